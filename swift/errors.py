@@ -1,0 +1,102 @@
+"""Failures that `swift` anticipates: one type per boundary, one line per problem, one exit code.
+
+A `SwiftError` carries a list of problems. Each problem is a single line
+
+    <flag or subject>: <value seen>: <what is wrong>; <nearest or all valid choices>
+
+and the command line prints it as ``swift: error: <line>``. Anything that is not a `SwiftError`
+is a defect of ours and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class SwiftError(Exception):
+    """An anticipated failure; `exit_code` is what the process returns.
+
+    Args:
+        *problems: one line each, already in the form described in the module's docstring.
+    """
+
+    exit_code = 1
+
+    def __init__(self, *problems: str) -> None:
+        if not problems:
+            raise ValueError("a SwiftError needs at least one problem")
+        self.problems: list[str] = [" ".join(str(problem).split()) for problem in problems]
+        super().__init__("\n".join(self.problems))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Errors travel between processes; subclasses may have other constructors."""
+        return _restore, (type(self), self.__dict__)
+
+
+def _restore(cls: type[SwiftError], state: dict[str, object]) -> SwiftError:
+    error = cls.__new__(cls)
+    error.__dict__.update(state)
+    error.args = ("\n".join(error.problems),)
+    return error
+
+
+class ConfigError(SwiftError):
+    """A setting, file, row or plugin of the user is wrong (exit 2)."""
+
+    exit_code = 2
+
+
+class ResourceError(SwiftError):
+    """Memory, disk, port, lock or a package is missing (exit 3)."""
+
+    exit_code = 3
+
+
+class EngineError(SwiftError):
+    """An inference engine, a server or a weight transfer failed (exit 4)."""
+
+    exit_code = 4
+
+
+class PromptTooLong(EngineError):
+    """A prompt leaves no room for a completion; `length` and `limit` are in tokens."""
+
+    def __init__(self, length: int, limit: int) -> None:
+        self.length, self.limit = length, limit
+        super().__init__(f"prompt: {length} tokens: longer than the engine's limit of {limit} tokens")
+
+
+class RewardError(SwiftError):
+    """The reward functions cannot be used (exit 5)."""
+
+    exit_code = 5
+
+
+class NumericError(SwiftError):
+    """The numbers are wrong: loss stays non-finite, or sampler and trainer disagree (exit 6)."""
+
+    exit_code = 6
+
+
+class Interrupted(SwiftError):
+    """A signal ended the run; a checkpoint was saved and can be resumed (exit 75)."""
+
+    exit_code = 75
+
+
+def nearest(name: str, choices: Iterable[str], count: int = 3) -> list[str]:
+    """Up to `count` of `choices` closest to `name` by edit distance, best first; [] when none is near."""
+    return difflib.get_close_matches(str(name), [str(choice) for choice in choices], n=count, cutoff=0.5)
+
+
+def suggest(name: str, choices: Sequence[str]) -> str:
+    """The end of an error line: the nearest valid choices, or all of them when none is near."""
+    near = nearest(name, choices)
+    return f"nearest: {', '.join(near)}" if near else f"valid: {', '.join(str(choice) for choice in choices)}"
+
+
+def join_problems(problems: Sequence[str], error: type[SwiftError] = ConfigError) -> None:
+    """Raise `error` with all `problems` when there is any; configuration problems are listed together."""
+    if problems:
+        raise error(*problems)

@@ -1,0 +1,24 @@
+"""The policy and what surrounds it: tokenizer, chat template, adapters, reference model.
+
+A model is a local folder or a hub id. Weights come from safetensors files only, code from a repository
+runs only with `--trust_remote_code true`. What this package hands out is a plain `torch.nn.Module`;
+nothing in it knows about training loops or engines.
+"""
+
+from swift.models.export import merge_adapter
+from swift.models.policy import load_for_inference, load_policy
+from swift.models.reference import ReferenceModel, load_reference
+from swift.models.template import Template, load_template
+from swift.models.tokenizer import load_chat, load_tokenizer
+
+__all__ = [
+    "ReferenceModel",
+    "Template",
+    "load_chat",
+    "load_for_inference",
+    "load_policy",
+    "load_reference",
+    "load_template",
+    "load_tokenizer",
+    "merge_adapter",
+]

@@ -1,0 +1,105 @@
+"""`swift export` and `swift merge-lora`: fold a LoRA adapter into its base model and save the result.
+
+The output is an ordinary model folder: config, safetensors, generation config, tokenizer with chat template.
+A folder that holds anything is refused, and the result appears under its name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swift.errors import ConfigError, ResourceError
+from swift.models.source import ModelSource, locate
+
+if TYPE_CHECKING:
+    from swift.arguments.parse import Resolved
+    from swift.models.arguments import ModelArguments
+
+SIDE_FILES = ("generation_config.json", "*.py")
+"""Files of the base model that belong to the merged one and that no `save_pretrained` writes in full."""
+
+
+def merge_adapter(args: ModelArguments, output: str | Path) -> Path:
+    """Writes `--model` with all `--adapters` folded in, in order, to the new folder `output`.
+
+    The weights are merged in `torch_dtype` (float32 when None, whatever the device), so that folding rounds
+    once, when it is saved.
+
+    Returns:
+        `output` as an absolute path.
+
+    Raises:
+        ConfigError: no adapter, an unfit one, or an `output` that exists and is not empty.
+        ResourceError: the folder cannot be written.
+    """
+    from swift.models.policy import load_for_inference, quiet_loading
+    from swift.models.tokenizer import load_tokenizer
+
+    source = locate(args)
+    if not source.adapters:
+        raise ConfigError(
+            "--adapters: none: there is nothing to merge; give the checkpoint folder of a LoRA run"
+        )
+    output = new_folder(output)
+    tokenizer = load_tokenizer(args)
+    model = load_for_inference(_on_cpu(args), device="cpu")
+    partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
+    try:
+        with quiet_loading():
+            model.save_pretrained(partial)  # type: ignore[operator]  # a transformers model
+        tokenizer.save_pretrained(partial)
+        _copy_side_files(source, partial)
+        if output.exists():
+            output.rmdir()  # empty, as checked
+        partial.rename(output)
+    except OSError as error:
+        raise ResourceError(f"--output_dir: {output}: cannot be written ({error})") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # gone already after the rename
+    return output
+
+
+def new_folder(path: str | Path) -> Path:
+    """`path` as an absolute path that does not exist or is an empty folder; its parent is created.
+
+    Raises:
+        ConfigError: it holds something, or is a file.
+    """
+    folder = Path(path).expanduser().resolve()
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise ConfigError(f"--output_dir: {folder}: exists and is not empty; name a new folder")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ResourceError(f"--output_dir: {folder}: cannot be created ({error})") from error
+    return folder
+
+
+def run(resolved: Resolved) -> int:
+    """The modes export and merge-lora; returns the exit code and prints where the model lies."""
+    args: Any = resolved.args
+    source = locate(args)
+    output = args.output_dir or _default_output(source)
+    print(f"merged model: {merge_adapter(args, output)}")
+    return 0
+
+
+def _default_output(source: ModelSource) -> Path:
+    name = source.adapters[-1] if source.adapters else source.base
+    return name.with_name(f"{name.name}-merged")
+
+
+def _on_cpu(args: ModelArguments) -> ModelArguments:
+    settings = copy.copy(args)
+    settings.torch_dtype = args.torch_dtype or "float32"
+    return settings
+
+
+def _copy_side_files(source: ModelSource, output: Path) -> None:
+    for pattern in SIDE_FILES:
+        for file in source.base.glob(pattern):
+            shutil.copy2(file, output / file.name)

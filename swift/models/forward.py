@@ -1,0 +1,316 @@
+"""One forward pass over a packed stream of prompts and completions: the trainer's view of a rollout.
+
+Layout of a stream (no padding anywhere): for each group its prompt segment once, then the completion segments
+that share it. A completion of n tokens contributes its first n - 1 tokens as inputs, because the last token
+predicts nothing. With P = 3 prompt tokens and completions (a b c) and (d e)::
+
+    stream      p0 p1 p2 | a  b  | d
+    position    0  1  2  | 3  4  | 3
+    predicts    .  .  a,d| b  c  | e
+
+Each completion segment attends to [its prompt ; itself]. The layout travels to the attention layers through
+transformers' attention interface (`AttentionInterface`), so any decoder model that uses that interface works
+without a patch. A group of one is plain packing: nothing else changes when prompts are not shared.
+
+Models whose layers need more than this (sliding windows, recurrent or linear attention layers, learned row
+positions, attention sinks) are found by `packing_obstacle` and take the padded path, which is slower and equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ATTENTION_NAME = "swift_segments"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`length` tokens of the stream from `start`."""
+
+    start: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        """One past the last token."""
+        return self.start + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpans:
+    """A prompt segment and the completion segments that attend to it."""
+
+    prompt: Span
+    completions: tuple[Span, ...]
+
+
+class SegmentLayout:
+    """The segments of one packed stream, with the index tensors that attention needs.
+
+    Args:
+        groups: the segments in stream order.
+        device: where the index tensors live.
+    """
+
+    def __init__(self, groups: Sequence[GroupSpans], device: torch.device | str = "cpu") -> None:
+        self.groups = list(groups)
+        self._blocks = [_CompletionBlock(group, device) for group in self.groups if _has_inputs(group)]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """Attention of every segment to its prompt and itself.
+
+        Args:
+            query: [1, H, T, D] over the packed stream.
+            key: [1, H, T, D] (heads already repeated).
+            value: [1, H, T, D].
+            scale: softmax scale; None means 1 / sqrt(D).
+
+        Returns:
+            [1, T, H, D]
+        """
+        output = torch.empty_like(query)
+        for group in self.groups:
+            rows = slice(group.prompt.start, group.prompt.stop)
+            output[:, :, rows] = nn.functional.scaled_dot_product_attention(
+                query[:, :, rows], key[:, :, rows], value[:, :, rows], is_causal=True, scale=scale
+            )
+        for block in self._blocks:
+            block.attend(query, key, value, output, scale)
+        return output.transpose(1, 2)
+
+
+def _has_inputs(group: GroupSpans) -> bool:
+    return any(span.length for span in group.completions)
+
+
+class _CompletionBlock:
+    """The completions of one group as a rectangular batch: queries [C, L], keys [C, P + L].
+
+    Rows shorter than L are filled with the row's own last token; causality keeps the filling out of the result.
+    """
+
+    def __init__(self, group: GroupSpans, device: torch.device | str) -> None:
+        spans = [span for span in group.completions if span.length]
+        longest = max(span.length for span in spans)
+        steps = torch.arange(longest)
+        starts = torch.tensor([span.start for span in spans])[:, None]
+        lengths = torch.tensor([span.length for span in spans])[:, None]
+        own = starts + torch.minimum(steps, lengths - 1)  # [C, L] stream index of each query
+        real = steps < lengths
+        self.own_index = own.to(device)
+        self.real_rows = real.nonzero(as_tuple=True)[0].to(device)
+        self.real_steps = real.nonzero(as_tuple=True)[1].to(device)
+        self.real_index = own[real].to(device)
+        self.prompt = slice(group.prompt.start, group.prompt.stop)
+        visible = torch.ones(longest, group.prompt.length + longest, dtype=torch.bool)
+        self.mask = visible.tril(diagonal=group.prompt.length).to(device)  # [L, P + L]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, scale: float | None) -> None:
+        num_rows = self.own_index.shape[0]
+
+        def with_prompt(states: Tensor) -> Tensor:  # [1, H, T, D] -> [C, H, P + L, D]
+            prompt = states[:, :, self.prompt].expand(num_rows, -1, -1, -1)
+            return torch.cat([prompt, states[0][:, self.own_index].transpose(0, 1)], dim=2)
+
+        rows = query[0][:, self.own_index].transpose(0, 1)  # [C, H, L, D]
+        attended = nn.functional.scaled_dot_product_attention(
+            rows, with_prompt(key), with_prompt(value), attn_mask=self.mask, scale=scale
+        )
+        output[0, :, self.real_index] = attended[self.real_rows, :, self.real_steps].transpose(0, 1)
+
+
+class DecodeLayout:
+    """Attention of one new token per row to its row of the key/value cache.
+
+    Args:
+        mask: [R, 1, 1, K] bool, False where the cache holds left padding, or None when no row is padded.
+    """
+
+    def __init__(self, mask: Tensor | None) -> None:
+        self.mask = mask
+
+    def attend_grouped(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """Query heads of a key/value head become query positions, so that no head is ever repeated.
+
+        Args:
+            query: [R, H, 1, D].
+            key: [R, Hkv, K, D].
+            value: [R, Hkv, K, D].
+            scale: softmax scale; None means 1 / sqrt(D).
+
+        Returns:
+            [R, 1, H, D]
+        """
+        num_rows, num_heads, _, head_size = query.shape
+        grouped = query.view(num_rows, key.shape[1], -1, head_size)
+        attended = nn.functional.scaled_dot_product_attention(grouped, key, value, attn_mask=self.mask, scale=scale)
+        return attended.reshape(num_rows, 1, num_heads, head_size)
+
+
+def _segment_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    attention_layout: SegmentLayout | DecodeLayout | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The attention function registered with transformers; see `AttentionInterface` for the contract."""
+    if isinstance(attention_layout, DecodeLayout):
+        return attention_layout.attend_grouped(query, key, value, scaling), None
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    if attention_layout is not None:
+        return attention_layout.attend(query, key, value, scaling), None
+    assert attention_mask is None, "a padded batch reached packed attention"
+    attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    return attended.transpose(1, 2), None
+
+
+def enable_packed_attention(model: nn.Module) -> None:
+    """Make `model` (a transformers decoder, possibly under PEFT) take `attention_layout` in its forward."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, _segment_attention)
+    _transformers_model(model).set_attn_implementation(ATTENTION_NAME)
+
+
+def packing_obstacle(model: nn.Module) -> str | None:
+    """Why packed segments would be wrong for this model, in a few words; None when they are right."""
+    base = _transformers_model(model)
+    config = base.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds - {"full_attention"}:
+        return f"layers of type {', '.join(sorted(kinds - {'full_attention'}))}"
+    if not getattr(base, "_supports_attention_backend", False):
+        return "the model does not use transformers' attention interface"
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        return f"a sliding window of {config.sliding_window} tokens"
+    if getattr(config, "attn_logit_softcapping", None):
+        return "soft-capped attention logits"
+    if not (hasattr(config, "rope_parameters") or hasattr(config, "rope_theta")):
+        return "no rotary positions"
+    return None
+
+
+def _transformers_model(model: nn.Module) -> Any:
+    """The transformers model below wrappers (PEFT)."""
+    unwrap = getattr(model, "get_base_model", None)
+    return unwrap() if callable(unwrap) else model
+
+
+@dataclass(slots=True)
+class TokenSequence:
+    """Token ids of one completion with its prompt, as sampled."""
+
+    prompt_ids: Sequence[int]
+    completion_ids: Sequence[int]
+
+
+@dataclass(slots=True)
+class PackedTokens:
+    """A packed stream and where it predicts each completion token.
+
+    input_ids, position_ids: [1, T] int64. predict_index: [N] stream index whose hidden state predicts target n.
+    target_ids: [N] the completion tokens, sequence after sequence. sequence_index: [N] which sequence.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    predict_index: Tensor
+    target_ids: Tensor
+    sequence_index: Tensor
+    num_sequences: int
+    layout: SegmentLayout
+
+
+def pack(
+    sequences: Sequence[TokenSequence], *, share_prompts: bool = True, device: torch.device | str = "cpu"
+) -> PackedTokens:
+    """Pack completions into one stream; neighbours with equal prompt ids share one prompt segment.
+
+    Args:
+        sequences: S completions with at least one token each and at least one prompt token.
+        share_prompts: compute a prompt once for neighbouring completions of it.
+        device: where the tensors go.
+
+    Returns:
+        the stream, with T = sum of prompt lengths (shared ones once) + sum of (completion length - 1).
+    """
+    ids: list[int] = []
+    positions: list[int] = []
+    predict: list[int] = []
+    targets: list[int] = []
+    owners: list[int] = []
+    groups: list[tuple[Span, list[Span]]] = []
+    prompt: list[int] | None = None
+    for number, sequence in enumerate(sequences):
+        prompt_ids, completion = list(sequence.prompt_ids), list(sequence.completion_ids)
+        assert prompt_ids and completion, "a packed sequence needs prompt and completion tokens"
+        if prompt is None or not share_prompts or prompt_ids != prompt:
+            prompt = prompt_ids
+            groups.append((Span(len(ids), len(prompt)), []))
+            ids += prompt
+            positions += range(len(prompt))
+        prompt_span, spans = groups[-1]
+        own = Span(len(ids), len(completion) - 1)
+        spans.append(own)
+        ids += completion[:-1]
+        positions += range(len(prompt), len(prompt) + own.length)
+        predict += [prompt_span.stop - 1, *range(own.start, own.stop)]
+        targets += completion
+        owners += [number] * len(completion)
+    layout = SegmentLayout([GroupSpans(span, tuple(rest)) for span, rest in groups], device)
+
+    def tensor(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=device)
+
+    return PackedTokens(
+        input_ids=tensor(ids)[None],
+        position_ids=tensor(positions)[None],
+        predict_index=tensor(predict),
+        target_ids=tensor(targets),
+        sequence_index=tensor(owners),
+        num_sequences=len(sequences),
+        layout=layout,
+    )
+
+
+def packed_logits(model: nn.Module, tokens: PackedTokens) -> Tensor:
+    """Logits [N, V] that predict each completion token of a packed stream.
+
+    The call goes through `model` itself (DDP, FSDP and ZeRO wrappers included), and the head is applied to the
+    N predicting positions only.
+    """
+    output = model(
+        input_ids=tokens.input_ids,
+        position_ids=tokens.position_ids,
+        attention_layout=tokens.layout,
+        logits_to_keep=tokens.predict_index,
+        use_cache=False,
+    )
+    return output.logits[0]
+
+
+def padded_logits(
+    model: nn.Module, sequences: Sequence[TokenSequence], *, device: torch.device | str = "cpu"
+) -> Tensor:
+    """The same logits [N, V] from right-padded rows: the path of models that cannot be packed, and the oracle.
+
+    `model` must use one of transformers' own attention functions (not `enable_packed_attention`).
+    """
+    rows = [list(s.prompt_ids) + list(s.completion_ids)[:-1] for s in sequences]
+    width = max(len(row) for row in rows)
+    input_ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
+    logits = model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits
+    kept = [logits[i, len(s.prompt_ids) - 1 : len(rows[i])] for i, s in enumerate(sequences)]
+    return torch.cat(kept)

@@ -1,0 +1,289 @@
+"""The policy: a decoder with all weights trainable, or a frozen one with a LoRA adapter on top.
+
+Reinforcement learning compares log-probs of the same tokens under the same weights, so dropout is off in
+every part of the model unless `--lora_dropout` is given; supervised tuning keeps the model's own.
+
+Adapters to start from: with `tuner_type lora` the one adapter stays separate and is trained on; with
+`tuner_type full` all of them are folded into the weights, in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swift.errors import ConfigError, ResourceError, suggest
+from swift.models.source import ModelSource, locate, read_json
+from swift.models.tokenizer import first_line, remote_code_hint
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from swift.models.arguments import ModelArguments
+
+ATTENTION = {
+    "flash_attn": "flash_attention_2",
+    "sdpa": "sdpa",
+    "eager": "eager",
+    "flex_attention": "flex_attention",
+}
+"""`--attn_impl` to transformers' names; other values are passed through."""
+
+
+def load_policy(
+    args: ModelArguments, *, device: torch.device | str | None = None, model_dropout: bool = False
+) -> nn.Module:
+    """The model to train, in training mode; only trainable parameters require a gradient.
+
+    Args:
+        args: model, dtype, attention and tuner settings.
+        device: where the weights go; None leaves them on the CPU.
+        model_dropout: keep the dropout rates of the model's config (supervised tuning); off otherwise.
+
+    Returns:
+        A transformers causal language model, or a `peft.PeftModel` around one.
+
+    Raises:
+        ConfigError: missing or torn files, unknown architecture, several start adapters with LoRA.
+        ResourceError: an attention implementation whose package is not installed.
+    """
+    source = locate(args)
+    model = load_base(source.base, args, device=device, model_dropout=model_dropout)
+    if args.tuner_type == "full":
+        for folder in source.adapters:
+            model = fold_adapter(model, folder)
+        model.requires_grad_(True)
+    else:
+        model = _with_lora(model, source, args)
+    return model.train()
+
+
+def load_for_inference(args: ModelArguments, *, device: torch.device | str | None = None) -> nn.Module:
+    """The model with all its adapters folded in, frozen and in evaluation mode."""
+    source = locate(args)
+    model = load_base(source.base, args, device=device)
+    for folder in source.adapters:
+        model = fold_adapter(model, folder)
+    return model.requires_grad_(False).eval()
+
+
+def load_base(
+    folder: Path,
+    args: ModelArguments,
+    *,
+    device: torch.device | str | None = None,
+    model_dropout: bool = False,
+) -> Any:
+    """The causal language model in `folder`, every weight read from its safetensors files.
+
+    Raises:
+        ConfigError, ResourceError: see `load_policy`; also when the files lack weights of the model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(folder, args)
+    if not model_dropout:
+        clear_config_dropout(config)
+    try:
+        with quiet_loading():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=pick_dtype(args.torch_dtype, device),
+                attn_implementation=ATTENTION.get(args.attn_impl, args.attn_impl),
+                trust_remote_code=args.trust_remote_code,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except ImportError as error:
+        raise ResourceError(
+            f"--attn_impl: {args.attn_impl}: {first_line(error)}; use --attn_impl sdpa"
+        ) from error
+    except Exception as error:
+        if not isinstance(error, (OSError, ValueError, KeyError, RuntimeError)) and not _is_safetensors(
+            error
+        ):
+            raise
+        raise ConfigError(
+            f"--model: {folder}: its weights cannot be loaded ({first_line(error)})" + remote_code_hint(error)
+        ) from error
+    _check_complete(folder, info)
+    if not model_dropout:
+        clear_module_dropout(model)
+    return model.to(device) if device is not None else model
+
+
+def load_config(folder: Path, args: ModelArguments) -> Any:
+    """The architecture's config; `--model_type` replaces the one written in config.json.
+
+    Raises:
+        ConfigError: an architecture that transformers does not know, or that needs repository code.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    written = read_json(folder / "config.json")
+    model_type = (
+        _architecture(args.model_type, CONFIG_MAPPING) if args.model_type else written.get("model_type")
+    )
+    if model_type not in CONFIG_MAPPING and "auto_map" in written and not args.trust_remote_code:
+        raise ConfigError(
+            f"--model: {folder}: its architecture needs Python code from its repository; "
+            "read that code, then set --trust_remote_code true"
+        )
+    if args.model_type and model_type != written.get("model_type"):
+        return CONFIG_MAPPING[model_type].from_dict({**written, "model_type": model_type})
+    try:
+        return AutoConfig.from_pretrained(
+            folder, trust_remote_code=args.trust_remote_code, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"--model: {folder}: config.json: {first_line(error)}" + remote_code_hint(error)
+        ) from error
+
+
+def pick_dtype(name: str | None, device: torch.device | str | None = None) -> torch.dtype:
+    """`--torch_dtype` as torch's type; None means float32 on the CPU and bfloat16 elsewhere."""
+    import torch
+
+    if name:
+        return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]
+    on_cpu = torch.device(device).type == "cpu" if device is not None else not torch.cuda.is_available()
+    return torch.float32 if on_cpu else torch.bfloat16
+
+
+def fold_adapter(model: Any, folder: Path) -> Any:
+    """`model` with a LoRA adapter added into its weights; the adapter's modules are gone afterwards."""
+    from peft import PeftModel
+
+    with adapter_errors(folder):
+        return PeftModel.from_pretrained(model, str(folder)).merge_and_unload(safe_merge=True)
+
+
+@contextlib.contextmanager
+def adapter_errors(folder: Path) -> Iterator[None]:
+    """Turns peft's failures on an unfit adapter into one line that names the folder."""
+    try:
+        yield
+    except (ValueError, KeyError, RuntimeError, TypeError, OSError) as error:
+        raise ConfigError(
+            f"--adapters: {folder}: does not fit the model ({first_line(error)}); "
+            "give the base model it was trained on"
+        ) from error
+
+
+@contextlib.contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Hides transformers' progress bars for reading and writing weights, which take a moment here."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def clear_config_dropout(config: Any) -> None:
+    """Sets every dropout rate of a config to 0, under whatever name the architecture has for it."""
+    for name, value in list(vars(config).items()):
+        is_rate = name.endswith(("dropout", "_pdrop", "dropout_prob", "dropout_rate"))
+        if is_rate and isinstance(value, float | int) and not isinstance(value, bool):
+            setattr(config, name, 0.0)
+
+
+def clear_module_dropout(model: nn.Module) -> None:
+    """Sets the rate of every dropout module to 0."""
+    from torch import nn
+
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+
+
+def trainable_counts(model: nn.Module) -> tuple[int, int]:
+    """Numbers of trainable and of all parameters."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return sum(size for size, trained in sizes if trained), sum(size for size, _ in sizes)
+
+
+def _with_lora(model: Any, source: ModelSource, args: ModelArguments) -> Any:
+    from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+
+    if len(source.adapters) > 1:
+        raise ConfigError(
+            f"--adapters: {' '.join(map(str, source.adapters))}: LoRA training starts from one adapter; "
+            "fold the others into the model with `swift merge-lora`, or use --tuner_type full"
+        )
+    if source.adapters:
+        folder = source.adapters[0]
+        with adapter_errors(folder):
+            start = PeftConfig.from_pretrained(str(folder))
+            start.lora_dropout = args.lora_dropout  # a rate left from supervised tuning must not enter RL
+            return PeftModel.from_pretrained(model, str(folder), config=start, is_trainable=True)
+    targets = list(args.target_modules)
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=args.lora_rank,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=args.lora_dropout,
+        target_modules="all-linear" if targets in ([], ["all-linear"]) else targets,
+        modules_to_save=list(args.modules_to_save) or None,
+        base_model_name_or_path=str(source.base),
+    )
+    try:
+        return get_peft_model(model, config)
+    except ValueError as error:
+        raise ConfigError(
+            f"--target_modules: {' '.join(targets)}: {first_line(error)}; "
+            f"valid: all-linear, {', '.join(linear_names(model))}"
+        ) from error
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    """The last name parts of a model's linear layers, without the output head: what LoRA can target."""
+    from torch import nn
+
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    names = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+    return sorted(names)
+
+
+def _architecture(name: str, known: Any) -> str:
+    """A transformers architecture for `--model_type`; release names such as qwen2_5 mean their family."""
+    if name in known:
+        return name
+    families = sorted((family for family in known if name.startswith(family)), key=len)
+    if not families:
+        raise ConfigError(
+            f"--model_type: {name}: not an architecture of transformers; {suggest(name, list(known))}"
+        )
+    return str(families[-1])
+
+
+def _check_complete(folder: Path, info: dict[str, Any]) -> None:
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ConfigError(
+            f"--model: {folder}: {len(missing)} weights of the architecture are not in its safetensors files "
+            f"({', '.join(missing[:3])}); is the download complete?"
+        )
+    mismatched = [str(entry[0]) for entry in info["mismatched_keys"]]
+    if mismatched:
+        raise ConfigError(
+            f"--model: {folder}: weights of another shape than config.json says: {mismatched[0]}"
+        )
+
+
+def _is_safetensors(error: Exception) -> bool:
+    return type(error).__name__ == "SafetensorError"

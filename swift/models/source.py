@@ -1,0 +1,242 @@
+"""Where a model's files are: a local folder, a hub's cache, or the base below a LoRA checkpoint.
+
+`locate` answers once, before anything heavy is loaded, and every later step works on plain folders. A name
+that exists on disk, or that looks like a path, is never looked up on a hub. Only safetensors weights count:
+pickled `.bin` files can run code when they are read.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swift.errors import ConfigError, ResourceError, nearest
+
+if TYPE_CHECKING:
+    from swift.models.arguments import ModelArguments
+
+HUB_ATTEMPT_S = 20
+"""Seconds a hub may stay silent before the download counts as failed."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """The folders a policy is made of.
+
+    `base` holds config, weights and usually the tokenizer; `adapters` are LoRA folders to put on top, in
+    order; `tokenizer` is the folder whose tokenizer is used (that of a LoRA checkpoint when it has one).
+    """
+
+    base: Path
+    adapters: list[Path] = field(default_factory=list)
+    tokenizer: Path | None = None
+
+
+def locate(args: ModelArguments) -> ModelSource:
+    """Resolves `--model` and `--adapters` to folders; downloads from a hub when needed.
+
+    A `--model` that is itself a LoRA checkpoint (adapter_config.json, no config.json) becomes the first
+    adapter and its base is read from the checkpoint. A missing `--model` is allowed when `--adapters`
+    names its base.
+
+    Raises:
+        ConfigError: a folder lacks its files, or a hub does not have the name.
+        ResourceError: the hub's client package is not installed.
+    """
+    adapters = [adapter_folder(path) for path in args.adapters]
+    model = args.model
+    if model and is_adapter(Path(model)):
+        adapters.insert(0, adapter_folder(model))
+        model = None
+    base = find_base(model, adapters, use_hf=args.use_hf, revision=args.model_revision)
+    with_tokenizer = [folder for folder in adapters if has_tokenizer(folder)]
+    return ModelSource(base, adapters, with_tokenizer[-1] if with_tokenizer else base)
+
+
+def find_base(
+    model: str | None, adapters: list[Path], *, use_hf: bool = False, revision: str | None = None
+) -> Path:
+    """The base model's folder, from `model` when given, else from what the first adapter was trained on."""
+    if model:
+        return find_folder(model, flag="--model", use_hf=use_hf, revision=revision)
+    if not adapters:
+        raise ConfigError("--model: none: no model is named; give a folder or a hub id")
+    recorded = recorded_base(adapters[0])
+    if not recorded:
+        raise ConfigError(
+            f"--model: none: {adapters[0]} does not record its base model; name it with --model"
+        )
+    return find_folder(recorded, flag=f"base model of {adapters[0]}", use_hf=use_hf, revision=revision)
+
+
+def find_folder(
+    name: str,
+    *,
+    flag: str = "--model",
+    use_hf: bool = False,
+    revision: str | None = None,
+    require_weights: bool = True,
+) -> Path:
+    """A folder with config.json and safetensors weights for a local path or a hub id.
+
+    Args:
+        name: folder or `organisation/name`.
+        flag: how errors call the setting.
+        use_hf: Hugging Face instead of ModelScope.
+        revision: branch, tag or commit on the hub; local folders ignore it.
+        require_weights: False when only config and tokenizer are wanted.
+
+    Raises:
+        ConfigError, ResourceError: see `locate`.
+    """
+    path = Path(name).expanduser()
+    if path.exists():
+        folder = path.resolve()
+    elif looks_like_path(name):
+        raise ConfigError(f"{flag}: {name}: no such folder; {_beside(path)}")
+    else:
+        folder = _download(name, flag=flag, use_hf=use_hf, revision=revision)
+    check_folder(folder, flag=flag, require_weights=require_weights)
+    return folder
+
+
+def check_folder(folder: Path, *, flag: str = "--model", require_weights: bool = True) -> None:
+    """Raises ConfigError unless `folder` holds config.json and, when required, safetensors weights."""
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{flag}: {folder}: a file, not a model folder; give the folder that holds config.json"
+        )
+    if not (folder / "config.json").is_file():
+        inside = sorted(child.name for child in folder.glob("*/config.json"))
+        where = [str(path.parent) for path in sorted(folder.glob("*/config.json"))[:3]] if inside else []
+        hint = (
+            f"nearest: {', '.join(where)}" if where else "a model folder needs config.json and *.safetensors"
+        )
+        raise ConfigError(f"{flag}: {folder}: sought config.json there and found none; {hint}")
+    if not require_weights or any(folder.glob("*.safetensors")):
+        return
+    pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    if pickled:
+        raise ConfigError(
+            f"{flag}: {folder}: only pickled weights ({', '.join(pickled[:3])}), which can run code "
+            "when read; convert them to safetensors with save_pretrained"
+        )
+    raise ConfigError(
+        f"{flag}: {folder}: sought *.safetensors there and found none; is the download complete?"
+    )
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether `folder` is a LoRA checkpoint and not a whole model."""
+    return (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a tokenizer was saved in `folder`."""
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+
+
+def adapter_folder(path: str | Path) -> Path:
+    """The folder of a LoRA adapter, checked.
+
+    Raises:
+        ConfigError: no such folder, no adapter_config.json, or no safetensors weights.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"--adapters: {path}: no such folder; {_beside(folder)}")
+    if not (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"--adapters: {path}: sought adapter_config.json there and found none; "
+            "give a checkpoint folder of a LoRA run"
+        )
+    if not (folder / "adapter_model.safetensors").is_file():
+        raise ConfigError(f"--adapters: {path}: sought adapter_model.safetensors there and found none")
+    return folder.resolve()
+
+
+def recorded_base(adapter: Path) -> str | None:
+    """What a LoRA checkpoint says it was trained on: args.json (ours) first, then adapter_config.json."""
+    for name, key in (("args.json", "model"), ("adapter_config.json", "base_model_name_or_path")):
+        file = adapter / name
+        if file.is_file():
+            recorded = read_json(file).get(key)
+            if recorded and Path(recorded).resolve() != adapter:
+                return str(recorded)
+    return None
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; ConfigError naming file and line when it is not one."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{file}:{error.lineno}: not valid JSON: {error.msg}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file}: a JSON object was expected, not {type(value).__name__}")
+    return value
+
+
+def looks_like_path(name: str) -> bool:
+    """Whether a name can only be a local path: absolute, dotted, or not `organisation/name`."""
+    return name.startswith(("/", "./", "../", "~", ".\\")) or name.count("/") != 1 or name.endswith("/")
+
+
+def _beside(path: Path) -> str:
+    parent = path.parent
+    if not parent.is_dir():
+        return f"{parent} does not exist either"
+    near = nearest(path.name, [child.name for child in parent.iterdir() if child.is_dir()])
+    return f"nearest: {', '.join(str(parent / name) for name in near)}" if near else "check the path"
+
+
+def _download(name: str, *, flag: str, use_hf: bool, revision: str | None) -> Path:
+    hub = "Hugging Face" if use_hf else "ModelScope"
+    try:
+        return _from_hugging_face(name, revision) if use_hf else _from_modelscope(name, revision)
+    except ImportError as error:
+        package = "huggingface_hub" if use_hf else "modelscope"
+        other = "drop --use_hf" if use_hf else "use --use_hf true"
+        raise ResourceError(
+            f"{flag}: {name}: {hub} needs the package {package}, which cannot be imported ({error}); "
+            f"pip install {package}, {other}, or give a local folder"
+        ) from error
+    except Exception as error:  # the hubs' clients raise anything from HTTP errors to bare Exception
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        at = f" at revision {revision}" if revision else ""
+        raise ConfigError(
+            f"{flag}: {name}: no folder of that name here, and {hub} did not give it{at} ({reason}); "
+            f"check the name and the network{'' if use_hf else ', try --use_hf true'}, or give a local folder"
+        ) from error
+
+
+WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken"]
+
+
+def _from_hugging_face(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:  # a complete cached copy needs no network
+        cached = snapshot_download(
+            name,
+            revision=revision,
+            allow_patterns=WANTED_FILES,
+            local_files_only=True,
+            etag_timeout=HUB_ATTEMPT_S,
+        )
+        if any(Path(cached).glob("*.safetensors")):
+            return Path(cached)
+    except LocalEntryNotFoundError:
+        pass  # not cached: the download below is the answer
+    return Path(
+        snapshot_download(name, revision=revision, allow_patterns=WANTED_FILES, etag_timeout=HUB_ATTEMPT_S)
+    )
+
+
+def _from_modelscope(name: str, revision: str | None) -> Path:
+    from modelscope import snapshot_download
+
+    return Path(snapshot_download(name, revision=revision, allow_patterns=WANTED_FILES))

@@ -1,0 +1,85 @@
+"""Loading a tokenizer, with `--template` applied and a pad token made sure of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swift.errors import ConfigError
+from swift.models.source import find_folder, has_tokenizer, locate
+from swift.models.template import Template, load_template
+from swift.models.templates import missing_tokens, read_template
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from swift.models.arguments import ModelArguments
+
+
+def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
+    """The tokenizer of `--model`, or of the LoRA checkpoint when it carries one; pads on the left.
+
+    Raises:
+        ConfigError: no tokenizer in the folder, a template that is neither known nor a file, a built-in
+            template whose marker tokens the vocabulary lacks, or code that `--trust_remote_code` forbids.
+    """
+    source = locate(args)
+    assert source.tokenizer is not None
+    return read_tokenizer(source.tokenizer, template=args.template, trust_remote_code=args.trust_remote_code)
+
+
+def load_chat(args: ModelArguments) -> Template:
+    """Tokenizer and template of `--model` in one step, with the end tokens of its generation_config.json."""
+    source = locate(args)
+    return load_template(load_tokenizer(args), source.base)
+
+
+def read_tokenizer(
+    folder: str | Path, *, template: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """The tokenizer saved in `folder`; see `load_tokenizer`."""
+    from transformers import AutoTokenizer
+
+    folder = (
+        find_folder(str(folder), require_weights=False) if not has_tokenizer(Path(folder)) else Path(folder)
+    )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, local_files_only=True, padding_side="left"
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"--model: {folder}: its tokenizer cannot be loaded ({first_line(error)}); "
+            "sought tokenizer.json and tokenizer_config.json there" + remote_code_hint(error)
+        ) from error
+    if template:
+        _override_template(tokenizer, template)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    if tokenizer.pad_token_id is None:
+        raise ConfigError(f"--model: {folder}: its tokenizer has neither a pad, an eos nor an unk token")
+    return tokenizer
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, cut to 200 characters."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
+
+
+def remote_code_hint(error: BaseException) -> str:
+    """What to add to an error line when loading failed because repository code was not allowed."""
+    if "trust_remote_code" not in str(error):
+        return ""
+    return "; it needs Python code from its repository: read that code, then set --trust_remote_code true"
+
+
+def _override_template(tokenizer: PreTrainedTokenizerBase, value: str) -> None:
+    text = read_template(value)
+    missing = missing_tokens(text, tokenizer.get_vocab())
+    if missing:
+        raise ConfigError(
+            f"--template: {value}: the tokenizer lacks the tokens {', '.join(missing)}; "
+            "use --template plain, or a Jinja file made for this model"
+        )
+    tokenizer.chat_template = text

@@ -1,0 +1,164 @@
+"""From scored groups to optimizer windows: the samples of a unit and how a window is cut over ranks.
+
+A unit holds all samples of one round of generation, in launch order, the same on every rank. It feeds
+`num_windows` optimizer windows, `num_iterations` times each. A window is cut without any communication, because
+every rank computes the same pure plan from the same unit:
+
+    unit     [ g0 g0 g0 g0 | g1 g1 g1 g1 | g2 ... ]        samples in launch order
+    window   consecutive samples; ranks take consecutive parts of equal size, so that a group stays together
+    slices   a rank's part, cut into forward/backward passes
+
+Normalisers count the whole window before anything is left out, so no cut changes the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(slots=True)
+class TrainSample:
+    """One completion as the trainer sees it.
+
+    token_ids: int32 [T]. sampler_logprobs: float32 [T]. trained: bool [T], the data mask m: what may carry loss.
+    `old_logprobs` and `ref_logprobs`, float32 [T], are None until a forward pass has produced them.
+    """
+
+    group: int
+    prompt_ids: np.ndarray
+    token_ids: np.ndarray
+    sampler_logprobs: np.ndarray
+    trained: np.ndarray
+    advantage: float
+    version: int = 0
+    old_logprobs: np.ndarray | None = None
+    ref_logprobs: np.ndarray | None = None
+
+    @property
+    def num_trained(self) -> int:
+        """T_i of the papers: tokens under the data mask."""
+        return int(self.trained.sum())
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-safe copy; float32 survives the text exactly."""
+        arrays = ("prompt_ids", "token_ids", "sampler_logprobs", "trained", "old_logprobs", "ref_logprobs")
+        state: dict[str, Any] = {"group": self.group, "advantage": self.advantage, "version": self.version}
+        for name in arrays:
+            value = getattr(self, name)
+            state[name] = None if value is None else value.tolist()
+        return state
+
+    @classmethod
+    def from_json(cls, state: dict[str, Any]) -> TrainSample:
+        """The inverse of `to_json`."""
+
+        def array(name: str, kind: type) -> Any:
+            return None if state[name] is None else np.asarray(state[name], dtype=kind)
+
+        return cls(
+            group=state["group"],
+            prompt_ids=array("prompt_ids", np.int32),
+            token_ids=array("token_ids", np.int32),
+            sampler_logprobs=array("sampler_logprobs", np.float32),
+            trained=array("trained", np.bool_),
+            advantage=state["advantage"],
+            version=state["version"],
+            old_logprobs=array("old_logprobs", np.float32),
+            ref_logprobs=array("ref_logprobs", np.float32),
+        )
+
+
+@dataclass(slots=True)
+class TrainUnit:
+    """The samples of one round of generation and how far training has come with them.
+
+    `position` counts the optimizer steps taken on the unit, of `num_windows * num_iterations`.
+    """
+
+    samples: list[TrainSample]
+    num_windows: int
+    num_iterations: int
+    position: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether all steps of this unit have been taken."""
+        return self.position >= self.num_windows * self.num_iterations
+
+    @property
+    def window_index(self) -> int:
+        """Which window the next step trains on."""
+        return self.position % self.num_windows
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """U: optimizer steps that this unit feeds."""
+        return self.num_windows * self.num_iterations
+
+    def window(self, index: int) -> range:
+        """Sample indices of a window."""
+        size = len(self.samples) // self.num_windows
+        return range(index * size, (index + 1) * size)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-safe copy."""
+        return {
+            "samples": [sample.to_json() for sample in self.samples],
+            "num_windows": self.num_windows,
+            "num_iterations": self.num_iterations,
+            "position": self.position,
+            "metrics": self.metrics,
+        }
+
+    @classmethod
+    def from_json(cls, state: dict[str, Any]) -> TrainUnit:
+        """The inverse of `to_json`."""
+        return cls(**{**state, "samples": [TrainSample.from_json(sample) for sample in state["samples"]]})
+
+
+@dataclass(frozen=True, slots=True)
+class WindowPlan:
+    """How the ranks share a window: `slices[rank][i]` are sample indices of one forward/backward pass.
+
+    Every rank has the same number of slices; a short rank's last ones are empty.
+    """
+
+    slices: list[list[list[int]]]
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that any rank computes."""
+        return sum(len(part) for parts in self.slices for part in parts)
+
+
+def plan_window(window: Sequence[int], *, world_size: int, slice_size: int, useful: Sequence[bool]) -> WindowPlan:
+    """Cut a window over the ranks.
+
+    Args:
+        window: sample indices in launch order.
+        world_size: data-parallel ranks.
+        slice_size: most completions of one forward/backward pass.
+        useful: per window position, whether the sample can contribute to the gradient; others are left out.
+
+    Returns:
+        the plan; useful samples appear exactly once, ranks differ by at most one sample.
+    """
+    kept = [sample for sample, wanted in zip(window, useful, strict=True) if wanted]
+    slices = []
+    for rank in range(world_size):
+        mine = [kept[i] for i in rank_slice(len(kept), rank, world_size)]
+        slices.append([mine[i : i + slice_size] for i in range(0, len(mine), slice_size)])
+    passes = max(len(parts) for parts in slices)
+    return WindowPlan([parts + [[] for _ in range(passes - len(parts))] for parts in slices])
+
+
+def rank_slice(total: int, rank: int, world_size: int) -> range:
+    """The consecutive part of `total` items that `rank` works on; parts differ by at most one item."""
+    base, extra = divmod(total, world_size)
+    start = rank * base + min(rank, extra)
+    return range(start, start + base + (1 if rank < extra else 0))

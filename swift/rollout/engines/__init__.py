@@ -1,0 +1,1 @@
+"""Inference engines: one contract (`base`), one file per backend; only that file imports its backend."""

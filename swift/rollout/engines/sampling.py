@@ -1,0 +1,108 @@
+"""Drawing tokens: temperature, penalties, truncation, and inverse-CDF sampling from given uniforms.
+
+The order is that of the other engines: repetition penalty on the raw logits, temperature, then top-k, top-p and
+min-p on the tempered distribution. The returned log-prob is that of the distribution drawn from: over the whole
+vocabulary without truncation, renormalised over the surviving tokens with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from swift.types import Request
+
+
+class BatchSampler:
+    """Draws one token per row and step.
+
+    Args:
+        requests: R requests, one row each.
+        uniforms_RT: [R, T] float64 in [0, 1); column t draws token t.
+    """
+
+    def __init__(self, requests: Sequence[Request], uniforms_RT: Tensor) -> None:
+        sampling = [request.sampling for request in requests]
+        device = uniforms_RT.device
+
+        def column(values: list[float]) -> Tensor:
+            return torch.tensor(values, device=device)[:, None]
+
+        self.uniforms_RT = uniforms_RT
+        self.temperature_R1 = column([s.temperature for s in sampling])
+        self.top_p_R1 = column([s.top_p for s in sampling])
+        self.min_p_R1 = column([s.min_p for s in sampling])
+        self.top_k_R1 = column([s.top_k for s in sampling])
+        self.penalty_R1 = column([s.repetition_penalty for s in sampling])
+        self.seen_RV: Tensor | None = None
+        self.prompts = [list(request.prompt_ids) for request in requests]
+        self._look()
+
+    def _look(self) -> None:
+        """Note which steps any row needs, so that plain sampling pays for none of them."""
+        self.any_penalty = bool((self.penalty_R1 != 1.0).any())
+        self.any_greedy = bool((self.temperature_R1 == 0.0).any())
+        self.any_top_k = bool((self.top_k_R1 > 0).any())
+        self.any_top_p = bool((self.top_p_R1 < 1.0).any())
+        self.any_min_p = bool((self.min_p_R1 > 0.0).any())
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep only `rows`."""
+        for name in ("uniforms_RT", "temperature_R1", "top_p_R1", "min_p_R1", "top_k_R1", "penalty_R1"):
+            setattr(self, name, getattr(self, name)[rows])
+        if self.seen_RV is not None:
+            self.seen_RV = self.seen_RV[rows]
+        self.prompts = [self.prompts[i] for i in rows.tolist()]
+        self._look()
+
+    def draw(self, logits_RV: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Token ids [R] and their log-probs [R] (fp32) for decode step `step`."""
+        logits_RV = logits_RV.float()
+        if self.any_penalty:
+            logits_RV = self._penalise(logits_RV)
+        tempered_RV = logits_RV / torch.where(self.temperature_R1 > 0, self.temperature_R1, 1.0)
+        logprobs_RV = tempered_RV.log_softmax(-1)
+        if self.any_top_k or self.any_top_p or self.any_min_p:
+            logprobs_RV = self._truncate(logprobs_RV)
+        token_R = _inverse_cdf(logprobs_RV, self.uniforms_RT[:, step])
+        if self.any_greedy:
+            token_R = torch.where(self.temperature_R1[:, 0] > 0, token_R, logits_RV.argmax(-1))
+        if self.seen_RV is not None:
+            self.seen_RV.scatter_(1, token_R[:, None], True)
+        return token_R, logprobs_RV.gather(1, token_R[:, None])[:, 0]
+
+    def _penalise(self, logits_RV: Tensor) -> Tensor:
+        """Divide positive and multiply negative logits of seen tokens (arXiv:1909.05858, eq. 13 as practised)."""
+        if self.seen_RV is None:
+            self.seen_RV = torch.zeros_like(logits_RV, dtype=torch.bool)
+            for row, prompt in enumerate(self.prompts):
+                self.seen_RV[row, torch.tensor(prompt, device=logits_RV.device)] = True
+        penalised = torch.where(logits_RV > 0, logits_RV / self.penalty_R1, logits_RV * self.penalty_R1)
+        return torch.where(self.seen_RV, penalised, logits_RV)
+
+    def _truncate(self, logprobs_RV: Tensor) -> Tensor:
+        """Renormalised log-probs with -inf outside of top-k, top-p (arXiv:1904.09751) and min-p (2407.01082)."""
+        sorted_RV, order_RV = logprobs_RV.sort(-1, descending=True)
+        rank_V = torch.arange(sorted_RV.shape[1], device=sorted_RV.device)[None]
+        keep_RV = torch.ones_like(sorted_RV, dtype=torch.bool)
+        if self.any_top_k:
+            keep_RV &= (self.top_k_R1 <= 0) | (rank_V < self.top_k_R1)
+        if self.any_top_p:
+            kept = sorted_RV.masked_fill(~keep_RV, -torch.inf).softmax(-1)
+            keep_RV &= (kept.cumsum(-1) - kept < self.top_p_R1) | (self.top_p_R1 >= 1.0)
+        if self.any_min_p:
+            keep_RV &= sorted_RV >= sorted_RV[:, :1] + self.min_p_R1.clamp(min=1e-38).log()
+        keep_RV[:, 0] = True
+        kept_RV = torch.zeros_like(keep_RV).scatter_(1, order_RV, keep_RV)
+        return logprobs_RV.masked_fill(~kept_RV, -torch.inf).log_softmax(-1)
+
+
+def _inverse_cdf(logprobs_RV: Tensor, uniform_R: Tensor) -> Tensor:
+    """The token at which the cumulative probability first exceeds the uniform; never one of probability 0."""
+    cumulative_RV = logprobs_RV.double().exp_().cumsum_(-1)
+    threshold_R1 = (uniform_R * cumulative_RV[:, -1])[:, None]
+    token_R = torch.searchsorted(cumulative_RV, threshold_R1, right=True)[:, 0]
+    last_R = (cumulative_RV < cumulative_RV[:, -1:]).sum(-1)  # first index that reaches the total
+    return torch.minimum(token_R, last_R)

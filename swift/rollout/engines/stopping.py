@@ -1,0 +1,49 @@
+"""Textual stop words: a row ends when its decoded tail contains one of its request's stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swift.types import Request
+
+TAIL_SLACK_TOKENS = 8
+"""Tokens decoded beyond the stop word's length, for tokenizers whose tokens depend on their neighbours."""
+
+
+class StopText:
+    """Checks the rows that have stop strings; free when no request has any.
+
+    Args:
+        requests: one per row of the batch.
+        tokenizer: a transformers tokenizer; needed when any request has stop strings.
+    """
+
+    def __init__(self, requests: Sequence[Request], tokenizer: Any) -> None:
+        self.words = [request.sampling.stop for request in requests]
+        self.active = any(self.words)
+        if self.active and tokenizer is None:
+            raise ValueError("stop strings need a tokenizer")
+        self.tokenizer = tokenizer
+
+    def check(self, tokens: Tensor, rows: Tensor, step: int) -> Tensor:
+        """[live rows] bool: whether the text sampled up to `step` contains a stop string of the row.
+
+        Args:
+            tokens: [requests, T] sampled ids; the first `step` columns are valid.
+            rows: the request of each live row.
+            step: number of tokens sampled so far.
+        """
+        found = torch.zeros(rows.numel(), dtype=torch.bool)
+        if self.active:
+            for row, request in enumerate(rows.tolist()):
+                words = self.words[request]
+                if words:
+                    tail = max(len(word) for word in words) + TAIL_SLACK_TOKENS
+                    ids = tokens[request, max(0, step - tail) : step].tolist()
+                    text = self.tokenizer.decode(ids, skip_special_tokens=False)
+                    found[row] = any(word in text for word in words)
+        return found.to(tokens.device)

@@ -1,0 +1,68 @@
+"""The few collectives the trainer needs, as no-ops in a single process.
+
+Objects travel over a gloo group of their own, so that nothing is copied to an accelerator. All calls are made on
+the main thread, by every rank, in the same order.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Collectives:
+    """Gather, broadcast and reduce over the data-parallel ranks.
+
+    Args:
+        timeout_s: bound on every collective, in seconds.
+    """
+
+    def __init__(self, timeout_s: float = 1800.0) -> None:
+        self.active = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self.rank = dist.get_rank() if self.active else 0
+        self.world_size = dist.get_world_size() if self.active else 1
+        self._group: Any = None
+        if self.active:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """On rank 0 the values of all ranks in rank order, elsewhere None."""
+        if not self.active:
+            return [value]
+        values = [None] * self.world_size if self.is_main else None
+        dist.gather_object(value, values, dst=0, group=self._group)
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value, everywhere."""
+        if not self.active:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Element-wise float64 sums over ranks, in rank order, the same everywhere."""
+        if not self.active:
+            return values
+        mine = torch.tensor(values, dtype=torch.float64)
+        parts = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(parts, mine, group=self._group)
+        return torch.stack(parts).sum(0).tolist()
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank."""
+        return self.sum([float(flag)])[0] > 0
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.active:
+            dist.barrier(group=self._group)

@@ -1,0 +1,463 @@
+"""GRPO on transformers.Trainer: the loop, optimizers, schedules and checkpoints are its; the step is ours.
+
+What the subclass overrides, and why:
+
+    get_train_dataloader   iterates over the rollout pipeline: one item per optimizer step
+    training_step          cuts a window into packed micro-batches, normalised over the whole window and all ranks,
+                           so that no cut, packing or number of ranks changes the gradient
+    _clip_grad_norm        a non-finite gradient skips the update on all ranks alike
+    evaluate               samples and scores held-out prompts
+    log                    adds the window's own metrics to what Trainer logs
+    _save_checkpoint       writes to a staging folder and renames it, with the pipeline's state in it
+
+Trainer's gradient accumulation is 1 throughout: a window is one of its batches, and accumulation happens inside
+`training_step`. That is why none of its implicit factors has to be cancelled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback
+
+from swift.errors import NumericError
+from swift.models.forward import packed_logits, packing_obstacle, padded_logits
+from swift.rl.logprobs import selected_logprobs
+from swift.rl.losses import LossConfig, get_loss, sequence_weights
+from swift.rl.objective import policy_loss
+from swift.rl.segments import spread
+from swift.rl.window import count_window, nominal_batch_tokens, nominal_batches
+from swift.rollout.batch import TrainSample, TrainUnit, plan_window
+from swift.rollout.pipeline import RolloutPipeline
+from swift.trainers.checkpoint import commit_checkpoint, rotate, staging_folder, write_json
+from swift.trainers.distributed import Collectives
+from swift.trainers.microbatch import MicroBatch, collate, split_by_sample
+from swift.types import Prompt, TrainerProgress
+
+if TYPE_CHECKING:
+    from swift.models.reference import ReferenceModel
+    from swift.observability.metrics import MetricStore
+
+PIPELINE_STATE = "pipeline_state.json"
+NON_FINITE_LIMIT = 10
+"""Updates in a row that may be skipped for a non-finite gradient before the run ends (exit 6)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GRPOSettings:
+    """What the step needs to know beyond transformers' TrainingArguments.
+
+    per_device: completions of a nominal micro-batch. slice_size: most completions of one forward/backward pass.
+    keep_dropout: dropout is on during policy forwards, so old log-probs need an evaluation forward of their own.
+    """
+
+    loss: LossConfig
+    temperature: float
+    max_completion_length: int
+    per_device: int
+    slice_size: int
+    keep_dropout: bool = False
+    biased_sampling: bool = False
+
+
+@dataclass(slots=True)
+class StepMetrics:
+    """Sums of one optimizer step on one rank; merged over ranks once, by rank 0."""
+
+    sums: dict[str, tuple[float, float]] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: str, total: float, count: float) -> None:
+        """Add to a mean."""
+        old_total, old_count = self.sums.get(name, (0.0, 0.0))
+        self.sums[name] = (old_total + total, old_count + count)
+
+    def add_max(self, name: str, value: float) -> None:
+        """Raise a maximum."""
+        self.maxima[name] = max(value, self.maxima.get(name, -math.inf))
+
+    def merge(self, other: StepMetrics) -> None:
+        """Add another rank's sums."""
+        for name, (total, count) in other.sums.items():
+            self.add(name, total, count)
+        for name, value in other.maxima.items():
+            self.add_max(name, value)
+
+    def values(self) -> dict[str, float]:
+        """Means and maxima."""
+        means = {name: total / count for name, (total, count) in self.sums.items() if count}
+        return {**means, **self.maxima}
+
+
+class GRPOTrainer(Trainer):
+    """Trains a policy on the windows of a rollout pipeline.
+
+    Args:
+        model: the policy, unwrapped.
+        args: transformers' arguments with gradient_accumulation_steps 1 and max_steps > 0.
+        settings: loss and batch settings.
+        pipeline: where windows come from.
+        collectives: the data-parallel ranks.
+        metrics: collects what each step reports (rank 0 logs it).
+        reference: the KL reference; needed when `settings.loss.beta` > 0.
+        eval_prompts: held-out prompts, or none.
+        checkpoint_extras: called with the staging folder on rank 0 before a checkpoint is committed.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: GRPOSettings,
+        pipeline: RolloutPipeline,
+        collectives: Collectives,
+        metrics: MetricStore,
+        reference: ReferenceModel | None = None,
+        eval_prompts: Sequence[Prompt] = (),
+        checkpoint_extras: Callable[[Path], None] = lambda folder: None,
+        **trainer_arguments: Any,
+    ) -> None:
+        self.settings = settings
+        self.pipeline = pipeline
+        self.collectives = collectives
+        self.metrics = metrics
+        self.reference = reference
+        self.eval_prompts = list(eval_prompts)
+        self.checkpoint_extras = checkpoint_extras
+        self.interrupted = False
+        self._non_finite_in_a_row = 0
+        self._staging: Path | None = None
+        super().__init__(eval_dataset=self.eval_prompts or None, **trainer_arguments)
+        assert self.args.gradient_accumulation_steps == 1, "accumulation happens inside training_step"
+        self.model_accepts_loss_kwargs = True
+        self.loss_is_scaled_for_ga = True
+        self._packed = packing_obstacle(self.model) is None
+
+    # --- data -----------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> Any:
+        """One item per optimizer step, without end; max_steps ends the run."""
+        return _Windows(lambda: self.pipeline.windows(self.progress))
+
+    def progress(self) -> TrainerProgress:
+        """What reward functions see as `trainer_state`."""
+        return TrainerProgress(self.state.global_step, self.state.max_steps, float(self.state.epoch or 0.0))
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Windows are packed and moved slice by slice."""
+        return inputs
+
+    def floating_point_ops(self, inputs: Any) -> float:
+        """Not counted by Trainer: a window is not a dict of tensors."""
+        return 0.0
+
+    # --- one optimizer step -----------------------------------------------------------------------------------
+
+    def training_step(self, model: nn.Module, inputs: TrainUnit, num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward of one window; gradients are complete when it returns.
+
+        Returns:
+            this rank's share of the window loss times the number of ranks (their mean is the loss).
+        """
+        unit = inputs
+        started = time.monotonic()
+        model.train()
+        if unit.position == 0 and unit.num_windows > 1:
+            self._fill_old_logprobs(unit, range(1, unit.num_windows))
+        if self.settings.keep_dropout and unit.position == 0:
+            self._fill_old_logprobs(unit, range(unit.num_windows))
+        window = unit.window(unit.window_index)
+        samples = [unit.samples[i] for i in window]
+        weights = dict(zip(window, self._weights(samples), strict=True))
+        useful = [weights[i] > 0 and self._contributes(unit.samples[i]) for i in window]
+        plan = plan_window(
+            window, world_size=self.collectives.world_size, slice_size=self.settings.slice_size, useful=useful
+        )
+        report = StepMetrics()
+        loss = torch.zeros((), device=self.args.device)
+        if plan.num_samples:
+            slices = plan.slices[self.collectives.rank]
+            filler = next(i for parts in plan.slices for part in parts for i in part)
+            for number, part in enumerate(slices):
+                with self._sync_only_last(model, number == len(slices) - 1):
+                    loss += self._slice(model, unit, part, weights, filler, report)
+        else:
+            report.add("health/steps_without_signal", 1.0, 1.0)
+        self.metrics.add_phase("train", time.monotonic() - started)
+        self._report(report, float(loss), samples)
+        return loss
+
+    def _slice(
+        self,
+        model: nn.Module,
+        unit: TrainUnit,
+        part: Sequence[int],
+        weights: dict[int, float],
+        filler: int,
+        report: StepMetrics,
+    ) -> Tensor:
+        """One forward/backward pass; a rank with nothing left passes over `filler` with weight 0."""
+        samples = [unit.samples[i] for i in part or [filler]]
+        batch = collate(samples, [weights[i] for i in part] or [0.0], device=self.args.device)
+        self._ensure_ref_logprobs(batch)
+        policy_logprobs_N = self._logprobs(model, batch)
+        first_visit = batch.old_logprobs_N is None
+        output = policy_loss(
+            policy_logprobs_N,
+            config=self.settings.loss,
+            advantages_T=spread(batch.advantages_S, batch.tokens.sequence_index),
+            mask_T=batch.mask_N & (batch.weights_N > 0) if part else torch.zeros_like(batch.mask_N),
+            token_weights_T=batch.weights_N,
+            sequence_index_T=batch.tokens.sequence_index,
+            num_sequences=batch.tokens.num_sequences,
+            old_logprobs_T=batch.old_logprobs_N,
+            ref_logprobs_T=batch.ref_logprobs_N,
+        )
+        loss = output.loss * self.collectives.world_size
+        self.accelerator.backward(loss)
+        if part:
+            _remember(batch, policy_logprobs_N if first_visit and unit.updates_per_rollout > 1 else None)
+            self._observe_slice(report, batch, policy_logprobs_N, output, fresh=unit.position == 0)
+        return loss.detach()
+
+    def _weights(self, samples: Sequence[TrainSample]) -> list[float]:
+        """The loss weight of each trained token of each sample of the window (exact over the whole window)."""
+        tokens = [sample.num_trained for sample in samples]
+        nominal = nominal_batches(len(samples), self.settings.per_device)
+        counts = count_window(tokens, nominal)
+        if not counts.trains:
+            return [0.0] * len(samples)
+        return sequence_weights(
+            get_loss(self.settings.loss.loss_type),
+            counts,
+            tokens,
+            nominal_tokens=nominal_batch_tokens(tokens, nominal),
+            max_completion_length=self.settings.max_completion_length,
+        )
+
+    def _contributes(self, sample: TrainSample) -> bool:
+        """Whether a sample can move the gradient: with beta 0 an advantage of 0 cannot."""
+        return sample.advantage != 0.0 or self.settings.loss.beta > 0
+
+    def _logprobs(self, model: nn.Module, batch: MicroBatch) -> Tensor:
+        """Log-prob of each completion token [N] at the sampling temperature, fp32."""
+        if self._packed:
+            logits = packed_logits(model, batch.tokens)
+        else:
+            logits = padded_logits(model, batch.sequences(), device=self.args.device)
+        return selected_logprobs(logits, batch.tokens.target_ids, temperature=self.settings.temperature)
+
+    def _fill_old_logprobs(self, unit: TrainUnit, windows: range) -> None:
+        """Log-probs under the weights with which the unit is first consumed, for this rank's samples."""
+        model = self.accelerator.unwrap_model(self.model_wrapped)
+        model.eval()
+        for number in windows:
+            for batch in self._own_batches(unit, unit.window(number)):
+                with torch.no_grad():
+                    _remember(batch, self._logprobs(model, batch))
+        model.train()
+
+    def _own_batches(self, unit: TrainUnit, window: range) -> Iterator[MicroBatch]:
+        samples = [unit.samples[i] for i in window]
+        useful = [s.num_trained > 0 and self._contributes(s) and s.old_logprobs is None for s in samples]
+        plan = plan_window(
+            window, world_size=self.collectives.world_size, slice_size=self.settings.slice_size, useful=useful
+        )
+        for part in plan.slices[self.collectives.rank]:
+            if part:
+                mine = [unit.samples[i] for i in part]
+                yield collate(mine, [0.0] * len(mine), device=self.args.device)
+
+    def _ensure_ref_logprobs(self, batch: MicroBatch) -> None:
+        if self.settings.loss.beta == 0 or batch.ref_logprobs_N is not None:
+            return
+        assert self.reference is not None, "beta > 0 without a reference"
+        started = time.monotonic()
+        with self.reference.active() as module, torch.no_grad():
+            batch.ref_logprobs_N = self._logprobs(module, batch)
+        for sample, values in zip(batch.samples, split_by_sample(batch.ref_logprobs_N, batch.samples), strict=True):
+            sample.ref_logprobs = values
+        self.metrics.add_phase("reference", time.monotonic() - started)
+
+    def _sync_only_last(self, model: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if last else self.accelerator.no_sync(model)
+
+    def _observe_slice(
+        self, report: StepMetrics, batch: MicroBatch, policy_logprobs_N: Tensor, output: Any, *, fresh: bool
+    ) -> None:
+        for name, pair in output.means.items():
+            report.add(name, *pair.tolist())
+        for name, value in output.maxima.items():
+            report.add_max(name, float(value))
+        if fresh:
+            gap = (policy_logprobs_N.detach() - batch.sampler_logprobs_N).abs()[batch.mask_N]
+            if gap.numel():
+                report.add("mismatch/logp_abs_diff", float(gap.double().sum()), gap.numel())
+                report.add_max("mismatch/logp_abs_diff_max", float(gap.max()))
+
+    def _report(self, report: StepMetrics, loss: float, samples: Sequence[TrainSample]) -> None:
+        """Merge the ranks' sums on rank 0 and hand them to the metric store."""
+        report.add("loss", loss / self.collectives.world_size, 0.0)
+        parts = self.collectives.gather(report)
+        if parts is None:
+            return
+        for other in parts[1:] if self.collectives.is_main else []:
+            report.merge(other)
+        loss_total, _ = report.sums.pop("loss")
+        values = {"loss": loss_total, **report.values()}
+        values["tokens/trained"] = float(sum(sample.num_trained for sample in samples))
+        self.metrics.add_many(values)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """Clip; a non-finite norm drops the gradients, so that the optimizer leaves every weight alone."""
+        if not any(parameter.grad is not None for parameter in model.parameters()):
+            return torch.zeros(())
+        norm = super()._clip_grad_norm(model)
+        if norm is None or math.isfinite(float(norm)):
+            self._non_finite_in_a_row = 0
+            return norm
+        self._non_finite_in_a_row += 1
+        self.metrics.add_many({"health/non_finite_steps": 1.0})
+        model.zero_grad(set_to_none=True)
+        if self._non_finite_in_a_row >= NON_FINITE_LIMIT:
+            raise NumericError(
+                f"grad_norm: {float(norm)}: not finite for {NON_FINITE_LIMIT} updates in a row, the last at step "
+                f"{self.state.global_step + 1}; lower --learning_rate, or use --torch_dtype float32"
+            )
+        return norm
+
+    # --- evaluation, logs, checkpoints ---------------------------------------------------------------------------
+
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict:
+        """Sample and score the held-out prompts."""
+        metrics = self.pipeline.evaluate(self.eval_prompts, self.progress())
+        prefixed = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        self.log(dict(prefixed))
+        self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, prefixed)
+        return prefixed
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Training logs get the means since the last log; `loss` is the window's own, exact over a resume."""
+        if "loss" in logs and "learning_rate" in logs:
+            logs = {**logs, **self.metrics.flush(), "max_steps": self.state.max_steps}
+        super().log(logs, start_time)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """While a checkpoint is being written, the staging folder."""
+        return str(self._staging) if self._staging is not None else super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write a checkpoint so that it either exists whole or not at all."""
+        step = self.state.global_step
+        run_dir = Path(self.args.output_dir)
+        final = run_dir / f"checkpoint-{step}"
+        if final.exists():
+            return
+        state = self._gather_pipeline_state()
+        staging = staging_folder(run_dir, step)
+        if self.collectives.is_main:
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+        self.collectives.barrier()
+        self._staging = staging
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._staging = None
+        folder = staging / final.name
+        if self.collectives.is_main:
+            best = self.state.best_global_step
+            if best:
+                self.state.best_model_checkpoint = str(run_dir / f"checkpoint-{best}")
+            self.state.save_to_json(str(folder / "trainer_state.json"))
+            write_json(folder / PIPELINE_STATE, state)
+            self.checkpoint_extras(folder)
+        self.collectives.barrier()
+        if self.collectives.is_main:
+            commit_checkpoint(folder, final, step=step)
+            shutil.rmtree(staging, ignore_errors=True)
+            rotate(run_dir, self.args.save_total_limit, keep=self.state.best_model_checkpoint)
+        self.collectives.barrier()
+
+    def _gather_pipeline_state(self) -> dict[str, Any]:
+        """The pipeline's state with the old and reference log-probs that other ranks hold."""
+        unit = self.pipeline.unit
+        if unit is not None and not unit.exhausted and unit.updates_per_rollout > 1:
+            mine = {
+                i: (sample.old_logprobs, sample.ref_logprobs)
+                for i, sample in enumerate(unit.samples)
+                if sample.old_logprobs is not None or sample.ref_logprobs is not None
+            }
+            for part in self.collectives.gather(mine) or []:
+                for i, (old, ref) in part.items():
+                    unit.samples[i].old_logprobs, unit.samples[i].ref_logprobs = old, ref
+        return {"pipeline": self.pipeline.state_dict(), "metrics": self.metrics.state_dict()}
+
+    def load_pipeline_state(self, checkpoint: Path) -> None:
+        """Continue the pipeline and the open log window where the checkpoint left them."""
+        state = json.loads((checkpoint / PIPELINE_STATE).read_text(encoding="utf-8"))
+        self.pipeline.load_state_dict(state["pipeline"])
+        self.metrics.load_state_dict(state["metrics"])
+
+
+def _remember(batch: MicroBatch, logprobs_N: Tensor | None) -> None:
+    """Keep per-token log-probs with their samples, for later updates on the same unit."""
+    if logprobs_N is None:
+        return
+    for sample, values in zip(batch.samples, split_by_sample(logprobs_N, batch.samples), strict=True):
+        sample.old_logprobs = values
+
+
+class _Windows:
+    """What Trainer takes for a data loader; it has no length, so max_steps alone ends the run."""
+
+    def __init__(self, make: Callable[[], Iterator[TrainUnit]]) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[TrainUnit]:
+        return self._make()
+
+
+class PipelineCallback(TrainerCallback):
+    """Books each step with the pipeline and turns a caught signal into a checkpoint and a clean end.
+
+    Args:
+        trainer: whose pipeline is booked.
+        stop_requested: whether this process was asked to stop.
+        epoch: the position in the data set, in epochs.
+        after_step: called on every rank after each step.
+    """
+
+    def __init__(
+        self,
+        trainer: GRPOTrainer,
+        *,
+        stop_requested: Callable[[], bool],
+        epoch: Callable[[], float],
+        after_step: Callable[[int], None],
+    ) -> None:
+        self.trainer = trainer
+        self.stop_requested = stop_requested
+        self.epoch = epoch
+        self.after_step = after_step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """After every optimizer step, before Trainer logs, evaluates and saves."""
+        self.trainer.pipeline.step_done()
+        state.epoch = self.epoch()
+        self.trainer.metrics.commit(state.global_step)
+        self.after_step(state.global_step)
+        if self.trainer.collectives.any(self.stop_requested()):
+            self.trainer.interrupted = True
+            control.should_save = True
+            control.should_training_stop = True
+        return control

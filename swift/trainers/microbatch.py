@@ -1,0 +1,84 @@
+"""What one forward/backward pass consumes: a packed stream and the per-token numbers of the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swift.models.forward import PackedTokens, TokenSequence, pack
+from swift.rollout.batch import TrainSample
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """S completions with N completion tokens in all, packed.
+
+    weights_N: the loss weight of each token (0 outside of the data mask); window loss = sum of weight * objective.
+    mask_N: the data mask. old_logprobs_N and ref_logprobs_N are None where no forward pass has made them (yet).
+    """
+
+    samples: list[TrainSample]
+    tokens: PackedTokens
+    advantages_S: Tensor
+    weights_N: Tensor
+    mask_N: Tensor
+    sampler_logprobs_N: Tensor
+    old_logprobs_N: Tensor | None
+    ref_logprobs_N: Tensor | None
+
+    def sequences(self) -> list[TokenSequence]:
+        """The token ids, one entry per sample."""
+        return [TokenSequence(s.prompt_ids.tolist(), s.token_ids.tolist()) for s in self.samples]
+
+
+def collate(
+    samples: Sequence[TrainSample],
+    weights_S: Sequence[float],
+    *,
+    device: torch.device | str,
+    share_prompts: bool = True,
+) -> MicroBatch:
+    """Pack samples and lay their numbers out token by token.
+
+    Args:
+        samples: S samples, those of a group next to each other.
+        weights_S: loss weight of each trained token of a sample.
+        device: where the tensors go.
+        share_prompts: see `swift.models.forward.pack`.
+    """
+    tokens = pack(
+        [TokenSequence(s.prompt_ids.tolist(), s.token_ids.tolist()) for s in samples],
+        share_prompts=share_prompts,
+        device=device,
+    )
+
+    def join(parts: Sequence[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(device)
+
+    def join_known(name: str) -> Tensor | None:
+        parts = [getattr(sample, name) for sample in samples]
+        return None if any(part is None for part in parts) else join(parts)
+
+    mask_N = join([sample.trained for sample in samples])
+    lengths = torch.tensor([sample.token_ids.size for sample in samples])
+    weights_N = torch.tensor(list(weights_S), dtype=torch.float32).repeat_interleave(lengths).to(device)
+    return MicroBatch(
+        samples=list(samples),
+        tokens=tokens,
+        advantages_S=torch.tensor([s.advantage for s in samples], dtype=torch.float32, device=device),
+        weights_N=weights_N * mask_N,
+        mask_N=mask_N,
+        sampler_logprobs_N=join([sample.sampler_logprobs for sample in samples]),
+        old_logprobs_N=join_known("old_logprobs"),
+        ref_logprobs_N=join_known("ref_logprobs"),
+    )
+
+
+def split_by_sample(values_N: Tensor, samples: Sequence[TrainSample]) -> list[np.ndarray]:
+    """Cut a per-token tensor into one float32 array per sample."""
+    flat = values_N.detach().float().cpu().numpy()
+    return np.split(flat, np.cumsum([sample.token_ids.size for sample in samples])[:-1])

@@ -1,0 +1,153 @@
+"""Supervised rows as token ids and labels: the loss covers what the assistant says, and nothing else.
+
+A row is used whole or not at all. Left out and counted are rows that the chat template refuses, rows
+without an assistant turn, and rows longer than `max_length` tokens: cutting one would teach the model to
+stop in mid-sentence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from swift.errors import ConfigError
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+    from swift.models.template import Template
+
+IGNORED = -100
+"""The label of a token that takes no part in the loss."""
+
+TOO_LONG, NO_ANSWER = "longer than max_length", "no assistant turn"
+
+
+@dataclass
+class EncodingReport:
+    """What became of the rows: `num_kept` trained on, `dropped` counted by reason."""
+
+    num_kept: int = 0
+    num_tokens: int = 0
+    num_trained_tokens: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def lines(self, split: str) -> list[str]:
+        """The report in words, one line, and one more when rows were dropped."""
+        lines = [
+            f"{split}: {self.num_kept} rows, {self.num_tokens} tokens, {self.num_trained_tokens} of them trained on"
+        ]
+        if self.dropped:
+            reasons = ", ".join(f"{count} ({reason})" for reason, count in self.dropped.most_common())
+            lines.append(f"{split}: left out {sum(self.dropped.values())} rows: {reasons}")
+        return lines
+
+
+@dataclass(frozen=True)
+class ChatEncoder:
+    """Turns one chat into a training example; picklable, so that worker processes can run it."""
+
+    template: Template
+    max_length: int | None
+
+    def __call__(self, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """`input_ids` and `labels` of equal length, or empty lists and the reason in `problem`.
+
+        Raises:
+            ConfigError: the template cannot tell assistant turns apart in any row; see `Template`.
+        """
+        if not any(message.get("role") == "assistant" for message in messages):
+            return _left_out(NO_ANSWER)
+        try:
+            self.template.render(messages)
+        except ConfigError as error:
+            return _left_out(str(error))
+        ids, mask = self.template.encode_chat(messages)
+        if self.max_length is not None and len(ids) > self.max_length:
+            return _left_out(TOO_LONG)
+        labels = [token if trained else IGNORED for token, trained in zip(ids, mask, strict=True)]
+        return {"input_ids": ids, "labels": labels, "problem": ""}
+
+    def from_json(self, row: dict[str, str]) -> dict[str, Any]:
+        """The same for a table row whose column `messages` is JSON text (Arrow needs one type per column)."""
+        return self(json.loads(row["messages"]))
+
+
+def encode_rows(
+    chats: Iterable[Sequence[dict[str, Any]]],
+    encoder: ChatEncoder,
+    *,
+    num_proc: int = 1,
+    split: str = "train",
+) -> tuple[Dataset, EncodingReport]:
+    """The rows as a datasets table with the columns input_ids and labels, in order.
+
+    Args:
+        chats: messages of each row, assistant turns included.
+        encoder: template and length limit.
+        num_proc: processes that tokenise.
+        split: how errors call the data.
+
+    Raises:
+        ConfigError: not a single row can be used.
+    """
+    from datasets import Dataset
+
+    table = Dataset.from_dict({"messages": [json.dumps(list(chat)) for chat in chats]})
+    with _no_progress_bars():
+        encoded = table.map(
+            encoder.from_json, remove_columns=["messages"], num_proc=num_proc if num_proc > 1 else None
+        )
+    report = EncodingReport(dropped=Counter(problem for problem in encoded["problem"] if problem))
+    kept = encoded.select([index for index, problem in enumerate(encoded["problem"]) if not problem])
+    kept = kept.select_columns(["input_ids", "labels"])
+    report.num_kept = len(kept)
+    for row in kept:
+        report.num_tokens += len(row["input_ids"])
+        report.num_trained_tokens += sum(label != IGNORED for label in row["labels"])
+    if not report.num_kept:
+        flag = "--dataset" if split == "train" else "--val_dataset"
+        raise ConfigError(f"{flag}: no usable row for supervised training; {_why(report, encoder)}")
+    return kept, report
+
+
+def stream_rows(chats: Iterable[Sequence[dict[str, Any]]], encoder: ChatEncoder) -> IterableDataset:
+    """The same rows one by one, for data sets that are not to be held in memory; unusable ones are passed over."""
+    from datasets import IterableDataset
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for chat in chats:
+            row = encoder(chat)
+            if not row.pop("problem"):
+                yield row
+
+    return IterableDataset.from_generator(rows)
+
+
+def _left_out(problem: str) -> dict[str, Any]:
+    return {"input_ids": [], "labels": [], "problem": problem}
+
+
+def _why(report: EncodingReport, encoder: ChatEncoder) -> str:
+    if not report.dropped:
+        return "the data set is empty"
+    (reason, count), *_ = report.dropped.most_common(1)
+    limit = f" (--max_length {encoder.max_length})" if reason == TOO_LONG else ""
+    return f"all were left out, {count} of them: {reason}{limit}"
+
+
+@contextlib.contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    from datasets.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+
+    shown = is_progress_bar_enabled()
+    disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            enable_progress_bar()

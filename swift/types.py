@@ -1,0 +1,115 @@
+"""What travels through the pipeline: prompt, request, completion, group. Pure data, no torch.
+
+Tokens in, tokens out: `token_ids` and `logprobs` are exactly what the engine sampled and are what the
+trainer trains on; `text` exists for rewards and people and is never tokenised again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One row of the data set, ready to be sampled.
+
+    `prompt_id` is a digest of the row's content: stable over epochs, machines and shuffles; equal rows
+    share it. `columns` holds every column that is not part of the prompt, under its own name.
+    """
+
+    prompt_id: str
+    messages: list[dict[str, Any]]
+    token_ids: list[int]
+    columns: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True, frozen=True)
+class SamplingParams:
+    """The sampling distribution of one request.
+
+    `top_k` -1 or 0, `top_p` 1.0 and `min_p` 0.0 are off. `temperature` 0 is greedy (evaluation and
+    `swift infer` only). `seed` is the counter-based seed of the sample (see `swift.rollout.seeds`).
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether the engine samples from a renormalised part of the vocabulary."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+
+@dataclass(slots=True, frozen=True)
+class Request:
+    """One sample to draw: training sends one request per sample, each with its own seed."""
+
+    request_id: str
+    prompt_ids: Sequence[int]
+    sampling: SamplingParams
+
+
+@dataclass(slots=True)
+class Completion:
+    """One sampled continuation of a prompt.
+
+    `token_ids` includes the end token; `logprobs[t]` is the log-prob of `token_ids[t]` under the
+    distribution it was drawn from (natural log, <= 0), of equal length. `versions` is the policy version
+    of the tokens, run-length coded as (version, start, end).
+    """
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+    text: str = ""
+    versions: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class RolloutGroup:
+    """The unit of work: one prompt, its G completions and, once scored, their rewards.
+
+    `launch_index` counts the groups of the whole run in the order of their launch; `launch` counts the
+    earlier launches of this very prompt and goes into the seeds.
+    """
+
+    group_id: str
+    launch_index: int
+    launch: int
+    prompt: Prompt
+    completions: list[Completion] = field(default_factory=list)
+    scores: GroupScores | None = None
+
+
+@dataclass(slots=True)
+class GroupScores:
+    """Rewards of one group with n completions and K reward functions and models, in the order given.
+
+    `values[i][k]` is None where function k does not apply to completion i, or failed on it.
+    `excluded[i]` is None, or the reason why completion i takes no part in anything: a fault of a reward
+    function ("timeout: slow", "exception: accuracy", ...) or "no_reward" when no function applied.
+    """
+
+    values: list[list[float | None]]
+    excluded: list[str | None]
+
+
+@dataclass(slots=True, frozen=True)
+class TrainerProgress:
+    """What reward functions see as `trainer_state`."""
+
+    global_step: int
+    max_steps: int
+    epoch: float

@@ -1,0 +1,80 @@
+"""The packed forward equals the padded one, in value and gradient, shared prompts or not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from swift.models.forward import (
+    TokenSequence,
+    enable_packed_attention,
+    pack,
+    packed_logits,
+    packing_obstacle,
+    padded_logits,
+)
+
+SEQUENCES = [
+    TokenSequence([5, 6, 7, 8], [10, 11, 12]),
+    TokenSequence([5, 6, 7, 8], [13]),
+    TokenSequence([5, 6, 7, 8], [10, 14, 15, 16, 17, 18]),
+    TokenSequence([9], [20, 21]),
+    TokenSequence([30, 31], [32]),
+]
+
+
+def load(folder, packed, **options):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    if packed:
+        enable_packed_attention(model)
+    return model
+
+
+def gradients(model, logits):
+    """Gradients of a loss that looks at every logit."""
+    weights = torch.linspace(-1, 1, logits.numel()).reshape(logits.shape)
+    (logits.log_softmax(-1) * weights).sum().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def test_a_stream_holds_each_prompt_once_and_no_last_token():
+    tokens = pack(SEQUENCES)
+    assert tokens.input_ids.tolist() == [[5, 6, 7, 8, 10, 11, 10, 14, 15, 16, 17, 9, 20, 30, 31]]
+    assert tokens.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 4, 5, 6, 7, 8, 0, 1, 0, 1]]
+    assert tokens.predict_index.tolist() == [3, 4, 5, 3, 3, 6, 7, 8, 9, 10, 11, 12, 14]
+    assert tokens.target_ids.tolist() == [10, 11, 12, 13, 10, 14, 15, 16, 17, 18, 20, 21, 32]
+    assert tokens.sequence_index.tolist() == [0, 0, 0, 1, 2, 2, 2, 2, 2, 2, 3, 3, 4]
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_packed_logits_and_gradients_equal_padded_ones(nano_folder, share_prompts, checkpointing):
+    packed, padded = load(nano_folder, True), load(nano_folder, False)
+    packed.train()
+    if checkpointing:
+        packed.gradient_checkpointing_enable({"use_reentrant": False})
+    mine = packed_logits(packed, pack(SEQUENCES, share_prompts=share_prompts))
+    oracle = padded_logits(padded.train(), SEQUENCES)
+    assert (mine - oracle).abs().max() < 1e-5
+    expected = gradients(padded, oracle)
+    for name, gradient in gradients(packed, mine).items():
+        assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm() + 1e-7, name
+
+
+def test_lora_policies_are_packed_too(nano_folder):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    lora = get_peft_model(load(nano_folder, False), LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    oracle = padded_logits(lora, SEQUENCES)
+    enable_packed_attention(lora)
+    assert (packed_logits(lora, pack(SEQUENCES)) - oracle).abs().max() < 1e-5
+
+
+def test_models_with_sliding_windows_are_named_and_not_packed(nano_folders):
+    model = load(nano_folders["qwen3"], False)
+    assert packing_obstacle(model) is None
+    model.config.layer_types = ["full_attention", "sliding_attention"]
+    assert "sliding_attention" in str(packing_obstacle(model))

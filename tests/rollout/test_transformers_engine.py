@@ -1,0 +1,227 @@
+"""The in-process engine: what it samples, what it reports, what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from swift.errors import PromptTooLong
+from swift.models.forward import TokenSequence, padded_logits
+from swift.rollout.engines.transformers import TransformersEngine
+from swift.types import Request, SamplingParams
+
+PLAIN = SamplingParams(max_new_tokens=12, temperature=0.9)
+
+
+def load(folder):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def make_engine(folder, **options):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return TransformersEngine(load(folder), eos_token_ids=[tokenizer.eos_token_id], tokenizer=tokenizer, **options)
+
+
+def make_requests(prompts, *, samples=4, sampling=PLAIN):
+    return [
+        Request(f"{p}/{s}", ids, replace(sampling, seed=1000 * p + s))
+        for p, ids in enumerate(prompts)
+        for s in range(samples)
+    ]
+
+
+def run(engine, requests):
+    return {completion.request_id: completion for completion in engine.generate(requests)}
+
+
+PROMPTS = [[5, 6, 7], [9] * 11, [20, 21, 22, 23, 24, 25]]
+
+
+def oracle_logprobs(folder, requests, completions, temperature):
+    """Log-probs by transformers' own attention on padded rows."""
+    sequences = [TokenSequence(r.prompt_ids, completions[r.request_id].token_ids) for r in requests]
+    logits = padded_logits(load(folder).eval(), sequences)
+    targets = torch.tensor([token for s in sequences for token in s.completion_ids])
+    return (logits / temperature).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
+
+def test_logprobs_are_those_of_the_model_at_the_sampling_temperature(nano_folder):
+    requests = make_requests(PROMPTS)
+    completions = run(make_engine(nano_folder), requests)
+    reported = torch.tensor([x for r in requests for x in completions[r.request_id].logprobs])
+    expected = oracle_logprobs(nano_folder, requests, completions, 0.9)
+    assert (reported - expected).abs().max() < 1e-5
+
+
+def test_a_sample_does_not_change_when_other_requests_share_the_batch(nano_folder):
+    engine = make_engine(nano_folder)
+    requests = make_requests(PROMPTS)
+    together = run(engine, requests)
+    for request in requests:
+        assert run(engine, [request])[request.request_id].token_ids == together[request.request_id].token_ids
+
+
+def test_a_sample_depends_on_its_seed_only(nano_folder):
+    engine = make_engine(nano_folder)
+    requests = make_requests(PROMPTS[:1], samples=6)
+    first, again = run(engine, requests), run(engine, list(reversed(requests)))
+    assert {k: c.token_ids for k, c in first.items()} == {k: c.token_ids for k, c in again.items()}
+    assert len({tuple(c.token_ids) for c in first.values()}) > 1
+
+
+def test_a_prompt_is_prefilled_once_for_all_its_samples(nano_folder):
+    engine = make_engine(nano_folder)
+    completions = run(engine, make_requests(PROMPTS, samples=8))
+    assert engine.counters.prefill_tokens == sum(len(prompt) for prompt in PROMPTS)
+    assert engine.counters.decode_rows == sum(len(c.token_ids) for c in completions.values())
+
+
+def test_a_small_cache_cuts_the_batch_and_changes_no_sample(nano_folder):
+    requests = make_requests(PROMPTS)
+    whole = run(make_engine(nano_folder), requests)
+    cut = run(make_engine(nano_folder, max_rows=3), requests)
+    assert {k: c.token_ids for k, c in whole.items()} == {k: c.token_ids for k, c in cut.items()}
+
+
+def test_the_end_token_belongs_to_the_completion(nano_folder):
+    engine = make_engine(nano_folder)
+    free = run(engine, make_requests(PROMPTS[:1], samples=1))["0/0"]
+    stop = free.token_ids[4]
+    stopping = replace(PLAIN, stop_token_ids=(stop,))
+    ended = run(engine, make_requests(PROMPTS[:1], samples=1, sampling=stopping))["0/0"]
+    assert ended.finish_reason == "stop"
+    assert ended.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+
+
+def test_a_stop_word_ends_a_row_and_no_other(nano_folder):
+    engine = make_engine(nano_folder)
+    free = run(engine, make_requests(PROMPTS[:1], samples=3))
+    word = engine.tokenizer.decode(free["0/1"].token_ids[3:5])
+    if not word.strip():
+        pytest.fail("the seed sampled blanks; choose another")
+    requests = make_requests(PROMPTS[:1], samples=3)
+    requests[1] = replace(requests[1], sampling=replace(requests[1].sampling, stop=(word,)))
+    stopped = run(engine, requests)
+    assert stopped["0/1"].finish_reason == "stop"
+    assert len(stopped["0/1"].token_ids) <= 5
+    assert stopped["0/0"].token_ids == free["0/0"].token_ids
+    assert stopped["0/2"].token_ids == free["0/2"].token_ids
+
+
+def test_length_is_cut_at_the_request_and_at_the_context(nano_folder):
+    short = run(
+        make_engine(nano_folder),
+        make_requests(PROMPTS[:1], samples=1, sampling=replace(PLAIN, max_new_tokens=3)),
+    )
+    assert (len(short["0/0"].token_ids), short["0/0"].finish_reason) == (3, "length")
+    tight = run(make_engine(nano_folder, max_model_len=8), make_requests(PROMPTS[:1], samples=1))
+    assert len(tight["0/0"].token_ids) <= 5
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_and_the_engine_lives_on(nano_folder):
+    engine = make_engine(nano_folder, max_model_len=8)
+    with pytest.raises(PromptTooLong) as caught:
+        run(engine, make_requests(PROMPTS))
+    assert (caught.value.length, caught.value.limit) == (11, 8)
+    assert run(engine, make_requests(PROMPTS[:1]))
+
+
+def test_no_requests_no_completions(nano_folder):
+    assert run(make_engine(nano_folder), []) == {}
+
+
+def test_temperature_zero_is_greedy(nano_folder):
+    greedy = replace(PLAIN, temperature=0.0)
+    completions = run(make_engine(nano_folder), make_requests(PROMPTS[:1], samples=4, sampling=greedy))
+    assert len({tuple(c.token_ids) for c in completions.values()}) == 1
+    logits = padded_logits(load(nano_folder).eval(), [TokenSequence(PROMPTS[0], completions["0/0"].token_ids)])
+    assert logits.argmax(-1).tolist() == completions["0/0"].token_ids
+
+
+@pytest.mark.parametrize("options", [{"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.3}, {"top_k": 20, "top_p": 0.8}])
+def test_truncated_sampling_draws_survivors_and_reports_renormalised_logprobs(nano_folder, options):
+    sampling = replace(PLAIN, max_new_tokens=8, **options)
+    requests = make_requests(PROMPTS, samples=6, sampling=sampling)
+    completions = run(make_engine(nano_folder), requests)
+    model = load(nano_folder).eval()
+    for request in requests:
+        completion = completions[request.request_id]
+        logits = padded_logits(model, [TokenSequence(request.prompt_ids, completion.token_ids)])
+        probs = (logits / 0.9).softmax(-1).detach()
+        for step, token in enumerate(completion.token_ids):
+            survivors = reference_truncation(probs[step], **options)
+            assert survivors[token] > 0
+            assert completion.logprobs[step] == pytest.approx(float(survivors[token].log()), abs=2e-4)
+
+
+def reference_truncation(probs, *, top_k=0, top_p=1.0, min_p=0.0):
+    """Truncation the slow way: one token after the other, from the most likely."""
+    kept = torch.zeros_like(probs)
+    order = probs.argsort(descending=True).tolist()[: top_k or None]
+    total = probs[order].sum()
+    mass = 0.0
+    for token in order:
+        if mass >= top_p or probs[token] < min_p * probs[order[0]]:
+            break
+        kept[token] = probs[token]
+        mass += float(probs[token] / total)
+    return kept / kept.sum()
+
+
+def test_repetition_penalty_makes_seen_tokens_rarer(nano_folder):
+    strong = replace(PLAIN, temperature=0.0, repetition_penalty=1e6, max_new_tokens=10)
+    completion = run(make_engine(nano_folder), make_requests(PROMPTS[:1], samples=1, sampling=strong))["0/0"]
+    ids = completion.token_ids
+    assert len(set(ids)) == len(ids)
+    assert not set(ids) & set(PROMPTS[0])
+
+
+def test_samples_follow_the_distribution(nano_folder):
+    engine = make_engine(nano_folder)
+    one = SamplingParams(max_new_tokens=1, temperature=0.2)
+    requests = make_requests([[5, 6, 7]], samples=4000, sampling=one)
+    counts = torch.zeros(engine.model.config.vocab_size)
+    for completion in engine.generate(requests):
+        counts[completion.token_ids[0]] += 1
+    logits = padded_logits(load(nano_folder).eval(), [TokenSequence([5, 6, 7], [0])])
+    probs = (logits[0] / 0.2).softmax(-1).detach()
+    likely = probs > 0.005
+    expected = probs[likely] * 4000
+    chi_square = float((((counts[likely] - expected) ** 2) / expected).sum())
+    assert chi_square < 3.0 * int(likely.sum()) + 30
+
+
+def test_streamed_tokens_equal_the_completion(nano_folder):
+    engine = make_engine(nano_folder)
+    request = make_requests(PROMPTS[:1], samples=1)[0]
+    streamed = list(engine.stream_tokens(request))
+    whole = run(engine, [request])[request.request_id]
+    assert [token for token, _ in streamed] == whole.token_ids
+    assert [logprob for _, logprob in streamed] == pytest.approx(whole.logprobs)
+
+
+def test_the_model_is_left_in_the_mode_it_was_in(nano_folder):
+    engine = make_engine(nano_folder)
+    engine.model.train()
+    run(engine, make_requests(PROMPTS))
+    assert engine.model.training
+    assert torch.is_grad_enabled()
+
+
+def test_new_weights_give_new_logprobs_and_the_version_is_recorded(nano_folder):
+    engine = make_engine(nano_folder)
+    request = make_requests(PROMPTS[:1], samples=1)
+    before = run(engine, request)["0/0"]
+    with torch.no_grad():
+        for parameter in engine.model.parameters():
+            parameter.mul_(1.1)
+    engine.publish(7)
+    after = run(engine, request)["0/0"]
+    assert after.logprobs != before.logprobs
+    assert after.versions == [(7, 0, len(after.token_ids))]
