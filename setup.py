@@ -27,7 +27,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["swift", "swift.*"]),
-    package_data={"swift": ["py.typed"]},
+    package_data={"swift": ["py.typed", "data/shipped/**/*"]},
     install_requires=requirements("base"),
     extras_require={"hub": requirements("hub"), "loggers": requirements("loggers"), "dev": requirements("dev")},
     entry_points={"console_scripts": ["swift = swift.cli.main:main"]},

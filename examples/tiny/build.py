@@ -13,9 +13,7 @@ def main() -> None:
     parser.add_argument("--arch", choices=ARCHS, default="qwen2")
     parser.add_argument("--size", choices=list(SHAPES), default="tiny")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--reward_model", action="store_true", help="a scalar head instead of a language model"
-    )
+    parser.add_argument("--reward_model", action="store_true", help="a scalar head instead of a language model")
     args = parser.parse_args()
     build = build_tiny_reward_model if args.reward_model else build_tiny
     print(build(args.folder, args.arch, args.size, args.seed))

@@ -41,9 +41,7 @@ def merge_adapter(args: ModelArguments, output: str | Path) -> Path:
 
     source = locate(args)
     if not source.adapters:
-        raise ConfigError(
-            "--adapters: none: there is nothing to merge; give the checkpoint folder of a LoRA run"
-        )
+        raise ConfigError("--adapters: none: there is nothing to merge; give the checkpoint folder of a LoRA run")
     output = new_folder(output)
     tokenizer = load_tokenizer(args)
     model = load_for_inference(_on_cpu(args), device="cpu")

@@ -100,13 +100,9 @@ def load_base(
                 output_loading_info=True,
             )
     except ImportError as error:
-        raise ResourceError(
-            f"--attn_impl: {args.attn_impl}: {first_line(error)}; use --attn_impl sdpa"
-        ) from error
+        raise ResourceError(f"--attn_impl: {args.attn_impl}: {first_line(error)}; use --attn_impl sdpa") from error
     except Exception as error:
-        if not isinstance(error, (OSError, ValueError, KeyError, RuntimeError)) and not _is_safetensors(
-            error
-        ):
+        if not isinstance(error, (OSError, ValueError, KeyError, RuntimeError)) and not _is_safetensors(error):
             raise
         raise ConfigError(
             f"--model: {folder}: its weights cannot be loaded ({first_line(error)})" + remote_code_hint(error)
@@ -126,9 +122,7 @@ def load_config(folder: Path, args: ModelArguments) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig
 
     written = read_json(folder / "config.json")
-    model_type = (
-        _architecture(args.model_type, CONFIG_MAPPING) if args.model_type else written.get("model_type")
-    )
+    model_type = _architecture(args.model_type, CONFIG_MAPPING) if args.model_type else written.get("model_type")
     if model_type not in CONFIG_MAPPING and "auto_map" in written and not args.trust_remote_code:
         raise ConfigError(
             f"--model: {folder}: its architecture needs Python code from its repository; "
@@ -137,13 +131,9 @@ def load_config(folder: Path, args: ModelArguments) -> Any:
     if args.model_type and model_type != written.get("model_type"):
         return CONFIG_MAPPING[model_type].from_dict({**written, "model_type": model_type})
     try:
-        return AutoConfig.from_pretrained(
-            folder, trust_remote_code=args.trust_remote_code, local_files_only=True
-        )
+        return AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"--model: {folder}: config.json: {first_line(error)}" + remote_code_hint(error)
-        ) from error
+        raise ConfigError(f"--model: {folder}: config.json: {first_line(error)}" + remote_code_hint(error)) from error
 
 
 def pick_dtype(name: str | None, device: torch.device | str | None = None) -> torch.dtype:
@@ -171,8 +161,7 @@ def adapter_errors(folder: Path) -> Iterator[None]:
         yield
     except (ValueError, KeyError, RuntimeError, TypeError, OSError) as error:
         raise ConfigError(
-            f"--adapters: {folder}: does not fit the model ({first_line(error)}); "
-            "give the base model it was trained on"
+            f"--adapters: {folder}: does not fit the model ({first_line(error)}); give the base model it was trained on"
         ) from error
 
 
@@ -265,9 +254,7 @@ def _architecture(name: str, known: Any) -> str:
         return name
     families = sorted((family for family in known if name.startswith(family)), key=len)
     if not families:
-        raise ConfigError(
-            f"--model_type: {name}: not an architecture of transformers; {suggest(name, list(known))}"
-        )
+        raise ConfigError(f"--model_type: {name}: not an architecture of transformers; {suggest(name, list(known))}")
     return str(families[-1])
 
 
@@ -280,9 +267,7 @@ def _check_complete(folder: Path, info: dict[str, Any]) -> None:
         )
     mismatched = [str(entry[0]) for entry in info["mismatched_keys"]]
     if mismatched:
-        raise ConfigError(
-            f"--model: {folder}: weights of another shape than config.json says: {mismatched[0]}"
-        )
+        raise ConfigError(f"--model: {folder}: weights of another shape than config.json says: {mismatched[0]}")
 
 
 def _is_safetensors(error: Exception) -> bool:

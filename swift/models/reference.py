@@ -67,9 +67,7 @@ class FrozenReference(ReferenceModel):
         ours = dict(self.module.named_parameters())
         theirs = dict(policy.named_parameters())
         if ours.keys() != theirs.keys():
-            raise ConfigError(
-                "--sync_ref_model: true: the reference has another architecture than the policy"
-            )
+            raise ConfigError("--sync_ref_model: true: the reference has another architecture than the policy")
         with torch.no_grad():
             for name, parameter in ours.items():
                 parameter.lerp_(theirs[name].detach().to(parameter), alpha)
@@ -100,9 +98,7 @@ class StartAdapterReference(ReferenceModel):
     def __init__(self, policy: Any) -> None:
         self.policy = policy
         self.start: dict[str, torch.Tensor] = {
-            name: parameter.detach().clone()
-            for name, parameter in policy.named_parameters()
-            if parameter.requires_grad
+            name: parameter.detach().clone() for name, parameter in policy.named_parameters() if parameter.requires_grad
         }
 
     @contextlib.contextmanager
@@ -153,9 +149,7 @@ def _load_other(args: ModelArguments, device: Any) -> nn.Module:
     assert name is not None
     if is_adapter(Path(name)):
         folder = adapter_folder(name)
-        return fold_adapter(
-            load_base(find_base(None, [folder], use_hf=args.use_hf), args, device=device), folder
-        )
+        return fold_adapter(load_base(find_base(None, [folder], use_hf=args.use_hf), args, device=device), folder)
     return load_base(find_folder(name, flag="--ref_model", use_hf=args.use_hf), args, device=device)
 
 

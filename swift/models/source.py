@@ -55,9 +55,7 @@ def locate(args: ModelArguments) -> ModelSource:
     return ModelSource(base, adapters, with_tokenizer[-1] if with_tokenizer else base)
 
 
-def find_base(
-    model: str | None, adapters: list[Path], *, use_hf: bool = False, revision: str | None = None
-) -> Path:
+def find_base(model: str | None, adapters: list[Path], *, use_hf: bool = False, revision: str | None = None) -> Path:
     """The base model's folder, from `model` when given, else from what the first adapter was trained on."""
     if model:
         return find_folder(model, flag="--model", use_hf=use_hf, revision=revision)
@@ -65,9 +63,7 @@ def find_base(
         raise ConfigError("--model: none: no model is named; give a folder or a hub id")
     recorded = recorded_base(adapters[0])
     if not recorded:
-        raise ConfigError(
-            f"--model: none: {adapters[0]} does not record its base model; name it with --model"
-        )
+        raise ConfigError(f"--model: none: {adapters[0]} does not record its base model; name it with --model")
     return find_folder(recorded, flag=f"base model of {adapters[0]}", use_hf=use_hf, revision=revision)
 
 
@@ -105,15 +101,11 @@ def find_folder(
 def check_folder(folder: Path, *, flag: str = "--model", require_weights: bool = True) -> None:
     """Raises ConfigError unless `folder` holds config.json and, when required, safetensors weights."""
     if not folder.is_dir():
-        raise ConfigError(
-            f"{flag}: {folder}: a file, not a model folder; give the folder that holds config.json"
-        )
+        raise ConfigError(f"{flag}: {folder}: a file, not a model folder; give the folder that holds config.json")
     if not (folder / "config.json").is_file():
         inside = sorted(child.name for child in folder.glob("*/config.json"))
         where = [str(path.parent) for path in sorted(folder.glob("*/config.json"))[:3]] if inside else []
-        hint = (
-            f"nearest: {', '.join(where)}" if where else "a model folder needs config.json and *.safetensors"
-        )
+        hint = f"nearest: {', '.join(where)}" if where else "a model folder needs config.json and *.safetensors"
         raise ConfigError(f"{flag}: {folder}: sought config.json there and found none; {hint}")
     if not require_weights or any(folder.glob("*.safetensors")):
         return
@@ -123,9 +115,7 @@ def check_folder(folder: Path, *, flag: str = "--model", require_weights: bool =
             f"{flag}: {folder}: only pickled weights ({', '.join(pickled[:3])}), which can run code "
             "when read; convert them to safetensors with save_pretrained"
         )
-    raise ConfigError(
-        f"{flag}: {folder}: sought *.safetensors there and found none; is the download complete?"
-    )
+    raise ConfigError(f"{flag}: {folder}: sought *.safetensors there and found none; is the download complete?")
 
 
 def is_adapter(folder: Path) -> bool:
@@ -135,7 +125,8 @@ def is_adapter(folder: Path) -> bool:
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether a tokenizer was saved in `folder`."""
-    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    return any((folder / name).is_file() for name in names)
 
 
 def adapter_folder(path: str | Path) -> Path:
@@ -231,9 +222,7 @@ def _from_hugging_face(name: str, revision: str | None) -> Path:
             return Path(cached)
     except LocalEntryNotFoundError:
         pass  # not cached: the download below is the answer
-    return Path(
-        snapshot_download(name, revision=revision, allow_patterns=WANTED_FILES, etag_timeout=HUB_ATTEMPT_S)
-    )
+    return Path(snapshot_download(name, revision=revision, allow_patterns=WANTED_FILES, etag_timeout=HUB_ATTEMPT_S))
 
 
 def _from_modelscope(name: str, revision: str | None) -> Path:

@@ -34,6 +34,10 @@ _PROBE: list[Message] = [
 ]
 
 
+class RefusedChat(ConfigError):
+    """The chat template raised an error on these messages: a fault of the row, not of the template."""
+
+
 class Template:
     """A tokenizer seen as a chat.
 
@@ -65,7 +69,7 @@ class Template:
         """The text of a chat, without tokenising it.
 
         Raises:
-            ConfigError: the template refuses the messages (unknown role, wrong order, missing content).
+            RefusedChat: the template refuses the messages (unknown role, wrong order, missing content).
         """
         return self._render(messages, add_generation_prompt, marks=False)[0]
 
@@ -79,7 +83,8 @@ class Template:
         The end token of each assistant turn is masked 1, template text after it (such as a newline) 0.
 
         Raises:
-            ConfigError: the template refuses the messages, or its assistant turns cannot be told apart.
+            RefusedChat: the template refuses the messages.
+            ConfigError: the template rewrites earlier turns, so that assistant turns cannot be told apart.
         """
         text, spans = self._render(messages, False, marks=self._marked)
         if not self._marked:
@@ -112,7 +117,7 @@ class Template:
                 **self.tokenizer.special_tokens_map,
             )
         except (TemplateError, TypeError) as error:
-            raise ConfigError(f"messages: the chat template refuses them: {error}") from error
+            raise RefusedChat(f"messages: the chat template refuses them: {error}") from error
         return rendered[0], [tuple(span) for span in spans[0]] if marks else []
 
     def _span(self, messages: Sequence[Message], index: int, text: str) -> tuple[int, int]:

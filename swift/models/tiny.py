@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from swift.models.policy import quiet_loading
 from swift.models.templates import TEMPLATES
 
 if TYPE_CHECKING:
@@ -139,7 +140,8 @@ def _build(
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.eos_token_id = _stop_ids(tokenizer)
         model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.save_pretrained(folder)
+    with quiet_loading():
+        model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -154,9 +156,7 @@ def _stop_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return [tokenizer.convert_tokens_to_ids(TURN_END), tokenizer.convert_tokens_to_ids(PAD)]
 
 
-def _config(
-    arch: str, shape: Shape, tokenizer: PreTrainedTokenizerBase, init_std: float | None, **options: Any
-) -> Any:
+def _config(arch: str, shape: Shape, tokenizer: PreTrainedTokenizerBase, init_std: float | None, **options: Any) -> Any:
     from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
     classes = {"qwen2": Qwen2Config, "llama": LlamaConfig, "qwen3": Qwen3Config}

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swift.errors import ConfigError
-from swift.models.source import find_folder, has_tokenizer, locate
+from swift.models.source import has_tokenizer, locate
 from swift.models.template import Template, load_template
 from swift.models.templates import missing_tokens, read_template
 
@@ -40,9 +40,8 @@ def read_tokenizer(
     """The tokenizer saved in `folder`; see `load_tokenizer`."""
     from transformers import AutoTokenizer
 
-    folder = (
-        find_folder(str(folder), require_weights=False) if not has_tokenizer(Path(folder)) else Path(folder)
-    )
+    if not has_tokenizer(Path(folder)):  # transformers would make an empty one for some architectures
+        raise ConfigError(f"--model: {folder}: sought tokenizer.json there and found none; is the copy complete?")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True, padding_side="left"

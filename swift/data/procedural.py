@@ -1,0 +1,90 @@
+"""Rows made by the reasoning-gym library: `reasoning_gym:<task>[#n][?seed=7&key=value]`.
+
+Row i depends on (task, settings, seed, i) only, so every process makes the same rows. Columns: `question`,
+`answer`, `metadata`; `metadata["source_dataset"]` is the task's name, by which a reward finds its scorer. All
+of it is plain JSON. `scorer_entry` turns such a row back into what the library's scorers expect.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from swift.data.records import Record, plain_row
+from swift.data.spec import PROCEDURAL, DatasetSpec
+from swift.errors import ConfigError, ResourceError, suggest
+
+DEFAULT_COUNT = 500
+_COMPARES_TUPLES = frozenset({"arc_agi", "rearc"})
+
+
+def read_procedural(spec: DatasetSpec, *, seed: int) -> Iterator[Record]:
+    """The `count` (default 500) rows of a task, made one by one.
+
+    Args:
+        spec: a procedural spec; a `seed` among its options wins over `seed`.
+        seed: the data seed.
+
+    Raises:
+        ConfigError: unknown task or setting (with the nearest), or a value that the task refuses.
+        ResourceError: the library is not installed.
+    """
+    task = _create(spec, seed)
+    for index in range(spec.count or DEFAULT_COUNT):
+        entry = task[index]
+        metadata = {**entry["metadata"], "source_dataset": spec.target}
+        values = {"question": entry["question"], "answer": entry["answer"], "metadata": metadata}
+        yield plain_row(values, f"{PROCEDURAL}{spec.target}:{index + 1}")
+
+
+def scorer_entry(columns: dict[str, Any], question: str = "") -> dict[str, Any]:
+    """The entry to hand to reasoning-gym's `score_answer(answer, entry)` for a row of ours.
+
+    A few tasks compare parts of the metadata with tuples, which JSON has turned into lists: they are tuples
+    again here. The result shares nothing that a scorer could damage.
+    """
+    metadata = columns["metadata"]
+    if metadata.get("source_dataset") in _COMPARES_TUPLES:
+        metadata = {key: _tuples(value) for key, value in metadata.items()}
+    return {"question": question, "answer": columns["answer"], "metadata": dict(metadata)}
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def _create(spec: DatasetSpec, seed: int) -> Any:
+    try:
+        from reasoning_gym.factory import DATASETS, create_dataset
+    except ImportError as error:
+        raise ResourceError(
+            f"{spec.flag}: {spec.text}: reasoning_gym cannot be imported ({error}); pip install reasoning-gym"
+        ) from error
+    if spec.target not in DATASETS:
+        raise ConfigError(
+            f"{spec.flag}: {spec.text}: unknown reasoning_gym task {spec.target!r}; "
+            f"{suggest(spec.target, sorted(DATASETS))}"
+        )
+    _check_options(spec, [field.name for field in dataclasses.fields(DATASETS[spec.target][1])])
+    settings = {"seed": seed, **spec.options, "size": spec.count or DEFAULT_COUNT}
+    try:
+        return create_dataset(spec.target, **settings)
+    except (AssertionError, ValueError, TypeError, AttributeError, KeyError) as error:  # how tasks refuse settings
+        reason = str(error) or type(error).__name__
+        given = "; check the values after '?'" if spec.options else "; this task needs settings after '?'"
+        raise ConfigError(f"{spec.flag}: {spec.text}: {spec.target} refuses its settings: {reason}{given}") from error
+
+
+def _check_options(spec: DatasetSpec, known: list[str]) -> None:
+    for key in spec.options:
+        if key == "size":
+            raise ConfigError(f"{spec.flag}: {spec.text}: the number of rows is written #n, not ?size=")
+        if key not in known:
+            choices = [name for name in known if name != "size"]
+            raise ConfigError(
+                f"{spec.flag}: {spec.text}: {spec.target} has no setting {key!r}; {suggest(key, choices)}"
+            )
+    seed = spec.options.get("seed")
+    if "seed" in spec.options and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise ConfigError(f"{spec.flag}: {spec.text}: seed {seed!r} is not a whole number; write ?seed=7")

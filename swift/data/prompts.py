@@ -1,0 +1,190 @@
+"""Rows as prompts with token ids, ready to be sampled.
+
+Ids are made when a prompt is first used and kept in four bytes a token; only `truncation_strategy delete`
+has to know all lengths at the start. A prompt's id depends on its content alone, never on lengths or order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+from swift.data.loading import Example, Rows, Split, load_rows, write_examples
+from swift.data.report import DataReport
+from swift.errors import ConfigError, suggest
+from swift.types import Prompt
+
+if TYPE_CHECKING:
+    from swift.data.arguments import DataArguments
+
+Tokenize = Callable[[list[dict[str, Any]]], list[int]]
+"""A chat to the token ids of its prompt, generation prompt included."""
+
+STRATEGIES = ("left", "right", "delete")
+_PARALLEL_FROM = 1000  # rows; below this, starting processes costs more than it saves
+
+
+class Tokenizer:
+    """Token ids of a prompt under a length limit; picklable whenever `tokenize` is.
+
+    Args:
+        tokenize: see `Tokenize`.
+        max_prompt_length: tokens; None means no limit.
+        truncation_strategy: "left" drops the first tokens of a longer prompt, "right" the last, "delete" the row.
+    """
+
+    def __init__(self, tokenize: Tokenize, max_prompt_length: int | None, truncation_strategy: str) -> None:
+        if truncation_strategy not in STRATEGIES:
+            raise ConfigError(
+                f"--truncation_strategy: {truncation_strategy}: unknown; {suggest(truncation_strategy, STRATEGIES)}"
+            )
+        if max_prompt_length is not None and max_prompt_length < 1:
+            raise ConfigError(f"--max_length: {max_prompt_length}: no prompt fits; valid: at least 1")
+        self.tokenize, self.limit, self.strategy = tokenize, max_prompt_length, truncation_strategy
+
+    def ids(self, example: Example) -> list[int]:
+        """All token ids of the row's prompt, not cut.
+
+        Raises:
+            ConfigError: the chat template refuses the row; the line names `file:line`.
+        """
+        try:
+            return self.tokenize(example.messages)
+        except ConfigError as error:
+            raise ConfigError(*(f"{example.origin}: {problem}" for problem in error.problems)) from error
+
+    def too_long(self, ids: Sequence[int]) -> bool:
+        """Whether a prompt of these ids is over the limit."""
+        return self.limit is not None and len(ids) > self.limit
+
+    def cut(self, ids: list[int]) -> list[int]:
+        """`ids`, cut to the limit."""
+        if self.limit is None or len(ids) <= self.limit:
+            return ids
+        return ids[: self.limit] if self.strategy == "right" else ids[-self.limit :]
+
+
+class PromptDataset(Sequence[Prompt]):
+    """The prompts of one split, by index.
+
+    Args:
+        rows: with purpose "prompt".
+        tokenizer: makes the ids and knows the limit.
+        num_proc: processes that tokenise when all lengths are needed at once.
+
+    Raises:
+        ConfigError: `delete` leaves no row of a dataset that had some.
+    """
+
+    def __init__(self, rows: Rows, tokenizer: Tokenizer, *, num_proc: int = 1) -> None:
+        self.report: DataReport = rows.report
+        self._tokenizer = tokenizer
+        self._examples = rows.examples
+        self._ids: list[array[int] | None] = [None] * len(rows.examples)
+        if tokenizer.strategy == "delete" and tokenizer.limit is not None:
+            self._delete_long(num_proc)
+        self._digests = [example.digest for example in self._examples]
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        example = self._examples[index]
+        return Prompt(self._digests[index], example.messages, self._token_ids(index), example.columns)
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of all rows in their order: two datasets that share it give the same run."""
+        return hashlib.blake2b("".join(self._digests).encode(), digest_size=8).hexdigest()
+
+    @property
+    def column_names(self) -> list[str]:
+        """The columns that reach rewards, in order of appearance."""
+        return list(dict.fromkeys(name for example in self._examples for name in example.columns))
+
+    def origin(self, index: int) -> str:
+        """Where a row stands, as `file:line`."""
+        return self._examples[index].origin
+
+    def write_jsonl(self, path: str | Path) -> None:
+        """Writes the rows so that loading the file gives the same prompts again."""
+        write_examples(self._examples, path)
+
+    def _token_ids(self, index: int) -> list[int]:
+        known = self._ids[index]
+        if known is None:
+            ids = self._tokenizer.ids(self._examples[index])
+            self.report.num_truncated += self._tokenizer.too_long(ids)
+            known = self._ids[index] = array("i", self._tokenizer.cut(ids))
+        return known.tolist()
+
+    def _delete_long(self, num_proc: int) -> None:
+        all_ids = tokenize_all(self._tokenizer, self._examples, num_proc)
+        kept = [index for index, ids in enumerate(all_ids) if not self._tokenizer.too_long(ids)]
+        self.report.num_deleted = len(all_ids) - len(kept)
+        if all_ids and not kept:
+            shortest = min(len(ids) for ids in all_ids)
+            raise ConfigError(
+                f"--max_length: {self._tokenizer.limit}: all {len(all_ids)} prompts are longer, the shortest has "
+                f"{shortest} tokens; raise --max_length or use --truncation_strategy left"
+            )
+        self._examples = [self._examples[index] for index in kept]
+        self._ids = [all_ids[index] for index in kept]
+        self.report.num_rows = len(kept)
+
+
+def load_prompts(
+    args: DataArguments,
+    *,
+    tokenize: Tokenize,
+    max_prompt_length: int | None,
+    truncation_strategy: str = "left",
+    split: Split = "train",
+) -> PromptDataset:
+    """The prompts of `--dataset` ("train") or of `--val_dataset` or the split-off part ("val", may be empty).
+
+    Args:
+        args: the data settings.
+        tokenize: a chat to the ids of its prompt, generation prompt included.
+        max_prompt_length: longest prompt in tokens, None for no limit.
+        truncation_strategy: what happens to longer ones: left, right or delete.
+        split: which rows.
+
+    Raises:
+        ConfigError, ResourceError: see `swift.data.loading.load_rows`.
+    """
+    tokenizer = Tokenizer(tokenize, max_prompt_length, truncation_strategy)
+    rows = load_rows(args, split, purpose="prompt")
+    return PromptDataset(rows, tokenizer, num_proc=args.dataset_num_proc or 1)
+
+
+def tokenize_all(tokenizer: Tokenizer, examples: Sequence[Example], num_proc: int) -> list[array[int]]:
+    """The uncut ids of every row, in order; `num_proc` only changes how long it takes."""
+    if num_proc < 2 or len(examples) < _PARALLEL_FROM:
+        return [array("i", tokenizer.ids(example)) for example in examples]
+    size = -(-len(examples) // (num_proc * 4))
+    chunks = [examples[start : start + size] for start in range(0, len(examples), size)]
+    # Forked processes inherit the tokenizer: chat templates and fast tokenizers do not always pickle.
+    with multiprocessing.get_context("fork").Pool(num_proc, _inherit, (tokenizer,)) as pool:
+        return [ids for chunk in pool.imap(_tokenize_chunk, chunks) for ids in chunk]
+
+
+_inherited: list[Tokenizer] = []
+
+
+def _inherit(tokenizer: Tokenizer) -> None:
+    _inherited[:] = [tokenizer]
+
+
+def _tokenize_chunk(examples: Sequence[Example]) -> list[array[int]]:
+    return [array("i", _inherited[0].ids(example)) for example in examples]

@@ -1,0 +1,114 @@
+"""The order in which rows are used: an infinite, deterministic stream of row indexes.
+
+Each epoch is a permutation that depends on (seed, epoch) only, so the state is two numbers and a resumed
+stream goes on with exactly the rows that the uninterrupted one would have given. What to do with the last
+rows of an epoch that fill no batch is the caller's decision (`remaining`, `skip_to_epoch_end`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from swift.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class StreamItem(NamedTuple):
+    """`row` is the index into the dataset, `cursor` its place (from 0) in the order of `epoch` (from 0)."""
+
+    row: int
+    epoch: int
+    cursor: int
+
+
+class PromptStream:
+    """Row indexes without end; every row exactly once per epoch.
+
+    Args:
+        size: number of rows, at least 1.
+        seed: any integer.
+        shuffle: False gives 0 .. size-1 in every epoch.
+
+    Raises:
+        ConfigError: there are no rows.
+    """
+
+    def __init__(self, size: int, *, seed: int, shuffle: bool) -> None:
+        if size < 1:
+            raise ConfigError("--dataset: 0 rows: there is nothing to train on; check the dataset and its filters")
+        self.size, self.seed, self.shuffle = size, seed, shuffle
+        self.epoch, self.cursor = 0, 0
+        self._order = self._permutation(0)
+
+    @property
+    def remaining(self) -> int:
+        """Rows left in the current epoch; 0 after its last one was given out."""
+        return self.size - self.cursor
+
+    def next(self) -> StreamItem:
+        """The next row; the first of a new epoch when the current one is used up."""
+        if self.cursor == self.size:
+            self._enter(self.epoch + 1, 0)
+        item = StreamItem(int(self._order[self.cursor]), self.epoch, self.cursor)
+        self.cursor += 1
+        return item
+
+    def skip_to_epoch_end(self) -> int:
+        """Gives up the rest of an epoch that has begun; returns how many rows. Between epochs it does nothing."""
+        if self.cursor == 0:
+            return 0
+        skipped = self.remaining
+        self.cursor = self.size
+        return skipped
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, as plain values."""
+        return {
+            "epoch": self.epoch,
+            "cursor": self.cursor,
+            "size": self.size,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes to a saved position.
+
+        Raises:
+            ConfigError: the state belongs to another number of rows, seed or shuffle setting.
+        """
+        check_same(state, {"size": self.size, "seed": self.seed, "shuffle": self.shuffle})
+        self._enter(int(state["epoch"]), int(state["cursor"]))
+
+    def _enter(self, epoch: int, cursor: int) -> None:
+        if epoch != self.epoch:
+            self._order = self._permutation(epoch)
+        self.epoch, self.cursor = epoch, cursor
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        import numpy as np
+
+        return generator(self.seed, epoch).permutation(self.size) if self.shuffle else np.arange(self.size)
+
+
+def generator(seed: int, *counters: int) -> np.random.Generator:
+    """A random generator that is a function of `seed` (any integer) and `counters` (>= 0)."""
+    import numpy as np
+
+    return np.random.Generator(np.random.PCG64([seed % 2**64, *counters]))
+
+
+def check_same(state: dict[str, Any], mine: dict[str, Any]) -> None:
+    """Raises ConfigError naming each setting in which a saved position differs from this run."""
+    flags = {"size": "rows of --dataset", "seed": "--data_seed", "shuffle": "--dataset_shuffle"}
+    flags |= {"buffer": "--shuffle_buffer_size", "fingerprint": "content of --dataset"}
+    problems = [
+        f"--resume_from_checkpoint: {flags[name]}: {state.get(name)} in the checkpoint, {value} now; "
+        "resume with the settings of the run"
+        for name, value in mine.items()
+        if state.get(name) != value
+    ]
+    if problems:
+        raise ConfigError(*problems)

@@ -1,0 +1,185 @@
+"""What `--dataset` may say: `[hf::|ms::]id_or_path[:subset[/subset]][#n]`, or a procedural task.
+
+A path that exists wins over `#` and `:`, so a file called `a#5` is a file. What does not exist and looks like
+a path is an error here and never a question to a hub.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import unquote
+
+from swift.errors import ConfigError, nearest
+
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+PROCEDURAL = "reasoning_gym:"
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+Kind = Literal["local", "hub", "procedural"]
+
+
+@dataclass(slots=True, frozen=True)
+class DatasetSpec:
+    """One entry of `--dataset`, understood.
+
+    `target` is a path, a hub id or a task name. `count` is n of `#n`, None for all rows. `hub` is "hf" or
+    "ms" when `kind` is "hub". `options` are the task settings of a procedural dataset, `seed` among them.
+    """
+
+    text: str
+    kind: Kind
+    target: str
+    subsets: tuple[str, ...] = ()
+    count: int | None = None
+    hub: Literal["hf", "ms"] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    flag: str = "--dataset"
+
+    @property
+    def name(self) -> str:
+        """How messages call this dataset: the text without its `#n`."""
+        return self.text if self.count is None else self.text.replace(f"#{self.count}", "", 1)
+
+
+def parse_spec(text: str, *, use_hf: bool = False, flag: str = "--dataset") -> DatasetSpec:
+    """Understands one entry; looks at the file system, never at the network.
+
+    Args:
+        text: the entry as typed.
+        use_hf: ids without prefix are looked up on Hugging Face instead of ModelScope.
+        flag: how errors call the setting.
+
+    Raises:
+        ConfigError: bad count or option, missing file (with the nearest names), not an id at all.
+
+    >>> parse_spec("AI-MO/NuminaMath-TIR#5000").count
+    5000
+    """
+    if not text.strip():
+        raise ConfigError(f"{flag}: '': empty; give a file, a folder, a hub id or {PROCEDURAL}<task>")
+    if _path(text).exists():
+        return DatasetSpec(text, "local", str(_path(text)), flag=flag)
+    if text.startswith(PROCEDURAL):
+        return _procedural(text, flag)
+    hub, body = _hub_prefix(text)
+    base, count = _split_count(text, body, flag, local=hub is None)
+    if hub is None:
+        local = _local(text, base, count, flag)
+        if local is not None:
+            return local
+    name, _, subset = base.partition(":")
+    if hub is None and (looks_like_path(name) or not _HUB_ID.fullmatch(name)):
+        raise ConfigError(f"{flag}: {text}: no such file or folder; {beside(_path(name))}")
+    if not _HUB_ID.fullmatch(name):
+        raise ConfigError(f"{flag}: {text}: {name!r} is not a hub id; write {hub}::owner/name[:subset][#n]")
+    subsets = tuple(part for part in subset.split("/") if part)
+    return DatasetSpec(text, "hub", name, subsets, count, hub or ("hf" if use_hf else "ms"), flag=flag)
+
+
+def parse_specs(texts: Sequence[str], *, use_hf: bool = False, flag: str = "--dataset") -> list[DatasetSpec]:
+    """All entries; a ConfigError lists the problems of all of them."""
+    specs, problems = [], []
+    for text in texts:
+        try:
+            specs.append(parse_spec(text, use_hf=use_hf, flag=flag))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(*problems)
+    return specs
+
+
+def looks_like_path(name: str) -> bool:
+    """Whether a name can only be a local path: rooted, dotted, with a data suffix, or with several slashes."""
+    return name.startswith(("/", "./", "../", "~")) or name.endswith(("/", *DATA_SUFFIXES)) or name.count("/") > 1
+
+
+def beside(path: Path) -> str:
+    """The end of an error about a missing path: what is near it, or how far the path does exist."""
+    folder = path.parent
+    if not folder.is_dir():
+        while not folder.is_dir() and folder != folder.parent:
+            path, folder = folder, folder.parent
+        near = nearest(path.name, sorted(child.name for child in folder.iterdir() if child.is_dir()))
+        end = f"; nearest: {', '.join(str(folder / name) for name in near)}" if near else ""
+        return f"the folder {path} does not exist{end}"
+    usable = [child.name for child in folder.iterdir() if child.is_dir() or child.suffix in DATA_SUFFIXES]
+    near = nearest(path.name, sorted(usable))
+    if near:
+        return f"nearest: {', '.join(str(folder / name) for name in near)}"
+    listed = ", ".join(sorted(usable)[:5]) or f"no {', '.join(DATA_SUFFIXES)} file"
+    return f"{folder} holds {listed}"
+
+
+def _path(text: str) -> Path:
+    return Path(text).expanduser()
+
+
+def _hub_prefix(text: str) -> tuple[Literal["hf", "ms"] | None, str]:
+    if text.startswith("hf::"):
+        return "hf", text[4:]
+    if text.startswith("ms::"):
+        return "ms", text[4:]
+    return None, text
+
+
+def _split_count(text: str, body: str, flag: str, *, local: bool) -> tuple[str, int | None]:
+    base, mark, count = body.rpartition("#")
+    if not mark or (local and _path(body).exists()):
+        return body, None
+    return base, _count(text, count, flag)
+
+
+def _count(text: str, count: str, flag: str) -> int:
+    if not re.fullmatch(r"[0-9]+", count) or int(count) < 1:
+        raise ConfigError(f"{flag}: {text}: bad row count {count!r} after '#'; write a whole number from 1, as in #500")
+    return int(count)
+
+
+def _local(text: str, base: str, count: int | None, flag: str) -> DatasetSpec | None:
+    """The spec when `base`, or `base` up to its last colon, exists; the subsets of a folder are its folders."""
+    if _path(base).exists():
+        return DatasetSpec(text, "local", str(_path(base)), count=count, flag=flag)
+    head, colon, subset = base.rpartition(":")
+    if not colon or not _path(head).exists():
+        return None
+    folder = _path(head)
+    if not folder.is_dir():
+        raise ConfigError(f"{flag}: {text}: {head} is a file and has no subsets; leave out ':{subset}'")
+    subsets = tuple(part for part in subset.split("/") if part)
+    for part in subsets:
+        if not (folder / part).exists():
+            raise ConfigError(f"{flag}: {text}: no subset {part!r} in {head}; {beside(folder / part)}")
+    return DatasetSpec(text, "local", str(folder), subsets, count, flag=flag)
+
+
+def _procedural(text: str, flag: str) -> DatasetSpec:
+    body, _, query = text[len(PROCEDURAL) :].partition("?")
+    task, mark, count = body.partition("#")
+    if not task:
+        raise ConfigError(f"{flag}: {text}: no task named; write {PROCEDURAL}<task>[#n][?seed=7&key=value]")
+    options: dict[str, Any] = {}
+    for pair in filter(None, query.split("&")):
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise ConfigError(
+                f"{flag}: {text}: option {pair!r} is not key=value; write ?seed=7&key=value, #n before '?'"
+            )
+        if key in options:
+            raise ConfigError(f"{flag}: {text}: option {key} is given twice; keep one")
+        options[key] = _option(unquote(value))
+    number = _count(text, count, flag) if mark else None
+    return DatasetSpec(text, "procedural", task, count=number, options=options, flag=flag)
+
+
+def _option(text: str) -> Any:
+    """A JSON value where the text is one, else the text itself: `4`, `0.5`, `true`, `["+","-"]`, `easy`."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text

@@ -1,0 +1,79 @@
+"""`--system`: the text itself, or the file that holds it.
+
+A value of one line ending in .txt or .md is a file name. When it does not exist, the examples that come with
+`swift` are searched, so that `--system examples/train/grpo/prompt.txt` works in any folder.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from swift.data.spec import beside
+from swift.errors import ConfigError
+
+_TEXT_SUFFIXES = (".txt", ".md")
+_PACKAGE = Path(__file__).resolve().parent
+_SHIPPED = (_PACKAGE.parent.parent / "examples", _PACKAGE / "shipped" / "examples")
+_LONGEST_NAME = 1024
+
+
+def resolve_system(value: str | None) -> tuple[str | None, list[str]]:
+    """The system prompt that `--system` stands for, and notes to print.
+
+    Returns:
+        the text, None when there is none; a note when a file was read.
+
+    Raises:
+        ConfigError: a file that exists nowhere, is empty, or is not UTF-8 text.
+    """
+    if not value or not value.strip():
+        return None, []
+    file = _file(value.strip())
+    if file is None:
+        return value, []
+    if file.is_file():
+        return _text(file, value), []
+    shipped = _shipped(file)
+    if shipped is None:
+        raise ConfigError(f"--system: {value}: no such file, nor among the shipped examples; {beside(file)}")
+    return _text(shipped, value), [f"system prompt: {value} is not here; read the shipped {shipped}"]
+
+
+def _file(value: str) -> Path | None:
+    """The path a value names: one that exists, or one line that ends like a text file."""
+    if "\n" in value or len(value) > _LONGEST_NAME:
+        return None
+    path = Path(value).expanduser()
+    return path if value.lower().endswith(_TEXT_SUFFIXES) or _is_file(path) else None
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a prompt of many words can be too long for a file name
+        return False
+
+
+def _shipped(file: Path) -> Path | None:
+    """`file` among the examples: by its path from `examples/` on, or by a bare name that occurs once."""
+    parts = file.parts
+    for examples in _SHIPPED:
+        if "examples" in parts:
+            inside = examples.joinpath(*parts[len(parts) - parts[::-1].index("examples") :])
+            if inside.is_file():
+                return inside
+        elif len(parts) == 1 and examples.is_dir():
+            found = sorted(examples.rglob(file.name))
+            if len(found) == 1:
+                return found[0]
+    return None
+
+
+def _text(file: Path, value: str) -> str:
+    try:
+        text = file.read_text(encoding="utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--system: {value}: {file} is not UTF-8 text; save it as UTF-8") from error
+    if not text:
+        raise ConfigError(f"--system: {value}: {file} is empty; write the system prompt into it or drop --system")
+    return text

@@ -1,0 +1,242 @@
+"""From rewards to advantages, in float64.
+
+S samples, K reward functions and models, P groups (prompts), G samples of a group. Groups are given by
+`group_index_S` (0..P-1 for each sample, in any order), so that groups of different sizes need no padding.
+
+Excluded samples (a fault of a reward function, or a row in which every entry is None) are out of every mean
+and standard deviation and get advantage 0; the caller also clears their data mask. A group that teaches
+nothing gets advantages of exactly 0. It is recognised by its spread, never by `std == 0`: six fp32 rewards
+of 0.3 have a standard deviation of 3e-8 and would otherwise yield |A| = 3e-4 of pure rounding noise.
+
+    estimator            centred value c_i                          default scale   source
+    grpo                 rho_i - mean_g                             group           arXiv:2402.03300
+    rloo                 rho_i - mean of the others of the group    none            arXiv:2402.14740
+    reinforce_plus_plus  rho_i - mean_g                             batch (of c)    arXiv:2501.03262
+    (scale gdpo)         sum_k w_k (R_ik - mean_gk) / std_gk        batch (of c)    arXiv:2601.05242
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Estimator = Literal["grpo", "rloo", "reinforce_plus_plus"]
+Scale = Literal["group", "batch", "none", "gdpo"]
+
+DEFAULT_SCALE: dict[Estimator, Scale] = {"grpo": "group", "rloo": "none", "reinforce_plus_plus": "batch"}
+
+STD_EPSILON = 1e-4
+"""Added to every standard deviation that divides (as TRL does)."""
+
+SPREAD_TOLERANCE = 1e-6
+"""A group informs when its spread exceeds this, relative to its largest reward (at least 1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advantages:
+    """Advantages of S samples in P groups, and what the logs say about them.
+
+    advantages_S: float64, 0 for excluded samples and uninformative groups.
+    rewards_S: total reward of each sample (after `kl_penalty_S`), NaN where excluded.
+    scored_P: scored samples of each group, long.
+    mean_P, std_P: of each group's total rewards (ddof 1); mean NaN without a scored sample, std 0 below two.
+    informative_P: bool, whether the group has a reward spread to learn from.
+    """
+
+    advantages_S: Tensor
+    rewards_S: Tensor
+    scored_P: Tensor
+    mean_P: Tensor
+    std_P: Tensor
+    informative_P: Tensor
+
+    @property
+    def frac_zero_std(self) -> float:
+        """Share of groups without reward spread."""
+        return 1.0 - self.informative_P.double().mean().item() if self.informative_P.numel() else 0.0
+
+
+def reward_matrix(values: Sequence[Sequence[float | None]]) -> Tensor:
+    """Rewards of S samples by K functions as float64 [S, K], None as NaN."""
+    rows = [[float("nan") if value is None else float(value) for value in row] for row in values]
+    return torch.tensor(rows, dtype=torch.float64).reshape(len(rows), -1)
+
+
+def total_rewards(values_SK: Tensor, weights_K: Tensor, excluded_S: Tensor | None = None) -> Tensor:
+    """`rho_i = sum_k w_k R_ik` over the entries that are not NaN, float64 [S].
+
+    Args:
+        values_SK: rewards, NaN where a function does not apply.
+        weights_K: one weight per function.
+        excluded_S: bool, samples that take no part; rows that are NaN everywhere are always excluded.
+
+    Returns:
+        Total rewards, NaN for excluded samples.
+
+    Example: rows (1, None), (0, 2), (None, None) with weights (1, .5) give 1, 1, NaN.
+    """
+    values_SK, weights_K = values_SK.double(), weights_K.double()
+    out_S = values_SK.isnan().all(dim=1)
+    if excluded_S is not None:
+        out_S = out_S | excluded_S.bool()
+    total_S = (values_SK * weights_K).nansum(dim=1)
+    return total_S.masked_fill(out_S, float("nan"))
+
+
+def compute_advantages(
+    values_SK: Tensor,
+    group_index_S: Tensor,
+    *,
+    weights_K: Tensor | None = None,
+    excluded_S: Tensor | None = None,
+    estimator: Estimator = "grpo",
+    scale: Scale | None = None,
+    kl_penalty_S: Tensor | None = None,
+) -> Advantages:
+    """Advantages of a generation batch (all ranks: batch statistics need every scored sample).
+
+    Args:
+        values_SK: rewards of each sample by each function, NaN for None.
+        group_index_S: long, the group of each sample, 0..P-1.
+        weights_K: weight of each function; None means 1.
+        excluded_S: bool, samples hit by a fault.
+        estimator: how a reward is centred.
+        scale: what divides the centred value; None takes the estimator's default.
+        kl_penalty_S: `beta * sequence_k1`, subtracted from the total reward (`kl_in_reward`).
+
+    Raises:
+        ValueError: unknown estimator or scale, or gdpo together with another estimator or a KL penalty
+            (gdpo normalises each function on its own and never forms the sum that these act on).
+    """
+    scale = _checked_scale(estimator, scale, kl_penalty_S)
+    if weights_K is None:
+        weights_K = torch.ones(values_SK.shape[1], dtype=torch.float64, device=values_SK.device)
+    rewards_S = total_rewards(values_SK, weights_K, excluded_S)
+    if kl_penalty_S is not None:
+        rewards_S = rewards_S - kl_penalty_S.double()
+
+    groups = _GroupStatistics.of(rewards_S, group_index_S)
+    if scale == "gdpo":
+        scored_SK = values_SK.double().masked_fill(rewards_S.isnan().unsqueeze(1), float("nan"))
+        advantages_S, informative_P = _gdpo(scored_SK, weights_K.double(), group_index_S)
+        informative_P = informative_P & (groups.count_P >= 2)
+    else:
+        advantages_S = _scaled(_centred(rewards_S, groups, estimator), rewards_S, groups, estimator, scale)
+        informative_P = groups.informative_P
+    teaches_S = informative_P[group_index_S] & ~rewards_S.isnan()
+    return Advantages(
+        advantages_S=torch.where(teaches_S, advantages_S, 0.0),
+        rewards_S=rewards_S,
+        scored_P=groups.count_P,
+        mean_P=groups.mean_P,
+        std_P=groups.std_P,
+        informative_P=informative_P,
+    )
+
+
+def group_advantages(rewards_PG: Tensor, *, estimator: Estimator = "grpo", scale: Scale | None = None) -> Tensor:
+    """Advantages [P, G] of total rewards laid out by group, NaN for excluded samples.
+
+    Example: [[1, 0, 0, 0]] gives 1.4997, -.4999, -.4999, -.4999 (grpo, scaled by the group).
+    """
+    num_groups, group_size = rewards_PG.shape
+    group_index_S = torch.arange(num_groups, device=rewards_PG.device).repeat_interleave(group_size)
+    result = compute_advantages(rewards_PG.reshape(-1, 1), group_index_S, estimator=estimator, scale=scale)
+    return result.advantages_S.reshape(num_groups, group_size)
+
+
+def informative(spread: Tensor, largest: Tensor) -> Tensor:
+    """Whether `max - min` is more than rounding noise, given the largest absolute reward."""
+    return spread > SPREAD_TOLERANCE * largest.clamp(min=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupStatistics:
+    """NaN-aware statistics of P groups; `index_S` maps samples to groups."""
+
+    index_S: Tensor
+    count_P: Tensor
+    mean_P: Tensor
+    std_P: Tensor
+    informative_P: Tensor
+
+    @classmethod
+    def of(cls, values_S: Tensor, index_S: Tensor) -> _GroupStatistics:
+        num_groups = int(index_S.max()) + 1 if index_S.numel() else 0
+        scored_S = ~values_S.isnan()
+        index, values = index_S[scored_S], values_S[scored_S]
+        zeros_P = values.new_zeros(num_groups)
+        count_P = zeros_P.index_add(0, index, torch.ones_like(values))
+        mean_P = zeros_P.index_add(0, index, values) / count_P
+        squares_P = zeros_P.index_add(0, index, (values - mean_P[index]) ** 2)
+        std_P = torch.where(count_P >= 2, (squares_P / (count_P - 1).clamp(min=1)).sqrt(), 0.0)
+        highest_P = zeros_P.scatter_reduce(0, index, values, "amax", include_self=False)
+        lowest_P = zeros_P.scatter_reduce(0, index, values, "amin", include_self=False)
+        largest_P = torch.maximum(highest_P.abs(), lowest_P.abs())
+        informs_P = (count_P >= 2) & informative(highest_P - lowest_P, largest_P)
+        return cls(index_S, count_P.long(), mean_P, std_P, informs_P)
+
+    def centred(self, values_S: Tensor) -> Tensor:
+        return values_S - self.mean_P[self.index_S]
+
+
+def _centred(rewards_S: Tensor, groups: _GroupStatistics, estimator: Estimator) -> Tensor:
+    """`c_i`, [S]; 0 for the only scored sample of its group, NaN for excluded samples."""
+    centred_S = groups.centred(rewards_S)
+    if estimator != "rloo":
+        return centred_S
+    count_S = groups.count_P[groups.index_S].double()
+    return centred_S * count_S / (count_S - 1).clamp(min=1)  # the mean of the others, without a loop
+
+
+def _scaled(
+    centred_S: Tensor, rewards_S: Tensor, groups: _GroupStatistics, estimator: Estimator, scale: Scale
+) -> Tensor:
+    if scale == "none":
+        return centred_S
+    if scale == "group":
+        return centred_S / (groups.std_P[groups.index_S] + STD_EPSILON)
+    spread_of_S = centred_S if estimator == "reinforce_plus_plus" else rewards_S
+    return centred_S / (_batch_std(spread_of_S) + STD_EPSILON)
+
+
+def _gdpo(values_SK: Tensor, weights_K: Tensor, index_S: Tensor) -> tuple[Tensor, Tensor]:
+    """Each function normalised within its group, summed, then normalised over the batch (arXiv:2601.05242).
+
+    Returns advantages [S] and whether some function with a weight informs in the group, [P].
+    """
+    sum_S = torch.zeros_like(values_SK[:, 0])
+    informs_P: Tensor | None = None
+    for values_S, weight in zip(values_SK.unbind(dim=1), weights_K.tolist(), strict=True):
+        groups = _GroupStatistics.of(values_S, index_S)
+        normalised_S = groups.centred(values_S) / (groups.std_P[index_S] + STD_EPSILON)
+        sum_S = sum_S + weight * normalised_S.nan_to_num(nan=0.0)
+        column_P = groups.informative_P if weight != 0 else torch.zeros_like(groups.informative_P)
+        informs_P = column_P if informs_P is None else informs_P | column_P
+    assert informs_P is not None, "there is at least one reward function"
+    sum_S = sum_S.masked_fill(values_SK.isnan().all(dim=1), float("nan"))
+    return (sum_S - sum_S.nanmean()) / (_batch_std(sum_S) + STD_EPSILON), informs_P
+
+
+def _batch_std(values_S: Tensor) -> Tensor:
+    """Standard deviation (ddof 1) of the entries that are not NaN; 0 below two."""
+    scored = values_S[~values_S.isnan()]
+    return scored.std() if scored.numel() >= 2 else values_S.new_zeros(())
+
+
+def _checked_scale(estimator: Estimator, scale: Scale | None, kl_penalty_S: Tensor | None) -> Scale:
+    if estimator not in DEFAULT_SCALE:
+        raise ValueError(f"advantage_estimator: {estimator}: unknown; valid: {', '.join(DEFAULT_SCALE)}")
+    scale = DEFAULT_SCALE[estimator] if scale is None else scale
+    if scale not in get_args(Scale):
+        raise ValueError(f"scale_rewards: {scale}: unknown; valid: {', '.join(get_args(Scale))}")
+    if scale == "gdpo" and (estimator != "grpo" or kl_penalty_S is not None):
+        raise ValueError(
+            "scale_rewards: gdpo: needs advantage_estimator grpo and kl_in_reward false; "
+            "it normalises each reward function on its own"
+        )
+    return scale

@@ -1,0 +1,181 @@
+"""Correction for the mismatch between the engine that sampled and the trainer that learns.
+
+`eta_t = clip(lp_o - lp_s, +-20)` compares the trainer's log-prob of a token with the sampler's; `w` weighs
+the token (truncated or masked importance sampling, Yao et al. 2025) and has no gradient. T packed tokens,
+S sequences. Modes, with C = threshold and C0 = lower:
+
+    token_truncate     clip(e^eta, C0, C)
+    token_mask         e^eta where C0 <= e^eta <= C, else 0
+    sequence_truncate  clip(q, C0, C)
+    sequence_mask      u where C0 <= q <= C, else 0;  u = q for `sum`, e^eta for `mean`
+
+with q = exp(sum eta) (`sum`) or exp(sum eta / T_i) (`mean`). Masked means 0: no floor acts afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from swift.rl.objective import SamplerCorrection
+from swift.rl.segments import segment_mean, segment_sum, spread
+
+CorrectionMode = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+SequenceRatio = Literal["mean", "sum"]
+
+LOG_LIMIT = 20.0
+LOG_FLOOR = math.log(1e-8)
+"""Bounds of a logged weight where it enters a sum of logarithms (vespo); log 0 of a masked token included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Log-ratios trainer/sampler of a micro-batch.
+
+    eta_T: clipped to +-20, 0 where the mask is 0 or the sampler's log-prob is NaN.
+    num_missing: trained tokens without a sampler log-prob; more than 1 % of them is the caller's error.
+    """
+
+    eta_T: Tensor
+    num_missing: Tensor
+
+
+@torch.no_grad()
+def sampler_mismatch(old_logprobs_T: Tensor, sampler_logprobs_T: Tensor, mask_T: Tensor) -> Mismatch:
+    """Compare the trainer's old log-probs with those recorded at sampling."""
+    trained_T = mask_T.bool()
+    missing_T = sampler_logprobs_T.isnan() & trained_T
+    difference_T = (old_logprobs_T - sampler_logprobs_T).clamp(-LOG_LIMIT, LOG_LIMIT)
+    return Mismatch(torch.where(trained_T & ~missing_T, difference_T, 0.0), missing_T.sum())
+
+
+@torch.no_grad()
+def sampler_correction(
+    eta_T: Tensor,
+    *,
+    mask_T: Tensor,
+    sequence_index_T: Tensor,
+    num_sequences: int,
+    mode: CorrectionMode,
+    threshold: float = 2.0,
+    lower: float = 0.0,
+    sequence_ratio: SequenceRatio = "mean",
+) -> SamplerCorrection:
+    """The weight of each token and its logarithm over each sequence; see the module for the modes.
+
+    The logarithm of a sequence is that of its one weight where all its tokens share it, else the sum of its
+    trained tokens' logarithms, each clipped to [log 1e-8, 20].
+
+    Raises:
+        ValueError: the mode is unknown.
+    """
+    ratio_T = torch.exp(eta_T)
+    if mode == "none":
+        return SamplerCorrection(torch.ones_like(eta_T), eta_T.new_zeros(num_sequences))
+    if mode == "token_truncate":
+        return _per_token(ratio_T.clamp(lower, threshold), mask_T, sequence_index_T, num_sequences)
+    if mode == "token_mask":
+        kept_T = (ratio_T >= lower) & (ratio_T <= threshold)
+        return _per_token(ratio_T * kept_T, mask_T, sequence_index_T, num_sequences)
+    ratio_S = sequence_mismatch(eta_T, mask_T, sequence_index_T, num_sequences, sequence_ratio)
+    if mode == "sequence_truncate":
+        return _per_sequence(ratio_S.clamp(lower, threshold), sequence_index_T)
+    if mode == "sequence_mask":
+        kept_S = (ratio_S >= lower) & (ratio_S <= threshold)
+        if sequence_ratio == "sum":
+            return _per_sequence(ratio_S * kept_S, sequence_index_T)
+        return _per_token(ratio_T * spread(kept_S, sequence_index_T), mask_T, sequence_index_T, num_sequences)
+    raise ValueError(f"rollout_importance_sampling_mode: {mode}: unknown")
+
+
+@torch.no_grad()
+def sequence_mismatch(
+    eta_T: Tensor,
+    mask_T: Tensor,
+    sequence_index_T: Tensor,
+    num_sequences: int,
+    sequence_ratio: SequenceRatio,
+) -> Tensor:
+    """Ratio q of each sequence, [S]: `exp` of the sum or of the mean of its log-ratios."""
+    if sequence_ratio == "sum":
+        return torch.exp(segment_sum(eta_T * mask_T, sequence_index_T, num_sequences))
+    return torch.exp(segment_mean(eta_T, mask_T, sequence_index_T, num_sequences))
+
+
+@torch.no_grad()
+def off_policy_sequence_mask(
+    advantages_T: Tensor,
+    policy_logprobs_T: Tensor,
+    sampler_logprobs_T: Tensor,
+    *,
+    mask_T: Tensor,
+    sequence_index_T: Tensor,
+    num_sequences: int,
+    delta: float,
+) -> Tensor:
+    """OPSM (arXiv:2512.02556): 0 for tokens with A < 0 in a sequence that drifted, 1 elsewhere, [T].
+
+    A sequence drifted when the mean of `lp_s - lp` over its trained tokens exceeds `delta`; tokens without a
+    sampler log-prob (NaN) count as no drift. A forward mask: it never changes a normaliser.
+    """
+    drift_T = torch.where(mask_T.bool(), sampler_logprobs_T - policy_logprobs_T, 0.0).nan_to_num(nan=0.0)
+    drift_S = segment_mean(drift_T, mask_T, sequence_index_T, num_sequences)
+    return ((advantages_T >= 0) | spread(drift_S <= delta, sequence_index_T)).to(policy_logprobs_T.dtype)
+
+
+@torch.no_grad()
+def mismatch_statistics(
+    old_logprobs_T: Tensor,
+    sampler_logprobs_T: Tensor,
+    mask_T: Tensor,
+    *,
+    threshold: float,
+    lower: float = 0.0,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What to log in every mode, from unclamped ratios of trained tokens.
+
+    Returns:
+        Sums `{name: [2] (sum, count)}` and extremes `{name: scalar}`, to be reduced as those of `LossOutput`
+        (`.../min` by minimum). The effective sample size is `(sum w)^2 / (n sum w^2)`, from `ratio` and
+        `ratio_squared` after the reduction: `effective_sample_size`.
+    """
+    eta = (old_logprobs_T - sampler_logprobs_T)[mask_T.bool() & ~sampler_logprobs_T.isnan()].double()
+    ratio = torch.exp(eta)
+    outside = (ratio < lower) | (ratio > threshold)
+    columns = {
+        "rollout_ratio/mean": ratio,
+        "rollout_ratio/squared": ratio**2,
+        "rollout_ratio/clipped_frac": outside.double(),
+        "rollout_ratio/k3": ratio - eta - 1,
+        "rollout_ratio/abs_log_mean": eta.abs(),
+    }
+    count = torch.tensor(float(eta.numel()), dtype=torch.float64, device=eta.device)
+    means = {name: torch.stack([values.sum(), count]) for name, values in columns.items()}
+    if not eta.numel():
+        return means, {}
+    return means, {
+        "rollout_ratio/min": ratio.min(),
+        "rollout_ratio/max": ratio.max(),
+        "rollout_ratio/abs_log_max": eta.abs().max(),
+    }
+
+
+def effective_sample_size(ratio: Tensor, ratio_squared: Tensor) -> float:
+    """`(sum w)^2 / (n sum w^2)` from two (sum, count) pairs; 1 on-policy, 0 without tokens."""
+    total, count = ratio.tolist()
+    squares = float(ratio_squared[0])
+    return total**2 / (count * squares) if count and squares else 0.0
+
+
+def _per_token(weights_T: Tensor, mask_T: Tensor, sequence_index_T: Tensor, num_sequences: int) -> SamplerCorrection:
+    log_T = weights_T.log().clamp(LOG_FLOOR, LOG_LIMIT) * mask_T
+    return SamplerCorrection(weights_T, segment_sum(log_T, sequence_index_T, num_sequences))
+
+
+def _per_sequence(weights_S: Tensor, sequence_index_T: Tensor) -> SamplerCorrection:
+    log_S = weights_S.log().clamp(LOG_FLOOR, LOG_LIMIT)
+    return SamplerCorrection(spread(weights_S, sequence_index_T), log_S)

@@ -1,0 +1,58 @@
+"""Kullback-Leibler divergence from the policy to the reference, estimated from the sampled tokens.
+
+Estimators by J. Schulman, "Approximating KL divergence" (2020). T packed tokens, S sequences.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from swift.rl.segments import segment_sum
+
+LOG_RATIO_LIMIT = 20.0
+"""Bound of |lp_r - lp| before `exp`: e^20 is far beyond any divergence a run survives, and finite in fp32."""
+
+
+def k3(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+    """The k3 estimate `e^d - d - 1` with `d = clip(lp_r - lp, +-20)`, [T], never negative.
+
+    `d` is bounded so that `exp` stays finite; the estimate itself is never clamped. Gradient flows into the
+    policy's log-probs only as far as the caller lets it: pass a detached reference.
+
+    Example: lp_r - lp = .1 gives .005171.
+    """
+    difference_T = torch.clamp(ref_logprobs_T - policy_logprobs_T, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return torch.expm1(difference_T) - difference_T
+
+
+def kl_term(
+    policy_logprobs_T: Tensor,
+    ref_logprobs_T: Tensor,
+    *,
+    token_ratio_T: Tensor | None = None,
+) -> Tensor:
+    """The KL term of the loss at each token, [T]: k3, or k3 times the token ratio.
+
+    With `token_ratio_T` (unclipped, with gradient, token level whatever the level of the loss) this is the
+    bias correction of arXiv:2512.02556: its gradient is the unbiased gradient of the reverse KL, which plain
+    k3 under the old policy's samples is not.
+    """
+    estimate_T = k3(policy_logprobs_T, ref_logprobs_T)
+    return estimate_T if token_ratio_T is None else estimate_T * token_ratio_T
+
+
+def sequence_k1(
+    sampler_logprobs_T: Tensor,
+    ref_logprobs_T: Tensor,
+    *,
+    mask_T: Tensor,
+    sequence_index_T: Tensor,
+    num_sequences: int,
+) -> Tensor:
+    """On-policy k1 estimate of each sequence, `sum_t m (lp_s - lp_r)`, [S], for `kl_in_reward`.
+
+    The reward of sequence i is lowered by beta times this (RLOO, arXiv:2402.14740); the loss then has no KL.
+    """
+    difference_T = torch.where(mask_T.bool(), sampler_logprobs_T - ref_logprobs_T, 0.0)
+    return segment_sum(difference_T, sequence_index_T, num_sequences)

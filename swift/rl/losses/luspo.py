@@ -1,0 +1,16 @@
+"""LUSPO (arXiv:2602.05261): GSPO's ratio, sequences weighted by their length instead of averaged over it."""
+
+from swift.rl.losses.base import Loss, Normaliser
+from swift.rl.losses.surrogate import surrogate
+
+LUSPO = Loss(
+    "luspo",
+    "arXiv:2602.05261",
+    surrogate,
+    Normaliser(
+        "(1/B) sum_i sum_t m f",
+        lambda length, nominal: 1.0,
+        lambda counts, limit: counts.num_trained_sequences,
+    ),
+    default_level="sequence",
+)

@@ -1,0 +1,174 @@
+"""The policy loss of one micro-batch: ratio, objective, correction, masks, KL, in the one order there is.
+
+    loss_t = m * weight * [ w * o * h * f + beta * KL ]
+
+m        data mask (inside `token_weights_T`, with the normaliser of the window)
+w        sampler correction, without gradient (`SamplerCorrection`); 1 without
+o, h     forward masks (off-policy sequence mask, top-entropy mask) as one `keep_T`; they mute the policy term
+         and never change a normaliser
+KL       neither corrected by w nor muted by o, h; shares the normaliser of the policy term
+
+The sum over all micro-batches of the window is the window's loss, for every cut into micro-batches. A
+trainer whose gradients are averaged over W ranks back-propagates W times this value and divides by nothing.
+
+T packed tokens, S sequences of the micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from swift.rl.importance import importance_ratio, log_ratio
+from swift.rl.kl import kl_term
+from swift.rl.losses import Loss, LossConfig, TokenInputs, get_loss
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerCorrection:
+    """Weight of each token for the mismatch between sampler and trainer; no gradient.
+
+    weights_T: multiplies the objective.
+    log_weight_S: the logarithm for a whole sequence, for losses that fold it in themselves (vespo).
+    """
+
+    weights_T: Tensor
+    log_weight_S: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """The micro-batch's share of the window loss, and metrics that are reduced once.
+
+    loss: scalar with gradient.
+    means: name -> [2] float64 tensor (sum, count) over trained tokens. Add them up over micro-batches and
+        ranks, then divide.
+    maxima: name -> float64 scalar; take the maximum over micro-batches and ranks.
+    """
+
+    loss: Tensor
+    means: dict[str, Tensor] = field(default_factory=dict)
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+
+
+def policy_loss(
+    policy_logprobs_T: Tensor,
+    *,
+    config: LossConfig,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    token_weights_T: Tensor,
+    sequence_index_T: Tensor,
+    num_sequences: int,
+    old_logprobs_T: Tensor | None = None,
+    ref_logprobs_T: Tensor | None = None,
+    correction: SamplerCorrection | None = None,
+    keep_T: Tensor | None = None,
+    entropy_T: Tensor | None = None,
+) -> LossOutput:
+    """The share of one micro-batch in the loss of the window.
+
+    Args:
+        policy_logprobs_T: log-probs under the current policy, with gradient; their dtype is that of the loss.
+        config: the settings.
+        advantages_T: advantage at each token (`spread` one per sequence).
+        mask_T: data mask, 0 or 1.
+        token_weights_T: from `swift.rl.losses.token_weights`, 0 where the mask is 0.
+        sequence_index_T: long, sequence of each token, 0..S-1.
+        num_sequences: S.
+        old_logprobs_T: policy at the start of the batch; None when this is its only update.
+        ref_logprobs_T: reference policy; needed when `config.beta` > 0.
+        correction: sampler correction, or None.
+        keep_T: product of the forward masks o and h, or None.
+        entropy_T: entropy at each token, only observed, or None.
+
+    Returns:
+        The loss and its metrics: `policy_loss` stays out of `means` because it is the loss itself;
+        `ratio/mean`, `ratio/max` (of the configured level), `kl`, `entropy`, and those of the objective.
+
+    Raises:
+        ValueError: beta > 0 without reference log-probs, or a setting that the loss refuses.
+    """
+    loss = get_loss(config.loss_type)
+    dtype = policy_logprobs_T.dtype
+    mask_T = mask_T.to(dtype)
+    inputs = _token_inputs(
+        policy_logprobs_T, loss, config, advantages_T.to(dtype), mask_T, sequence_index_T, num_sequences,
+        old_logprobs_T, correction,
+    )  # fmt: skip
+    objective = loss.objective(inputs, config)
+
+    token_loss_T = objective.loss_T
+    if correction is not None and not loss.folds_sampler_weight:
+        token_loss_T = token_loss_T * correction.weights_T.detach().to(dtype)
+    if keep_T is not None:
+        token_loss_T = token_loss_T * keep_T.to(dtype)
+    observations_T = {"ratio/mean": inputs.ratio_T, **objective.observations_T}
+    if config.beta > 0:
+        kl_T = _kl(inputs, ref_logprobs_T, config)
+        token_loss_T = token_loss_T + config.beta * kl_T
+        observations_T["kl"] = kl_T
+    if entropy_T is not None:
+        observations_T["entropy"] = entropy_T
+    return LossOutput(
+        loss=(token_weights_T.to(dtype) * token_loss_T).sum(),
+        means={name: _sum_and_count(values_T, mask_T) for name, values_T in observations_T.items()},
+        maxima={"ratio/max": _maximum_ratio(inputs.ratio_T, mask_T)},
+    )
+
+
+def _token_inputs(
+    policy_logprobs_T: Tensor,
+    loss: Loss,
+    config: LossConfig,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    sequence_index_T: Tensor,
+    num_sequences: int,
+    old_logprobs_T: Tensor | None,
+    correction: SamplerCorrection | None,
+) -> TokenInputs:
+    log_ratio_T = log_ratio(policy_logprobs_T, old_logprobs_T, mask_T)
+    ratio_T = importance_ratio(
+        log_ratio_T,
+        mask_T=mask_T,
+        sequence_index_T=sequence_index_T,
+        num_sequences=num_sequences,
+        level=config.importance_sampling_level or loss.default_level,
+    )
+    return TokenInputs(
+        policy_logprobs_T=policy_logprobs_T,
+        log_ratio_T=log_ratio_T,
+        ratio_T=ratio_T,
+        advantages_T=advantages_T,
+        mask_T=mask_T,
+        sequence_index_T=sequence_index_T,
+        num_sequences=num_sequences,
+        sampler_log_weight_S=None if correction is None else correction.log_weight_S.detach(),
+    )
+
+
+def _kl(inputs: TokenInputs, ref_logprobs_T: Tensor | None, config: LossConfig) -> Tensor:
+    if ref_logprobs_T is None:
+        raise ValueError(f"beta: {config.beta}: the KL term needs the log-probs of the reference")
+    ratio_T = torch.exp(inputs.log_ratio_T) if config.kl_bias_correction else None
+    ref_T = ref_logprobs_T.detach().to(inputs.policy_logprobs_T.dtype)
+    # a masked position contributes nothing, whatever stands there
+    ref_T = torch.where(inputs.mask_T.bool(), ref_T, inputs.policy_logprobs_T.detach())
+    return kl_term(inputs.policy_logprobs_T, ref_T, token_ratio_T=ratio_T)
+
+
+@torch.no_grad()
+def _sum_and_count(values_T: Tensor, mask_T: Tensor) -> Tensor:
+    trained_T = mask_T.bool()  # where, not indexing: no device synchronisation
+    return torch.stack([torch.where(trained_T, values_T, 0).double().sum(), trained_T.sum().double()])
+
+
+@torch.no_grad()
+def _maximum_ratio(ratio_T: Tensor, mask_T: Tensor) -> Tensor:
+    """The largest ratio of a trained token; 0 without one."""
+    if not ratio_T.numel():
+        return torch.zeros((), dtype=torch.float64, device=ratio_T.device)
+    return torch.where(mask_T.bool(), ratio_T, 0).amax().double()

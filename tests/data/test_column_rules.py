@@ -1,0 +1,216 @@
+"""Which column is the prompt, which the answer, and what reaches rewards."""
+
+import pytest
+
+from swift.data.columns import check_renames, plan_columns
+from swift.data.records import RowError
+from swift.errors import ConfigError
+
+
+def plan(columns, renames=None, purpose="prompt"):
+    return plan_columns(columns, renames or {}, purpose=purpose, flag="--dataset", name="d.jsonl")
+
+
+def refusal(columns, renames=None, purpose="prompt"):
+    with pytest.raises(ConfigError) as caught:
+        plan(columns, renames, purpose)
+    return "\n".join(caught.value.problems)
+
+
+USER = [{"role": "user", "content": "q"}]
+CHAT = [*USER, {"role": "assistant", "content": "a"}]
+
+
+@pytest.mark.parametrize("name", ["query", "prompt", "question", "problem", "instruction"])
+def test_each_prompt_column(name):
+    messages, columns = plan([name, "answer"]).read({name: "q", "answer": "a"}, None)
+    assert messages == USER
+    assert columns == {"answer": "a"}
+
+
+def test_messages_win_and_the_other_candidates_reach_rewards():
+    chosen = plan(["problem", "solution", "messages"])
+    assert chosen.line == "prompt <- messages; to rewards: problem, solution"
+    messages, columns = chosen.read({"problem": "p", "solution": "s", "messages": CHAT}, None)
+    assert messages == USER
+    assert columns == {"problem": "p", "solution": "s"}
+
+
+def test_no_column_is_renamed_or_dropped_unasked():
+    row = {"query": "q", "answer": "a", "output": "o", "solution": None, "text": "t", "input": "i", "completion": 3}
+    _, columns = plan(list(row)).read(row, None)
+    assert columns == {name: value for name, value in row.items() if name != "query"}
+
+
+def test_instruction_takes_input_along():
+    chosen = plan(["instruction", "input", "output"])
+    assert chosen.line == "prompt <- instruction + input; to rewards: output"
+    row = {"instruction": "Add.", "input": "1 2", "output": "3"}
+    assert chosen.read(row, None) == ([{"role": "user", "content": "Add.\n1 2"}], {"output": "3"})
+    assert chosen.read({**row, "input": None}, None)[0][0]["content"] == "Add."
+    assert chosen.read({**row, "input": ""}, None)[0][0]["content"] == "Add."
+
+
+def test_two_candidates_are_an_error_that_shows_the_fix_for_each():
+    said = refusal(["question", "prompt", "answer"])
+    assert "prompt and question: each could be the prompt" in said
+    assert """--columns '{"prompt": "query"}' for prompt or --columns '{"question": "query"}' for question""" in said
+
+
+@pytest.mark.parametrize(
+    ("renames", "prompt", "others"),
+    [
+        ({"question": "query"}, "query", ("prompt",)),
+        ({"prompt": "query"}, "query", ("question",)),
+        ({"question": "question"}, "question", ("prompt",)),
+        ({"prompt": "hint"}, "question", ("hint",)),
+    ],
+)
+def test_columns_decides_between_candidates(renames, prompt, others):
+    chosen = plan(["question", "prompt"], renames)
+    assert (chosen.prompt, chosen.others) == (prompt, others)
+
+
+def test_the_fix_is_valid_even_when_query_is_taken():
+    said = refusal(["query", "prompt"])
+    assert """'{"query": "query"}' for query or --columns '{"prompt": "prompt"}' for prompt""" in said
+    assert plan(["query", "prompt"], {"prompt": "prompt"}).prompt == "prompt"
+
+
+def test_renaming_is_explicit_and_shown():
+    chosen = plan(["query", "answer"], {"answer": "solution"})
+    assert chosen.line == "prompt <- query; to rewards: solution; renamed: answer -> solution"
+    assert chosen.read({"query": "q", "answer": "4"}, None)[1] == {"solution": "4"}
+
+
+def test_columns_can_swap_names():
+    chosen = plan(["query", "a", "b"], {"a": "b", "b": "a"})
+    assert chosen.read({"query": "q", "a": 1, "b": 2}, None)[1] == {"b": 1, "a": 2}
+
+
+def test_a_null_never_hides_a_renamed_value():
+    chosen = plan(["query", "answer"], {"answer": "solution"})
+    assert chosen.read({"query": "q", "answer": "4", "solution": None}, None)[1] == {"solution": "4"}
+
+
+def test_names_that_clash_are_an_error():
+    said = refusal(["query", "answer", "solution"], {"answer": "solution"})
+    assert "answer and solution of d.jsonl would both be called 'solution'" in said
+
+
+def test_an_unknown_column_names_the_nearest():
+    with pytest.raises(ConfigError, match="no dataset has a column 'anwser'; nearest: answer"):
+        check_renames({"anwser": "solution"}, ["question", "answer"])
+
+
+def test_no_prompt_column_lists_what_there_is_with_a_fix():
+    said = refusal(["promt", "answer"])
+    assert "columns promt, answer: none is a prompt" in said
+    assert """--columns '{"promt": "query"}'""" in said
+
+
+def test_names_of_reward_keywords_are_reserved():
+    assert """--columns '{"prompt_id": "row_prompt_id"}'""" in refusal(["query", "prompt_id"])
+    assert plan(["query", "prompt_id"], {"prompt_id": "id"}).others == ("id",)
+    assert plan(["query", "response", "prompt_id"], purpose="chat").others == ("prompt_id",)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer"),
+    [
+        ("query", "response"),
+        ("instruction", "output"),
+        ("prompt", "completion"),
+        ("question", "answer"),
+        ("problem", "solution"),
+        ("query", "answer"),
+    ],
+)
+def test_supervised_pairs(prompt, answer):
+    chosen = plan([prompt, answer], purpose="chat")
+    assert chosen.read({prompt: "q", answer: "a"}, None) == (CHAT, {})
+    assert chosen.line == f"prompt <- {prompt}; response <- {answer}; other columns: none"
+
+
+def test_a_partner_is_preferred_and_others_are_ambiguous():
+    assert plan(["problem", "answer", "solution"], purpose="chat").answer == "solution"
+    said = refusal(["query", "answer", "solution"], purpose="chat")
+    assert "answer and solution: each could be the response" in said
+    assert plan(["query", "answer", "solution"], {"answer": "response"}, "chat").answer == "response"
+    assert """--columns '{"label": "response"}'""" in refusal(["query", "label"], purpose="chat")
+
+
+def test_conversational_prompt_and_completion():
+    chosen = plan(["prompt", "completion"], purpose="chat")
+    assert chosen.read({"prompt": CHAT[:1], "completion": CHAT[1:]}, None)[0] == CHAT
+
+
+def test_supervised_messages_keep_the_answer_and_need_one():
+    chosen = plan(["messages"], purpose="chat")
+    assert chosen.read({"messages": CHAT}, None)[0] == CHAT
+    with pytest.raises(RowError, match="no final assistant turn to learn"):
+        chosen.read({"messages": USER}, None)
+
+
+def test_the_system_prompt_is_the_rows_then_the_flags_then_none():
+    chosen = plan(["query", "system"])
+    assert chosen.line == "prompt <- query; system <- system; to rewards: none"
+
+    def system(row, flag):
+        first = chosen.read({"query": "q", **row}, flag)[0][0]
+        return first["content"] if first["role"] == "system" else None
+
+    assert system({"system": "row"}, "flag") == "row"
+    assert system({"system": ""}, "flag") == "flag"
+    assert system({}, "flag") == "flag"
+    assert system({}, None) is None
+
+
+def test_a_system_turn_of_the_row_beats_the_flag_and_must_be_the_only_one():
+    chosen = plan(["messages", "system"])
+    messages = [{"role": "system", "content": "own"}, *USER]
+    assert chosen.read({"messages": messages}, "flag")[0] == messages
+    assert chosen.read({"messages": messages, "system": "own"}, None)[0] == messages
+    with pytest.raises(RowError, match="keep one of them"):
+        chosen.read({"messages": messages, "system": "other"}, None)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (None, "no messages"),
+        ([], "messages is empty"),
+        ({"role": "user"}, "must be a list of"),
+        ("hello", "must be a list of"),
+        ("[1", "text that is not JSON"),
+        ([{"role": "user"}], "turn 1: must be an object with role and content"),
+        (["x"], "turn 1: must be an object with role and content, not text"),
+        ([{"from": "human", "value": "x"}], "not an object with from, value"),
+        ([{"role": "usr", "content": "x"}], "turn 1: unknown role 'usr'; nearest: user"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "turn 1: content must be text, not a list"),
+        ([{"role": "user", "content": None}], "turn 1: content must be text, not null"),
+        ([{"role": "user", "content": "\ud800"}], "not valid Unicode"),
+        ([*USER, {"role": "system", "content": "x"}], "turn 2: a system turn must be the first"),
+        ([{"role": "assistant", "content": "x"}], "no user turn"),
+        ([{"role": "system", "content": "x"}], "no user turn"),
+        ([*CHAT, {"role": "assistant", "content": "x"}], "end with a assistant turn"),
+    ],
+)
+def test_bad_messages(value, reason):
+    with pytest.raises(RowError, match=reason):
+        plan(["messages"]).read({"messages": value}, None)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [(None, "no query"), ("  ", "query is empty"), (3, "query must be text, not int"), ("\udc00", "valid Unicode")],
+)
+def test_bad_prompts(value, reason):
+    with pytest.raises(RowError, match=reason):
+        plan(["query"]).read({"query": value}, None)
+
+
+def test_messages_in_a_csv_cell_and_extra_keys_of_turns():
+    chosen = plan(["messages"])
+    text = '[{"role": "user", "content": "q", "name": "Ada", "tool_calls": null}]'
+    assert chosen.read({"messages": text}, None)[0] == [{"role": "user", "content": "q", "name": "Ada"}]

@@ -1,0 +1,345 @@
+"""Datasets as the command line gives them: counts, splits, strictness, the system prompt."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from swift.data.arguments import DataArguments
+
+import swift.data
+from swift.data import load_rows, resolve_system
+from swift.data.loading import Example, split_examples
+from swift.data.procedural import scorer_entry
+from swift.errors import ConfigError
+
+
+def args(*datasets, **changes):
+    values = {"dataset": [str(d) for d in datasets], "data_seed": 42, "dataset_shuffle": True, "dataset_num_proc": 1}
+    return DataArguments(**{**values, **changes})
+
+
+def prompts(*datasets, split="train", **changes):
+    return load_rows(args(*datasets, **changes), split, purpose="prompt")
+
+
+def numbers(rows):
+    return [int(row["messages"][-1]["content"]) for row in rows]
+
+
+@pytest.fixture
+def ten(tmp_path):
+    return jsonl(tmp_path / "ten.jsonl", [{"query": str(n), "solution": n} for n in range(10)])
+
+
+def jsonl(path, rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def test_all_rows_in_the_order_of_the_file(ten):
+    rows = prompts(ten)
+    assert numbers(rows) == list(range(10))
+    assert rows[3] == {"messages": [{"role": "user", "content": "3"}], "solution": 3}
+    assert rows.column_names == ["solution"]
+    assert rows.report.lines() == ["prompt <- query; to rewards: solution"]
+
+
+def test_n_rows_are_drawn_without_replacement_by_the_data_seed(ten):
+    drawn = numbers(prompts(f"{ten}#6"))
+    assert len(set(drawn)) == 6
+    assert drawn == numbers(prompts(f"{ten}#6"))
+    assert drawn != numbers(prompts(f"{ten}#6", data_seed=1))
+    assert drawn != list(range(6))
+
+
+def test_n_beyond_the_rows_gives_copies_and_a_remainder(ten):
+    counts = Counter(numbers(prompts(f"{ten}#23")))
+    assert sorted(counts.values()) == [2] * 7 + [3] * 3
+
+
+def test_without_shuffling_n_is_the_first_n(ten):
+    assert numbers(prompts(f"{ten}#4", dataset_shuffle=False)) == [0, 1, 2, 3]
+    assert numbers(prompts(f"{ten}#12", dataset_shuffle=False)) == [*range(10), 0, 1]
+
+
+def test_n_counts_good_rows(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [{"query": str(n) if n % 2 else ""} for n in range(20)])
+    assert sorted(numbers(prompts(f"{path}#10"))) == list(range(1, 20, 2))
+    assert len(prompts(f"{path}#15")) == 15
+
+
+def test_several_datasets_follow_each_other(ten, tmp_path):
+    other = jsonl(tmp_path / "other.jsonl", [{"question": "77", "answer": "x"}])
+    rows = prompts(f"{ten}#2", other, dataset_shuffle=False)
+    assert numbers(rows) == [0, 1, 77]
+    assert rows.report.lines() == [
+        f"{ten}: prompt <- query; to rewards: solution",
+        f"{other}: prompt <- question; to rewards: answer",
+    ]
+
+
+def test_bad_rows_are_skipped_and_counted_with_file_and_line(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [{"query": "1"}, {"query": 2}, "[]", {"query": "4"}, {"other": 1}])
+    rows = prompts(path)
+    assert numbers(rows) == [1, 4]
+    assert rows.report.num_skipped == 3
+    assert rows.report.first_bad == [
+        f"{path}:2: query must be text, not int",
+        f"{path}:3: a row must be a JSON object, not a list",
+        f"{path}:5: no query",
+    ]
+    assert "3 bad rows skipped" in rows.report.lines()[-1]
+    assert f"{path}:2: query must be text" in rows.report.lines()[-1]
+
+
+def test_strict_lists_the_first_few_and_stops(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [{"query": "1"}] + [{"query": ""}] * 8)
+    with pytest.raises(ConfigError) as caught:
+        prompts(path, strict=True)
+    assert caught.value.problems[0] == f"{path}:2: query is empty"
+    assert len(caught.value.problems) == 6
+    assert "8 bad rows: the first 5 are listed" in caught.value.problems[-1]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_file_that_does_not_parse_is_never_skipped_over(tmp_path, strict):
+    path = jsonl(tmp_path / "a.jsonl", ['{"query": "q"}'] * 16 + ['{"query": '])
+    with pytest.raises(ConfigError) as caught:
+        prompts(path, strict=strict)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{path}:17: broken JSON")
+
+
+def test_a_dataset_without_a_usable_row_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="no usable row among 1"):
+        prompts(jsonl(tmp_path / "a.jsonl", [{"query": ""}]))
+    with pytest.raises(ConfigError, match="no rows: the dataset is empty"):
+        prompts(jsonl(tmp_path / "b.jsonl", []))
+    with pytest.raises(ConfigError, match="--dataset: none"):
+        prompts()
+
+
+def test_problems_of_all_datasets_are_listed_together(tmp_path):
+    a = jsonl(tmp_path / "a.jsonl", [{"prompt": "x", "query": "y"}])
+    b = jsonl(tmp_path / "b.jsonl", [{"text": "x"}])
+    with pytest.raises(ConfigError) as caught:
+        prompts(a, b)
+    assert [str(path) in problem for path, problem in zip([a, b], caught.value.problems, strict=True)] == [True, True]
+
+
+def test_a_column_of_nulls_is_no_candidate(tmp_path):
+    rows = prompts(jsonl(tmp_path / "a.jsonl", [{"prompt": None, "query": "1", "system": None}]))
+    assert rows[0] == {"messages": [{"role": "user", "content": "1"}], "prompt": None}
+
+
+def test_columns_names_must_exist_in_some_dataset(ten, tmp_path):
+    other = jsonl(tmp_path / "other.jsonl", [{"question": "q", "answer": "a"}])
+    rows = prompts(ten, other, columns={"answer": "solution"})
+    assert rows[10]["solution"] == "a"
+    with pytest.raises(ConfigError, match="no dataset has a column 'anwser'; nearest: answer"):
+        prompts(other, columns={"anwser": "solution"})
+
+
+def test_evaluation_data_may_use_the_new_names_already(ten, tmp_path):
+    train = jsonl(tmp_path / "t.jsonl", [{"query": "1", "answer": 1}])
+    rows = prompts(train, val_dataset=[str(ten)], columns={"answer": "solution"}, split="val")
+    assert rows.column_names == ["solution"]
+
+
+@pytest.mark.parametrize("value", ["{", '["a"]', {"a": 1}])
+def test_columns_must_be_a_map_of_names(ten, value):
+    with pytest.raises(ConfigError, match="--columns"):
+        prompts(ten, columns=value)
+
+
+def test_supervised_rows_end_with_the_answer(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [{"question": "1+1", "answer": "2", "level": 3}])
+    rows = load_rows(args(path, system="Add."), "train")
+    assert [m["role"] for m in rows[0]["messages"]] == ["system", "user", "assistant"]
+    assert rows[0]["level"] == 3
+
+
+@pytest.mark.parametrize("format", ["json", "csv", "parquet", "folder"])
+def test_every_format_gives_the_same_prompts(tmp_path, format):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    values = [{"question": f"What is {n}, half?", "answer": str(n / 2)} for n in range(5)]
+    path = tmp_path / f"data.{format}"
+    if format == "json":
+        path.write_text(json.dumps(values))
+    elif format == "csv":
+        path.write_text("question,answer\n" + "".join(f'"{v["question"]}",{v["answer"]}\n' for v in values))
+    elif format == "parquet":
+        pq.write_table(pa.Table.from_pylist(values), path)
+    else:
+        path.mkdir()
+        jsonl(path / "1.jsonl", values[:2])
+        (path / "2.json").write_text(json.dumps(values[2:]))
+    found = prompts(path)
+    assert [row["messages"][0]["content"] for row in found] == [v["question"] for v in values]
+    assert [row["answer"] for row in found] == [v["answer"] for v in values]
+
+
+def test_a_split_is_deterministic_disjoint_and_complete(ten):
+    train = prompts(ten, split_dataset_ratio=0.3)
+    val = prompts(ten, split_dataset_ratio=0.3, split="val")
+    assert len(val) == 3
+    assert sorted(numbers(train) + numbers(val)) == list(range(10))
+    assert numbers(val) == numbers(prompts(ten, split_dataset_ratio=0.3, split="val"))
+    assert numbers(val) != numbers(prompts(ten, split_dataset_ratio=0.3, split="val", data_seed=7))
+    assert "split: 7 rows to train on, 3 to evaluate (--split_dataset_ratio)" in train.report.lines()
+
+
+def test_a_split_gives_at_least_one_row_to_each_side(ten, tmp_path):
+    assert len(prompts(ten, split_dataset_ratio=0.001, split="val")) == 1
+    assert len(prompts(ten, split_dataset_ratio=0.999)) == 1
+    one = jsonl(tmp_path / "one.jsonl", [{"query": "1"}])
+    with pytest.raises(ConfigError, match="1 different rows cannot be split"):
+        prompts(f"{one}#5", split_dataset_ratio=0.5)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(0, 8), min_size=2, max_size=30), st.floats(0.01, 0.99), st.integers(0, 9))
+def test_copies_of_a_row_stay_on_one_side(contents, ratio, seed):
+    examples = [Example([{"role": "user", "content": str(n)}], {}, f"f:{i}") for i, n in enumerate(contents)]
+    if len(set(contents)) < 2:
+        return
+    train, val = split_examples(examples, ratio, seed)
+    assert train
+    assert val
+    assert not {e.digest for e in train} & {e.digest for e in val}
+    assert sorted(e.origin for e in train + val) == sorted(e.origin for e in examples)
+
+
+def test_val_dataset_wins_over_the_split(ten, tmp_path):
+    val = jsonl(tmp_path / "val.jsonl", [{"query": "99"}])
+    assert numbers(prompts(ten, val_dataset=[str(val)], split_dataset_ratio=0.5, split="val")) == [99]
+    assert len(prompts(ten, val_dataset=[str(val)], split_dataset_ratio=0.5)) == 10
+    assert len(prompts(ten, split="val")) == 0
+
+
+def test_written_rows_load_as_the_same_rows(tmp_path):
+    hard = [
+        {
+            "messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "é 漢"}],
+            "query": "x",
+            "n": [1, {"a": None}],
+        },
+        {"messages": [{"role": "user", "content": "b\u2028"}], "half": "\ud800"},
+    ]
+    rows = prompts(jsonl(tmp_path / "a.jsonl", hard), system="flag")
+    rows.write_jsonl(tmp_path / "val_dataset.jsonl")
+    again = prompts(tmp_path / "val_dataset.jsonl")
+    assert list(again) == list(rows)
+    assert [e.digest for e in again.examples] == [e.digest for e in rows.examples]
+
+
+def test_streaming_is_refused_where_all_rows_are_needed(ten):
+    with pytest.raises(ConfigError, match="--streaming: true: this mode needs all rows"):
+        load_rows(args(ten, streaming=True), "train")
+
+
+# ---- reasoning_gym
+
+
+def test_procedural_rows_carry_what_the_scorer_needs_through_json():
+    import reasoning_gym
+
+    rows = prompts("reasoning_gym:leg_counting#5?seed=3&max_animals=4")
+    assert len(rows) == 5
+    for row in json.loads(json.dumps(list(rows))):
+        assert set(row) == {"messages", "answer", "metadata"}
+        assert row["metadata"]["source_dataset"] == "leg_counting"
+        scorer = reasoning_gym.get_score_answer_fn(row["metadata"]["source_dataset"])
+        assert scorer(row["answer"], scorer_entry(row)) == 1.0
+        assert scorer("no idea", scorer_entry(row)) < 1.0
+
+
+def test_a_scorer_that_compares_tuples_gets_tuples_back():
+    import reasoning_gym
+
+    row = json.loads(json.dumps(prompts("reasoning_gym:rearc#1")[0]))
+    scorer = reasoning_gym.get_score_answer_fn("rearc")
+    assert scorer(row["answer"], scorer_entry(row)) == 1.0
+
+
+def test_procedural_defaults_are_500_rows_of_the_data_seed():
+    assert len(prompts("reasoning_gym:chain_sum")) == 500
+    small = "reasoning_gym:chain_sum#4"
+    assert list(prompts(small)) == list(prompts(f"{small}?seed=42"))
+    assert list(prompts(small, data_seed=1)) == list(prompts(f"{small}?seed=1"))
+    assert list(prompts(small)) != list(prompts(f"{small}?seed=1"))
+    assert list(prompts(small))[:2] == list(prompts("reasoning_gym:chain_sum#2"))
+
+
+def test_procedural_evaluation_with_the_training_seed_is_noted():
+    rows = prompts("reasoning_gym:chain_sum#2", val_dataset=["reasoning_gym:chain_sum#2"], split="val")
+    assert any("?seed=" in line for line in rows.report.lines())
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("chainsum", "unknown reasoning_gym task 'chainsum'; nearest: chain_sum"),
+        ("chain_sum?min_term=2", "chain_sum has no setting 'min_term'; nearest: min_terms"),
+        ("chain_sum?size=5", "written #n"),
+        ("chain_sum?seed=x", "seed 'x' is not a whole number"),
+        ("chain_sum?min_terms=0", "chain_sum refuses its settings: min_terms must be positive"),
+        ("composite", "composite refuses its settings"),
+    ],
+)
+def test_wrong_procedural_settings(spec, says):
+    with pytest.raises(ConfigError) as caught:
+        prompts(f"reasoning_gym:{spec}")
+    assert says in str(caught.value)
+
+
+# ---- --system
+
+
+def test_system_is_text_or_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.txt").write_text("From a file.\n")
+    Path("plain").write_text("No suffix.")
+    assert resolve_system("mine.txt") == ("From a file.", [])
+    assert resolve_system("plain") == ("No suffix.", [])
+    assert resolve_system("You are kind.") == ("You are kind.", [])
+    assert resolve_system("Read\nnotes.txt") == ("Read\nnotes.txt", [])
+    assert resolve_system("word " * 5000)[0].startswith("word word")
+    assert resolve_system(None) == resolve_system("  ") == (None, [])
+
+
+@pytest.mark.parametrize(
+    "value", ["examples/train/grpo/prompt.txt", "prompt.txt", "/old/ms/examples/train/grpo/prompt.txt"]
+)
+def test_a_missing_system_file_is_found_among_the_shipped_examples(tmp_path, monkeypatch, value):
+    monkeypatch.chdir(tmp_path)
+    text, notes = resolve_system(value)
+    assert "<think>" in text
+    assert "<answer>" in text
+    assert len(notes) == 1
+    assert value in notes[0]
+
+
+def test_the_packaged_prompt_is_the_one_in_examples():
+    package = Path(swift.data.__file__).parent
+    inside = package / "shipped" / "examples" / "train" / "grpo" / "prompt.txt"
+    assert inside.read_text() == (package.parents[1] / "examples" / "train" / "grpo" / "prompt.txt").read_text()
+
+
+def test_system_files_that_cannot_be_used(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("empty.txt").write_text(" \n")
+    Path("bytes.txt").write_bytes(b"\xff\xfe\xff")
+    for value, says in [
+        ("emtpy.md", "no such file, nor among the shipped examples"),
+        ("examples/train/prompt.txt", "no such file, nor among"),
+        ("empty.txt", "is empty"),
+        ("bytes.txt", "not UTF-8"),
+    ]:
+        with pytest.raises(ConfigError, match=says):
+            resolve_system(value)

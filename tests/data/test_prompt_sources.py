@@ -1,0 +1,286 @@
+"""Prompts with token ids, in memory and streamed."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from swift.data.arguments import DataArguments
+
+from swift.data import IndexedPrompts, StreamingPrompts, load_prompts, open_prompts
+from swift.errors import ConfigError
+
+
+def args(*datasets, **changes):
+    values = {"dataset": [str(d) for d in datasets], "data_seed": 42, "dataset_shuffle": True, "dataset_num_proc": 1}
+    return DataArguments(**{**values, **changes})
+
+
+def tokenize(messages):
+    """One token per character of all turns."""
+    return [ord(letter) for turn in messages for letter in turn["content"]]
+
+
+def load(*datasets, limit=None, strategy="left", split="train", **changes):
+    lengths = {"max_prompt_length": limit, "truncation_strategy": strategy}
+    return load_prompts(args(*datasets, **changes), tokenize=tokenize, split=split, **lengths)
+
+
+def stream(*datasets, limit=None, strategy="left", **changes):
+    changes = {"streaming": True, "shuffle_buffer_size": 7, **changes}
+    lengths = {"max_prompt_length": limit, "truncation_strategy": strategy}
+    return StreamingPrompts(args(*datasets, **changes), tokenize=tokenize, **lengths)
+
+
+def jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def ten(tmp_path):
+    return jsonl(tmp_path / "ten.jsonl", [{"query": "abcdefghijklmno"[: n + 1], "solution": n} for n in range(10)])
+
+
+def test_a_prompt_has_ids_messages_and_columns(ten):
+    prompt = load(ten, system="S")[2]
+    assert prompt.messages == [{"role": "system", "content": "S"}, {"role": "user", "content": "abc"}]
+    assert prompt.token_ids == [ord(letter) for letter in "Sabc"]
+    assert prompt.columns == {"solution": 2}
+    assert len(prompt.prompt_id) == 16
+    int(prompt.prompt_id, 16)
+
+
+def test_prompt_ids_depend_on_content_only(tmp_path):
+    one = load(
+        jsonl(
+            tmp_path / "a.jsonl",
+            [{"query": "x", "a": 1, "b": 2}, {"query": "y", "a": 1}, {"query": "x", "a": 2, "b": 2}],
+        )
+    )
+    two = load(jsonl(tmp_path / "b.jsonl", [{"b": 2, "a": 1, "query": "x"}]), limit=1)
+    assert one[0].prompt_id == two[0].prompt_id
+    assert len({prompt.prompt_id for prompt in one}) == 3
+
+
+def test_the_fingerprint_tells_content_and_order(tmp_path):
+    a, b = {"query": "a"}, {"query": "b"}
+    first = load(jsonl(tmp_path / "1.jsonl", [a, b])).fingerprint
+    assert first == load(jsonl(tmp_path / "2.jsonl", [a, b])).fingerprint
+    assert first != load(jsonl(tmp_path / "3.jsonl", [b, a])).fingerprint
+    assert first != load(jsonl(tmp_path / "4.jsonl", [a])).fingerprint
+
+
+@pytest.mark.parametrize(("strategy", "kept"), [("left", "hij"), ("right", "abc")])
+def test_longer_prompts_are_cut_on_one_side_and_counted_once(ten, strategy, kept):
+    dataset = load(ten, limit=3, strategy=strategy)
+    for _ in range(2):
+        assert dataset[9].token_ids == [ord(letter) for letter in kept]
+        assert dataset[2].token_ids == [ord(letter) for letter in "abc"]
+    assert dataset.report.num_truncated == 1
+    assert dataset[9].messages[0]["content"] == "abcdefghij"
+
+
+def test_longer_prompts_can_be_deleted(ten):
+    dataset = load(ten, limit=3, strategy="delete")
+    assert [prompt.columns["solution"] for prompt in dataset] == [0, 1, 2]
+    assert dataset.report.num_deleted == 7
+    assert dataset.report.num_rows == 3
+    with pytest.raises(ConfigError, match="all 10 prompts are longer, the shortest has 2 tokens"):
+        load(ten, limit=1, strategy="delete", system="S")
+
+
+def test_wrong_length_settings(ten):
+    with pytest.raises(ConfigError, match="--truncation_strategy: lft: unknown; nearest: left"):
+        load(ten, strategy="lft")
+    with pytest.raises(ConfigError, match="--max_length: 0"):
+        load(ten, limit=0)
+
+
+def test_tokenising_is_lazy_and_happens_once(ten):
+    seen = []
+
+    def counting(messages):
+        seen.append(messages)
+        return [1]
+
+    dataset = load_prompts(args(ten), tokenize=counting, max_prompt_length=5, truncation_strategy="left")
+    assert seen == []
+    assert dataset[4].token_ids == dataset[4].token_ids == [1]
+    assert len(seen) == 1
+
+
+def test_ids_handed_out_are_the_callers_own(ten):
+    dataset = load(ten)
+    dataset[0].token_ids.append(5)
+    assert dataset[0].token_ids == [ord("a")]
+
+
+def test_several_processes_delete_the_same_rows(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [{"query": "x" * (1 + n % 7), "n": n} for n in range(1500)])
+    alone = load(path, limit=4, strategy="delete")
+    shared = load(path, limit=4, strategy="delete", dataset_num_proc=2)
+    assert shared.fingerprint == alone.fingerprint
+    assert [p.token_ids for p in shared] == [p.token_ids for p in alone]
+
+
+def test_a_refusal_of_the_template_names_the_row(ten):
+    def refuse(messages):
+        raise ConfigError("--template: roles must alternate")
+
+    dataset = load_prompts(args(ten), tokenize=refuse, max_prompt_length=None, truncation_strategy="left")
+    with pytest.raises(ConfigError, match=r"ten\.jsonl:4: --template: roles must alternate"):
+        dataset[3]
+
+
+def test_validation_prompts(ten):
+    assert len(load(ten, split="val")) == 0
+    assert len(load(ten, split="val", split_dataset_ratio=0.2)) == 2
+    assert len(load(ten, split="val", val_dataset=[f"{ten}#3"])) == 3
+
+
+def test_the_written_validation_set_gives_the_same_prompts(ten, tmp_path):
+    val = load(ten, split="val", split_dataset_ratio=0.4, system="S")
+    val.write_jsonl(tmp_path / "val_dataset.jsonl")
+    assert load(tmp_path / "val_dataset.jsonl").fingerprint == val.fingerprint
+
+
+# ---- sources
+
+
+def take(source, count):
+    return [source.next() for _ in range(count)]
+
+
+def test_an_indexed_source_gives_every_prompt_once_per_epoch(ten):
+    source = IndexedPrompts(load(ten), seed=1, shuffle=True)
+    assert source.size == len(source) == 10
+    for epoch in range(2):
+        items = take(source, 10)
+        assert sorted(item.prompt.columns["solution"] for item in items) == list(range(10))
+        assert [(item.epoch, item.cursor) for item in items] == [(epoch, n) for n in range(10)]
+
+
+def test_an_indexed_source_refuses_a_position_in_other_rows(ten, tmp_path):
+    state = IndexedPrompts(load(ten), 1, True).state_dict()
+    other = jsonl(tmp_path / "o.jsonl", [{"query": str(n)} for n in range(10)])
+    with pytest.raises(ConfigError, match="content of --dataset"):
+        IndexedPrompts(load(other), 1, True).load_state_dict(state)
+
+
+def test_a_stream_gives_every_prompt_once_per_epoch(ten):
+    source = stream(ten)
+    assert source.size is None
+    assert source.column_names == ["solution"]
+    orders = []
+    for epoch in range(3):
+        items = take(source, 10)
+        assert sorted(item.prompt.columns["solution"] for item in items) == list(range(10))
+        assert [(item.epoch, item.cursor) for item in items] == [(epoch, n) for n in range(10)]
+        orders.append([item.prompt.columns["solution"] for item in items])
+    assert orders[0] != orders[1]
+
+
+def test_a_stream_and_a_dataset_give_equal_prompts(ten):
+    streamed = {item.prompt.prompt_id: item.prompt for item in take(stream(ten, limit=4), 10)}
+    assert streamed == {prompt.prompt_id: prompt for prompt in load(ten, limit=4)}
+
+
+def test_without_shuffling_a_stream_keeps_the_order_and_n_takes_the_first(ten):
+    items = take(stream(f"{ten}#3", dataset_shuffle=False), 4)
+    assert [item.prompt.columns["solution"] for item in items] == [0, 1, 2, 0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    taken=st.integers(0, 45),
+    buffer=st.integers(1, 25),
+    strategy=st.sampled_from(["left", "delete"]),
+    streaming=st.booleans(),
+    skip=st.booleans(),
+)
+def test_a_resumed_source_gives_the_same_next_prompts(tmp_path_factory, taken, buffer, strategy, streaming, skip):
+    rows = [{"query": "x" * (1 + n % 5), "n": n} if n % 6 else {"query": ""} for n in range(20)]
+    path = jsonl(tmp_path_factory.mktemp("resume") / "a.jsonl", rows)
+
+    def fresh():
+        if streaming:
+            return stream(path, limit=3, strategy=strategy, shuffle_buffer_size=buffer)
+        return IndexedPrompts(load(path, limit=3, strategy=strategy), 3, True)
+
+    source = fresh()
+    take(source, taken)
+    if skip:
+        source.skip_to_epoch_end()
+    resumed = fresh()
+    resumed.load_state_dict(json.loads(json.dumps(source.state_dict())))
+    assert take(resumed, 40) == take(source, 40)
+
+
+def test_skipping_in_a_stream_starts_the_next_epoch_once(ten):
+    source = stream(ten)
+    source.skip_to_epoch_end()
+    assert source.next()[1:] == (0, 0)
+    source.skip_to_epoch_end()
+    source.skip_to_epoch_end()
+    assert source.next()[1:] == (1, 0)
+
+
+def test_a_resumed_stream_does_not_tokenise_what_it_passes(ten):
+    source = stream(ten)
+    take(source, 7)
+    count = []
+    resumed = StreamingPrompts(
+        args(ten, streaming=True, shuffle_buffer_size=7),
+        tokenize=lambda messages: count.append(1) or [1],
+        max_prompt_length=None,
+    )
+    resumed.load_state_dict(source.state_dict())
+    assert count == []
+
+
+def test_a_stream_skips_bad_rows_once_and_stops_when_strict_or_damaged(tmp_path):
+    rows = [{"query": "a"}, {"query": ""}, {"query": "b"}]
+    path = jsonl(tmp_path / "a.jsonl", rows)
+    source = stream(path)
+    take(source, 8)
+    assert source.report.num_skipped == 1
+    with pytest.raises(ConfigError, match=r"a\.jsonl:2: query is empty"):
+        take(stream(path, strict=True), 3)
+    damaged = tmp_path / "b.jsonl"
+    damaged.write_text('{"query": "a"}\n' * 99 + "{\n")
+    with pytest.raises(ConfigError, match=r"b\.jsonl:100: broken JSON"):
+        take(stream(damaged), 99)
+
+
+def test_a_stream_deletes_long_prompts_and_ends_when_none_is_left(ten):
+    source = stream(ten, limit=3, strategy="delete")
+    assert {len(item.prompt.token_ids) for item in take(source, 6)} == {1, 2, 3}
+    with pytest.raises(ConfigError, match="no usable row in the stream"):
+        stream(ten, limit=1, strategy="delete", system="S").next()
+
+
+def test_a_stream_resumed_on_a_shorter_file_is_refused(ten):
+    source = stream(ten)
+    take(source, 9)
+    ten.write_text('{"query": "a", "solution": 1}\n')
+    with pytest.raises(ConfigError, match="fewer rows than the saved run had read"):
+        stream(ten).load_state_dict(source.state_dict())
+
+
+def test_streamed_procedural_rows():
+    items = take(stream("reasoning_gym:chain_sum#4?seed=1", dataset_shuffle=False), 5)
+    assert items[0].prompt == items[4].prompt
+    assert items[0].prompt.columns["metadata"]["source_dataset"] == "chain_sum"
+
+
+def test_open_prompts_chooses_the_source(ten):
+    def opened(max_steps=-1, **changes):
+        return open_prompts(args(ten, **changes), tokenize=tokenize, max_prompt_length=None, max_steps=max_steps)
+
+    assert isinstance(opened(), IndexedPrompts)
+    assert isinstance(opened(streaming=True, max_steps=5), StreamingPrompts)
+    with pytest.raises(ConfigError, match="--max_steps: -1: a stream has no length"):
+        opened(streaming=True)
+    with pytest.raises(ConfigError, match="a stream cannot be split"):
+        opened(streaming=True, max_steps=5, split_dataset_ratio=0.1)

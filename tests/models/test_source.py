@@ -1,0 +1,121 @@
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from swift.models.arguments import ModelArguments
+
+from swift.errors import ConfigError, ResourceError
+from swift.models.policy import load_policy
+from swift.models.source import find_folder, locate, looks_like_path
+
+
+def problem(error) -> str:
+    assert len(error.value.problems) == 1
+    return error.value.problems[0]
+
+
+def test_a_folder_without_config_says_what_was_sought_and_where(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        find_folder(str(tmp_path))
+    assert f"--model: {tmp_path}: sought config.json there and found none" in problem(error)
+
+
+def test_a_misspelt_path_gets_the_nearest_folder(tmp_path):
+    (tmp_path / "qwen2-base").mkdir()
+    with pytest.raises(ConfigError) as error:
+        find_folder(str(tmp_path / "qwen2-bsae"))
+    assert f"nearest: {tmp_path / 'qwen2-base'}" in problem(error)
+
+
+def test_a_file_is_not_a_model_folder(qwen2):
+    with pytest.raises(ConfigError, match="a file, not a model folder"):
+        find_folder(f"{qwen2}/config.json")
+
+
+def test_pickled_weights_are_refused(qwen2, tmp_path):
+    shutil.copy(f"{qwen2}/config.json", tmp_path)
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError) as error:
+        find_folder(str(tmp_path))
+    assert "only pickled weights (pytorch_model.bin)" in problem(error)
+    assert "safetensors" in problem(error)
+
+
+def test_a_config_without_weights_is_an_incomplete_download(qwen2, tmp_path):
+    shutil.copy(f"{qwen2}/config.json", tmp_path)
+    with pytest.raises(ConfigError, match=r"sought \*\.safetensors there and found none"):
+        find_folder(str(tmp_path))
+
+
+def test_broken_config_json_is_named_with_its_line(qwen2, tmp_path):
+    shutil.copytree(qwen2, tmp_path / "m")
+    (tmp_path / "m" / "config.json").write_text('{\n "model_type": \n}')
+    with pytest.raises(ConfigError, match=r"config\.json:3: not valid JSON"):
+        load_policy(ModelArguments(model=str(tmp_path / "m")))
+
+
+@pytest.mark.parametrize(
+    ("name", "is_path"),
+    [("Qwen/Qwen2.5-7B", False), ("./Qwen/x", True), ("/m", True), ("~/m", True), ("m", True), ("a/b/c", True)],
+)
+def test_only_organisation_slash_name_is_looked_up_on_a_hub(name, is_path):
+    assert looks_like_path(name) is is_path
+
+
+def test_a_missing_hub_package_is_a_resource_problem_with_a_way_out(monkeypatch):
+    monkeypatch.setitem(sys.modules, "modelscope", None)
+    with pytest.raises(ResourceError) as error:
+        find_folder("nobody/nothing")
+    assert "pip install modelscope" in problem(error)
+    assert "--use_hf true" in problem(error)
+
+
+def test_a_hub_that_fails_is_named_with_what_was_sought(monkeypatch):
+    import huggingface_hub
+
+    def fail(*_, **__):
+        raise OSError("cannot reach huggingface.co\nand more lines")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ConfigError) as error:
+        find_folder("nobody/nothing", use_hf=True, revision="v2")
+    assert "--model: nobody/nothing" in problem(error)
+    assert "Hugging Face did not give it at revision v2 (cannot reach huggingface.co)" in problem(error)
+
+
+def test_a_hub_model_is_used_like_a_folder(monkeypatch, qwen2):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: qwen2)
+    assert locate(ModelArguments(model="org/name", use_hf=True)).base == Path(qwen2)
+
+
+def test_a_lora_checkpoint_as_model_brings_its_base(qwen2, make_adapter):
+    adapter = make_adapter(qwen2)
+    source = locate(ModelArguments(model=adapter))
+    assert source.base == Path(qwen2)
+    assert source.adapters == [Path(adapter)]
+
+
+def test_the_base_in_args_json_wins_over_the_adapter_config(qwen2, make_adapter):
+    adapter = Path(make_adapter(qwen2))
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "/gone"}))
+    (adapter / "args.json").write_text(json.dumps({"model": qwen2}))
+    assert locate(ModelArguments(adapters=[str(adapter)])).base == Path(qwen2)
+
+
+def test_an_adapter_that_does_not_record_its_base_asks_for_it(qwen2, make_adapter):
+    adapter = Path(make_adapter(qwen2))
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": None}))
+    with pytest.raises(ConfigError, match="does not record its base model; name it with --model"):
+        locate(ModelArguments(adapters=[str(adapter)]))
+
+
+def test_a_folder_that_is_no_adapter_is_named(qwen2):
+    with pytest.raises(ConfigError, match=r"sought adapter_config\.json there"):
+        locate(ModelArguments(model=qwen2, adapters=[qwen2]))

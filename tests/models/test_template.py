@@ -1,0 +1,155 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from swift.models.arguments import ModelArguments
+
+from swift.errors import ConfigError
+from swift.models.template import Template, load_template
+from swift.models.templates import TEMPLATES
+from swift.models.tiny import build_tokenizer
+from swift.models.tokenizer import load_chat, load_tokenizer
+
+USER, ANSWER = {"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5"}
+
+UNMARKED_CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# What reasoning models' templates do: thoughts of earlier turns disappear.
+FORGETFUL = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def template_of(jinja: str) -> Template:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = jinja
+    return Template(tokenizer)
+
+
+def masked_text(template: Template, messages) -> str:
+    ids, mask = template.encode_chat(messages)
+    assert len(ids) == len(mask)
+    kept = [token for token, trained in zip(ids, mask, strict=True) if trained]
+    return template.decode(kept, skip_special_tokens=False)
+
+
+def test_a_prompt_ends_where_the_assistant_begins(qwen2):
+    template = load_chat(ModelArguments(model=qwen2))
+    text = template.decode(template.encode_prompt([USER]), skip_special_tokens=False)
+    assert text == "<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("jinja", [TEMPLATES["chatml"], UNMARKED_CHATML])
+def test_the_mask_covers_words_and_end_token_of_every_assistant_turn(jinja):
+    chat = [USER, ANSWER, {"role": "user", "content": "and 4+4?"}, {"role": "assistant", "content": "8!"}]
+    assert masked_text(template_of(jinja), chat) == "5<|im_end|>8!<|im_end|>"
+
+
+@pytest.mark.parametrize("jinja", [TEMPLATES["chatml"], UNMARKED_CHATML])
+@settings(max_examples=25, deadline=None)
+@given(question=st.text(max_size=12), answer=st.text(min_size=1, max_size=12))
+def test_tokens_before_an_answer_are_exactly_the_sampled_prompt(jinja, question, answer):
+    template = template_of(jinja)
+    prompt = [{"role": "user", "content": question}]
+    ids, mask = template.encode_chat([*prompt, {"role": "assistant", "content": answer}])
+    assert ids[: mask.index(1)] == template.encode_prompt(prompt)
+    assert template.decode(ids, skip_special_tokens=False) == template.render(
+        [*prompt, {"role": "assistant", "content": answer}]
+    )
+
+
+def test_an_end_token_inside_an_answer_does_not_cut_the_mask():
+    chat = [USER, {"role": "assistant", "content": "a<|im_end|>b"}]
+    assert masked_text(template_of(TEMPLATES["chatml"]), chat) == "a<|im_end|>b<|im_end|>"
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_for_training_but_not_for_prompts():
+    template = template_of(FORGETFUL)
+    chat = [USER, {"role": "assistant", "content": "<think>t</think>5"}, USER, ANSWER]
+    with pytest.raises(ConfigError, match=r"rewrites earlier turns.*turn 1.*--template chatml"):
+        template.encode_chat(chat)
+    assert masked_text(template, [USER, {"role": "assistant", "content": "<think>t</think>5"}]) == (
+        "<think>t</think>5<|im_end|>"
+    )
+    assert template.encode_prompt(chat[:3])
+
+
+def test_stop_tokens_come_from_tokenizer_template_and_generation_config(qwen2):
+    tokenizer = build_tokenizer()
+    tokenizer.eos_token = "<|endoftext|>"
+    end_of_turn, end_of_text = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    assert Template(tokenizer).stop_token_ids == (end_of_text, end_of_turn)  # <|im_end|> is found in the template
+    assert 77 in Template(tokenizer, [77]).stop_token_ids
+    assert load_template(build_tokenizer(), qwen2).stop_token_ids == (end_of_text, end_of_turn)
+
+
+def test_decode_drops_specials_and_keeps_tags():
+    template = template_of(TEMPLATES["chatml"])
+    ids = template.tokenizer("<answer>5</answer><|im_end|>").input_ids
+    assert template.decode(ids) == "<answer>5</answer>"
+
+
+def test_a_tokenizer_without_chat_template_names_the_flag_and_the_choices():
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match=r"--template: none: .*valid: chatml"):
+        Template(tokenizer)
+
+
+def test_a_template_error_names_the_messages():
+    refusing = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}x"
+    with pytest.raises(ConfigError, match="the chat template refuses them: user first"):
+        template_of(refusing).render([ANSWER])
+
+
+def test_the_template_flag_takes_a_name_or_a_jinja_file(qwen2, tmp_path):
+    file = tmp_path / "chat.jinja"
+    file.write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
+    from_file = load_chat(ModelArguments(model=qwen2, template=str(file)))
+    assert from_file.render([USER]) == "[user]2+3?"
+    plain = load_chat(ModelArguments(model=qwen2, template="plain"))
+    assert plain.render([USER, ANSWER]) == "2+3?\n5<|im_end|>"
+    assert masked_text(plain, [USER, ANSWER]) == "5<|im_end|>"
+
+
+def test_an_unknown_template_gets_the_nearest_name(qwen2):
+    with pytest.raises(ConfigError, match=r"--template: chatlm: neither .* nearest: chatml"):
+        load_tokenizer(ModelArguments(model=qwen2, template="chatlm"))
+
+
+def test_a_built_in_template_needs_its_marker_tokens(qwen2):
+    with pytest.raises(ConfigError, match=r"lacks the tokens <\|start_header_id\|>"):
+        load_tokenizer(ModelArguments(model=qwen2, template="llama3"))
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma", "chatml", "plain"])
+def test_every_built_in_template_marks_what_the_assistant_says(name):
+    template = template_of(TEMPLATES[name])
+    ends = {"llama3": "<|eot_id|>", "gemma": "<end_of_turn>"}
+    chat = [{"role": "system", "content": "S"}, USER, ANSWER]
+    assert masked_text(template, chat).startswith("5" + ends.get(name, "<|im_end|>"))
+    assert "S" in template.render(chat)
+
+
+def test_a_tokenizer_without_pad_token_pads_with_its_end_token(qwen2, tmp_path):
+    tokenizer = build_tokenizer()
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(ModelArguments(model=qwen2))
+    assert loaded.pad_token == "<|endoftext|>"
+    from swift.models.tokenizer import read_tokenizer
+
+    assert read_tokenizer(tmp_path).pad_token == "<|im_end|>"
+
+
+def test_a_folder_without_tokenizer_says_so(qwen2, tmp_path):
+    import shutil
+
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(f"{qwen2}/{name}", tmp_path)
+    with pytest.raises(ConfigError, match=r"sought tokenizer\.json there and found none"):
+        load_tokenizer(ModelArguments(model=str(tmp_path)))

@@ -1,0 +1,90 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from swift.models.tiny import ARCHS, build_tiny, build_tiny_reward_model
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_built_folder_loads_like_a_downloaded_model(arch, tiny_folders):
+    model = AutoModelForCausalLM.from_pretrained(tiny_folders[arch])
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folders[arch])
+    assert model.config.model_type == arch
+    assert model.config.tie_word_embeddings is (arch != "llama")
+    assert model.config.vocab_size == len(tokenizer)
+    assert tokenizer.convert_ids_to_tokens(model.generation_config.eos_token_id) == ["<|im_end|>", "<|endoftext|>"]
+
+
+def test_the_sizes_have_the_promised_numbers_of_parameters(tmp_path):
+    def count(size):
+        return AutoModelForCausalLM.from_pretrained(build_tiny(tmp_path / size, size=size)).num_parameters()
+
+    assert 30_000 < count("nano") < 60_000
+    assert 550_000 < count("tiny") < 700_000
+
+
+def test_the_seed_decides_the_weights(tmp_path):
+    def weights(name, seed):
+        torch.manual_seed(len(name))  # the caller's generator must not matter
+        return (build_tiny(tmp_path / name, size="nano", seed=seed) / "model.safetensors").read_bytes()
+
+    first = weights("a", 1)
+    assert first == weights("bb", 1)
+    assert first != weights("ccc", 2)
+
+
+def test_building_leaves_the_global_generator_alone(tmp_path):
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    build_tiny(tmp_path, size="nano")
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "text", ["12 + 34 = 46", "  two  spaces\n\ttab", "naïve 数 😀", "<think>3</think><answer>4</answer>", "x<|im_end|>"]
+)
+def test_text_survives_a_round_trip(arch, text, tiny_folders):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folders[arch])
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+def test_every_digit_and_every_tag_is_one_token_and_tags_are_kept_for_rewards(qwen2):
+    tokenizer = AutoTokenizer.from_pretrained(qwen2)
+    ids = tokenizer("<think>907</think>").input_ids
+    assert len(ids) == 5
+    assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == "<think>907</think>"
+
+
+def test_a_tiny_reward_model_gives_one_number(tmp_path):
+    folder = build_tiny_reward_model(tmp_path, "llama")
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    assert model(input_ids=torch.tensor([[65, 66, 67]])).logits.shape == (1, 1)
+
+
+def test_unknown_arch_and_size_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="valid: qwen2, llama, qwen3"):
+        build_tiny(tmp_path, "gpt5")
+    with pytest.raises(ValueError, match="valid: nano, tiny, small"):
+        build_tiny(tmp_path, size="huge")
+
+
+@pytest.mark.slow
+def test_the_example_script_builds_a_model(tmp_path):
+    script = ROOT / "examples" / "tiny" / "build.py"
+    done = subprocess.run(
+        [sys.executable, script, tmp_path / "m", "--arch", "qwen3", "--size", "nano"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
+    assert done.stdout.strip() == str(tmp_path / "m")
+    assert (tmp_path / "m" / "model.safetensors").is_file()

@@ -1,0 +1,130 @@
+import math
+
+import pytest
+import torch
+
+from swift.rl.correction import (
+    effective_sample_size,
+    mismatch_statistics,
+    off_policy_sequence_mask,
+    sampler_correction,
+    sampler_mismatch,
+)
+from swift.rl.entropy import AdaptiveEntropy, entropy_bonus, top_entropy_threshold
+
+ETA_T = torch.tensor([0.2, -0.3, 1.0, 0.5, -1.2], dtype=torch.float64)
+PACKING = {
+    "mask_T": torch.ones(5, dtype=torch.float64),
+    "sequence_index_T": torch.tensor([0, 0, 0, 1, 1]),
+    "num_sequences": 2,
+}
+RATIOS = [1.221403, 0.740818, 2.718282, 1.648721, 0.301194]
+MEAN_Q, SUM_Q = [1.349859, 0.704688], [2.459603, 0.496585]
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "expected"),
+    [
+        ("none", {}, [1.0] * 5),
+        ("token_truncate", {}, [*RATIOS[:2], 2.0, *RATIOS[3:]]),
+        ("token_mask", {}, [*RATIOS[:2], 0.0, *RATIOS[3:]]),
+        ("token_mask", {"lower": 0.5}, [*RATIOS[:2], 0.0, RATIOS[3], 0.0]),
+        ("sequence_truncate", {"sequence_ratio": "sum"}, [2.0] * 3 + [SUM_Q[1]] * 2),
+        ("sequence_mask", {"sequence_ratio": "sum"}, [0.0] * 3 + [SUM_Q[1]] * 2),
+        ("sequence_truncate", {}, [MEAN_Q[0]] * 3 + [MEAN_Q[1]] * 2),
+        ("sequence_mask", {}, RATIOS),
+        ("sequence_mask", {"lower": 0.8}, [*RATIOS[:3], 0.0, 0.0]),
+    ],
+)
+def test_the_weight_of_each_token(mode, options, expected):
+    weights_T = sampler_correction(ETA_T, mode=mode, **PACKING, **options).weights_T
+    assert [round(value, 6) for value in weights_T.tolist()] == expected
+
+
+def test_the_logarithm_of_a_sequence_is_the_sum_of_its_tokens_or_its_one_weight():
+    token = sampler_correction(ETA_T, mode="token_truncate", **PACKING)
+    assert token.log_weight_S.tolist() == pytest.approx([0.2 - 0.3 + math.log(2), 0.5 - 1.2])
+    sequence = sampler_correction(ETA_T, mode="sequence_truncate", sequence_ratio="sum", **PACKING)
+    assert sequence.log_weight_S.tolist() == pytest.approx([math.log(2), -0.7])
+    masked = sampler_correction(ETA_T, mode="sequence_mask", sequence_ratio="sum", **PACKING)
+    assert masked.log_weight_S.tolist() == pytest.approx([math.log(1e-8), -0.7])
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(ValueError, match="token_clip: unknown"):
+        sampler_correction(ETA_T, mode="token_clip", **PACKING)
+
+
+def test_statistics_are_those_of_the_unclamped_ratios():
+    means, extremes = mismatch_statistics(ETA_T, torch.zeros(5), PACKING["mask_T"], threshold=2.0)
+    reduced = {name: (pair[0] / pair[1]).item() for name, pair in means.items()}
+    assert round(reduced["rollout_ratio/mean"], 6) == 1.326084
+    assert round(reduced["rollout_ratio/k3"], 6) == 0.286084
+    assert reduced["rollout_ratio/clipped_frac"] == 0.2
+    ess = effective_sample_size(means["rollout_ratio/mean"], means["rollout_ratio/squared"])
+    assert round(ess, 6) == 0.718417
+    assert extremes["rollout_ratio/max"].item() == pytest.approx(math.e)
+
+
+def test_statistics_of_no_token_are_empty():
+    means, extremes = mismatch_statistics(ETA_T, torch.zeros(5), torch.zeros(5), threshold=2.0)
+    assert extremes == {} and means["rollout_ratio/mean"].tolist() == [0.0, 0.0]
+    assert effective_sample_size(means["rollout_ratio/mean"], means["rollout_ratio/squared"]) == 0.0
+
+
+def test_a_token_without_a_sampler_logprob_is_not_corrected_but_counted():
+    sampler_T = torch.tensor([-1.0, float("nan"), float("nan"), -1.0])
+    mismatch = sampler_mismatch(torch.tensor([-0.5, -0.5, -0.5, 60.0]), sampler_T, torch.tensor([1, 1, 0, 1]))
+    assert mismatch.eta_T.tolist() == [0.5, 0.0, 0.0, 20.0]
+    assert mismatch.num_missing.item() == 1
+
+
+@pytest.mark.parametrize(("delta", "expected"), [(0.4, [1, 1, 1, 0, 0]), (0.5, [1, 1, 1, 1, 1])])
+def test_a_sequence_that_drifted_is_muted_when_its_advantage_is_negative(delta, expected):
+    policy_T = torch.tensor([-1.0] * 5, dtype=torch.float64)
+    sampler_T = policy_T + torch.tensor([-0.4, -0.6, -0.2, 0.4, 0.5], dtype=torch.float64)
+    advantages_T = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0])
+    keep_T = off_policy_sequence_mask(advantages_T, policy_T, sampler_T, delta=delta, **PACKING)
+    assert keep_T.tolist() == expected
+    one_missing_T = sampler_T.index_fill(0, torch.tensor([4]), float("nan"))
+    keep_T = off_policy_sequence_mask(advantages_T, policy_T, one_missing_T, delta=0.3, **PACKING)
+    assert keep_T.tolist() == [1] * 5  # the mean is .4 / 2: an unscored token is no evidence of drift
+
+
+@pytest.mark.parametrize(("quantile", "kept"), [(0.5, [0, 1, 1, 1, 0]), (0.2, [0, 1, 0, 0, 0]), (1.0, [1, 1, 1, 1, 1])])
+def test_the_share_of_tokens_with_the_highest_entropy(quantile, kept):
+    entropies = torch.tensor([0.1, 0.9, 0.4, 0.7, 0.2])
+    assert (entropies >= top_entropy_threshold(entropies, quantile)).long().tolist() == kept
+
+
+def test_the_entropy_threshold_is_not_moved_by_the_rounding_of_the_quantile():
+    entropies = torch.arange(11.0)
+    for tenths in range(1, 11):
+        assert top_entropy_threshold(entropies, tenths / 10) == 10 - tenths
+    assert top_entropy_threshold(torch.ones(4), 0.5) == 1.0
+    with pytest.raises(ValueError, match="top_entropy_quantile: 0"):
+        top_entropy_threshold(entropies, 0.0)
+
+
+def test_the_adaptive_coefficient_reacts_to_the_last_window_only():
+    controller = AdaptiveEntropy()
+    applied, stored = [], []
+    for window_entropy in (0.3, 0.1, 0.15, 0.25, 0.1):
+        applied.append(round(controller.applied, 6))
+        controller = controller.updated(window_entropy)
+        stored.append(round(controller.coefficient, 6))
+    assert applied == [0, 0, 0.005, 0.01, 0]
+    assert stored == [0, 0.005, 0.01, 0.005, 0.01]
+
+
+def test_the_entropy_bonus_is_a_mean_over_the_window_for_every_cut():
+    entropy_T = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
+    mask_T, keep_T = torch.tensor([1, 1, 0, 1]), torch.tensor([1, 0, 1, 1])
+    parts = [
+        entropy_bonus(entropy_T[part], mask_T[part], keep_T=keep_T[part], coefficient=0.5, num_window_tokens=2)
+        for part in (slice(0, 1), slice(1, 4))
+    ]
+    total = sum(parts)
+    assert total.item() == -0.5 * (1 + 4) / 2
+    total.backward()
+    assert entropy_T.grad.tolist() == [-0.25, 0.0, 0.0, -0.25]

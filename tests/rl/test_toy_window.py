@@ -1,0 +1,151 @@
+"""The window that can be followed by hand: five tokens, two sequences, one with A = 1 and one with A = -1."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from rl_windows import Sample, means, run_window, without
+
+from swift.rl.kl import k3
+from swift.rl.losses import LOSSES, LossConfig
+from swift.rl.window import WindowCounts, count_window
+
+TOY = [
+    Sample(policy=[-0.5, -1, -1.5], old=[-1, -1, -1.3], advantage=1.0, ref=[-0.4, -1.1, -1.5]),
+    Sample(policy=[-0.2, -2], old=[-0.6, -1.4], advantage=-1.0, ref=[0.0, -2.0]),
+]
+# token_truncate at C = 2 of eta = (.2, -.3, 1), (.5, -1.2)
+WEIGHTS = [[2.718281828459045**0.2, 2.718281828459045**-0.3, 2.0], [2.718281828459045**0.5, 2.718281828459045**-1.2]]
+WEIGHTED = [replace(sample, sampler_weight=weight) for sample, weight in zip(TOY, WEIGHTS, strict=True)]
+
+CLIP = {"epsilon": 0.2, "epsilon_high": 0.28}
+DAPO_GRADIENT = [0, -0.2, -0.163746, 0.298365, 0]
+GSPO_GRADIENT = [-0.184195] * 3 + [0.226209] * 2
+ROWS = {
+    "dapo": (TOY, {"loss_type": "dapo"}, -0.161381, DAPO_GRADIENT),
+    "bnpo": (TOY, {"loss_type": "bnpo"}, -0.161381, DAPO_GRADIENT),
+    "grpo": (TOY, {"loss_type": "grpo"}, 0.056501, [0, -0.166667, -0.136455, 0.372956, 0]),
+    "dr_grpo": (TOY, {"loss_type": "dr_grpo"}, -0.050432, [0, -0.0625, -0.051171, 0.093239, 0]),
+    "gspo": (TOY, {"loss_type": "gspo"}, -0.100167, GSPO_GRADIENT),
+    "grpo with one ratio per sequence": (
+        TOY,
+        {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+        -0.100167,
+        GSPO_GRADIENT,
+    ),
+    "gspo with a token gradient": (
+        TOY,
+        {"loss_type": "gspo", "importance_sampling_level": "sequence_token"},
+        -0.100167,
+        GSPO_GRADIENT,
+    ),
+    "luspo": (TOY, {"loss_type": "luspo"}, -0.752919, [-0.552585] * 3 + [0.452419] * 2),
+    "cispo": (
+        TOY,
+        {"loss_type": "cispo", "epsilon_high": 5.0},
+        0.331294,
+        [-0.329744, -0.2, -0.163746, 0.298365, 0.109762],
+    ),
+    "sapo": (TOY, {"loss_type": "sapo"}, -0.112411, [-0.247790, -0.166667, -0.135340, 0.349156, 0.129784]),
+    "vespo": (TOY, {"loss_type": "vespo"}, 0.035743, [-0.127580] * 3 + [0.157725] * 2),
+    "dapo with delta": (TOY, {"delta": 1.4}, -0.179746, [0, -0.2, -0.163746, 0, 0]),
+    "dapo with KL": (TOY, {"beta": 0.1}, -0.160753, [-0.002103, -0.198097, -0.163746, 0.293937, 0]),
+    "dapo with bias-corrected KL": (
+        TOY,
+        {"beta": 0.1, "kl_bias_correction": True},
+        -0.160475,
+        [-0.003297, -0.198, -0.163746, 0.292398, 0],
+    ),
+    "dapo with a sampler correction": (WEIGHTED, {}, -0.248223, [0, -0.148164, -0.327492, 0.491921, 0]),
+    "vespo with a sampler correction": (
+        WEIGHTED,
+        {"loss_type": "vespo"},
+        -0.049676,
+        [-0.015740] * 3 + [0.044044] * 2,
+    ),
+}
+
+
+def printed(values):
+    """Rounded to the six digits of the table; -0.0 becomes 0.0."""
+    return [round(value, 6) + 0.0 for value in values]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_loss_and_gradient_of_the_window(row):
+    samples, settings, loss, gradient = ROWS[row]
+    result = run_window(samples, LossConfig(**{**CLIP, **settings}))
+    assert printed([result.loss]) == [loss]
+    assert printed(result.flat) == gradient
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row != "bnpo"])
+def test_one_sequence_per_micro_batch_reproduces_the_window(row):
+    samples, settings, loss, gradient = ROWS[row]
+    result = run_window(samples, LossConfig(**{**CLIP, **settings}), cut=[[1], [0]])
+    assert printed([result.loss]) == [loss]
+    assert printed(result.flat) == gradient
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row != "bnpo"])
+def test_one_sequence_per_rank_reproduces_the_window(row):
+    samples, settings, loss, gradient = ROWS[row]
+    config = LossConfig(**{**CLIP, **settings})
+    counts = sum((count_window([len(sample.policy)]) for sample in samples), WindowCounts(0, 0, 0, 0))
+    ranks = [run_window([sample], config, counts=counts) for sample in samples]
+    # each rank back-propagates W = 2 times its share; the gradients are then averaged over the ranks
+    averaged = [2 * value / 2 for rank in ranks for value in rank.flat]
+    assert printed([sum(rank.loss for rank in ranks)]) == [loss]
+    assert printed(averaged) == gradient
+
+
+def test_bnpo_depends_on_its_nominal_micro_batch_and_not_on_the_physical_one():
+    config = LossConfig(loss_type="bnpo", **CLIP)
+    nominal = run_window(TOY, config, nominal_size=1)
+    assert nominal.loss == pytest.approx(0.056501, abs=1e-6)  # two batches of one sequence: grpo's mean
+    assert run_window(TOY, config, nominal_size=1, cut=[[0], [1]]).flat == pytest.approx(nominal.flat)
+    whole = run_window(TOY, config)
+    assert run_window(TOY, config, cut=[[0], [1]]).flat == pytest.approx(whole.flat)
+
+
+def test_k3_of_the_window():
+    ref_T, policy_T = torch.tensor([-0.4, -1.1, -1.5, 0, -2]), torch.tensor([-0.5, -1, -1.5, -0.2, -2])
+    assert printed(k3(policy_T.double(), ref_T.double()).tolist()) == pytest.approx(
+        [0.005171, 0.004837, 0, 0.021403, 0], abs=1e-7
+    )
+
+
+def test_phi_of_vespo():
+    result = run_window(TOY, LossConfig(loss_type="vespo"), cut=[[0], [1]])
+    phi = [means([output])["vespo/phi_mean"] for output in result.outputs]
+    assert printed(phi) == [0.637898, 0.788627]
+
+
+def test_without_old_logprobs_the_ratio_is_one_and_carries_the_gradient():
+    for name in LOSSES:
+        config = LossConfig(loss_type=name, epsilon_high=5.0 if name == "cispo" else None)
+        on_policy = run_window(without(TOY, old=None), config)
+        same = run_window([replace(sample, old=sample.policy) for sample in TOY], config)
+        assert on_policy.flat == same.flat
+        assert on_policy.loss == same.loss
+        assert all(on_policy.flat[:3]) and on_policy.flat[0] < 0 < on_policy.flat[4]
+
+
+def test_on_policy_every_loss_has_the_gradient_of_reinforce():
+    """At r = 1 nothing is clipped: d loss / d lp = -A weight, with the weights of the normaliser."""
+    expected = {
+        "dapo": [-1 / 5, 1 / 5],
+        "bnpo": [-1 / 5, 1 / 5],
+        "cispo": [-1 / 5, 1 / 5],
+        "vespo": [-1 / 5, 1 / 5],
+        "grpo": [-1 / 6, 1 / 4],
+        "gspo": [-1 / 6, 1 / 4],
+        "sapo": [-1 / 6, 1 / 4],
+        "dr_grpo": [-1 / 16, 1 / 16],
+        "luspo": [-1 / 2, 1 / 2],
+    }
+    assert set(expected) == set(LOSSES)
+    for name, (first, second) in expected.items():
+        config = LossConfig(loss_type=name, epsilon_high=5.0 if name == "cispo" else None)
+        result = run_window(without(TOY, old=None), config)
+        assert result.flat == pytest.approx([first] * 3 + [second] * 2, abs=1e-12)
