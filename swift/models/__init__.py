@@ -6,7 +6,7 @@ nothing in it knows about training loops or engines.
 """
 
 from swift.models.export import merge_adapter
-from swift.models.policy import load_for_inference, load_policy
+from swift.models.policy import context_length, load_for_inference, load_policy
 from swift.models.reference import ReferenceModel, load_reference
 from swift.models.template import Template, load_template
 from swift.models.tokenizer import load_chat, load_tokenizer
@@ -14,6 +14,7 @@ from swift.models.tokenizer import load_chat, load_tokenizer
 __all__ = [
     "ReferenceModel",
     "Template",
+    "context_length",
     "load_chat",
     "load_for_inference",
     "load_policy",

@@ -17,13 +17,13 @@ from swift.models.source import ModelSource, locate
 
 if TYPE_CHECKING:
     from swift.arguments.parse import Resolved
-    from swift.models.arguments import ModelArguments
+    from swift.models.arguments import CheckpointArguments
 
 SIDE_FILES = ("generation_config.json", "*.py")
 """Files of the base model that belong to the merged one and that no `save_pretrained` writes in full."""
 
 
-def merge_adapter(args: ModelArguments, output: str | Path) -> Path:
+def merge_adapter(args: CheckpointArguments, output: str | Path) -> Path:
     """Writes `--model` with all `--adapters` folded in, in order, to the new folder `output`.
 
     The weights are merged in `torch_dtype` (float32 when None, whatever the device), so that folding rounds
@@ -91,7 +91,7 @@ def _default_output(source: ModelSource) -> Path:
     return name.with_name(f"{name.name}-merged")
 
 
-def _on_cpu(args: ModelArguments) -> ModelArguments:
+def _on_cpu(args: CheckpointArguments) -> CheckpointArguments:
     settings = copy.copy(args)
     settings.torch_dtype = args.torch_dtype or "float32"
     return settings

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from swift.models.arguments import ModelArguments
+    from swift.models.arguments import CheckpointArguments, TunerArguments
 
 ATTENTION = {
     "flash_attn": "flash_attention_2",
@@ -34,7 +34,7 @@ ATTENTION = {
 
 
 def load_policy(
-    args: ModelArguments, *, device: torch.device | str | None = None, model_dropout: bool = False
+    args: TunerArguments, *, device: torch.device | str | None = None, model_dropout: bool = False
 ) -> nn.Module:
     """The model to train, in training mode; only trainable parameters require a gradient.
 
@@ -61,7 +61,7 @@ def load_policy(
     return model.train()
 
 
-def load_for_inference(args: ModelArguments, *, device: torch.device | str | None = None) -> nn.Module:
+def load_for_inference(args: CheckpointArguments, *, device: torch.device | str | None = None) -> nn.Module:
     """The model with all its adapters folded in, frozen and in evaluation mode."""
     source = locate(args)
     model = load_base(source.base, args, device=device)
@@ -72,7 +72,7 @@ def load_for_inference(args: ModelArguments, *, device: torch.device | str | Non
 
 def load_base(
     folder: Path,
-    args: ModelArguments,
+    args: CheckpointArguments,
     *,
     device: torch.device | str | None = None,
     model_dropout: bool = False,
@@ -113,7 +113,7 @@ def load_base(
     return model.to(device) if device is not None else model
 
 
-def load_config(folder: Path, args: ModelArguments) -> Any:
+def load_config(folder: Path, args: CheckpointArguments) -> Any:
     """The architecture's config; `--model_type` replaces the one written in config.json.
 
     Raises:
@@ -134,6 +134,12 @@ def load_config(folder: Path, args: ModelArguments) -> Any:
         return AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"--model: {folder}: config.json: {first_line(error)}" + remote_code_hint(error)) from error
+
+
+def context_length(args: CheckpointArguments) -> int | None:
+    """The longest sequence of the model in tokens, from its config; None when it names no limit."""
+    config = load_config(locate(args).base, args).get_text_config()
+    return getattr(config, "max_position_embeddings", None)
 
 
 def pick_dtype(name: str | None, device: torch.device | str | None = None) -> torch.dtype:
@@ -202,7 +208,7 @@ def trainable_counts(model: nn.Module) -> tuple[int, int]:
     return sum(size for size, trained in sizes if trained), sum(size for size, _ in sizes)
 
 
-def _with_lora(model: Any, source: ModelSource, args: ModelArguments) -> Any:
+def _with_lora(model: Any, source: ModelSource, args: TunerArguments) -> Any:
     from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 
     if len(source.adapters) > 1:
@@ -214,14 +220,14 @@ def _with_lora(model: Any, source: ModelSource, args: ModelArguments) -> Any:
         folder = source.adapters[0]
         with adapter_errors(folder):
             start = PeftConfig.from_pretrained(str(folder))
-            start.lora_dropout = args.lora_dropout  # a rate left from supervised tuning must not enter RL
+            start.lora_dropout = args.lora_dropout or 0.0  # a rate left from supervised tuning must not enter RL
             return PeftModel.from_pretrained(model, str(folder), config=start, is_trainable=True)
     targets = list(args.target_modules)
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
-        lora_dropout=args.lora_dropout,
+        lora_dropout=args.lora_dropout or 0.0,
         target_modules="all-linear" if targets in ([], ["all-linear"]) else targets,
         modules_to_save=list(args.modules_to_save) or None,
         base_model_name_or_path=str(source.base),

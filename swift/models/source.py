@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from swift.errors import ConfigError, ResourceError, nearest
 
 if TYPE_CHECKING:
-    from swift.models.arguments import ModelArguments
+    from swift.models.arguments import CheckpointArguments
 
 HUB_ATTEMPT_S = 20
 """Seconds a hub may stay silent before the download counts as failed."""
@@ -34,7 +34,7 @@ class ModelSource:
     tokenizer: Path | None = None
 
 
-def locate(args: ModelArguments) -> ModelSource:
+def locate(args: CheckpointArguments) -> ModelSource:
     """Resolves `--model` and `--adapters` to folders; downloads from a hub when needed.
 
     A `--model` that is itself a LoRA checkpoint (adapter_config.json, no config.json) becomes the first

@@ -13,10 +13,10 @@ from swift.models.templates import missing_tokens, read_template
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from swift.models.arguments import ModelArguments
+    from swift.models.arguments import CheckpointArguments
 
 
-def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
+def load_tokenizer(args: CheckpointArguments) -> PreTrainedTokenizerBase:
     """The tokenizer of `--model`, or of the LoRA checkpoint when it carries one; pads on the left.
 
     Raises:
@@ -28,7 +28,7 @@ def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
     return read_tokenizer(source.tokenizer, template=args.template, trust_remote_code=args.trust_remote_code)
 
 
-def load_chat(args: ModelArguments) -> Template:
+def load_chat(args: CheckpointArguments) -> Template:
     """Tokenizer and template of `--model` in one step, with the end tokens of its generation_config.json."""
     source = locate(args)
     return load_template(load_tokenizer(args), source.base)

@@ -30,8 +30,29 @@ from swift.types import (
 class Scorer(Protocol):
     """The part of `swift.rewards.RewardPipeline` that a round needs."""
 
+    @property
+    def needs_whole_batch(self) -> bool:
+        """Whether a function must see the whole round in one call."""
+        ...
+
     def submit(self, group: RolloutGroup, progress: TrainerProgress) -> Future[GroupScores]:
         """Score a finished group off the main thread."""
+        ...
+
+    def submit_batch(self, groups: Sequence[RolloutGroup], progress: TrainerProgress) -> list[Future[GroupScores]]:
+        """Score the groups of a round off the main thread."""
+        ...
+
+    def add_model_scores(self, groups: Sequence[RolloutGroup], scores: Sequence[GroupScores]) -> list[GroupScores]:
+        """Fill in what reward models say, on the main thread."""
+        ...
+
+    def end_batch(self, groups: Sequence[RolloutGroup] | None = None) -> None:
+        """Judge a finished round; raises when a function keeps failing."""
+        ...
+
+    def drain_metrics(self, groups: Sequence[RolloutGroup] | None = None) -> dict[str, float]:
+        """What the functions report about these groups."""
         ...
 
 
@@ -74,7 +95,7 @@ class RolloutCollector:
         progress: TrainerProgress,
         timer: Callable[[str], Any],
         seed_namespace: str = "",
-    ) -> list[RolloutGroup]:
+    ) -> tuple[list[RolloutGroup], dict[str, float]]:
         """Sample and score `num_generations` completions of each launch.
 
         Args:
@@ -85,7 +106,7 @@ class RolloutCollector:
             seed_namespace: keeps the seeds of evaluation apart from those of training.
 
         Returns:
-            scored groups in launch order, on every rank.
+            scored groups in launch order, on every rank, and the metrics of the reward functions (rank 0).
         """
         requests = [
             Request(
@@ -100,7 +121,7 @@ class RolloutCollector:
         groups = [RolloutGroup(one.group_id, one.index, one.launch, one.prompt) for one in launches]
         by_id = {group.group_id: group for group in groups}
         futures: dict[str, Future[GroupScores]] = {}
-        streaming = not self.collectives.active
+        streaming = not self.collectives.active and not self.scorer.needs_whole_batch
         with timer("generate"):
             done: dict[str, Completion] = {}
             pending = {group.group_id: num_generations for group in groups}
@@ -116,12 +137,19 @@ class RolloutCollector:
             if not streaming:
                 self._exchange(groups, done, num_generations)
         with timer("reward"):
-            if not streaming and self.collectives.rank == 0:
-                futures = {group.group_id: self.scorer.submit(group, progress) for group in groups}
-            scores = self._agree([futures[group.group_id] for group in groups] if futures else [])
+            scores, metrics = self._agree(lambda: self._score(groups, futures, progress))
         for group, score in zip(groups, scores, strict=True):
             group.scores = score
-        return groups
+        return groups, metrics
+
+    def _score(
+        self, groups: list[RolloutGroup], futures: dict[str, Future[GroupScores]], progress: TrainerProgress
+    ) -> tuple[list[GroupScores], dict[str, float]]:
+        """Wait for what was submitted while decoding, or submit now; rank 0 only."""
+        waiting = [futures[g.group_id] for g in groups] if futures else self.scorer.submit_batch(groups, progress)
+        scores = self.scorer.add_model_scores(groups, [future.result() for future in waiting])
+        self.scorer.end_batch(groups)
+        return scores, self.scorer.drain_metrics(groups)
 
     def _sampling(self, launch: Launch, sample: int, namespace: str) -> SamplingParams:
         seed = sample_seed(self.seed, namespace + launch.prompt.prompt_id, launch.launch, sample)
@@ -137,13 +165,14 @@ class RolloutCollector:
         for group in groups:
             _fill(group, everything, count)
 
-    def _agree(self, futures: Sequence[Future[GroupScores]]) -> list[GroupScores]:
-        """Rank 0's scores on every rank; a failure of rank 0 ends every rank with the same error."""
-        outcome: list[GroupScores] | Exception
-        try:
-            outcome = [future.result() for future in futures]
-        except Exception as error:  # travels to the other ranks, then is raised on all
-            outcome = error
+    def _agree(self, work: Callable[[], Any]) -> Any:
+        """Rank 0 works, every rank gets the result; a failure of rank 0 ends every rank with the same error."""
+        outcome: Any = None
+        if self.collectives.rank == 0:
+            try:
+                outcome = work()
+            except Exception as error:  # travels to the other ranks, then is raised on all
+                outcome = error
         outcome = self.collectives.broadcast(outcome)
         if isinstance(outcome, Exception):
             raise outcome

@@ -21,7 +21,7 @@ from swift.rl.advantages import Advantages, Estimator, Scale, compute_advantages
 from swift.rollout.batch import TrainSample, TrainUnit
 from swift.rollout.collect import RolloutCollector, launches_of
 from swift.rollout.scheduler import RolloutScheduler
-from swift.types import Prompt, RolloutGroup, TrainerProgress
+from swift.types import Completion, Prompt, RolloutGroup, TrainerProgress
 
 Timer = Callable[[str], AbstractContextManager[Any]]
 Observer = Callable[["ScoredRound"], None]
@@ -43,7 +43,6 @@ class PipelineConfig:
     max_completion_length: int
     advantage_estimator: Estimator = "grpo"
     scale_rewards: Scale | None = None
-    reward_names: Sequence[str] = ()
     reward_weights: Sequence[float] = ()
     overlong_filter: bool = False
 
@@ -53,6 +52,7 @@ class ScoredRound:
     """Groups with their rewards and advantages, for logs: one per round of training or evaluation.
 
     advantages: as trained on, in the order of the completions; None for excluded completions.
+    excluded: why a completion takes no part, beyond the faults of reward functions ("overlong"), or None.
     """
 
     split: str
@@ -60,6 +60,7 @@ class ScoredRound:
     groups: list[RolloutGroup]
     rewards: list[float | None]
     advantages: list[float | None]
+    excluded: list[str | None]
     version: int
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -110,7 +111,7 @@ class RolloutPipeline:
 
     def _make_unit(self, progress: TrainerProgress) -> TrainUnit:
         launches = self.scheduler.launch_unit()
-        groups = self.collector.run(
+        groups, reward_metrics = self.collector.run(
             launches, num_generations=self.config.num_generations, progress=progress, timer=self.timer
         )
         results = [self._advantages(part) for part in self._batches(groups)]
@@ -122,7 +123,7 @@ class RolloutPipeline:
             for i in range(len(groups))
         )
         self.scheduler.end_unit(trained=len(groups) - excluded, excluded=excluded)
-        self._observe("train", progress.global_step + 1, groups, results, advantages)
+        self._observe("train", progress.global_step + 1, groups, results, advantages, reward_metrics)
         return TrainUnit(samples, self.config.num_windows, self.config.num_iterations)
 
     def evaluate(self, prompts: Sequence[Prompt], progress: TrainerProgress) -> dict[str, float]:
@@ -131,7 +132,7 @@ class RolloutPipeline:
         Returns:
             metrics without a prefix: `reward`, `reward_std`, `rewards/<name>/mean`, `completions/...`.
         """
-        groups = self.collector.run(
+        groups, reward_metrics = self.collector.run(
             launches_of(prompts),
             num_generations=self.config.num_generations_eval,
             progress=progress,
@@ -139,7 +140,7 @@ class RolloutPipeline:
             seed_namespace="eval:",
         )
         result = self._advantages(groups)
-        return self._observe("eval", progress.global_step, groups, [result], result.advantages_S.tolist())
+        return self._observe("eval", progress.global_step, groups, [result], result.advantages_S.tolist(), reward_metrics)
 
     def _batches(self, groups: list[RolloutGroup]) -> list[list[RolloutGroup]]:
         size = len(groups) // self.config.generation_batches
@@ -169,8 +170,8 @@ class RolloutPipeline:
             assert group.scores is not None
             prompt = np.asarray(group.prompt.token_ids, dtype=np.int32)
             for completion, reason in zip(group.completions, group.scores.excluded, strict=True):
-                cut = self.config.overlong_filter and completion.finish_reason == "length"
-                trained = np.full(len(completion.token_ids), reason is None and not cut, dtype=np.bool_)
+                counts = reason is None and not self._cut(completion)
+                trained = np.full(len(completion.token_ids), counts, dtype=np.bool_)
                 yield TrainSample(
                     group=number,
                     prompt_ids=prompt,
@@ -182,6 +183,10 @@ class RolloutPipeline:
                 )
                 position += 1
 
+    def _cut(self, completion: Completion) -> bool:
+        """Whether the overlong filter takes a completion out of the loss; it stays in the group's statistics."""
+        return self.config.overlong_filter and completion.finish_reason == "length"
+
     def _observe(
         self,
         split: str,
@@ -189,13 +194,15 @@ class RolloutPipeline:
         groups: list[RolloutGroup],
         results: Sequence[Advantages],
         advantages: Sequence[float],
+        reward_metrics: dict[str, float],
     ) -> dict[str, float]:
         totals = torch.cat([result.rewards_S for result in results]).tolist()
         rewards = [None if total != total else total for total in totals]
         shown = [None if reward is None else value for reward, value in zip(rewards, advantages, strict=True)]
-        metrics = round_metrics(groups, results, self.config)
+        metrics = {**round_metrics(groups, results), **reward_metrics}
         version = self.collector.engine.version
-        self.observer(ScoredRound(split, step, groups, rewards, shown, version, metrics))
+        excluded = ["overlong" if self._cut(completion) else None for g in groups for completion in g.completions]
+        self.observer(ScoredRound(split, step, groups, rewards, shown, excluded, version, metrics))
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
@@ -212,9 +219,7 @@ class RolloutPipeline:
         self.unit = TrainUnit.from_json(state["unit"]) if state["unit"] is not None else None
 
 
-def round_metrics(
-    groups: Sequence[RolloutGroup], results: Sequence[Advantages], config: PipelineConfig
-) -> dict[str, float]:
+def round_metrics(groups: Sequence[RolloutGroup], results: Sequence[Advantages]) -> dict[str, float]:
     """What a round of rollouts says in numbers; see docs/output_files.md for each name."""
     completions = [completion for group in groups for completion in group.completions]
     lengths = [len(completion.token_ids) for completion in completions]
@@ -233,10 +238,4 @@ def round_metrics(
     }
     if scored.numel():
         metrics["reward"] = float(scored.mean())
-    for index, name in enumerate(config.reward_names):
-        values = [row[index] for group in groups if group.scores for row in group.scores.values]
-        known = torch.tensor([value for value in values if value is not None], dtype=torch.float64)
-        if known.numel():
-            metrics[f"rewards/{name}/mean"] = float(known.mean())
-            metrics[f"rewards/{name}/std"] = float(known.std()) if known.numel() > 1 else 0.0
     return metrics

@@ -3,6 +3,7 @@
 What the subclass overrides, and why:
 
     get_train_dataloader   iterates over the rollout pipeline: one item per optimizer step
+    get_batch_samples      takes that item
     training_step          cuts a window into packed micro-batches, normalised over the whole window and all ranks,
                            so that no cut, packing or number of ranks changes the gradient
     _clip_grad_norm        a non-finite gradient skips the update on all ranks alike
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
 from swift.errors import NumericError
-from swift.models.forward import packed_logits, packing_obstacle, padded_logits
+from swift.models.forward import TokenSequence, pack, packed_logits, packing_obstacle, padded_logits
 from swift.rl.logprobs import selected_logprobs
 from swift.rl.losses import LossConfig, get_loss, sequence_weights
 from swift.rl.objective import policy_loss
@@ -47,6 +48,7 @@ from swift.types import Prompt, TrainerProgress
 if TYPE_CHECKING:
     from swift.models.reference import ReferenceModel
     from swift.observability.metrics import MetricStore
+    from swift.trainers.reporting import RunReport
 
 PIPELINE_STATE = "pipeline_state.json"
 NON_FINITE_LIMIT = 10
@@ -112,6 +114,8 @@ class GRPOTrainer(Trainer):
         reference: the KL reference; needed when `settings.loss.beta` > 0.
         eval_prompts: held-out prompts, or none.
         checkpoint_extras: called with the staging folder on rank 0 before a checkpoint is committed.
+        save_total_limit: most checkpoints that stay.
+        report: what is shown and written (rank 0 only); brought to the disk before a checkpoint counts.
     """
 
     def __init__(
@@ -124,6 +128,8 @@ class GRPOTrainer(Trainer):
         reference: ReferenceModel | None = None,
         eval_prompts: Sequence[Prompt] = (),
         checkpoint_extras: Callable[[Path], None] = lambda folder: None,
+        report: RunReport | None = None,
+        save_total_limit: int | None = None,
         **trainer_arguments: Any,
     ) -> None:
         self.settings = settings
@@ -133,6 +139,8 @@ class GRPOTrainer(Trainer):
         self.reference = reference
         self.eval_prompts = list(eval_prompts)
         self.checkpoint_extras = checkpoint_extras
+        self.report = report
+        self.save_total_limit = save_total_limit
         self.interrupted = False
         self._non_finite_in_a_row = 0
         self._staging: Path | None = None
@@ -151,6 +159,10 @@ class GRPOTrainer(Trainer):
     def progress(self) -> TrainerProgress:
         """What reward functions see as `trainer_state`."""
         return TrainerProgress(self.state.global_step, self.state.max_steps, float(self.state.epoch or 0.0))
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list, None]:
+        """One window; its tokens are counted by the normaliser, not by Trainer."""
+        return [next(epoch_iterator)], None
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Windows are packed and moved slice by slice."""
@@ -256,6 +268,18 @@ class GRPOTrainer(Trainer):
             logits = padded_logits(model, batch.sequences(), device=self.args.device)
         return selected_logprobs(logits, batch.tokens.target_ids, temperature=self.settings.temperature)
 
+    def score(self, sequences: Sequence[TokenSequence]) -> Tensor:
+        """The trainer's log-probs [N] of all completion tokens, without gradient; for checks."""
+        model = self.accelerator.unwrap_model(self.model_wrapped)
+        with torch.no_grad():
+            if self._packed:
+                tokens = pack(sequences, device=self.args.device)
+                logits, targets = packed_logits(model, tokens), tokens.target_ids
+            else:
+                logits = padded_logits(model, sequences, device=self.args.device)
+                targets = torch.tensor([t for s in sequences for t in s.completion_ids], device=self.args.device)
+            return selected_logprobs(logits, targets, temperature=self.settings.temperature)
+
     def _fill_old_logprobs(self, unit: TrainUnit, windows: range) -> None:
         """Log-probs under the weights with which the unit is first consumed, for this rank's samples."""
         model = self.accelerator.unwrap_model(self.model_wrapped)
@@ -320,10 +344,12 @@ class GRPOTrainer(Trainer):
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Clip; a non-finite norm drops the gradients, so that the optimizer leaves every weight alone."""
         if not any(parameter.grad is not None for parameter in model.parameters()):
+            self.metrics.add_many({"grad_norm": 0.0})
             return torch.zeros(())
         norm = super()._clip_grad_norm(model)
         if norm is None or math.isfinite(float(norm)):
             self._non_finite_in_a_row = 0
+            self.metrics.add_many({"grad_norm": float(norm)} if norm is not None else {})
             return norm
         self._non_finite_in_a_row += 1
         self.metrics.add_many({"health/non_finite_steps": 1.0})
@@ -381,11 +407,13 @@ class GRPOTrainer(Trainer):
             self.state.save_to_json(str(folder / "trainer_state.json"))
             write_json(folder / PIPELINE_STATE, state)
             self.checkpoint_extras(folder)
+            if self.report is not None:
+                self.report.on_save()
         self.collectives.barrier()
         if self.collectives.is_main:
             commit_checkpoint(folder, final, step=step)
             shutil.rmtree(staging, ignore_errors=True)
-            rotate(run_dir, self.args.save_total_limit, keep=self.state.best_model_checkpoint)
+            rotate(run_dir, self.save_total_limit, keep=self.state.best_model_checkpoint)
         self.collectives.barrier()
 
     def _gather_pipeline_state(self) -> dict[str, Any]:
@@ -400,13 +428,19 @@ class GRPOTrainer(Trainer):
             for part in self.collectives.gather(mine) or []:
                 for i, (old, ref) in part.items():
                     unit.samples[i].old_logprobs, unit.samples[i].ref_logprobs = old, ref
-        return {"pipeline": self.pipeline.state_dict(), "metrics": self.metrics.state_dict()}
+        return {
+            "pipeline": self.pipeline.state_dict(),
+            "metrics": self.metrics.state_dict(),
+            "report": self.report.state_dict() if self.report is not None else None,
+        }
 
     def load_pipeline_state(self, checkpoint: Path) -> None:
         """Continue the pipeline and the open log window where the checkpoint left them."""
         state = json.loads((checkpoint / PIPELINE_STATE).read_text(encoding="utf-8"))
         self.pipeline.load_state_dict(state["pipeline"])
         self.metrics.load_state_dict(state["metrics"])
+        if self.report is not None and state["report"] is not None:
+            self.report.load_state_dict(state["report"])
 
 
 def _remember(batch: MicroBatch, logprobs_N: Tensor | None) -> None:
@@ -434,30 +468,25 @@ class PipelineCallback(TrainerCallback):
         trainer: whose pipeline is booked.
         stop_requested: whether this process was asked to stop.
         epoch: the position in the data set, in epochs.
-        after_step: called on every rank after each step.
     """
 
     def __init__(
-        self,
-        trainer: GRPOTrainer,
-        *,
-        stop_requested: Callable[[], bool],
-        epoch: Callable[[], float],
-        after_step: Callable[[int], None],
+        self, trainer: GRPOTrainer, *, stop_requested: Callable[[], bool], epoch: Callable[[], float]
     ) -> None:
         self.trainer = trainer
         self.stop_requested = stop_requested
         self.epoch = epoch
-        self.after_step = after_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """After every optimizer step, before Trainer logs, evaluates and saves."""
-        self.trainer.pipeline.step_done()
+        trainer = self.trainer
+        trainer.pipeline.step_done()
         state.epoch = self.epoch()
-        self.trainer.metrics.commit(state.global_step)
-        self.after_step(state.global_step)
-        if self.trainer.collectives.any(self.stop_requested()):
-            self.trainer.interrupted = True
+        values = trainer.metrics.commit(state.global_step)
+        if trainer.report is not None:
+            trainer.report.after_step(state.global_step, values)
+        if trainer.collectives.any(self.stop_requested()) and state.global_step < state.max_steps:
+            trainer.interrupted = True
             control.should_save = True
             control.should_training_stop = True
         return control

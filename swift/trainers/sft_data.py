@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError
+from swift.models.template import RefusedChat
 
 if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
+    from datasets import Dataset
 
     from swift.models.template import Template
 
@@ -63,14 +64,13 @@ class ChatEncoder:
         if not any(message.get("role") == "assistant" for message in messages):
             return _left_out(NO_ANSWER)
         try:
-            self.template.render(messages)
-        except ConfigError as error:
+            ids, mask = self.template.encode_chat(messages)
+        except RefusedChat as error:
             return _left_out(str(error))
-        ids, mask = self.template.encode_chat(messages)
         if self.max_length is not None and len(ids) > self.max_length:
             return _left_out(TOO_LONG)
         labels = [token if trained else IGNORED for token, trained in zip(ids, mask, strict=True)]
-        return {"input_ids": ids, "labels": labels, "problem": ""}
+        return {"input_ids": ids, "labels": labels, "num_tokens": len(ids), "num_trained": sum(mask), "problem": ""}
 
     def from_json(self, row: dict[str, str]) -> dict[str, Any]:
         """The same for a table row whose column `messages` is JSON text (Arrow needs one type per column)."""
@@ -99,37 +99,23 @@ def encode_rows(
 
     table = Dataset.from_dict({"messages": [json.dumps(list(chat)) for chat in chats]})
     with _no_progress_bars():
-        encoded = table.map(
-            encoder.from_json, remove_columns=["messages"], num_proc=num_proc if num_proc > 1 else None
-        )
-    report = EncodingReport(dropped=Counter(problem for problem in encoded["problem"] if problem))
-    kept = encoded.select([index for index, problem in enumerate(encoded["problem"]) if not problem])
-    kept = kept.select_columns(["input_ids", "labels"])
-    report.num_kept = len(kept)
-    for row in kept:
-        report.num_tokens += len(row["input_ids"])
-        report.num_trained_tokens += sum(label != IGNORED for label in row["labels"])
+        encoded = table.map(encoder.from_json, remove_columns=["messages"], num_proc=num_proc if num_proc > 1 else None)
+    problems = list(encoded["problem"])
+    kept = encoded.select([index for index, problem in enumerate(problems) if not problem])
+    report = EncodingReport(
+        num_kept=len(kept),
+        num_tokens=sum(encoded["num_tokens"]),
+        num_trained_tokens=sum(encoded["num_trained"]),
+        dropped=Counter(problem for problem in problems if problem),
+    )
     if not report.num_kept:
         flag = "--dataset" if split == "train" else "--val_dataset"
         raise ConfigError(f"{flag}: no usable row for supervised training; {_why(report, encoder)}")
-    return kept, report
-
-
-def stream_rows(chats: Iterable[Sequence[dict[str, Any]]], encoder: ChatEncoder) -> IterableDataset:
-    """The same rows one by one, for data sets that are not to be held in memory; unusable ones are passed over."""
-    from datasets import IterableDataset
-
-    def rows() -> Iterator[dict[str, Any]]:
-        for chat in chats:
-            row = encoder(chat)
-            if not row.pop("problem"):
-                yield row
-
-    return IterableDataset.from_generator(rows)
+    return kept.select_columns(["input_ids", "labels"]), report
 
 
 def _left_out(problem: str) -> dict[str, Any]:
-    return {"input_ids": [], "labels": [], "problem": problem}
+    return {"input_ids": [], "labels": [], "num_tokens": 0, "num_trained": 0, "problem": problem}
 
 
 def _why(report: EncodingReport, encoder: ChatEncoder) -> str:

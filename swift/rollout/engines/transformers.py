@@ -88,9 +88,7 @@ class TransformersEngine:
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """Sample every request; completions are yielded as soon as their row ends."""
-        for request in requests:
-            if len(request.prompt_ids) >= self.capabilities.max_model_len:
-                raise PromptTooLong(len(request.prompt_ids), self.capabilities.max_model_len)
+        self._check_lengths(requests)
         was_training = self.model.training
         for batch in self._batches(requests):
             run = _BatchRun(self, batch)
@@ -107,6 +105,7 @@ class TransformersEngine:
 
     def stream_tokens(self, request: Request) -> Iterator[tuple[int, float]]:
         """Sample one request and yield (token id, log-prob) as they come; the last one ends the completion."""
+        self._check_lengths([request])
         run = _BatchRun(self, [request])
         seen = 0
         while not run.done:
@@ -116,6 +115,12 @@ class TransformersEngine:
             ids, logprobs = (finished[0].token_ids, finished[0].logprobs) if finished else run.row(0)
             yield from zip(ids[seen:], logprobs[seen:], strict=True)
             seen = len(ids)
+
+    def _check_lengths(self, requests: Sequence[Request]) -> None:
+        """Raises PromptTooLong for the first prompt that leaves no room for one token."""
+        for request in requests:
+            if len(request.prompt_ids) >= self.capabilities.max_model_len:
+                raise PromptTooLong(len(request.prompt_ids), self.capabilities.max_model_len)
 
     def _batches(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
         """Cut the requests into batches that fit the cache, keeping the samples of a prompt together."""

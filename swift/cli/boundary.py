@@ -1,0 +1,181 @@
+"""The one place where errors end: what is printed, and which exit code the process returns.
+
+    SwiftError              one line per problem, the type's own code; traceback only with --debug true
+    out of memory           3, with the phase, the peak and three settings to lower
+    disk full               3, with the file and the free bytes
+    KeyboardInterrupt       130, one line
+    stdout closed by reader 141, silently (`swift config-schema | head`)
+    anything else           1, with its traceback: a defect of ours, or of user code that nobody expected
+
+Of several processes one speaks. Under our launcher a worker leaves its lines in the folder named by
+SWIFT_EXIT_DIR and the launcher prints those of the worker that failed first. Under another launcher rank 0 prints,
+and other ranks only print what cannot have happened on rank 0 as well.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import select
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from swift.errors import ConfigError, Interrupted, ResourceError, SwiftError
+
+EXIT_DIR = "SWIFT_EXIT_DIR"
+INTERRUPTED_BY_KEYBOARD = 128 + signal.SIGINT
+READER_GONE = 128 + signal.SIGPIPE
+PHASES = {
+    "swift.rollout": "generate",
+    "swift.rewards": "reward",
+    "swift.rl": "train",
+    "swift.trainers": "train",
+    "swift.models": "model",
+    "swift.data": "data",
+}
+"""Which phase of a run a package stands for, where memory ran out."""
+
+LOWER = {
+    "generate": "--max_completion_length, --num_generations, --vllm_gpu_memory_utilization",
+    "train": "--mini_batch_size, --max_completion_length, --per_device_train_batch_size",
+    "model": "the size of --model, --torch_dtype bfloat16, --tuner_type lora",
+}
+"""Three settings to lower (or choose) when memory ran out, by phase."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a command ended: its exit code and the text for stderr ("" for none)."""
+
+    exit_code: int
+    text: str = ""
+
+
+def guarded(action: Callable[[], int | None], *, debug: Callable[[], bool]) -> int:
+    """Runs `action`; returns its exit code (None counts as 0) or that of its failure, which is printed.
+
+    Args:
+        action: the command.
+        debug: whether anticipated errors keep their traceback; asked only after a failure.
+    """
+    try:
+        code = action() or 0
+        sys.stdout.flush()  # a closed pipe shows here, not after the last handler is gone
+        return code
+    except SystemExit:
+        raise
+    except BaseException as error:
+        if isinstance(error, BrokenPipeError) and _reader_is_gone():
+            _discard_stdout()
+            return READER_GONE
+        ending = ending_of(error, debug=debug())
+        _tell(ending, error, os.environ)
+        return ending.exit_code
+
+
+def ending_of(error: BaseException, *, debug: bool = False) -> Ending:
+    """What to print for `error` and which code to return."""
+    if isinstance(error, KeyboardInterrupt):
+        return Ending(INTERRUPTED_BY_KEYBOARD, "swift: interrupted\n")
+    known = error if isinstance(error, SwiftError) else _resource_error(error)
+    if known is None:
+        report = f"swift: error: unexpected {type(error).__name__}: please report it with the traceback above\n"
+        return Ending(1, _traceback(error) + report)
+    shown = _traceback(error) if debug else ""
+    prefix = "swift: " if isinstance(known, Interrupted) else "swift: error: "
+    return Ending(known.exit_code, shown + "".join(f"{prefix}{line}\n" for line in known.problems))
+
+
+def _traceback(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+def _tell(ending: Ending, error: BaseException, environ: Mapping[str, str]) -> None:
+    """Prints the ending, or leaves it to the launcher."""
+    rank = environ.get("RANK", "0")
+    if folder := environ.get(EXIT_DIR):
+        record = Path(folder) / f"rank-{rank}.json"
+        partial = record.with_suffix(".partial")
+        try:
+            partial.write_text(json.dumps({"exit_code": ending.exit_code, "text": ending.text}), encoding="utf-8")
+            partial.replace(record)
+            return
+        except OSError:
+            pass  # the launcher or the disk is gone: say it here
+    if rank == "0":
+        sys.stderr.write(ending.text)
+    elif not isinstance(error, ConfigError | Interrupted | KeyboardInterrupt):
+        sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in ending.text.splitlines()))
+    sys.stderr.flush()
+
+
+def _resource_error(error: BaseException) -> SwiftError | None:
+    """The ResourceError that a foreign exception amounts to."""
+    if _is_out_of_memory(error):
+        phase = _phase(error)
+        hint = LOWER.get(phase, LOWER["train"])
+        return ResourceError(f"memory: out of memory in phase {phase}: {_peak()}; lower {hint}")
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = str(error.filename or Path.cwd())
+        return ResourceError(f"disk: {where}: no space left, {_free_bytes(where)} bytes free; free some, or move it")
+    return None
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """MemoryError, any torch accelerator's OutOfMemoryError, and the CPU allocator's RuntimeError."""
+    if isinstance(error, MemoryError):
+        return True
+    if any(cls.__name__ == "OutOfMemoryError" for cls in type(error).__mro__):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def _phase(error: BaseException) -> str:
+    """The phase of the innermost frame of ours that belongs to one."""
+    phase = "start"
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        package = ".".join(frame.f_globals.get("__name__", "").split(".")[:2])
+        phase = PHASES.get(package, phase)
+    return phase
+
+
+def _peak() -> str:
+    """The most memory this process held, on the accelerator when there is one."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        return f"peak {torch.cuda.max_memory_allocated() / 2**20:.0f} MiB on {torch.cuda.get_device_name()}"
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20:.0f} MiB"
+
+
+def _free_bytes(path: str) -> int:
+    """Free bytes of the file system of `path`, which may not exist yet."""
+    folder = Path(path).absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def _reader_is_gone() -> bool:
+    """Whether stdout is a pipe that nobody reads any more."""
+    try:
+        descriptor = sys.stdout.fileno()
+    except (OSError, ValueError, AttributeError):
+        return False  # stdout is no file
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def _discard_stdout() -> None:
+    """Lets the interpreter's own flush at exit succeed."""
+    with Path(os.devnull).open("w", encoding="utf-8") as nothing:
+        os.dup2(nothing.fileno(), sys.stdout.fileno())

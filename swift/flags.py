@@ -1,0 +1,210 @@
+"""What one setting is: a dataclass field with a default, a type, and the text below it.
+
+    learning_rate: float | None = flag(above=0)
+    '''Peak learning rate.'''
+
+The annotation decides how a value is read: bool, int, float, str, `list[...]`, `dict`, `Literal` for choices,
+`| None` where the setting may be absent. The text under the field is its help; help, docs and schema read it
+from here and from nowhere else. The first sentence stands alone in short lists.
+
+Dataclasses of such fields sit beside the component that reads them; `swift.arguments` composes them.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import math
+import sys
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Kind = Literal["bool", "int", "float", "str", "dict"]
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The numbers a setting may have; None is no bound."""
+
+    above: float | None = None
+    at_least: float | None = None
+    below: float | None = None
+    at_most: float | None = None
+
+    def holds(self, number: float) -> bool:
+        """Whether `number` lies within the bounds."""
+        return (
+            math.isfinite(number)
+            and (self.above is None or number > self.above)
+            and (self.at_least is None or number >= self.at_least)
+            and (self.below is None or number < self.below)
+            and (self.at_most is None or number <= self.at_most)
+        )
+
+    def __str__(self) -> str:
+        bounds = {"above": self.above, "at least": self.at_least, "below": self.below, "at most": self.at_most}
+        return " and ".join(f"{words} {bound:g}" for words, bound in bounds.items() if bound is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Details:
+    """What a field says besides its type; see `flag`."""
+
+    aliases: tuple[str, ...] = ()
+    values: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    range: Range = Range()
+    group: str | None = None
+    everyday: bool = True
+    unset: str | None = None
+    needs: str | None = None
+    joins: bool = False
+
+
+def flag(
+    default: Any = None,
+    *,
+    aliases: Sequence[str] = (),
+    values: Mapping[str, str] | None = None,
+    above: float | None = None,
+    at_least: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+    group: str | None = None,
+    everyday: bool = True,
+    unset: str | None = None,
+    needs: str | None = None,
+    joins: bool = False,
+) -> Any:
+    """A field of an arguments dataclass.
+
+    Args:
+        default: the value without the flag; lists and dicts are copied for each instance.
+        aliases: other spellings of the name.
+        values: other spellings of values, in lower case -> the value.
+        above: exclusive lower bound of a number, or of each number of a list.
+        at_least: inclusive lower bound.
+        below: exclusive upper bound.
+        at_most: inclusive upper bound.
+        group: heading in the help; None means the class's `GROUP`.
+        everyday: whether the short help shows it.
+        unset: what a default of None means, in words.
+        needs: name of a switch (bool) without which the setting has no effect.
+        joins: values given under different spellings are concatenated instead of contradicting each other.
+    """
+    details = Details(
+        aliases=tuple(aliases),
+        values=dict(values or {}),
+        range=Range(above, at_least, below, at_most),
+        group=group,
+        everyday=everyday,
+        unset=unset,
+        needs=needs,
+        joins=joins,
+    )
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata={"flag": details})
+    return dataclasses.field(default=default, metadata={"flag": details})
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A setting as help, schema and the parser see it.
+
+    `choices` are the values of a `Literal`. `owner` is the dataclass that defines it.
+    """
+
+    name: str
+    kind: Kind
+    is_list: bool
+    optional: bool
+    choices: tuple[Any, ...]
+    default: Any
+    group: str
+    details: Details
+    owner: type
+
+    @property
+    def help(self) -> str:
+        """The text under the field, one paragraph."""
+        return help_texts(self.owner)[self.name]
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of the help."""
+        first, dot, _ = self.help.partition(". ")
+        return first + "." if dot else self.help
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """The canonical name, then the aliases."""
+        return (self.name, *self.details.aliases)
+
+
+@functools.cache
+def flags_of(cls: type) -> dict[str, Flag]:
+    """The settings of a dataclass and of its bases, by canonical name, in order of definition."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: _read(cls, field, hints[field.name]) for field in dataclasses.fields(cls)}
+
+
+@functools.cache
+def spellings_of(cls: type) -> dict[str, str]:
+    """Every spelling of every setting -> canonical name."""
+    return {spelling: flag.name for flag in flags_of(cls).values() for spelling in flag.spellings}
+
+
+def aliases_of(cls: type) -> dict[str, str]:
+    """The spellings that are not canonical -> canonical name."""
+    return {spelling: name for spelling, name in spellings_of(cls).items() if spelling != name}
+
+
+@functools.cache
+def help_texts(cls: type) -> dict[str, str]:
+    """The texts under the fields that `cls` itself defines, each joined to one line."""
+    tree = _module_tree(cls.__module__)
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
+    texts = {}
+    for field, text in zip(body, body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+            if isinstance(text.value, ast.Constant) and isinstance(text.value.value, str):
+                texts[field.target.id] = " ".join(text.value.value.split())
+    return texts
+
+
+@functools.cache
+def _module_tree(module: str) -> ast.Module:
+    path = sys.modules[module].__file__
+    assert path is not None, "arguments are defined in files"
+    return ast.parse(Path(path).read_text(encoding="utf-8"))
+
+
+def _read(cls: type, field: dataclasses.Field[Any], hint: Any) -> Flag:
+    details: Details = field.metadata.get("flag", Details())
+    owner = next(base for base in cls.__mro__ if field.name in base.__dict__.get("__annotations__", {}))
+    optional = False
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):  # Literal | None is still the former
+        members = [member for member in typing.get_args(hint) if member is not types.NoneType]
+        assert len(members) == 1, f"{field.name}: a setting has one type, or one type or None"
+        hint, optional = members[0], True
+    is_list = typing.get_origin(hint) is list
+    if is_list:
+        hint = typing.get_args(hint)[0]
+    choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+    kind = type(choices[0]) if choices else typing.get_origin(hint) or hint
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return Flag(
+        name=field.name,
+        kind=kind.__name__,
+        is_list=is_list,
+        optional=optional,
+        choices=choices,
+        default=default,
+        group=details.group or getattr(owner, "GROUP"),  # noqa: B009  # dataclasses have no such attribute by type
+        details=details,
+        owner=owner,
+    )

@@ -1,0 +1,83 @@
+"""Writing files so that a kill at any moment leaves the old content or the new, never half of it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from swift.errors import ResourceError
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextlib.contextmanager
+def disk_full_is_an_error(path: Path) -> Iterator[None]:
+    """Turn "no space left" into an error that names the free bytes.
+
+    Args:
+        path: what is being written; it, or its nearest existing parent, tells the file system.
+
+    Raises:
+        ResourceError: for ENOSPC and EDQUOT; any other OSError travels on.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_SPACE:
+            raise
+        free = shutil.disk_usage(existing_parent(path)).free
+        raise ResourceError(
+            f"disk: {path}: no space left ({free} bytes free); free some, lower --save_total_limit, "
+            "or choose another --output_dir"
+        ) from error
+
+
+def existing_parent(path: Path) -> Path:
+    """`path`, or the nearest folder above it that exists."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def fsync_file(path: Path) -> None:
+    """Wait until a file's content, or a folder's entries, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file by `text` (UTF-8) in one step: a reader sees the old content or the new.
+
+    Raises:
+        ResourceError: when the disk is full; the old content is then intact.
+    """
+    staging = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with disk_full_is_an_error(path):
+        try:
+            with staging.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            staging.replace(path)
+        finally:
+            staging.unlink(missing_ok=True)
+        fsync_file(path.parent)
+
+
+def write_json(path: Path, value: Any, *, indent: int | None = None) -> None:
+    """Replace a file by `value` as JSON in one step; floats come back bit for bit (NaN and inf too).
+
+    Raises:
+        ResourceError: when the disk is full.
+    """
+    write_text(path, json.dumps(value, indent=indent, ensure_ascii=False) + "\n")

@@ -1,0 +1,197 @@
+"""Files of one JSON object per line that survive a kill at any moment.
+
+A row reaches the file in a single write at its end, so a kill tears at most the last line. The writer cuts a torn
+last line off before it appends; the reader passes over it. Floats are written with as many digits as it takes to
+read the same float back; NaN and infinities, which JSON lacks, become null.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from swift.errors import ConfigError
+from swift.observability.files import disk_full_is_an_error
+
+_BLOCK_BYTES = 1 << 16
+
+
+def encode_row(row: Mapping[str, Any]) -> bytes:
+    """One line: JSON in UTF-8, ended by a newline.
+
+    Values that JSON does not know are written as what they stand for: a number with `.item()` as the number, a
+    set as a sorted list, anything else (a date, a path, a decimal) as its text.
+    """
+    try:
+        text = json.dumps(row, ensure_ascii=False, allow_nan=False, default=_plain)
+    except ValueError:
+        text = json.dumps(_finite(row), ensure_ascii=False, default=_plain)
+    try:
+        return text.encode() + b"\n"
+    except UnicodeEncodeError:  # a lone surrogate: escaped it can be written
+        return json.dumps(_finite(row), default=_plain).encode() + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=str)
+    if hasattr(value, "item"):
+        return _finite(value.item())
+    return str(value)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def repair(path: Path) -> int:
+    """Cut off a last line that a kill has torn.
+
+    Returns:
+        the number of bytes removed; 0 when the file is whole, empty or missing.
+    """
+    if not path.exists():
+        return 0
+    with path.open("rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        keep = _end_of_last_row(file, size)
+        if keep < size:
+            file.truncate(keep)
+            os.fsync(file.fileno())
+    return size - keep
+
+
+def _end_of_last_row(file: Any, size: int) -> int:
+    """The offset behind the last newline whose line is JSON."""
+    end = size
+    while end > 0:
+        start = _after_newline(file, end - 1)
+        file.seek(start)
+        line = file.read(end - start)
+        if line.endswith(b"\n") and _is_json(line):
+            return end
+        end = start
+    return 0
+
+
+def _after_newline(file: Any, end: int) -> int:
+    """The offset behind the last newline before `end`, or 0."""
+    while end > 0:
+        start = max(0, end - _BLOCK_BYTES)
+        file.seek(start)
+        found = file.read(end - start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        end = start
+    return 0
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:  # also a UnicodeDecodeError
+        return False
+    return True
+
+
+class JsonlWriter:
+    """Appends rows to a file; nothing exists on disk before the first row.
+
+    Args:
+        path: the file; its folder must exist by the first row.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor: int | None = None
+
+    def write(self, *rows: Mapping[str, Any]) -> None:
+        """Append rows in one write.
+
+        Raises:
+            ResourceError: when the disk is full.
+        """
+        data = b"".join(encode_row(row) for row in rows)
+        with disk_full_is_an_error(self.path):
+            if self._descriptor is None:
+                repair(self.path)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+                self._descriptor = os.open(self.path, flags, 0o644)
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+
+    def sync(self) -> None:
+        """Wait until all rows are on the disk."""
+        if self._descriptor is not None:
+            with disk_full_is_an_error(self.path):
+                os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Sync and close; a later `write` opens the file again."""
+        if self._descriptor is None:
+            return
+        try:
+            self.sync()
+        finally:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file; none when it does not exist. A torn last line is passed over.
+
+    Raises:
+        ConfigError: when a line other than a torn last one is not JSON; names file and line.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return  # torn, even where what is left is JSON: the writer cuts it off too
+            if not line.strip():
+                continue
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"{path}:{number}: {line[:60]!r}: not JSON; remove the line") from error
+
+
+def latest_attempts(rows: Iterable[Mapping[str, Any]], key: str = "step") -> list[dict[str, Any]]:
+    """The rows that count: for a step that several attempts went through, those of the highest attempt.
+
+    Rows of a step keep their order; steps ascend.
+
+    >>> latest_attempts([{"step": 4, "attempt": 1}, {"step": 5, "attempt": 1}, {"step": 5, "attempt": 2}])
+    [{'step': 4, 'attempt': 1}, {'step': 5, 'attempt': 2}]
+    """
+    by_step: dict[Any, list[dict[str, Any]]] = {}
+    for row in rows:
+        same_step = by_step.setdefault(row[key], [])
+        newest = same_step[0]["attempt"] if same_step else row["attempt"]
+        if row["attempt"] > newest:
+            same_step.clear()
+        if row["attempt"] >= newest:
+            same_step.append(dict(row))
+    return [row for step in sorted(by_step) for row in by_step[step]]
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The rows of a logging.jsonl or completions.jsonl that count, over all attempts."""
+    return latest_attempts(read_jsonl(path))
+
+
+def series(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    """Steps and values of one key, where it is a number."""
+    points = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
+    return [step for step, _ in points], [float(value) for _, value in points]

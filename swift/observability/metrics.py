@@ -1,0 +1,211 @@
+"""What an optimizer step measures, folded into what a log line says.
+
+Values are typed: a *mean* (weighted), a *max*, a *min* or a *sum*. Within a step, values of one name are folded by
+their type; `commit` ends the step and folds its values into the open window, in which means are averaged over the
+steps that had the value, maxima, minima and sums are taken over them; `flush` empties the window.
+
+The state is exact: running totals are plain floats whose text reads back to the same bits, and folding goes in the
+order of the calls. So a run that is resumed in the middle of a window logs the same numbers as one that was not,
+except those that measure time (`is_timing`). Not thread-safe: the trainer's thread calls it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Kind = Literal["mean", "max", "min", "sum"]
+
+OUTSIDE_STEP = ("eval", "save")
+"""Phases that are no part of a step's time."""
+
+
+def kind_of(name: str) -> Kind:
+    """The type of a value, by its name, where the caller does not give one.
+
+    `health/...` counts, so it is summed; `..._max` and `max_...` are maxima, `..._min` and `min_...` minima.
+    """
+    last = name.rsplit("/", 1)[-1]
+    if name.startswith("health/"):
+        return "sum"
+    if last.endswith("_max") or last.startswith("max_") or last == "max":
+        return "max"
+    if last.endswith("_min") or last.startswith("min_") or last == "min":
+        return "min"
+    return "mean"
+
+
+def is_timing(name: str) -> bool:
+    """Whether a logged value measures time and so differs between two runs of the same command."""
+    return name.startswith(("time/", "eval_time/")) or name in {"step_time", "tokens_per_s"}
+
+
+@dataclass(slots=True)
+class _Value:
+    """A folded value: `total` is the sum of value * weight (mean), the sum, the maximum or the minimum."""
+
+    kind: Kind
+    total: float
+    weight: float
+
+    def fold(self, total: float, weight: float) -> None:
+        if self.kind == "max":
+            self.total = _extreme(max, self.total, total)
+        elif self.kind == "min":
+            self.total = _extreme(min, self.total, total)
+        else:
+            self.total += total
+        self.weight += weight
+
+    @property
+    def result(self) -> float:
+        return self.total / self.weight if self.kind == "mean" else self.total
+
+
+def _extreme(choose: Callable[[float, float], float], a: float, b: float) -> float:
+    """Maximum or minimum; not a number stays not a number, so that it is seen."""
+    return math.nan if math.isnan(a) or math.isnan(b) else choose(a, b)
+
+
+class MetricStore:
+    """The values of the current step and of the open window.
+
+    Args:
+        clock: monotonic seconds; a test passes its own.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._step: dict[str, _Value] = {}
+        self._window: dict[str, _Value] = {}
+        self._phases: dict[str, float] = {}
+        self._timing = False
+        self._last_step: int | None = None
+        self._step_began = clock()
+
+    # --- collecting -----------------------------------------------------------------------------------------------
+
+    def add(self, name: str, value: float, *, weight: float = 1.0, kind: Kind | None = None) -> None:
+        """Fold a value into the current step.
+
+        Args:
+            name: as logged.
+            value: a number; NaN and infinities are kept.
+            weight: for means: how much the value counts. 0 is ignored.
+            kind: None means `kind_of(name)`.
+
+        Raises:
+            ValueError: for a negative weight, or a name that had another type before.
+        """
+        kind = kind or kind_of(name)
+        if weight < 0:
+            raise ValueError(f"{name}: weight {weight} is negative")
+        if weight == 0:
+            return
+        self._fold(self._step, name, kind, float(value) * weight if kind == "mean" else float(value), weight)
+
+    def add_many(self, values: Mapping[str, float], *, kind: Kind | None = None) -> None:
+        """Fold several values, each with weight 1."""
+        for name, value in values.items():
+            self.add(name, value, kind=kind)
+
+    @staticmethod
+    def _fold(into: dict[str, _Value], name: str, kind: Kind, total: float, weight: float) -> None:
+        known = into.get(name)
+        if known is None:
+            into[name] = _Value(kind, total, weight)
+        elif known.kind != kind:
+            raise ValueError(f"{name}: is a {known.kind} and cannot be a {kind} too")
+        else:
+            known.fold(total, weight)
+
+    # --- time ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def timer(self, phase: str) -> Iterator[None]:
+        """Count the seconds inside to `phase`; inside another timer they count to the outer phase only.
+
+        So phases never overlap, and what evaluation generates is time of "eval", not of "generate".
+        """
+        if self._timing:
+            yield
+            return
+        self._timing = True
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._timing = False
+            self.add_phase(phase, self._clock() - began)
+
+    def add_phase(self, phase: str, seconds: float) -> None:
+        """Count seconds that were measured elsewhere to a phase."""
+        self._phases[phase] = self._phases.get(phase, 0.0) + seconds
+
+    # --- steps and windows ----------------------------------------------------------------------------------------
+
+    def commit(self, step: int) -> dict[str, float]:
+        """End an optimizer step: its values join the window, with its `step_time` and `time/<phase>` in seconds.
+
+        Returns:
+            the step's own values.
+
+        Raises:
+            ValueError: when `step` does not follow the last one.
+        """
+        if self._last_step is not None and step <= self._last_step:
+            raise ValueError(f"step {step} was committed after step {self._last_step}")
+        now = self._clock()
+        outside = sum(self._phases.get(phase, 0.0) for phase in OUTSIDE_STEP)
+        self.add("step_time", max(0.0, now - self._step_began - outside))
+        for phase, seconds in self._phases.items():
+            self.add(f"time/{phase}", seconds, kind="mean")
+        values = {name: value.result for name, value in self._step.items()}
+        for name, value in self._step.items():
+            self._fold(self._window, name, value.kind, value.result, 1.0)
+        self._step, self._phases = {}, {}
+        self._last_step, self._step_began = step, now
+        return values
+
+    def flush(self) -> dict[str, float]:
+        """Empty the window: the values since the last flush, and `tokens_per_s` where `tokens/trained` is known."""
+        values = {name: value.result for name, value in self._window.items()}
+        self._window = {}
+        if values.get("step_time") and "tokens/trained" in values:
+            values["tokens_per_s"] = values["tokens/trained"] / values["step_time"]
+        return values
+
+    # --- state ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """A JSON-safe state: the current step, the open window and the time spent in the current step."""
+        return {
+            "step": _dump(self._step),
+            "window": _dump(self._window),
+            "phases": dict(self._phases),
+            "last_step": self._last_step,
+            "elapsed": self._clock() - self._step_began,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly after `state`."""
+        self._step, self._window = _load(state["step"]), _load(state["window"])
+        self._phases = {name: float(seconds) for name, seconds in state["phases"].items()}
+        self._last_step = state["last_step"]
+        self._step_began = self._clock() - float(state["elapsed"])
+
+
+def _dump(values: Mapping[str, _Value]) -> dict[str, list[Any]]:
+    return {name: [value.kind, _text(value.total), _text(value.weight)] for name, value in values.items()}
+
+
+def _text(number: float) -> float | str:
+    return number if math.isfinite(number) else repr(number)
+
+
+def _load(state: Mapping[str, Any]) -> dict[str, _Value]:
+    return {name: _Value(kind, float(total), float(weight)) for name, (kind, total, weight) in state.items()}

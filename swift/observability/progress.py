@@ -1,0 +1,162 @@
+"""What a person sees while a run goes on: a bar on a terminal, one line per log step anywhere else.
+
+Both show reward, completion length, speed, step time and the time left. Only rank 0 makes one of these.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
+
+_BAR_REFRESHES_PER_S = 4
+_BAR_WIDTH = 10
+_LEFT_WIDTH = len("59m59s left")
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration for people: 42s, 3m05s, 2h07m, 3d04h.
+
+    >>> format_seconds(185)
+    '3m05s'
+    """
+    whole = max(0, round(seconds))
+    for unit, smaller, size, part in (("d", "h", 86400, 3600), ("h", "m", 3600, 60), ("m", "s", 60, 1)):
+        if whole >= size:
+            return f"{whole // size}{unit}{whole % size // part:02d}{smaller}"
+    return f"{whole}s"
+
+
+def status(logs: Mapping[str, float]) -> str:
+    """The chosen few of a log line's values, those that are there: reward, length, tok/s, step time."""
+    parts = []
+    if "reward" in logs:
+        spread = f"±{logs['reward_std']:.2f}" if "reward_std" in logs else ""
+        parts.append(f"reward {logs['reward']:.3f}{spread}")
+    elif "loss" in logs:
+        parts.append(f"loss {logs['loss']:.4f}")
+    for key, text in (
+        ("completions/mean_length", "len {:.0f}"),
+        ("tokens_per_s", "{:.0f} tok/s"),
+        ("step_time", "{:.2f} s/step"),
+    ):
+        if key in logs:
+            parts.append(text.format(logs[key]))
+    return " | ".join(parts)
+
+
+class Progress:
+    """Shows how far a run is.
+
+    Args:
+        max_steps: the step at which the run ends.
+        start_step: steps already done.
+        stream: where to write; None means stderr.
+        terminal: draw a bar; None asks the stream whether it is a terminal.
+        record: gets every line that stays on the screen, for the log file.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        max_steps: int,
+        *,
+        start_step: int = 0,
+        stream: TextIO | None = None,
+        terminal: bool | None = None,
+        record: Callable[[str], None] = lambda line: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_steps = max_steps
+        self._start_step = start_step
+        self._step = start_step
+        self._stream = stream or sys.stderr
+        self._record = record
+        self._clock = clock
+        self._began = clock()
+        self._status = ""
+        is_terminal = self._stream.isatty() if terminal is None else terminal
+        self._bar: Any = None
+        self._task: Any = None
+        if is_terminal:
+            self._bar, self._task = self._make_bar()
+
+    def _make_bar(self) -> tuple[Any, Any]:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.progress import Progress as RichProgress
+        from rich.table import Column
+
+        def fixed(width: int) -> Column:  # on a narrow terminal the status is cut, the count and the time are not
+            return Column(no_wrap=True, min_width=width)
+
+        bar = RichProgress(
+            BarColumn(bar_width=_BAR_WIDTH, table_column=fixed(_BAR_WIDTH)),
+            MofNCompleteColumn(table_column=fixed(2 * len(str(self._max_steps)) + 1)),
+            TextColumn("{task.fields[status]}", markup=False, table_column=Column(no_wrap=True)),
+            TextColumn("{task.fields[left]}", table_column=fixed(_LEFT_WIDTH)),
+            console=Console(file=self._stream, force_terminal=True),
+            refresh_per_second=_BAR_REFRESHES_PER_S,
+            transient=False,
+        )
+        task = bar.add_task("", total=self._max_steps, completed=self._start_step, status="", left="")
+        bar.start()
+        return bar, task
+
+    def line(self, text: str) -> None:
+        """Show a line that stays, above the bar: the plan, a note, a warning."""
+        self._record(text)
+        self._print(text)
+
+    def _print(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def warn(self, text: str) -> None:
+        """Show a warning."""
+        self.line(f"swift: warning: {text}")
+
+    def advance(self, step: int) -> None:
+        """An optimizer step is done."""
+        self._step = step
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, left=self._left(), status=self._status)
+
+    def log(self, step: int, logs: Mapping[str, float]) -> None:
+        """The values of a log step: into the bar, or as a line of their own; evaluation always is a line.
+
+        Args:
+            step: optimizer steps done.
+            logs: as in logging.jsonl.
+        """
+        self._step = max(self._step, step)
+        evaluation = {key.removeprefix("eval_"): value for key, value in logs.items() if key.startswith("eval_")}
+        if evaluation:
+            self.line(f"step {step}/{self._max_steps} | evaluation | {status(evaluation)}")
+            return
+        text = status(logs)
+        if not text:
+            return
+        self._status = text
+        line = " | ".join(part for part in (f"step {step}/{self._max_steps}", text, self._left()) if part)
+        self._record(line)
+        if self._bar is None:
+            self._print(line)
+        else:
+            self._bar.update(self._task, completed=step, status=text, left=self._left())
+
+    def _left(self) -> str:
+        done = self._step - self._start_step
+        if done <= 0 or self._step >= self._max_steps:
+            return ""
+        seconds = (self._clock() - self._began) / done * (self._max_steps - self._step)
+        return f"{format_seconds(seconds)} left"
+
+    def close(self) -> None:
+        """Leave the bar as it is and give the terminal back; a second call does nothing."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None

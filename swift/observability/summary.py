@@ -1,0 +1,115 @@
+"""The last words of a run: what it reached, where its time went, where everything lies, how to go on. Pure text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from swift.observability.jsonl import series
+from swift.observability.progress import format_seconds
+
+_PHASES = ("generate", "reward", "train", "sync")
+_FILES = (
+    ("logging.jsonl", "all numbers"),
+    ("completions.jsonl", "all completions"),
+    ("images", "curves"),
+    ("runs", "TensorBoard"),
+    ("logs", "log files"),
+)
+
+
+def summarise(
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    run_dir: Path,
+    best_checkpoint: Path | None = None,
+    last_checkpoint: Path | None = None,
+    resume_command: str | None = None,
+) -> str:
+    """The summary shown when a run ends.
+
+    Args:
+        rows: of logging.jsonl, those that count.
+        run_dir: the run's folder; only what exists in it is listed.
+        best_checkpoint: by the metric the run was told to watch.
+        last_checkpoint: the newest.
+        resume_command: how to continue an interrupted run; None when it is done.
+
+    Returns:
+        several lines without an end of line at the end.
+    """
+    parts = [_headline(rows), *_rewards(rows), *_time_table(rows), *_places(run_dir, best_checkpoint, last_checkpoint)]
+    if resume_command:
+        parts += ["", "To continue:", f"  {resume_command}"]
+    return "\n".join(parts)
+
+
+def _headline(rows: Sequence[Mapping[str, Any]]) -> str:
+    steps, _ = series(rows, "step")
+    _, totals = series(rows, "max_steps")
+    if not steps:
+        return "No step was logged."
+    of = f" of {totals[-1]:.0f}" if totals else ""
+    return f"Steps logged: up to {steps[-1]}{of}"
+
+
+def _rewards(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """First, last and best value of the reward, of each function and of the evaluation."""
+    names = [key for key in ("reward", "eval_reward") if any(key in row for row in rows)]
+    names += dict.fromkeys(k for row in rows for k in row if k.startswith("rewards/") and k.endswith("/mean"))
+    if not names:
+        return []
+    labels = {name: name.removeprefix("rewards/").removesuffix("/mean") for name in names}
+    width = max(len(label) for label in labels.values())
+    lines = ["", f"{'':{width}}  {'first':>8}  {'last':>8}  {'best':>8}"]
+    for name in names:
+        steps, values = series(rows, name)
+        if values:
+            best = max(range(len(values)), key=values.__getitem__)
+            row = f"{labels[name]:{width}}  {values[0]:8.4f}  {values[-1]:8.4f}  {values[best]:8.4f}"
+            lines.append(f"{row}  (step {steps[best]})")
+    return lines
+
+
+def _time_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Mean seconds per step by phase, with shares, and tokens per second."""
+    timed = [row for row in rows if isinstance(row.get("step_time"), int | float)]
+    if not timed:
+        return []
+    per_step = sum(row["step_time"] for row in timed) / len(timed)
+    lines = ["", "time per step"]
+    known = 0.0
+    for phase in _PHASES:
+        _, seconds = series(timed, f"time/{phase}")
+        if seconds:
+            mean = sum(seconds) / len(timed)
+            known += mean
+            lines.append(_time_line(phase, mean, per_step))
+    lines.append(_time_line("other", max(0.0, per_step - known), per_step))
+    lines.append(f"  {'all':<9} {per_step:8.3f} s")
+    speeds = [row for row in timed if isinstance(row.get("tokens/trained"), int | float)]
+    seconds_of_speeds = sum(row["step_time"] for row in speeds)
+    if seconds_of_speeds > 0:
+        speed = sum(row["tokens/trained"] for row in speeds) / seconds_of_speeds
+        lines.append(f"  {speed:.0f} trained tokens per second")
+    return lines
+
+
+def _time_line(phase: str, seconds: float, all_seconds: float) -> str:
+    share = seconds / all_seconds if all_seconds else 0.0
+    return f"  {phase:<9} {seconds:8.3f} s  {share:4.0%}"
+
+
+def _places(run_dir: Path, best: Path | None, last: Path | None) -> list[str]:
+    lines = ["", f"Everything lies in {run_dir}"]
+    if last is not None:
+        lines.append(f"  {last.name:<18} last checkpoint")
+    if best is not None:
+        lines.append(f"  {best.name:<18} best checkpoint")
+    return lines + [f"  {name:<18} {what}" for name, what in _FILES if (run_dir / name).exists()]
+
+
+def elapsed_line(seconds: float, steps: int) -> str:
+    """How long this attempt took, for the line above the summary."""
+    return f"{steps} steps in {format_seconds(seconds)}"

@@ -1,0 +1,125 @@
+"""Imports users' plugin files.
+
+Every file becomes a module of its own, under a name made from its path, so two files called `plugin.py`
+live side by side. Its folder is appended to `sys.path`, so a plugin can import its neighbours. Whatever
+goes wrong inside a plugin is reported with the file, the line and the last line of the exception.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from swift.errors import ConfigError, join_problems, nearest
+from swift.plugin.registry import orms
+
+logger = logging.getLogger("swift.plugin")
+
+_loaded: dict[str, dict[str, Any]] = {}  # module name -> what the plugin registered
+
+
+def load_external_plugins(paths: Sequence[str | Path]) -> list[ModuleType]:
+    """Imports the plugin files in order and registers what they define.
+
+    A file that this process has imported before is not run again; its entries are registered anew.
+
+    Args:
+        paths: `.py` files, relative to the working folder.
+
+    Returns:
+        One module per distinct file.
+
+    Raises:
+        ConfigError: with one problem per file that is missing, is no Python file, has a syntax error,
+            raises while it is imported or registers a name of another plugin.
+    """
+    modules: dict[Path, ModuleType] = {}
+    owners: dict[str, str] = {}
+    problems: list[str] = []
+    for given in paths:
+        path = Path(given).expanduser().resolve()
+        if path in modules:
+            logger.warning("note: --external_plugins: %s: given twice, loaded once", given)
+            continue
+        problem = _file_problem(path, str(given))
+        if problem:
+            problems.append(problem)
+            continue
+        try:
+            modules[path] = _load(path, str(given))
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        for name in _loaded[module_name(path)]:
+            if owners.setdefault(name, str(given)) != str(given):
+                problems.append(
+                    f"--external_plugins: {given}: registers {name!r}, which {owners[name]} registers too; "
+                    f"rename one of them"
+                )
+    join_problems(problems)
+    return list(modules.values())
+
+
+def module_name(path: Path) -> str:
+    """The name under which the plugin at the absolute `path` is imported: readable and unique."""
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:12]
+    stem = "".join(char if char.isalnum() else "_" for char in path.stem)
+    return f"swift_plugin_{stem}_{digest}"
+
+
+def _file_problem(path: Path, given: str) -> str | None:
+    if path.is_file():
+        return None if path.suffix == ".py" else f"--external_plugins: {given}: not a .py file"
+    if path.is_dir():
+        return f"--external_plugins: {given}: a folder; name the .py file in it"
+    neighbours = [item.name for item in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    near = nearest(path.name, neighbours)
+    if near:
+        where = f"nearest: {', '.join(str(Path(given).parent / name) for name in near)}"
+    elif path.parent.is_dir():
+        where = f"looked in {path.parent}"
+    else:
+        where = f"the folder {path.parent} does not exist either"
+    return f"--external_plugins: {given}: no such file; {where}"
+
+
+def _load(path: Path, given: str) -> ModuleType:
+    name = module_name(path)
+    if name in sys.modules:
+        with orms.registering(given):
+            orms.update(_loaded[name])
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"--external_plugins: {given}: Python cannot import this file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    try:
+        with orms.registering(given) as entries:
+            spec.loader.exec_module(module)
+        _loaded[name] = entries
+    except ConfigError:
+        del sys.modules[name]
+        raise
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise ConfigError(_import_problem(error, path, given)) from error
+    return module
+
+
+def _import_problem(error: BaseException, path: Path, given: str) -> str:
+    last_line = traceback.format_exception_only(error)[-1].strip()
+    if isinstance(error, SyntaxError):
+        return f"--external_plugins: {error.filename or given}:{error.lineno}: {last_line}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    line = f":{lines[-1]}" if lines else ""
+    return f"--external_plugins: {given}{line}: raised while it was imported: {last_line}"

@@ -1,0 +1,103 @@
+"""Settings of rewards: which functions and models judge, with which weight, for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from swift.flags import flag
+
+
+@dataclass(kw_only=True)
+class RewardArguments:
+    """Reward functions, reward models, and the settings of the built-in ones."""
+
+    GROUP: ClassVar[str] = "Reward"
+
+    reward_funcs: list[str] = flag([])
+    """Reward functions by name: accuracy, format, format_strict, cosine, repetition, soft_overlong,
+    reasoning_gym, react_format, or names that `--external_plugins` register."""
+
+    reward_model: list[str] = flag([])
+    """Reward models: folders or hub ids of sequence-classification models with one label. They come after the
+    functions in `--reward_weights`."""
+
+    reward_weights: list[float] = flag([], unset="1.0 for each")
+    """One weight per reward function and model, in the order given; empty means 1.0 each."""
+
+    external_plugins: list[str] = flag([], aliases=("custom_register_path",), joins=True)
+    """Python files that register reward functions."""
+
+    reward_model_type: list[str] = flag([], everyday=False)
+    """Architecture of each reward model; empty means read from its config."""
+
+    reward_model_revision: list[str] = flag([], everyday=False)
+    """Revision of each reward model."""
+
+    reward_adapters: list[str] = flag([], everyday=False)
+    """LoRA adapter of each reward model."""
+
+    reward_timeout: float = flag(30.0, above=0)
+    """Seconds for one call of a reward function; then its worker is killed and replaced."""
+
+    reward_workers: int | None = flag(at_least=1, aliases=("reward_num_workers",), everyday=False)
+    """Processes per node that run reward functions."""
+
+    cosine_min_len_value_wrong: float = flag(-0.5, everyday=False)
+    """cosine: reward of a wrong answer of length 0."""
+
+    cosine_max_len_value_wrong: float = flag(0.0, everyday=False)
+    """cosine: reward of a wrong answer of length cosine_max_len."""
+
+    cosine_min_len_value_correct: float = flag(1.0, everyday=False)
+    """cosine: reward of a right answer of length 0."""
+
+    cosine_max_len_value_correct: float = flag(0.5, everyday=False)
+    """cosine: reward of a right answer of length cosine_max_len."""
+
+    cosine_max_len: int | None = flag(at_least=1, everyday=False)
+    """cosine: length in tokens at which the reward stops changing."""
+
+    repetition_n_grams: int = flag(3, at_least=1, everyday=False)
+    """repetition: words per n-gram."""
+
+    repetition_max_penalty: float = flag(-1.0, at_most=0, everyday=False)
+    """repetition: reward of a text that only repeats itself."""
+
+    soft_max_length: int | None = flag(at_least=1, everyday=False)
+    """soft_overlong: length in tokens from which the reward is -1."""
+
+    soft_cache_length: int | None = flag(at_least=1, everyday=False)
+    """soft_overlong: tokens before soft_max_length over which the reward falls from 0 to -1. Required by
+    soft_overlong; DAPO (arXiv:2503.14476) uses a fifth of the length."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with these settings, one line each."""
+        if not self.reward_funcs and not self.reward_model:
+            yield "--reward_funcs: none: nothing to score completions with; give --reward_funcs or --reward_model"
+        rewards = [*self.reward_funcs, *self.reward_model]
+        if self.reward_weights and len(self.reward_weights) != len(rewards):
+            weights = " ".join(f"{weight:g}" for weight in self.reward_weights)
+            yield (
+                f"--reward_weights: {weights}: {len(self.reward_weights)} weights for {len(rewards)} rewards; "
+                f"need {len(rewards)}: {' '.join(rewards) or 'none'}"
+            )
+        longest = self.soft_max_length
+        if "soft_overlong" in self.reward_funcs and self.soft_cache_length is None:
+            yield (
+                f"--soft_cache_length: none: soft_overlong needs it, above 0 and below --soft_max_length {longest}; "
+                f"e.g. --soft_cache_length {max(1, (longest or 0) // 5)}"
+            )
+        elif self.soft_cache_length is not None and longest is not None and self.soft_cache_length >= longest:
+            yield (
+                f"--soft_cache_length: {self.soft_cache_length}: must be below --soft_max_length {longest}; "
+                f"e.g. --soft_cache_length {max(1, longest // 5)}"
+            )
+        for name in ("reward_model_type", "reward_model_revision", "reward_adapters"):
+            given = getattr(self, name)
+            if given and len(given) != len(self.reward_model):
+                yield (
+                    f"--{name}: {' '.join(given)}: {len(given)} values for {len(self.reward_model)} reward models; "
+                    f"one per --reward_model"
+                )

@@ -1,0 +1,248 @@
+"""What a registry entry is, what it needs, and what it may return: decided by signatures alone.
+
+Pure functions, no processes. The trainer uses them to refuse a wrong set-up before any model loads; the
+workers use them to build the entries and to call them.
+
+    entry -> Signature (what may be passed) -> construct (class to instance) -> keywords_for (one call)
+          -> read_values (the result, checked)
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from swift.errors import ConfigError, nearest
+
+KEYWORDS = (
+    "messages",
+    "prompt_id",
+    "group_id",
+    "request_id",
+    "finish_reason",
+    "is_truncated",
+    "response_token_ids",
+    "trainer_state",
+)
+"""Keywords of every call beside the columns: reserved names, a column must not be called so."""
+
+PRIVATE_KEYWORDS = ("prompt_opens_think",)
+"""Passed only to functions that name them: an open `**kwargs` does not receive them."""
+
+SCOPES = ("sample", "group", "batch")
+
+_SYNONYMS = ("solution", "answer", "gold", "ground_truth", "label", "target", "output", "response")
+
+
+class ContractBroken(Exception):
+    """A reward function returned something that is not one number or None per completion."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """How an entry is called.
+
+    Attributes:
+        name: as registered.
+        where: "file.py:12", for messages.
+        scope: "sample", "group" or "batch".
+        is_async: whether a call is awaited.
+        without_self: a class whose `__call__` forgot `self`; called like a static method.
+        accepted: keywords that can be passed by name.
+        required: those of them without a default.
+        open: whether the function takes any keyword (`**kwargs`).
+    """
+
+    name: str
+    where: str
+    scope: str
+    is_async: bool
+    without_self: bool
+    accepted: frozenset[str]
+    required: tuple[str, ...]
+    open: bool
+
+
+def signature_of(name: str, entry: Any) -> Signature:
+    """Reads the signature of a registry entry without building it.
+
+    Raises:
+        ConfigError: for an entry that cannot be called with completions, or an unknown `scope`.
+    """
+    function, skip, without_self = _call_target(name, entry)
+    where = location(entry)
+    scope = getattr(entry, "scope", "sample")
+    if scope not in SCOPES:
+        raise ConfigError(f"reward function {name}: scope {scope!r} ({where}): valid: {', '.join(SCOPES)}")
+    parameters = list(inspect.signature(function).parameters.values())[skip:]
+    if not parameters or parameters[0].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
+        raise ConfigError(f"reward function {name}: {where}: takes no completions; define (completions, **kwargs)")
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    rest = [item for item in parameters[1:] if item.kind in named]
+    return Signature(
+        name=name,
+        where=where,
+        scope=scope,
+        is_async=inspect.iscoroutinefunction(inspect.unwrap(function)),
+        without_self=without_self,
+        accepted=frozenset(item.name for item in rest),
+        required=tuple(item.name for item in rest if item.default is inspect.Parameter.empty),
+        open=any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters),
+    )
+
+
+def _call_target(name: str, entry: Any) -> tuple[Callable[..., Any], int, bool]:
+    """The function behind an entry, how many leading parameters are bound, and whether `self` is missing."""
+    if inspect.isfunction(entry) or inspect.ismethod(entry) or inspect.isbuiltin(entry):
+        return entry, 0, False
+    owner = entry if inspect.isclass(entry) else type(entry)
+    call = next((base.__dict__["__call__"] for base in owner.__mro__ if "__call__" in base.__dict__), None)
+    if call is None:
+        raise ConfigError(
+            f"reward function {name}: {location(entry)}: {owner.__name__} cannot be called; define __call__"
+        )
+    if isinstance(call, staticmethod | classmethod):
+        return call.__func__, int(isinstance(call, classmethod)), False
+    if not inspect.isfunction(call):
+        return entry, 0, False
+    first = next(iter(inspect.signature(call).parameters), None)
+    without_self = first == "completions"
+    return call, 0 if without_self else 1, without_self
+
+
+def location(entry: Any) -> str:
+    """Where an entry is defined: "file.py:12", or its type's name when it has no source."""
+    target = entry if inspect.isclass(entry) or inspect.isfunction(entry) else type(entry)
+    try:
+        file, line = inspect.getsourcefile(target), inspect.getsourcelines(target)[1]
+    except (OSError, TypeError):
+        return getattr(target, "__qualname__", str(target))
+    return f"{file}:{line}"
+
+
+def constructor_arguments(name: str, entry: type, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """What a class is built with: by parameter name, from the flags.
+
+    `args` and `tokenizer` map to themselves (`ARGS`, `TOKENIZER`); the caller puts the objects in.
+
+    Raises:
+        ConfigError: for a parameter that is no flag and has no default.
+    """
+    if entry.__init__ is object.__init__:  # type: ignore[misc]
+        return {}
+    chosen: dict[str, Any] = {}
+    for parameter in list(inspect.signature(entry.__init__).parameters.values())[1:]:  # type: ignore[misc]
+        if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+            continue
+        if parameter.name == "args":
+            chosen["args"] = ARGS
+        elif parameter.name == "tokenizer":
+            chosen["tokenizer"] = TOKENIZER
+        elif parameter.name in flags:
+            chosen[parameter.name] = flags[parameter.name]
+        elif parameter.default is inspect.Parameter.empty:
+            raise ConfigError(
+                f"reward function {name}: {entry.__name__} ({location(entry)}): parameter "
+                f"{parameter.name!r} is no flag of this run and has no default; give it a default, or take args"
+            )
+    return chosen
+
+
+ARGS = object()
+TOKENIZER = object()
+
+
+def construct(entry: type, chosen: Mapping[str, Any], args: Any, tokenizer: Callable[[], Any]) -> Any:
+    """Builds `entry` with the result of `constructor_arguments`; `tokenizer` is called only if wanted."""
+    values = dict(chosen)
+    if "args" in values:
+        values["args"] = args
+    if "tokenizer" in values:
+        values["tokenizer"] = tokenizer()
+    positional = [
+        values.pop(item.name)
+        for item in inspect.signature(entry.__init__).parameters.values()  # type: ignore[misc]
+        if item.kind is inspect.Parameter.POSITIONAL_ONLY and item.name in values
+    ]
+    return entry(*positional, **values)
+
+
+def missing_columns(signature: Signature, columns: Collection[str]) -> list[str]:
+    """One problem per required parameter that is neither a column nor a keyword."""
+    known = {*columns, *KEYWORDS, *PRIVATE_KEYWORDS}
+    return [_missing(signature, name, columns) for name in signature.required if name not in known]
+
+
+def _missing(signature: Signature, name: str, columns: Collection[str]) -> str:
+    seen = ", ".join(sorted(columns)) or "none"
+    candidates = nearest(name, columns) or [item for item in _SYNONYMS if item in columns]
+    source = (
+        candidates[0]
+        if name not in _SYNONYMS
+        else next((item for item in _SYNONYMS if item in columns), candidates[0] if candidates else None)
+        if candidates
+        else None
+    )
+    fix = f'--columns \'{{"{source or "<your column>"}":"{name}"}}\''
+    return (
+        f"--reward_funcs: {signature.name}: needs the column {name!r} ({signature.where}), which the dataset "
+        f"does not have; columns seen: {seen}; rename one with {fix}"
+    )
+
+
+def reserved_columns(columns: Collection[str]) -> list[str]:
+    """One problem per column that carries the name of a keyword of the calls."""
+    return [
+        f"--dataset: column {name!r}: this name is reserved for reward functions; "
+        f'rename it with --columns \'{{"{name}":"my_{name}"}}\''
+        for name in sorted(columns)
+        if name in KEYWORDS
+    ]
+
+
+def keywords_for(signature: Signature, available: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of `available` that the function accepts."""
+    return {
+        name: value
+        for name, value in available.items()
+        if name in signature.accepted or (signature.open and name not in PRIVATE_KEYWORDS)
+    }
+
+
+def read_values(result: Any, count: int) -> list[float | None]:
+    """The returned values as floats; NaN and infinities stay as they are, for the caller to judge.
+
+    Args:
+        result: a list, tuple, array or tensor with one entry per completion: a number, bool, 0-d array or
+            tensor, or None.
+        count: number of completions.
+
+    Raises:
+        ContractBroken: wrong length or type, with what was seen.
+    """
+    if isinstance(result, str | bytes | Mapping) or not hasattr(result, "__len__"):
+        raise ContractBroken(f"returned {type(result).__name__}, not one value per completion")
+    if getattr(result, "shape", None) == ():
+        raise ContractBroken(f"returned one value for {count} completions")
+    if len(result) != count:
+        raise ContractBroken(f"returned {len(result)} values for {count} completions")
+    return [_read_value(item, index) for index, item in enumerate(result)]
+
+
+def _read_value(item: Any, index: int) -> float | None:
+    if item is None:
+        return None
+    if isinstance(item, str | bytes | complex):
+        raise ContractBroken(f"entry {index} is {item!r:.80}, not a number or None")
+    shape: Sequence[int] = getattr(item, "shape", ())
+    if len(shape):
+        raise ContractBroken(f"entry {index} has shape {tuple(shape)}, not a single number")
+    try:
+        return float(item)
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError):
+        raise ContractBroken(f"entry {index} is a {type(item).__name__}, not a number or None") from None

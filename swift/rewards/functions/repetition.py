@@ -1,0 +1,45 @@
+"""A penalty for saying the same thing again (arXiv:2502.03373)."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from swift.plugin.registry import ORM
+
+# Scripts written without spaces: Chinese characters, Hiragana, Katakana (also half width).
+_WORD = re.compile(
+    r"[\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003134f]"
+    r"|[^\s\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff66-\uff9f"
+    r"\U00020000-\U0003134f]+"
+)
+
+
+def words(text: str) -> list[str]:
+    """Lower-case words by whitespace; a run of Chinese or Japanese script is one word per character."""
+    return _WORD.findall(text.lower())
+
+
+class RepetitionPenalty(ORM):
+    """p (1 - distinct N-grams / N-grams); 0 for a text of fewer than N words.
+
+    Args:
+        repetition_n_grams: N, in words.
+        repetition_max_penalty: p, the value approached by a text that only repeats itself.
+    """
+
+    def __init__(self, repetition_n_grams: int = 3, repetition_max_penalty: float = -1.0) -> None:
+        super().__init__()
+        self.n_grams = repetition_n_grams
+        self.max_penalty = repetition_max_penalty
+
+    def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+        """One reward per completion."""
+        return [self._score(words(text)) for text in completions]
+
+    def _score(self, tokens: list[str]) -> float:
+        count = len(tokens) - self.n_grams + 1
+        if count < 1:
+            return 0.0
+        distinct = len({tuple(tokens[start : start + self.n_grams]) for start in range(count)})
+        return self.max_penalty * (1.0 - distinct / count)

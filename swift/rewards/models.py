@@ -1,0 +1,308 @@
+"""Reward models: sequence-classification heads with one label, asked for a score of prompt + completion.
+
+They live in the trainer's process, are never trained, and run in evaluation mode without gradients. A chat
+is rendered with the model's own template and tokenizer, exactly as its template writes a finished
+conversation; an end token is added only where the template writes none. Chats longer than the model's
+context lose tokens on the left, and are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swift.errors import ConfigError, join_problems
+from swift.rewards.catalogue import model_names
+from swift.types import RolloutGroup
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_BATCH_ROWS = 64
+MAX_BATCH_TOKENS = 16_384
+_END_TOKENS = 2  # an end token and what a template may write behind it, such as a newline
+
+
+@dataclass(frozen=True)
+class RewardModelSource:
+    """Where one reward model is: its folder, an adapter on top or None, and its name in metrics."""
+
+    name: str
+    folder: Path
+    adapter: Path | None
+
+
+def find_reward_models(args: Any) -> list[RewardModelSource]:
+    """Resolves and checks `reward_model` before anything heavy is loaded (configs are read, no weights).
+
+    Args:
+        args: with `reward_model`, `reward_model_revision`, `reward_adapters` (lists), `use_hf`.
+
+    Raises:
+        ConfigError: unknown folders, more than one label, a causal model without a score head, a number of
+            revisions or adapters that differs from the number of models.
+        ResourceError: a hub's client package is not installed.
+    """
+    from swift.models.source import adapter_folder, find_folder
+
+    models = [str(model) for model in getattr(args, "reward_model", None) or []]
+    revisions = _one_per_model(args, "reward_model_revision", models)
+    adapters = _one_per_model(args, "reward_adapters", models)
+    found, problems = [], []
+    for name, model, revision, adapter in zip(model_names(models), models, revisions, adapters, strict=True):
+        try:
+            folder = find_folder(
+                model, flag="--reward_model", use_hf=bool(getattr(args, "use_hf", False)), revision=revision
+            )
+            top = adapter_folder(adapter) if adapter else None
+            _check_head(model, folder, top)
+            found.append(RewardModelSource(name, folder, top))
+        except ConfigError as error:
+            problems += error.problems
+    join_problems(problems)
+    return found
+
+
+def _one_per_model(args: Any, flag: str, models: Sequence[str]) -> list[str | None]:
+    given = list(getattr(args, flag, None) or [])
+    if given and len(given) != len(models):
+        raise ConfigError(
+            f"--{flag}: {' '.join(map(str, given))}: {len(given)} given for {len(models)} reward models; "
+            f"give one per model"
+        )
+    return [str(item) if item else None for item in given] or [None] * len(models)
+
+
+def _check_head(model: str, folder: Path, adapter: Path | None) -> None:
+    from swift.models.source import read_json
+
+    config = read_json(folder / "config.json")
+    architecture = (config.get("architectures") or ["unknown"])[0]
+    if adapter is not None and read_json(adapter / "adapter_config.json").get("task_type") == "SEQ_CLS":
+        return  # the adapter brings the head; its shape is checked when it is loaded
+    if "ForSequenceClassification" not in architecture and "RewardModel" not in architecture:
+        raise ConfigError(
+            f"--reward_model: {model}: {architecture} has no score head; give a sequence-classification model "
+            f"with one label (a causal model cannot score)"
+        )
+    labels = _num_labels(config)
+    if labels != 1:
+        raise ConfigError(
+            f"--reward_model: {model}: its head has {labels} labels; a reward model needs exactly one "
+            f"(num_labels 1 in config.json)"
+        )
+
+
+def _num_labels(config: dict[str, Any]) -> int:
+    """As transformers reads a config: two labels unless it says otherwise."""
+    if config.get("id2label"):
+        return len(config["id2label"])
+    return int(config.get("num_labels") or 2)
+
+
+class RewardModel:
+    """One scalar head with its own tokenizer and chat template.
+
+    Args:
+        source: from `find_reward_models`.
+        device: where it computes.
+        dtype: of its weights.
+        trust_remote_code: whether code from its repository may run.
+
+    Raises:
+        ConfigError: weights or tokenizer that cannot be loaded, or no chat template.
+    """
+
+    def __init__(
+        self,
+        source: RewardModelSource,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        trust_remote_code: bool = False,
+    ) -> None:
+        from swift.models.template import Template
+        from swift.models.tokenizer import read_tokenizer
+
+        self.name = source.name
+        self.num_truncated = 0
+        """Chats cut on the left so far."""
+        tokenizer = read_tokenizer(source.folder, trust_remote_code=trust_remote_code)
+        if not tokenizer.chat_template:
+            raise ConfigError(
+                f"--reward_model: {source.folder}: its tokenizer has no chat template, so prompts and "
+                f"completions cannot be rendered for it; add chat_template.jinja to the folder"
+            )
+        self._tokenizer = tokenizer
+        self._template = Template(tokenizer)
+        self._model = _load(source, dtype, trust_remote_code).to(device)
+        self._device = device
+        self._max_tokens = _context(self._model.config, tokenizer)
+        self._padding = getattr(_text_config(self._model.config), "pad_token_id", None)
+
+    def score(self, chats: Sequence[Sequence[dict[str, Any]]]) -> list[float]:
+        """One score per chat; each chat ends with the assistant's turn."""
+        rows = [self.encode(chat) for chat in chats]
+        scores = [0.0] * len(rows)
+        # Without a pad token the head reads the last position, so rows cannot share a padded batch.
+        max_rows = 1 if self._padding is None else MAX_BATCH_ROWS
+        for indexes in batches([len(row) for row in rows], max_rows, MAX_BATCH_TOKENS):
+            values = self._forward([rows[index] for index in indexes])
+            for index, value in zip(indexes, values, strict=True):
+                scores[index] = value
+        return scores
+
+    def encode(self, chat: Sequence[dict[str, Any]]) -> list[int]:
+        """Token ids of a finished chat, at most the model's context, cut on the left and counted."""
+        ids = list(self._tokenizer(self._template.render(chat), add_special_tokens=False)["input_ids"])
+        if not set(ids[-_END_TOKENS:]) & set(self._template.stop_token_ids):
+            ids.append(int(self._tokenizer.eos_token_id))
+        if len(ids) > self._max_tokens:
+            self.num_truncated += 1
+            ids = ids[-self._max_tokens :]
+        return ids
+
+    def _forward(self, rows: Sequence[list[int]]) -> list[float]:
+        import torch
+
+        width = max(len(row) for row in rows)
+        filler = 0 if self._padding is None else self._padding
+        ids = torch.tensor([row + [filler] * (width - len(row)) for row in rows], device=self._device)
+        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=self._device)
+        with torch.inference_mode():
+            logits = self._model(input_ids=ids, attention_mask=mask).logits  # [rows, 1]
+        return [float(value) for value in logits[:, 0].float().cpu()]
+
+
+def _load(source: RewardModelSource, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    from transformers import AutoModelForSequenceClassification
+
+    from swift.models.policy import quiet_loading
+    from swift.models.tokenizer import first_line, remote_code_hint
+
+    try:
+        with quiet_loading():
+            model, info = AutoModelForSequenceClassification.from_pretrained(
+                source.folder,
+                dtype=dtype,
+                num_labels=1,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(
+            f"--reward_model: {source.folder}: cannot be loaded ({first_line(error)})" + remote_code_hint(error)
+        ) from error
+    missing = sorted(info["missing_keys"])
+    if missing and source.adapter is None:
+        raise ConfigError(
+            f"--reward_model: {source.folder}: {len(missing)} weights are not in its files "
+            f"({', '.join(missing[:3])}); a reward model needs a trained score head"
+        )
+    if source.adapter is not None:
+        model = _with_adapter(model, source.adapter)
+    return model.requires_grad_(False).eval()
+
+
+def _with_adapter(model: Any, adapter: Path) -> Any:
+    from peft import PeftModel
+
+    from swift.models.policy import adapter_errors
+
+    with adapter_errors(adapter):
+        return PeftModel.from_pretrained(model, str(adapter)).merge_and_unload(safe_merge=True)
+
+
+def _text_config(config: Any) -> Any:
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _context(config: Any, tokenizer: Any) -> int:
+    """The longest chat in tokens: the model's positions, or the tokenizer's limit where that is smaller."""
+    positions = getattr(_text_config(config), "max_position_embeddings", None)
+    limits = [int(limit) for limit in (positions, tokenizer.model_max_length) if limit]
+    return min([*limits, 10**9])
+
+
+def batches(lengths: Sequence[int], max_rows: int, max_tokens: int) -> Iterator[list[int]]:
+    """Cuts rows into padded batches: indexes of rows of similar length, longest first.
+
+    A batch has at most `max_rows` rows and `max_tokens` tokens after padding; a longer row goes alone.
+
+    >>> list(batches([2, 5, 3], max_rows=2, max_tokens=100))
+    [[1, 2], [0]]
+    """
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda item: -lengths[item]):
+        width = lengths[batch[0]] if batch else lengths[index]
+        if batch and (len(batch) == max_rows or width * (len(batch) + 1) > max_tokens):
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+class RewardModels:
+    """All reward models of a run, in the order of `reward_model`."""
+
+    def __init__(self, models: Sequence[RewardModel]) -> None:
+        self._models = list(models)
+        self._seconds = {model.name: 0.0 for model in self._models}
+
+    @property
+    def names(self) -> list[str]:
+        """Folder names, the names in metrics."""
+        return [model.name for model in self._models]
+
+    def score(self, groups: Sequence[RolloutGroup]) -> list[list[list[float]]]:
+        """Scores [group][sample][model]; call it on the thread that owns the device."""
+        import time
+
+        chats = [
+            [*group.prompt.messages, {"role": "assistant", "content": item.text}]
+            for group in groups
+            for item in group.completions
+        ]
+        columns = []
+        for model in self._models:
+            began = time.monotonic()
+            columns.append(model.score(chats))
+            self._seconds[model.name] += time.monotonic() - began
+        rows = iter(zip(*columns, strict=True)) if columns else iter([()] * len(chats))
+        return [[list(next(rows)) for _ in group.completions] for group in groups]
+
+    def drain_metrics(self) -> dict[str, float]:
+        """`time/reward/<name>` (s) and `health/reward_truncated/<name>` (chats) since the last call."""
+        metrics = {}
+        for model in self._models:
+            metrics[f"time/reward/{model.name}"] = self._seconds[model.name]
+            metrics[f"health/reward_truncated/{model.name}"] = float(model.num_truncated)
+            self._seconds[model.name], model.num_truncated = 0.0, 0
+        return metrics
+
+
+def load_reward_models(args: Any, *, device: torch.device | str) -> RewardModels | None:
+    """Loads the models of `reward_model`; None when there are none.
+
+    Args:
+        args: as for `find_reward_models`, and `torch_dtype`, `trust_remote_code`.
+        device: where they compute.
+
+    Raises:
+        ConfigError, ResourceError: see `find_reward_models` and `RewardModel`.
+    """
+    from swift.models.policy import pick_dtype
+
+    sources = find_reward_models(args)
+    if not sources:
+        return None
+    dtype = pick_dtype(getattr(args, "torch_dtype", None), device)
+    trust = bool(getattr(args, "trust_remote_code", False))
+    return RewardModels(
+        [RewardModel(source, device=device, dtype=dtype, trust_remote_code=trust) for source in sources]
+    )

@@ -1,0 +1,274 @@
+"""Batch and step arithmetic: how completions become windows, windows become steps, and rows become an epoch.
+
+All batch sizes count completions. With b = per_device_train_batch_size, N = world size,
+a = gradient_accumulation_steps, s = steps_per_generation, u = num_iterations, G = num_generations and R rows:
+
+    window            C = b N a     completions of one optimizer step; G divides it; P = C / G prompts
+    generation batch  B = b N s     completions sampled in one go; G divides it
+    unit              max(C, B)     what is collected before training goes on: the larger of the two
+    steps per epoch   floor(floor(R G / B) u s / a)
+
+Pure functions: no files, no devices, no arguments object.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from swift.errors import join_problems
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """The batches of a run. All sizes are in completions unless the name says otherwise.
+
+    window_prompts = window / num_generations. windows_per_generation is s/a when s >= a (else 1) and
+    generations_per_window is a/s when s < a (else 1). A unit is one generation batch or, when several feed one
+    window, all of these. updates_per_rollout = windows_per_generation * num_iterations.
+    forwards_per_window: forward/backward passes of one rank in one window.
+
+    num_rows, steps_per_epoch, units_per_epoch and num_train_epochs are None for streaming data, which has no
+    known end. dropped_rows: rows at the end of each epoch that fill no unit. max_steps: optimizer steps of the run.
+    """
+
+    per_device_train_batch_size: int
+    world_size: int
+    gradient_accumulation_steps: int
+    num_generations: int
+    steps_per_generation: int
+    num_iterations: int
+    mini_batch_size: int
+    window: int
+    window_prompts: int
+    generation_batch: int
+    generation_prompts: int
+    windows_per_generation: int
+    generations_per_window: int
+    unit_prompts: int
+    updates_per_rollout: int
+    forwards_per_window: int
+    num_rows: int | None
+    num_train_epochs: float | None
+    units_per_epoch: int | None
+    steps_per_epoch: int | None
+    dropped_rows: int
+    max_steps: int
+
+
+def plan_batches(
+    *,
+    per_device_train_batch_size: int,
+    world_size: int,
+    gradient_accumulation_steps: int,
+    num_generations: int,
+    steps_per_generation: int | None = None,
+    generation_batch_size: int | None = None,
+    num_iterations: int = 1,
+    mini_batch_size: int | None = None,
+    num_rows: int | None,
+    num_train_epochs: float = 1.0,
+    max_steps: int = -1,
+) -> BatchPlan:
+    """The batches and steps of a run.
+
+    Args:
+        per_device_train_batch_size: b, completions of one rank's nominal micro-batch.
+        world_size: N, training processes on all nodes.
+        gradient_accumulation_steps: a.
+        num_generations: G, completions per prompt, at least 2.
+        steps_per_generation: s; None means a.
+        generation_batch_size: B, the other way to say s = B / (b N).
+        num_iterations: u, passes over each generation batch.
+        mini_batch_size: completions of one forward/backward pass, a divisor of b; None means b.
+        num_rows: R, rows after filtering; None for streaming data, which needs `max_steps`.
+        num_train_epochs: passes over the rows; a part of an epoch counts upwards to whole steps.
+        max_steps: optimizer steps; > 0 overrides `num_train_epochs`.
+
+    Raises:
+        ConfigError: with one line per rule that is broken.
+
+    Example:
+        5000 rows, b=4, N=8, a=1, G=8: C=32, P=4, 1250 steps per epoch.
+    """
+    b, n, a, g, u = (
+        per_device_train_batch_size,
+        world_size,
+        gradient_accumulation_steps,
+        num_generations,
+        num_iterations,
+    )
+    join_problems(_not_positive(b=b, n=n, a=a, g=g, s=steps_per_generation, u=u, mini=mini_batch_size))
+    s, problems = _steps_per_generation(b * n, a, steps_per_generation, generation_batch_size)
+    join_problems(problems)
+    join_problems(_broken_rules(b, n, a, s, g, u, mini_batch_size, s_is_given=s != a))
+
+    unit_steps = max(a, s)
+    unit_prompts = b * n * unit_steps // g
+    updates_per_unit = max(1, s // a) * u
+    units_per_epoch = steps_per_epoch = None
+    if num_rows is not None:
+        units_per_epoch = num_rows // unit_prompts
+        steps_per_epoch = units_per_epoch * updates_per_unit
+    return BatchPlan(
+        per_device_train_batch_size=b,
+        world_size=n,
+        gradient_accumulation_steps=a,
+        num_generations=g,
+        steps_per_generation=s,
+        num_iterations=u,
+        mini_batch_size=mini_batch_size or b,
+        window=b * n * a,
+        window_prompts=b * n * a // g,
+        generation_batch=b * n * s,
+        generation_prompts=b * n * s // g,
+        windows_per_generation=max(1, s // a),
+        generations_per_window=max(1, a // s),
+        unit_prompts=unit_prompts,
+        updates_per_rollout=updates_per_unit,
+        forwards_per_window=a * (b // (mini_batch_size or b)),
+        num_rows=num_rows,
+        num_train_epochs=None if num_rows is None else num_train_epochs,
+        units_per_epoch=units_per_epoch,
+        steps_per_epoch=steps_per_epoch,
+        dropped_rows=0 if num_rows is None else num_rows - (units_per_epoch or 0) * unit_prompts,
+        max_steps=_total_steps(steps_per_epoch, num_rows, unit_prompts, num_train_epochs, max_steps),
+    )
+
+
+def describe(plan: BatchPlan) -> str:
+    """The plan in one line, for people."""
+    p = plan
+    parts = [
+        f"{p.window} completions per step ({p.per_device_train_batch_size} per device x {p.world_size} "
+        f"{_plural(p.world_size, 'process', 'processes')} x {p.gradient_accumulation_steps} accumulation)"
+        f" = {p.window_prompts} {_plural(p.window_prompts, 'prompt')} x {p.num_generations} completions",
+        f"{p.generation_batch} completions per generation batch",
+        f"{p.updates_per_rollout} {_plural(p.updates_per_rollout, 'update')} per rollout",
+        f"{p.forwards_per_window} micro-{_plural(p.forwards_per_window, 'batch', 'batches')} per step and process",
+    ]
+    if p.num_rows is None:
+        parts.append(f"streaming, {p.max_steps} steps")
+    else:
+        parts.append(f"{p.num_rows} rows, {p.steps_per_epoch} steps per epoch, {p.max_steps} steps in all")
+    if p.dropped_rows and p.units_per_epoch:
+        parts.append(f"the last {p.dropped_rows} {_plural(p.dropped_rows, 'row')} of each epoch left out")
+    return "batch: " + "; ".join(parts)
+
+
+def _plural(count: int, one: str, many: str | None = None) -> str:
+    return one if count == 1 else many or one + "s"
+
+
+def _not_positive(*, b: int, n: int, a: int, g: int, s: int | None, u: int, mini: int | None) -> list[str]:
+    """One line for every count below its least value."""
+    least = {
+        "--per_device_train_batch_size": (b, 1),
+        "world size": (n, 1),
+        "--gradient_accumulation_steps": (a, 1),
+        "--num_generations": (g, 2),
+        "--steps_per_generation": (s, 1),
+        "--num_iterations": (u, 1),
+        "--mini_batch_size": (mini, 1),
+    }
+    return [
+        f"{flag}: {value}: too small; at least {lowest}"
+        for flag, (value, lowest) in least.items()
+        if value is not None and value < lowest
+    ]
+
+
+def _steps_per_generation(per_micro_step: int, a: int, steps: int | None, batch: int | None) -> tuple[int, list[str]]:
+    """S from either flag (default a), and what is wrong with them; `per_micro_step` is b N."""
+    if batch is None:
+        return steps or a, []
+    if batch < 1 or batch % per_micro_step:
+        lower = max(1, batch // per_micro_step) * per_micro_step
+        return a, [
+            f"--generation_batch_size: {batch}: not a multiple of the {per_micro_step} completions of one micro-step "
+            f"over all processes; nearest: {lower}, {lower + per_micro_step}"
+        ]
+    if steps is not None and steps * per_micro_step != batch:
+        return a, [
+            f"--generation_batch_size: {batch}: disagrees with --steps_per_generation {steps}, which makes "
+            f"{steps * per_micro_step}; give one of them, or --steps_per_generation {batch // per_micro_step}"
+        ]
+    return batch // per_micro_step, []
+
+
+def _valid(b: int, n: int, a: int, s: int, g: int, mini: int | None) -> bool:
+    """Whether the divisibility rules hold."""
+    return b * n * a % g == 0 and b * n * s % g == 0 and (s % a == 0 or a % s == 0) and b % (mini or b) == 0
+
+
+def _broken_rules(b: int, n: int, a: int, s: int, g: int, u: int, mini: int | None, *, s_is_given: bool) -> list[str]:
+    """One line for every rule that is broken."""
+    problems = []
+    window, batch = b * n * a, b * n * s
+    if window % g or (batch % g and not (s % a and a % s)):
+        problems.append(_bad_generations(b, n, a, s, g, mini, s_is_given=s_is_given))
+    if s % a and a % s:
+        problems.append(
+            f"--steps_per_generation: {s}: neither a multiple nor a divisor of --gradient_accumulation_steps {a}; "
+            f"nearest: {', '.join(map(str, _nearest_steps(a, s)))}"
+        )
+    if u > 1 and s < a:
+        problems.append(
+            f"--num_iterations: {u}: needs --steps_per_generation {s} to be at least "
+            f"--gradient_accumulation_steps {a}; --num_iterations 1 or --steps_per_generation {a}"
+        )
+    if mini is not None and b % mini:
+        problems.append(
+            f"--mini_batch_size: {mini}: does not divide --per_device_train_batch_size {b}; "
+            f"valid: {', '.join(map(str, _divisors(b)))}"
+        )
+    return problems
+
+
+def _bad_generations(b: int, n: int, a: int, s: int, g: int, mini: int | None, *, s_is_given: bool) -> str:
+    """The line for a G that does not divide the window or the generation batch."""
+    window, batch = b * n * a, b * n * s
+    counted = f"window of C={window} completions" if window % g else f"generation batch of B={batch} completions"
+    made_of = f"{b} per device x {n} {_plural(n, 'process', 'processes')} x {a if window % g else s}"
+    choices = _divisors(math.gcd(window, batch))[1:]
+    fixes = [f"valid G: {', '.join(map(str, choices)) or 'none'}"]
+    most = g * s * (mini or 1)  # both searches are periodic in it
+    for letter, flag, candidates in (
+        ("a", "--gradient_accumulation_steps", ((b, a_) for a_ in range(1, most + 1))),
+        ("b", "--per_device_train_batch_size", ((b_, a) for b_ in range(1, most + 1))),
+    ):
+        for b_, a_ in candidates:
+            if _valid(b_, n, a_, s if s_is_given else a_, g, mini):
+                value = a_ if letter == "a" else b_
+                fixes.append(f"{letter}={value} ({flag} {value})")
+                break
+    return f"--num_generations: {g}: does not divide the {counted} ({made_of}); " + "; or ".join(fixes)
+
+
+def _nearest_steps(a: int, s: int) -> list[int]:
+    """The valid values of s just below and above it."""
+    below = [value for value in [*_divisors(a), s // a * a] if 0 < value < s]
+    above = [value for value in [*_divisors(a), (s // a + 1) * a] if value > s]
+    return [max(below), min(above)]
+
+
+def _divisors(value: int) -> list[int]:
+    return [divisor for divisor in range(1, value + 1) if value % divisor == 0]
+
+
+def _total_steps(per_epoch: int | None, rows: int | None, unit_prompts: int, epochs: float, max_steps: int) -> int:
+    """The optimizer steps of the run."""
+    if max_steps > 0:
+        return max_steps
+    problems = []
+    if per_epoch is None:
+        problems.append("--max_steps: none: streaming data has no known end; give --max_steps")
+    elif per_epoch == 0:
+        problems.append(
+            f"--dataset: {rows} rows: fewer than the {unit_prompts} prompts of one rollout, so an epoch has no step; "
+            f"add rows, lower --per_device_train_batch_size or --gradient_accumulation_steps, or give --max_steps"
+        )
+    elif epochs <= 0:
+        problems.append(f"--num_train_epochs: {epochs}: must be above 0 unless --max_steps is given; e.g. 1")
+    join_problems(problems)
+    return math.ceil((per_epoch or 0) * epochs)

@@ -1,0 +1,337 @@
+"""`swift infer`: ask a model, a checkpoint or an adapter, at the terminal or for every row of a dataset.
+
+With `--val_dataset` or `--dataset` each row is answered once and written to `--result_path`, in the order of
+the rows, whatever order the engine finishes them in. Without a dataset it is a chat: answers appear as they
+are sampled, and `/reset`, `/system TEXT` and `/exit` are commands. `--temperature 0` takes the likeliest token.
+
+With several processes (NPROC_PER_NODE) each answers every N-th row; a row's seed depends on the row only, so
+the answers do not depend on the number of processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from swift.errors import ConfigError, PromptTooLong, ResourceError
+from swift.rollout.seeds import sample_seed
+from swift.types import Completion, Prompt, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from swift.arguments.parse import Resolved
+    from swift.models.template import Template
+    from swift.rollout.engines.transformers import TransformersEngine
+
+HELP = "commands: /reset forgets the conversation, /system TEXT sets the system prompt, /exit ends"
+
+
+def run(resolved: Resolved) -> int:
+    """The mode infer; returns the exit code.
+
+    Raises:
+        ConfigError: model, dataset or settings; also a `--result_path` that exists.
+        ResourceError: the results cannot be written.
+    """
+    args: Any = resolved.args
+    asked = bool(args.val_dataset or args.dataset)
+    result_path = _new_file(args.result_path, args) if asked else None
+    template, engine = load_engine(args)
+    if result_path is not None:
+        return answer_dataset(args, template, engine, result_path)
+    return Chat(template, engine, _sampling(args), system=_system(args), seed=args.seed).loop(sys.stdin, sys.stdout)
+
+
+def load_engine(args: Any) -> tuple[Template, TransformersEngine]:
+    """Tokenizer, template and the in-process engine for the model of the settings, adapters folded in."""
+    from swift.models import load_chat, load_for_inference
+    from swift.rollout.engines.transformers import TransformersEngine
+
+    template = load_chat(args)
+    model = load_for_inference(args, device=_device())
+    engine = TransformersEngine(model, eos_token_ids=template.stop_token_ids, tokenizer=template.tokenizer)
+    return template, engine
+
+
+def answer_dataset(args: Any, template: Template, engine: TransformersEngine, result_path: Path) -> int:
+    """Answers every row of the dataset and writes one JSON object per row; returns the exit code."""
+    from swift.data import load_prompts
+
+    limit = engine.capabilities.max_model_len - 1
+    prompts = load_prompts(
+        args,
+        tokenize=template.encode_prompt,
+        max_prompt_length=min(args.max_length or limit, limit),
+        truncation_strategy=args.truncation_strategy,
+        split="val" if args.val_dataset else "train",
+    )
+    ranks = Ranks.join()
+    started = time.monotonic()
+    mine = range(ranks.rank, len(prompts), ranks.world_size)
+    part = result_path.with_name(f".{result_path.name}.part-{ranks.rank}")
+    try:
+        with part.open("w", encoding="utf-8") as lines:
+            for line in answers(prompts, mine, engine, template, _sampling(args), args.seed):
+                lines.write(json.dumps(line, ensure_ascii=False) + "\n")
+                lines.flush()
+        ranks.wait()
+        if ranks.rank == 0:
+            _merge_parts(
+                [part.with_name(f".{result_path.name}.part-{r}") for r in range(ranks.world_size)], result_path
+            )
+    except OSError as error:
+        raise ResourceError(f"--result_path: {result_path}: cannot be written ({error})") from error
+    if ranks.rank == 0:
+        for note in prompts.report.lines():
+            print(note)
+        print(f"{len(prompts)} rows answered in {time.monotonic() - started:.1f} s: {result_path}")
+    return 0
+
+
+def answers(
+    prompts: Sequence[Prompt],
+    rows: Iterable[int],
+    engine: TransformersEngine,
+    template: Template,
+    sampling: SamplingParams,
+    seed: int,
+) -> Iterator[dict[str, Any]]:
+    """The result of each of `rows`, in that order.
+
+    Equal rows of a dataset share a prompt id; the seed counts them, so each is an answer of its own.
+
+    Yields:
+        row, prompt_id, messages (the prompt), response, finish_reason, prompt_tokens, completion_tokens and
+        columns (the row's other columns).
+    """
+    order = list(rows)
+    launches = _launches(prompts, order)
+    requests = [
+        Request(str(row), prompts[row].token_ids, _seeded(sampling, sample_seed(seed, prompts[row].prompt_id, n, 0)))
+        for row, n in zip(order, launches, strict=True)
+    ]
+    finished: dict[int, Completion] = {}
+    waiting = iter(order)
+    next_row = next(waiting, None)
+    for completion in engine.generate(requests):
+        finished[int(completion.request_id)] = completion
+        while next_row is not None and next_row in finished:
+            yield _result(next_row, prompts[next_row], finished.pop(next_row), template)
+            next_row = next(waiting, None)
+    assert next_row is None, "the engine did not return every request"
+
+
+@dataclass
+class Ranks:
+    """This process among those of the launcher; a single process needs no torch.distributed."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    @classmethod
+    def join(cls) -> Ranks:
+        """Joins the process group named by RANK and WORLD_SIZE, when there is more than one process."""
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        if world_size == 1:
+            return cls()
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        return cls(dist.get_rank(), world_size)
+
+    def wait(self) -> None:
+        """Returns when every process is here."""
+        if self.world_size > 1:
+            import torch.distributed as dist
+
+            dist.barrier()
+
+
+@dataclass
+class Chat:
+    """A conversation at the terminal.
+
+    Each answer has a seed of its own: the same inputs give the same conversation.
+    """
+
+    template: Template
+    engine: TransformersEngine
+    sampling: SamplingParams
+    system: str | None = None
+    seed: int = 42
+    history: list[dict[str, Any]] = field(default_factory=list)
+    num_turns: int = 0
+
+    def loop(self, source: TextIO, out: TextIO) -> int:
+        """Reads lines until /exit or the end of input; returns the exit code."""
+        if source.isatty():
+            print(HELP, file=out)
+        while True:
+            if source.isatty():
+                print("> ", end="", file=out, flush=True)
+            try:
+                line = source.readline()
+            except KeyboardInterrupt:
+                print(file=out)
+                return 0
+            if not line:
+                return 0
+            text = line.strip()
+            if text == "/exit":
+                return 0
+            if text:
+                self.handle(text, out)
+
+    def handle(self, text: str, out: TextIO) -> None:
+        """One line of the user: a command, or something to answer."""
+        command, _, rest = text.partition(" ")
+        if command == "/reset":
+            self.history.clear()
+            print("conversation forgotten", file=out)
+        elif command == "/system":
+            self.system = rest.strip() or None
+            print(f"system prompt: {self.system or 'none'}", file=out)
+        elif text.startswith("/"):
+            print(f"{command}: unknown; {HELP}", file=out)
+        else:
+            self.answer(text, out)
+
+    def answer(self, text: str, out: TextIO) -> None:
+        """Prints the answer while it is sampled; Ctrl-C ends it early. The turn is remembered."""
+        messages = [*self.history, {"role": "user", "content": text}]
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        seed = sample_seed(self.seed, "chat", self.num_turns, 0)
+        request = Request("chat", self.template.encode_prompt([*system, *messages]), _seeded(self.sampling, seed))
+        self.num_turns += 1
+        printer = StreamPrinter(self.template, out)
+        try:
+            for token, _ in self.engine.stream_tokens(request):
+                printer.add(token)
+            said = printer.finish()
+        except KeyboardInterrupt:
+            said = printer.finish()
+            print(" [stopped]", end="", file=out)
+        except PromptTooLong as error:
+            print(f"{error.problems[0]}; /reset starts again", file=out)
+            return
+        print(file=out, flush=True)
+        self.history = [*messages, {"role": "assistant", "content": said}]
+
+
+class StreamPrinter:
+    """Prints text while its tokens arrive; a character whose bytes are not complete yet waits."""
+
+    def __init__(self, template: Template, out: TextIO) -> None:
+        self.template, self.out = template, out
+        self.ids: list[int] = []
+        self.text = ""
+        self._printed = 0
+
+    def add(self, token: int) -> None:
+        """One more token of the answer."""
+        self.ids.append(token)
+        self.text = self.template.decode(self.ids)
+        complete = len(self.text.rstrip("\ufffd"))
+        self.out.write(self.text[self._printed : complete])
+        self.out.flush()
+        self._printed = max(self._printed, complete)
+
+    def finish(self) -> str:
+        """Prints what still waits, bytes that never became a character included; the whole text."""
+        self.out.write(self.text[self._printed :])
+        self._printed = len(self.text)
+        return self.text
+
+
+def _result(row: int, prompt: Prompt, completion: Completion, template: Template) -> dict[str, Any]:
+    return {
+        "row": row,
+        "prompt_id": prompt.prompt_id,
+        "messages": prompt.messages,
+        "response": template.decode(completion.token_ids),
+        "finish_reason": completion.finish_reason,
+        "prompt_tokens": len(prompt.token_ids),
+        "completion_tokens": len(completion.token_ids),
+        "columns": prompt.columns,
+    }
+
+
+def _launches(prompts: Sequence[Prompt], order: Sequence[int]) -> list[int]:
+    """For each row how many earlier rows of the whole dataset have equal content."""
+    seen: dict[str, int] = {}
+    earlier: dict[int, int] = {}
+    for row in range(max(order, default=-1) + 1):
+        prompt_id = prompts[row].prompt_id
+        earlier[row] = seen.get(prompt_id, 0)
+        seen[prompt_id] = earlier[row] + 1
+    return [earlier[row] for row in order]
+
+
+def _merge_parts(parts: list[Path], result_path: Path) -> None:
+    """Row r is line r // N of part r % N; the result appears under its name when it is complete."""
+    merged = result_path.with_name(f".{result_path.name}.merging")
+    with merged.open("w", encoding="utf-8") as out:
+        files = [part.open(encoding="utf-8") for part in parts]
+        try:
+            turn = 0
+            while line := files[turn % len(files)].readline():
+                out.write(line)
+                turn += 1
+        finally:
+            for file in files:
+                file.close()
+    merged.replace(result_path)
+    for part in parts:
+        part.unlink()
+
+
+def _new_file(given: str | None, args: Any) -> Path:
+    if given:
+        path = Path(given).expanduser().resolve()
+    else:
+        name = Path(args.model or args.adapters[0]).name
+        path = Path("output", "infer", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.jsonl").resolve()
+    if path.exists():
+        raise ConfigError(f"--result_path: {path}: exists; name a new file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ResourceError(f"--result_path: {path}: cannot be written ({error})") from error
+    return path
+
+
+def _sampling(args: Any) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=args.max_completion_length,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        stop=tuple(args.stop_words),
+    )
+
+
+def _seeded(sampling: SamplingParams, seed: int) -> SamplingParams:
+    from dataclasses import replace
+
+    return replace(sampling, seed=seed)
+
+
+def _system(args: Any) -> str | None:
+    from swift.data import resolve_system
+
+    text, _ = resolve_system(args.system)
+    return text
+
+
+def _device() -> str:
+    import torch
+
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"

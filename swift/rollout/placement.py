@@ -1,0 +1,319 @@
+"""Which process and which engine owns which device of a node. Pure: callers count the devices and the cores.
+
+    in_process   no engine of its own: each training process generates with its own model
+    colocate     rank r and its engine share device r; TP consecutive ranks form one engine
+    dedicated    ranks on the first L devices, engines on devices of their own (the last W unless named)
+    server       engines live elsewhere, behind URLs
+
+D = devices of the node, L = training processes of the node (NPROC_PER_NODE), W = num_infer_workers (devices for
+inference), TP = vllm_tensor_parallel_size; W/TP engines. Without an accelerator the allowed CPU cores are cut into
+D contiguous groups `cpu:k`, so every mode runs on a laptop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal
+
+from swift.errors import ConfigError, join_problems
+
+Mode = Literal["in_process", "colocate", "dedicated", "server"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementRequest:
+    """What the user and the machine say.
+
+    accelerators: visible devices of the node; 0 selects the CPU rules. cores: ids of the allowed CPU cores.
+    vllm_mode and num_infer_workers: None infers them. vllm_device: ["auto"] or one entry per inference device.
+    servers: addresses given, if any. prefetch_given: `prefetch_depth` was set by the user.
+    num_attention_heads: of the model, where known.
+    """
+
+    use_vllm: bool
+    local_ranks: int = 1
+    accelerators: int = 0
+    accelerator_kind: str = "cuda"
+    cores: Sequence[int] = (0,)
+    cpu_devices: int | None = None
+    vllm_mode: Literal["colocate", "dedicated", "server"] | None = None
+    num_infer_workers: int | None = None
+    vllm_device: Sequence[str] = ("auto",)
+    tensor_parallel_size: int = 1
+    servers: Sequence[str] = ()
+    async_generate: bool = False
+    prefetch_given: bool = False
+    sleep_level: int = 0
+    num_attention_heads: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where everything of one node runs.
+
+    trainer_devices[r] belongs to local rank r; engines[e] are the devices of engine e (none for in_process and
+    server). cores[k] are the CPU cores of `cpu:k` (empty with accelerators). spare_devices are used by nobody.
+    sleep_level is the one that acts. notes are one-line remarks for the user, warnings among them.
+    """
+
+    mode: Mode
+    num_devices: int
+    local_ranks: int
+    num_infer_workers: int
+    tensor_parallel_size: int
+    trainer_devices: tuple[str, ...]
+    engines: tuple[tuple[str, ...], ...] = ()
+    servers: tuple[str, ...] = ()
+    cores: tuple[tuple[int, ...], ...] = ()
+    spare_devices: tuple[str, ...] = ()
+    sleep_level: int = 0
+    notes: tuple[str, ...] = field(default=())
+
+
+def place(request: PlacementRequest) -> Placement:
+    """Decides the mode and gives out the devices.
+
+    Raises:
+        ConfigError: no mode fits, or the numbers contradict the mode; the line names every valid choice.
+
+    Example:
+        8 devices, NPROC_PER_NODE=7, --num_infer_workers 1: dedicated, ranks on cuda:0..6, the engine on cuda:7.
+    """
+    ranks = request.local_ranks
+    kind = request.accelerator_kind if request.accelerators else "cpu"
+    devices = _count_devices(request)
+    if request.accelerators and ranks > devices:
+        raise ConfigError(
+            f"NPROC_PER_NODE: {ranks}: more than the {devices} visible {kind} devices; "
+            f"NPROC_PER_NODE={devices}, or make more devices visible (CUDA_VISIBLE_DEVICES)"
+        )
+    workers = _count_workers(request, devices)
+    mode = _mode(request, devices, workers)
+    join_problems(_contradictions(request, mode, devices, workers))
+
+    names = tuple(f"{kind}:{index}" for index in range(max(devices, ranks)))
+    trainers = names[:ranks]
+    engine_devices = _engine_devices(request, mode, names[:devices], workers)
+    tp = request.tensor_parallel_size if engine_devices else 1
+    cores, notes = ((), []) if request.accelerators else _cut_cores(request.cores, len(names))
+    used = {*trainers, *engine_devices}
+    spare = tuple(name for name in names if name not in used) if request.accelerators else ()
+    return Placement(
+        mode=mode,
+        num_devices=devices,
+        local_ranks=ranks,
+        num_infer_workers=len(engine_devices),
+        tensor_parallel_size=tp,
+        trainer_devices=trainers,
+        engines=tuple(engine_devices[i : i + tp] for i in range(0, len(engine_devices), tp)),
+        servers=tuple(request.servers) if mode == "server" else (),
+        cores=cores,
+        spare_devices=spare,
+        sleep_level=request.sleep_level if mode == "colocate" else 0,
+        notes=tuple(notes + _notes(request, mode, spare)),
+    )
+
+
+def describe(placement: Placement) -> str:
+    """The placement in one line, for people."""
+    p = placement
+    processes = f"{p.local_ranks} training {'process' if p.local_ranks == 1 else 'processes'}"
+    line = f"placement: {p.mode}; {processes} on {_span(p.trainer_devices)}"
+    if p.mode == "in_process":
+        line += "; each generates with its own model"
+    elif p.mode == "server":
+        line += f"; generation by {', '.join(p.servers)}"
+    else:
+        width = f", tensor parallel {p.tensor_parallel_size}" if p.tensor_parallel_size > 1 else ""
+        engines = f"{len(p.engines)} {'engine' if len(p.engines) == 1 else 'engines'}"
+        line += f"; {engines} on {_span(tuple(name for engine in p.engines for name in engine))}{width}"
+    if p.cores:
+        line += f"; {len({core for group in p.cores for core in group})} CPU cores in {len(p.cores)} groups"
+    return line
+
+
+def _span(names: Sequence[str]) -> str:
+    """`cuda:0..3` for neighbours, a list otherwise."""
+    indexes = [int(name.rpartition(":")[2]) for name in names]
+    if len(names) > 2 and indexes == list(range(indexes[0], indexes[0] + len(names))):
+        return f"{names[0]}..{indexes[-1]}"
+    return ", ".join(names)
+
+
+def _count_devices(request: PlacementRequest) -> int:
+    """D."""
+    if request.accelerators:
+        return request.accelerators
+    if request.cpu_devices is not None:
+        if request.cpu_devices < 1:
+            raise ConfigError(f"--cpu_devices: {request.cpu_devices}: too small; at least 1")
+        return request.cpu_devices
+    if request.use_vllm and not request.servers and (request.vllm_mode == "dedicated" or request.async_generate):
+        return request.local_ranks + (request.num_infer_workers or 1)
+    return request.local_ranks
+
+
+def _count_workers(request: PlacementRequest, devices: int) -> int:
+    """W."""
+    if request.num_infer_workers is not None:
+        if request.num_infer_workers < 1:
+            raise ConfigError(f"--num_infer_workers: {request.num_infer_workers}: too small; at least 1")
+        return request.num_infer_workers
+    if request.vllm_mode == "colocate":
+        return request.local_ranks
+    return request.local_ranks if request.local_ranks == devices else 1
+
+
+def _mode(request: PlacementRequest, devices: int, workers: int) -> Mode:
+    """The mode given, or the first that fits."""
+    if not request.use_vllm:
+        return "in_process"
+    if request.vllm_mode is not None:
+        return request.vllm_mode
+    if request.servers:
+        return "server"
+    if workers == devices == request.local_ranks:
+        return "colocate"
+    if request.local_ranks + workers == devices:
+        return "dedicated"
+    raise ConfigError(_no_mode_fits(request.local_ranks, devices, workers))
+
+
+def _no_mode_fits(ranks: int, devices: int, workers: int) -> str:
+    """The line that lists every valid choice for these numbers."""
+    choices = [f"--num_infer_workers {devices} (colocate)"]
+    if ranks != devices:
+        choices = [f"NPROC_PER_NODE={devices} {choices[0]}"]
+    if ranks < devices:
+        choices.append(f"--num_infer_workers {devices - ranks} (dedicated)")
+    if workers < devices:
+        choices.append(f"NPROC_PER_NODE={devices - workers} --num_infer_workers {workers} (dedicated)")
+    choices.append("--vllm_server_host")
+    return (
+        f"placement: devices={devices} NPROC_PER_NODE={ranks} num_infer_workers={workers}: no mode fits; "
+        f"valid: {'; '.join(choices)}"
+    )
+
+
+def _contradictions(request: PlacementRequest, mode: Mode, devices: int, workers: int) -> list[str]:
+    """What the numbers and the mode do not allow, one line each."""
+    problems = []
+    ranks = request.local_ranks
+    if mode == "colocate":
+        if ranks > devices:
+            problems.append(
+                f"--vllm_mode: colocate: {ranks} training processes need a device each, {devices} given; "
+                f"NPROC_PER_NODE={devices}"
+            )
+        if workers != ranks:
+            problems.append(
+                f"--num_infer_workers: {workers}: colocate has one per training process; leave it out, or {ranks}"
+            )
+    if mode == "dedicated" and ranks + workers > devices:
+        fix = (
+            f"NPROC_PER_NODE={devices - workers}, or --num_infer_workers {max(1, devices - ranks)}"
+            if workers < devices
+            else f"at least {ranks + workers} devices, or --vllm_mode colocate"
+        )
+        problems.append(
+            f"--vllm_mode: dedicated: {ranks} training processes and {workers} inference devices need "
+            f"{ranks + workers} devices, {devices} given; {fix}"
+        )
+    if mode == "server" and not request.servers:
+        problems.append("--vllm_mode: server: no address; give --vllm_server_host or --vllm_server_base_url")
+    if mode in ("colocate", "dedicated") and request.servers:
+        problems.append(
+            f"--vllm_mode: {mode}: a server address is given too ({', '.join(request.servers)}); "
+            f"--vllm_mode server, or leave the address out"
+        )
+    if mode in ("colocate", "dedicated"):
+        problems += _bad_tensor_parallel(request, ranks if mode == "colocate" else workers, mode)
+    problems += _bad_async(request, mode)
+    return problems
+
+
+def _bad_tensor_parallel(request: PlacementRequest, group: int, mode: Mode) -> list[str]:
+    tp = request.tensor_parallel_size
+    name = "NPROC_PER_NODE" if mode == "colocate" else "num_infer_workers"
+    if tp < 1 or group % tp:
+        valid = [value for value in range(1, group + 1) if group % value == 0]
+        return [
+            f"--vllm_tensor_parallel_size: {tp}: does not divide {name}={group} ({mode}); "
+            f"valid: {', '.join(map(str, valid))}"
+        ]
+    heads = request.num_attention_heads
+    if heads is not None and heads % tp:
+        return [f"--vllm_tensor_parallel_size: {tp}: does not divide the {heads} attention heads of the model"]
+    return []
+
+
+def _bad_async(request: PlacementRequest, mode: Mode) -> list[str]:
+    if mode in ("dedicated", "server"):
+        return []
+    fix = "--vllm_mode dedicated, or a server (--vllm_server_host)"
+    problems = []
+    if request.async_generate:
+        problems.append(f"--async_generate: true: generation shares the device with training in {mode} mode; {fix}")
+    if request.prefetch_given:
+        problems.append(f"--prefetch_depth: given: nothing is generated ahead in {mode} mode; {fix}")
+    return problems
+
+
+def _engine_devices(request: PlacementRequest, mode: Mode, names: tuple[str, ...], workers: int) -> tuple[str, ...]:
+    """The devices of all engines of the node, in order."""
+    if mode not in ("colocate", "dedicated"):
+        return ()
+    own = names[: request.local_ranks]
+    if list(request.vllm_device) == ["auto"]:
+        return own if mode == "colocate" else names[-workers:]
+    join_problems(_bad_device_list(list(request.vllm_device), mode, names, own, workers))
+    return tuple(request.vllm_device)
+
+
+def _bad_device_list(
+    given: list[str], mode: Mode, names: tuple[str, ...], own: tuple[str, ...], workers: int
+) -> list[str]:
+    flag = f"--vllm_device: {' '.join(given)}"
+    if unknown := [name for name in given if name not in names]:
+        return [f"--vllm_device: {' '.join(unknown)}: no such device; valid: {_range(names)}"]
+    if len(set(given)) != len(given):
+        return [f"{flag}: a device is named twice; name {workers} different devices, or auto"]
+    if len(given) != workers:
+        return [f"{flag}: {len(given)} devices for num_infer_workers={workers}; name {workers}, or auto"]
+    if mode == "colocate" and tuple(given) != own:
+        return [f"{flag}: in colocate mode each process uses its own device; {' '.join(own)}, or auto"]
+    if mode == "dedicated" and (taken := [name for name in given if name in own]):
+        free = names[len(own) :]
+        return [f"{flag}: {' '.join(taken)} belongs to a training process; valid: {_range(free)}, or auto"]
+    return []
+
+
+def _range(names: Sequence[str]) -> str:
+    """`cuda:0..cuda:7`."""
+    return names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
+
+
+def _cut_cores(cores: Sequence[int], groups: int) -> tuple[tuple[tuple[int, ...], ...], list[str]]:
+    """The cores in `groups` contiguous parts of nearly equal size; with too few cores the parts overlap."""
+    cores = list(cores) or [0]
+    if len(cores) < groups:
+        note = f"warning: {len(cores)} CPU cores for {groups} devices: some devices share a core"
+        return tuple((cores[index % len(cores)],) for index in range(groups)), [note]
+    edges = [index * len(cores) // groups for index in range(groups + 1)]
+    return tuple(tuple(cores[start:end]) for start, end in pairwise(edges)), []
+
+
+def _notes(request: PlacementRequest, mode: Mode, spare: tuple[str, ...]) -> list[str]:
+    notes = []
+    if spare:
+        notes.append(f"warning: {', '.join(spare)}: used by nobody; raise NPROC_PER_NODE or --num_infer_workers")
+    if mode == "server":
+        if request.num_infer_workers is not None:
+            notes.append(f"--num_infer_workers: {request.num_infer_workers}: ignored with a server")
+        if list(request.vllm_device) != ["auto"]:
+            notes.append(f"--vllm_device: {' '.join(request.vllm_device)}: ignored with a server")
+    if request.sleep_level and mode != "colocate":
+        notes.append(f"--sleep_level: {request.sleep_level}: acts in colocate mode only; 0 in {mode} mode")
+    return notes

@@ -1,0 +1,498 @@
+"""`swift rlhf --rlhf_type grpo`: puts the parts together, trains, and says how it ended.
+
+The order is that of cost: what can be wrong in the settings, the data and the rewards is found before weights are
+loaded, and weights are loaded before the run's folder is made, so a start that fails leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swift.errors import ConfigError, Interrupted, NumericError
+from swift.types import Prompt, SamplingParams
+
+if TYPE_CHECKING:
+    import torch
+
+    from swift.arguments import Resolved
+    from swift.data import PromptDataset, PromptSource
+    from swift.models.template import Template
+    from swift.rewards import RewardPipeline
+    from swift.rollout.arithmetic import BatchPlan
+    from swift.trainers.distributed import Collectives
+    from swift.trainers.grpo_trainer import GRPOTrainer
+    from swift.trainers.session import Start
+
+
+@dataclass(slots=True)
+class Parts:
+    """What is ready before any weight is loaded."""
+
+    args: Any
+    collectives: Collectives
+    template: Template
+    source: PromptSource
+    first_prompts: list[Prompt]
+    eval_prompts: PromptDataset | None
+    rewards: RewardPipeline
+    plan: BatchPlan
+    start: Start
+    lines: list[str]
+
+
+def run(resolved: Resolved) -> int:
+    """The mode; returns the exit code.
+
+    Raises:
+        ConfigError, ResourceError: settings, data, rewards, model or checkpoint cannot be used.
+        RewardError: reward functions broke their contract.
+        NumericError: sampler and trainer disagree, or gradients stay non-finite.
+        Interrupted: a signal came; the checkpoint is saved.
+    """
+    from swift.trainers.session import find_start, join_processes
+
+    args: Any = resolved.args
+    collectives = join_processes(args.ddp_timeout)
+    start = find_start(args, resolved.to_json())
+    parts = prepare(args, collectives, start)
+    try:
+        parts.rewards.start()
+        if collectives.is_main:
+            parts.rewards.self_check(parts.first_prompts, max_steps=parts.plan.max_steps)
+        return train(resolved, parts)
+    finally:
+        parts.rewards.close()
+
+
+def prepare(args: Any, collectives: Collectives, start: Start) -> Parts:
+    """Everything that needs no weights: template, data, rewards, batch arithmetic."""
+    from swift.data import load_prompts, open_prompts
+    from swift.models import load_chat
+    from swift.rewards import RewardPipeline
+    from swift.rewards.models import load_reward_models
+
+    template = load_chat(args)
+    rewards = RewardPipeline(
+        args,
+        seed=args.seed,
+        max_completion_length=args.max_completion_length,
+        decode=lambda ids: template.decode(ids, skip_special_tokens=False),
+        tokenizer_path=template.tokenizer.name_or_path,
+        reward_models=load_reward_models(args, device=own_device()) if collectives.is_main else None,
+        aliases=resolved_aliases(),
+    )
+    limits = {
+        "tokenize": template.encode_prompt,
+        "max_prompt_length": max_prompt_length(args),
+        "truncation_strategy": args.truncation_strategy,
+    }
+
+    def open_source() -> PromptSource:
+        return open_prompts(args, split="train", max_steps=args.max_steps, **limits)
+
+    source = open_source()
+    looked_at = open_source() if args.streaming else source
+    first = first_prompts(looked_at, 64)
+    has_eval = bool(args.val_dataset) or args.split_dataset_ratio > 0
+    eval_prompts = load_prompts(args, split="val", **limits) if has_eval else None
+    plan = plan_run(args, collectives.world_size, source.size)
+    lines = [*source.report.lines(), *(eval_prompts.report.lines() if eval_prompts is not None else [])]
+    return Parts(args, collectives, template, source, first, eval_prompts, rewards, plan, start, lines)
+
+
+def first_prompts(source: PromptSource, count: int) -> list[Prompt]:
+    """The first prompts, for checks. A data set is only looked at; a stream is drawn from, so give it one of its own."""
+    dataset = getattr(source, "dataset", None)
+    if dataset is None:
+        return [source.next().prompt for _ in range(count)]
+    return [dataset[i] for i in range(min(count, len(dataset)))]
+
+
+def max_prompt_length(args: Any) -> int | None:
+    """`--max_length`: the longest prompt in tokens; by default what the context leaves beside the completion.
+
+    Raises:
+        ConfigError: the completion alone fills the context.
+    """
+    from swift.models.policy import context_length
+
+    context = context_length(args)
+    if args.max_length is None:
+        if context is None:
+            return None
+        if context <= args.max_completion_length:
+            raise ConfigError(
+                f"--max_completion_length: {args.max_completion_length}: leaves no room for a prompt in the model's "
+                f"context of {context} tokens; use at most {context - 1}"
+            )
+        return context - args.max_completion_length
+    if context is not None and args.max_length + args.max_completion_length > context:
+        raise ConfigError(
+            f"--max_length: {args.max_length}: with --max_completion_length {args.max_completion_length} it exceeds "
+            f"the model's context of {context} tokens; use at most {context - args.max_completion_length}"
+        )
+    return int(args.max_length)
+
+
+def plan_run(args: Any, world_size: int, num_rows: int | None) -> BatchPlan:
+    """The batch arithmetic of the run.
+
+    Raises:
+        ConfigError: sizes that do not fit together, or too few rows for one generation batch.
+    """
+    from swift.rollout.arithmetic import plan_batches
+
+    return plan_batches(
+        per_device_train_batch_size=args.per_device_train_batch_size,
+        world_size=world_size,
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        num_generations=args.num_generations,
+        steps_per_generation=args.steps_per_generation,
+        num_iterations=args.num_iterations,
+        mini_batch_size=args.mini_batch_size,
+        num_rows=num_rows,
+        num_train_epochs=args.num_train_epochs,
+        max_steps=args.max_steps,
+    )
+
+
+def train(resolved: Resolved, parts: Parts) -> int:
+    """Load the model, open the run's folder, train, and record how it ended."""
+    from swift.observability.run_dir import RunDirectory
+    from swift.trainers.checkpoint import clean_staging
+    from swift.trainers.session import Outcome, SignalTrap
+
+    args, collectives, start = parts.args, parts.collectives, parts.start
+    model, reference = load_models(args)
+    home = RunDirectory(args.output_dir, add_version=args.add_version, resume_run=start.run_dir)
+    opened: tuple[str, int] | None = None
+    if collectives.is_main:
+        home.open(
+            argv=sys.argv,
+            settings=resolved.to_json(),
+            config_file=Path(resolved.config_file) if resolved.config_file else None,
+            changed=start.changed,
+            start_step=start.step,
+        )
+        clean_staging(home.path)
+        if parts.eval_prompts is not None and args.split_dataset_ratio > 0:
+            parts.eval_prompts.write_jsonl(home.path / "val_dataset.jsonl")
+        opened = str(home.path), home.attempt
+    folder, attempt = collectives.broadcast(opened)
+    outcome, session = Outcome(), None
+    try:
+        with SignalTrap() as trap:
+            session = _Session(resolved, parts, Path(folder), attempt, model, reference, trap)
+            session.run()
+    except BaseException as error:
+        outcome = Outcome.of(error)
+        raise
+    finally:
+        if collectives.is_main:
+            end_step = session.trainer.state.global_step if session is not None else start.step
+            home.finish(end_step=end_step, exit_code=outcome.exit_code, reason=outcome.reason)
+    return 0
+
+
+def load_models(args: Any) -> tuple[Any, Any]:
+    """The policy and, with beta > 0, its reference, on this process's device."""
+    from transformers import set_seed
+
+    from swift.models import load_policy, load_reference
+
+    device = own_device()
+    set_seed(args.seed)  # fresh adapter weights depend on the seed only
+    policy = load_policy(args, device=device)
+    reference = load_reference(args, policy, device=device) if args.beta > 0 else None
+    return policy, reference
+
+
+def own_device() -> torch.device:
+    """The device of this process."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+class _Session:
+    """One attempt: the trainer with everything around it, made from prepared parts."""
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        parts: Parts,
+        folder: Path,
+        attempt: int,
+        model: Any,
+        reference: Any,
+        trap: Any,
+    ) -> None:
+        from swift.observability.metrics import MetricStore
+        from swift.observability.progress import Progress
+        from swift.observability.rank_log import RankLog
+        from swift.observability.run_dir import rank_log_file
+        from swift.trainers.reporting import RunReport
+
+        self.resolved, self.parts, self.folder, self.trap = resolved, parts, folder, trap
+        args, main = parts.args, parts.collectives.is_main
+        self.metrics = MetricStore()
+        self.rank_log = RankLog(rank_log_file(folder, attempt, parts.collectives.rank))
+        self.report: RunReport | None = None
+        if main:
+            progress = Progress(parts.plan.max_steps, start_step=parts.start.step, record=self.rank_log.line)
+            self.report = RunReport(
+                folder,
+                attempt,
+                metrics=self.metrics,
+                progress=progress,
+                rank_log=self.rank_log,
+                reward_names=parts.rewards.names,
+                log_completions=args.log_completions,
+                beta=args.beta,
+                diagnosis=parts.rewards.diagnosis,
+            )
+        self.engine = build_engine(args, model, parts.template)
+        self.trainer = self._build_trainer(model, reference)
+
+    def say(self, line: str) -> None:
+        """A line that stays on the console, from rank 0."""
+        if self.report is not None:
+            self.report.progress.line(line)
+
+    def run(self) -> None:
+        """Check, train, and end with a summary or an interruption."""
+        parts, checkpoint = self.parts, self.parts.start.checkpoint
+        try:
+            for line in [*parts.lines, *parts.start.notes, *plan_lines(parts)]:
+                self.say(line)
+            self.check_parity()
+            if checkpoint is not None:
+                self.trainer.load_pipeline_state(checkpoint)
+            self.trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            if self.trainer.interrupted:
+                raise self._interrupted()
+            if self.report is not None:
+                self.say(self.report.finish(best=self._best(), last=self._last()))
+        finally:
+            if self.report is not None:
+                self.report.close()
+            self.rank_log.close()
+            self.engine.close()
+
+    def check_parity(self) -> None:
+        """Compare sampler and trainer on the first prompts; print the figure.
+
+        Raises:
+            NumericError: they disagree by more than rounding explains.
+        """
+        from swift.rollout.parity import check_parity
+
+        args = self.parts.args
+        if args.parity_check == "off":
+            return
+        trainer, model = self.trainer, self.trainer.model
+        report = check_parity(
+            self.engine,
+            trainer.score,
+            self.parts.first_prompts,
+            sampling_params(args),
+            dtype=next(model.parameters()).dtype,
+            device=next(model.parameters()).device,
+        )
+        self.say(report.line())
+        if report.judged > report.tolerance.refuses and args.parity_check != "warn":
+            raise NumericError(
+                f"--parity_check: {report.judged:.1e}: sampler and trainer disagree by more than "
+                f"{report.tolerance.refuses:.0e} nats per token, so ratios would be wrong; set --torch_dtype float32 "
+                "to see whether it is rounding, or --parity_check warn to go on regardless"
+            )
+        if report.judged > report.tolerance.passes and self.report is not None:
+            self.report.progress.warn(f"{report.line()}: above {report.tolerance.passes:.0e}")
+
+    def _build_trainer(self, model: Any, reference: Any) -> GRPOTrainer:
+        from transformers import PrinterCallback
+
+        from swift.trainers.grpo_trainer import GRPOTrainer, PipelineCallback
+        from swift.trainers.reporting import ReportCallback
+
+        parts, args = self.parts, self.parts.args
+        trainer = GRPOTrainer(
+            model=model,
+            args=training_arguments(args, self.folder, parts),
+            processing_class=parts.template.tokenizer,
+            settings=trainer_settings(args),
+            pipeline=self._build_pipeline(),
+            collectives=parts.collectives,
+            metrics=self.metrics,
+            reference=reference,
+            eval_prompts=parts.eval_prompts or (),
+            checkpoint_extras=self._write_extras,
+            report=self.report,
+            save_total_limit=args.save_total_limit,
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(
+            PipelineCallback(trainer, stop_requested=lambda: self.trap.caught is not None, epoch=self._epoch)
+        )
+        if self.report is not None:
+            trainer.add_callback(ReportCallback(self.report))
+        return trainer
+
+    def _build_pipeline(self) -> Any:
+        from swift.rollout.collect import RolloutCollector
+        from swift.rollout.pipeline import PipelineConfig, RolloutPipeline
+        from swift.rollout.scheduler import RolloutScheduler
+
+        parts, args, plan = self.parts, self.parts.args, self.parts.plan
+        collector = RolloutCollector(
+            engine=self.engine,
+            sampling=sampling_params(args),
+            seed=args.seed,
+            decode=parts.template.decode,
+            scorer=parts.rewards,
+            collectives=parts.collectives,
+        )
+        config = PipelineConfig(
+            num_generations=args.num_generations,
+            num_generations_eval=args.num_generations_eval,
+            generation_batches=plan.generations_per_window,
+            num_windows=plan.windows_per_generation,
+            num_iterations=plan.num_iterations,
+            max_completion_length=args.max_completion_length,
+            advantage_estimator=args.advantage_estimator,
+            scale_rewards=args.scale_rewards,
+            reward_weights=parts.rewards.weights,
+            overlong_filter=args.overlong_filter,
+        )
+        scheduler = RolloutScheduler(
+            parts.source, groups_per_unit=plan.unit_prompts, units_per_epoch=plan.units_per_epoch
+        )
+        report = self.report
+        return RolloutPipeline(
+            scheduler,
+            collector,
+            config,
+            timer=self.metrics.timer,
+            observer=report.on_round if report is not None else (lambda scored: None),
+        )
+
+    def _epoch(self) -> float:
+        """Passes over the data set so far, by optimizer steps."""
+        per_epoch = self.parts.plan.steps_per_epoch
+        return self.trainer.state.global_step / per_epoch if per_epoch else 0.0
+
+    def _write_extras(self, folder: Path) -> None:
+        """What a checkpoint carries beside weights and states: its settings."""
+        from swift.trainers.checkpoint import write_json
+
+        write_json(folder / "args.json", self.resolved.to_json(), indent=1)
+
+    def _last(self) -> Path | None:
+        from swift.trainers.checkpoint import list_checkpoints
+
+        checkpoints = list_checkpoints(self.folder)
+        return checkpoints[-1] if checkpoints else None
+
+    def _best(self) -> Path | None:
+        best = self.trainer.state.best_model_checkpoint
+        return Path(best) if best else None
+
+    def _interrupted(self) -> Interrupted:
+        from swift.trainers.session import resume_command
+
+        last = self._last()
+        return Interrupted(
+            f"signal: {self.trap.caught or 'another process'}: stopped at step {self.trainer.state.global_step}, "
+            f"{last} is saved; resume: {resume_command('rlhf', last)}"
+        )
+
+
+def build_engine(args: Any, model: Any, template: Template) -> Any:
+    """The inference engine of the run; this version has the in-process transformers engine."""
+    from swift.rollout.engines.transformers import TransformersEngine
+
+    return TransformersEngine(model, eos_token_ids=template.stop_token_ids, tokenizer=template.tokenizer)
+
+
+def sampling_params(args: Any) -> SamplingParams:
+    """The training distribution; the seed is filled in per sample."""
+    return SamplingParams(
+        max_new_tokens=args.max_completion_length,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        stop=tuple(args.stop_words),
+    )
+
+
+def trainer_settings(args: Any) -> Any:
+    """The step's settings."""
+    from swift.rl.losses import LossConfig
+    from swift.trainers.grpo_trainer import GRPOSettings
+
+    try:
+        loss = LossConfig(
+            loss_type=args.loss_type,
+            importance_sampling_level=args.importance_sampling_level,
+            epsilon=args.epsilon,
+            epsilon_high=args.epsilon_high,
+            delta=args.delta,
+            beta=args.beta,
+            kl_bias_correction=args.kl_bias_correction,
+            tau_pos=args.tau_pos,
+            tau_neg=args.tau_neg,
+        )
+    except ValueError as error:
+        raise ConfigError(f"--{error}") from error
+    return GRPOSettings(
+        loss=loss,
+        temperature=args.temperature,
+        max_completion_length=args.max_completion_length,
+        per_device=args.per_device_train_batch_size,
+        slice_size=args.mini_batch_size or args.per_device_train_batch_size,
+        keep_dropout=args.lora_dropout > 0 and args.tuner_type == "lora",
+    )
+
+
+def plan_lines(parts: Parts) -> list[str]:
+    """The plan in words: devices, mode, batches, steps."""
+    from swift.rollout.arithmetic import describe
+
+    device = own_device()
+    world = parts.collectives.world_size
+    where = f"{world} x {device.type}" if world > 1 else str(device)
+    mode = "the transformers engine, in the trainer's process"
+    return [f"plan: train on {where}; generate with {mode}; {describe(parts.plan)}"]
+
+
+def training_arguments(args: Any, folder: Path, parts: Parts) -> Any:
+    """transformers' TrainingArguments; a window is one of its batches, so its accumulation is 1."""
+    from transformers import TrainingArguments
+
+    from swift.trainers.session import training_options
+
+    return TrainingArguments(
+        **training_options(args, folder, evaluates=parts.eval_prompts is not None),
+        max_steps=parts.plan.max_steps,
+        gradient_accumulation_steps=1,
+        ignore_data_skip=True,
+        remove_unused_columns=False,
+    )
+
+
+def resolved_aliases() -> dict[str, str]:
+    """Alias -> canonical name of every flag, for plugins that read the old names."""
+    from swift.arguments import alias_table
+
+    return alias_table("rlhf")
+
+
+__all__ = ["Parts", "plan_run", "prepare", "run", "train"]

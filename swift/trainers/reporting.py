@@ -1,0 +1,152 @@
+"""What a GRPO run shows and writes: logs, completions, warnings, curves, the summary. Rank 0 only.
+
+`RunReport` is fed by the pipeline (scored rounds), by the trainer (logs, saves) and after every step. It changes
+nothing in the run; its state (streaks of the health monitor) is small and goes into checkpoints.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from swift.observability.completions_log import CompletionsLog, completion_rows
+from swift.observability.health import HealthMonitor
+from swift.observability.jsonl import JsonlWriter, read_log
+from swift.observability.metrics import MetricStore
+from swift.observability.plots import write_plots
+from swift.observability.progress import Progress
+from swift.observability.rank_log import RankLog
+from swift.observability.summary import summarise
+from swift.rollout.pipeline import ScoredRound
+
+LOGGING = "logging.jsonl"
+COMPLETIONS = "completions.jsonl"
+IMAGES = "images"
+SECONDS_BETWEEN_PLOTS = 60.0
+"""Curves are drawn again at a save only after so many seconds, and always at the end."""
+
+
+class RunReport:
+    """Everything a person or a program can see of a run.
+
+    Args:
+        run_dir: the run's folder.
+        attempt: number of this start.
+        metrics: the store that the trainer fills; train rounds add to it.
+        progress: the bar or the lines on the console.
+        rank_log: gets every line that is shown.
+        reward_names: columns of the scores.
+        log_completions: write completions.jsonl.
+        beta: weight of the KL term, for the warnings.
+        diagnosis: what the reward functions know about their last values.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        attempt: int,
+        *,
+        metrics: MetricStore,
+        progress: Progress,
+        rank_log: RankLog,
+        reward_names: Sequence[str],
+        log_completions: bool,
+        beta: float,
+        diagnosis: Callable[[], Sequence[str]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.run_dir = run_dir
+        self.attempt = attempt
+        self.metrics = metrics
+        self.progress = progress
+        self.rank_log = rank_log
+        self.reward_names = list(reward_names)
+        self.health = HealthMonitor(beta=beta)
+        self.diagnosis = diagnosis
+        self.logging = JsonlWriter(run_dir / LOGGING)
+        self.completions = CompletionsLog(run_dir / COMPLETIONS) if log_completions else None
+        self._clock = clock
+        self._plotted_at = clock()
+
+    def on_round(self, scored: ScoredRound) -> None:
+        """A round of rollouts was scored."""
+        if scored.split == "train":
+            self.metrics.add_many(scored.metrics)
+        if self.completions is not None:
+            self.completions.write(
+                completion_rows(
+                    scored.groups,
+                    attempt=self.attempt,
+                    step=scored.step,
+                    split=scored.split,
+                    weight_version=scored.version,
+                    reward_names=self.reward_names,
+                    rewards=scored.rewards,
+                    advantages=scored.advantages,
+                    excluded=scored.excluded,
+                )
+            )
+
+    def after_step(self, step: int, values: Mapping[str, float]) -> None:
+        """An optimizer step was committed."""
+        self.progress.advance(step)
+        for warning in self.health.update(step, values, diagnosis=self.diagnosis):
+            self.progress.warn(warning)
+
+    def on_logs(self, step: int, max_steps: int, logs: Mapping[str, Any]) -> None:
+        """Trainer logs: training values at log steps, evaluation values after an evaluation."""
+        row = {**logs, "step": step, "max_steps": max_steps, "attempt": self.attempt}
+        self.logging.write(row)
+        self.progress.log(step, {name: value for name, value in logs.items() if isinstance(value, int | float)})
+
+    def on_save(self) -> None:
+        """Before a checkpoint counts: what was reported so far is on the disk."""
+        self.logging.sync()
+        if self.completions is not None:
+            self.completions.flush()
+        if self._clock() - self._plotted_at > SECONDS_BETWEEN_PLOTS:
+            self._plot()
+
+    def _plot(self) -> None:
+        write_plots(read_log(self.run_dir / LOGGING), self.run_dir / IMAGES)
+        self._plotted_at = self._clock()
+
+    def close(self) -> None:
+        """Write what is left; repeatable."""
+        self.progress.close()
+        self.logging.close()
+        if self.completions is not None:
+            self.completions.close()
+
+    def finish(self, *, best: Path | None, last: Path | None) -> str:
+        """Render the curves a last time and return the summary."""
+        self.close()
+        self._plot()
+        rows = read_log(self.run_dir / LOGGING)
+        return summarise(rows, run_dir=self.run_dir, best_checkpoint=best, last_checkpoint=last)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the warnings remember."""
+        return self.health.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after `state`."""
+        self.health.load_state_dict(state)
+
+
+class ReportCallback(TrainerCallback):
+    """Hands Trainer's log and save events to the report."""
+
+    def __init__(self, report: RunReport) -> None:
+        self.report = report
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Training and evaluation logs; Trainer's closing summary is not one of them."""
+        logs = dict(logs or {})
+        if "train_runtime" not in logs:
+            self.report.on_logs(state.global_step, state.max_steps, logs)

@@ -1,0 +1,107 @@
+"""Which settings may change when a run is resumed.
+
+A setting is of one of three kinds. *Fixed* ones decide what is in the checkpoint (weights, adapters, data order,
+batches, pipeline state): changing one would continue another run, so it is an error. *Free* ones decide where the
+run is watched and how fast it goes, not what it computes. All others may change, with a note: the run goes on, but
+from there it is no longer the run that was started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# fmt: off
+FIXED = frozenset(
+    {
+        "rlhf_type", "model", "model_revision", "model_type", "template", "torch_dtype", "tuner_type",
+        "lora_rank", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save", "adapters",
+        "ref_model", "dataset", "columns", "system", "dataset_shuffle", "split_dataset_ratio", "streaming",
+        "shuffle_buffer_size", "strict", "max_length", "truncation_strategy", "seed", "data_seed",
+        "num_generations", "per_device_train_batch_size", "gradient_accumulation_steps",
+        "steps_per_generation", "generation_batch_size", "num_iterations", "world_size",
+        "advantage_estimator", "dynamic_sample", "optim", "reward_funcs", "reward_model",
+    }
+)
+"""Changing one of these is an error."""
+
+FREE = frozenset(
+    {
+        "output_dir", "add_version", "resume_from_checkpoint", "logging_steps", "report_to", "save_steps",
+        "save_total_limit", "save_only_model", "eval_strategy", "eval_steps", "per_device_eval_batch_size",
+        "num_generations_eval", "val_dataset", "log_completions", "log_entropy", "dry_run", "debug", "json",
+        "external_plugins", "reward_workers", "dataset_num_proc", "dataloader_num_workers", "ddp_timeout",
+        "engine_restarts", "rollout_timeout", "stall_timeout", "parity_check", "use_hf",
+        "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "cpu_devices",
+        "vllm_gpu_memory_utilization", "vllm_device", "vllm_server_host", "vllm_server_port",
+        "vllm_server_base_url", "vllm_server_timeout",
+    }
+)
+"""Changing one of these does not change what is computed."""
+# fmt: on
+
+MASK = "***"
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsChange:
+    """What differs between a checkpoint's settings and those of the command that resumes it.
+
+    changed: name -> (value then, value now), of every kind.
+    problems: error lines of fixed settings; notes: lines about settings that change the run from here on.
+    """
+
+    changed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def compare_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> SettingsChange:
+    """Compare two args.json contents; pure apart from resolving paths.
+
+    Args:
+        saved: of the checkpoint. Names it lacks (written by an older version) and masked values are passed over.
+        current: of the command that resumes.
+
+    Example:
+        num_generations 8 -> 4 is a problem, learning_rate 1e-5 -> 1e-6 a note, save_steps neither.
+    """
+    change = SettingsChange()
+    for name, now in current.items():
+        if name.startswith("_") or name not in saved or MASK in (saved[name], now):
+            continue
+        then = saved[name]
+        if _same(then, now):
+            continue
+        change.changed[name] = (then, now)
+        if name in FIXED:
+            change.problems.append(
+                f"--{name}: {_shown(now)}: the checkpoint was made with {_shown(then)} and this setting may not "
+                f"change on resume; use --{name} {_shown(then)}, or start a new run"
+            )
+        elif name not in FREE:
+            change.notes.append(f"resume: {name} changes from {_shown(then)} to {_shown(now)} at this step")
+    return change
+
+
+def _same(then: Any, now: Any) -> bool:
+    """Equal values; two spellings of one existing path are equal too."""
+    if isinstance(then, list | tuple) and isinstance(now, list | tuple):
+        return len(then) == len(now) and all(_same(a, b) for a, b in zip(then, now, strict=True))
+    if then == now:
+        return True
+    if not (isinstance(then, str) and isinstance(now, str)):
+        return False
+    return Path(now).exists() and Path(then).resolve() == Path(now).resolve()
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return " ".join(_shown(item) for item in value) or "[]"
+    return str(value)

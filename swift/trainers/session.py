@@ -1,0 +1,184 @@
+"""What every training mode does around its trainer: join processes, find where to start, answer signals, end.
+
+Shared by `sft` and `grpo`; knows no algorithm.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from swift.errors import SwiftError, join_problems
+
+if TYPE_CHECKING:
+    from swift.trainers.distributed import Collectives
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a run begins: anew, or in `run_dir` from `checkpoint`; `changed` are settings, (then, now)."""
+
+    run_dir: Path | None = None
+    checkpoint: Path | None = None
+    changed: dict[str, tuple[Any, Any]] | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps already done."""
+        from swift.trainers.checkpoint import step_of
+
+        return (step_of(self.checkpoint) or 0) if self.checkpoint else 0
+
+
+def find_start(args: Any, settings: dict[str, Any]) -> Start:
+    """The checkpoint that `--resume_from_checkpoint` names, verified, or a fresh start.
+
+    Args:
+        args: with `resume_from_checkpoint` and `output_dir`.
+        settings: the content of args.json.
+
+    Raises:
+        ConfigError: no whole checkpoint there, or a setting differs that may not change.
+    """
+    if not args.resume_from_checkpoint:
+        return Start()
+    from swift.models.source import read_json
+    from swift.trainers.checkpoint import compare_settings, resolve_resume
+
+    run_dir, checkpoint = resolve_resume(args.resume_from_checkpoint, args.output_dir)
+    change = compare_settings(read_json(checkpoint / "args.json"), settings)
+    join_problems(change.problems)
+    notes = (f"resuming {run_dir} from {checkpoint.name}", *change.notes)
+    return Start(run_dir, checkpoint, change.changed, notes)
+
+
+def resume_command(mode: str, checkpoint: Path | None) -> str:
+    """The command that continues this run: its own words with `--resume_from_checkpoint` put in."""
+    words = list(sys.argv[1:]) if sys.argv[1:2] == [mode] else [mode, "..."]
+    if "--resume_from_checkpoint" in words:
+        at = words.index("--resume_from_checkpoint")
+        del words[at : at + 2]
+    return shlex.join(["swift", *words, "--resume_from_checkpoint", str(checkpoint)])
+
+
+def join_processes(timeout_s: float) -> Collectives:
+    """Joins the launcher's process group, when there is one (WORLD_SIZE > 1)."""
+    import torch
+    import torch.distributed as dist
+
+    from swift.trainers.distributed import Collectives
+
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        on_gpu = torch.cuda.is_available()
+        if on_gpu:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
+    return Collectives(timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an attempt ended, for attempts.jsonl."""
+
+    exit_code: int = 0
+    reason: str = "done"
+
+    @classmethod
+    def of(cls, error: BaseException) -> Outcome:
+        """The exit code and first line of a failure."""
+        code = error.exit_code if isinstance(error, SwiftError) else 130 if isinstance(error, KeyboardInterrupt) else 1
+        return cls(code, (str(error).splitlines() or [""])[0] or type(error).__name__)
+
+
+class SignalTrap:
+    """Notes SIGTERM and SIGINT instead of dying of them; a second SIGINT is a KeyboardInterrupt.
+
+    Use as a context manager on the main thread; the former handlers come back at its end.
+    """
+
+    def __init__(self) -> None:
+        self.caught: str | None = None
+        self._former: dict[int, Any] = {}
+
+    def __enter__(self) -> SignalTrap:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._former[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.caught is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.caught = signal.Signals(number).name
+
+
+def training_options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, Any]:
+    """The settings that transformers' TrainingArguments knows under the same meaning.
+
+    Args:
+        args: the resolved settings.
+        folder: the run's folder; checkpoints and TensorBoard files go there.
+        evaluates: whether there is an evaluation set.
+    """
+    import torch
+
+    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(folder / "runs"))
+    on_gpu = torch.cuda.is_available()
+    eval_strategy = args.eval_strategy if evaluates else "no"
+    return {
+        "output_dir": str(folder),
+        "run_name": args.run_name or folder.name,
+        "learning_rate": args.learning_rate,
+        "lr_scheduler_type": args.lr_scheduler_type,
+        "lr_scheduler_kwargs": args.lr_scheduler_kwargs or None,
+        # below 1 transformers takes warmup_steps as a share of all steps
+        "warmup_steps": args.warmup_steps or args.warmup_ratio,
+        "weight_decay": args.weight_decay,
+        "adam_beta1": args.adam_beta1,
+        "adam_beta2": args.adam_beta2,
+        "adam_epsilon": args.adam_epsilon,
+        "max_grad_norm": args.max_grad_norm,
+        "optim": args.optim,
+        "optim_args": args.optim_args,
+        "optim_target_modules": args.optim_target_modules or None,
+        "num_train_epochs": args.num_train_epochs,
+        "per_device_train_batch_size": args.per_device_train_batch_size,
+        "per_device_eval_batch_size": args.per_device_eval_batch_size,
+        "gradient_checkpointing": args.gradient_checkpointing,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False} if args.gradient_checkpointing else None,
+        "seed": args.seed,
+        "data_seed": args.data_seed,
+        "full_determinism": args.full_determinism,
+        "dataloader_num_workers": args.dataloader_num_workers if on_gpu else 0,
+        "dataloader_pin_memory": on_gpu,
+        "logging_steps": args.logging_steps,
+        "logging_first_step": args.logging_first_step,
+        "logging_nan_inf_filter": False,
+        "save_strategy": args.save_strategy,
+        "save_steps": args.save_steps,
+        "save_total_limit": None,  # removal comes after the seal, by swift.trainers.checkpoint.rotate
+        "save_only_model": args.save_only_model,
+        "eval_strategy": eval_strategy,
+        "eval_steps": args.eval_steps if eval_strategy == "steps" else None,
+        "load_best_model_at_end": args.load_best_model_at_end and evaluates,
+        "metric_for_best_model": args.metric_for_best_model,
+        "greater_is_better": args.greater_is_better,
+        "use_cpu": not on_gpu,
+        "ddp_backend": "gloo" if not on_gpu and os.environ.get("WORLD_SIZE", "1") != "1" else None,
+        "ddp_timeout": args.ddp_timeout,
+        "ddp_find_unused_parameters": args.ddp_find_unused_parameters,
+        "deepspeed": args.deepspeed,
+        "report_to": [name for name in args.report_to if name != "none"] or "none",
+        "disable_tqdm": True,
+    }

@@ -1,0 +1,143 @@
+"""What each kind of failure prints and returns."""
+
+import errno
+import json
+import subprocess
+import sys
+
+import pytest
+
+from swift.cli.boundary import EXIT_DIR, guarded
+from swift.errors import ConfigError, EngineError, Interrupted, NumericError, ResourceError, RewardError
+
+
+def run(error, *, debug=False):
+    def action():
+        raise error
+
+    return guarded(action, debug=lambda: debug)
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [(ConfigError, 2), (ResourceError, 3), (EngineError, 4), (RewardError, 5), (NumericError, 6)],
+)
+def test_an_anticipated_failure_is_a_line_and_a_code(kind, code, capsys):
+    assert run(kind("--x: 1: wrong; right: 2")) == code
+    assert capsys.readouterr().err == "swift: error: --x: 1: wrong; right: 2\n"
+
+
+def test_all_problems_are_listed(capsys):
+    assert run(ConfigError("--x: 1: wrong", "--y: 2: wrong")) == 2
+    assert capsys.readouterr().err.splitlines() == ["swift: error: --x: 1: wrong", "swift: error: --y: 2: wrong"]
+
+
+def test_debug_adds_the_traceback(capsys):
+    run(ConfigError("--x: 1: wrong"), debug=True)
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_success_is_zero_and_a_mode_may_return_its_own_code():
+    assert guarded(lambda: None, debug=lambda: False) == 0
+    assert guarded(lambda: 5, debug=lambda: False) == 5
+
+
+def test_an_interruption_is_no_error_and_can_be_resumed(capsys):
+    assert run(Interrupted("SIGTERM: saved; resume with --resume_from_checkpoint x")) == 75
+    assert capsys.readouterr().err.startswith("swift: SIGTERM: saved")
+
+
+def test_the_keyboard_ends_with_one_line(capsys):
+    assert run(KeyboardInterrupt()) == 130
+    assert capsys.readouterr().err == "swift: interrupted\n"
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named like torch's."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_out_of_memory_names_phase_peak_and_three_settings(error, capsys):
+    assert run(error) == 3
+    line = capsys.readouterr().err
+    assert line.startswith("swift: error: memory: out of memory in phase start: peak ")
+    assert line.partition("; lower ")[2].count("--") == 3
+    assert "Traceback" not in line
+
+
+def test_the_phase_is_that_of_the_code_that_ran_out(capsys):
+    code = compile("raise MemoryError", "losses.py", "exec")
+    assert guarded(lambda: exec(code, {"__name__": "swift.rl.losses"}), debug=lambda: False) == 3
+    assert "in phase train" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_named_with_its_free_bytes(tmp_path, capsys):
+    path = str(tmp_path / "not" / "there")
+    assert run(OSError(errno.ENOSPC, "No space left on device", path)) == 3
+    line = capsys.readouterr().err
+    assert line.startswith(f"swift: error: disk: {path}: no space left, ")
+    assert "bytes free" in line
+
+
+def test_a_defect_keeps_its_traceback_and_asks_for_a_report(capsys):
+    assert run(KeyError("oops")) == 1
+    text = capsys.readouterr().err
+    assert "Traceback" in text
+    assert "KeyError: 'oops'" in text
+    assert "please report it" in text.splitlines()[-1]
+
+
+def test_other_ranks_keep_quiet_about_what_rank_0_says_too(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    assert run(ConfigError("--x: 1: wrong")) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_other_ranks_say_what_only_they_can_know(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    assert run(EngineError("engine: died")) == 4
+    assert capsys.readouterr().err == "[rank 1] swift: error: engine: died\n"
+
+
+def test_under_the_launcher_the_lines_are_left_to_it(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv(EXIT_DIR, str(tmp_path))
+    assert run(EngineError("engine: died")) == 4
+    assert capsys.readouterr().err == ""
+    assert json.loads((tmp_path / "rank-1.json").read_text()) == {
+        "exit_code": 4,
+        "text": "swift: error: engine: died\n",
+    }
+
+
+def test_a_launcher_that_is_gone_does_not_hide_the_error(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv(EXIT_DIR, str(tmp_path / "gone"))
+    assert run(EngineError("engine: died")) == 4
+    assert capsys.readouterr().err == "swift: error: engine: died\n"
+
+
+def test_a_reader_that_stops_reading_is_no_error():
+    code = (
+        "import sys, time; from swift.cli.boundary import guarded\n"
+        "def talk():\n"
+        "    for _ in range(100000): print('x' * 100)\n"
+        "sys.exit(guarded(talk, debug=lambda: False))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(timeout=30) == 141
+    process.stderr.close()
+
+
+def test_a_broken_pipe_elsewhere_is_not_hidden(capsys):
+    assert run(BrokenPipeError(errno.EPIPE, "a worker is gone")) == 1
+    assert "BrokenPipeError" in capsys.readouterr().err

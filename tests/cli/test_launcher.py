@@ -1,0 +1,230 @@
+"""Worker processes: their variables, their codes, their signals, and that none is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from swift.cli.launcher import LaunchPlan, launch, plan_launch, world_size
+from swift.errors import ConfigError, ResourceError
+
+
+def worker(tmp_path, body):
+    """A command that runs `body`, which knows `rank` and `folder`."""
+    script = tmp_path / "worker.py"
+    head = ["import os, sys, time, signal, pathlib", "rank = int(os.environ['RANK'])", f"folder = pathlib.{tmp_path!r}"]
+    script.write_text("\n".join([*head, textwrap.dedent(body)]))
+    return [sys.executable, str(script)]
+
+
+def wait_for(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "environ", [{}, {"NPROC_PER_NODE": "1"}, {"RANK": "0", "WORLD_SIZE": "2", "NPROC_PER_NODE": "2"}]
+)
+def test_a_single_process_and_a_worker_start_nothing(environ):
+    assert plan_launch(environ) is None
+
+
+def test_two_nodes_need_rank_and_address():
+    with pytest.raises(ConfigError) as caught:
+        plan_launch({"NNODES": "2"})
+    assert [line.partition(":")[0] for line in caught.value.problems] == ["NODE_RANK", "MASTER_ADDR"]
+    plan = plan_launch({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "NPROC_PER_NODE": "4"})
+    assert plan == LaunchPlan(4, 2, 1, "10.0.0.1", 29500)
+    assert plan.world_size == 8
+
+
+@pytest.mark.parametrize(
+    ("environ", "line"),
+    [
+        ({"NPROC_PER_NODE": "two"}, "NPROC_PER_NODE: two: not a whole number; at least 1"),
+        ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE: 0: too small; at least 1"),
+        ({"NPROC_PER_NODE": "2", "MASTER_PORT": "70000"}, "MASTER_PORT: 70000: no port; 1 to 65535"),
+        ({"NODE_RANK": "1"}, "NODE_RANK: 1: not below NNODES=1; 0 to 0"),
+    ],
+)
+def test_a_wrong_variable_is_one_line(environ, line):
+    with pytest.raises(ConfigError) as caught:
+        plan_launch(environ)
+    assert caught.value.problems == [line]
+
+
+def test_the_world_is_known_before_and_after_the_start():
+    assert world_size({}) == 1
+    assert world_size({"NPROC_PER_NODE": "3"}) == 3
+    assert world_size({"RANK": "1", "WORLD_SIZE": "5", "NPROC_PER_NODE": "3"}) == 5
+
+
+def test_workers_see_their_place(tmp_path):
+    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS"
+    command = worker(
+        tmp_path, f"(folder / f'seen-{{rank}}').write_text(' '.join(os.environ[n] for n in {names!r}.split()))"
+    )
+    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    assert launch(command, LaunchPlan(2), environ=environ) == 0
+    seen = [(tmp_path / f"seen-{rank}").read_text().split() for rank in (0, 1)]
+    assert [words[:5] for words in seen] == [["0", "0", "2", "2", "127.0.0.1"], ["1", "1", "2", "2", "127.0.0.1"]]
+    assert seen[0][5] == seen[1][5]
+    assert int(seen[0][6]) == max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+def test_ranks_of_a_second_node_follow_those_of_the_first(tmp_path):
+    command = worker(tmp_path, "(folder / f'seen-{rank}').write_text(os.environ['MASTER_PORT'])")
+    assert launch(command, LaunchPlan(2, 2, 1, "10.0.0.1", 29511), environ=os.environ) == 0
+    assert [(tmp_path / f"seen-{rank}").read_text() for rank in (2, 3)] == ["29511", "29511"]
+
+
+def test_the_code_of_the_first_failing_worker_is_returned_and_the_others_are_told(tmp_path):
+    body = """
+        def stop(*_):
+            (folder / "told").write_text("TERM")
+            sys.exit(1)
+        if rank == 0:
+            signal.signal(signal.SIGTERM, stop)
+            (folder / "ready").touch()
+            time.sleep(60)
+        while not (folder / "ready").exists():
+            time.sleep(0.01)
+        sys.exit(4)
+    """
+    assert launch(worker(tmp_path, body), LaunchPlan(2), environ=os.environ) == 4
+    assert (tmp_path / "told").read_text() == "TERM"
+
+
+def test_a_worker_that_ignores_the_end_is_killed_after_the_grace_time(tmp_path):
+    body = """
+        if rank == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            (folder / "ready").touch()
+            time.sleep(60)
+        while not (folder / "ready").exists():
+            time.sleep(0.01)
+        sys.exit(6)
+    """
+    begun = time.monotonic()
+    assert launch(worker(tmp_path, body), LaunchPlan(2), environ=os.environ, grace_s=0.3) == 6
+    assert time.monotonic() - begun < 30
+
+
+def test_the_error_lines_of_the_failed_worker_are_printed_once(tmp_path, capsys):
+    body = """
+        from swift.cli.boundary import guarded
+        from swift.errors import EngineError
+        def fail():
+            if rank == 1:
+                raise EngineError("engine: cuda:1: died")
+            time.sleep(60)
+        sys.exit(guarded(fail, debug=lambda: False))
+    """
+    assert launch(worker(tmp_path, body), LaunchPlan(2), environ=os.environ) == 4
+    assert capsys.readouterr().err == "swift: error: engine: cuda:1: died\n"
+
+
+def test_a_killed_worker_is_named(tmp_path, capsys):
+    body = """
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+    """
+    assert launch(worker(tmp_path, body), LaunchPlan(2), environ=os.environ) == 4
+    assert "swift: error: worker: rank 1: killed by SIGKILL" in capsys.readouterr().err
+
+
+def test_children_of_a_worker_end_with_the_run(tmp_path):
+    body = """
+        import subprocess
+        if rank == 0:
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+            (folder / "child").write_text(str(child.pid))
+            sys.exit(3)
+        time.sleep(60)
+    """
+    assert launch(worker(tmp_path, body), LaunchPlan(2), environ=os.environ) == 3
+    child = int((tmp_path / "child").read_text())
+    wait_for(lambda: not is_alive(child))
+
+
+def test_a_port_in_use_is_refused_before_anything_starts(tmp_path):
+    import socket
+
+    with socket.socket() as holder:
+        holder.bind(("", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        with pytest.raises(ResourceError, match=f"MASTER_PORT: {port}"):
+            launch(
+                worker(tmp_path, "(folder / 'started').touch()"), LaunchPlan(2, master_port=port), environ=os.environ
+            )
+    assert not (tmp_path / "started").exists()
+
+
+LAUNCHER = """
+import os, sys
+from swift.cli.launcher import LaunchPlan, launch
+sys.exit(launch(sys.argv[1:], LaunchPlan(2), environ=os.environ))
+"""
+
+
+def start_launcher(command):
+    return subprocess.Popen([sys.executable, "-c", LAUNCHER, *command], stderr=subprocess.PIPE, text=True)
+
+
+SAVING_WORKER = """
+    def save(*_):
+        (folder / f"saved-{rank}").touch()
+        sys.exit(75)
+    signal.signal(signal.SIGTERM, save)
+    signal.signal(signal.SIGINT, save)
+    (folder / f"pid-{rank}.tmp").write_text(str(os.getpid()))
+    (folder / f"pid-{rank}.tmp").rename(folder / f"pid-{rank}")
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_every_worker_so_that_each_can_save(tmp_path, signum):
+    process = start_launcher(worker(tmp_path, SAVING_WORKER))
+    wait_for(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in (0, 1)))
+    process.send_signal(signum)
+    process.communicate(timeout=30)
+    assert process.returncode == 75
+    assert all((tmp_path / f"saved-{rank}").exists() for rank in (0, 1))
+
+
+def test_workers_without_a_handler_end_with_the_code_of_the_signal(tmp_path):
+    body = "(folder / f'pid-{rank}').touch()\ntime.sleep(60)"
+    process = start_launcher(worker(tmp_path, body))
+    wait_for(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in (0, 1)))
+    process.terminate()
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "Traceback" not in errors
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs PR_SET_PDEATHSIG")
+def test_no_worker_outlives_a_killed_launcher(tmp_path):
+    process = start_launcher(worker(tmp_path, SAVING_WORKER))
+    files = [tmp_path / f"pid-{rank}" for rank in (0, 1)]
+    wait_for(lambda: all(file.exists() for file in files))
+    pids = [int(file.read_text()) for file in files]
+    process.kill()
+    process.communicate(timeout=30)
+    wait_for(lambda: not any(is_alive(pid) for pid in pids))

@@ -1,0 +1,103 @@
+"""Modes, help and version of the console script, and how fast they answer."""
+
+import statistics
+import subprocess
+import sys
+import time
+
+import pytest
+
+import swift
+from swift.cli.main import MODES, PLANNED, debug_wanted, main
+
+
+def timed(*words):
+    begun = time.monotonic()
+    done = subprocess.run([sys.executable, "-m", "swift", *words], capture_output=True, text=True, check=False)
+    return time.monotonic() - begun, done
+
+
+def median_time(*words):
+    return statistics.median(timed(*words)[0] for _ in range(3))
+
+
+def test_help_lists_every_mode_and_what_is_planned(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n  {name} " in text for name in [*MODES, *PLANNED])
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"swift {swift.__version__}\n"
+
+
+@pytest.mark.parametrize("words", [("--help",), ("--version",)])
+def test_help_and_version_answer_within_half_a_second(words):
+    assert median_time(*words) < 0.5
+
+
+def test_the_help_of_a_mode_answers_within_three_seconds():
+    assert median_time("rlhf", "--help") < 3.0
+
+
+@pytest.mark.parametrize("words", ["['--help']", "['--version']", "['rlhf', '--help']", "['config-schema', 'rlhf']"])
+def test_help_imports_no_torch(words):
+    code = f"import sys; from swift.cli.main import main; main({words}); sys.exit(int('torch' in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_the_module_runs_like_the_script():
+    _, done = timed("nonsense")
+    assert done.returncode == 2
+    assert done.stderr.startswith("swift: error: mode: nonsense: unknown; valid: ")
+
+
+@pytest.mark.parametrize("name", ["rlhf", "sft", "infer", "export", "reward-test", "reward_test", "merge-lora"])
+def test_every_mode_has_help(name, capsys):
+    assert main([name, "--help"]) == 0
+    assert "--model" in capsys.readouterr().out or name.startswith("reward")
+
+
+def test_help_of_one_flag_by_any_spelling(capsys):
+    assert main(["rlhf", "--help", "train-type"]) == 0
+    text = capsys.readouterr().out
+    assert "tuner_type" in text
+    assert "lora" in text
+
+
+def test_all_flags_are_more_than_the_everyday_ones(capsys):
+    main(["rlhf", "--help"])
+    everyday = capsys.readouterr().out
+    main(["rlhf", "--help-all"])
+    assert len(capsys.readouterr().out) > len(everyday)
+
+
+@pytest.mark.parametrize("name", sorted(PLANNED))
+def test_a_later_mode_says_so(name, capsys):
+    assert main([name, "--model", "x"]) == 2
+    assert "planned, not in this version" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["rlhf", "--debug", "true"], True),
+        (["rlhf", "--debug"], True),
+        (["rlhf", "--debug=1"], True),
+        (["rlhf", "--debug", "--beta", "0"], True),
+        (["rlhf", "--debug", "false"], False),
+        (["rlhf"], False),
+    ],
+)
+def test_debug_is_seen_before_anything_is_parsed(words, wanted, monkeypatch):
+    monkeypatch.delenv("SWIFT_DEBUG", raising=False)
+    assert debug_wanted(words) is wanted
+
+
+def test_debug_keeps_the_traceback(capsys, monkeypatch):
+    monkeypatch.setenv("SWIFT_DEBUG", "1")
+    assert main(["rlfh"]) == 2
+    text = capsys.readouterr().err
+    assert text.startswith("Traceback")
+    assert text.endswith("swift: error: mode: rlfh: unknown; nearest: rlhf\n")

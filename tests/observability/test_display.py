@@ -1,0 +1,149 @@
+"""What people see: progress lines, the bar, plots, the summary, and each process's log file."""
+
+import io
+import logging
+import warnings
+
+import pytest
+
+from swift.observability.plots import smooth, write_plots
+from swift.observability.progress import Progress, format_seconds
+from swift.observability.rank_log import RankLog
+from swift.observability.summary import summarise
+
+LOGS = {"reward": 0.5, "reward_std": 0.25, "completions/mean_length": 40.0, "tokens_per_s": 123.4, "step_time": 1.5}
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def train_rows(steps):
+    return [
+        {
+            "attempt": 1,
+            "step": step,
+            "max_steps": 30,
+            "loss": 0.1,
+            "grad_norm": 1.0,
+            "kl": 0.01,
+            "entropy": 1.0,
+            "reward": step / 10,
+            "rewards/accuracy/mean": 1.0 - step / 10,
+            "completions/mean_length": 30.0,
+            "step_time": 2.0,
+            "time/generate": 1.0,
+            "time/train": 0.5,
+            "tokens/trained": 100.0,
+        }
+        for step in steps
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0s"), (59.6, "1m00s"), (185, "3m05s"), (7620, "2h07m"), (273600, "3d04h")]
+)
+def test_durations_are_readable(seconds, text):
+    assert format_seconds(seconds) == text
+
+
+def test_without_a_terminal_each_log_step_is_one_line():
+    stream, clock, recorded = io.StringIO(), Clock(), []
+    progress = Progress(100, start_step=10, stream=stream, record=recorded.append, clock=clock)
+    progress.line("plan: 1 device")
+    clock.now = 20.0
+    progress.advance(20)
+    progress.log(20, LOGS)
+    progress.log(20, {"eval_reward": 0.75})
+    progress.warn("look")
+    progress.close()
+    assert stream.getvalue().splitlines() == [
+        "plan: 1 device",
+        "step 20/100 | reward 0.500±0.25 | len 40 | 123 tok/s | 1.50 s/step | 2m40s left",
+        "step 20/100 | evaluation | reward 0.750",
+        "swift: warning: look",
+    ]
+    assert recorded == stream.getvalue().splitlines()
+
+
+def test_on_a_terminal_a_bar_shows_the_same_values():
+    stream = io.StringIO()
+    progress = Progress(100, stream=stream, terminal=True)
+    progress.line("plan: [1] device")
+    progress.advance(50)
+    progress.log(50, LOGS)
+    progress.close()
+    progress.close()
+    shown = stream.getvalue()
+    assert "plan: [1] device" in shown
+    assert "50/100" in shown
+    assert "reward" in shown
+
+
+def test_every_picture_with_values_is_drawn_and_no_other(tmp_path):
+    written = write_plots(train_rows(range(1, 31)), tmp_path / "images")
+    assert [path.name for path in written] == ["reward.png", "length.png", "policy.png", "optimization.png", "time.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+    assert sorted((tmp_path / "images").iterdir()) == sorted(written)
+    assert [path.name for path in write_plots([{"step": 1, "loss": 1.0}], tmp_path)] == ["optimization.png"]
+
+
+@pytest.mark.parametrize("rows", [train_rows([1]), [{"step": 1, "reward": None, "eval_reward": 0.5}]])
+def test_one_point_can_be_drawn(tmp_path, rows):
+    assert (tmp_path / "reward.png") in write_plots(rows, tmp_path)
+
+
+def test_nothing_to_draw_makes_no_folder(tmp_path):
+    assert write_plots([], tmp_path / "images") == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_smoothing_keeps_length_and_constants_and_short_curves():
+    assert smooth([1.0, 5.0, 2.0]) == [1.0, 5.0, 2.0]
+    assert smooth([2.0] * 50) == [2.0] * 50
+    assert smooth([0.0] * 9 + [3.0] + [0.0] * 9)[8:11] == [1.0, 1.0, 1.0]
+
+
+def test_the_summary_says_what_was_reached_and_where_it_lies(tmp_path):
+    (tmp_path / "images").mkdir()
+    text = summarise(
+        [*train_rows(range(1, 31)), {"attempt": 1, "step": 30, "eval_reward": 0.9}],
+        run_dir=tmp_path,
+        last_checkpoint=tmp_path / "checkpoint-30",
+        resume_command="swift rlhf --resume_from_checkpoint last",
+    )
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "Steps logged: up to 30 of 30" in lines
+    assert "reward 0.1000 3.0000 3.0000 (step 30)" in lines
+    assert "accuracy 0.9000 -2.0000 0.9000 (step 1)" in lines
+    assert "generate 1.000 s 50%" in lines
+    assert "other 0.500 s 25%" in lines
+    assert "50 trained tokens per second" in lines
+    assert "checkpoint-30 last checkpoint" in lines
+    assert "images curves" in lines
+    assert "swift rlhf --resume_from_checkpoint last" in lines
+    assert "completions.jsonl" not in text
+
+
+def test_a_run_that_ended_before_its_first_log_has_a_summary(tmp_path):
+    assert summarise([], run_dir=tmp_path).startswith("No step was logged.")
+
+
+def test_the_rank_log_holds_logging_warnings_and_console_lines(tmp_path):
+    path = tmp_path / "logs" / "rank-0.log"
+    log = RankLog(path)
+    logging.getLogger("swift.x").warning("from logging")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        logging.captureWarnings(False)  # pytest shows warnings itself; go through logging here
+        logging.captureWarnings(True)
+        warnings.warn("from warnings", stacklevel=1)
+    log.line("from the console")
+    log.close()
+    logging.getLogger("swift.x").warning("too late")
+    text = path.read_text()
+    assert all(source in text for source in ("from logging", "from warnings", "from the console"))
+    assert "too late" not in text

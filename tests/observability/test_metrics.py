@@ -1,0 +1,158 @@
+"""Typed values, windows, phases, and a state that resumes to the same bits."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swift.observability.metrics import MetricStore, is_timing, kind_of
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def without_time(values):
+    return {name: value for name, value in values.items() if not is_timing(name)}
+
+
+def test_values_are_folded_by_their_type():
+    store = MetricStore()
+    for value, weight in ((1.0, 3.0), (5.0, 1.0)):
+        store.add("a", value, weight=weight)
+        store.add("b", value, kind="max")
+        store.add("c", value, kind="min")
+        store.add("d", value, kind="sum")
+    assert without_time(store.commit(1)) == {"a": 2.0, "b": 5.0, "c": 1.0, "d": 6.0}
+
+
+def test_a_window_averages_means_over_the_steps_that_had_them():
+    store = MetricStore()
+    store.add_many({"reward": 1.0, "loss": 2.0, "health/failed": 1.0})
+    store.commit(1)
+    store.add_many({"loss": 4.0, "health/failed": 2.0})
+    store.commit(2)
+    assert without_time(store.flush()) == {"reward": 1.0, "loss": 3.0, "health/failed": 3.0}
+    assert store.flush() == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("loss", "mean"),
+        ("completions/max_length", "max"),
+        ("completions/min_length", "min"),
+        ("mismatch/logp_abs_diff_max", "max"),
+        ("health/reward_failed/accuracy", "sum"),
+        ("rewards/max_style/mean", "mean"),
+    ],
+)
+def test_a_name_tells_its_type(name, kind):
+    assert kind_of(name) == kind
+
+
+def test_a_name_has_one_type():
+    store = MetricStore()
+    store.add("a", 1.0, kind="sum")
+    with pytest.raises(ValueError, match="a: is a sum and cannot be a max too"):
+        store.add("a", 1.0, kind="max")
+
+
+def test_a_value_that_is_not_a_number_stays_visible():
+    store = MetricStore()
+    store.add("a", math.nan, kind="max")
+    store.add("a", 1.0, kind="max")
+    assert math.isnan(store.commit(1)["a"])
+
+
+def test_weight_zero_is_no_value():
+    store = MetricStore()
+    store.add("a", 7.0, weight=0.0)
+    assert "a" not in store.commit(1)
+
+
+def test_steps_ascend():
+    store = MetricStore()
+    store.commit(3)
+    with pytest.raises(ValueError, match="step 3 was committed after step 3"):
+        store.commit(3)
+
+
+def test_phases_and_step_time_and_speed():
+    clock = Clock()
+    store = MetricStore(clock)
+    with store.timer("generate"):
+        clock.now += 2.0
+    with store.timer("train"):
+        clock.now += 1.0
+    clock.now += 0.5
+    store.add("tokens/trained", 700.0)
+    values = store.commit(1)
+    assert values == {"tokens/trained": 700.0, "step_time": 3.5, "time/generate": 2.0, "time/train": 1.0}
+    assert store.flush()["tokens_per_s"] == 200.0
+
+
+def test_what_evaluation_generates_is_time_of_evaluation_and_no_part_of_a_step():
+    clock = Clock()
+    store = MetricStore(clock)
+    with store.timer("eval"), store.timer("generate"):
+        clock.now += 9.0
+    clock.now += 1.0
+    assert store.commit(1) == {"step_time": 1.0, "time/eval": 9.0}
+
+
+def test_a_timer_counts_when_its_body_raises():
+    clock = Clock()
+    store = MetricStore(clock)
+    with pytest.raises(KeyError), store.timer("reward"):
+        clock.now += 3.0
+        raise KeyError
+    with store.timer("train"):
+        clock.now += 1.0
+    values = store.commit(1)
+    assert (values["time/reward"], values["time/train"]) == (3.0, 1.0)
+
+
+step_values = st.lists(
+    st.tuples(st.sampled_from(["loss", "x_max", "y_min", "health/n"]), st.floats(-1e6, 1e6), st.floats(0.01, 10)),
+    max_size=6,
+)
+
+
+@given(steps=st.lists(step_values, min_size=1, max_size=6), cut=st.integers(0, 5), inside=st.booleans())
+def test_a_resumed_store_logs_the_same_bits(steps, cut, inside):
+    def run(resume):
+        store = MetricStore(lambda: 0.0)
+        for number, values in enumerate(steps):
+            if resume and number == cut and not inside:
+                store = reload(store)
+            for name, value, weight in values:
+                store.add(name, value, weight=weight)
+            if resume and number == cut and inside:
+                store = reload(store)
+            store.commit(number)
+        return store.flush()
+
+    def reload(store):
+        fresh = MetricStore(lambda: 0.0)
+        fresh.load_state_dict(json.loads(json.dumps(store.state_dict(), allow_nan=False)))
+        return fresh
+
+    assert run(resume=True) == run(resume=False)
+
+
+def test_the_state_keeps_values_that_json_lacks():
+    store = MetricStore()
+    store.add("a", math.inf)
+    store.add("b", math.nan)
+    fresh = MetricStore()
+    fresh.load_state_dict(json.loads(json.dumps(store.state_dict(), allow_nan=False)))
+    values = fresh.commit(1)
+    assert values["a"] == math.inf
+    assert math.isnan(values["b"])

@@ -1,0 +1,339 @@
+"""Groups in, scores out: None, failures, scopes, weights, metrics and the start-up call."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+
+from swift.errors import ConfigError, RewardError
+from swift.rewards import total
+from swift.rewards.pipeline import worker_share
+from swift.types import GroupScores, Prompt
+
+
+def config_problems(build):
+    with pytest.raises(ConfigError) as caught:
+        build()
+    return caught.value.problems
+
+
+def test_the_total_leaves_out_what_does_not_apply():
+    assert total([1.0, None, 0.5], [1.0, 9.0, 2.0]) == 2.0
+    assert total([None, None], [1.0, 1.0]) is None
+
+
+def test_built_ins_score_a_group_in_the_order_given(pipeline, group, progress):
+    rewards = pipeline(["format", "accuracy", "cosine", "repetition", "soft_overlong"], soft_cache_length=20)
+    texts = ["<think>x</think><answer>4</answer>", r"no \boxed{5}"]
+    (scores,) = rewards.score([group(texts, solution="4")], progress)
+    assert rewards.names == ["format", "accuracy", "cosine", "repetition", "soft_overlong"]
+    assert [row[:2] for row in scores.values] == [[1.0, 1.0], [0.0, 0.0]]
+    assert scores.values[0][2] > 0.99
+    assert scores.excluded == [None, None]
+    assert rewards.weights == [1.0] * 5
+
+
+def test_every_keyword_of_the_contract_arrives(pipeline, group, progress):
+    source = """
+import json
+EXPECTED = {"solution": ["s", "s"], "level": [3, 3], "prompt_id": ["p0"] * 2, "group_id": ["g0"] * 2,
+            "request_id": ["g0-0", "g0-1"], "finish_reason": ["stop", "length"],
+            "is_truncated": [False, True], "response_token_ids": [[0], [0, 1]],
+            "messages": [[{"role": "user", "content": "question"}]] * 2}
+def look(completions, **kwargs):
+    state = kwargs.pop("trainer_state")
+    good = kwargs == EXPECTED and (state.global_step, state.max_steps, state.epoch) == (3, 10, 0.5)
+    return [float(good)] * 2
+orms["look"] = look
+"""
+    asked = group(["a", "b c"], solution="s", level=3)
+    asked.completions[1].finish_reason = "length"
+    (scores,) = pipeline(["look"], source).score([asked], progress)
+    assert scores.values == [[1.0], [1.0]]
+
+
+VARIOUS = """
+import math
+def partial(completions, **kwargs):
+    return [None if text == "skip" else math.nan if text == "nan" else math.inf if text == "inf" else 1.0
+            for text in completions]
+orms["partial"] = partial
+class Static(ORM):
+    def __call__(completions, **kwargs):
+        return [3.0] * len(completions)
+orms["static"] = Static
+class Plain:
+    def __call__(self, completions, **kwargs):
+        return [4.0] * len(completions)
+orms["instance"] = Plain()
+"""
+
+
+def test_none_does_not_apply_and_nan_or_inf_exclude(pipeline, group, progress):
+    rewards = pipeline(["partial"], VARIOUS)
+    (scores,) = rewards.score([group(["a", "skip", "nan", "inf"])], progress)
+    assert scores.values == [[1.0], [None], [None], [None]]
+    assert scores.excluded == [None, "no_reward", "not_finite: partial", "not_finite: partial"]
+
+
+def test_a_sample_is_kept_when_another_function_applies(pipeline, group, progress, caplog):
+    with caplog.at_level(logging.WARNING):
+        rewards = pipeline(["partial", "static", "instance"], VARIOUS)
+    assert caplog.text.count("called as a static method") == 1
+    (scores,) = rewards.score([group(["skip", "a"])], progress)
+    assert scores.values == [[None, 3.0, 4.0], [1.0, 3.0, 4.0]]
+    assert scores.excluded == [None, None]
+
+
+FLAKY = """
+def flaky(completions, **kwargs):
+    if "bad" in completions:
+        raise ValueError("no bad ones")
+    return [1.0] * len(completions)
+orms["flaky"] = flaky
+class Ranked(ORM):
+    scope = "group"
+    def __call__(self, completions, **kwargs):
+        if "bad" in completions:
+            raise ValueError("whole group")
+        return [float(len(completions))] * len(completions)
+orms["ranked"] = Ranked
+class Batch(ORM):
+    scope = "batch"
+    def __call__(self, completions, group_id, **kwargs):
+        return [float(len(completions))] * len(completions)
+orms["batch"] = Batch
+def short(completions, **kwargs):
+    return [1.0] * (len(completions) - 1)
+orms["short"] = short
+def dead(completions, **kwargs):
+    raise RuntimeError("always")
+orms["dead"] = dead
+def same(completions, **kwargs):
+    return [0.5] * len(completions)
+orms["same"] = same
+"""
+
+
+def test_one_bad_sample_of_eight_is_explained_once(pipeline, group, progress, caplog):
+    rewards = pipeline(["flaky"], FLAKY)
+    with caplog.at_level(logging.WARNING):
+        for number in range(2):
+            texts = ["ok"] * 7 + ["bad"]
+            (scores,) = rewards.score([group(texts, group_id=f"g{number}")], progress)
+            assert scores.excluded == [None] * 7 + ["exception: flaky"]
+    assert caplog.text.count("no bad ones") == 1
+    assert "excluded 1 of 8" in caplog.text
+    assert "prompt_id p0" in caplog.text
+    metrics = rewards.drain_metrics()
+    assert metrics["health/reward_failed/flaky"] == 2
+    assert metrics["health/reward_timeout/flaky"] == 0
+    assert metrics["rewards/flaky/mean"] == 1.0
+
+
+def test_a_group_function_never_sees_less_than_a_group_and_excludes_it_whole(pipeline, group, progress):
+    rewards = pipeline(["ranked"], FLAKY)
+    scores = rewards.score([group(["a", "b", "bad"]), group(["c", "d"], group_id="g1")], progress)
+    assert scores[0].excluded == ["exception: ranked"] * 3
+    assert scores[1].values == [[2.0], [2.0]]
+
+
+def test_a_batch_function_gets_the_whole_generation_batch(pipeline, group, progress):
+    rewards = pipeline(["batch", "same"], FLAKY)
+    assert rewards.needs_whole_batch
+    scores = rewards.score([group(["a", "b", "c"]), group(["c", "d"], group_id="g1")], progress)
+    assert [item.values for item in scores] == [[[5.0, 0.5]] * 3, [[5.0, 0.5]] * 2]
+
+
+def test_a_wrong_length_counts_as_a_failed_call(pipeline, group, progress, caplog):
+    rewards = pipeline(["short"], FLAKY)
+    with caplog.at_level(logging.WARNING):
+        (scores,) = rewards.score([group(["a", "b"])], progress)
+    assert scores.excluded == ["contract: short"] * 2
+    assert "plugin.py" in caplog.text
+    assert "0 values for 1 completions" in caplog.text
+
+
+def test_three_dead_batches_in_a_row_end_the_run(pipeline, group, progress):
+    rewards = pipeline(["dead", "same"], FLAKY)
+    for number in range(2):
+        groups = [group(["a", "b"], group_id=f"g{number}")]
+        rewards.score(groups, progress)
+        rewards.end_batch(groups)
+    with pytest.raises(RewardError, match=r"dead.*3 generation"):
+        groups = [group(["a", "b"], group_id="g9")]
+        rewards.score(groups, progress)
+        rewards.end_batch(groups)
+
+
+def test_a_good_batch_in_between_resets_the_count(pipeline, group, progress):
+    rewards = pipeline(["flaky"], FLAKY)
+    for number, text in enumerate(["bad", "bad", "ok", "bad", "bad"]):
+        rewards.score([group([text], group_id=f"g{number}")], progress)
+        rewards.end_batch()
+        rewards.drain_metrics()
+
+
+def test_twenty_batches_of_equal_rewards_earn_a_warning_with_the_cause(pipeline, group, progress, caplog):
+    rewards = pipeline(["same", "accuracy"], FLAKY)
+    with caplog.at_level(logging.WARNING):
+        for number in range(20):
+            rewards.score([group(["a", "b"], group_id=f"g{number}", solution="Paris")], progress)
+            rewards.end_batch()
+            rewards.drain_metrics()
+    assert "same: constant 0.5, None on 0% of 40 samples" in caplog.text
+    assert "gold_unparsed 40" in caplog.text
+
+
+def test_metrics_are_exact_and_belong_to_the_groups_asked_for(pipeline, group, progress):
+    rewards = pipeline(["accuracy"])
+    first = group([r"\boxed{1}", "", ""], solution="1", group_id="g0")
+    ahead = group([r"\boxed{1}"], solution="1", group_id="g1")
+    rewards.score([first, ahead], progress)
+    metrics = rewards.drain_metrics([first])
+    assert metrics["rewards/accuracy/mean"] == pytest.approx(1 / 3)
+    assert metrics["rewards/accuracy/std"] == pytest.approx(math.sqrt(1 / 3))
+    assert metrics["time/reward/accuracy"] > 0
+    assert rewards.drain_metrics([ahead])["rewards/accuracy/mean"] == 1.0
+    assert "rewards/accuracy/mean" not in rewards.drain_metrics()
+
+
+def test_gold_counters_are_counted_once_with_accuracy_and_cosine_listed(pipeline, group, progress, caplog):
+    rewards = pipeline(["accuracy", "cosine"])
+    with caplog.at_level(logging.WARNING):
+        rewards.score([group(["a", "b"], solution="Paris"), group(["c"], group_id="g1", solution="")], progress)
+    metrics = rewards.drain_metrics()
+    assert (metrics["health/gold_unparsed"], metrics["health/gold_missing"]) == (2.0, 1.0)
+    assert caplog.text.count("gold unparsed: prompt_id p0: solution 'Paris'") == 1
+
+
+def test_a_think_tag_opened_by_the_prompt_counts_for_format(pipeline, group, progress):
+    texts = ["x</think><answer>1</answer>"]
+    for opening, value in (("...<think>\n", 1.0), ("...", 0.0)):
+        rewards = pipeline(["format"], decode=lambda ids, text=opening: text)
+        assert rewards.score([group(texts)], progress)[0].values == [[value]]
+
+
+def test_columns_that_only_some_groups_have_are_none_for_the_others(pipeline, group, progress):
+    source = """
+class Batch(ORM):
+    scope = "batch"
+    def __call__(self, completions, level, **kwargs):
+        return level
+orms["level"] = Batch
+"""
+    scores = pipeline(["level"], source).score([group(["a"], level=4), group(["b"], group_id="g1")], progress)
+    assert [item.values for item in scores] == [[[4.0]], [[None]]]
+
+
+def test_a_group_without_completions_is_scored_with_nothing(pipeline, group, progress):
+    (scores,) = pipeline(["same"], FLAKY).score([group([])], progress)
+    assert scores == GroupScores(values=[], excluded=[])
+
+
+def test_functions_do_not_see_each_others_changes_to_their_arguments(pipeline, group, progress):
+    source = """
+def greedy(completions, solution, **kwargs):
+    result = [float(len(solution))] * len(completions)
+    solution.clear()
+    completions.clear()
+    return result
+orms["greedy"] = greedy
+orms["again"] = greedy
+"""
+    rewards = pipeline(["greedy", "again"], source, num_workers=1)
+    assert rewards.score([group(["a", "b"], solution="1")], progress)[0].values == [[2.0, 2.0]] * 2
+
+
+def test_an_unknown_name_shows_the_nearest_and_all_names(pipeline):
+    (line,) = config_problems(lambda: pipeline(["acuracy"], FLAKY))
+    assert "acuracy" in line
+    assert "nearest: accuracy" in line
+    for name in ("format", "soft_overlong", "flaky"):
+        assert name in line
+
+
+@pytest.mark.parametrize("name", ["toolbench", "math"])
+def test_functions_of_the_sampler_point_to_accuracy(pipeline, name):
+    assert "use accuracy" in config_problems(lambda: pipeline([name]))[0]
+
+
+def test_a_name_given_twice_and_no_name_at_all_are_errors(pipeline):
+    assert "given twice" in config_problems(lambda: pipeline(["format", "format"]))[0]
+    assert "--reward_model" in config_problems(lambda: pipeline([]))[0]
+
+
+def test_weights_are_one_per_reward(pipeline):
+    (line,) = config_problems(lambda: pipeline(["accuracy", "format"], reward_weights=[1, 1, 1]))
+    assert "need 2: accuracy format" in line
+    assert pipeline(["accuracy", "format"], reward_weights=[1, 2]).weights == [1.0, 2.0]
+
+
+def test_soft_overlong_without_its_ramp_is_refused_before_anything_starts(pipeline):
+    (line,) = config_problems(lambda: pipeline(["soft_overlong"]))
+    assert "soft_cache_length" in line
+    assert "100" in line
+
+
+def rows(count=3, **columns):
+    return [Prompt(f"p{index}", [{"role": "user", "content": "q"}], [], dict(columns)) for index in range(count)]
+
+
+def test_self_check_refuses_missing_columns_before_calling_anything(pipeline):
+    rewards = pipeline(["accuracy"])
+    (line,) = config_problems(lambda: rewards.self_check(rows(answer="4")))
+    assert """--columns '{"answer":"solution"}'""" in line
+
+
+def test_self_check_refuses_reserved_columns(pipeline):
+    rewards = pipeline(["format"])
+    assert "finish_reason" in config_problems(lambda: rewards.self_check(rows(finish_reason="x")))[0]
+
+
+def test_self_check_refuses_a_data_set_without_any_gold(pipeline):
+    rewards = pipeline(["cosine"])
+    (line,) = config_problems(lambda: rewards.self_check(rows(64, solution="")))
+    assert "first 64 rows" in line
+    rewards.self_check([*rows(3, solution=None), *rows(1, solution="1")])
+
+
+def test_self_check_refuses_a_broken_contract_with_file_and_line(pipeline):
+    with pytest.raises(RewardError, match=r"short: .*plugin.py:\d+: returned 1 values for 2 completions"):
+        pipeline(["short"], FLAKY).self_check(rows())
+
+
+def test_self_check_warns_about_functions_that_fail_on_everything(pipeline, caplog):
+    with caplog.at_level(logging.WARNING):
+        pipeline(["dead", "same"], FLAKY).self_check(rows())
+    assert "dead failed on all 3 start-up calls" in caplog.text
+
+
+def test_self_check_leaves_no_trace_in_the_metrics(pipeline):
+    rewards = pipeline(["same"], FLAKY)
+    rewards.self_check(rows())
+    assert "rewards/same/mean" not in rewards.drain_metrics()
+
+
+def test_workers_are_shared_by_the_processes_of_a_node(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert [worker_share(count) for count in (1, 8, 10)] == [1, 2, 2]
+    assert 1 <= worker_share(None) <= 2
+
+
+def test_plugins_read_the_resolved_arguments_by_canonical_name_and_alias(plugin, group, progress):
+    from swift.rewards import RewardPipeline
+    from swift.rewards.arguments import RewardArguments
+
+    source = """
+class Reads(ORM):
+    def __call__(self, completions, **kwargs):
+        return [self.args.reward_timeout + self.args.reward_num_workers] * len(completions)
+orms["reads"] = Reads
+"""
+    args = RewardArguments(
+        reward_funcs=["reads"], external_plugins=[plugin(source)], reward_timeout=9.0, reward_workers=1
+    )
+    with RewardPipeline(args, seed=1, max_completion_length=10) as rewards:
+        assert rewards.score([group(["a"])], progress)[0].values == [[10.0]]

@@ -1,0 +1,245 @@
+"""Plugins: how they register, what may be wrong with them, and how entries are built and called."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from swift.errors import ConfigError
+from swift.plugin import load_external_plugins, orms
+from swift.rewards import contract
+from swift.rewards.worker import RunArguments
+
+
+def problems(call, *args):
+    with pytest.raises(ConfigError) as caught:
+        call(*args)
+    return caught.value.problems
+
+
+def test_a_plugin_registers_by_assignment(plugin):
+    load_external_plugins([plugin("orms['dummy'] = lambda completions, **kwargs: [0.0] * len(completions)\n")])
+    assert orms["dummy"](["a", "b"]) == [0.0, 0.0]
+    assert orms.plugins() == ["dummy"]
+
+
+def test_two_files_of_one_name_are_two_modules(plugin, tmp_path):
+    (tmp_path / "other").mkdir()
+    first = plugin("orms['one'] = len\n")
+    second = plugin("orms['two'] = len\n", name="other/plugin.py")
+    modules = load_external_plugins([first, second])
+    assert len({module.__name__ for module in modules}) == 2
+    assert {"one", "two"} <= set(orms)
+
+
+def test_one_file_given_twice_is_loaded_once_with_a_note(plugin, caplog):
+    path = plugin("orms['one'] = len\n")
+    with caplog.at_level(logging.WARNING):
+        assert len(load_external_plugins([path, path])) == 1
+    assert "given twice" in caplog.text
+
+
+def test_a_plugin_may_import_its_neighbour(plugin, tmp_path):
+    (tmp_path / "neighbour_of_the_plugin.py").write_text("VALUE = 3.0\n")
+    load_external_plugins([plugin("import neighbour_of_the_plugin\norms['n'] = neighbour_of_the_plugin.VALUE\n")])
+    assert orms["n"] == 3.0
+
+
+def test_a_missing_plugin_names_the_nearest_file(plugin, tmp_path):
+    plugin("", name="plugin.py")
+    (line,) = problems(load_external_plugins, [str(tmp_path / "plugni.py")])
+    assert "plugni.py: no such file" in line
+    assert "plugin.py" in line.split(";")[1]
+
+
+def test_a_syntax_error_shows_path_and_line(plugin):
+    path = plugin("\ndef broken(:\n    pass\n")
+    (line,) = problems(load_external_plugins, [path])
+    assert f"{path}:3" in line
+    assert "SyntaxError" in line
+
+
+@pytest.mark.parametrize("statement", ["raise KeyError('no key')", "import no_such_module_here", "exit(3)"])
+def test_an_error_at_import_shows_path_line_and_last_line(plugin, statement):
+    path = plugin(f"x = 1\n{statement}\n")
+    (line,) = problems(load_external_plugins, [path])
+    assert f"{path}:3" in line
+    assert any(name in line for name in ("KeyError: 'no key'", "ModuleNotFoundError", "SystemExit: 3"))
+
+
+def test_all_broken_plugins_are_reported_together(plugin, tmp_path):
+    found = problems(load_external_plugins, [plugin("1/0\n"), str(tmp_path / "a.txt"), str(tmp_path)])
+    assert len(found) == 3
+
+
+def test_replacing_a_built_in_prints_a_notice(plugin, caplog):
+    with caplog.at_level(logging.WARNING):
+        load_external_plugins([plugin("def mine(completions, **k):\n    pass\norms['accuracy'] = mine\n")])
+    assert "replaces the built-in reward function 'accuracy'" in caplog.text
+    assert "accuracy" not in orms.built_ins()
+
+
+def test_two_plugins_may_not_register_one_name(plugin):
+    files = [plugin("orms['same'] = len\n", name="a.py"), plugin("orms['same'] = max\n", name="b.py")]
+    (line,) = problems(load_external_plugins, files)
+    assert "'same'" in line
+    assert "a.py" in line
+    assert "b.py" in line
+
+
+def test_a_second_load_in_one_process_registers_the_same_entries_again(plugin):
+    first = plugin("def mine(completions):\n    pass\norms['same'] = mine\n", name="a.py")
+    second = plugin("orms['same'] = max\n", name="b.py")
+    load_external_plugins([first])
+    mine = orms["same"]
+    load_external_plugins([second])
+    assert orms["same"] is max
+    load_external_plugins([first])
+    assert orms["same"] is mine
+
+
+class Old:
+    def __init__(self, beta, cosine_max_len=3, *args, **kwargs):
+        self.seen = (beta, cosine_max_len, args, kwargs)
+
+    def __call__(self, completions, **kwargs):
+        return [0.0]
+
+
+class New:
+    def __init__(self, args, tokenizer=None, unknown_with_default=5):
+        self.seen = (args.beta, args.old_beta, tokenizer, unknown_with_default)
+
+    def __call__(self, completions, **kwargs):
+        return [0.0]
+
+
+class Impossible:
+    def __init__(self, temperture):
+        pass
+
+    def __call__(self, completions, **kwargs):
+        return [0.0]
+
+
+class Static:
+    def __call__(completions, **kwargs):  # noqa: N805  the style of the 3.x guide
+        return [float(len(text)) for text in completions]
+
+
+def build(entry, flags):
+    args = RunArguments(flags, {"old_beta": "beta"})
+    return contract.construct(entry, contract.constructor_arguments("name", entry, args), args, lambda: "tok")
+
+
+def test_classes_are_built_from_flags_by_parameter_name():
+    assert build(Old, {"beta": 0.1, "cosine_max_len": 9}).seen == (0.1, 9, (), {})
+
+
+def test_classes_may_take_the_whole_arguments_and_the_tokenizer():
+    assert build(New, {"beta": 0.1}).seen == (0.1, 0.1, "tok", 5)
+
+
+def test_a_parameter_that_is_no_flag_is_refused_with_class_and_name():
+    (line,) = problems(contract.constructor_arguments, "mine", Impossible, {"temperature": 1.0})
+    assert "Impossible" in line
+    assert "'temperture'" in line
+
+
+def test_run_arguments_are_readable_by_both_names_and_refuse_unknown_ones():
+    args = RunArguments({"beta": 0.1}, {"old_beta": "beta"})
+    assert (args.beta, args["old_beta"], "old_beta" in args, "nope" in args) == (0.1, 0.1, True, False)
+    with pytest.raises(AttributeError, match="nope"):
+        _ = args.nope
+
+
+def test_a_call_without_self_is_recognised():
+    signature = contract.signature_of("static", Static)
+    assert signature.without_self
+    assert signature.open
+
+
+def test_signatures_of_functions_instances_and_async_entries():
+    async def judge(completions, solution, *, prompt_id=None):
+        return [0.0]
+
+    signature = contract.signature_of("judge", judge)
+    assert (signature.is_async, signature.required, signature.open) == (True, ("solution",), False)
+    assert signature.accepted == {"solution", "prompt_id"}
+    assert contract.signature_of("old", Old(1)).scope == "sample"
+
+
+@pytest.mark.parametrize("entry", [7, "text", lambda: [0.0], SimpleNamespace()])
+def test_entries_that_cannot_be_called_are_refused(entry):
+    assert problems(contract.signature_of, "bad", entry)
+
+
+def test_an_unknown_scope_is_refused():
+    entry = type("Scoped", (Old,), {"scope": "epoch"})
+    assert "epoch" in problems(contract.signature_of, "scoped", entry)[0]
+
+
+def test_a_function_gets_what_its_signature_accepts():
+    available = {"solution": [1], "prompt_id": ["p"], "prompt_opens_think": [True]}
+    open_one = contract.signature_of("open", lambda completions, **kwargs: None)
+    closed = contract.signature_of("closed", lambda completions, prompt_opens_think: None)
+    assert set(contract.keywords_for(open_one, available)) == {"solution", "prompt_id"}
+    assert set(contract.keywords_for(closed, available)) == {"prompt_opens_think"}
+
+
+@pytest.mark.parametrize(
+    ("columns", "fix"),
+    [
+        (["answer", "level"], '{"answer":"solution"}'),
+        (["solutions"], '{"solutions":"solution"}'),
+        (["ground_truth"], '{"ground_truth":"solution"}'),
+        ([], '{"<your column>":"solution"}'),
+    ],
+)
+def test_a_missing_column_shows_the_columns_seen_and_a_fix(columns, fix):
+    signature = contract.signature_of("accuracy", orms["accuracy"])
+    (line,) = contract.missing_columns(signature, columns)
+    assert "accuracy" in line
+    assert f"--columns '{fix}'" in line
+    for column in columns:
+        assert column in line
+
+
+def test_reserved_names_are_refused_as_columns():
+    lines = contract.reserved_columns(["solution", "prompt_id", "trainer_state"])
+    assert len(lines) == 2
+    assert "prompt_id" in lines[0]
+
+
+class Scalar:
+    shape = ()
+
+    def __float__(self):
+        return 0.5
+
+
+@pytest.mark.parametrize(
+    ("result", "values"),
+    [
+        ([1, 0.5, True, None, Scalar()], [1.0, 0.5, 1.0, None, 0.5]),
+        ((0, 0, 0, 0, 0), [0.0] * 5),
+    ],
+)
+def test_results_may_be_numbers_bools_scalars_and_none(result, values):
+    assert contract.read_values(result, 5) == values
+
+
+def test_results_may_be_arrays_and_tensors():
+    import numpy as np
+    import torch
+
+    assert contract.read_values(np.array([1.0, 2.0]), 2) == [1.0, 2.0]
+    assert contract.read_values([torch.tensor(1.5), np.float32(2.0)], 2) == [1.5, 2.0]
+
+
+@pytest.mark.parametrize("result", [None, 1.0, "ab", {"a": 1, "b": 2}, [1.0], [1.0, "x"], [1.0, [1.0]], [1, 1j]])
+def test_other_results_break_the_contract(result):
+    with pytest.raises(contract.ContractBroken):
+        contract.read_values(result, 2)

@@ -1,0 +1,384 @@
+"""What a badly behaved reward function costs: its own samples, and nothing else."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+import swift
+from swift.errors import ConfigError, RewardError
+from swift.rewards.worker import call_seed
+
+IMPORTS = [str(Path(swift.__file__).parents[1]), str(Path(__file__).parent)]
+
+NASTY = """
+import ctypes, os, subprocess, sys, time
+
+def nasty(completions, **kwargs):
+    for text in completions:
+        if text == "loop":
+            while True:
+                pass
+        if text == "sleep":
+            time.sleep(1000)
+        if text == "exit":
+            os._exit(3)
+        if text == "sysexit":
+            sys.exit(4)
+        if text == "segfault":
+            ctypes.string_at(0)
+        if text == "raise":
+            raise ValueError("bad sample")
+        if text == "memory":
+            block = []
+            while True:
+                block.append(bytearray(1 << 28))
+        if text == "children":
+            subprocess.Popen(["sleep", "1000"])
+            subprocess.Popen(["sleep", "1000"], start_new_session=True)
+            time.sleep(1000)
+        if text == "fork":
+            if os.fork() == 0:
+                time.sleep(0.2)
+                return [9.0] * len(completions)
+        if text == "closes":
+            os.closerange(3, 64)
+        if text == "print":
+            line = "x" * 99 + "\\n"
+            for _ in range(100_000):
+                sys.stdout.write(line)
+    return [float(len(text)) for text in completions]
+orms["nasty"] = nasty
+"""
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition, limit_s=10.0):
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("loop", "timeout: nasty"),
+        ("exit", "crash: nasty"),
+        ("sysexit", "exception: nasty"),
+        ("segfault", "crash: nasty"),
+        ("raise", "exception: nasty"),
+        ("closes", "crash: nasty"),
+    ],
+)
+def test_a_bad_sample_excludes_itself_and_nothing_else(pipeline, group, progress, text, reason):
+    rewards = pipeline(["nasty"], NASTY, reward_timeout=0.5)
+    (scores,) = rewards.score([group(["a", text, "ccc", "dddd"])], progress)
+    assert scores.values == [[1.0], [None], [3.0], [4.0]]
+    assert scores.excluded == [None, reason, None, None]
+
+
+def test_a_memory_blow_up_costs_its_sample_only(pipeline, group, progress, monkeypatch):
+    monkeypatch.setattr("swift.rewards.pipeline.memory_limit", lambda: 1 << 30)
+    rewards = pipeline(["nasty"], NASTY, reward_timeout=20.0)
+    (scores,) = rewards.score([group(["a", "memory", "ccc"])], progress)
+    assert [row[0] for row in scores.values] == [1.0, None, 3.0]
+    assert scores.excluded[1] in ("exception: nasty", "crash: nasty")
+
+
+@pytest.mark.parametrize("text", ["fork", "print"])
+def test_forking_and_printing_are_harmless(pipeline, group, progress, text, tmp_path):
+    rewards = pipeline(["nasty"], NASTY, reward_timeout=10.0)
+    for number in range(2):
+        (scores,) = rewards.score([group([text, "bb"], group_id=f"g{number}")], progress)
+        assert scores.values == [[float(len(text))], [2.0]]
+        time.sleep(0.3)
+    if text == "print":
+        assert (tmp_path / "workers.log").stat().st_size > 10_000_000
+
+
+def test_capacity_is_intact_after_three_hung_samples_per_worker(pipeline, group, progress):
+    rewards = pipeline(["nasty"], NASTY, num_workers=2, reward_timeout=0.5)
+    began = time.monotonic()
+    (scores,) = rewards.score([group(["sleep"] * 6 + ["fine"] * 2)], progress)
+    elapsed = time.monotonic() - began
+    assert scores.excluded == ["timeout: nasty"] * 6 + [None] * 2
+    assert elapsed < 2 * 3 * 0.5 + 7 * 1.5  # the promised bound, and the worker starts
+    assert wait_until(lambda: len(rewards._pool.pids()) == 2)
+    (scores,) = rewards.score([group(["a", "bb"], group_id="next")], progress)
+    assert scores.excluded == [None, None]
+
+
+def test_children_of_a_killed_worker_die_with_it(pipeline, group, progress):
+    rewards = pipeline(["nasty"], NASTY, reward_timeout=0.5, num_workers=1)
+    rewards.score([group(["warm"])], progress)
+    (worker,) = rewards._pool.pids()
+    future = rewards.submit(group(["children"]), progress)
+
+    def sleeping():
+        from swift.rewards.processes import descendants
+
+        return descendants(worker)
+
+    assert wait_until(lambda: len(sleeping()) == 2, 3)
+    children = sleeping()
+    assert future.result(10).excluded == ["timeout: nasty"]
+    assert wait_until(lambda: not any(alive(pid) for pid in [worker, *children]))
+
+
+def test_workers_see_no_accelerator_and_import_no_torch(pipeline, group, progress):
+    source = """
+import os, sys
+def look(completions, **kwargs):
+    return [float(os.environ["CUDA_VISIBLE_DEVICES"] == "" and "torch" not in sys.modules)] * len(completions)
+orms["look"] = look
+"""
+    rewards = pipeline(["look", "accuracy", "format", "cosine"], source)
+    (scores,) = rewards.score([group(["a"], solution="1")], progress)
+    assert scores.values[0][0] == 1.0
+
+
+def test_calls_run_on_the_main_thread_so_signal_timers_work(pipeline, group, progress):
+    source = """
+import signal, time
+def timed(completions, **kwargs):
+    def ring(number, frame):
+        raise TimeoutError
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        time.sleep(3)
+    except TimeoutError:
+        return [1.0] * len(completions)
+    return [0.0] * len(completions)
+orms["timed"] = timed
+"""
+    assert pipeline(["timed"], source).score([group(["a"])], progress)[0].values == [[1.0]]
+
+
+def test_the_clock_does_not_run_while_a_worker_starts_or_a_call_waits(pipeline, group, progress):
+    source = """
+import time
+time.sleep(1.5)
+def slow(completions, **kwargs):
+    time.sleep(0.4)
+    return [1.0] * len(completions)
+orms["slow"] = slow
+"""
+    rewards = pipeline(["slow"], source, reward_timeout=0.8, num_workers=1)
+    groups = [group(["a"], group_id=f"g{index}") for index in range(4)]
+    assert [item.excluded for item in rewards.score(groups, progress)] == [[None]] * 4
+
+
+def test_awaited_calls_of_different_groups_overlap_in_one_worker(pipeline, group, progress):
+    source = """
+import asyncio
+class Judge(AsyncORM):
+    async def __call__(self, completions, **kwargs):
+        await asyncio.sleep(0.5)
+        return [0.5] * len(completions)
+orms["judge"] = Judge
+"""
+    rewards = pipeline(["judge"], source, num_workers=1)
+    rewards.score([group(["warm"])], progress)
+    began = time.monotonic()
+    scores = rewards.score([group(["a", "b"], group_id=f"g{index}") for index in range(8)], progress)
+    assert time.monotonic() - began < 1.5  # one after the other would take 4 s
+    assert all(item.values == [[0.5], [0.5]] for item in scores)
+
+
+def test_an_awaited_call_that_is_late_is_cancelled_without_losing_the_others(pipeline, group, progress):
+    source = """
+import asyncio
+async def judge(completions, **kwargs):
+    await asyncio.sleep(100 if "late" in completions else 0.1)
+    return [0.5] * len(completions)
+orms["judge"] = judge
+"""
+    rewards = pipeline(["judge"], source, num_workers=1, reward_timeout=0.6)
+    scores = rewards.score([group(["a", "late"], group_id="g0"), group(["b"], group_id="g1")], progress)
+    assert scores[0].excluded == [None, "timeout: judge"]
+    assert scores[1].excluded == [None]
+    assert rewards._pool.replaced == 0
+
+
+def test_an_awaited_function_that_blocks_costs_only_its_own_samples(pipeline, group, progress):
+    source = """
+import asyncio, time
+async def judge(completions, **kwargs):
+    await asyncio.sleep(0.1)
+    if "block" in completions:
+        time.sleep(100)
+    await asyncio.sleep(0.1)
+    return [0.5] * len(completions)
+orms["judge"] = judge
+"""
+    rewards = pipeline(["judge"], source, num_workers=1, reward_timeout=0.5)
+    groups = [group(["block"], group_id="g0"), group(["a", "b"], group_id="g1")]
+    scores = rewards.score(groups, progress)
+    assert [item.excluded for item in scores] == [["timeout: judge"], [None, None]]
+
+
+def test_sync_functions_may_run_their_own_event_loop(pipeline, group, progress):
+    source = """
+import asyncio
+def runs(completions, **kwargs):
+    async def work():
+        await asyncio.sleep(0)
+        return 0.25
+    return [asyncio.run(work())] * len(completions)
+async def awaits(completions, **kwargs):
+    await asyncio.sleep(0.05)
+    return [0.5] * len(completions)
+orms["runs"], orms["awaits"] = runs, awaits
+"""
+    rewards = pipeline(["runs", "awaits"], source, num_workers=1)
+    scores = rewards.score([group(["a"], group_id=f"g{index}") for index in range(3)], progress)
+    assert [item.values for item in scores] == [[[0.25, 0.5]]] * 3
+
+
+RANDOM = """
+import random
+def draws(completions, **kwargs):
+    return [random.random() for _ in completions]
+orms["draws"] = draws
+"""
+
+
+def test_random_functions_give_the_same_values_whatever_the_number_of_workers(pipeline, group, progress):
+    groups = [group(["a", "b"], group_id=f"g{index}", prompt_id=f"p{index}") for index in range(6)]
+    runs = []
+    for num_workers in (1, 3):
+        rewards = pipeline(["draws"], RANDOM, num_workers=num_workers)
+        runs.append([item.values for item in rewards.score(groups, progress)])
+    assert runs[0] == runs[1]
+    random.seed(call_seed(7, "p0", "g0"))
+    assert runs[0][0] == [[random.random()], [random.random()]]
+
+
+def test_the_call_seed_depends_on_run_prompt_and_group():
+    seeds = {call_seed(seed, prompt, grp) for seed in (1, 2) for prompt in "ab" for grp in "cd"}
+    assert len(seeds) == 8
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_close_leaves_no_process_and_is_repeatable(pipeline, group, progress):
+    rewards = pipeline(["nasty"], NASTY, num_workers=2, reward_timeout=60)
+    rewards.score([group(["a"])], progress)
+    pending = rewards.submit(group(["sleep"], group_id="late"), progress)
+    pids = rewards._pool.pids()
+    reaper = rewards._pool._reaper._process.pid
+    rewards.close()
+    rewards.close()
+    assert not any(alive(pid) for pid in [*pids, reaper])
+    with pytest.raises(RewardError, match="closed"):
+        pending.result(1)
+
+
+def test_start_returns_at_once(pipeline):
+    rewards = pipeline(["nasty"], "import time\ntime.sleep(0.0)\n" + NASTY)
+    began = time.monotonic()
+    rewards.start()
+    assert time.monotonic() - began < 0.2
+
+
+def test_a_plugin_that_breaks_in_the_worker_breaks_the_run_with_its_message(pipeline, group, progress):
+    source = """
+class Judge(ORM):
+    def __init__(self):
+        raise RuntimeError("no judge here")
+    def __call__(self, completions, **kwargs):
+        return [0.0] * len(completions)
+orms["judge"] = Judge
+"""
+    rewards = pipeline(["judge"], source)
+    with pytest.raises(RewardError, match="no judge here"):
+        rewards.score([group(["a"])], progress)
+
+
+def test_a_plugin_that_kills_its_worker_at_import_is_reported_not_retried_for_ever(pipeline, group, progress):
+    source = """
+import os, sys
+if os.environ.get("CUDA_VISIBLE_DEVICES") == "" and "pytest" not in sys.modules:
+    os._exit(9)
+def plain(completions, **kwargs):
+    return [0.0] * len(completions)
+orms["plain"] = plain
+"""
+    rewards = pipeline(["plain"], source)
+    with pytest.raises(RewardError, match="exited with status 9"):
+        rewards.score([group(["a"])], progress)
+
+
+def test_a_constructor_that_raises_a_config_error_keeps_its_exit_code(pipeline, group, progress):
+    rewards = pipeline(["cosine"], cosine_max_len=-1)
+    with pytest.raises(ConfigError, match="cosine_max_len"):
+        rewards.score([group(["a"], solution="1")], progress)
+
+
+@pytest.mark.parametrize("stuck", ["a", "loop"])
+def test_workers_and_their_children_end_when_the_trainer_is_killed(tmp_path, stuck):
+    (tmp_path / "plugin.py").write_text(
+        "from swift.plugin import orms\n" + NASTY.replace('if text == "loop":', 'if text == "loop":\n'
+        '            subprocess.Popen(["sleep", "1000"])')
+    )  # fmt: skip
+    script = tmp_path / "trainer.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import sys, time
+            sys.path[:0] = {IMPORTS!r}
+            from conftest import PROGRESS, make_args, make_group
+            from swift.rewards import RewardPipeline
+            from swift.rewards.processes import descendants
+            args = make_args(reward_funcs=["nasty"], external_plugins=[{str(tmp_path / "plugin.py")!r}],
+                             reward_timeout=600.0)
+            rewards = RewardPipeline(args, seed=1, max_completion_length=10, num_workers=2)
+            rewards.score([make_group(["a"])], PROGRESS)
+            rewards.submit(make_group([{stuck!r}]), PROGRESS)
+            time.sleep(1.0)
+            import os
+            print(*descendants(os.getpid()), flush=True)
+            time.sleep(1000)
+            """
+        )
+    )
+    trainer = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    pids = [int(pid) for pid in trainer.stdout.readline().split()]
+    assert len(pids) >= (4 if stuck == "loop" else 3)
+    trainer.send_signal(signal.SIGKILL)
+    trainer.wait()
+    assert wait_until(lambda: not any(alive(pid) for pid in pids))
+
+
+def test_the_pool_never_keeps_the_interpreter_from_ending(tmp_path):
+    (tmp_path / "plugin.py").write_text("from swift.plugin import orms\n" + NASTY)
+    script = f"""
+import sys
+sys.path[:0] = {IMPORTS!r}
+from conftest import PROGRESS, make_args, make_group
+from swift.rewards import RewardPipeline
+args = make_args(reward_funcs=["nasty"], external_plugins=[{str(tmp_path / "plugin.py")!r}])
+rewards = RewardPipeline(args, seed=1, max_completion_length=10)
+rewards.submit(make_group(["loop"]), PROGRESS)
+raise SystemExit(17)
+"""
+    began = time.monotonic()
+    ended = subprocess.run([sys.executable, "-c", script], timeout=30, check=False)
+    assert ended.returncode == 17
+    assert time.monotonic() - began < 10

@@ -1,0 +1,175 @@
+"""Window, generation batch, unit and steps: spec numbers, error lines, and laws on random settings."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swift.errors import ConfigError
+from swift.rollout.arithmetic import describe, plan_batches
+
+
+def plan(b=1, n=1, a=1, g=8, rows=5000, **more):
+    return plan_batches(
+        per_device_train_batch_size=b,
+        world_size=n,
+        gradient_accumulation_steps=a,
+        num_generations=g,
+        num_rows=rows,
+        **more,
+    )
+
+
+def problem_of(**settings):
+    with pytest.raises(ConfigError) as caught:
+        plan(**settings)
+    assert len(caught.value.problems) == 1
+    return caught.value.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "window", "prompts", "steps"),
+    [
+        ({"n": 7, "b": 1, "a": 2, "g": 7}, 14, 2, 2500),
+        ({"n": 8, "b": 1, "a": 2, "g": 8}, 16, 2, 2500),
+        ({"n": 8, "b": 4, "a": 1, "g": 8}, 32, 4, 1250),
+    ],
+)
+def test_the_three_examples_of_5000_rows(settings, window, prompts, steps):
+    made = plan(**settings)
+    assert (made.window, made.window_prompts, made.steps_per_epoch) == (window, prompts, steps)
+    assert made.max_steps == steps
+
+
+def test_several_windows_and_passes_per_generation_batch():
+    made = plan(b=2, a=4, g=4, rows=10, steps_per_generation=8, num_iterations=3)
+    assert (made.window, made.generation_batch, made.unit_prompts) == (8, 16, 4)
+    assert (made.windows_per_generation, made.generations_per_window, made.updates_per_rollout) == (2, 1, 6)
+    assert (made.units_per_epoch, made.steps_per_epoch, made.dropped_rows) == (2, 12, 2)
+
+
+def test_several_generation_batches_per_window():
+    made = plan(b=4, a=4, g=4, rows=11, steps_per_generation=1)
+    assert (made.window, made.generation_batch, made.unit_prompts) == (16, 4, 4)
+    assert (made.windows_per_generation, made.generations_per_window, made.updates_per_rollout) == (1, 4, 1)
+    assert (made.steps_per_epoch, made.dropped_rows) == (2, 3)
+
+
+def test_the_size_of_the_generation_batch_says_the_same_as_its_steps():
+    assert plan(b=2, a=4, g=4, generation_batch_size=16) == plan(b=2, a=4, g=4, steps_per_generation=8)
+
+
+def test_micro_batches_are_slices_of_the_device_batch():
+    assert plan(b=8, a=3, mini_batch_size=2).forwards_per_window == 12
+    assert plan(b=8, a=3).forwards_per_window == 3
+
+
+def test_max_steps_overrides_epochs_and_a_part_of_an_epoch_rounds_up():
+    assert plan(b=8, rows=10, num_train_epochs=2.05).max_steps == 21
+    assert plan(b=8, rows=10, num_train_epochs=2.0, max_steps=3).max_steps == 3
+
+
+def test_streaming_data_needs_max_steps():
+    assert plan(b=8, rows=None, max_steps=5).steps_per_epoch is None
+    assert problem_of(b=8, rows=None).startswith("--max_steps: none: streaming data")
+
+
+def test_a_window_that_is_no_multiple_of_g_names_every_way_out():
+    line = problem_of(b=3, a=1, n=1, g=8)
+    assert line.startswith("--num_generations: 8: does not divide the window of C=3 completions")
+    assert "valid G: 3; or a=8" in line
+    assert "or b=8" in line
+
+
+def test_a_window_of_one_has_no_valid_g():
+    line = problem_of(b=1, g=8)
+    assert "valid G: none; or a=8" in line
+
+
+def test_a_generation_batch_that_is_no_multiple_of_g_is_named():
+    assert "generation batch of B=2 completions" in problem_of(b=2, a=4, g=4, steps_per_generation=1)
+
+
+def test_suggested_batch_sizes_respect_the_mini_batch():
+    line = problem_of(b=3, g=8, mini_batch_size=3)
+    assert "b=24 (" in line
+
+
+@pytest.mark.parametrize(
+    ("settings", "fragment"),
+    [
+        ({"g": 1}, "--num_generations: 1: too small; at least 2"),
+        ({"b": 0}, "--per_device_train_batch_size: 0: too small"),
+        ({"b": 8, "mini_batch_size": 3}, "does not divide --per_device_train_batch_size 8; valid: 1, 2, 4, 8"),
+        ({"b": 8, "a": 4, "steps_per_generation": 6}, "--steps_per_generation: 6: neither a multiple nor a divisor"),
+        ({"b": 8, "a": 4, "steps_per_generation": 6}, "nearest: 4, 8"),
+        ({"b": 8, "a": 4, "steps_per_generation": 2, "num_iterations": 2}, "--num_iterations: 2: needs"),
+        ({"b": 8, "generation_batch_size": 12}, "--generation_batch_size: 12: not a multiple of the 8"),
+        ({"b": 8, "generation_batch_size": 12}, "nearest: 8, 16"),
+        ({"b": 8, "generation_batch_size": 16, "steps_per_generation": 4}, "disagrees with --steps_per_generation 4"),
+        ({"b": 8, "n": 2, "rows": 1}, "--dataset: 1 rows: fewer than the 2 prompts of one rollout"),
+        ({"b": 8, "num_train_epochs": 0.0}, "--num_train_epochs: 0.0: must be above 0"),
+    ],
+)
+def test_a_broken_rule_is_one_line(settings, fragment):
+    assert fragment in problem_of(**settings)
+
+
+def test_fewer_rows_than_a_batch_are_fine_with_max_steps():
+    made = plan(b=8, n=4, rows=1, max_steps=7)
+    assert (made.units_per_epoch, made.max_steps) == (0, 7)
+
+
+def test_the_description_is_one_line_with_the_numbers():
+    line = describe(plan(b=4, n=8, a=1, rows=5002))
+    assert "32 completions per step" in line
+    assert "4 prompts x 8 completions" in line
+    assert "1250 steps per epoch" in line
+    assert "last 2 rows of each epoch left out" in line
+    assert "\n" not in line
+
+
+@st.composite
+def settings(draw):
+    g = draw(st.integers(2, 12))
+    n = draw(st.integers(1, 8))
+    a = draw(st.integers(1, 6))
+    b = draw(st.integers(1, 6)) * (g // math.gcd(g, n))
+    multiple, part = draw(st.integers(1, 4)), draw(st.sampled_from([d for d in range(1, a + 1) if a % d == 0]))
+    s = draw(st.sampled_from([a * multiple, part]))
+    u = draw(st.integers(1, 3)) if s >= a else 1
+    return {"b": b, "n": n, "a": a, "g": g, "steps_per_generation": s, "num_iterations": u}
+
+
+@given(settings(), st.integers(0, 3000))
+def test_steps_per_epoch_follow_the_formula_and_rows_are_used_or_dropped(chosen, rows):
+    made = plan(**chosen, rows=rows, max_steps=1)
+    batches = rows * made.num_generations // made.generation_batch
+    expected = batches * made.num_iterations * made.steps_per_generation // made.gradient_accumulation_steps
+    assert made.steps_per_epoch == expected
+    assert made.units_per_epoch * made.unit_prompts + made.dropped_rows == rows
+    assert 0 <= made.dropped_rows < made.unit_prompts
+
+
+@given(settings())
+def test_a_unit_is_whole_windows_and_whole_generation_batches(chosen):
+    made = plan(**chosen, max_steps=1)
+    unit = made.unit_prompts * made.num_generations
+    assert unit == made.window * made.windows_per_generation == made.generation_batch * made.generations_per_window
+    assert made.window == made.window_prompts * made.num_generations
+
+
+@given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 6), st.integers(2, 12))
+def test_every_proposed_fix_is_accepted(b, n, a, g):
+    try:
+        plan(b=b, n=n, a=a, g=g, max_steps=1)
+    except ConfigError as error:
+        _, _, fixes = error.problems[0].partition("valid G: ")
+        numbers, a_fix, b_fix = fixes.split("; or ")
+        for other in [] if numbers == "none" else numbers.split(", "):
+            plan(b=b, n=n, a=a, g=int(other), max_steps=1)
+        plan(b=b, n=n, a=int(a_fix.split()[0][2:]), g=g, max_steps=1)
+        plan(b=int(b_fix.split()[0][2:]), n=n, a=a, g=g, max_steps=1)
+    else:
+        assert b * n * a % g == 0

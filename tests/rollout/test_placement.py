@@ -1,0 +1,183 @@
+"""Which mode and which devices, for given numbers: no device and no process is needed."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swift.errors import ConfigError
+from swift.rollout.placement import PlacementRequest, describe, place
+
+
+def placed(**settings):
+    return place(PlacementRequest(use_vllm=settings.pop("use_vllm", True), **settings))
+
+
+def problem_of(**settings):
+    with pytest.raises(ConfigError) as caught:
+        placed(**settings)
+    assert len(caught.value.problems) == 1, caught.value.problems
+    return caught.value.problems[0]
+
+
+def test_without_vllm_each_process_generates_itself():
+    made = placed(use_vllm=False, accelerators=2, local_ranks=2)
+    assert (made.mode, made.trainer_devices, made.engines) == ("in_process", ("cuda:0", "cuda:1"), ())
+
+
+def test_as_many_processes_as_devices_is_colocate():
+    made = placed(accelerators=8, local_ranks=8)
+    assert made.mode == "colocate"
+    assert made.engines == tuple((f"cuda:{k}",) for k in range(8))
+
+
+def test_seven_processes_and_one_worker_on_eight_devices_is_dedicated():
+    made = placed(accelerators=8, local_ranks=7)
+    assert made.mode == "dedicated"
+    assert made.trainer_devices == tuple(f"cuda:{k}" for k in range(7))
+    assert made.engines == (("cuda:7",),)
+
+
+def test_a_server_comes_first_and_ignores_workers_and_devices_with_a_note():
+    made = placed(accelerators=8, local_ranks=8, servers=["http://a:8000"], num_infer_workers=3, vllm_device=["cuda:1"])
+    assert (made.mode, made.engines, made.servers) == ("server", (), ("http://a:8000",))
+    assert [note.partition(":")[0] for note in made.notes] == ["--num_infer_workers", "--vllm_device"]
+
+
+def test_numbers_that_fit_no_mode_list_every_valid_choice():
+    assert problem_of(accelerators=8, local_ranks=8, num_infer_workers=1) == (
+        "placement: devices=8 NPROC_PER_NODE=8 num_infer_workers=1: no mode fits; "
+        "valid: --num_infer_workers 8 (colocate); NPROC_PER_NODE=7 --num_infer_workers 1 (dedicated); "
+        "--vllm_server_host"
+    )
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.none() | st.integers(1, 9))
+def test_every_choice_of_the_message_fits(devices, ranks, workers):
+    ranks = min(ranks, devices)
+    try:
+        made = placed(accelerators=devices, local_ranks=ranks, num_infer_workers=workers)
+    except ConfigError as error:
+        _, _, choices = error.problems[0].partition("valid: ")
+        for choice in choices.split("; ")[:-1]:
+            words = choice.replace("=", " ").split()
+            numbers = dict(zip(words[:-1:2], words[1:-1:2], strict=True))
+            made = placed(
+                accelerators=devices,
+                local_ranks=int(numbers.get("NPROC_PER_NODE", ranks)),
+                num_infer_workers=int(numbers["--num_infer_workers"]),
+            )
+            assert f"({made.mode})" == words[-1]
+    else:
+        assert made.mode in ("colocate", "dedicated")
+
+
+def test_on_a_cpu_plain_vllm_is_colocate():
+    made = placed(cores=[0, 1])
+    assert (made.mode, made.trainer_devices, made.engines) == ("colocate", ("cpu:0",), (("cpu:0",),))
+
+
+@pytest.mark.parametrize("extra", [{"async_generate": True}, {"vllm_mode": "dedicated"}])
+def test_on_a_cpu_dedicated_adds_a_device_for_the_engine(extra):
+    made = placed(cores=[0, 1], **extra)
+    assert (made.mode, made.num_devices, made.engines) == ("dedicated", 2, (("cpu:1",),))
+    assert made.cores == ((0,), (1,))
+
+
+def test_cpu_devices_groups_the_cores():
+    made = placed(cores=range(8), cpu_devices=3, local_ranks=2)
+    assert made.cores == ((0, 1), (2, 3, 4), (5, 6, 7))
+    assert made.mode == "dedicated"
+
+
+def test_too_few_cores_overlap_with_one_warning():
+    made = placed(cores=[4, 5], cpu_devices=3, local_ranks=2)
+    assert made.cores == ((4,), (5,), (4,))
+    assert [note for note in made.notes if note.startswith("warning")] == [
+        "warning: 2 CPU cores for 3 devices: some devices share a core"
+    ]
+
+
+def test_tensor_parallel_engines_take_neighbouring_devices():
+    made = placed(accelerators=8, local_ranks=4, num_infer_workers=4, tensor_parallel_size=2)
+    assert made.engines == (("cuda:4", "cuda:5"), ("cuda:6", "cuda:7"))
+    made = placed(accelerators=4, local_ranks=4, tensor_parallel_size=4)
+    assert made.engines == (("cuda:0", "cuda:1", "cuda:2", "cuda:3"),)
+
+
+def test_explicit_devices_may_leave_spares_which_a_warning_names():
+    made = placed(accelerators=4, local_ranks=1, vllm_mode="dedicated", vllm_device=["cuda:2"])
+    assert made.spare_devices == ("cuda:1", "cuda:3")
+    assert "cuda:1, cuda:3: used by nobody" in made.notes[0]
+
+
+def test_sleeping_acts_in_colocate_only():
+    assert placed(accelerators=1, sleep_level=1).sleep_level == 1
+    made = placed(accelerators=2, local_ranks=1, sleep_level=1)
+    assert made.sleep_level == 0
+    assert made.notes == ("--sleep_level: 1: acts in colocate mode only; 0 in dedicated mode",)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fragment"),
+    [
+        ({"accelerators": 2, "local_ranks": 3}, "NPROC_PER_NODE: 3: more than the 2 visible cuda devices"),
+        (
+            {"accelerators": 8, "local_ranks": 7, "vllm_device": ["cuda:9"]},
+            "--vllm_device: cuda:9: no such device; valid: cuda:0..cuda:7",
+        ),
+        ({"accelerators": 8, "local_ranks": 7, "vllm_device": ["cuda:0"]}, "cuda:0 belongs to a training process"),
+        (
+            {"accelerators": 8, "local_ranks": 7, "vllm_device": ["cuda:6", "cuda:7"]},
+            "2 devices for num_infer_workers=1",
+        ),
+        (
+            {"accelerators": 4, "local_ranks": 2, "num_infer_workers": 2, "vllm_device": ["cuda:3", "cuda:3"]},
+            "named twice",
+        ),
+        ({"accelerators": 2, "local_ranks": 2, "vllm_device": ["cuda:1", "cuda:0"]}, "its own device"),
+        (
+            {"accelerators": 8, "local_ranks": 8, "vllm_mode": "colocate", "num_infer_workers": 1},
+            "--num_infer_workers: 1: colocate has one per training process; leave it out, or 8",
+        ),
+        (
+            {"accelerators": 8, "local_ranks": 8, "vllm_mode": "dedicated", "num_infer_workers": 1},
+            "9 devices, 8 given; NPROC_PER_NODE=7",
+        ),
+        ({"accelerators": 8, "vllm_mode": "server"}, "no address; give --vllm_server_host"),
+        ({"accelerators": 1, "vllm_mode": "colocate", "servers": ["http://a"]}, "a server address is given too"),
+        (
+            {"accelerators": 4, "local_ranks": 4, "tensor_parallel_size": 3},
+            "--vllm_tensor_parallel_size: 3: does not divide NPROC_PER_NODE=4 (colocate); valid: 1, 2, 4",
+        ),
+        (
+            {"accelerators": 4, "local_ranks": 4, "tensor_parallel_size": 4, "num_attention_heads": 14},
+            "does not divide the 14 attention heads",
+        ),
+        ({"accelerators": 1, "async_generate": True}, "--async_generate: true: generation shares the device"),
+        ({"accelerators": 1, "prefetch_given": True}, "--prefetch_depth: given: nothing is generated ahead"),
+        ({"cpu_devices": 0}, "--cpu_devices: 0: too small"),
+        ({"num_infer_workers": 0}, "--num_infer_workers: 0: too small"),
+    ],
+)
+def test_a_contradiction_is_one_line(settings, fragment):
+    assert fragment in problem_of(**settings)
+
+
+def test_the_description_names_mode_and_devices_in_one_line():
+    line = describe(placed(accelerators=8, local_ranks=7))
+    assert line == "placement: dedicated; 7 training processes on cuda:0..6; 1 engine on cuda:7"
+    assert "\n" not in describe(placed(cores=range(4), cpu_devices=2, local_ranks=2))
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 8))
+def test_dedicated_devices_are_disjoint(ranks, workers, spare):
+    made = placed(
+        accelerators=ranks + workers + spare,
+        local_ranks=ranks,
+        num_infer_workers=workers,
+        vllm_mode="dedicated",
+    )
+    engines = {name for engine in made.engines for name in engine}
+    assert len(engines) == workers
+    assert not engines & set(made.trainer_devices)
+    assert len(made.spare_devices) == spare

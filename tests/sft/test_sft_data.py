@@ -1,0 +1,72 @@
+import pytest
+
+from swift.errors import ConfigError
+from swift.models.template import Template
+from swift.models.templates import TEMPLATES
+from swift.models.tiny import build_tokenizer
+from swift.trainers.sft_data import IGNORED, NO_ANSWER, TOO_LONG, ChatEncoder, encode_rows
+
+
+def chat(question: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+@pytest.fixture(scope="module")
+def template() -> Template:
+    return Template(build_tokenizer())
+
+
+def test_labels_are_the_answer_and_its_end_token(template):
+    row = ChatEncoder(template, None)(chat("2+3?", "5"))
+    trained = [label for label in row["labels"] if label != IGNORED]
+    assert template.decode(trained, skip_special_tokens=False) == "5<|im_end|>"
+    assert template.decode(row["input_ids"], skip_special_tokens=False) == template.render(chat("2+3?", "5"))
+    assert all(label in (IGNORED, token) for token, label in zip(row["input_ids"], row["labels"], strict=True))
+
+
+def test_a_row_over_max_length_is_left_out_and_one_at_it_is_kept(template):
+    length = len(template.encode_chat(chat("q", "a"))[0])
+    rows = [chat("q", "a"), chat("q", "aa")]
+    table, report = encode_rows(rows, ChatEncoder(template, length))
+    assert [len(ids) for ids in table["input_ids"]] == [length]
+    assert report.num_kept == 1
+    assert report.dropped == {TOO_LONG: 1}
+    assert report.lines("train") == [
+        f"train: 1 rows, {length} tokens, 2 of them trained on",
+        "train: left out 1 rows: 1 (longer than max_length)",
+    ]
+
+
+def test_rows_without_an_answer_and_rows_the_template_refuses_are_counted_by_reason():
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages[0].content == 'bad' %}{{ raise_exception('no bad words') }}{% endif %}" + TEMPLATES["chatml"]
+    )
+    rows = [chat("bad", "a"), [{"role": "user", "content": "q"}], chat("good", "a")]
+    table, report = encode_rows(rows, ChatEncoder(Template(tokenizer), None))
+    assert len(table) == 1
+    assert report.dropped[NO_ANSWER] == 1
+    assert any("no bad words" in reason for reason in report.dropped)
+
+
+def test_no_usable_row_names_the_reason_and_the_limit(template):
+    with pytest.raises(ConfigError, match=r"--dataset: no usable row .*longer than max_length \(--max_length 3\)"):
+        encode_rows([chat("q", "a")], ChatEncoder(template, 3))
+    with pytest.raises(ConfigError, match=r"--val_dataset: .*no assistant turn"):
+        encode_rows([chat("q", "a")[:1]], ChatEncoder(template, None), split="val")
+
+
+def test_a_template_that_cannot_be_trained_on_stops_the_run():
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role if loop.last else 'x' }}{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    with pytest.raises(ConfigError, match="rewrites earlier turns"):
+        encode_rows([chat("q", "a")], ChatEncoder(Template(tokenizer), None))
+
+
+def test_worker_processes_give_the_same_table(template):
+    rows = [chat(f"{n}+1?", str(n + 1)) for n in range(20)]
+    alone, _ = encode_rows(rows, ChatEncoder(template, None))
+    together, _ = encode_rows(rows, ChatEncoder(template, None), num_proc=2)
+    assert alone.to_list() == together.to_list()

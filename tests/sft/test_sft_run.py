@@ -1,0 +1,215 @@
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from swift.arguments import parse
+from swift.errors import ConfigError, Interrupted
+from swift.models.arguments import ModelArguments
+from swift.models.policy import load_for_inference
+from swift.trainers.checkpoint import list_checkpoints, verify
+from swift.trainers.sft import plan_line, run
+
+ROOT = Path(__file__).parents[2]
+
+
+def sft(argv) -> Path:
+    """Runs the mode in this process; the run's folder."""
+    resolved = parse("sft", argv, {})
+    assert run(resolved) == 0
+    return newest_run(resolved.args.output_dir)
+
+
+def newest_run(output_dir) -> Path:
+    return max(Path(output_dir).glob("v*-*"), key=lambda path: int(path.name[1:].split("-")[0]))
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def losses(run_dir: Path) -> list[tuple[int, float]]:
+    return [(row["step"], row["loss"]) for row in rows(run_dir / "logging.jsonl") if "loss" in row]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tuner", ["full", "lora"])
+@pytest.mark.parametrize("model", ["qwen2", "llama", "qwen3"])
+def test_the_loss_falls_and_the_final_checkpoint_is_a_usable_model(sft_argv, model, tuner):
+    run_dir = sft(sft_argv("--max_steps", "12", "--learning_rate", "1e-2", model=model, tuner=tuner))
+    logged = losses(run_dir)
+    assert logged[-1][1] < 0.8 * logged[0][1]
+    checkpoint = run_dir / "checkpoint-12"
+    verify(checkpoint)
+    named = ModelArguments(adapters=[str(checkpoint)]) if tuner == "lora" else ModelArguments(model=str(checkpoint))
+    assert load_for_inference(named)(input_ids=torch.arange(4)[None]).logits.isfinite().all()
+    assert (checkpoint / "tokenizer.json").is_file()
+
+
+def test_the_run_folder_has_the_files_of_every_mode(sft_argv):
+    run_dir = sft(sft_argv("--report_to", "tensorboard", "--save_steps", "2", "--save_total_limit", "2"))
+    assert json.loads((run_dir / "args.json").read_text())["learning_rate"] == 3e-3
+    (attempt,) = rows(run_dir / "attempts.jsonl")
+    assert (attempt["end_step"], attempt["exit_code"], attempt["reason"]) == (6, 0, "done")
+    assert [row["step"] for row in rows(run_dir / "logging.jsonl")] == [1, 2, 4, 6]
+    assert all(
+        {"loss", "learning_rate", "step_time", "max_steps", "attempt"} <= set(r)
+        for r in rows(run_dir / "logging.jsonl")
+    )
+    assert [path.name for path in list_checkpoints(run_dir)] == ["checkpoint-4", "checkpoint-6"]
+    assert json.loads((run_dir / "checkpoint-6" / "args.json").read_text())["max_steps"] == 6
+    assert "step 6/6" in (run_dir / "logs" / "attempt-1" / "rank-0.log").read_text()
+    assert list((run_dir / "runs").glob("events.out.tfevents.*"))
+
+
+def test_rows_over_max_length_are_left_out_and_the_plan_is_printed(sft_argv, tmp_path, capsys):
+    data = tmp_path / "mixed.jsonl"
+    chats = [[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a" * n}] for n in (1, 1, 500)]
+    data.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    sft(
+        sft_argv(
+            "--dataset", str(data), "--max_length", "100", "--per_device_train_batch_size", "1", "--max_steps", "2"
+        )
+    )
+    printed = capsys.readouterr().out
+    assert "train: left out 1 rows: 1 (longer than max_length)" in printed
+    assert "plan: 2 rows; 1 per device x 1 processes x 1 accumulation steps = 1 rows per step" in printed
+
+
+def test_the_plan_counts_the_steps_that_the_trainer_makes(sft_argv, capsys):
+    flags = ["--num_train_epochs", "1.5", "--gradient_accumulation_steps", "3", "--max_steps", "-1"]
+    resolved = parse("sft", sft_argv(*flags), {})
+    assert plan_line(resolved.args, 64, 1).endswith("24 rows per step; 3 steps per epoch, 5 steps")
+    run_dir = sft(sft_argv(*flags))
+    assert list_checkpoints(run_dir)[-1].name == "checkpoint-5"
+
+
+def test_evaluation_uses_the_validation_rows_and_finds_the_best_checkpoint(sft_argv, sums, capsys):
+    run_dir = sft(
+        sft_argv(
+            *("--val_dataset", f"{sums}#16", "--save_steps", "3", "--eval_steps", "3"),
+            *("--load_best_model_at_end", "true", "--metric_for_best_model", "eval_loss"),
+        )
+    )
+    evaluations = [row for row in rows(run_dir / "logging.jsonl") if "eval_loss" in row]
+    assert [row["step"] for row in evaluations] == [3, 6]
+    assert f"best: {run_dir / 'checkpoint-6'}" in capsys.readouterr().out
+
+
+def test_gradient_accumulation_equals_a_larger_batch(sft_argv):
+    once = sft(sft_argv("--per_device_train_batch_size", "8"))
+    twice = sft(sft_argv("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2"))
+    for (_, a), (_, b) in zip(losses(once), losses(twice), strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+
+
+@pytest.mark.parametrize(("tuner", "weights"), [("full", "model"), ("lora", "adapter_model")])
+def test_a_resumed_run_ends_with_the_weights_and_logs_of_an_uninterrupted_one(sft_argv, tuner, weights):
+    argv = sft_argv("--save_steps", "3", "--logging_steps", "1", tuner=tuner)
+    run_dir = sft(argv)
+    straight = load_file(run_dir / "checkpoint-6" / f"{weights}.safetensors")
+    assert sft([*argv, "--resume_from_checkpoint", str(run_dir / "checkpoint-3")]) == run_dir
+    resumed = load_file(run_dir / "checkpoint-6" / f"{weights}.safetensors")
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+    first, second = (
+        [(row["step"], row["loss"]) for row in rows(run_dir / "logging.jsonl") if row["attempt"] == attempt]
+        for attempt in (1, 2)
+    )
+    assert second == first[3:]
+    assert [row["reason"] for row in rows(run_dir / "attempts.jsonl")] == ["done", "done"]
+
+
+def test_resuming_from_last_and_from_nothing(sft_argv):
+    with pytest.raises(ConfigError, match="--resume_from_checkpoint"):
+        sft(sft_argv("--resume_from_checkpoint", "last"))
+    run_dir = sft(sft_argv("--save_steps", "3", "--max_steps", "3"))
+    assert sft(sft_argv("--resume_from_checkpoint", "last", "--max_steps", "4")) == run_dir
+    assert (run_dir / "checkpoint-4").is_dir()
+
+
+def test_a_resumed_run_may_not_change_its_batches(sft_argv):
+    run_dir = sft(sft_argv("--max_steps", "2"))
+    changed = sft_argv("--per_device_train_batch_size", "4", "--resume_from_checkpoint", str(run_dir / "checkpoint-2"))
+    with pytest.raises(ConfigError, match=r"--per_device_train_batch_size: 4: .*made with 8"):
+        sft(changed)
+
+
+def test_a_dry_run_writes_nothing(sft_argv, tmp_path, capsys):
+    assert run(parse("sft", sft_argv("--dry_run", "true"), {})) == 0
+    assert "plan: 64 rows" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_start_that_fails_leaves_no_folder(sft_argv, tmp_path):
+    with pytest.raises(ConfigError, match="--target_modules"):
+        sft(sft_argv("--target_modules", "nothing", tuner="lora"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_signal_ends_the_run_with_a_checkpoint_that_can_be_resumed(sft_argv, tmp_path, monkeypatch):
+    from swift.trainers import sft_callbacks
+
+    straight = losses(sft(sft_argv("--logging_steps", "1")))
+    original = sft_callbacks.StopOnSignal.on_step_end
+
+    def interrupt(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01)
+        return original(self, args, state, control, **kwargs)
+
+    monkeypatch.setattr(sft_callbacks.StopOnSignal, "on_step_end", interrupt)
+    with pytest.raises(Interrupted, match=r"SIGTERM.*checkpoint-3 is saved.*--resume_from_checkpoint") as caught:
+        sft(sft_argv("--logging_steps", "1"))
+    assert caught.value.exit_code == 75
+    run_dir = newest_run(tmp_path / "out")
+    assert rows(run_dir / "attempts.jsonl")[0]["exit_code"] == 75
+    monkeypatch.undo()
+    again = sft_argv("--logging_steps", "1", "--resume_from_checkpoint", str(run_dir / "checkpoint-3"))
+    assert sft(again) == run_dir
+    assert losses(run_dir) == straight
+
+
+WORKER = """
+import os, sys
+from swift.arguments import parse
+from swift.trainers.sft import run
+sys.exit(run(parse("sft", sys.argv[1:], dict(os.environ))))
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.slow
+def test_two_processes_train_the_model_that_one_does(sft_argv, tmp_path):
+    alone = sft(sft_argv("--per_device_train_batch_size", "8", "--output_dir", str(tmp_path / "one")))
+    argv = sft_argv("--per_device_train_batch_size", "4", "--output_dir", str(tmp_path / "two"))
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, *argv],
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(ROOT)},
+            cwd=ROOT,
+        )
+        for rank in range(2)
+    ]
+    assert [worker.wait(timeout=240) for worker in workers] == [0, 0]
+    together = newest_run(tmp_path / "two")
+    for (_, a), (_, b) in zip(losses(alone), losses(together), strict=True):
+        assert a == pytest.approx(b, rel=1e-3)
+    ours, theirs = (load_file(path / "checkpoint-6" / "model.safetensors") for path in (alone, together))
+    assert all(torch.allclose(ours[name], theirs[name], atol=5e-4) for name in ours)
+    assert len(list(tmp_path.glob("two/v*"))) == 1
+    assert (together / "logs" / "attempt-1" / "rank-1.log").exists()

@@ -1,0 +1,254 @@
+"""A checkpoint exists whole or not at all, at whatever moment the process is killed."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from swift.errors import ConfigError, ResourceError
+from swift.trainers import checkpoint as module
+from swift.trainers.checkpoint import (
+    MANIFEST,
+    clean_staging,
+    commit_checkpoint,
+    compare_settings,
+    latest_valid,
+    list_checkpoints,
+    resolve_resume,
+    rotate,
+    staging_folder,
+    verify,
+)
+
+FILES = {"model.safetensors": b"weights" * 100, "optimizer.pt": b"moments", "sub/rng.json": b"{}"}
+
+
+def save(run_dir, step, files=FILES, **facts):
+    staging = staging_folder(run_dir, step)
+    for name, content in files.items():
+        (staging / name).parent.mkdir(parents=True, exist_ok=True)
+        (staging / name).write_bytes(content)
+    final = run_dir / f"checkpoint-{step}"
+    commit_checkpoint(staging, final, step=step, **facts)
+    return final
+
+
+def names(paths):
+    return [path.name for path in paths]
+
+
+def test_a_saved_checkpoint_verifies_and_leaves_no_staging(tmp_path):
+    final = save(tmp_path, 5, config_hash="c", dataset_fingerprint="d")
+    manifest = verify(final)
+    assert (manifest.step, manifest.config_hash, manifest.dataset_fingerprint) == (5, "c", "d")
+    assert manifest.files.keys() == FILES.keys()
+    assert names(tmp_path.iterdir()) == ["checkpoint-5"]
+
+
+def test_files_added_later_do_not_matter(tmp_path):
+    final = save(tmp_path, 5)
+    (final / "notes.txt").write_text("mine")
+    assert verify(final).step == 5
+
+
+def test_verify_names_every_damaged_file(tmp_path):
+    final = save(tmp_path, 5)
+    (final / "model.safetensors").write_bytes(b"weights")
+    (final / "optimizer.pt").write_bytes(b"MOMENTS")
+    (final / "sub/rng.json").unlink()
+    with pytest.raises(ConfigError) as caught:
+        verify(final)
+    text = "\n".join(caught.value.problems)
+    assert len(caught.value.problems) == 3
+    assert "model.safetensors: torn, 7 of 700 bytes" in text
+    assert "optimizer.pt: altered" in text
+    assert "rng.json: missing" in text
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"step": 1}', '{"step": 1, "files": {"a": 3}}'])
+def test_a_damaged_manifest_is_named(tmp_path, content):
+    final = save(tmp_path, 5)
+    (final / MANIFEST).write_text(content)
+    with pytest.raises(ConfigError, match=r"manifest\.json: torn or altered manifest"):
+        verify(final)
+
+
+def test_a_folder_without_manifest_is_no_checkpoint(tmp_path):
+    (tmp_path / "checkpoint-5").mkdir()
+    with pytest.raises(ConfigError, match="not a checkpoint"):
+        verify(tmp_path / "checkpoint-5")
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    save(tmp_path, 5)
+    save(tmp_path, 5, {"optimizer.pt": b"other"})
+    assert verify(tmp_path / "checkpoint-5").files.keys() == {"optimizer.pt"}
+    assert names(tmp_path.iterdir()) == ["checkpoint-5"]
+
+
+def test_a_full_disk_leaves_no_checkpoint(tmp_path, monkeypatch):
+    def full(path):
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(module, "fsync_file", full)
+    with pytest.raises(ResourceError, match="no space left"):
+        save(tmp_path, 5)
+    assert list_checkpoints(tmp_path) == []
+
+
+def test_checkpoints_are_listed_by_step(tmp_path):
+    for step in (10, 9, 100):
+        save(tmp_path, step)
+    (tmp_path / "checkpoint-best").mkdir()
+    assert names(list_checkpoints(tmp_path)) == ["checkpoint-9", "checkpoint-10", "checkpoint-100"]
+
+
+def test_the_latest_valid_passes_over_damaged_ones(tmp_path):
+    save(tmp_path, 1)
+    (save(tmp_path, 2) / "optimizer.pt").write_bytes(b"")
+    assert latest_valid(tmp_path) == tmp_path / "checkpoint-1"
+    assert latest_valid(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "keep", "left"),
+    [
+        (None, None, [1, 2, 3, 4]),
+        (0, None, [1, 2, 3, 4]),
+        (5, None, [1, 2, 3, 4]),
+        (2, None, [3, 4]),
+        (1, None, [4]),
+        (2, "checkpoint-1", [1, 4]),
+        (1, "checkpoint-1", [1, 4]),
+        (3, "/somewhere/checkpoint-2", [2, 3, 4]),
+        (1, "checkpoint-4", [4]),
+    ],
+)
+def test_rotation_keeps_the_newest_and_the_best(tmp_path, limit, keep, left):
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step)
+    removed = rotate(tmp_path, limit, keep=keep)
+    assert names(list_checkpoints(tmp_path)) == [f"checkpoint-{step}" for step in left]
+    assert len(removed) == 4 - len(left)
+    assert clean_staging(tmp_path) == []
+
+
+def test_cleaning_removes_what_a_kill_left_and_gives_a_replaced_checkpoint_its_name_back(tmp_path):
+    staging_folder(tmp_path, 3).mkdir()
+    save(tmp_path, 1).rename(tmp_path / ".tmp-deleted-checkpoint-1")
+    save(tmp_path, 2).rename(tmp_path / ".tmp-replaced-checkpoint-2")
+    shutil.copytree(save(tmp_path, 4), tmp_path / ".tmp-replaced-checkpoint-4")
+    assert len(clean_staging(tmp_path)) == 4
+    assert sorted(names(tmp_path.iterdir())) == ["checkpoint-2", "checkpoint-4"]
+    assert verify(tmp_path / "checkpoint-2").step == 2
+
+
+SAVE_FOR_EVER = """
+import os, sys
+from pathlib import Path
+from swift.trainers.checkpoint import commit_checkpoint, rotate, staging_folder
+run_dir = Path(sys.argv[1])
+step = 0
+while True:
+    step += 1
+    staging = staging_folder(run_dir, step)
+    staging.mkdir(parents=True)
+    for name in ("model.safetensors", "optimizer.pt", "rng.pt"):
+        (staging / name).write_bytes(os.urandom(300_000))
+    commit_checkpoint(staging, run_dir / f"checkpoint-{step % 4}", step=step)
+    rotate(run_dir, 2)
+    print(step, flush=True)
+"""
+
+
+def test_sigkill_at_any_moment_leaves_no_torn_checkpoint(tmp_path):
+    rng = random.Random(0)
+    for _ in range(12):
+        process = subprocess.Popen(
+            [sys.executable, "-c", SAVE_FOR_EVER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        process.stdout.readline()  # at least one checkpoint was saved
+        time.sleep(rng.uniform(0.0, 0.2))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        clean_staging(tmp_path)
+        checkpoints = list_checkpoints(tmp_path)
+        assert checkpoints
+        for checkpoint in checkpoints:
+            verify(checkpoint)
+        assert sorted(names(tmp_path.iterdir())) == sorted(names(checkpoints))
+
+
+# --- resuming -----------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_path_resumes_in_its_run_folder(tmp_path):
+    final = save(tmp_path / "v0-20260101-000000", 5)
+    assert resolve_resume(str(final), "elsewhere") == (final.parent, final)
+
+
+def test_last_means_the_newest_run_with_a_whole_checkpoint(tmp_path):
+    save(tmp_path / "v2-20260101-000000", 50)
+    newest = save(tmp_path / "v10-20260101-000000", 5)
+    (tmp_path / "v11-20260101-000000").mkdir()
+    assert resolve_resume("last", tmp_path) == (newest.parent, newest)
+
+
+def test_last_works_without_version_folders_and_on_a_run_folder(tmp_path):
+    final = save(tmp_path, 7)
+    assert resolve_resume("last", tmp_path) == (tmp_path, final)
+    assert resolve_resume(str(tmp_path), "elsewhere") == (tmp_path, final)
+
+
+def test_nothing_to_resume_says_where_it_looked(tmp_path):
+    with pytest.raises(ConfigError, match=f"last: no whole checkpoint in {tmp_path}"):
+        resolve_resume("last", tmp_path)
+    with pytest.raises(ConfigError, match="no such folder"):
+        resolve_resume(str(tmp_path / "checkpoint-9"), tmp_path)
+    with pytest.raises(ConfigError, match="no such folder"):
+        resolve_resume(str(tmp_path / "typo"), tmp_path)
+
+
+def test_a_damaged_checkpoint_that_was_asked_for_is_not_replaced_by_another(tmp_path):
+    save(tmp_path, 1)
+    (save(tmp_path, 2) / "optimizer.pt").unlink()
+    with pytest.raises(ConfigError, match=r"optimizer\.pt: missing"):
+        resolve_resume(str(tmp_path / "checkpoint-2"), tmp_path)
+
+
+def test_weights_alone_cannot_be_resumed(tmp_path):
+    save(tmp_path, 1, {"model.safetensors": b"w"})
+    with pytest.raises(ConfigError, match="weights only"):
+        resolve_resume("last", tmp_path)
+
+
+def test_settings_are_fixed_free_or_noted(tmp_path):
+    saved = {"num_generations": 8, "learning_rate": 1e-5, "save_steps": 10, "seed": 1, "_provenance": {}, "old": 1}
+    current = {"num_generations": 4, "learning_rate": 1e-6, "save_steps": 20, "seed": 1, "_provenance": {"a": 1}}
+    change = compare_settings(saved, current | {"new": 3})
+    assert change.changed == {"num_generations": (8, 4), "learning_rate": (1e-5, 1e-6), "save_steps": (10, 20)}
+    (problem,) = change.problems
+    assert problem.startswith("--num_generations: 4: the checkpoint was made with 8")
+    assert change.notes == ["resume: learning_rate changes from 1e-05 to 1e-06 at this step"]
+
+
+def test_two_spellings_of_one_path_are_the_same_setting(tmp_path, monkeypatch):
+    (tmp_path / "data.jsonl").write_text("")
+    monkeypatch.chdir(tmp_path)
+    saved = {"dataset": [str(tmp_path / "data.jsonl")], "api_key": "***"}
+    change = compare_settings(saved, {"dataset": ["data.jsonl"], "api_key": "abc"})
+    assert change.changed == {}
+    assert compare_settings(saved, {"dataset": ["other.jsonl"]}).problems
+
+
+def test_manifests_are_readable(tmp_path):
+    content = json.loads((save(tmp_path, 5) / MANIFEST).read_text())
+    assert content["files"]["optimizer.pt"]["size"] == 7
