@@ -15,6 +15,8 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import inspect
+import itertools
 import math
 import sys
 import types
@@ -93,7 +95,7 @@ def flag(
         group: heading in the help; None means the class's `GROUP`.
         everyday: whether the short help shows it.
         unset: what a default of None means, in words.
-        needs: name of a switch (bool) without which the setting has no effect.
+        needs: without what the setting has no effect: a switch, or `name=value` of a choice.
         joins: values given under different spellings are concatenated instead of contradicting each other.
     """
     details = Details(
@@ -139,23 +141,32 @@ class Flag:
         first, dot, _ = self.help.partition(". ")
         return first + "." if dot else self.help
 
+    def has_effect(self, args: Any) -> bool:
+        """Whether the settings `args` of a mode switch on what this one needs."""
+        name, equals, value = (self.details.needs or "").partition("=")
+        if not hasattr(args, name):
+            return True
+        return getattr(args, name) == value if equals else bool(getattr(args, name))
+
+    @property
+    def needs_text(self) -> str:
+        """What the setting needs, as it is typed; "" when nothing."""
+        return "--" + self.details.needs.replace("=", " ") if self.details.needs else ""
+
     @property
     def spellings(self) -> tuple[str, ...]:
         """The canonical name, then the aliases."""
         return (self.name, *self.details.aliases)
 
 
-@functools.cache
 def flags_of(cls: type) -> dict[str, Flag]:
     """The settings of a dataclass and of its bases, by canonical name, in order of definition."""
-    hints = typing.get_type_hints(cls)
-    return {field.name: _read(cls, field, hints[field.name]) for field in dataclasses.fields(cls)}
+    return _flags_of(cls)
 
 
-@functools.cache
 def spellings_of(cls: type) -> dict[str, str]:
     """Every spelling of every setting -> canonical name."""
-    return {spelling: flag.name for flag in flags_of(cls).values() for spelling in flag.spellings}
+    return _spellings_of(cls)
 
 
 def aliases_of(cls: type) -> dict[str, str]:
@@ -169,11 +180,22 @@ def help_texts(cls: type) -> dict[str, str]:
     tree = _module_tree(cls.__module__)
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
     texts = {}
-    for field, text in zip(body, body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
-            if isinstance(text.value, ast.Constant) and isinstance(text.value.value, str):
-                texts[field.target.id] = " ".join(text.value.value.split())
+    for field, text in itertools.pairwise(body):
+        match field, text:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
+                texts[name] = " ".join(words.split())
     return texts
+
+
+@functools.cache
+def _flags_of(cls: type) -> dict[str, Flag]:
+    hints = typing.get_type_hints(cls)
+    return {field.name: _read(cls, field, hints[field.name]) for field in dataclasses.fields(cls)}
+
+
+@functools.cache
+def _spellings_of(cls: type) -> dict[str, str]:
+    return {spelling: flag.name for flag in flags_of(cls).values() for spelling in flag.spellings}
 
 
 @functools.cache
@@ -185,7 +207,7 @@ def _module_tree(module: str) -> ast.Module:
 
 def _read(cls: type, field: dataclasses.Field[Any], hint: Any) -> Flag:
     details: Details = field.metadata.get("flag", Details())
-    owner = next(base for base in cls.__mro__ if field.name in base.__dict__.get("__annotations__", {}))
+    owner: Any = next(base for base in cls.__mro__ if field.name in inspect.get_annotations(base))
     optional = False
     if typing.get_origin(hint) in (typing.Union, types.UnionType):  # Literal | None is still the former
         members = [member for member in typing.get_args(hint) if member is not types.NoneType]
@@ -195,7 +217,7 @@ def _read(cls: type, field: dataclasses.Field[Any], hint: Any) -> Flag:
     if is_list:
         hint = typing.get_args(hint)[0]
     choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
-    kind = type(choices[0]) if choices else typing.get_origin(hint) or hint
+    kind: Any = type(choices[0]) if choices else typing.get_origin(hint) or hint
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     return Flag(
         name=field.name,
@@ -204,7 +226,7 @@ def _read(cls: type, field: dataclasses.Field[Any], hint: Any) -> Flag:
         optional=optional,
         choices=choices,
         default=default,
-        group=details.group or getattr(owner, "GROUP"),  # noqa: B009  # dataclasses have no such attribute by type
+        group=details.group or owner.GROUP,
         details=details,
         owner=owner,
     )

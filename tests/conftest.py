@@ -24,3 +24,16 @@ def nano_folders(tmp_path_factory):
 def nano_folder(request, nano_folders):
     """Each nano architecture in turn."""
     return nano_folders[request.param]
+
+
+@pytest.fixture(autouse=True)
+def clean_registry():
+    """What a test registers is gone after it."""
+    from swift.plugin import orms
+
+    entries, origins = dict(orms), dict(orms.origins)
+    yield
+    dict.clear(orms)
+    dict.update(orms, entries)
+    orms.origins.clear()
+    orms.origins.update(origins)

@@ -54,6 +54,16 @@ def _training_data_missing(args: Any) -> Iterator[str]:
 
 
 @dataclass(kw_only=True)
+class MethodArguments:
+    """Which kind of training `swift rlhf` does."""
+
+    GROUP: ClassVar[str] = "Model"
+
+    rlhf_type: Literal["grpo"] | None = flag(unset="required")
+    """Algorithm family."""
+
+
+@dataclass(kw_only=True)
 class RLHFArguments(
     CommonArguments,
     RunArguments,
@@ -64,14 +74,12 @@ class RLHFArguments(
     OptimizationArguments,
     DataArguments,
     ModelArguments,
+    MethodArguments,
 ):
     """`swift rlhf`: online reinforcement learning."""
 
-    rlhf_type: Literal["grpo"] | None = flag(group="Model", unset="required")
-    """Algorithm family."""
-
     log_completions: bool = flag(False, group="Run")
-    """Send completions to the trackers of `--report_to` too. completions.jsonl is always written."""
+    """Write every completion with its rewards to completions.jsonl."""
 
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one line each."""
@@ -111,7 +119,10 @@ class RLHFArguments(
                 "the whole vocabulary"
             )
         if self.repetition_penalty != 1.0:
-            yield f"--repetition_penalty: {self.repetition_penalty}: changes the sampled distribution and biases the gradient"
+            yield (
+                f"--repetition_penalty: {self.repetition_penalty}: changes the sampled distribution, which biases "
+                "the gradient"
+            )
 
 
 @dataclass(kw_only=True)
@@ -144,7 +155,7 @@ class InferArguments(CommonArguments, GenerationArguments, DataArguments, Checkp
 
 @dataclass(kw_only=True)
 class ExportArguments(CommonArguments, CheckpointArguments):
-    """`swift export` and `swift merge-lora`: fold a LoRA adapter into its model."""
+    """`swift export`: fold a LoRA adapter into its model."""
 
     merge_lora: bool = flag(False, group="Model")
     """Fold the adapters into the weights and save an ordinary model folder."""
@@ -158,6 +169,14 @@ class ExportArguments(CommonArguments, CheckpointArguments):
             yield "--adapters: missing: there is nothing to merge; give the checkpoint folder of a LoRA run"
         if not self.merge_lora:
             yield "--merge_lora: false: merging is the only conversion in this version; use --merge_lora true"
+
+
+@dataclass(kw_only=True)
+class MergeLoraArguments(ExportArguments):
+    """`swift merge-lora`: `swift export --merge_lora true`."""
+
+    merge_lora: bool = flag(True, group="Model", everyday=False)
+    """Fold the adapters into the weights and save an ordinary model folder. Always true here."""
 
 
 @dataclass(kw_only=True)
@@ -227,12 +246,12 @@ class ConfigSchemaArguments(CommonArguments):
     """The mode whose settings are described."""
 
 
-MODES: dict[str, type[CommonArguments]] = {
+MODES: dict[str, type] = {
     "rlhf": RLHFArguments,
     "sft": SFTArguments,
     "infer": InferArguments,
     "export": ExportArguments,
-    "merge-lora": ExportArguments,
+    "merge-lora": MergeLoraArguments,
     "reward-test": RewardTestArguments,
     "rollout": RolloutServerArguments,
     "config-schema": ConfigSchemaArguments,

@@ -107,7 +107,7 @@ def debug_wanted(words: Sequence[str]) -> bool:
     """
     if os.environ.get("SWIFT_DEBUG", "").lower() in ("1", "true", "yes", "on"):
         return True
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words, ""][1:], strict=True):
         if word.startswith("--debug="):
             following = word.partition("=")[2]
         elif word != "--debug":

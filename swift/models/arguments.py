@@ -54,20 +54,20 @@ class TunerArguments(CheckpointArguments):
     """Train a low-rank adapter or all weights. LoRA (arXiv:2106.09685) needs far less memory and a ten times
     higher learning rate."""
 
-    lora_rank: int = flag(8, at_least=1)
-    """Rank of the LoRA matrices. Acts with `tuner_type lora` only, like all lora settings."""
+    lora_rank: int = flag(8, at_least=1, needs="tuner_type=lora")
+    """Rank of the LoRA matrices."""
 
-    lora_alpha: float = flag(32.0, above=0)
+    lora_alpha: float = flag(32.0, above=0, needs="tuner_type=lora")
     """LoRA scale; the adapter's output is multiplied by lora_alpha / lora_rank."""
 
-    lora_dropout: float | None = flag(at_least=0, below=1, everyday=False)
+    lora_dropout: float | None = flag(at_least=0, below=1, everyday=False, needs="tuner_type=lora")
     """Dropout in front of the LoRA matrices. Reinforcement learning compares log-probs, so there it is off
     unless given."""
 
-    target_modules: list[str] = flag(["all-linear"], everyday=False)
+    target_modules: list[str] = flag(["all-linear"], everyday=False, needs="tuner_type=lora")
     """Modules that get LoRA matrices; all-linear means every linear layer but the output head."""
 
-    modules_to_save: list[str] = flag([], everyday=False)
+    modules_to_save: list[str] = flag([], everyday=False, needs="tuner_type=lora")
     """Modules that are trained in full and saved beside the adapter, such as embed_tokens."""
 
     gradient_checkpointing: bool = flag(True)

@@ -16,7 +16,7 @@ from swift.errors import ConfigError, ResourceError
 from swift.models.source import ModelSource, locate
 
 if TYPE_CHECKING:
-    from swift.arguments.parse import Resolved
+    from swift.arguments import Resolved
     from swift.models.arguments import CheckpointArguments
 
 SIDE_FILES = ("generation_config.json", "*.py")

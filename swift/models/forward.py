@@ -202,7 +202,8 @@ def packing_obstacle(model: nn.Module) -> str | None:
 
 
 def _transformers_model(model: nn.Module) -> Any:
-    """The transformers model below wrappers (PEFT)."""
+    """The transformers model below wrappers (DDP, PEFT)."""
+    model = getattr(model, "module", model)
     unwrap = getattr(model, "get_base_model", None)
     return unwrap() if callable(unwrap) else model
 
@@ -290,6 +291,8 @@ def packed_logits(model: nn.Module, tokens: PackedTokens) -> Tensor:
     The call goes through `model` itself (DDP, FSDP and ZeRO wrappers included), and the head is applied to the
     N predicting positions only.
     """
+    attention = _transformers_model(model).config.get_text_config()._attn_implementation
+    assert attention == ATTENTION_NAME, f"{attention} attention would read a packed stream as one sequence"
     output = model(
         input_ids=tokens.input_ids,
         position_ids=tokens.position_ids,

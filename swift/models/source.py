@@ -103,9 +103,8 @@ def check_folder(folder: Path, *, flag: str = "--model", require_weights: bool =
     if not folder.is_dir():
         raise ConfigError(f"{flag}: {folder}: a file, not a model folder; give the folder that holds config.json")
     if not (folder / "config.json").is_file():
-        inside = sorted(child.name for child in folder.glob("*/config.json"))
-        where = [str(path.parent) for path in sorted(folder.glob("*/config.json"))[:3]] if inside else []
-        hint = f"nearest: {', '.join(where)}" if where else "a model folder needs config.json and *.safetensors"
+        nested = [str(path.parent) for path in sorted(folder.glob("*/config.json"))[:3]]
+        hint = f"nearest: {', '.join(nested)}" if nested else "a model folder needs config.json and *.safetensors"
         raise ConfigError(f"{flag}: {folder}: sought config.json there and found none; {hint}")
     if not require_weights or any(folder.glob("*.safetensors")):
         return

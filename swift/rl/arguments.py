@@ -102,10 +102,10 @@ class ObjectiveArguments:
     ref_model_mixup_alpha: float = flag(0.6, at_least=0, at_most=1, everyday=False, needs="sync_ref_model")
     """Share of the policy in the moved reference model."""
 
-    tau_pos: float = flag(1.0, above=0, everyday=False)
+    tau_pos: float = flag(1.0, above=0, everyday=False, needs="loss_type=sapo")
     """sapo: temperature of the gate where the advantage is positive."""
 
-    tau_neg: float = flag(1.05, above=0, everyday=False)
+    tau_neg: float = flag(1.05, above=0, everyday=False, needs="loss_type=sapo")
     """sapo: temperature of the gate elsewhere."""
 
     kl_bias_correction: bool = flag(False, aliases=("use_bias_correction_kl",), everyday=False)

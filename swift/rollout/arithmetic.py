@@ -142,11 +142,14 @@ def describe(plan: BatchPlan) -> str:
     parts = [
         f"{p.window} completions per step ({p.per_device_train_batch_size} per device x {p.world_size} "
         f"{_plural(p.world_size, 'process', 'processes')} x {p.gradient_accumulation_steps} accumulation)"
-        f" = {p.window_prompts} {_plural(p.window_prompts, 'prompt')} x {p.num_generations} completions",
-        f"{p.generation_batch} completions per generation batch",
-        f"{p.updates_per_rollout} {_plural(p.updates_per_rollout, 'update')} per rollout",
-        f"{p.forwards_per_window} micro-{_plural(p.forwards_per_window, 'batch', 'batches')} per step and process",
+        f" = {p.window_prompts} {_plural(p.window_prompts, 'prompt')} x {p.num_generations} completions"
     ]
+    if p.generation_batch != p.window:
+        parts.append(f"{p.generation_batch} completions per generation batch")
+    if p.updates_per_rollout > 1:
+        parts.append(f"{p.updates_per_rollout} updates per rollout")
+    if p.forwards_per_window > 1:
+        parts.append(f"{p.forwards_per_window} micro-batches per step and process")
     if p.num_rows is None:
         parts.append(f"streaming, {p.max_steps} steps")
     else:

@@ -24,7 +24,7 @@ from swift.rollout.seeds import sample_seed
 from swift.types import Completion, Prompt, Request, SamplingParams
 
 if TYPE_CHECKING:
-    from swift.arguments.parse import Resolved
+    from swift.arguments import Resolved
     from swift.models.template import Template
     from swift.rollout.engines.transformers import TransformersEngine
 
@@ -40,6 +40,8 @@ def run(resolved: Resolved) -> int:
     """
     args: Any = resolved.args
     asked = bool(args.val_dataset or args.dataset)
+    if not asked and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError(f"NPROC_PER_NODE: {os.environ['WORLD_SIZE']}: a chat runs in one process; unset it")
     result_path = _new_file(args.result_path, args) if asked else None
     template, engine = load_engine(args)
     if result_path is not None:

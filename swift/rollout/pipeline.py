@@ -140,7 +140,9 @@ class RolloutPipeline:
             seed_namespace="eval:",
         )
         result = self._advantages(groups)
-        return self._observe("eval", progress.global_step, groups, [result], result.advantages_S.tolist(), reward_metrics)
+        return self._observe(
+            "eval", progress.global_step, groups, [result], result.advantages_S.tolist(), reward_metrics
+        )
 
     def _batches(self, groups: list[RolloutGroup]) -> list[list[RolloutGroup]]:
         size = len(groups) // self.config.generation_batches

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from swift.errors import ConfigError, join_problems
 
@@ -70,6 +70,57 @@ class Placement:
     spare_devices: tuple[str, ...] = ()
     sleep_level: int = 0
     notes: tuple[str, ...] = field(default=())
+
+
+def request_from(
+    args: Any,
+    *,
+    local_ranks: int,
+    accelerators: int,
+    accelerator_kind: str,
+    cores: Sequence[int],
+    prefetch_given: bool = False,
+) -> PlacementRequest:
+    """The request of resolved arguments; modes without an engine (sft) ask for none."""
+    machine: dict[str, Any] = {
+        "local_ranks": local_ranks,
+        "accelerators": accelerators,
+        "accelerator_kind": accelerator_kind,
+        "cores": cores,
+    }
+    if not getattr(args, "use_vllm", False):
+        return PlacementRequest(use_vllm=False, **machine)
+    return PlacementRequest(
+        use_vllm=True,
+        cpu_devices=args.cpu_devices,
+        vllm_mode=args.vllm_mode,
+        num_infer_workers=args.num_infer_workers,
+        vllm_device=args.vllm_device,
+        tensor_parallel_size=args.vllm_tensor_parallel_size,
+        servers=server_urls(args.vllm_server_base_url, args.vllm_server_host, args.vllm_server_port),
+        async_generate=args.async_generate,
+        prefetch_given=prefetch_given,
+        sleep_level=args.sleep_level,
+        **machine,
+    )
+
+
+def server_urls(base_urls: Sequence[str], hosts: Sequence[str], ports: Sequence[int]) -> list[str]:
+    """The addresses of the servers; base URLs win, one port serves all hosts.
+
+    Raises:
+        ConfigError: neither one port nor one per host.
+    """
+    if base_urls:
+        return list(base_urls)
+    if len(ports) not in (1, len(hosts)) and hosts:
+        raise ConfigError(
+            f"--vllm_server_port: {' '.join(map(str, ports))}: {len(ports)} ports for {len(hosts)} hosts; "
+            f"one for all, or {len(hosts)}"
+        )
+    if len(ports) == 1:
+        ports = [*ports] * len(hosts)
+    return [f"http://{host}:{port}" for host, port in zip(hosts, ports, strict=False)]
 
 
 def place(request: PlacementRequest) -> Placement:
@@ -129,7 +180,7 @@ def describe(placement: Placement) -> str:
         width = f", tensor parallel {p.tensor_parallel_size}" if p.tensor_parallel_size > 1 else ""
         engines = f"{len(p.engines)} {'engine' if len(p.engines) == 1 else 'engines'}"
         line += f"; {engines} on {_span(tuple(name for engine in p.engines for name in engine))}{width}"
-    if p.cores:
+    if p.cores and p.engines:
         line += f"; {len({core for group in p.cores for core in group})} CPU cores in {len(p.cores)} groups"
     return line
 

@@ -60,8 +60,8 @@ def run(resolved: Resolved) -> int:
     start = find_start(args, resolved.to_json())
     parts = prepare(args, collectives, start)
     try:
-        parts.rewards.start()
         if collectives.is_main:
+            parts.rewards.start()
             parts.rewards.self_check(parts.first_prompts, max_steps=parts.plan.max_steps)
         return train(resolved, parts)
     finally:
@@ -83,7 +83,6 @@ def prepare(args: Any, collectives: Collectives, start: Start) -> Parts:
         decode=lambda ids: template.decode(ids, skip_special_tokens=False),
         tokenizer_path=template.tokenizer.name_or_path,
         reward_models=load_reward_models(args, device=own_device()) if collectives.is_main else None,
-        aliases=resolved_aliases(),
     )
     limits = {
         "tokenize": template.encode_prompt,
@@ -105,7 +104,7 @@ def prepare(args: Any, collectives: Collectives, start: Start) -> Parts:
 
 
 def first_prompts(source: PromptSource, count: int) -> list[Prompt]:
-    """The first prompts, for checks. A data set is only looked at; a stream is drawn from, so give it one of its own."""
+    """The first prompts, for checks: a data set is only looked at, a stream is drawn from."""
     dataset = getattr(source, "dataset", None)
     if dataset is None:
         return [source.next().prompt for _ in range(count)]
@@ -152,6 +151,7 @@ def plan_run(args: Any, world_size: int, num_rows: int | None) -> BatchPlan:
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         num_generations=args.num_generations,
         steps_per_generation=args.steps_per_generation,
+        generation_batch_size=args.generation_batch_size,
         num_iterations=args.num_iterations,
         mini_batch_size=args.mini_batch_size,
         num_rows=num_rows,
@@ -174,7 +174,7 @@ def train(resolved: Resolved, parts: Parts) -> int:
         home.open(
             argv=sys.argv,
             settings=resolved.to_json(),
-            config_file=Path(resolved.config_file) if resolved.config_file else None,
+            config_file=Path(resolved.config) if resolved.config else None,
             changed=start.changed,
             start_step=start.step,
         )
@@ -201,9 +201,11 @@ def train(resolved: Resolved, parts: Parts) -> int:
 def load_models(args: Any) -> tuple[Any, Any]:
     """The policy and, with beta > 0, its reference, on this process's device."""
     from transformers import set_seed
+    from transformers.utils import logging
 
     from swift.models import load_policy, load_reference
 
+    logging.disable_progress_bar()  # ours is the only one
     device = own_device()
     set_seed(args.seed)  # fresh adapter weights depend on the seed only
     policy = load_policy(args, device=device)
@@ -474,7 +476,7 @@ def plan_lines(parts: Parts) -> list[str]:
 
 
 def training_arguments(args: Any, folder: Path, parts: Parts) -> Any:
-    """transformers' TrainingArguments; a window is one of its batches, so its accumulation is 1."""
+    """TrainingArguments of transformers; a window is one of its batches, so its accumulation is 1."""
     from transformers import TrainingArguments
 
     from swift.trainers.session import training_options
@@ -486,13 +488,6 @@ def training_arguments(args: Any, folder: Path, parts: Parts) -> Any:
         ignore_data_skip=True,
         remove_unused_columns=False,
     )
-
-
-def resolved_aliases() -> dict[str, str]:
-    """Alias -> canonical name of every flag, for plugins that read the old names."""
-    from swift.arguments import alias_table
-
-    return alias_table("rlhf")
 
 
 __all__ = ["Parts", "plan_run", "prepare", "run", "train"]

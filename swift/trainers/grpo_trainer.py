@@ -21,7 +21,6 @@ import contextlib
 import json
 import math
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +31,14 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
 from swift.errors import NumericError
-from swift.models.forward import TokenSequence, pack, packed_logits, packing_obstacle, padded_logits
+from swift.models.forward import (
+    TokenSequence,
+    enable_packed_attention,
+    pack,
+    packed_logits,
+    packing_obstacle,
+    padded_logits,
+)
 from swift.rl.logprobs import selected_logprobs
 from swift.rl.losses import LossConfig, get_loss, sequence_weights
 from swift.rl.objective import policy_loss
@@ -144,11 +150,15 @@ class GRPOTrainer(Trainer):
         self.interrupted = False
         self._non_finite_in_a_row = 0
         self._staging: Path | None = None
+        self._saved_step = -1
         super().__init__(eval_dataset=self.eval_prompts or None, **trainer_arguments)
         assert self.args.gradient_accumulation_steps == 1, "accumulation happens inside training_step"
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
         self._packed = packing_obstacle(self.model) is None
+        if self._packed and reference is not None:
+            with reference.active() as module:
+                enable_packed_attention(module)
 
     # --- data -----------------------------------------------------------------------------------------------
 
@@ -180,32 +190,33 @@ class GRPOTrainer(Trainer):
         Returns:
             this rank's share of the window loss times the number of ranks (their mean is the loss).
         """
-        unit = inputs
-        started = time.monotonic()
+        report = StepMetrics()
+        with self.metrics.timer("train"):
+            loss = self._backward_window(model, inputs, report)
+        self._report(report, float(loss), inputs)
+        return loss
+
+    def _backward_window(self, model: nn.Module, unit: TrainUnit, report: StepMetrics) -> Tensor:
         model.train()
-        if unit.position == 0 and unit.num_windows > 1:
-            self._fill_old_logprobs(unit, range(1, unit.num_windows))
-        if self.settings.keep_dropout and unit.position == 0:
-            self._fill_old_logprobs(unit, range(unit.num_windows))
+        self._prepare_old_logprobs(unit)
         window = unit.window(unit.window_index)
         samples = [unit.samples[i] for i in window]
         weights = dict(zip(window, self._weights(samples), strict=True))
-        useful = [weights[i] > 0 and self._contributes(unit.samples[i]) for i in window]
         plan = plan_window(
-            window, world_size=self.collectives.world_size, slice_size=self.settings.slice_size, useful=useful
+            window,
+            world_size=self.collectives.world_size,
+            slice_size=self.settings.slice_size,
+            useful=[weights[i] > 0 and self._contributes(unit.samples[i]) for i in window],
         )
-        report = StepMetrics()
         loss = torch.zeros((), device=self.args.device)
-        if plan.num_samples:
-            slices = plan.slices[self.collectives.rank]
-            filler = next(i for parts in plan.slices for part in parts for i in part)
-            for number, part in enumerate(slices):
-                with self._sync_only_last(model, number == len(slices) - 1):
-                    loss += self._slice(model, unit, part, weights, filler, report)
-        else:
+        if not plan.num_samples:  # no gradient at all: the optimizer leaves every weight alone
             report.add("health/steps_without_signal", 1.0, 1.0)
-        self.metrics.add_phase("train", time.monotonic() - started)
-        self._report(report, float(loss), samples)
+            return loss
+        slices = plan.slices[self.collectives.rank]
+        filler = next(i for parts in plan.slices for part in parts for i in part)
+        for number, part in enumerate(slices):
+            with self._sync_only_last(model, number == len(slices) - 1):
+                loss += self._slice(model, unit, part, weights, filler, report)
         return loss
 
     def _slice(
@@ -280,6 +291,12 @@ class GRPOTrainer(Trainer):
                 targets = torch.tensor([t for s in sequences for t in s.completion_ids], device=self.args.device)
             return selected_logprobs(logits, targets, temperature=self.settings.temperature)
 
+    def _prepare_old_logprobs(self, unit: TrainUnit) -> None:
+        """Before the first update on a unit: what later windows (or dropout) need from the weights as they are now."""
+        if unit.position == 0:
+            first = 0 if self.settings.keep_dropout else 1
+            self._fill_old_logprobs(unit, range(first, unit.num_windows))
+
     def _fill_old_logprobs(self, unit: TrainUnit, windows: range) -> None:
         """Log-probs under the weights with which the unit is first consumed, for this rank's samples."""
         model = self.accelerator.unwrap_model(self.model_wrapped)
@@ -305,12 +322,10 @@ class GRPOTrainer(Trainer):
         if self.settings.loss.beta == 0 or batch.ref_logprobs_N is not None:
             return
         assert self.reference is not None, "beta > 0 without a reference"
-        started = time.monotonic()
         with self.reference.active() as module, torch.no_grad():
             batch.ref_logprobs_N = self._logprobs(module, batch)
         for sample, values in zip(batch.samples, split_by_sample(batch.ref_logprobs_N, batch.samples), strict=True):
             sample.ref_logprobs = values
-        self.metrics.add_phase("reference", time.monotonic() - started)
 
     def _sync_only_last(self, model: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if last else self.accelerator.no_sync(model)
@@ -328,7 +343,7 @@ class GRPOTrainer(Trainer):
                 report.add("mismatch/logp_abs_diff", float(gap.double().sum()), gap.numel())
                 report.add_max("mismatch/logp_abs_diff_max", float(gap.max()))
 
-    def _report(self, report: StepMetrics, loss: float, samples: Sequence[TrainSample]) -> None:
+    def _report(self, report: StepMetrics, loss: float, unit: TrainUnit) -> None:
         """Merge the ranks' sums on rank 0 and hand them to the metric store."""
         report.add("loss", loss / self.collectives.world_size, 0.0)
         parts = self.collectives.gather(report)
@@ -338,7 +353,8 @@ class GRPOTrainer(Trainer):
             report.merge(other)
         loss_total, _ = report.sums.pop("loss")
         values = {"loss": loss_total, **report.values()}
-        values["tokens/trained"] = float(sum(sample.num_trained for sample in samples))
+        window = unit.window(unit.window_index)
+        values["tokens/trained"] = float(sum(unit.samples[i].num_trained for i in window))
         self.metrics.add_many(values)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
@@ -365,7 +381,8 @@ class GRPOTrainer(Trainer):
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict:
         """Sample and score the held-out prompts."""
-        metrics = self.pipeline.evaluate(self.eval_prompts, self.progress())
+        with self.metrics.timer("eval"):
+            metrics = self.pipeline.evaluate(self.eval_prompts, self.progress())
         prefixed = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         self.log(dict(prefixed))
         self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, prefixed)
@@ -386,8 +403,13 @@ class GRPOTrainer(Trainer):
         step = self.state.global_step
         run_dir = Path(self.args.output_dir)
         final = run_dir / f"checkpoint-{step}"
-        if final.exists():
+        if step == self._saved_step:
             return
+        self._saved_step = step
+        with self.metrics.timer("save"):
+            self._write_checkpoint(model, trial, step, run_dir, final)
+
+    def _write_checkpoint(self, model: nn.Module, trial: Any, step: int, run_dir: Path, final: Path) -> None:
         state = self._gather_pipeline_state()
         staging = staging_folder(run_dir, step)
         if self.collectives.is_main:
@@ -470,9 +492,7 @@ class PipelineCallback(TrainerCallback):
         epoch: the position in the data set, in epochs.
     """
 
-    def __init__(
-        self, trainer: GRPOTrainer, *, stop_requested: Callable[[], bool], epoch: Callable[[], float]
-    ) -> None:
+    def __init__(self, trainer: GRPOTrainer, *, stop_requested: Callable[[], bool], epoch: Callable[[], float]) -> None:
         self.trainer = trainer
         self.stop_requested = stop_requested
         self.epoch = epoch
@@ -483,6 +503,7 @@ class PipelineCallback(TrainerCallback):
         trainer.pipeline.step_done()
         state.epoch = self.epoch()
         values = trainer.metrics.commit(state.global_step)
+        control.should_log |= state.global_step >= state.max_steps
         if trainer.report is not None:
             trainer.report.after_step(state.global_step, values)
         if trainer.collectives.any(self.stop_requested()) and state.global_step < state.max_steps:

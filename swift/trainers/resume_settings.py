@@ -22,7 +22,8 @@ FIXED = frozenset(
         "shuffle_buffer_size", "strict", "max_length", "truncation_strategy", "seed", "data_seed",
         "num_generations", "per_device_train_batch_size", "gradient_accumulation_steps",
         "steps_per_generation", "generation_batch_size", "num_iterations", "world_size",
-        "advantage_estimator", "dynamic_sample", "optim", "reward_funcs", "reward_model",
+        "advantage_estimator", "dynamic_sample", "optim", "optim_args", "optim_target_modules",
+        "deepspeed", "reward_funcs", "reward_model",
     }
 )
 """Changing one of these is an error."""
@@ -36,7 +37,9 @@ FREE = frozenset(
         "engine_restarts", "rollout_timeout", "stall_timeout", "parity_check", "use_hf",
         "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "cpu_devices",
         "vllm_gpu_memory_utilization", "vllm_device", "vllm_server_host", "vllm_server_port",
-        "vllm_server_base_url", "vllm_server_timeout",
+        "vllm_server_base_url", "vllm_server_timeout", "logging_first_step", "log_rollout_offpolicy_metrics",
+        "run_name", "save_strategy", "gc_collect_after_offload", "offload_model", "offload_optimizer",
+        "sleep_level", "move_model_batches", "trust_remote_code", "ddp_find_unused_parameters",
     }
 )
 """Changing one of these does not change what is computed."""

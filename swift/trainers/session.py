@@ -156,7 +156,9 @@ def training_options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, A
         "per_device_train_batch_size": args.per_device_train_batch_size,
         "per_device_eval_batch_size": args.per_device_eval_batch_size,
         "gradient_checkpointing": args.gradient_checkpointing,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False} if args.gradient_checkpointing else None,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False, **args.gradient_checkpointing_kwargs}
+        if args.gradient_checkpointing
+        else None,
         "seed": args.seed,
         "data_seed": args.data_seed,
         "full_determinism": args.full_determinism,

@@ -8,24 +8,24 @@ every mode, and a signal ends the run with a checkpoint and exit code 75.
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swift.errors import Interrupted, SwiftError, join_problems
+from swift.errors import Interrupted
+from swift.trainers.session import Outcome, SignalTrap, find_start, join_processes, resume_command, training_options
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import SFTTrainer
 
-    from swift.arguments.parse import Resolved
+    from swift.arguments import Resolved
     from swift.models.template import Template
     from swift.trainers.distributed import Collectives
-    from swift.trainers.sft_callbacks import LogLines, SealCheckpoints, SignalTrap
+    from swift.trainers.session import Start
+    from swift.trainers.sft_callbacks import LogLines, SealCheckpoints
 
 
 def run(resolved: Resolved) -> int:
@@ -47,62 +47,8 @@ def run(resolved: Resolved) -> int:
     if collectives.is_main:
         for line in lines:
             print(line, flush=True)
-    if args.dry_run:
-        return 0
     _train(resolved, collectives, start, template, train, val)
     return 0
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where a run begins: anew, or in `run_dir` from `checkpoint`; `changed` are settings, (then, now)."""
-
-    run_dir: Path | None = None
-    checkpoint: Path | None = None
-    changed: dict[str, tuple[Any, Any]] | None = None
-    notes: tuple[str, ...] = ()
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps already done."""
-        from swift.trainers.checkpoint import step_of
-
-        return (step_of(self.checkpoint) or 0) if self.checkpoint else 0
-
-
-def find_start(args: Any, settings: dict[str, Any]) -> Start:
-    """The checkpoint that `--resume_from_checkpoint` names, verified, or a fresh start.
-
-    Raises:
-        ConfigError: no whole checkpoint there, or a setting differs that may not change.
-    """
-    if not args.resume_from_checkpoint:
-        return Start()
-    from swift.models.source import read_json
-    from swift.trainers.checkpoint import compare_settings, resolve_resume
-
-    run_dir, checkpoint = resolve_resume(args.resume_from_checkpoint, args.output_dir)
-    change = compare_settings(read_json(checkpoint / "args.json"), settings)
-    join_problems(change.problems)
-    notes = (f"resuming {run_dir} from {checkpoint.name}", *change.notes)
-    return Start(run_dir, checkpoint, change.changed, notes)
-
-
-def join_processes(timeout_s: float) -> Collectives:
-    """Joins the launcher's process group, when there is one (RANK and WORLD_SIZE are set)."""
-    from datetime import timedelta
-
-    import torch
-    import torch.distributed as dist
-
-    from swift.trainers.distributed import Collectives
-
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        on_gpu = torch.cuda.is_available()
-        if on_gpu:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
-    return Collectives(timeout_s)
 
 
 def plan_line(args: Any, num_rows: int, world_size: int) -> str:
@@ -152,10 +98,12 @@ def _train(
 ) -> None:
     """Loads the model, opens the run folder, trains, and records how it ended."""
     from swift.models.policy import quiet_loading
+    from swift.observability.jsonl import read_log
+    from swift.observability.plots import write_plots
     from swift.observability.rank_log import RankLog
     from swift.observability.run_dir import RunDirectory, rank_log_file
     from swift.trainers.checkpoint import clean_staging
-    from swift.trainers.sft_callbacks import LogLines, SealCheckpoints, SignalTrap, StopOnSignal
+    from swift.trainers.sft_callbacks import LogLines, SealCheckpoints, StopOnSignal
 
     args: Any = resolved.args
     settings = resolved.to_json()
@@ -176,7 +124,7 @@ def _train(
 
     log = LogLines(folder / "logging.jsonl", attempt, say)
     seal = SealCheckpoints(collectives, settings, args.save_total_limit)
-    outcome, end_step = _Outcome(), start.step
+    outcome, end_step = Outcome(), start.step
     started = time.monotonic()
     try:
         with SignalTrap() as trap, quiet_loading():
@@ -187,30 +135,18 @@ def _train(
             finally:
                 end_step = trainer.state.global_step
             if stop.interrupted:
-                raise _interrupted(trap, seal, args)
+                raise _interrupted(trap, seal)
         if collectives.is_main:
+            write_plots(read_log(folder / "logging.jsonl"), folder / "images")
             for line in summary(folder, log, seal, trainer, time.monotonic() - started):
                 say(line)
     except BaseException as error:
-        outcome = _Outcome.of(error)
+        outcome = Outcome.of(error)
         raise
     finally:
         if collectives.is_main:
             home.finish(end_step=end_step, exit_code=outcome.exit_code, reason=outcome.reason)
         rank_log.close()
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """How an attempt ended, for attempts.jsonl."""
-
-    exit_code: int = 0
-    reason: str = "done"
-
-    @classmethod
-    def of(cls, error: BaseException) -> _Outcome:
-        code = error.exit_code if isinstance(error, SwiftError) else 130 if isinstance(error, KeyboardInterrupt) else 1
-        return cls(code, (str(error).splitlines() or [""])[0] or type(error).__name__)
 
 
 def load_model(args: Any) -> Any:
@@ -247,7 +183,7 @@ def build_trainer(
 
     trainer = SFTTrainer(
         model=model,
-        args=SFTConfig(**training_options(args, folder, evaluates=val is not None)),
+        args=SFTConfig(**sft_options(args, folder, evaluates=val is not None)),
         train_dataset=train,
         eval_dataset=val,
         processing_class=template.tokenizer,
@@ -274,72 +210,27 @@ def summary(folder: Path, log: LogLines, seal: SealCheckpoints, trainer: Any, se
     return lines
 
 
-def _interrupted(trap: SignalTrap, seal: SealCheckpoints, args: Any) -> Interrupted:
-    words = list(sys.argv[1:]) if sys.argv[1:2] == ["sft"] else ["sft", "--model", str(args.model)]
-    if "--resume_from_checkpoint" in words:
-        at = words.index("--resume_from_checkpoint")
-        del words[at : at + 2]
-    command = shlex.join(["swift", *words, "--resume_from_checkpoint", str(seal.last)])
-    return Interrupted(f"signal: {trap.caught or 'another process'}: stopped, {seal.last} is saved; resume: {command}")
+def _interrupted(trap: SignalTrap, seal: SealCheckpoints) -> Interrupted:
+    return Interrupted(
+        f"signal: {trap.caught or 'another process'}: stopped, {seal.last} is saved; "
+        f"resume: {resume_command('sft', seal.last)}"
+    )
 
 
-def training_options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, Any]:
-    """The settings as keyword arguments of TRL's SFTConfig (transformers' TrainingArguments)."""
+def sft_options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, Any]:
+    """The settings as keyword arguments of TRL's SFTConfig."""
     import torch
 
     on_gpu = torch.cuda.is_available()
-    eval_strategy = args.eval_strategy if evaluates else "no"
     return {
-        "output_dir": str(folder),
-        "learning_rate": args.learning_rate,
-        "lr_scheduler_type": args.lr_scheduler_type,
-        "lr_scheduler_kwargs": args.lr_scheduler_kwargs or None,
-        "warmup_steps": args.warmup_steps or args.warmup_ratio,  # below 1 it is a share of all steps
-        "weight_decay": args.weight_decay,
-        "adam_beta1": args.adam_beta1,
-        "adam_beta2": args.adam_beta2,
-        "adam_epsilon": args.adam_epsilon,
-        "max_grad_norm": args.max_grad_norm,
-        "optim": args.optim,
-        "optim_args": args.optim_args,
-        "optim_target_modules": args.optim_target_modules or None,
-        "num_train_epochs": args.num_train_epochs,
+        **training_options(args, folder, evaluates=evaluates),
         "max_steps": args.max_steps,
-        "per_device_train_batch_size": args.per_device_train_batch_size,
-        "per_device_eval_batch_size": args.per_device_eval_batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        "gradient_checkpointing": args.gradient_checkpointing,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False, **args.gradient_checkpointing_kwargs}
-        if args.gradient_checkpointing
-        else None,
-        "seed": args.seed,
-        "data_seed": args.data_seed,
-        "full_determinism": args.full_determinism,
         # Rows are tokenised already: with one worker, the default, padding them here is quicker than sending them.
         "dataloader_num_workers": args.dataloader_num_workers if args.dataloader_num_workers > 1 else 0,
-        "dataloader_pin_memory": on_gpu,
-        "logging_steps": args.logging_steps,
-        "logging_first_step": args.logging_first_step,
-        "logging_nan_inf_filter": False,
-        "save_strategy": args.save_strategy,
-        "save_steps": args.save_steps,
-        "save_total_limit": None,  # `SealCheckpoints` removes old ones
-        "save_only_model": args.save_only_model,
-        "eval_strategy": eval_strategy,
-        "eval_steps": args.eval_steps if eval_strategy == "steps" else None,
-        "load_best_model_at_end": args.load_best_model_at_end and evaluates,
-        "metric_for_best_model": args.metric_for_best_model,
-        "greater_is_better": args.greater_is_better,
-        "run_name": args.run_name or folder.name,
         "bf16": on_gpu and args.torch_dtype == "bfloat16",
         "fp16": on_gpu and args.torch_dtype == "float16",
-        "use_cpu": not on_gpu,
-        "ddp_backend": "gloo" if not on_gpu and os.environ.get("WORLD_SIZE", "1") != "1" else None,
-        "ddp_timeout": args.ddp_timeout,
-        "ddp_find_unused_parameters": args.ddp_find_unused_parameters,
-        "deepspeed": args.deepspeed,
         "max_length": None,  # rows over it are left out already, never cut
         "dataset_kwargs": {"skip_prepare_dataset": True},
         "report_to": [name for name in args.report_to if name not in ("none", "tensorboard")],
-        "disable_tqdm": True,
     }

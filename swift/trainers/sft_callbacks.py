@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import shutil
-import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
@@ -19,37 +17,13 @@ from swift.trainers.checkpoint import commit_checkpoint, rotate, staging_folder,
 
 if TYPE_CHECKING:
     from swift.trainers.distributed import Collectives
+    from swift.trainers.session import SignalTrap
 
 NON_FINITE_LIMIT = 3
 """Log lines in a row with a loss that is no number after which the run ends (exit 6)."""
 
 LOGGED = ("loss", "grad_norm", "learning_rate", "epoch", "mean_token_accuracy", "num_tokens")
 """What a training line says; evaluation lines say everything that begins with eval_."""
-
-
-class SignalTrap:
-    """Notes SIGTERM and SIGINT instead of dying of them; a second SIGINT is a KeyboardInterrupt.
-
-    Use as a context manager on the main thread; the former handlers come back at its end.
-    """
-
-    def __init__(self) -> None:
-        self.caught: str | None = None
-        self._former: dict[int, Any] = {}
-
-    def __enter__(self) -> SignalTrap:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._former[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._former.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.caught is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.caught = signal.Signals(number).name
 
 
 class StopOnSignal(TrainerCallback):

@@ -8,9 +8,9 @@ import datasets
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-from swift.data.arguments import DataArguments
 
 from swift.data import load_rows
+from swift.data.arguments import DataArguments
 from swift.data.hub import stream_hub
 from swift.data.spec import parse_spec
 from swift.errors import ConfigError, ResourceError

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from swift.data.arguments import DataArguments
 
 import swift.data
 from swift.data import load_rows, resolve_system
+from swift.data.arguments import DataArguments
 from swift.data.loading import Example, split_examples
 from swift.data.procedural import scorer_entry
 from swift.errors import ConfigError

@@ -5,9 +5,9 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from swift.data.arguments import DataArguments
 
 from swift.data import IndexedPrompts, StreamingPrompts, load_prompts, open_prompts
+from swift.data.arguments import DataArguments
 from swift.errors import ConfigError
 
 

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from swift.models.arguments import ModelArguments
 
+from swift.models.arguments import ModelArguments
 from swift.models.policy import load_policy
 from swift.models.tiny import ARCHS
 

@@ -3,10 +3,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from swift.models.arguments import ModelArguments
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swift.errors import ConfigError
+from swift.models.arguments import ModelArguments
 from swift.models.export import merge_adapter, run
 from swift.models.policy import load_policy
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from swift.models.arguments import ModelArguments
 
 from swift.errors import ConfigError
+from swift.models.arguments import ModelArguments
 from swift.models.policy import load_for_inference, load_policy, pick_dtype, trainable_counts
 
 

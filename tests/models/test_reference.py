@@ -1,8 +1,8 @@
 import pytest
 import torch
-from swift.models.arguments import ModelArguments
 
 from swift.errors import ConfigError
+from swift.models.arguments import ModelArguments
 from swift.models.policy import load_for_inference, load_policy
 from swift.models.reference import load_reference
 

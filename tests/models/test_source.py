@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from swift.models.arguments import ModelArguments
 
 from swift.errors import ConfigError, ResourceError
+from swift.models.arguments import ModelArguments
 from swift.models.policy import load_policy
 from swift.models.source import find_folder, locate, looks_like_path
 

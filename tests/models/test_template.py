@@ -1,9 +1,9 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from swift.models.arguments import ModelArguments
 
 from swift.errors import ConfigError
+from swift.models.arguments import ModelArguments
 from swift.models.template import Template, load_template
 from swift.models.templates import TEMPLATES
 from swift.models.tiny import build_tokenizer

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swift.errors import ConfigError
-from swift.rollout.placement import PlacementRequest, describe, place
+from swift.rollout.placement import PlacementRequest, describe, place, server_urls
 
 
 def placed(**settings):
@@ -181,3 +181,12 @@ def test_dedicated_devices_are_disjoint(ranks, workers, spare):
     assert len(engines) == workers
     assert not engines & set(made.trainer_devices)
     assert len(made.spare_devices) == spare
+
+
+def test_hosts_share_a_port_or_have_their_own():
+    assert server_urls([], ["a", "b"], [8000]) == ["http://a:8000", "http://b:8000"]
+    assert server_urls([], ["a", "b"], [1, 2]) == ["http://a:1", "http://b:2"]
+    assert server_urls(["https://x/v1"], ["a"], [8000]) == ["https://x/v1"]
+    assert server_urls([], [], [8000]) == []
+    with pytest.raises(ConfigError, match="2 ports for 3 hosts"):
+        server_urls([], ["a", "b", "c"], [1, 2])

@@ -1,14 +1,23 @@
 import io
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from swift.models.arguments import ModelArguments
 from transformers import AutoModelForCausalLM
 
+from swift.arguments import parse
+from swift.errors import ConfigError
+from swift.models.arguments import ModelArguments
 from swift.rollout.engines.transformers import TransformersEngine
-from swift.rollout.infer import Chat, StreamPrinter, answers, load_engine
+from swift.rollout.infer import Chat, StreamPrinter, answers, load_engine, run
 from swift.types import Prompt, SamplingParams
 
+ROOT = Path(__file__).parents[2]
 SAMPLING = SamplingParams(max_new_tokens=8, temperature=1.0)
 
 
@@ -123,3 +132,80 @@ def test_a_character_is_printed_when_its_bytes_are_complete(loaded):
         printer.add(token)
         seen.append(out.getvalue())
     assert seen == ["", "é", "é", "é", "é", "é😀", "é😀!"]
+
+
+@pytest.fixture
+def questions(tmp_path):
+    path = tmp_path / "questions.jsonl"
+    rows = [{"query": f"{n}+1?", "solution": str(n + 1)} for n in range(5)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def infer(*argv: str) -> int:
+    return run(parse("infer", [*argv, "--max_completion_length", "6"], {}))
+
+
+def test_a_dataset_is_answered_into_a_file(nano_folders, questions, tmp_path, capsys):
+    result = tmp_path / "deep" / "answers.jsonl"
+    model = str(nano_folders["llama"])
+    assert infer("--model", model, "--val_dataset", str(questions), "--result_path", str(result)) == 0
+    lines = [json.loads(line) for line in result.read_text().splitlines()]
+    assert [line["columns"] for line in lines] == [{"solution": str(n + 1)} for n in range(5)]
+    assert [line["messages"][0]["content"] for line in lines] == [f"{n}+1?" for n in range(5)]
+    assert "5 rows answered" in capsys.readouterr().out
+    assert [path.name for path in result.parent.iterdir()] == ["answers.jsonl"]
+
+
+def test_results_are_never_overwritten(nano_folders, questions, tmp_path):
+    result = tmp_path / "answers.jsonl"
+    result.write_text("precious\n")
+    with pytest.raises(ConfigError, match=r"--result_path: .*exists; name a new file"):
+        infer("--model", str(nano_folders["qwen2"]), "--dataset", str(questions), "--result_path", str(result))
+    assert result.read_text() == "precious\n"
+
+
+def test_a_prompt_longer_than_the_limit_is_cut_and_counted(nano_folders, questions, tmp_path, capsys):
+    result = tmp_path / "answers.jsonl"
+    argv = ["--model", str(nano_folders["qwen2"]), "--dataset", str(questions), "--result_path", str(result)]
+    assert infer(*argv, "--max_length", "10") == 0
+    assert {json.loads(line)["prompt_tokens"] for line in result.read_text().splitlines()} == {10}
+    assert "5 prompts truncated" in capsys.readouterr().out
+
+
+def test_without_a_dataset_it_is_a_conversation(nano_folders, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("/system be kind\nhi\n/exit\n"))
+    assert infer("--model", str(nano_folders["qwen3"])) == 0
+    assert capsys.readouterr().out.startswith("system prompt: be kind\n")
+
+
+WORKER = """
+import os, sys
+from swift.arguments import parse
+from swift.rollout.infer import run
+sys.exit(run(parse("infer", sys.argv[1:], dict(os.environ))))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_write_the_file_that_one_writes(nano_folders, questions, tmp_path):
+    def argv(name: str) -> list[str]:
+        given = {"--model": str(nano_folders["qwen2"]), "--dataset": str(questions), "--max_completion_length": "6"}
+        given["--result_path"] = str(tmp_path / name)
+        return [word for pair in given.items() for word in pair]
+
+    assert run(parse("infer", argv("one.jsonl"), {})) == 0
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, *argv("two.jsonl")],
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            cwd=ROOT,
+        )
+        for rank in range(2)
+    ]
+    assert [worker.wait(timeout=240) for worker in workers] == [0, 0]
+    assert (tmp_path / "one.jsonl").read_text() == (tmp_path / "two.jsonl").read_text()

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from swift.arguments import parse
+from swift.cli.dry_run import rehearse_sft
 from swift.errors import ConfigError, Interrupted
 from swift.models.arguments import ModelArguments
 from swift.models.policy import load_for_inference
@@ -68,6 +69,7 @@ def test_the_run_folder_has_the_files_of_every_mode(sft_argv):
     assert json.loads((run_dir / "checkpoint-6" / "args.json").read_text())["max_steps"] == 6
     assert "step 6/6" in (run_dir / "logs" / "attempt-1" / "rank-0.log").read_text()
     assert list((run_dir / "runs").glob("events.out.tfevents.*"))
+    assert (run_dir / "images" / "optimization.png").is_file()
 
 
 def test_rows_over_max_length_are_left_out_and_the_plan_is_printed(sft_argv, tmp_path, capsys):
@@ -143,7 +145,7 @@ def test_a_resumed_run_may_not_change_its_batches(sft_argv):
 
 
 def test_a_dry_run_writes_nothing(sft_argv, tmp_path, capsys):
-    assert run(parse("sft", sft_argv("--dry_run", "true"), {})) == 0
+    assert rehearse_sft(parse("sft", sft_argv("--dry_run", "true"), {})) == 0
     assert "plan: 64 rows" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
 

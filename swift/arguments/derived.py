@@ -1,0 +1,182 @@
+"""Defaults that follow from other settings or from the machine: one row per rule.
+
+A rule acts where its setting is None after all layers. The first rule whose condition holds decides; its text
+is recorded in the provenance and shown by the help.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What defaults depend on."""
+
+    has_accelerator: bool
+    cores: int
+
+    @classmethod
+    def look(cls, environ: Mapping[str, str]) -> Machine:
+        """The machine this process runs on, without importing torch."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return cls(_has_accelerator(environ), cores)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`name` is `value(args, machine)` when `when(args, machine)`; `text` says why."""
+
+    name: str
+    text: str
+    value: Callable[[Any, Machine], Any]
+    when: Callable[[Any, Machine], bool] = lambda args, machine: True
+
+
+def _always(args: Any, machine: Machine) -> bool:
+    return True
+
+
+def _fixed(name: str, value: Any, text: str, when: Callable[[Any, Machine], bool] = _always) -> Rule:
+    return Rule(name, text, lambda args, machine: value, when)
+
+
+def _same_as(name: str, other: str, when: Callable[[Any, Machine], bool] = _always) -> Rule:
+    return Rule(name, f"= {other}", lambda args, machine: getattr(args, other), when)
+
+
+def _when(name: str, *values: Any) -> Callable[[Any, Machine], bool]:
+    return lambda args, machine: getattr(args, name) in values
+
+
+def _is_rl(args: Any, _: Machine) -> bool:
+    return hasattr(args, "rlhf_type")
+
+
+def _merges(args: Any, _: Machine) -> bool:
+    return hasattr(args, "merge_lora")
+
+
+def _names_a_model(args: Any, machine: Machine) -> bool:
+    return bool(args.model or args.adapters) and not _merges(args, machine)
+
+
+def _is_off_policy(args: Any, _: Machine) -> bool:
+    return bool(args.async_generate or args.dynamic_sample or args.replay_buffer_size)
+
+
+RULES: tuple[Rule, ...] = (
+    _same_as("ref_model", "model"),
+    _fixed("torch_dtype", "float32", "float32 for merging", _merges),
+    _fixed("torch_dtype", "bfloat16", "bfloat16 with an accelerator", lambda args, machine: machine.has_accelerator),
+    _fixed("torch_dtype", "float32", "float32 on a CPU"),
+    _fixed("learning_rate", 1e-4, "1e-4 with tuner_type lora", _when("tuner_type", "lora")),
+    _fixed("learning_rate", 1e-5, "1e-5 with tuner_type full"),
+    _fixed("lora_dropout", 0.0, "0.0 in reinforcement learning", _is_rl),
+    _fixed("lora_dropout", 0.05, "0.05 in supervised tuning"),
+    _same_as("data_seed", "seed"),
+    _same_as("steps_per_generation", "gradient_accumulation_steps", _when("generation_batch_size", None)),
+    _same_as("num_generations_eval", "num_generations"),
+    _same_as("epsilon_high", "epsilon", lambda args, _: args.loss_type != "cispo"),
+    _fixed(
+        "scale_rewards",
+        "gdpo",
+        "gdpo with multi_objective_aggregation normalize_then_sum",
+        _when("multi_objective_aggregation", "normalize_then_sum"),
+    ),
+    _fixed("scale_rewards", "none", "none with advantage_estimator rloo", _when("advantage_estimator", "rloo")),
+    _fixed(
+        "scale_rewards",
+        "batch",
+        "batch with advantage_estimator reinforce_plus_plus",
+        _when("advantage_estimator", "reinforce_plus_plus"),
+    ),
+    _fixed("scale_rewards", "group", "else group"),
+    _fixed(
+        "multi_objective_aggregation",
+        "normalize_then_sum",
+        "normalize_then_sum with scale_rewards gdpo",
+        _when("scale_rewards", "gdpo"),
+    ),
+    _fixed("multi_objective_aggregation", "sum_then_normalize", "else sum_then_normalize"),
+    _fixed(
+        "kl_in_reward",
+        True,
+        "true with advantage_estimator rloo or reinforce_plus_plus",
+        _when("advantage_estimator", "rloo", "reinforce_plus_plus"),
+    ),
+    _fixed("kl_in_reward", False, "else false"),
+    _fixed(
+        "importance_sampling_level",
+        "sequence",
+        "sequence with loss_type gspo or luspo",
+        _when("loss_type", "gspo", "luspo"),
+    ),
+    _fixed("importance_sampling_level", "token", "else token"),
+    _fixed(
+        "rollout_importance_sampling_mode",
+        "token_truncate",
+        "token_truncate when tokens may be older than the policy that trains on them",
+        _is_off_policy,
+    ),
+    _fixed("rollout_importance_sampling_mode", "none", "else none"),
+    _same_as("eval_steps", "save_steps"),
+    _fixed("metric_for_best_model", "reward", "reward in reinforcement learning", _is_rl),
+    _fixed("metric_for_best_model", "loss", "loss in supervised tuning"),
+    Rule(
+        "greater_is_better",
+        "false for a loss, true for any other metric",
+        lambda args, _: not args.metric_for_best_model.endswith("loss"),
+    ),
+    _same_as("soft_max_length", "max_completion_length"),
+    _same_as("cosine_max_len", "max_completion_length"),
+    Rule("reward_workers", "min(8, CPU cores)", lambda args, machine: min(8, machine.cores)),
+    _same_as("vllm_max_lora_rank", "lora_rank", lambda args, _: hasattr(args, "lora_rank")),
+    Rule("output_dir", "output/<model name>", lambda args, _: str(Path("output", _model_name(args))), _names_a_model),
+)
+
+
+def derive(args: Any, machine: Machine) -> dict[str, str]:
+    """Fills the settings that are None and have a rule; returns name -> text of the rule that acted."""
+    acted = {}
+    for rule in RULES:
+        if getattr(args, rule.name, rule) is None and rule.when(args, machine):
+            value = rule.value(args, machine)
+            if value is not None:
+                setattr(args, rule.name, value)
+                acted[rule.name] = rule.text
+    return acted
+
+
+def rule_texts(name: str, *, exporting: bool = False) -> list[str]:
+    """The texts of the rules of a setting, for the help."""
+    rules = [rule for rule in RULES if rule.name == name]
+    if name == "torch_dtype":
+        return [rule.text for rule in rules if rule.text.endswith("merging") == exporting]
+    return [] if exporting else [rule.text for rule in rules]
+
+
+def _model_name(args: Any) -> str:
+    name = str(args.model or args.adapters[0]).rstrip("/")
+    return PurePosixPath(name).name or "model"
+
+
+def _has_accelerator(environ: Mapping[str, str]) -> bool:
+    """Whether torch will see a CUDA device: one that is visible, and a torch that is not built for CPUs only."""
+    if environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return False
+    devices = [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")]
+    return bool(devices) and not _torch_is_cpu_only()
+
+
+def _torch_is_cpu_only() -> bool:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("torch").endswith("+cpu")
+    except PackageNotFoundError:
+        return True

@@ -1,0 +1,68 @@
+"""docs/arguments.md, generated from the fields: `python -m swift.arguments.docs --write`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from swift.arguments.help import default_text, type_text
+from swift.arguments.later import waits_for
+from swift.arguments.modes import GROUPS, MODES
+from swift.flags import Flag, flags_of
+
+PAGE = Path(__file__).parents[2] / "docs" / "arguments.md"
+
+_HEAD = """# Arguments
+
+This page is generated from the dataclasses by `python -m swift.arguments.docs --write`; a test keeps it current.
+
+* `-` and `_` are equal in names, `--flag=value` is `--flag value`, and a bare boolean flag means true.
+* Booleans: true/false, 1/0, yes/no, on/off. Lists are space separated, maps are JSON, and negative numbers are
+  values. Names cannot be shortened.
+* `swift <mode> config.yaml` (or .yml, .json, or `--config FILE`) reads the same names as keys; a block `ENV:` sets
+  environment variables that are not set yet.
+* default < file < environment < command line. `args.json` records where each value came from.
+* Where the default is a rule, it follows from other settings or from the machine.
+* *Part* names the part of swift that a setting waits for: until then only its default is accepted.
+* Flags of other versions that change nothing are accepted with a note; others say what they come with.
+"""
+
+
+def markdown() -> str:
+    """The page: one table per group, one row per setting."""
+    return "\n".join([_HEAD, *(_section(group) for group in GROUPS)])
+
+
+def _section(group: str) -> str:
+    lines = [f"## {group}", "", "| flag | type | default | modes | meaning |", "|---|---|---|---|---|"]
+    for flag, cls, modes in _settings(group):
+        lines.append("| " + " | ".join(_cells(flag, cls, modes)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _settings(group: str) -> list[tuple[Flag, type, list[str]]]:
+    """The settings of a group; those that differ between modes have a row each."""
+    rows: dict[tuple[str, str, str], tuple[Flag, type, list[str]]] = {}
+    for mode, cls in MODES.items():
+        for flag in flags_of(cls).values():
+            if flag.group == group:
+                key = (flag.name, flag.help, default_text(flag, cls))
+                rows.setdefault(key, (flag, cls, []))[2].append(mode)
+    return list(rows.values())
+
+
+def _cells(flag: Flag, cls: type, modes: list[str]) -> list[str]:
+    names = f"`--{flag.name}`" + "".join(f"<br>`--{alias}`" for alias in flag.details.aliases)
+    valid = ", ".join(map(str, flag.choices)) or str(flag.details.range)
+    part = waits_for(flag)
+    meaning = flag.help + (f" *Part: {part}.*" if part else "")
+    kind = type_text(flag) + (f": {valid}" if valid else "")
+    return [cell.replace("|", "\\|") for cell in (names, kind, default_text(flag, cls), ", ".join(modes), meaning)]
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--write"]:
+        PAGE.write_text(markdown(), encoding="utf-8")
+        print(f"written: {PAGE}")
+    else:
+        print(markdown(), end="")

@@ -1,0 +1,149 @@
+"""What parses today and comes to life with a later part of swift: one table, shortened as parts land.
+
+A feature is off while each of its settings has one of the values listed for it; otherwise one line names the
+part it comes with and the values that turn it off. Parsing never fails because of this table: `check` is
+called before a run and by the dry run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from swift.arguments.modes import RolloutServerArguments
+from swift.flags import Flag
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """`what` comes with `part`. off: setting -> values without the feature, the advised one first."""
+
+    part: str
+    what: str
+    off: Mapping[str, Sequence[Any]]
+
+
+FEATURES: tuple[Feature, ...] = (
+    Feature(
+        "Engines",
+        "vLLM engines come",
+        {
+            "use_vllm": (False,),
+            "vllm_mode": (None,),
+            "vllm_server_host": ([],),
+            "vllm_server_base_url": ([],),
+            "sleep_level": (0,),
+            "offload_model": (False,),
+            "offload_optimizer": (False,),
+            "gc_collect_after_offload": (False,),
+            "move_model_batches": (None,),
+        },
+    ),
+    Feature(
+        "Engines",
+        "generating ahead of training comes",
+        {"async_generate": (False,), "prefetch_depth": (1,), "vllm_sync_interval": (1,), "max_staleness": (None,)},
+    ),
+    Feature("Engines", "LMDeploy engines come", {"use_lmdeploy": (False,)}),
+    Feature("Engines", "DeepSpeed comes", {"deepspeed": (None,), "ds3_gather_for_generation": (True,)}),
+    Feature("Engines", "the repeated parity check comes", {"parity_check": ("start", "warn", "off")}),
+    Feature(
+        "Algorithms",
+        "this loss comes",
+        {
+            "loss_type": ("dapo", "grpo", "bnpo", "dr_grpo"),
+            "importance_sampling_level": ("token",),
+            "delta": (None,),
+        },
+    ),
+    Feature(
+        "Algorithms",
+        "this advantage estimate comes",
+        {
+            "advantage_estimator": ("grpo",),
+            "scale_rewards": ("group", "batch", "none"),
+            "multi_objective_aggregation": ("sum_then_normalize",),
+            "kl_in_reward": (False,),
+        },
+    ),
+    Feature("Algorithms", "the unbiased KL comes", {"kl_bias_correction": (False,)}),
+    Feature("Algorithms", "a moving reference model comes", {"sync_ref_model": (False,)}),
+    Feature(
+        "Algorithms",
+        "entropy control comes",
+        {
+            "entropy_coef": (0.0,),
+            "use_adaptive_entropy": (False,),
+            "top_entropy_quantile": (1.0,),
+            "log_entropy": (False,),
+        },
+    ),
+    Feature("Algorithms", "dynamic sampling comes", {"dynamic_sample": (False,)}),
+    Feature(
+        "Algorithms",
+        "the correction for differences between engine and trainer comes",
+        {
+            "rollout_importance_sampling_mode": ("none",),
+            "off_policy_sequence_mask_delta": (None,),
+            "log_rollout_offpolicy_metrics": (False,),
+        },
+    ),
+    Feature(
+        "Algorithms",
+        "training on parts of a batch comes",
+        {"streaming_partial_batch": (False,), "in_flight_updates": (False,)},
+    ),
+    Feature("Algorithms", "the replay buffer comes", {"replay_buffer_size": (0,)}),
+    Feature(
+        "Algorithms",
+        "trying failed prompts again comes",
+        {"reroll_start_fraction": (1.0,), "reroll_max_groups": (1,), "reroll_fail_reward": (0.0,)},
+    ),
+    Feature("Algorithms", "presets come", {"preset": ("none",)}),
+    Feature("Speed", "token budgets of micro-batches come", {"max_tokens_per_micro_batch": (None,)}),
+    Feature("generative judges", "reward models of another type come", {"reward_model_type": ([],)}),
+)
+
+
+def check(args: Any, given: Collection[str] | None = None) -> list[str]:
+    """One line per feature that these settings ask for and that this version does not have.
+
+    Args:
+        args: the settings of a mode, resolved.
+        given: the settings that the user wrote (`Resolved.given`); others are consequences of these and go
+            unmentioned. None counts every setting.
+    """
+    if isinstance(args, RolloutServerArguments):
+        return ["rollout: mode: the generation server comes with the Engines part of swift; use swift infer"]
+    lines = []
+    for feature in FEATURES:
+        wanted = {
+            name: off
+            for name, off in feature.off.items()
+            if hasattr(args, name) and getattr(args, name) not in off and (given is None or name in given)
+        }
+        if wanted:
+            lines.append(_line(feature, wanted, args))
+    return lines
+
+
+def waits_for(flag: Flag) -> str | None:
+    """The part of swift without which a setting does nothing; None when some use of it works already."""
+    names = (flag.name, (flag.details.needs or "").partition("=")[0])
+    return next((item.part for item in FEATURES for name in names if len(item.off.get(name, ())) == 1), None)
+
+
+def _line(feature: Feature, wanted: Mapping[str, Sequence[Any]], args: Any) -> str:
+    first = next(iter(wanted))
+    use = " ".join(f"--{name} {_text(off[0])}" for name, off in wanted.items() if off[0] not in (None, []))
+    drop = " ".join(f"--{name}" for name, off in wanted.items() if off[0] in (None, []))
+    fix = " and ".join([f"use {use}"] * bool(use) + [f"drop {drop}"] * bool(drop))
+    value = _text(getattr(args, first))
+    return f"--{first}: {value}: {feature.what} with the {feature.part} part of swift; {fix}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,229 @@
+"""Where values come from: the command line, a config file, the environment. No types and no defaults here.
+
+Each layer is read into `Given`s, in the order in which they were written; names are normalised (`-` is `_`)
+and otherwise untouched.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from swift.arguments.values import Raw, show
+from swift.errors import ConfigError
+
+if TYPE_CHECKING:
+    import yaml
+
+Source = Literal["file", "env", "command line"]
+
+CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
+VARIABLES = {"USE_HF": "use_hf", "SWIFT_DEBUG": "debug"}
+"""Environment variable -> the setting it is."""
+
+_FLAG = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
+_ONE_DASH = re.compile(r"-[A-Za-z][\w-]+")
+_IGNORED_KEYS = ("_provenance",)  # so that an args.json can be used as a config file
+
+
+@dataclass(slots=True)
+class Given:
+    """One value as it was written.
+
+    spelling: the name, with underscores. subject: how an error line calls it. given_as: for the provenance.
+    """
+
+    spelling: str
+    raw: Raw
+    source: Source
+    given_as: str
+    subject: str
+
+    @property
+    def shown(self) -> str:
+        """The value as it appears in an error line."""
+        return show(self.raw)
+
+
+@dataclass(slots=True)
+class CommandLine:
+    """What the command line says; `config` is the path of a config file."""
+
+    given: list[Given] = field(default_factory=list)
+    config: str | None = None
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class ConfigFile:
+    """What a config file says; `environment` is its `ENV` block."""
+
+    given: list[Given] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def normalise(name: str) -> str:
+    """A name with underscores instead of dashes."""
+    return name.replace("-", "_")
+
+
+def read_command_line(argv: Sequence[str]) -> CommandLine:
+    """Flags with their values; a first word that is no flag is the config file.
+
+    A word is a flag if two dashes and a letter begin it. Other words, negative numbers too, are values; a value
+    that looks like a flag is written `--name=value`.
+    """
+    line = CommandLine()
+    words = list(argv)
+    if words and not words[0].startswith("-"):
+        line.config = _config_path(words.pop(0), line.problems)
+    values: list[Any] | None = None  # of the flag at hand
+    for word in words:
+        if match := _FLAG.fullmatch(word):
+            name, value = match.groups()
+            values = [] if value is None else [value]
+            line.given.append(Given(normalise(name), values, "command line", f"--{name}", f"--{name}"))
+        elif _ONE_DASH.fullmatch(word):
+            line.problems.append(f"{word}: one dash: flags begin with two; write -{word}")
+            values = []
+        elif values is None:
+            line.problems.append(f"{word}: not a flag; flags begin with two dashes, like --model")
+        else:
+            values.append(word)
+    configs = [item for item in line.given if item.spelling == "config"]
+    line.given = [item for item in line.given if item.spelling != "config"]
+    _take_config(line, configs)
+    return line
+
+
+def read_environment(environ: Mapping[str, str]) -> list[Given]:
+    """The settings that environment variables stand for; an empty variable says nothing."""
+    return [
+        Given(name, environ[variable], "env", variable, variable)
+        for variable, name in VARIABLES.items()
+        if environ.get(variable)
+    ]
+
+
+def read_config(path: str) -> ConfigFile:
+    """The keys of a YAML or JSON file, each with its line.
+
+    Scalars stay texts, because the flag's type decides what they mean: `1e-6` is a float where YAML sees a
+    text, `eval_strategy: no` a text where YAML sees a boolean.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no map.
+    """
+    root = _compose(path)
+    file = ConfigFile()
+    seen: dict[str, int] = {}
+    for key, node in root:
+        line = key.start_mark.line + 1
+        if key.value in seen:
+            file.problems.append(
+                f"{path}:{line}: {key.value}: duplicate key, first on line {seen[key.value]}; keep one"
+            )
+            continue
+        seen[key.value] = line
+        if key.value == "ENV":
+            file.environment, problems = _environment(node, path)
+            file.problems += problems
+        elif key.value not in _IGNORED_KEYS:
+            spelling = normalise(key.value)
+            file.given.append(
+                Given(spelling, _raw(node), "file", f"{key.value} ({path}:{line})", f"{path}:{line}: {key.value}")
+            )
+    return file
+
+
+def _config_path(word: str, problems: list[str]) -> str | None:
+    if word.endswith(CONFIG_SUFFIXES):
+        return word
+    problems.append(
+        f"{word}: neither a flag nor a config file; flags begin with --, config files end in "
+        f"{', '.join(CONFIG_SUFFIXES)}"
+    )
+    return None
+
+
+def _take_config(line: CommandLine, configs: Sequence[Given]) -> None:
+    for item in configs:
+        values = item.raw if isinstance(item.raw, list) else []
+        if len(values) != 1 or not str(values[0]).endswith(CONFIG_SUFFIXES):
+            line.problems.append(f"--config: {item.shown}: not a config file; valid endings: .yaml, .yml, .json")
+        elif line.config is not None:
+            line.problems.append(f"--config: {item.shown}: a second config file beside {line.config}; give one")
+        else:
+            line.config = str(values[0])
+
+
+def _compose(path: str) -> list[tuple[yaml.ScalarNode, yaml.Node]]:
+    import yaml
+
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not a UTF-8 text"
+        raise ConfigError(f"{path}: config file: cannot be read ({reason}); check the path") from error
+    try:
+        if path.endswith(".json"):
+            json.loads(text)
+            text = text.replace("\t", " ")  # JSON is YAML but for tabs, which its texts never contain
+        root = yaml.compose(text, Loader=_loader())
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}:{error.lineno}: not JSON: {error.msg}; correct the file") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else path
+        problem = getattr(error, "problem", None) or str(error)
+        raise ConfigError(f"{where}: not YAML: {problem}; correct the file") from error
+    if root is None:
+        return []
+    if not isinstance(root, yaml.MappingNode) or not all(isinstance(key, yaml.ScalarNode) for key, _ in root.value):
+        raise ConfigError(f"{path}: config file: not a map of settings; write one `name: value` per line")
+    return list(root.value)
+
+
+def _raw(node: yaml.Node) -> Raw:
+    """Texts and lists of texts as they were written; maps with the native values of YAML."""
+    import yaml
+
+    if isinstance(node, yaml.ScalarNode):
+        # JSON writes an emoji as two surrogates, which YAML leaves apart.
+        text = str(node.value).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return None if node.tag == "tag:yaml.org,2002:null" else text
+    if isinstance(node, yaml.SequenceNode):
+        return [_raw(item) for item in node.value]
+    return dict(_loader()("").construct_document(node))
+
+
+@functools.cache
+def _loader() -> type[yaml.SafeLoader]:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """YAML with the floats of JSON, where 1e-6 needs no dot."""
+
+    number = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789."))
+    return Loader
+
+
+def _environment(node: yaml.Node, path: str) -> tuple[dict[str, str], list[str]]:
+    import yaml
+
+    if not isinstance(node, yaml.MappingNode):
+        return {}, [f"{path}:{node.start_mark.line + 1}: ENV: not a map; write one `NAME: value` per line"]
+    variables, problems = {}, []
+    for key, value in node.value:
+        if isinstance(key, yaml.ScalarNode) and isinstance(value, yaml.ScalarNode):
+            variables[str(key.value)] = str(value.value)
+        else:
+            problems.append(f"{path}:{key.start_mark.line + 1}: ENV: not a text; write one `NAME: value` per line")
+    return variables, problems

@@ -1,0 +1,162 @@
+"""`--dry_run true`: everything that can be wrong before weights are loaded, and the plan of the run, in words.
+
+Reads the data set and the tokenizer, calls the reward functions on gold and empty answers of the first rows, and
+does the arithmetic. No weights are loaded and no file is written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from swift.cli import launcher
+from swift.cli.devices import allowed_cores, count_accelerators
+from swift.rollout import placement
+
+if TYPE_CHECKING:
+    from swift.arguments import Resolved
+    from swift.rewards import RewardPipeline
+    from swift.rewards.probing import ProbeResult
+    from swift.types import Prompt
+
+CHECKED_ROWS = 64
+CALLED_ROWS = 4
+
+
+def rehearse_rlhf(resolved: Resolved) -> int:
+    """The dry run of `swift rlhf`; returns 0.
+
+    Raises:
+        ConfigError: settings, placement, data, columns or batch sizes.
+        RewardError: a reward function broke its contract.
+    """
+    from swift.data import load_prompts, open_prompts
+    from swift.models import load_chat
+    from swift.rewards import RewardPipeline
+    from swift.rollout.arithmetic import describe
+    from swift.trainers.grpo import first_prompts, max_prompt_length, plan_run
+    from swift.trainers.session import find_start
+
+    args: Any = resolved.args
+    where = [*_place(resolved), *find_start(args, resolved.to_json()).notes]
+    template = load_chat(args)
+    limits = {
+        "tokenize": template.encode_prompt,
+        "max_prompt_length": max_prompt_length(args),
+        "truncation_strategy": args.truncation_strategy,
+    }
+    source = open_prompts(args, split="train", max_steps=args.max_steps, **limits)
+    lines = source.report.lines()
+    if args.val_dataset or args.split_dataset_ratio > 0:
+        lines += load_prompts(args, split="val", **limits).report.lines()
+    prompts = first_prompts(source, CHECKED_ROWS)
+    plan = plan_run(args, launcher.world_size(os.environ), source.size)
+    rewards = RewardPipeline(
+        args,
+        seed=args.seed,
+        max_completion_length=args.max_completion_length,
+        tokenizer_path=template.tokenizer.name_or_path,
+    )
+    with rewards:
+        rewards.self_check(prompts, max_steps=plan.max_steps)
+        lines += [_lengths(prompts), *_rewards(rewards, prompts)]
+    _show(resolved, [*where, describe(plan), *lines])
+    return 0
+
+
+def rehearse_sft(resolved: Resolved) -> int:
+    """The dry run of `swift sft`; returns 0.
+
+    Raises:
+        ConfigError: settings, data or rows.
+    """
+    from swift.models import load_chat
+    from swift.trainers.session import find_start
+    from swift.trainers.sft import encode, plan_line
+
+    args: Any = resolved.args
+    where = [*_place(resolved), *find_start(args, resolved.to_json()).notes]
+    train, _, lines = encode(args, load_chat(args))
+    plan = plan_line(args, len(train), launcher.world_size(os.environ))
+    _show(resolved, [*where, plan, *lines])
+    return 0
+
+
+def _place(resolved: Resolved) -> list[str]:
+    """The placement plan and its notes."""
+    accelerators, kind = count_accelerators()
+    request = placement.request_from(
+        resolved.args,
+        local_ranks=launcher.local_ranks(os.environ),
+        accelerators=accelerators,
+        accelerator_kind=kind,
+        cores=allowed_cores(),
+        prefetch_given=resolved.provenance.get("prefetch_depth", {}).get("source", "default") != "default",
+    )
+    plan = placement.place(request)
+    return [placement.describe(plan), *plan.notes]
+
+
+def _lengths(prompts: Sequence[Prompt]) -> str:
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    return (
+        f"prompts: {min(lengths)} to {max(lengths)} tokens, mean {statistics.fmean(lengths):.1f} "
+        f"(first {len(lengths)} rows)"
+    )
+
+
+def _rewards(rewards: RewardPipeline, prompts: Sequence[Prompt]) -> list[str]:
+    """What each reward gives for the gold and for the empty answer of the first rows."""
+    from swift.rewards.selfcheck import probe
+    from swift.types import RolloutGroup, TrainerProgress
+
+    groups = [
+        RolloutGroup(answer.request_id, launch_index=-1, launch=0, prompt=prompt, completions=[answer])
+        for index, prompt in enumerate(prompts[:CALLED_ROWS])
+        for answer in probe(prompt, index).completions
+    ]
+    results = rewards.probe_each(groups, TrainerProgress(global_step=0, max_steps=0, epoch=0.0))
+    lines = []
+    for index, (name, weight) in enumerate(zip(rewards.names, rewards.weights, strict=True)):
+        line = f"reward {name}: weight {weight:g}"
+        if index < len(results):
+            shown = [_shown(result) for result in results[index]]
+            line += f"; gold answers of the first rows: {' '.join(shown[::2])}; empty answers: {' '.join(shown[1::2])}"
+        else:
+            line += "; a model, not loaded in a dry run"
+        lines.append(line)
+    return lines
+
+
+def _shown(result: ProbeResult) -> str:
+    """A value, `none` where the function does not apply, or what went wrong."""
+    if result.kind != "ok":
+        return f"{result.kind} ({result.detail})"
+    return "none" if result.value is None else f"{result.value:g}"
+
+
+def _show(resolved: Resolved, lines: Sequence[str]) -> None:
+    """What was given and what follows from it, with the origin, then the plan; JSON with `--json true`."""
+    values = resolved.to_json()
+    given = {name: origin for name, origin in resolved.provenance.items() if origin["source"] != "default"}
+    derived = {name: origin for name, origin in resolved.provenance.items() if name not in given and origin["rule"]}
+    if resolved.args.json:
+        settings = {name: {"value": values[name], **origin} for name, origin in {**given, **derived}.items()}
+        print(json.dumps({"settings": settings, "plan": list(lines)}, indent=2, ensure_ascii=False))
+        return
+    width = max(map(len, [*given, *derived]))
+    print("given:")
+    for name, origin in given.items():
+        print(f"  {name:<{width}} = {_text(values[name])}  ({origin['source']}: {origin['given_as']})")
+    print("derived:")
+    for name, origin in derived.items():
+        print(f"  {name:<{width}} = {_text(values[name])}  ({origin['rule']})")
+    print("\n".join(lines))
+    print("dry run: all checks passed; no weights were loaded, no file was written")
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

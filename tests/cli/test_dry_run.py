@@ -1,0 +1,103 @@
+"""`--dry_run true`: says the plan, writes nothing, and finds what a run would fail on."""
+
+import json
+import os
+
+import pytest
+
+from swift.cli.main import main
+from swift.models.tiny import build_tiny
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return build_tiny(tmp_path_factory.mktemp("dry") / "tiny", size="nano")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("NPROC_PER_NODE", "NNODES", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    rows = [{"query": f"{n} + 1?", "solution": str(n + 1), "level": n} for n in range(101)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chats = [
+        {"messages": [{"role": "user", "content": f"{n} + 1?"}, {"role": "assistant", "content": str(n + 1)}]}
+        for n in range(10)
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    return tmp_path
+
+
+def rlhf(model, *words):
+    command = (
+        f"rlhf --rlhf_type grpo --model {model} --dataset rows.jsonl --reward_funcs accuracy format --dry_run true"
+    )
+    return [*command.split(), "--per_device_train_batch_size", "16", *words]
+
+
+def test_it_prints_settings_placement_batches_columns_and_rewards(model, folder, capsys):
+    assert main(rlhf(model, "--train_type", "full")) == 0
+    text = capsys.readouterr().out
+    assert '= "full"  (command line: --train_type)' in text
+    assert "= 1e-05  (1e-5 with tuner_type full)" in text
+    assert "placement: in_process; 1 training process on" in text
+    assert "2 prompts x 8 completions; 101 rows, 50 steps per epoch, 150 steps in all" in text
+    assert "the last 1 row of each epoch left out" in text
+    assert "prompt <- query; to rewards: solution, level" in text
+    assert "reward accuracy: weight 1; gold answers of the first rows: 1 1 1 1; empty answers: 0 0 0 0" in text
+
+
+def test_it_writes_nothing(model, folder):
+    before = sorted(path for path, _, _ in os.walk(folder))
+    main(rlhf(model))
+    assert sorted(path for path, _, _ in os.walk(folder)) == before
+    assert sorted(path.name for path in folder.iterdir()) == ["chats.jsonl", "rows.jsonl"]
+
+
+def test_it_counts_the_processes_that_a_launch_would_start(model, folder, monkeypatch, capsys):
+    monkeypatch.setenv("NPROC_PER_NODE", "2")
+    monkeypatch.setattr("swift.cli.devices.count_accelerators", lambda: (0, "cpu"))
+    monkeypatch.setattr("swift.cli.dry_run.count_accelerators", lambda: (0, "cpu"))
+    assert main(rlhf(model)) == 0
+    text = capsys.readouterr().out
+    assert "2 training processes on cpu:0, cpu:1" in text
+    assert "4 prompts x 8 completions; 101 rows, 25 steps per epoch, 75 steps in all" in text
+
+
+def test_json_is_one_object(model, folder, capsys):
+    assert main(rlhf(model, "--json", "true", "--beta", "0")) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["settings"]["beta"] == {"value": 0.0, "source": "command line", "given_as": "--beta", "rule": None}
+    assert any(line.startswith("placement: ") for line in plan["plan"])
+
+
+def test_weights_are_not_needed(model, folder, tmp_path_factory):
+    import shutil
+
+    bare = shutil.copytree(model, tmp_path_factory.mktemp("bare") / "tiny")
+    (bare / "model.safetensors").unlink()
+    assert main(rlhf(bare)) == 0
+
+
+def test_a_reward_that_breaks_its_contract_is_code_5(model, folder, capsys):
+    (folder / "odd_plugin.py").write_text(
+        "from swift.plugin import orms\ndef odd(completions, **kw):\n    return ['x'] * len(completions)\norms['odd'] = odd\n"
+    )
+    words = rlhf(model, "--external_plugins", "odd_plugin.py")
+    words[words.index("accuracy")] = "odd"
+    assert main(words) == 5
+    assert "swift: error: --reward_funcs: odd" in capsys.readouterr().err
+
+
+def test_sizes_that_do_not_fit_are_code_2(model, folder, capsys):
+    assert main(rlhf(model, "--num_generations", "5")) == 2
+    assert "C=16 completions" in capsys.readouterr().err
+
+
+def test_sft_has_one_too(model, folder, capsys):
+    assert main(["sft", "--model", str(model), "--dataset", "chats.jsonl", "--dry_run"]) == 0
+    text = capsys.readouterr().out
+    assert "placement: in_process" in text
+    assert "10 rows" in text
+    assert sorted(path.name for path in folder.iterdir()) == ["chats.jsonl", "rows.jsonl"]

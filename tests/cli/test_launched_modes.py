@@ -1,0 +1,101 @@
+"""Whole runs under the launcher: two training processes behave like one command."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from swift.models.tiny import build_tiny
+
+
+@pytest.fixture
+def command(tmp_path):
+    build_tiny(tmp_path / "tiny", size="nano")
+    rows = [{"query": f"{n} + 1?", "solution": str(n + 1)} for n in range(50)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = "rlhf --rlhf_type grpo --model tiny --dataset rows.jsonl --reward_funcs accuracy --max_completion_length 8"
+    return [sys.executable, "-m", "swift", *words.split(), "--per_device_train_batch_size", "4", "--report_to", "none"]
+
+
+def environment(**more):
+    outer = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {
+        **{name: value for name, value in os.environ.items() if name not in outer},
+        "CUDA_VISIBLE_DEVICES": "",
+        **more,
+    }
+
+
+def run(command, tmp_path, **more):
+    return subprocess.run(
+        command, cwd=tmp_path, env=environment(**more), capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+@pytest.mark.slow
+def test_two_processes_train_one_run(command, tmp_path):
+    done = run([*command, "--max_steps", "2"], tmp_path, NPROC_PER_NODE="2")
+    assert done.returncode == 0, done.stderr
+    runs = list((tmp_path / "output" / "tiny").iterdir())
+    assert len(runs) == 1
+    assert (runs[0] / "checkpoint-2").is_dir()
+    assert len(list((runs[0] / "logs" / "attempt-1").glob("rank-*.log"))) == 2
+    assert done.stdout.count("Everything lies in") == 1
+
+
+@pytest.mark.slow
+def test_an_error_in_two_processes_is_told_once(command, tmp_path):
+    done = run([*command, "--dataset", "raws.jsonl"], tmp_path, NPROC_PER_NODE="2")
+    assert done.returncode == 2
+    errors = [line for line in done.stderr.splitlines() if line.startswith("swift: error: ")]
+    assert errors == ["swift: error: --dataset: raws.jsonl: no such file or folder; nearest: rows.jsonl"]
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "output").exists()
+
+
+@pytest.mark.slow
+def test_a_configuration_error_starts_no_process(command, tmp_path):
+    begun = time.monotonic()
+    done = run([*command, "--top_p", "7"], tmp_path, NPROC_PER_NODE="2")
+    assert time.monotonic() - begun < 5
+    assert done.returncode == 2
+    assert done.stderr.count("swift: error: ") == 1
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_same_program(command, tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "swift", *command[3:]]
+    done = run([*torchrun, "--max_steps", "1"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Everything lies in") == 1
+
+
+@pytest.mark.slow
+def test_a_terminated_launcher_lets_the_run_save_and_leaves_no_process(command, tmp_path):
+    process = subprocess.Popen(
+        [*command, "--max_steps", "100000", "--save_steps", "100000", "--logging_steps", "1"],
+        cwd=tmp_path,
+        env=environment(NPROC_PER_NODE="2"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    logs = tmp_path / "output"
+    deadline = time.monotonic() + 120
+    while not any(log.stat().st_size for log in logs.glob("tiny/*/logging.jsonl")):
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline, "the run does not start"
+        time.sleep(0.1)
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(workers) == 2
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 75, errors
+    assert list(logs.glob("tiny/*/checkpoint-*"))
+    assert "--resume_from_checkpoint" in errors
+    assert not [pid for pid in workers if Path("/proc", pid).exists()]

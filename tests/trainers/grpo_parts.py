@@ -1,0 +1,175 @@
+"""A GRPO trainer from its own parts, on a nano model, with rewards computed in this process."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+from swift.observability.metrics import MetricStore
+from swift.rl.losses import LossConfig
+from swift.rollout.collect import RolloutCollector
+from swift.rollout.engines.transformers import TransformersEngine
+from swift.rollout.pipeline import PipelineConfig, RolloutPipeline
+from swift.rollout.scheduler import RolloutScheduler
+from swift.trainers.distributed import Collectives
+from swift.trainers.grpo_trainer import GRPOSettings, GRPOTrainer, PipelineCallback
+from swift.types import GroupScores, Prompt, SamplingParams
+
+END = 262  # never sampled by these tests' rewards; completions end at their length
+
+
+class Prompts:
+    """Prompts of 3 to 9 tokens, in order."""
+
+    def __init__(self, count=8):
+        self.prompts = [Prompt(f"p{i}", [], [40 + i] * (3 + i % 7)) for i in range(count)]
+        self.drawn = 0
+
+    def next(self):
+        epoch, row = divmod(self.drawn, len(self.prompts))
+        self.drawn += 1
+        return self.prompts[row], epoch, row
+
+    def skip_to_epoch_end(self):
+        self.drawn += -self.drawn % len(self.prompts)
+
+    def state_dict(self):
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state):
+        self.drawn = state["drawn"]
+
+
+class Scorer:
+    """Scores with `reward(completion, prompt)`; None and exclusions as given."""
+
+    needs_whole_batch = False
+
+    def __init__(self, reward):
+        self.reward = reward
+
+    def submit(self, group, progress):
+        future = Future()
+        values = [[self.reward(completion, group.prompt)] for completion in group.completions]
+        excluded = ["no_reward" if value == [None] else None for value in values]
+        future.set_result(GroupScores(values, excluded))
+        return future
+
+    def submit_batch(self, groups, progress):
+        return [self.submit(group, progress) for group in groups]
+
+    def add_model_scores(self, groups, scores):
+        return list(scores)
+
+    def end_batch(self, groups=None):
+        pass
+
+    def drain_metrics(self, groups=None):
+        return {}
+
+
+def share_of_even_tokens(completion, prompt):
+    """A reward with spread that a model can learn."""
+    return sum(token % 2 == 0 for token in completion.token_ids) / len(completion.token_ids)
+
+
+def all_different(completion, prompt):
+    """A reward that no two completions share, so that every sample has an advantage."""
+    return sum(token * (t + 1) for t, token in enumerate(completion.token_ids)) / 1000
+
+
+def make_trainer(
+    folder,
+    output_dir,
+    *,
+    model=None,
+    reference=None,
+    reward=all_different,
+    loss=None,
+    generations=4,
+    window=8,
+    windows=1,
+    iterations=1,
+    slice_size=8,
+    per_device=8,
+    max_tokens=8,
+    prompts=8,
+    overlong_filter=False,
+    eval_prompts=(),
+    **arguments,
+):
+    """A trainer whose window has `window` completions; `arguments` go to TrainingArguments."""
+    from transformers import AutoModelForCausalLM, TrainingArguments
+
+    model = model if model is not None else AutoModelForCausalLM.from_pretrained(folder)
+    collectives = Collectives()
+    metrics = MetricStore()
+    engine = TransformersEngine(model, eos_token_ids=[])
+    rounds = []
+    collector = RolloutCollector(
+        engine, SamplingParams(max_tokens, temperature=1.0), 42, str, Scorer(reward), collectives
+    )
+    scheduler = RolloutScheduler(
+        Prompts(prompts), groups_per_unit=window * windows // generations, units_per_epoch=None
+    )
+    config = PipelineConfig(
+        num_generations=generations,
+        num_generations_eval=generations,
+        generation_batches=1,
+        num_windows=windows,
+        num_iterations=iterations,
+        max_completion_length=max_tokens,
+        reward_weights=[1.0],
+        overlong_filter=overlong_filter,
+    )
+
+    def observe(scored):
+        rounds.append(scored)
+        if scored.split == "train":
+            metrics.add_many(scored.metrics)
+
+    pipeline = RolloutPipeline(scheduler, collector, config, timer=metrics.timer, observer=observe)
+    options = {
+        "max_steps": 2,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "ignore_data_skip": True,
+        "lr_scheduler_type": "constant",
+        **arguments,
+    }
+    trainer = GRPOTrainer(
+        model=model,
+        args=TrainingArguments(str(output_dir), **options),
+        settings=GRPOSettings(
+            loss=loss or LossConfig(),
+            temperature=1.0,
+            max_completion_length=max_tokens,
+            per_device=per_device,
+            slice_size=slice_size,
+        ),
+        pipeline=pipeline,
+        collectives=collectives,
+        metrics=metrics,
+        reference=reference,
+        eval_prompts=eval_prompts,
+    )
+    trainer.rounds = rounds
+    trainer.add_callback(PipelineCallback(trainer, stop_requested=lambda: False, epoch=lambda: 0.0))
+    return trainer
+
+
+def gradients_of_one_step(trainer):
+    """Gradients after one window, before clipping or an update."""
+    trainer.create_optimizer()
+    unit = next(trainer.pipeline.windows(trainer.progress))
+    trainer.training_step(trainer.model, unit)
+    return {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
+
+
+def logs_of(trainer):
+    """Training log rows."""
+    return [row for row in trainer.state.log_history if "loss" in row]

@@ -1,0 +1,223 @@
+"""The GRPO step: gradients that no cut changes, updates that are skipped, log-probs that are not computed twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from grpo_parts import gradients_of_one_step, logs_of, make_trainer, share_of_even_tokens
+
+from swift.errors import NumericError
+from swift.models.reference import FrozenReference
+from swift.rl.losses import LossConfig
+
+
+def relative_difference(a, b):
+    total = sum(float((a[name] - b[name]).norm() ** 2) for name in a) ** 0.5
+    return total / sum(float(gradient.norm() ** 2) for gradient in b.values()) ** 0.5
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "bnpo"])
+@pytest.mark.parametrize("slice_size", [1, 2, 4])
+def test_slices_do_not_change_the_gradient(nano_folders, tmp_path, loss_type, slice_size):
+    def gradients(size):
+        trainer = make_trainer(
+            nano_folders["qwen2"], tmp_path, loss=LossConfig(loss_type=loss_type), slice_size=size, per_device=4
+        )
+        return gradients_of_one_step(trainer)
+
+    assert relative_difference(gradients(slice_size), gradients(8)) < 1e-6
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "llama", "qwen3"])
+def test_packed_and_padded_training_have_the_same_gradient(nano_folders, tmp_path, arch):
+    packed = make_trainer(nano_folders[arch], tmp_path)
+    expected = gradients_of_one_step(packed)
+    padded = make_trainer(nano_folders[arch], tmp_path)
+    next(padded.pipeline.windows(padded.progress))  # sampled with the packed engine, so the same completions
+    padded.model.set_attn_implementation("sdpa")
+    padded._packed = False
+    assert relative_difference(gradients_of_one_step(padded), expected) < 1e-5
+
+
+def test_gradient_checkpointing_changes_no_gradient(nano_folders, tmp_path):
+    expected = gradients_of_one_step(make_trainer(nano_folders["qwen2"], tmp_path))
+    trainer = make_trainer(nano_folders["qwen2"], tmp_path)
+    trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert relative_difference(gradients_of_one_step(trainer), expected) < 1e-6
+
+
+def test_samples_without_advantage_are_left_out_and_still_counted(nano_folders, tmp_path):
+    def reward(completion, prompt):
+        return 1.0 if prompt.prompt_id == "p0" else completion.token_ids[0] % 2
+
+    calls = []
+    trainer = make_trainer(nano_folders["qwen2"], tmp_path, reward=reward)
+    with_skip = count_forwards(trainer, calls, lambda: gradients_of_one_step(trainer))
+    sequences = calls[0]
+    everything = make_trainer(nano_folders["qwen2"], tmp_path, reward=reward)
+    everything._contributes = lambda sample: True
+    assert relative_difference(with_skip, gradients_of_one_step(everything)) < 1e-6
+    assert sequences == 4, "the group of equal rewards takes no part in the forward pass"
+
+
+def count_forwards(trainer, calls, action):
+    """Run `action`; `calls` gets the number of sequences of each trainer forward."""
+    original = trainer._logprobs
+
+    def counting(model, batch):
+        calls.append(len(batch.samples))
+        return original(model, batch)
+
+    trainer._logprobs = counting
+    try:
+        return action()
+    finally:
+        trainer._logprobs = original
+
+
+def test_one_update_per_rollout_needs_one_forward(nano_folders, tmp_path):
+    calls = []
+    trainer = make_trainer(nano_folders["qwen2"], tmp_path, max_steps=3)
+    count_forwards(trainer, calls, trainer.train)
+    assert calls == [8, 8, 8]
+
+
+def test_iterations_reuse_the_first_forward_as_old_logprobs(nano_folders, tmp_path):
+    calls = []
+    trainer = make_trainer(nano_folders["qwen2"], tmp_path, iterations=3, max_steps=3)
+    count_forwards(trainer, calls, trainer.train)
+    assert calls == [8, 8, 8]
+    ratios = [row["ratio/max"] for row in logs_of(trainer)]
+    assert ratios[0] == 1.0
+    assert ratios[1] > 1.0
+    assert len(trainer.rounds) == 1, "one rollout feeds three updates"
+
+
+def test_later_windows_get_old_logprobs_before_the_first_update(nano_folders, tmp_path):
+    calls = []
+    trainer = make_trainer(nano_folders["qwen2"], tmp_path, windows=2, max_steps=2, learning_rate=1e-2)
+    count_forwards(trainer, calls, trainer.train)
+    assert calls == [8, 8, 8], "window 2 without gradient, then windows 1 and 2"
+    first, second = (row["ratio/max"] for row in logs_of(trainer))
+    assert first == 1.0
+    assert second > 1.0
+
+
+def test_a_window_without_signal_leaves_every_weight_alone(nano_folders, tmp_path):
+    trainer = make_trainer(nano_folders["qwen2"], tmp_path, reward=lambda c, p: 1.0, weight_decay=0.5)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.train()
+    assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+    assert [row["health/steps_without_signal"] for row in logs_of(trainer)] == [1, 1]
+    assert trainer.state.global_step == 2
+
+
+def test_a_non_finite_gradient_skips_the_update_and_ends_the_run_when_it_stays(nano_folders, tmp_path):
+    trainer = make_trainer(nano_folders["qwen2"], tmp_path, max_steps=50)
+    poison(trainer)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    with pytest.raises(NumericError, match="grad_norm"):
+        trainer.train()
+    assert trainer.state.global_step == 9
+    assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+
+
+def poison(trainer):
+    original = trainer._logprobs
+    trainer._logprobs = lambda model, batch: original(model, batch) * float("nan")
+
+
+def test_the_kl_of_the_first_step_is_zero_and_grows(nano_folders, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    reference = FrozenReference(AutoModelForCausalLM.from_pretrained(nano_folders["qwen2"]))
+    trainer = make_trainer(
+        nano_folders["qwen2"], tmp_path, reference=reference, loss=LossConfig(beta=0.1), learning_rate=1e-2
+    )
+    trainer.train()
+    first, second = (row["kl"] for row in logs_of(trainer))
+    assert first == pytest.approx(0.0, abs=1e-9)
+    assert second > 1e-6
+
+
+def test_a_lora_policy_is_its_own_reference(nano_folders, tmp_path):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from swift.models.reference import AdapterOffReference
+
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(nano_folders["qwen3"])
+    policy = get_peft_model(base, LoraConfig(target_modules="all-linear", lora_dropout=0.0))
+    trainer = make_trainer(
+        None,
+        tmp_path,
+        model=policy,
+        reference=AdapterOffReference(policy),
+        loss=LossConfig(beta=0.1),
+        learning_rate=1e-1,
+    )
+    frozen = {name: p.clone() for name, p in policy.named_parameters() if not p.requires_grad}
+    trainer.train()
+    first, second = (row["kl"] for row in logs_of(trainer))
+    assert first == pytest.approx(0.0, abs=1e-9)
+    assert second > 1e-6
+    assert all(torch.equal(p, frozen[name]) for name, p in policy.named_parameters() if not p.requires_grad)
+
+
+def test_sampler_and_trainer_agree_on_every_step(nano_folders, tmp_path):
+    trainer = make_trainer(nano_folders["llama"], tmp_path, max_steps=4, learning_rate=1e-2)
+    trainer.train()
+    assert max(row["mismatch/logp_abs_diff_max"] for row in logs_of(trainer)) < 1e-5
+
+
+def test_the_overlong_filter_takes_cut_completions_out_of_the_loss_only(nano_folders, tmp_path):
+    trainer = make_trainer(nano_folders["qwen2"], tmp_path, overlong_filter=True)
+    trainer.train()
+    scored = trainer.rounds[0]
+    assert set(scored.excluded) == {"overlong"}
+    assert any(advantage != 0 for advantage in scored.advantages), "they count in the group's statistics"
+    assert [row["health/steps_without_signal"] for row in logs_of(trainer)] == [1, 1]
+
+
+def test_excluded_samples_carry_no_loss(nano_folders, tmp_path):
+    def reward(completion, prompt):
+        return None if completion.request_id.endswith("/0") else float(completion.token_ids[0] % 2)
+
+    trainer = make_trainer(nano_folders["qwen2"], tmp_path, reward=reward)
+    trainer.train()
+    scored = trainer.rounds[0]
+    assert [advantage is None for advantage in scored.advantages] == [True, False, False, False] * 2
+    assert logs_of(trainer)[0]["tokens/trained"] == 6 * 8
+
+
+def test_evaluation_leaves_the_training_stream_alone(nano_folders, tmp_path):
+    plain = make_trainer(nano_folders["qwen2"], tmp_path / "a", max_steps=4)
+    plain.train()
+    evaluated = make_trainer(
+        nano_folders["qwen2"],
+        tmp_path / "b",
+        max_steps=4,
+        eval_prompts=plain.pipeline.scheduler.source.prompts[:3],
+        eval_strategy="steps",
+        eval_steps=1,
+    )
+    evaluated.train()
+    assert [row["eval_reward"] for row in evaluated.state.log_history if "eval_reward" in row]
+    assert [row["loss"] for row in logs_of(plain)] == [row["loss"] for row in logs_of(evaluated)]
+
+
+def test_training_raises_the_reward(nano_folders, tmp_path):
+    trainer = make_trainer(
+        nano_folders["qwen2"],
+        tmp_path,
+        reward=share_of_even_tokens,
+        max_steps=60,
+        window=32,
+        per_device=32,
+        slice_size=32,
+        learning_rate=3e-3,
+    )
+    trainer.train()
+    rewards = [row["reward"] for row in logs_of(trainer)]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
