@@ -55,7 +55,8 @@ def _cells(flag: Flag, cls: type, modes: list[str]) -> list[str]:
     names = f"`--{flag.name}`" + "".join(f"<br>`--{alias}`" for alias in flag.details.aliases)
     valid = ", ".join(map(str, flag.choices)) or str(flag.details.range)
     part = waits_for(flag)
-    meaning = flag.help + (f" *Part: {part}.*" if part else "")
+    needs = f" Acts with `{flag.needs_text}`." if flag.needs_text else ""
+    meaning = flag.help + needs + (f" *Part: {part}.*" if part else "")
     kind = type_text(flag) + (f": {valid}" if valid else "")
     return [cell.replace("|", "\\|") for cell in (names, kind, default_text(flag, cls), ", ".join(modes), meaning)]
 

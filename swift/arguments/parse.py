@@ -115,15 +115,18 @@ class _Reader:
         """One layer, in the order in which it was written."""
         spellings = spellings_of(self.cls)
         by_name: dict[str, dict[str, Given]] = {}
+        repeated: set[str] = set()
         for given in layer:
             if given.spelling not in spellings:
                 self._foreign(given)
                 continue
             said = by_name.setdefault(spellings[given.spelling], {})
             if given.spelling in said:
-                self.notes.append(f"{given.subject}: given more than once; the last value counts: {self.shown(given)}")
+                repeated.add(given.spelling)
             said[given.spelling] = given
         for name, said in by_name.items():
+            for given in (said[spelling] for spelling in said if spelling in repeated):
+                self.notes.append(f"{given.subject}: given more than once; the last value counts: {self.shown(given)}")
             self._settle(self.flags[name], list(said.values()))
 
     def already_reported(self, problem: str) -> bool:

@@ -75,7 +75,9 @@ def _scalar(flag: Flag, raw: Any) -> Any:
     text = flag.details.values.get(raw.lower(), raw)
     value = _READERS[flag.kind](text)
     if flag.choices and value not in flag.choices:
-        raise ValueError(f"not a choice; {suggest(text, [str(choice) for choice in flag.choices])}")
+        choices = [str(choice) for choice in flag.choices]
+        fix = "valid: " + ", ".join(choices) if len(choices) <= 4 else suggest(text, choices)
+        raise ValueError(f"not a choice; {fix}")
     if flag.kind in ("int", "float") and not flag.details.range.holds(value):
         raise ValueError(f"out of range; valid: {flag.details.range}")
     return value

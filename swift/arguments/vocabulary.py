@@ -133,7 +133,7 @@ _FAMILIES = {
     "fipo_": "Algorithms", "chord_": "Algorithms", "rlsd_": "Algorithms", "sdar_": "Algorithms", "teacher_": "teachers",
     "galore_": "other tuners", "adalora_": "other tuners", "reft_": "other tuners", "llamapro_": "other tuners",
     "vera_": "other tuners", "boft_": "other tuners", "fourier_": "other tuners", "lisa_": "other tuners",
-    "vllm_": "Engines", "lmdeploy_": "Engines", "sglang_": "Engines", "megatron_": "Megatron training",
+    "sglang_": "Engines", "megatron_": "Megatron training",
 }  # fmt: skip
 
 _REPLACED = {

@@ -34,8 +34,10 @@ def start(mode: str, words: Sequence[str], action: Callable[[], Action], *, work
     resolved = resolve(mode, words)
     if resolved is None:
         return 0
-    dry = getattr(resolved.args, "dry_run", False)
-    if workers and not dry and (plan := launcher.plan_launch(os.environ)):
+    plan = launcher.plan_launch(os.environ)
+    if plan is not None and not workers:
+        resolved.notes.append(f"NPROC_PER_NODE, NNODES: {plan.world_size} processes: {mode} runs in one")
+    if plan is not None and workers and not getattr(resolved.args, "dry_run", False):
         from swift.cli.devices import count_accelerators
 
         launcher.check_accelerators(plan.local_ranks, count_accelerators()[0])

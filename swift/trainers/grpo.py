@@ -419,7 +419,22 @@ def build_engine(args: Any, model: Any, template: Template) -> Any:
     """The inference engine of the run; this version has the in-process transformers engine."""
     from swift.rollout.engines.transformers import TransformersEngine
 
-    return TransformersEngine(model, eos_token_ids=template.stop_token_ids, tokenizer=template.tokenizer)
+    return TransformersEngine(
+        model,
+        eos_token_ids=template.stop_token_ids,
+        tokenizer=template.tokenizer,
+        cache_bytes=cache_bytes(own_device()),
+    )
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Room for keys and values: a fixed share of the device, so that batch shapes are the same in every run."""
+    import psutil
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory // 4
+    return psutil.virtual_memory().total // 8
 
 
 def sampling_params(args: Any) -> SamplingParams:
@@ -461,6 +476,8 @@ def trainer_settings(args: Any) -> Any:
         per_device=args.per_device_train_batch_size,
         slice_size=args.mini_batch_size or args.per_device_train_batch_size,
         keep_dropout=args.lora_dropout > 0 and args.tuner_type == "lora",
+        skip_zero_advantage=args.skip_zero_advantage_batches,
+        comparable_sampling=not sampling_params(args).truncates and args.repetition_penalty == 1.0,
     )
 
 

@@ -67,6 +67,9 @@ class GRPOSettings:
 
     per_device: completions of a nominal micro-batch. slice_size: most completions of one forward/backward pass.
     keep_dropout: dropout is on during policy forwards, so old log-probs need an evaluation forward of their own.
+    skip_zero_advantage: leave samples out that cannot move the gradient; they count in the normaliser all the same.
+    comparable_sampling: the sampler draws from the trainer's own distribution (no truncation, no penalty), so that
+        their log-probs can be compared.
     """
 
     loss: LossConfig
@@ -75,7 +78,8 @@ class GRPOSettings:
     per_device: int
     slice_size: int
     keep_dropout: bool = False
-    biased_sampling: bool = False
+    skip_zero_advantage: bool = True
+    comparable_sampling: bool = True
 
 
 @dataclass(slots=True)
@@ -269,7 +273,7 @@ class GRPOTrainer(Trainer):
 
     def _contributes(self, sample: TrainSample) -> bool:
         """Whether a sample can move the gradient: with beta 0 an advantage of 0 cannot."""
-        return sample.advantage != 0.0 or self.settings.loss.beta > 0
+        return sample.advantage != 0.0 or self.settings.loss.beta > 0 or not self.settings.skip_zero_advantage
 
     def _logprobs(self, model: nn.Module, batch: MicroBatch) -> Tensor:
         """Log-prob of each completion token [N] at the sampling temperature, fp32."""
@@ -337,7 +341,7 @@ class GRPOTrainer(Trainer):
             report.add(name, *pair.tolist())
         for name, value in output.maxima.items():
             report.add_max(name, float(value))
-        if fresh:
+        if fresh and self.settings.comparable_sampling:
             gap = (policy_logprobs_N.detach() - batch.sampler_logprobs_N).abs()[batch.mask_N]
             if gap.numel():
                 report.add("mismatch/logp_abs_diff", float(gap.double().sum()), gap.numel())

@@ -72,17 +72,18 @@ def test_json_is_one_object(model, folder, capsys):
     assert any(line.startswith("placement: ") for line in plan["plan"])
 
 
-def test_weights_are_not_needed(model, folder, tmp_path_factory):
+def test_weights_are_not_read(model, folder, tmp_path_factory):
     import shutil
 
     bare = shutil.copytree(model, tmp_path_factory.mktemp("bare") / "tiny")
-    (bare / "model.safetensors").unlink()
+    (bare / "model.safetensors").write_bytes(b"no tensors")
     assert main(rlhf(bare)) == 0
 
 
 def test_a_reward_that_breaks_its_contract_is_code_5(model, folder, capsys):
     (folder / "odd_plugin.py").write_text(
-        "from swift.plugin import orms\ndef odd(completions, **kw):\n    return ['x'] * len(completions)\norms['odd'] = odd\n"
+        "from swift.plugin import orms\ndef odd(completions, **kw):\n    return ['x'] * len(completions)\n"
+        "orms['odd'] = odd\n"
     )
     words = rlhf(model, "--external_plugins", "odd_plugin.py")
     words[words.index("accuracy")] = "odd"

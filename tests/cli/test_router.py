@@ -101,3 +101,9 @@ def test_debug_keeps_the_traceback(capsys, monkeypatch):
     text = capsys.readouterr().err
     assert text.startswith("Traceback")
     assert text.endswith("swift: error: mode: rlfh: unknown; nearest: rlhf\n")
+
+
+def test_a_mode_of_one_process_says_that_it_starts_no_others(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("NPROC_PER_NODE", "2")
+    assert main(["infer", "--model", str(tmp_path / "gone")]) == 2
+    assert "swift: NPROC_PER_NODE, NNODES: 2 processes: infer runs in one\n" in capsys.readouterr().err

@@ -476,6 +476,82 @@ CHECKPOINTS = {
     ),
 }
 
+
+@pytest.fixture(scope="session")
+def finished_run(tiny_model, tmp_path_factory):
+    """A run of one step, its data set beside it."""
+    home = tmp_path_factory.mktemp("finished")
+    (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        assert main(resume(tiny_model)) == 0
+    return home
+
+
+def resume(model, *words):
+    """The command of the finished run, given in its folder, with more words."""
+    command = f"rlhf --rlhf_type grpo --model {model} --dataset rows.jsonl --reward_funcs accuracy --max_steps 1"
+    command += " --per_device_train_batch_size 8 --max_completion_length 8 --output_dir run --add_version false"
+    return [*command.split(), "--report_to", "none", *map(str, words)]
+
+
+def damaged_checkpoint(home, name, damage):
+    damage(home / "run" / "checkpoint-1" / name)
+    return home / "run" / "checkpoint-1"
+
+
+def lock(home):
+    holder = {"pid": 4242, "host": "elsewhere", "time": "2026-01-01T00:00:00+00:00", "started": 0.0}
+    (home / "run" / "lock").write_text(json.dumps(holder) + "\n")
+    return "last"
+
+
+RESUMED = {
+    "changed G": (lambda h: ["last", "--num_generations", "4"], 2, ["--num_generations: 4", "made with 8"]),
+    "changed tuner": (lambda h: ["last", "--tuner_type", "full"], 2, ["--tuner_type: full", "made with lora"]),
+    "changed rewards": (lambda h: ["last", "--reward_funcs", "format"], 2, ["--reward_funcs", "made with"]),
+    "run folder instead of weights": (lambda h: [h / "run" / "logs"], 2, ["--resume_from_checkpoint"]),
+    "torn adapter": (
+        lambda h: [damaged_checkpoint(h, "adapter_model.safetensors", cut_in_half)],
+        2,
+        ["--resume_from_checkpoint", "adapter_model.safetensors"],
+    ),
+    "torn pipeline state": (
+        lambda h: [damaged_checkpoint(h, "pipeline_state.json", cut_in_half)],
+        2,
+        ["--resume_from_checkpoint", "pipeline_state.json"],
+    ),
+    "lost optimizer": (
+        lambda h: [damaged_checkpoint(h, "optimizer.pt", Path.unlink)],
+        2,
+        ["--resume_from_checkpoint", "optimizer.pt"],
+    ),
+    "run in use elsewhere": (lambda h: [lock(h)], 3, ["in use by process 4242 on elsewhere"]),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_wrong_resume_is_told_in_lines_and_touches_nothing(
+    name, finished_run, tiny_model, tmp_path, desk, monkeypatch, capfd
+):
+    flags, code, fragments = RESUMED[name]
+    home = Path(shutil.copytree(finished_run, tmp_path / "home"))
+    monkeypatch.chdir(home)
+    words = resume(tiny_model, "--resume_from_checkpoint", *flags(home))
+    before = contents(home / "run")
+    capfd.readouterr()
+    assert main(words) == code
+    captured = capfd.readouterr()
+    errors = [line for line in captured.err.splitlines() if line.startswith("swift: error: ")]
+    assert not [fragment for fragment in fragments if fragment not in "\n".join(errors)], captured.err
+    assert "Traceback" not in captured.err + captured.out
+    assert contents(home / "run") == before
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 TABLE = {**MODES, **FLAGS, **CONFIGS, **DATA, **REWARDS, **BATCHES, **MODELS, **CHECKPOINTS}
 
 

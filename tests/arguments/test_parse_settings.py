@@ -1,0 +1,315 @@
+"""Where a value comes from, how it is spelled, and what follows from it."""
+
+import json
+
+import pytest
+
+from swift.arguments import parse
+from swift.errors import ConfigError
+
+RLHF = ["--rlhf_type", "grpo", "--model", "org/tiny", "--dataset", "d.jsonl", "--reward_funcs", "accuracy"]
+
+
+def rlhf(*words, environ=None):
+    return parse("rlhf", [*RLHF, *words], {"CUDA_VISIBLE_DEVICES": "", **(environ or {})})
+
+
+def value(name, *words, **kwargs):
+    return getattr(rlhf(*words, **kwargs).args, name)
+
+
+def problems(mode, *words):
+    with pytest.raises(ConfigError) as error:
+        parse(mode, list(words), {})
+    return error.value.problems
+
+
+@pytest.fixture
+def config(tmp_path):
+    def write(text, name="run.yaml"):
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+# How values are written
+
+
+@pytest.mark.parametrize("word", ["true", "True", "1", "YES", "on"])
+def test_booleans_have_many_spellings_of_true(word):
+    assert value("overlong_filter", "--overlong_filter", word) is True
+
+
+@pytest.mark.parametrize("word", ["false", "FALSE", "0", "no", "Off"])
+def test_booleans_have_many_spellings_of_false(word):
+    assert value("add_version", "--add_version", word) is False
+
+
+def test_a_bare_boolean_is_true_wherever_it_stands():
+    args = rlhf("--overlong_filter", "--strict").args
+    assert args.overlong_filter and args.strict
+
+
+def test_dashes_and_underscores_are_equal_and_so_are_spaces_and_equal_signs():
+    assert value("num_generations", "--num-generations=4") == value("num_generations", "--num_generations", "4") == 4
+
+
+def test_negative_numbers_are_values():
+    args = rlhf("--top_k", "-1", "--repetition_max_penalty", "-.5", "--reward_weights", "-1e-1").args
+    assert (args.top_k, args.repetition_max_penalty, args.reward_weights) == (-1, -0.5, [-0.1])
+
+
+def test_lists_are_separated_by_spaces_and_maps_are_json():
+    args = rlhf("--target_modules", "q_proj", "v_proj", "--columns", '{"answer": "solution"}').args
+    assert args.target_modules == ["q_proj", "v_proj"]
+    assert args.columns == {"answer": "solution"}
+
+
+def test_none_unsets_what_may_be_absent_but_stays_a_choice_where_it_is_one():
+    args = rlhf("--deepspeed", "none", "--scale_rewards", "none").args
+    assert args.deepspeed is None
+    assert args.scale_rewards == "none"
+
+
+def test_a_value_may_contain_spaces_dashes_and_equal_signs():
+    assert value("system", "--system=--be brief, a=b") == "--be brief, a=b"
+    assert value("system", "--system", "- be brief") == "- be brief"
+
+
+def test_names_cannot_be_shortened():
+    assert "--num_gen: 4: unknown flag" in problems("rlhf", *RLHF, "--num_gen", "4")[0]
+
+
+# Spellings
+
+
+@pytest.mark.parametrize(
+    ("alias", "word", "name", "expected"),
+    [
+        ("train_type", "full", "tuner_type", "full"),
+        ("dtype", "float16", "torch_dtype", "float16"),
+        ("torch_dtype", "bf16", "torch_dtype", "bfloat16"),
+        ("max_new_tokens", "7", "max_completion_length", 7),
+        ("response_length", "7", "max_completion_length", 7),
+        ("custom_register_path", "p.py", "external_plugins", ["p.py"]),
+        ("reward_num_workers", "3", "reward_workers", 3),
+        ("evaluation_strategy", "no", "eval_strategy", "no"),
+        ("tensor_parallel_size", "2", "vllm_tensor_parallel_size", 2),
+        ("vllm_lora_sync", "true", "vllm_enable_lora", True),
+        ("async_prefetch", "true", "async_generate", True),
+        ("use_bias_correction_kl", "true", "kl_bias_correction", True),
+        ("scale_rewards", "true", "scale_rewards", "group"),
+        ("scale_rewards", "False", "scale_rewards", "none"),
+        ("vllm_mode", "async", "vllm_mode", "dedicated"),
+        ("attn_impl", "flash_attention_2", "attn_impl", "flash_attn"),
+    ],
+)
+def test_other_spellings_of_names_and_values(alias, word, name, expected):
+    resolved = rlhf(f"--{alias}", word)
+    assert getattr(resolved.args, name) == expected
+    assert resolved.provenance[name]["given_as"] == f"--{alias}"
+
+
+def test_one_spelling_twice_takes_the_last_value_with_one_note():
+    resolved = rlhf("--beta", "0.1", "--beta", "0.2", "--beta", "0.3")
+    assert resolved.args.beta == 0.3
+    assert resolved.notes == ["--beta: given more than once; the last value counts: 0.3"]
+
+
+def test_two_spellings_with_equal_values_are_fine():
+    assert value("tuner_type", "--train_type", "full", "--tuner_type", "full") == "full"
+
+
+def test_plugins_of_both_spellings_are_joined():
+    words = ["--external_plugins", "a.py", "b.py", "--custom_register_path", "c.py"]
+    assert value("external_plugins", *words) == ["a.py", "b.py", "c.py"]
+
+
+# Layers
+
+
+def test_each_layer_overrides_the_one_below(config):
+    path = config("use_hf: false\nbeta: 0.5\nepsilon: 0.3\n")
+    argv = [path, *RLHF, "--beta", "0.1"]
+    resolved = parse("rlhf", argv, {"USE_HF": "1"})
+    sources = {name: resolved.provenance[name]["source"] for name in ("use_hf", "beta", "epsilon", "delta")}
+    assert sources == {"use_hf": "env", "beta": "command line", "epsilon": "file", "delta": "default"}
+    assert (resolved.args.use_hf, resolved.args.beta, resolved.args.epsilon) == (True, 0.1, 0.3)
+    assert parse("rlhf", [*argv, "--use_hf", "false"], {"USE_HF": "1"}).args.use_hf is False
+
+
+def test_layers_meet_after_spellings_became_canonical(config):
+    resolved = parse("rlhf", [config("train_type: full\n"), *RLHF, "--tuner_type", "lora"], {})
+    assert resolved.args.tuner_type == "lora"
+
+
+def test_swift_debug_is_debug():
+    assert rlhf(environ={"SWIFT_DEBUG": "1"}).args.debug is True
+
+
+def test_the_type_of_the_flag_decides_what_a_config_value_means(config):
+    text = """
+        learning_rate: 1e-6
+        eval_strategy: no
+        save_only_model: no
+        run_name: 007
+        reward_funcs: [accuracy, format]
+        stop_words: "###"
+        lr_scheduler_kwargs: {power: 1e-3, cycles: 2, on: true}
+        deepspeed: null
+        report_to:
+          - tensorboard
+          - wandb
+    """
+    args = parse("rlhf", ["--config", config(text), *RLHF[:6]], {}).args
+    assert args.learning_rate == 1e-6
+    assert args.eval_strategy == "no"
+    assert args.save_only_model is False
+    assert args.run_name == "007"
+    assert args.reward_funcs == ["accuracy", "format"]
+    assert args.stop_words == ["###"]
+    assert args.lr_scheduler_kwargs == {"power": 1e-3, "cycles": 2, True: True}
+    assert args.deepspeed is None
+    assert args.report_to == ["tensorboard", "wandb"]
+
+
+def test_json_configs_read_like_yaml_ones(config):
+    path = config('{\n\t"beta": 1e-2,\n\t"system": "be \\ud83d\\ude00",\n\t"columns": {"a": "b"}\n}', "run.json")
+    args = parse("rlhf", [path, *RLHF], {}).args
+    assert (args.beta, args.system, args.columns) == (0.01, "be 😀", {"a": "b"})
+
+
+def test_an_args_json_can_be_used_as_a_config(config):
+    first = rlhf("--beta", "0.5", "--columns", '{"a": "b"}')
+    path = config(json.dumps(first.to_json()), "args.json")
+    assert parse("rlhf", [path], {"CUDA_VISIBLE_DEVICES": ""}).args == first.args
+
+
+def test_the_env_block_sets_what_is_not_set_and_counts_as_environment(config):
+    path = config("ENV:\n  USE_HF: 1\n  PORT: 5\n  TAKEN: new\n")
+    resolved = parse("rlhf", [path, *RLHF], {"TAKEN": "old"})
+    assert resolved.environment == {"USE_HF": "1", "PORT": "5"}
+    assert resolved.args.use_hf is True
+    assert resolved.config == path
+
+
+def test_provenance_names_file_and_line(config):
+    path = config("\ntrain-type: full\n")
+    origin = parse("rlhf", [path, *RLHF], {}).provenance["tuner_type"]
+    assert origin == {"source": "file", "given_as": f"train-type ({path}:2)", "rule": None}
+
+
+# Derived defaults
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "expected", "rule"),
+    [
+        ("", "learning_rate", 1e-4, "tuner_type lora"),
+        ("--tuner_type full", "learning_rate", 1e-5, "tuner_type full"),
+        ("--gradient_accumulation_steps 4", "steps_per_generation", 4, "= gradient_accumulation_steps"),
+        ("--generation_batch_size 16", "steps_per_generation", None, None),
+        ("--num_generations 4", "num_generations_eval", 4, "= num_generations"),
+        ("--seed 7", "data_seed", 7, "= seed"),
+        ("--epsilon 0.1", "epsilon_high", 0.1, "= epsilon"),
+        ("", "lora_dropout", 0.0, "reinforcement learning"),
+        ("", "torch_dtype", "float32", "on a CPU"),
+        ("", "ref_model", "org/tiny", "= model"),
+        ("", "output_dir", "output/tiny", "output/<model name>"),
+        ("--max_completion_length 9", "soft_max_length", 9, "= max_completion_length"),
+        ("--max_completion_length 9", "cosine_max_len", 9, "= max_completion_length"),
+        ("--advantage_estimator rloo", "scale_rewards", "none", "rloo"),
+        ("--advantage_estimator reinforce_plus_plus", "scale_rewards", "batch", "reinforce_plus_plus"),
+        ("--advantage_estimator rloo", "kl_in_reward", True, "rloo"),
+        ("--scale_rewards gdpo", "multi_objective_aggregation", "normalize_then_sum", "gdpo"),
+        ("--multi_objective_aggregation normalize_then_sum", "scale_rewards", "gdpo", "normalize_then_sum"),
+        ("--loss_type gspo", "importance_sampling_level", "sequence", "gspo"),
+        ("", "rollout_importance_sampling_mode", "none", "none"),
+        ("--async_generate true", "rollout_importance_sampling_mode", "token_truncate", "older"),
+        ("--val_dataset v.jsonl --save_steps 40", "eval_steps", 40, "= save_steps"),
+        ("", "eval_strategy", "no", "no evaluation data"),
+        ("--lora_rank 4", "vllm_max_lora_rank", 4, "= lora_rank"),
+        ("--vllm_server_host h", "use_vllm", True, "vllm_server_host"),
+        ("--vllm_server_host h", "vllm_mode", "server", "address"),
+    ],
+)
+def test_derived_defaults_say_their_rule(words, name, expected, rule):
+    resolved = rlhf(*words.split())
+    assert getattr(resolved.args, name) == expected
+    found = resolved.provenance[name]
+    assert found["source"] == "default"
+    assert found["rule"] is None if rule is None else rule in found["rule"]
+
+
+def test_a_given_value_is_never_replaced_by_a_rule():
+    resolved = rlhf("--learning_rate", "0.5", "--epsilon_high", "0.28")
+    assert (resolved.args.learning_rate, resolved.args.epsilon_high) == (0.5, 0.28)
+    assert resolved.provenance["learning_rate"]["rule"] is None
+
+
+def test_dropout_of_supervised_tuning_is_on():
+    args = parse("sft", ["--model", "m", "--dataset", "d"], {}).args
+    assert args.lora_dropout == 0.05
+    assert args.metric_for_best_model == "loss"
+    assert args.greater_is_better is False
+
+
+def test_reward_workers_follow_the_cores_up_to_eight():
+    assert 1 <= value("reward_workers") <= 8
+
+
+# What is printed and stored
+
+
+def test_evaluation_without_data_is_off_and_noted_when_it_was_asked_for():
+    assert any("evaluation: off" in note for note in rlhf("--eval_steps", "5").notes)
+    assert not any("evaluation" in note for note in rlhf().notes)
+
+
+def test_flags_of_other_versions_that_change_nothing_are_noted():
+    notes = rlhf("--freeze_vit", "true", "--use_liger_kernel", "no", "--sequence_parallel_size", "1").notes
+    assert [note.split(":")[0] for note in notes] == ["--freeze_vit", "--use_liger_kernel", "--sequence_parallel_size"]
+
+
+def test_settings_of_a_switch_that_is_off_are_noted():
+    notes = rlhf("--vllm_max_num_seqs", "4", "--tuner_type", "full", "--lora_rank", "4").notes
+    assert "--vllm_max_num_seqs: 4: no effect without --use_vllm" in notes
+    assert "--lora_rank: 4: no effect without --tuner_type lora" in notes
+
+
+def test_truncated_sampling_earns_a_note():
+    assert any("top_p: 0.9" in note and "biases the gradient" in note for note in rlhf("--top_p", "0.9").notes)
+
+
+def test_args_json_is_flat_json_with_provenance():
+    content = json.loads(json.dumps(rlhf("--beta", "0").to_json()))
+    assert content["beta"] == 0.0
+    assert content["_provenance"]["beta"] == {"source": "command line", "given_as": "--beta", "rule": None}
+    assert set(content["_provenance"]) == set(content) - {"_provenance"}
+
+
+def test_secrets_are_masked_wherever_they_appear():
+    resolved = parse("rollout", ["--model", "m", "--api_key", "hunter2"], {})
+    assert resolved.args.api_key == "hunter2"
+    url = "http://me:hunter2@host/x"
+    shown = json.dumps(rlhf("--vllm_server_base_url", url, "--vllm_engine_kwargs", '{"hf_token": "hunter2"}').to_json())
+    lines = problems("rollout", "--model", "m", "--api-key", "hunter2", "hunter2", "--swanlab_token", "hunter2")
+    for text in (json.dumps(resolved.to_json()), shown, *lines):
+        assert "hunter2" not in text
+        assert "***" in text
+
+
+def test_merge_lora_is_export_with_one_answer():
+    assert parse("merge-lora", ["--adapters", "a"], {}).args.merge_lora is True
+    assert parse("export", ["--adapters", "a", "--merge_lora"], {}).args.torch_dtype == "float32"
+
+
+def test_inference_may_be_greedy_and_training_may_not():
+    assert parse("infer", ["--model", "m", "--temperature", "0"], {}).args.temperature == 0
+    assert "--temperature: 0: out of range; valid: above 0" in problems("rlhf", *RLHF, "--temperature", "0")
+
+
+def test_every_alias_is_known_by_its_canonical_name():
+    assert rlhf().aliases["train_type"] == "tuner_type"

@@ -1,0 +1,108 @@
+"""Help, schema and page say what the fields say, and importing them stays cheap."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from swift.arguments import docs
+from swift.arguments.derived import RULES
+from swift.arguments.help import render, render_flag
+from swift.arguments.modes import GROUPS, MODES
+from swift.arguments.schema import json_schema
+from swift.arguments.vocabulary import known_flag
+from swift.errors import ConfigError
+from swift.flags import aliases_of, flags_of, spellings_of
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_setting_is_described_and_belongs_to_a_group(mode):
+    for flag in flags_of(MODES[mode]).values():
+        assert flag.help.endswith((".", "?")), flag.name
+        assert flag.group in GROUPS
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_spelling_means_two_settings(mode):
+    cls = MODES[mode]
+    assert not set(aliases_of(cls)) & set(flags_of(cls))
+    assert len(spellings_of(cls)) == sum(len(flag.spellings) for flag in flags_of(cls).values())
+
+
+def test_settings_are_not_listed_as_flags_of_other_versions():
+    names = {spelling for cls in MODES.values() for spelling in spellings_of(cls)}
+    assert {name for name in names if known_flag(name)} == set()
+
+
+def test_every_rule_is_about_a_setting_that_can_be_unset():
+    flags = {name: flag for cls in MODES.values() for name, flag in flags_of(cls).items()}
+    assert all(flags[rule.name].optional and flags[rule.name].default is None for rule in RULES)
+
+
+def test_the_page_is_current():
+    assert docs.PAGE.read_text(encoding="utf-8") == docs.markdown(), "run: python -m swift.arguments.docs --write"
+
+
+def test_everyday_help_is_the_short_one_and_names_usable_flags_only():
+    short, long = render("rlhf"), render("rlhf", everyday=False)
+    assert "--num_generations INT" in short
+    assert "--adam_beta2" not in short
+    assert "--use_vllm" not in short
+    assert "--adam_beta2" in long
+    assert "(with the Engines part)" in long
+    assert [line for line in short.splitlines() if line in GROUPS] == [
+        group for group in GROUPS if group != "Asynchronous and data"
+    ]
+    assert all(len(line) <= 110 for line in long.splitlines())
+
+
+@pytest.mark.parametrize("spelling", ["tuner_type", "--train-type", "train_type"])
+def test_help_of_a_flag_knows_every_spelling(spelling):
+    text = render_flag("rlhf", spelling)
+    assert text.startswith("--tuner_type lora|full\n")
+    assert "aliases:    --train_type" in text
+
+
+def test_help_of_a_flag_tells_range_default_and_what_it_needs():
+    text = render_flag("rlhf", "vllm_gpu_memory_utilization")
+    assert "default:    0.9" in text
+    assert "valid:      above 0 and at most 1" in text
+    assert "acts with:  --use_vllm" in text
+    assert "comes with: the Engines part of swift" in text
+    assert "default:    = epsilon" in render_flag("rlhf", "epsilon_high")
+
+
+def test_help_of_a_flag_that_does_not_exist():
+    with pytest.raises(ConfigError, match="nearest: num_generations"):
+        render_flag("rlhf", "num_generation")
+    assert "known, not implemented" in render_flag("rlhf", "freeze_vit")
+
+
+def test_the_schema_covers_every_spelling_and_is_json():
+    schema = json.loads(json.dumps(json_schema("rlhf")))
+    assert set(schema["properties"]) == set(spellings_of(MODES["rlhf"])) | {"ENV"}
+    assert schema["properties"]["train_type"] == {"$ref": "#/properties/tuner_type"}
+    assert schema["properties"]["top_p"]["exclusiveMinimum"] == 0
+    assert schema["properties"]["top_p"]["maximum"] == 1
+    assert schema["properties"]["reward_funcs"]["type"] == "array"
+    assert schema["additionalProperties"] is False
+
+
+def test_choices_hold_everything_that_transformers_offers():
+    from transformers.trainer_utils import SchedulerType
+    from transformers.training_args import OptimizerNames
+
+    flags = flags_of(MODES["rlhf"])
+    assert {item.value for item in OptimizerNames} <= set(flags["optim"].choices)
+    assert {item.value for item in SchedulerType} <= set(flags["lr_scheduler_type"].choices)
+
+
+def test_reading_settings_loads_no_heavy_package():
+    code = (
+        "import sys; from swift.arguments import parse; from swift.arguments.help import render; "
+        "parse('infer', ['--model', 'm'], {}); render('rlhf'); "
+        "print([name for name in ('torch', 'transformers', 'datasets', 'numpy', 'rich') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,198 @@
+"""Wrong flags and configs: what each must say. All problems come together, one line each."""
+
+import pytest
+
+from swift.arguments import parse
+from swift.errors import ConfigError
+
+GOOD = {
+    "rlhf": "--rlhf_type grpo --model m --dataset d.jsonl --reward_funcs accuracy",
+    "sft": "--model m --dataset d.jsonl",
+    "infer": "--model m",
+    "export": "--adapters a --merge_lora true",
+    "reward-test": "--reward_funcs accuracy --dataset d.jsonl",
+    "rollout": "--model m",
+}
+
+
+def problems(mode, argv):
+    with pytest.raises(ConfigError) as error:
+        parse(mode, argv, {"CUDA_VISIBLE_DEVICES": ""})
+    assert error.value.exit_code == 2
+    return error.value.problems
+
+
+FLAGS = [
+    # what is typed after a good command line, and what the one error line must contain
+    ("--num_generation 4", ["--num_generation: 4: unknown flag", "nearest: num_generations"]),
+    ("--top_p 1.5", ["--top_p: 1.5: out of range", "above 0 and at most 1"]),
+    ("--top_p 0", ["--top_p: 0: out of range"]),
+    ("--top_p nan", ["--top_p: nan: not a finite number"]),
+    ("--top_k -2", ["--top_k: -2: out of range", "at least -1"]),
+    ("--top_k 1.5", ["--top_k: 1.5: not a whole number"]),
+    ("--min_p 2", ["--min_p: 2: out of range"]),
+    ("--temperature 0", ["--temperature: 0: out of range", "above 0"]),
+    ("--temperature hot", ["--temperature: hot: not a number"]),
+    ("--beta -0.1", ["--beta: -0.1: out of range", "at least 0"]),
+    ("--num_generations 1", ["--num_generations: 1: out of range", "at least 2"]),
+    ("--num_generations", ["--num_generations: none: no value"]),
+    ("--num_generations 4 8", ["--num_generations: 4 8: 2 values where one is expected"]),
+    ("--max_completion_length 0", ["--max_completion_length: 0: out of range"]),
+    ("--learning_rate 0", ["--learning_rate: 0: out of range", "above 0"]),
+    ("--save_steps 0", ["--save_steps: 0: out of range", "at least 1"]),
+    ("--lora_rank 0", ["--lora_rank: 0: out of range"]),
+    ("--lora_dropout 1", ["--lora_dropout: 1: out of range", "below 1"]),
+    ("--epsilon x", ["--epsilon: x: not a number"]),
+    ("--strict maybe", ["--strict: maybe: not a boolean", "true, false"]),
+    ("--loss_type dabo", ["--loss_type: dabo: not a choice", "nearest: dapo"]),
+    ("--loss_type fipo", ["--loss_type: fipo: known, not implemented", "Algorithms", "valid: dapo, grpo"]),
+    ("--rlhf_type grop", ["--rlhf_type: grop: not a choice; valid: grpo"]),
+    ("--rlhf_type dpo", ["--rlhf_type: dpo: known, not implemented in this version", "valid: grpo"]),
+    ("--tuner_type adalora", ["--tuner_type: adalora: known, not implemented", "valid: lora, full"]),
+    ("--tuner_type qlora", ["--tuner_type: qlora: not a choice", "lora"]),
+    ("--torch_dtype int8", ["--torch_dtype: int8: not a choice", "float16"]),
+    ("--optim adam", ["--optim: adam: not a choice", "nearest:"]),
+    ("--sleep_level 3", ["--sleep_level: 3: not a choice", "valid: 0, 1, 2"]),
+    ("--columns answer", ["--columns: answer: not JSON"]),
+    ("--columns [1]", ["--columns: [1]: JSON, but not a map"]),
+    ("--report_to none wandb", ["--report_to: none wandb: none excludes the others"]),
+    (
+        "--train_type lora --tuner_type full",
+        ["--tuner_type:", "--train_type lora", "--tuner_type full", "same setting"],
+    ),
+    ("-beta 0.1", ["-beta: one dash", "--beta"]),
+    ("--loss_type cispo", ["--epsilon_high: none: cispo needs", "cap on the ratio itself", "5.0"]),
+    ("--loss_type cispo --epsilon_high 0.28", ["--epsilon_high: 0.28:", "cap on the ratio itself"]),
+    ("--delta 1.2 --epsilon_high 0.28", ["--delta: 1.2: must be above 1 + epsilon_high = 1.28"]),
+    ("--scale_rewards group --multi_objective_aggregation normalize_then_sum", ["contradicts --scale_rewards group"]),
+    ("--reward_weights 1 1 1", ["--reward_weights: 1 1 1: 3 weights for 1 rewards", "need 1: accuracy"]),
+    ("--reward_weights one", ["--reward_weights: one: not a number"]),
+    ("--reward_adapters a b", ["--reward_adapters: a b: 2 values for 0 reward models"]),
+    ("--reward_funcs soft_overlong", ["--soft_cache_length: none: soft_overlong needs it", "--soft_max_length 512"]),
+    (
+        "--reward_funcs soft_overlong --soft_cache_length 512",
+        ["--soft_cache_length: 512: must be below --soft_max_length 512"],
+    ),
+    ("--streaming true", ["--max_steps: -1: a stream has no known end"]),
+    ("--split_dataset_ratio 1", ["--split_dataset_ratio: 1: out of range"]),
+    ("--parity_check every:0", ["--parity_check: every:0: not a choice", "start, every:N, warn, off"]),
+    ("--parity_check sometimes", ["--parity_check: sometimes: not a choice"]),
+    ("--use_vllm false --vllm_mode server", ["--use_vllm: false: contradicts --vllm_mode"]),
+    ("--use_vllm true --use_lmdeploy true", ["--use_lmdeploy: true: excludes --use_vllm true"]),
+    ("--use_vllm true --ds3_gather_for_generation false", ["--ds3_gather_for_generation: false:"]),
+    (
+        "--use_vllm true --max_length 4000 --max_completion_length 97 --vllm_max_model_len 4096",
+        ["--vllm_max_model_len: 4096:", "4000", "97", "4097"],
+    ),
+    ("--load_best_model_at_end true", ["--load_best_model_at_end: true: nothing is evaluated"]),
+    (
+        "--load_best_model_at_end true --val_dataset v --save_steps 30 --eval_steps 20",
+        ["--save_steps: 30: not a multiple of --eval_steps 20"],
+    ),
+    ("--quant_bits 4", ["--quant_bits: 4: known, not implemented in this version (comes with: quantisation)"]),
+    ("--freeze_vit false", ["--freeze_vit: false: known, not implemented", "multimodal"]),
+    ("--fipo_decay 3", ["--fipo_decay: 3: known, not implemented in this version (comes with: Algorithms)"]),
+    ("--multi_turn_func tool", ["--multi_turn_func: tool: known, not implemented", "multi-turn"]),
+    ("--padding_free", ["--padding_free: true: known, not implemented", "Speed"]),
+    ("--bf16 true", ["--bf16: true:", "--torch_dtype bfloat16"]),
+    ("--result_path x.jsonl", ["--result_path: x.jsonl: known, not implemented in swift rlhf", "infer"]),
+    ("--vllm_max_model_length 9", ["--vllm_max_model_length: 9: unknown flag", "nearest: vllm_max_model_len"]),
+    ("--config run.txt", ["--config: run.txt: not a config file"]),
+]
+
+
+@pytest.mark.parametrize(("words", "fragments"), FLAGS, ids=[words for words, _ in FLAGS])
+def test_a_wrong_flag_earns_one_line(words, fragments):
+    lines = problems("rlhf", [*GOOD["rlhf"].split(), *words.split()])
+    assert len(lines) == 1
+    for fragment in fragments:
+        assert fragment in lines[0]
+
+
+MODES = [
+    ("rlhf", "--model m --dataset d --reward_funcs accuracy", "--rlhf_type: missing: required; valid: grpo"),
+    ("rlhf", "--rlhf_type grpo --dataset d --reward_funcs accuracy", "--model: missing"),
+    ("rlhf", "--rlhf_type grpo --model m --reward_funcs accuracy", "--dataset: missing"),
+    ("rlhf", "--rlhf_type grpo --model m --dataset d", "--reward_funcs or --reward_model"),
+    ("sft", "--model m", "--dataset: missing"),
+    ("sft", "--model m --dataset d --packing true", "--packing: true: known, not implemented"),
+    ("sft", "--model m --dataset d --num_generations 4", "--num_generations: 4: known, not implemented in swift sft"),
+    ("infer", "--val_dataset d", "--model: missing"),
+    ("infer", "--model m --infer_backend vllm", "--infer_backend: vllm: known, not implemented"),
+    ("export", "--merge_lora true", "--adapters: missing"),
+    ("export", "--adapters a", "--merge_lora: false"),
+    ("reward-test", "--reward_funcs accuracy", "--dataset: missing"),
+    ("reward-test", "--reward_funcs accuracy --dataset d --min_gold 2", "--min_gold: 2: out of range"),
+    ("rollout", "--model m --host 0.0.0.0", "--host: 0.0.0.0: reachable by others without a key"),
+    ("rollout", "--model m --port 70000", "--port: 70000: out of range"),
+    ("config-schema", "--mode rlfh", "nearest: rlhf"),
+    ("rlfh", "", "mode: rlfh: unknown mode; nearest: rlhf"),
+]
+
+
+@pytest.mark.parametrize(("mode", "words", "fragment"), MODES)
+def test_each_mode_says_what_it_misses(mode, words, fragment):
+    lines = problems(mode, words.split())
+    assert len(lines) == 1
+    assert fragment in lines[0]
+
+
+BASE = "rlhf_type: grpo\nmodel: m\ndataset: d.jsonl\nreward_funcs: accuracy\n"
+
+CONFIGS = [
+    (BASE + "num_generation: 4\n", "run.yaml:5: num_generation: 4: unknown flag; nearest: num_generations"),
+    (BASE + "beta: 1\nepsilon: 1\nbeta: 2\n", "run.yaml:7: beta: duplicate key, first on line 5"),
+    (BASE + "top_p: 1.5\n", "run.yaml:5: top_p: 1.5: out of range"),
+    (BASE + "train_type: lora\ntuner_type: full\n", "--tuner_type:"),
+    (BASE + "strict: maybe\n", "run.yaml:5: strict: maybe: not a boolean"),
+    (BASE + "beta: null\n", "run.yaml:5: beta: null: nothing where a number is expected"),
+    (BASE + "beta: [1, 2]\n", "run.yaml:5: beta: 1 2: 2 values where one is expected"),
+    (BASE + "beta: {a: 1}\n", "run.yaml:5: beta:"),
+    (BASE + "stop_words: [[a]]\n", "run.yaml:5: stop_words: a: a list where a text is expected"),
+    (BASE + "ENV: [A]\n", "run.yaml:5: ENV: not a map"),
+    (BASE + "ENV:\n  A: [1]\n", "run.yaml:6: ENV: not a text"),
+    (BASE + "freeze_llm: true\n", "run.yaml:5: freeze_llm: true: known, not implemented"),
+    (BASE + "beta: 'x\n", "run.yaml:6: not YAML"),
+    (BASE + "\tbeta: 1\n", "run.yaml:5: not YAML"),
+    ("- a\n- b\n", "run.yaml: config file: not a map of settings"),
+    (BASE + "ENV: {USE_HF: maybe}\n", "USE_HF: maybe: not a boolean"),
+]
+
+
+@pytest.mark.parametrize(("text", "fragment"), CONFIGS)
+def test_a_wrong_config_names_file_and_line(text, fragment, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(text)
+    lines = problems("rlhf", ["run.yaml"])
+    assert len(lines) == 1
+    assert fragment in lines[0]
+
+
+def test_a_broken_json_config_names_its_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.json").write_text('{\n "beta": 1,\n}')
+    assert problems("rlhf", ["run.json"])[0].startswith("run.json:3: not JSON: ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "fragment"),
+    [
+        (["missing.yaml"], "missing.yaml: config file: cannot be read (No such file or directory)"),
+        (["config.toml", *GOOD["rlhf"].split()], "config.toml: neither a flag nor a config file"),
+        (["a.yaml", "--config", "b.yaml"], "a second config file beside a.yaml"),
+    ],
+)
+def test_a_config_that_cannot_be_read(argv, fragment, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text(BASE)
+    lines = problems("rlhf", argv)
+    assert len(lines) == 1
+    assert fragment in lines[0]
+
+
+def test_all_problems_are_listed_together_and_none_twice():
+    lines = problems(
+        "rlhf", ["--rlhf_type", "grop", "--top_p", "2", "--num_generation", "4", "--model", "m", "--dataset", "d"]
+    )
+    subjects = sorted(line.split(":")[0] for line in lines)
+    assert subjects == ["--num_generation", "--reward_funcs", "--rlhf_type", "--top_p"]
