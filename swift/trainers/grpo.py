@@ -239,6 +239,7 @@ class _Session:
         from swift.observability.progress import Progress
         from swift.observability.rank_log import RankLog
         from swift.observability.run_dir import rank_log_file
+        from swift.observability.trackers import CompletionTrackers
         from swift.trainers.reporting import RunReport
 
         self.resolved, self.parts, self.folder, self.trap = resolved, parts, folder, trap
@@ -255,7 +256,7 @@ class _Session:
                 progress=progress,
                 rank_log=self.rank_log,
                 reward_names=parts.rewards.names,
-                log_completions=args.log_completions,
+                trackers=CompletionTrackers(args.report_to, folder / "runs") if args.log_completions else None,
                 beta=args.beta,
                 diagnosis=parts.rewards.diagnosis,
             )

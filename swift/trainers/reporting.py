@@ -21,6 +21,7 @@ from swift.observability.plots import write_plots
 from swift.observability.progress import Progress
 from swift.observability.rank_log import RankLog
 from swift.observability.summary import summarise
+from swift.observability.trackers import CompletionTrackers
 from swift.rollout.pipeline import ScoredRound
 
 LOGGING = "logging.jsonl"
@@ -40,7 +41,7 @@ class RunReport:
         progress: the bar or the lines on the console.
         rank_log: gets every line that is shown.
         reward_names: columns of the scores.
-        log_completions: write completions.jsonl.
+        trackers: show sample completions at log steps; None shows none.
         beta: weight of the KL term, for the warnings.
         diagnosis: what the reward functions know about their last values.
         clock: monotonic seconds.
@@ -55,7 +56,7 @@ class RunReport:
         progress: Progress,
         rank_log: RankLog,
         reward_names: Sequence[str],
-        log_completions: bool,
+        trackers: CompletionTrackers | None,
         beta: float,
         diagnosis: Callable[[], Sequence[str]],
         clock: Callable[[], float] = time.monotonic,
@@ -69,7 +70,9 @@ class RunReport:
         self.health = HealthMonitor(beta=beta)
         self.diagnosis = diagnosis
         self.logging = JsonlWriter(run_dir / LOGGING)
-        self.completions = CompletionsLog(run_dir / COMPLETIONS) if log_completions else None
+        self.completions = CompletionsLog(run_dir / COMPLETIONS)
+        self.trackers = trackers
+        self._last_rows: list[dict[str, Any]] = []
         self._clock = clock
         self._plotted_at = clock()
 
@@ -77,20 +80,19 @@ class RunReport:
         """A round of rollouts was scored."""
         if scored.split == "train":
             self.metrics.add_many(scored.metrics)
-        if self.completions is not None:
-            self.completions.write(
-                completion_rows(
-                    scored.groups,
-                    attempt=self.attempt,
-                    step=scored.step,
-                    split=scored.split,
-                    weight_version=scored.version,
-                    reward_names=self.reward_names,
-                    rewards=scored.rewards,
-                    advantages=scored.advantages,
-                    excluded=scored.excluded,
-                )
-            )
+        rows = completion_rows(
+            scored.groups,
+            attempt=self.attempt,
+            step=scored.step,
+            split=scored.split,
+            weight_version=scored.version,
+            reward_names=self.reward_names,
+            rewards=scored.rewards,
+            advantages=scored.advantages,
+            excluded=scored.excluded,
+        )
+        self.completions.write(rows)
+        self._last_rows = rows
 
     def after_step(self, step: int, values: Mapping[str, float]) -> None:
         """An optimizer step was committed."""
@@ -102,13 +104,14 @@ class RunReport:
         """Trainer logs: training values at log steps, evaluation values after an evaluation."""
         row = {**logs, "step": step, "max_steps": max_steps, "attempt": self.attempt}
         self.logging.write(row)
+        if self.trackers is not None:
+            self.trackers.show(step, self._last_rows)
         self.progress.log(step, {name: value for name, value in logs.items() if isinstance(value, int | float)})
 
     def on_save(self) -> None:
         """Before a checkpoint counts: what was reported so far is on the disk."""
         self.logging.sync()
-        if self.completions is not None:
-            self.completions.flush()
+        self.completions.flush()
         if self._clock() - self._plotted_at > SECONDS_BETWEEN_PLOTS:
             self._plot()
 
@@ -120,8 +123,9 @@ class RunReport:
         """Write what is left; repeatable."""
         self.progress.close()
         self.logging.close()
-        if self.completions is not None:
-            self.completions.close()
+        self.completions.close()
+        if self.trackers is not None:
+            self.trackers.close()
 
     def finish(self, *, best: Path | None, last: Path | None) -> str:
         """Render the curves a last time and return the summary."""

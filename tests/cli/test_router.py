@@ -105,5 +105,5 @@ def test_debug_keeps_the_traceback(capsys, monkeypatch):
 
 def test_a_mode_of_one_process_says_that_it_starts_no_others(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("NPROC_PER_NODE", "2")
-    assert main(["infer", "--model", str(tmp_path / "gone")]) == 2
-    assert "swift: NPROC_PER_NODE, NNODES: 2 processes: infer runs in one\n" in capsys.readouterr().err
+    assert main(["merge-lora", "--adapters", str(tmp_path / "gone")]) == 2
+    assert "swift: NPROC_PER_NODE, NNODES: 2 processes: merge-lora runs in one\n" in capsys.readouterr().err

@@ -1,0 +1,34 @@
+"""Sample completions in the trackers."""
+
+from __future__ import annotations
+
+from swift.observability.trackers import SHOWN_ROWS, CompletionTrackers, as_markdown
+
+ROWS = [
+    {"step": 3, "prompt": f"p{i}", "completion": "a|b\nc", "reward": 0.5, "advantage": None, "other": 1}
+    for i in range(SHOWN_ROWS + 2)
+]
+
+
+def test_a_completion_stays_in_its_cell():
+    table = as_markdown([[3, "p", "a|b\nc", 0.5, None]])
+    assert table.splitlines()[2] == "| 3 | p | a\\|b<br>c | 0.5 | None |"
+
+
+def test_tensorboard_gets_the_first_rows_as_text(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trackers = CompletionTrackers(["tensorboard", "none"], tmp_path)
+    trackers.show(3, ROWS)
+    trackers.close()
+    events = EventAccumulator(str(tmp_path)).Reload().Tensors("completions/text_summary")
+    text = events[0].tensor_proto.string_val[0].decode()
+    assert events[0].step == 3
+    assert text.count("<br>") == SHOWN_ROWS
+
+
+def test_without_trackers_nothing_is_written(tmp_path):
+    trackers = CompletionTrackers([], tmp_path)
+    trackers.show(3, ROWS)
+    trackers.close()
+    assert not list(tmp_path.iterdir())
