@@ -53,9 +53,10 @@ def run(resolved: Resolved) -> int:
         NumericError: sampler and trainer disagree, or gradients stay non-finite.
         Interrupted: a signal came; the checkpoint is saved.
     """
-    from swift.trainers.session import find_start, join_processes
+    from swift.trainers.session import find_start, join_processes, require_packages
 
     args: Any = resolved.args
+    require_packages(args)
     collectives = join_processes(args.ddp_timeout)
     start = find_start(args, resolved.to_json())
     parts = prepare(args, collectives, start)

@@ -5,6 +5,7 @@ Shared by `sft` and `grpo`; knows no algorithm.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shlex
 import signal
@@ -15,10 +16,14 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from swift.errors import SwiftError, join_problems
+from swift.errors import ResourceError, SwiftError, join_problems
 
 if TYPE_CHECKING:
     from swift.trainers.distributed import Collectives
+
+
+LAUNCH_VARIABLES = ("NNODES", "NODE_RANK", "NPROC_PER_NODE")
+"""What the launcher needs to start the same number of processes again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,54 @@ class Start:
         from swift.trainers.checkpoint import step_of
 
         return (step_of(self.checkpoint) or 0) if self.checkpoint else 0
+
+
+TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "swanlab": "swanlab"}
+"""`--report_to` -> the package it needs."""
+
+OPTIMIZER_PACKAGES = {
+    "adamw_torch_": "torchao",
+    "galore": "galore_torch",
+    "apollo": "apollo_torch",
+    "lomo": "lomo_optim",
+    "grokadamw": "grokadamw",
+    "schedule_free": "schedulefree",
+    "stable_adamw": "optimi",
+    "anyprecision": "torchdistx",
+    "bit": "bitsandbytes",
+    "bnb": "bitsandbytes",
+    "ademamix": "bitsandbytes",
+}
+"""Part of an `--optim` name -> the package it needs; the first that fits counts."""
+
+BUILT_IN_OPTIMIZERS = (
+    "adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused",
+    "adafactor", "sgd", "adagrad", "rmsprop",
+)  # fmt: skip
+"""Those of torch (or of its device's own build) and transformers."""
+
+
+def optimizer_package(name: str) -> str | None:
+    """The package that an `--optim` needs beyond torch and transformers, or None."""
+    if name in BUILT_IN_OPTIMIZERS:
+        return None
+    return next((package for part, package in OPTIMIZER_PACKAGES.items() if part in name), None)
+
+
+def require_packages(args: Any) -> None:
+    """Checks, before anything is loaded, that the optional packages behind `--report_to` and `--optim` are there.
+
+    Raises:
+        ResourceError: one line per missing package.
+    """
+    needs = [(f"--report_to: {name}", TRACKERS[name]) for name in args.report_to if name in TRACKERS]
+    if package := optimizer_package(args.optim):
+        needs.append((f"--optim: {args.optim}", package))
+    missing = [(subject, package) for subject, package in needs if importlib.util.find_spec(package) is None]
+    join_problems(
+        [f"{subject}: needs the package {package}, which is not installed" for subject, package in missing],
+        ResourceError,
+    )
 
 
 def find_start(args: Any, settings: dict[str, Any]) -> Start:
@@ -61,12 +114,13 @@ def find_start(args: Any, settings: dict[str, Any]) -> Start:
 
 
 def resume_command(mode: str, checkpoint: Path | None) -> str:
-    """The command that continues this run: its own words with `--resume_from_checkpoint` put in."""
+    """The command that continues this run: its own words and launch variables, with the checkpoint put in."""
     words = list(sys.argv[1:]) if sys.argv[1:2] == [mode] else [mode, "..."]
     if "--resume_from_checkpoint" in words:
         at = words.index("--resume_from_checkpoint")
         del words[at : at + 2]
-    return shlex.join(["swift", *words, "--resume_from_checkpoint", str(checkpoint)])
+    launch = [f"{name}={os.environ[name]}" for name in LAUNCH_VARIABLES if os.environ.get(name)]
+    return " ".join([*launch, shlex.join(["swift", *words, "--resume_from_checkpoint", str(checkpoint)])])
 
 
 def join_processes(timeout_s: float) -> Collectives:

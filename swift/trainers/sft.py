@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import Interrupted
-from swift.trainers.session import Outcome, SignalTrap, find_start, join_processes, resume_command, training_options
+from swift.trainers.session import (
+    Outcome,
+    SignalTrap,
+    find_start,
+    join_processes,
+    require_packages,
+    resume_command,
+    training_options,
+)
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -39,6 +47,7 @@ def run(resolved: Resolved) -> int:
     from swift.models import load_chat
 
     args: Any = resolved.args
+    require_packages(args)
     collectives = join_processes(args.ddp_timeout)
     start = find_start(args, resolved.to_json())
     template = load_chat(args)

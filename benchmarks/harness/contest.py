@@ -1,0 +1,165 @@
+"""Two contenders, each in its own process, that take turns: A B A B ...
+
+While one works the other waits for its turn on a socket, so both see the same machine at nearly the same moment
+and neither shares a heap, a thread pool or a cache of compiled kernels with the other. Lines of JSON go both ways:
+
+    child  -> {"ready": ...}            loaded
+    parent -> {"go": true}              take one turn          parent -> {"go": false}    end
+    child  -> {"seconds": ..., ...}     the turn is over
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.work import Work
+
+CHILD = Path(__file__).with_name("contender.py")
+SIDES = ("swift", "trl")
+
+
+class Gate:
+    """The child's end: waits for its turns and reports them.
+
+    Args:
+        channel: the connected socket.
+    """
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._file = channel.makefile("rw", encoding="utf-8")
+
+    def send(self, **message: Any) -> None:
+        """Send one line."""
+        self._file.write(json.dumps(message) + "\n")
+        self._file.flush()
+
+    def turn(self) -> bool:
+        """Wait; whether to take a turn."""
+        line = self._file.readline()
+        return bool(line) and json.loads(line)["go"]
+
+    def serve(self, work: Callable[[], dict[str, Any] | None]) -> None:
+        """Take turns of `work` until the end; what it returns goes into the report."""
+        self.send(ready=True)
+        while self.turn():
+            began = time.perf_counter()
+            more = work()
+            self.send(seconds=time.perf_counter() - began, **(more or {}), **memory())
+
+
+def memory() -> dict[str, float]:
+    """Peak resident memory of this process and the memory of its own worker processes now, in MiB."""
+    import psutil
+
+    workers = 0
+    for child in psutil.Process().children(recursive=True):
+        try:
+            workers += child.memory_full_info().uss
+        except psutil.Error:  # it ended meanwhile
+            continue
+    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"peak_rss_mib": peak_kib / 1024, "workers_mib": workers / 2**20}
+
+
+class Contender:
+    """The parent's end of one child.
+
+    Args:
+        side: swift or trl.
+        kind: which task, a function of `harness.swift_side` and `harness.trl_side`.
+        work: what it works on.
+    """
+
+    def __init__(self, side: str, kind: str, work: Work) -> None:
+        ours, theirs = socket.socketpair()
+        self._errors = tempfile.TemporaryFile()
+        self.side, self.kind = side, kind
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, str(CHILD), side, kind, work.to_json(), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdout=self._errors,
+                stderr=self._errors,
+            )
+        self._file = ours.makefile("rw", encoding="utf-8")
+        ours.close()
+
+    def receive(self) -> dict[str, Any]:
+        """The next message.
+
+        Raises:
+            RuntimeError: the child ended, with the end of what it printed.
+        """
+        line = self._file.readline()
+        if line:
+            return json.loads(line)
+        self._process.wait()
+        self._errors.seek(0)
+        tail = self._errors.read().decode(errors="replace")[-4000:]
+        raise RuntimeError(f"{self.side}/{self.kind} ended with {self._process.returncode}:\n{tail}")
+
+    def turn(self) -> dict[str, Any]:
+        """Let it take one turn; its report."""
+        self._file.write('{"go": true}\n')
+        self._file.flush()
+        return self.receive()
+
+    def close(self) -> None:
+        """End it."""
+        try:
+            self._file.write('{"go": false}\n')
+            self._file.flush()
+            self._process.wait(60)
+        except (BrokenPipeError, subprocess.TimeoutExpired):
+            self._process.kill()
+            self._process.wait()
+        finally:
+            self._file.close()
+            self._errors.close()
+
+
+def alternate(
+    kind: str, work: Work, *, pairs: int, warmup: int, sides: Sequence[str] = SIDES
+) -> dict[str, list[dict[str, Any]]]:
+    """Reports of each side's turns; who begins changes from pair to pair.
+
+    Args:
+        kind: the task.
+        work: what both work on.
+        pairs: measured turns of each side.
+        warmup: turns before, not reported.
+        sides: who takes part.
+    """
+    contenders = [Contender(side, kind, work) for side in sides]
+    reports: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    try:
+        for contender in contenders:
+            contender.receive()
+        for number in range(warmup + pairs):
+            for contender in contenders if number % 2 == 0 else contenders[::-1]:
+                report = contender.turn()
+                if number >= warmup:
+                    reports[contender.side].append(report)
+    finally:
+        for contender in contenders:
+            contender.close()
+    return reports
+
+
+def ask(side: str, kind: str, work: Work) -> dict[str, Any]:
+    """One turn of one contender."""
+    return alternate(kind, work, pairs=1, warmup=0, sides=[side])[side][0]
+
+
+def seconds(reports: Sequence[dict[str, Any]], name: str = "seconds") -> list[float]:
+    """One figure of every report."""
+    return [float(report[name]) for report in reports]

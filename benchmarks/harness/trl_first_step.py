@@ -1,0 +1,27 @@
+"""A user's TRL script up to its first logged optimizer step: `trl_first_step.py WORK OUTPUT_DIR`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from transformers import TrainerCallback
+
+    from harness.trl_side import make_trainer
+    from harness.work import Work
+
+    class Mark(TrainerCallback):
+        """Leaves a file when the first step is logged."""
+
+        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            (Path(sys.argv[2]) / "first_step").touch()
+
+    make_trainer(Work.from_json(sys.argv[1]), sys.argv[2], max_steps=1, callbacks=[Mark()]).train()
+
+
+if __name__ == "__main__":
+    main()
