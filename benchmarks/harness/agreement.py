@@ -68,14 +68,15 @@ def _trl(work: Work, policy: Any, start: Any, rollouts: list) -> tuple[dict[str,
         batches = trl_side.batches_of(work, rollouts)
         if work.beta > 0:
             for batch in batches:
-                batch["ref_per_token_logps"] = _reference_logprobs(trainer, start, batch)
+                batch["ref_per_token_logps"] = _reference_logprobs(start, batch)
         loss = trl_side.backward(trainer, batches)
     return _gradients(policy), loss
 
 
-def _reference_logprobs(trainer: Any, start: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def _reference_logprobs(start: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """[rows, completion tokens], by nothing but the model's own forward pass."""
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
     with torch.no_grad():
-        values, *_ = trainer._get_per_token_logps_and_entropies(start, ids, mask, batch["completion_ids"].size(1))
-    return values
+        logits = start(input_ids=ids, attention_mask=mask).logits[:, -batch["completion_ids"].size(1) - 1 : -1]
+    return logits.log_softmax(-1).gather(2, batch["completion_ids"][:, :, None])[:, :, 0]

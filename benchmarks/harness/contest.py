@@ -11,6 +11,7 @@ and neither shares a heap, a thread pool or a cache of compiled kernels with the
 from __future__ import annotations
 
 import json
+import os
 import resource
 import socket
 import subprocess
@@ -23,7 +24,7 @@ from typing import Any
 
 from harness.work import Work
 
-CHILD = Path(__file__).with_name("contender.py")
+BENCHMARKS = Path(__file__).resolve().parent.parent
 SIDES = ("swift", "trl")
 
 
@@ -85,13 +86,14 @@ class Contender:
         self.side, self.kind = side, kind
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, str(CHILD), side, kind, work.to_json(), str(theirs.fileno())],
+                [sys.executable, "-m", "harness.contender", side, kind, work.to_json(), str(theirs.fileno())],
+                cwd=BENCHMARKS,
                 pass_fds=[theirs.fileno()],
                 stdout=self._errors,
                 stderr=self._errors,
             )
-        self._file = ours.makefile("rw", encoding="utf-8")
-        ours.close()
+        self._socket = ours
+        self._file = ours.makefile("r", encoding="utf-8")
 
     def receive(self) -> dict[str, Any]:
         """The next message.
@@ -109,21 +111,20 @@ class Contender:
 
     def turn(self) -> dict[str, Any]:
         """Let it take one turn; its report."""
-        self._file.write('{"go": true}\n')
-        self._file.flush()
+        self._socket.sendall(b'{"go": true}\n')
         return self.receive()
 
     def close(self) -> None:
         """End it."""
         try:
-            self._file.write('{"go": false}\n')
-            self._file.flush()
+            self._socket.sendall(b'{"go": false}\n')
             self._process.wait(60)
-        except (BrokenPipeError, subprocess.TimeoutExpired):
+        except (OSError, subprocess.TimeoutExpired):
             self._process.kill()
             self._process.wait()
         finally:
             self._file.close()
+            self._socket.close()
             self._errors.close()
 
 
@@ -158,6 +159,16 @@ def alternate(
 def ask(side: str, kind: str, work: Work) -> dict[str, Any]:
     """One turn of one contender."""
     return alternate(kind, work, pairs=1, warmup=0, sides=[side])[side][0]
+
+
+def set_threads(count: int | None) -> None:
+    """Threads of every contender that starts from now on; None leaves them to torch.
+
+    On a machine that others use as well, 1 gives steadier figures: two spinning threads on one free core can take
+    ten times as long as one thread.
+    """
+    if count is not None:
+        os.environ["OMP_NUM_THREADS"] = str(count)
 
 
 def seconds(reports: Sequence[dict[str, Any]], name: str = "seconds") -> list[float]:

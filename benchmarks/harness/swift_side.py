@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -178,8 +179,6 @@ def generate(work: Work, gate: Gate) -> None:
 
 def start_command(work: Work, output_dir: str) -> list[str]:
     """The shell command whose first optimizer step is waited for."""
-    import sys
-
     return [sys.executable, "-m", "swift", "rlhf", *command(work, output_dir, max_steps=1)]
 
 

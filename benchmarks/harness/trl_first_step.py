@@ -1,4 +1,4 @@
-"""A user's TRL script up to its first logged optimizer step: `trl_first_step.py WORK OUTPUT_DIR`."""
+"""A user's TRL script up to its first logged optimizer step: `python -m harness.trl_first_step WORK OUTPUT_DIR`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 
 def main() -> None:
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from transformers import TrainerCallback
 
     from harness.trl_side import make_trainer

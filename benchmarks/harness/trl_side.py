@@ -6,7 +6,9 @@ Each function runs in a child process of its own; see `harness.contest`.
 
 from __future__ import annotations
 
+import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 from harness.contest import Gate
@@ -156,14 +158,9 @@ def generate(work: Work, gate: Gate) -> None:
 
 def start_command(work: Work, output_dir: str) -> list[str]:
     """The shell command whose first optimizer step is waited for: the smallest script a user of TRL would write."""
-    import sys
-    from pathlib import Path
-
-    return [sys.executable, str(Path(__file__).with_name("trl_first_step.py")), work.to_json(), output_dir]
+    return [sys.executable, "-m", "harness.trl_first_step", work.to_json(), output_dir]
 
 
 def first_step_done(output_dir: str) -> bool:
     """Whether the first step was logged."""
-    from pathlib import Path
-
     return (Path(output_dir) / "first_step").exists()

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-SLIP = 0.28
+SLIP = 0.62
 """Probability that the teacher gets one of the three results of an answer wrong: 0.72 ** 3 = 0.37 are right."""
 SLOPPY = 0.1
 """Probability that the teacher forgets to close the first block, which costs the format."""
@@ -58,15 +58,15 @@ def worked(problem: Problem, draw: random.Random) -> str:
     """
     (a_tens, a_units), (b_tens, b_units) = divmod(problem.a, 10), divmod(problem.b, 10)
     if problem.sign == "+":
-        units = _slip(a_units + b_units, draw)
+        units = a_units + b_units
         carry = units // 10
-        tens = _slip(a_tens + b_tens + carry, draw)
+        tens = a_tens + b_tens + carry
         steps = f"{a_units}+{b_units}={units},{a_tens}+{b_tens}+{carry}={tens}"
     else:
         borrow = int(a_units < b_units)
         minuend = a_units + 10 * borrow
-        units = _slip(minuend - b_units, draw)
-        tens = _slip(a_tens - b_tens - borrow, draw)
+        units = minuend - b_units
+        tens = a_tens - b_tens - borrow
         steps = f"{minuend}-{b_units}={units},{a_tens}-{b_tens}-{borrow}={tens}"
     answer = _slip(tens * 10 + units % 10, draw)
     closing = "" if draw.random() < SLOPPY else "</think>"

@@ -12,8 +12,8 @@ Each completion segment attends to [its prompt ; itself]. The layout travels to 
 transformers' attention interface (`AttentionInterface`), so any decoder model that uses that interface works
 without a patch. A group of one is plain packing: nothing else changes when prompts are not shared.
 
-Models whose layers need more than this (sliding windows, recurrent or linear attention layers, learned row
-positions, attention sinks) are found by `packing_obstacle` and take the padded path, which is slower and equal.
+Models whose layers need more than this (sliding windows, recurrent or linear attention layers, attention sinks) are
+found by `choose_attention`, keep their own attention and take the padded path, which is slower and equal.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ import torch
 from torch import Tensor, nn
 
 ATTENTION_NAME = "swift_segments"
+
+UNSUPPORTED_EXTRAS = ("sliding_window", "softcap", "s_aux", "position_bias")
+"""What some layers hand to their attention function and packed attention would leave out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +70,13 @@ class SegmentLayout:
         Args:
             query: [1, H, T, D] over the packed stream.
             key: [1, H, T, D] (heads already repeated).
-            value: [1, H, T, D].
+            value: [1, H, T, Dv].
             scale: softmax scale; None means 1 / sqrt(D).
 
         Returns:
-            [1, T, H, D]
+            [1, T, H, Dv]
         """
-        output = torch.empty_like(query)
+        output = query.new_empty(*query.shape[:3], value.shape[3])
         for group in self.groups:
             rows = slice(group.prompt.start, group.prompt.stop)
             output[:, :, rows] = nn.functional.scaled_dot_product_attention(
@@ -140,16 +143,16 @@ class DecodeLayout:
         Args:
             query: [R, H, 1, D].
             key: [R, Hkv, K, D].
-            value: [R, Hkv, K, D].
+            value: [R, Hkv, K, Dv].
             scale: softmax scale; None means 1 / sqrt(D).
 
         Returns:
-            [R, 1, H, D]
+            [R, 1, H, Dv]
         """
         num_rows, num_heads, _, head_size = query.shape
         grouped = query.view(num_rows, key.shape[1], -1, head_size)
         attended = nn.functional.scaled_dot_product_attention(grouped, key, value, attn_mask=self.mask, scale=scale)
-        return attended.reshape(num_rows, 1, num_heads, head_size)
+        return attended.reshape(num_rows, 1, num_heads, value.shape[3])
 
 
 def _segment_attention(
@@ -160,19 +163,24 @@ def _segment_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     attention_layout: SegmentLayout | DecodeLayout | None = None,
-    **_: Any,
+    **extras: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function registered with transformers; see `AttentionInterface` for the contract."""
+    """The attention function registered with transformers; see `AttentionInterface` for the contract.
+
+    Raises:
+        NotImplementedError: the layer does not pass the layout on, or wants more than plain attention.
+    """
+    if attention_layout is None:
+        raise NotImplementedError("its layers do not pass the packed layout on to attention")
+    for name in UNSUPPORTED_EXTRAS:
+        if extras.get(name) is not None:
+            raise NotImplementedError(f"its attention takes {name}")
     if isinstance(attention_layout, DecodeLayout):
         return attention_layout.attend_grouped(query, key, value, scaling), None
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    if attention_layout is not None:
-        return attention_layout.attend(query, key, value, scaling), None
-    assert attention_mask is None, "a padded batch reached packed attention"
-    attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
-    return attended.transpose(1, 2), None
+    return attention_layout.attend(query, key, value, scaling), None
 
 
 def enable_packed_attention(model: nn.Module) -> None:
@@ -181,6 +189,55 @@ def enable_packed_attention(model: nn.Module) -> None:
 
     AttentionInterface.register(ATTENTION_NAME, _segment_attention)
     _transformers_model(model).set_attn_implementation(ATTENTION_NAME)
+
+
+def is_packed(model: nn.Module) -> bool:
+    """Whether `model` takes packed streams (`packed_logits`); otherwise it takes rows (`padded_logits`)."""
+    return _transformers_model(model).config.get_text_config()._attn_implementation == ATTENTION_NAME
+
+
+def choose_attention(model: nn.Module) -> str | None:
+    """Give `model` packed attention where that computes what its own attention does, which is tried out.
+
+    Returns:
+        why the model keeps its own attention, in a few words; None when it is packed now.
+    """
+    if is_packed(model):
+        return None
+    obstacle = packing_obstacle(model)
+    if obstacle is None:
+        own = _transformers_model(model).config.get_text_config()._attn_implementation
+        obstacle = _packing_gap(model)
+        if obstacle is not None:
+            _transformers_model(model).set_attn_implementation(own)
+    return obstacle
+
+
+def _packing_gap(model: nn.Module) -> str | None:
+    """Enable packing and compare the logits of a few sequences with those of before."""
+    device = next(model.parameters()).device
+    size = min(97, _transformers_model(model).config.get_text_config().vocab_size)
+    ids = [(7 * i + 3) % size for i in range(32)]
+    sequences = [
+        TokenSequence(ids[prompt], ids[completion])
+        for prompt in (slice(0, 6), slice(6, 10))
+        for completion in (slice(10, 15), slice(20, 23), slice(15, 22))
+    ]
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            own_NV = torch.cat([padded_logits(model, [one], device=device) for one in sequences]).float()
+            enable_packed_attention(model)
+            tokens = pack(sequences, device=device)
+            gap_N = (packed_logits(model, tokens).float() - own_NV).abs().mean(-1)
+    except NotImplementedError as error:
+        return str(error)
+    finally:
+        model.train(was_training)
+    worst = max(float(gap_N[tokens.sequence_index == i].mean()) for i in range(len(sequences)))
+    tolerance = 1e-2 if next(model.parameters()).dtype == torch.float32 else 1e-1
+    return "packed logits differ from its own" if worst > tolerance * float(own_NV.std()) else None
 
 
 def packing_obstacle(model: nn.Module) -> str | None:
@@ -291,8 +348,7 @@ def packed_logits(model: nn.Module, tokens: PackedTokens) -> Tensor:
     The call goes through `model` itself (DDP, FSDP and ZeRO wrappers included), and the head is applied to the
     N predicting positions only.
     """
-    attention = _transformers_model(model).config.get_text_config()._attn_implementation
-    assert attention == ATTENTION_NAME, f"{attention} attention would read a packed stream as one sequence"
+    assert is_packed(model), "the model's own attention would read a packed stream as one sequence"
     output = model(
         input_ids=tokens.input_ids,
         position_ids=tokens.position_ids,

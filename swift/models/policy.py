@@ -233,12 +233,15 @@ def _with_lora(model: Any, source: ModelSource, args: TunerArguments) -> Any:
         base_model_name_or_path=str(source.base),
     )
     try:
-        return get_peft_model(model, config)
+        policy = get_peft_model(model, config)
     except ValueError as error:
         raise ConfigError(
             f"--target_modules: {' '.join(targets)}: {first_line(error)}; "
             f"valid: all-linear, {', '.join(linear_names(model))}"
         ) from error
+    if isinstance(config.target_modules, set):
+        config.target_modules = sorted(config.target_modules)  # equal runs write equal adapter_config.json files
+    return policy
 
 
 def linear_names(model: nn.Module) -> list[str]:

@@ -1,27 +1,4 @@
-"""The names under which 3.x plugins import the built-in reward functions."""
+"""The names under which 3.x plugins import the built-in reward functions: those of `swift.rewards.orm`."""
 
-from swift.plugin.registry import ORM, AsyncORM, orms
-from swift.rewards.functions import (
-    CosineReward,
-    Format,
-    FormatStrict,
-    MathAccuracy,
-    ReActFormat,
-    ReasoningGym,
-    RepetitionPenalty,
-    SoftOverlong,
-)
-
-__all__ = [
-    "ORM",
-    "AsyncORM",
-    "CosineReward",
-    "Format",
-    "FormatStrict",
-    "MathAccuracy",
-    "ReActFormat",
-    "ReasoningGym",
-    "RepetitionPenalty",
-    "SoftOverlong",
-    "orms",
-]
+from swift.rewards.orm import *  # noqa: F403
+from swift.rewards.orm import __all__ as __all__

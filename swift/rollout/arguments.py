@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from swift.flags import flag
+from swift.types import SamplingParams
 
 
 @dataclass(kw_only=True)
@@ -43,6 +44,18 @@ class GenerationArguments:
 
     stop_words: list[str] = flag([], everyday=False)
     """Texts that end a completion, besides the end token."""
+
+    def sampling_params(self) -> SamplingParams:
+        """These settings as a request carries them; the seed is filled in per sample."""
+        return SamplingParams(
+            max_new_tokens=self.max_completion_length,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            stop=tuple(self.stop_words),
+        )
 
 
 @dataclass(kw_only=True)

@@ -46,7 +46,9 @@ def run(resolved: Resolved) -> int:
     template, engine = load_engine(args)
     if result_path is not None:
         return answer_dataset(args, template, engine, result_path)
-    return Chat(template, engine, _sampling(args), system=_system(args), seed=args.seed).loop(sys.stdin, sys.stdout)
+    return Chat(template, engine, args.sampling_params(), system=_system(args), seed=args.seed).loop(
+        sys.stdin, sys.stdout
+    )
 
 
 def load_engine(args: Any) -> tuple[Template, TransformersEngine]:
@@ -78,7 +80,7 @@ def answer_dataset(args: Any, template: Template, engine: TransformersEngine, re
     part = result_path.with_name(f".{result_path.name}.part-{ranks.rank}")
     try:
         with part.open("w", encoding="utf-8") as lines:
-            for line in answers(prompts, mine, engine, template, _sampling(args), args.seed):
+            for line in answers(prompts, mine, engine, template, args.sampling_params(), args.seed):
                 lines.write(json.dumps(line, ensure_ascii=False) + "\n")
                 lines.flush()
         ranks.wait()
@@ -306,18 +308,6 @@ def _new_file(given: str | None, args: Any) -> Path:
     except OSError as error:
         raise ResourceError(f"--result_path: {path}: cannot be written ({error})") from error
     return path
-
-
-def _sampling(args: Any) -> SamplingParams:
-    return SamplingParams(
-        max_new_tokens=args.max_completion_length,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        stop=tuple(args.stop_words),
-    )
 
 
 def _seeded(sampling: SamplingParams, seed: int) -> SamplingParams:

@@ -110,6 +110,7 @@ class RolloutPipeline:
         self.unit.position += 1
 
     def _make_unit(self, progress: TrainerProgress) -> TrainUnit:
+        self.collector.engine.publish(progress.global_step)
         launches = self.scheduler.launch_unit()
         groups, reward_metrics = self.collector.run(
             launches, num_generations=self.config.num_generations, progress=progress, timer=self.timer
@@ -132,6 +133,7 @@ class RolloutPipeline:
         Returns:
             metrics without a prefix: `reward`, `reward_std`, `rewards/<name>/mean`, `completions/...`.
         """
+        self.collector.engine.publish(progress.global_step)
         groups, reward_metrics = self.collector.run(
             launches_of(prompts),
             num_generations=self.config.num_generations_eval,

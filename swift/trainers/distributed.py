@@ -6,6 +6,8 @@ the main thread, by every rank, in the same order.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -61,6 +63,27 @@ class Collectives:
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
         return self.sum([float(flag)])[0] > 0
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Wait for all ranks at the end of the block; a failure of one inside of it is raised on every rank.
+
+        The failure of the lowest rank counts. The block itself must not leave another rank alone in a collective.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:  # raised below, on all ranks alike
+            if not self.active:
+                raise
+            failure = error
+        if not self.active:
+            return
+        found = self.broadcast(next((one for one in self.gather(failure) or [] if one is not None), None))
+        if failure is not None:
+            raise failure  # with its own traceback
+        if found is not None:
+            raise found
 
     def barrier(self) -> None:
         """Wait for all ranks."""

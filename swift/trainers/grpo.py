@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError, Interrupted, NumericError
-from swift.types import Prompt, SamplingParams
+from swift.types import Prompt
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from swift.rollout.arithmetic import BatchPlan
     from swift.trainers.distributed import Collectives
     from swift.trainers.grpo_trainer import GRPOTrainer
-    from swift.trainers.session import Start
+    from swift.trainers.session import SignalTrap, Start
 
 
 @dataclass(slots=True)
@@ -53,20 +54,30 @@ def run(resolved: Resolved) -> int:
         NumericError: sampler and trainer disagree, or gradients stay non-finite.
         Interrupted: a signal came; the checkpoint is saved.
     """
-    from swift.trainers.session import find_start, join_processes, require_packages
+    from swift.trainers.session import (
+        SignalTrap,
+        checkpoint_settings,
+        collector_resting,
+        find_start,
+        join_processes,
+        require_packages,
+    )
 
     args: Any = resolved.args
     require_packages(args)
-    collectives = join_processes(args.ddp_timeout)
-    start = find_start(args, resolved.to_json())
-    parts = prepare(args, collectives, start)
-    try:
-        if collectives.is_main:
-            parts.rewards.start()
-            parts.rewards.self_check(parts.first_prompts, max_steps=parts.plan.max_steps)
-        return train(resolved, parts)
-    finally:
-        parts.rewards.close()
+    with SignalTrap() as trap:
+        with collector_resting():
+            collectives = join_processes(args.ddp_timeout)
+            start = find_start(args, checkpoint_settings(resolved.to_json(), collectives))
+            parts = prepare(args, collectives, start)
+        try:
+            if collectives.is_main:
+                parts.rewards.start()
+                parts.rewards.self_check(parts.first_prompts, max_steps=parts.plan.max_steps)
+            trap.check("rlhf", collectives, start)
+            return train(resolved, parts, trap)
+        finally:
+            parts.rewards.close()
 
 
 def prepare(args: Any, collectives: Collectives, start: Start) -> Parts:
@@ -161,14 +172,17 @@ def plan_run(args: Any, world_size: int, num_rows: int | None) -> BatchPlan:
     )
 
 
-def train(resolved: Resolved, parts: Parts) -> int:
+def train(resolved: Resolved, parts: Parts, trap: SignalTrap) -> int:
     """Load the model, open the run's folder, train, and record how it ended."""
     from swift.observability.run_dir import RunDirectory
     from swift.trainers.checkpoint import clean_staging
-    from swift.trainers.session import Outcome, SignalTrap
+    from swift.trainers.session import Outcome, collector_resting
 
     args, collectives, start = parts.args, parts.collectives, parts.start
-    model, reference = load_models(args)
+    with collector_resting():
+        model, reference = load_models(args)
+        engine = build_engine(args, model, parts.template)
+    trap.check("rlhf", collectives, start)
     home = RunDirectory(args.output_dir, add_version=args.add_version, resume_run=start.run_dir)
     opened: tuple[str, int] | None = None
     if collectives.is_main:
@@ -186,9 +200,9 @@ def train(resolved: Resolved, parts: Parts) -> int:
     folder, attempt = collectives.broadcast(opened)
     outcome, session = Outcome(), None
     try:
-        with SignalTrap() as trap:
-            session = _Session(resolved, parts, Path(folder), attempt, model, reference, trap)
-            session.run()
+        with collector_resting():
+            session = _Session(resolved, parts, Path(folder), attempt, model, reference, engine, trap)
+        session.run()
     except BaseException as error:
         outcome = Outcome.of(error)
         raise
@@ -234,7 +248,8 @@ class _Session:
         attempt: int,
         model: Any,
         reference: Any,
-        trap: Any,
+        engine: Any,
+        trap: SignalTrap,
     ) -> None:
         from swift.observability.metrics import MetricStore
         from swift.observability.progress import Progress
@@ -261,7 +276,7 @@ class _Session:
                 beta=args.beta,
                 diagnosis=parts.rewards.diagnosis,
             )
-        self.engine = build_engine(args, model, parts.template)
+        self.engine = engine
         self.trainer = self._build_trainer(model, reference)
 
     def say(self, line: str) -> None:
@@ -273,9 +288,10 @@ class _Session:
         """Check, train, and end with a summary or an interruption."""
         parts, checkpoint = self.parts, self.parts.start.checkpoint
         try:
-            for line in [*parts.lines, *parts.start.notes, *plan_lines(parts)]:
+            for line in [*parts.lines, *parts.start.notes, *plan_lines(parts), *slow_path_lines(self.engine)]:
                 self.say(line)
             self.check_parity()
+            self.trap.check("rlhf", parts.collectives, parts.start)
             if checkpoint is not None:
                 self.trainer.load_pipeline_state(checkpoint)
             self.trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -305,7 +321,7 @@ class _Session:
             self.engine,
             trainer.score,
             self.parts.first_prompts,
-            sampling_params(args),
+            args.sampling_params(),
             dtype=next(model.parameters()).dtype,
             device=next(model.parameters()).device,
         )
@@ -324,6 +340,7 @@ class _Session:
 
         from swift.trainers.grpo_trainer import GRPOTrainer, PipelineCallback
         from swift.trainers.reporting import ReportCallback
+        from swift.trainers.session import tensorboard_callback
 
         parts, args = self.parts, self.parts.args
         trainer = GRPOTrainer(
@@ -346,6 +363,8 @@ class _Session:
         )
         if self.report is not None:
             trainer.add_callback(ReportCallback(self.report))
+        if (board := tensorboard_callback(args, self.folder)) is not None:
+            trainer.add_callback(board)
         return trainer
 
     def _build_pipeline(self) -> Any:
@@ -356,7 +375,7 @@ class _Session:
         parts, args, plan = self.parts, self.parts.args, self.parts.plan
         collector = RolloutCollector(
             engine=self.engine,
-            sampling=sampling_params(args),
+            sampling=args.sampling_params(),
             seed=args.seed,
             decode=parts.template.decode,
             scorer=parts.rewards,
@@ -394,8 +413,10 @@ class _Session:
     def _write_extras(self, folder: Path) -> None:
         """What a checkpoint carries beside weights and states: its settings."""
         from swift.trainers.checkpoint import write_json
+        from swift.trainers.session import checkpoint_settings
 
-        write_json(folder / "args.json", self.resolved.to_json(), indent=1)
+        settings = checkpoint_settings(self.resolved.to_json(), self.parts.collectives)
+        write_json(folder / "args.json", settings, indent=1)
 
     def _last(self) -> Path | None:
         from swift.trainers.checkpoint import list_checkpoints
@@ -439,19 +460,6 @@ def cache_bytes(device: torch.device) -> int:
     return psutil.virtual_memory().total // 8
 
 
-def sampling_params(args: Any) -> SamplingParams:
-    """The training distribution; the seed is filled in per sample."""
-    return SamplingParams(
-        max_new_tokens=args.max_completion_length,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        stop=tuple(args.stop_words),
-    )
-
-
 def trainer_settings(args: Any) -> Any:
     """The step's settings."""
     from swift.rl.losses import LossConfig
@@ -479,7 +487,7 @@ def trainer_settings(args: Any) -> Any:
         slice_size=args.mini_batch_size or args.per_device_train_batch_size,
         keep_dropout=args.lora_dropout > 0 and args.tuner_type == "lora",
         skip_zero_advantage=args.skip_zero_advantage_batches,
-        comparable_sampling=not sampling_params(args).truncates and args.repetition_penalty == 1.0,
+        comparable_sampling=not args.sampling_params().truncates and args.repetition_penalty == 1.0,
     )
 
 
@@ -494,19 +502,45 @@ def plan_lines(parts: Parts) -> list[str]:
     return [f"plan: train on {where}; generate with {mode}; {describe(parts.plan)}"]
 
 
+def slow_path_lines(engine: Any) -> list[str]:
+    """A remark when the model cannot be packed."""
+    if engine.obstacle is None:
+        return []
+    return [f"attention: the model's own ({engine.obstacle}); prompts are not shared, so this is slower"]
+
+
 def training_arguments(args: Any, folder: Path, parts: Parts) -> Any:
     """TrainingArguments of transformers; a window is one of its batches, so its accumulation is 1."""
     from transformers import TrainingArguments
 
     from swift.trainers.session import training_options
 
+    options = training_options(args, folder, evaluates=parts.eval_prompts is not None)
     return TrainingArguments(
-        **training_options(args, folder, evaluates=parts.eval_prompts is not None),
+        **{**options, **epochs_as_steps(options, parts.plan.steps_per_epoch)},
         max_steps=parts.plan.max_steps,
         gradient_accumulation_steps=1,
         ignore_data_skip=True,
         remove_unused_columns=False,
     )
+
+
+def epochs_as_steps(options: Mapping[str, Any], steps_per_epoch: int | None) -> dict[str, Any]:
+    """Saving and evaluating once per epoch, in steps: transformers sees a stream of windows without epochs.
+
+    Raises:
+        ConfigError: streaming data has no epochs either.
+    """
+    changed: dict[str, Any] = {}
+    for kind in ("save", "eval"):
+        if options[f"{kind}_strategy"] != "epoch":
+            continue
+        if not steps_per_epoch:
+            raise ConfigError(
+                f"--{kind}_strategy: epoch: streaming data has no epochs; use --{kind}_strategy steps --{kind}_steps N"
+            )
+        changed |= {f"{kind}_strategy": "steps", f"{kind}_steps": steps_per_epoch}
+    return changed
 
 
 __all__ = ["Parts", "plan_run", "prepare", "run", "train"]

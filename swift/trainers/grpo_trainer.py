@@ -6,7 +6,8 @@ What the subclass overrides, and why:
     get_batch_samples      takes that item
     training_step          cuts a window into packed micro-batches, normalised over the whole window and all ranks,
                            so that no cut, packing or number of ranks changes the gradient
-    _clip_grad_norm        a non-finite gradient skips the update on all ranks alike
+    create_optimizer       16-bit weights are updated through float32 masters
+    _get_grad_norm         a non-finite gradient skips the update on all ranks alike
     evaluate               samples and scores held-out prompts
     log                    adds the window's own metrics to what Trainer logs
     _save_checkpoint       writes to a staging folder and renames it, with the pipeline's state in it
@@ -33,12 +34,13 @@ from transformers import Trainer, TrainerCallback
 from swift.errors import NumericError
 from swift.models.forward import (
     TokenSequence,
-    enable_packed_attention,
+    choose_attention,
+    is_packed,
     pack,
     packed_logits,
-    packing_obstacle,
     padded_logits,
 )
+from swift.observability.files import disk_full_is_an_error
 from swift.rl.logprobs import selected_logprobs
 from swift.rl.losses import LossConfig, get_loss, sequence_weights
 from swift.rl.objective import policy_loss
@@ -48,6 +50,7 @@ from swift.rollout.batch import TrainSample, TrainUnit, plan_window
 from swift.rollout.pipeline import RolloutPipeline
 from swift.trainers.checkpoint import commit_checkpoint, rotate, staging_folder, write_json
 from swift.trainers.distributed import Collectives
+from swift.trainers.master_weights import keep_master_weights
 from swift.trainers.microbatch import MicroBatch, collate, split_by_sample
 from swift.types import Prompt, TrainerProgress
 
@@ -159,10 +162,10 @@ class GRPOTrainer(Trainer):
         assert self.args.gradient_accumulation_steps == 1, "accumulation happens inside training_step"
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
-        self._packed = packing_obstacle(self.model) is None
-        if self._packed and reference is not None:
+        choose_attention(self.model)
+        if reference is not None:
             with reference.active() as module:
-                enable_packed_attention(module)
+                choose_attention(module)
 
     # --- data -----------------------------------------------------------------------------------------------
 
@@ -235,7 +238,7 @@ class GRPOTrainer(Trainer):
         """One forward/backward pass; a rank with nothing left passes over `filler` with weight 0."""
         samples = [unit.samples[i] for i in part or [filler]]
         batch = collate(samples, [weights[i] for i in part] or [0.0], device=self.args.device)
-        self._ensure_ref_logprobs(batch)
+        self._ensure_ref_logprobs(batch, keep=bool(part))
         policy_logprobs_N = self._logprobs(model, batch)
         first_visit = batch.old_logprobs_N is None
         output = policy_loss(
@@ -277,7 +280,7 @@ class GRPOTrainer(Trainer):
 
     def _logprobs(self, model: nn.Module, batch: MicroBatch) -> Tensor:
         """Log-prob of each completion token [N] at the sampling temperature, fp32."""
-        if self._packed:
+        if is_packed(model):
             logits = packed_logits(model, batch.tokens)
         else:
             logits = padded_logits(model, batch.sequences(), device=self.args.device)
@@ -287,7 +290,7 @@ class GRPOTrainer(Trainer):
         """The trainer's log-probs [N] of all completion tokens, without gradient; for checks."""
         model = self.accelerator.unwrap_model(self.model_wrapped)
         with torch.no_grad():
-            if self._packed:
+            if is_packed(model):
                 tokens = pack(sequences, device=self.args.device)
                 logits, targets = packed_logits(model, tokens), tokens.target_ids
             else:
@@ -322,12 +325,15 @@ class GRPOTrainer(Trainer):
                 mine = [unit.samples[i] for i in part]
                 yield collate(mine, [0.0] * len(mine), device=self.args.device)
 
-    def _ensure_ref_logprobs(self, batch: MicroBatch) -> None:
+    def _ensure_ref_logprobs(self, batch: MicroBatch, *, keep: bool) -> None:
+        """Fill in the reference's log-probs; with `keep`, on the rank that owns the samples, for later visits too."""
         if self.settings.loss.beta == 0 or batch.ref_logprobs_N is not None:
             return
         assert self.reference is not None, "beta > 0 without a reference"
         with self.reference.active() as module, torch.no_grad():
             batch.ref_logprobs_N = self._logprobs(module, batch)
+        if not keep:
+            return
         for sample, values in zip(batch.samples, split_by_sample(batch.ref_logprobs_N, batch.samples), strict=True):
             sample.ref_logprobs = values
 
@@ -361,12 +367,20 @@ class GRPOTrainer(Trainer):
         values["tokens/trained"] = float(sum(unit.samples[i].num_trained for i in window))
         self.metrics.add_many(values)
 
-    def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """Clip; a non-finite norm drops the gradients, so that the optimizer leaves every weight alone."""
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Trainer's optimizer; small updates of 16-bit weights are not rounded away."""
+        made = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if made:
+            keep_master_weights(optimizer)
+        return optimizer
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """The norm before clipping; a non-finite one drops the gradients, so that no weight is touched."""
         if not any(parameter.grad is not None for parameter in model.parameters()):
             self.metrics.add_many({"grad_norm": 0.0})
             return torch.zeros(())
-        norm = super()._clip_grad_norm(model)
+        norm = super()._get_grad_norm(model, grad_norm)
         if norm is None or math.isfinite(float(norm)):
             self._non_finite_in_a_row = 0
             self.metrics.add_many({"grad_norm": float(norm)} if norm is not None else {})
@@ -416,31 +430,53 @@ class GRPOTrainer(Trainer):
     def _write_checkpoint(self, model: nn.Module, trial: Any, step: int, run_dir: Path, final: Path) -> None:
         state = self._gather_pipeline_state()
         staging = staging_folder(run_dir, step)
-        if self.collectives.is_main:
-            shutil.rmtree(staging, ignore_errors=True)
-            staging.mkdir(parents=True)
-        self.collectives.barrier()
+        with self.collectives.together(), disk_full_is_an_error(run_dir):
+            if self.collectives.is_main:
+                shutil.rmtree(staging, ignore_errors=True)
+                staging.mkdir(parents=True)
         self._staging = staging
         try:
-            super()._save_checkpoint(model, trial)
+            with self.collectives.together(), disk_full_is_an_error(run_dir):
+                with self._without_best():
+                    super()._save_checkpoint(model, trial)
+                self.state.best_model_checkpoint = self._best_checkpoint(run_dir)
+                if self.collectives.is_main:
+                    self._add_to_checkpoint(staging / final.name, state)
+            with self.collectives.together(), disk_full_is_an_error(run_dir):
+                if self.collectives.is_main:
+                    commit_checkpoint(staging / final.name, final, step=step)
+                    rotate(run_dir, self.save_total_limit, keep=self.state.best_model_checkpoint)
         finally:
             self._staging = None
-        folder = staging / final.name
-        if self.collectives.is_main:
-            best = self.state.best_global_step
-            if best:
-                self.state.best_model_checkpoint = str(run_dir / f"checkpoint-{best}")
-            self.state.save_to_json(str(folder / "trainer_state.json"))
-            write_json(folder / PIPELINE_STATE, state)
-            self.checkpoint_extras(folder)
-            if self.report is not None:
-                self.report.on_save()
-        self.collectives.barrier()
-        if self.collectives.is_main:
-            commit_checkpoint(folder, final, step=step)
-            shutil.rmtree(staging, ignore_errors=True)
-            rotate(run_dir, self.save_total_limit, keep=self.state.best_model_checkpoint)
-        self.collectives.barrier()
+            if self.collectives.is_main:
+                shutil.rmtree(staging, ignore_errors=True)
+
+    def _add_to_checkpoint(self, folder: Path, state: dict[str, Any]) -> None:
+        """What a checkpoint holds beyond Trainer's files; rank 0 only."""
+        self.state.save_to_json(str(folder / "trainer_state.json"))
+        write_json(folder / PIPELINE_STATE, state)
+        self.checkpoint_extras(folder)
+        if self.report is not None:
+            self.report.on_save()
+
+    @contextlib.contextmanager
+    def _without_best(self) -> Iterator[None]:
+        """Keep Trainer from looking for the best checkpoint in the staging folder, behind a barrier of its own.
+
+        A rank whose disk is full would never come to that barrier, and the others would wait there.
+        """
+        best, self.state.best_global_step = self.state.best_global_step, None
+        try:
+            yield
+        finally:
+            self.state.best_global_step = best
+
+    def _best_checkpoint(self, run_dir: Path) -> str | None:
+        """Where the best weights that were saved lie, or will lie in a moment."""
+        best = self.state.best_global_step
+        folder = run_dir / f"checkpoint-{best}"
+        saved = best and (best == self.state.global_step or folder.exists())
+        return str(folder) if saved else self.state.best_model_checkpoint
 
     def _gather_pipeline_state(self) -> dict[str, Any]:
         """The pipeline's state with the old and reference log-probs that other ranks hold."""
@@ -453,7 +489,9 @@ class GRPOTrainer(Trainer):
             }
             for part in self.collectives.gather(mine) or []:
                 for i, (old, ref) in part.items():
-                    unit.samples[i].old_logprobs, unit.samples[i].ref_logprobs = old, ref
+                    sample = unit.samples[i]
+                    sample.old_logprobs = sample.old_logprobs if old is None else old
+                    sample.ref_logprobs = sample.ref_logprobs if ref is None else ref
         return {
             "pipeline": self.pipeline.state_dict(),
             "metrics": self.metrics.state_dict(),
@@ -510,6 +548,7 @@ class PipelineCallback(TrainerCallback):
         control.should_log |= state.global_step >= state.max_steps
         if trainer.report is not None:
             trainer.report.after_step(state.global_step, values)
+        control.should_save |= state.global_step >= state.max_steps
         if trainer.collectives.any(self.stop_requested()) and state.global_step < state.max_steps:
             trainer.interrupted = True
             control.should_save = True

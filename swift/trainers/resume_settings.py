@@ -79,7 +79,12 @@ def compare_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Se
         if _same(then, now):
             continue
         change.changed[name] = (then, now)
-        if name in FIXED:
+        if name == "world_size":
+            change.problems.append(
+                f"NPROC_PER_NODE: {now} training processes: the checkpoint was made by {then}; their number may not change "
+                f"on resume, as they share the batches; start {then} processes, or start a new run"
+            )
+        elif name in FIXED:
             change.problems.append(
                 f"--{name}: {_shown(now)}: the checkpoint was made with {_shown(then)} and this setting may not "
                 f"change on resume; use --{name} {_shown(then)}, or start a new run"

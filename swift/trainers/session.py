@@ -5,20 +5,25 @@ Shared by `sft` and `grpo`; knows no algorithm.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib.util
 import os
 import shlex
 import signal
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from swift.errors import ResourceError, SwiftError, join_problems
+from swift.errors import Interrupted, ResourceError, SwiftError, join_problems
 
 if TYPE_CHECKING:
+    from transformers import TrainerCallback
+
     from swift.trainers.distributed import Collectives
 
 
@@ -91,12 +96,17 @@ def require_packages(args: Any) -> None:
     )
 
 
-def find_start(args: Any, settings: dict[str, Any]) -> Start:
+def checkpoint_settings(settings: Mapping[str, Any], collectives: Collectives) -> dict[str, Any]:
+    """The content of a checkpoint's args.json: the settings, and the number of processes that share the batches."""
+    return {**settings, "world_size": collectives.world_size}
+
+
+def find_start(args: Any, settings: Mapping[str, Any]) -> Start:
     """The checkpoint that `--resume_from_checkpoint` names, verified, or a fresh start.
 
     Args:
         args: with `resume_from_checkpoint` and `output_dir`.
-        settings: the content of args.json.
+        settings: as `checkpoint_settings` returns them.
 
     Raises:
         ConfigError: no whole checkpoint there, or a setting differs that may not change.
@@ -114,13 +124,40 @@ def find_start(args: Any, settings: dict[str, Any]) -> Start:
 
 
 def resume_command(mode: str, checkpoint: Path | None) -> str:
-    """The command that continues this run: its own words and launch variables, with the checkpoint put in."""
-    words = list(sys.argv[1:]) if sys.argv[1:2] == [mode] else [mode, "..."]
-    if "--resume_from_checkpoint" in words:
-        at = words.index("--resume_from_checkpoint")
-        del words[at : at + 2]
+    """The command that continues this run: its own words and launch variables, with the checkpoint put in.
+
+    Without a checkpoint it is the command as it was.
+    """
+    given = list(sys.argv[1:]) if sys.argv[1:2] == [mode] else [mode, "..."]
+    words: list[str] = []
+    while given:
+        word = given.pop(0)
+        flag, equals, _ = word.partition("=")
+        if checkpoint is None or flag.replace("-", "_") != "__resume_from_checkpoint":
+            words.append(word)
+        elif not equals:
+            given = given[1:]
+    if checkpoint is not None:
+        words += ["--resume_from_checkpoint", str(checkpoint)]
     launch = [f"{name}={os.environ[name]}" for name in LAUNCH_VARIABLES if os.environ.get(name)]
-    return " ".join([*launch, shlex.join(["swift", *words, "--resume_from_checkpoint", str(checkpoint)])])
+    return " ".join([*launch, shlex.join(["swift", *words])])
+
+
+@contextlib.contextmanager
+def collector_resting() -> Iterator[None]:
+    """Import and load without the garbage collector, and leave what was loaded out of its later rounds.
+
+    A million objects come and stay while libraries are imported; to look for garbage among them again and again
+    takes a quarter of the start. Only reference cycles dropped inside the block are never freed.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
 
 
 def join_processes(timeout_s: float) -> Collectives:
@@ -171,6 +208,22 @@ class SignalTrap:
         for number, handler in self._former.items():
             signal.signal(number, handler)
 
+    def check(self, mode: str, collectives: Collectives, start: Start) -> None:
+        """Between the phases before the first step; every process calls it at the same places.
+
+        Raises:
+            Interrupted: on all processes, when any of them was asked to stop.
+        """
+        if not collectives.any(self.caught is not None):
+            return
+        cause = f"signal: {self.caught or 'another process'}: stopped before the first step"
+        if start.checkpoint is None:
+            raise Interrupted(f"{cause}, there is no checkpoint yet; start again: {resume_command(mode, None)}")
+        raise Interrupted(
+            f"{cause} of this start, {start.checkpoint} is the last checkpoint; "
+            f"resume: {resume_command(mode, start.checkpoint)}"
+        )
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.caught is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
@@ -182,12 +235,11 @@ def training_options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, A
 
     Args:
         args: the resolved settings.
-        folder: the run's folder; checkpoints and TensorBoard files go there.
+        folder: the run's folder; checkpoints go there.
         evaluates: whether there is an evaluation set.
     """
     import torch
 
-    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(folder / "runs"))
     on_gpu = torch.cuda.is_available()
     eval_strategy = args.eval_strategy if evaluates else "no"
     return {
@@ -235,6 +287,21 @@ def training_options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, A
         "ddp_timeout": args.ddp_timeout,
         "ddp_find_unused_parameters": args.ddp_find_unused_parameters,
         "deepspeed": args.deepspeed,
-        "report_to": [name for name in args.report_to if name != "none"] or "none",
+        # for TensorBoard see `tensorboard_callback`
+        "report_to": [name for name in args.report_to if name not in ("none", "tensorboard")] or "none",
         "disable_tqdm": True,
     }
+
+
+def tensorboard_callback(args: Any, folder: Path) -> TrainerCallback | None:
+    """Writes TensorBoard files into `<run>/runs`; None when `--report_to` does not ask for it.
+
+    transformers takes the folder from an environment variable, which a second run in this process would inherit.
+    """
+    if "tensorboard" not in args.report_to:
+        return None
+    from transformers.integrations import TensorBoardCallback
+
+    callback = TensorBoardCallback()
+    callback.logging_dir = str(folder / "runs")
+    return callback

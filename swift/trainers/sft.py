@@ -17,10 +17,12 @@ from swift.errors import Interrupted
 from swift.trainers.session import (
     Outcome,
     SignalTrap,
+    checkpoint_settings,
     find_start,
     join_processes,
     require_packages,
     resume_command,
+    tensorboard_callback,
     training_options,
 )
 
@@ -49,7 +51,7 @@ def run(resolved: Resolved) -> int:
     args: Any = resolved.args
     require_packages(args)
     collectives = join_processes(args.ddp_timeout)
-    start = find_start(args, resolved.to_json())
+    start = find_start(args, checkpoint_settings(resolved.to_json(), collectives))
     template = load_chat(args)
     train, val, lines = encode(args, template)
     lines += [*start.notes, plan_line(args, len(train), collectives.world_size)]
@@ -132,7 +134,7 @@ def _train(
         rank_log.line(line)
 
     log = LogLines(folder / "logging.jsonl", attempt, say)
-    seal = SealCheckpoints(collectives, settings, args.save_total_limit)
+    seal = SealCheckpoints(collectives, checkpoint_settings(settings, collectives), args.save_total_limit)
     outcome, end_step = Outcome(), start.step
     started = time.monotonic()
     try:
@@ -187,7 +189,6 @@ def build_trainer(
 ) -> SFTTrainer:
     """TRL's trainer, ready to run; checkpoints go to `folder`."""
     from transformers import PrinterCallback
-    from transformers.integrations import TensorBoardCallback
     from trl import SFTConfig, SFTTrainer
 
     trainer = SFTTrainer(
@@ -199,9 +200,7 @@ def build_trainer(
         callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)  # `LogLines` speaks instead
-    if "tensorboard" in args.report_to:
-        board = TensorBoardCallback()
-        board.logging_dir = str(folder / "runs")
+    if (board := tensorboard_callback(args, folder)) is not None:
         trainer.add_callback(board)
     return trainer
 
@@ -241,5 +240,4 @@ def sft_options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, Any]:
         "fp16": on_gpu and args.torch_dtype == "float16",
         "max_length": None,  # rows over it are left out already, never cut
         "dataset_kwargs": {"skip_prepare_dataset": True},
-        "report_to": [name for name in args.report_to if name not in ("none", "tensorboard")],
     }

@@ -7,7 +7,9 @@ import torch
 
 from swift.models.forward import (
     TokenSequence,
+    choose_attention,
     enable_packed_attention,
+    is_packed,
     pack,
     packed_logits,
     packing_obstacle,
@@ -78,3 +80,30 @@ def test_models_with_sliding_windows_are_named_and_not_packed(nano_folders):
     assert packing_obstacle(model) is None
     model.config.layer_types = ["full_attention", "sliding_attention"]
     assert "sliding_attention" in str(packing_obstacle(model))
+
+
+@pytest.mark.parametrize("arch", ["deepseek_v3", "gpt_neox", "mixtral"])
+def test_other_architectures_are_packed_where_that_equals_their_own_attention(small_model, arch):
+    model = small_model(arch)
+    oracle = torch.cat([padded_logits(model, [sequence]) for sequence in SEQUENCES])
+    assert choose_attention(model) is None
+    assert (packed_logits(model, pack(SEQUENCES)) - oracle).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("arch", "reason"),
+    [
+        ("mistral", "sliding window of 8"),
+        ("gemma2", "sliding_attention"),
+        ("gpt_oss", "sliding window of 8"),  # with attention sinks
+        ("nemotron", "do not pass the packed layout"),
+        ("gpt2", "no rotary positions"),
+    ],
+)
+def test_models_that_packing_would_change_keep_their_own_attention(small_model, arch, reason):
+    model = small_model(arch)
+    own = model.config._attn_implementation
+    assert reason in str(choose_attention(model))
+    assert not is_packed(model)
+    assert model.config._attn_implementation == own
+    assert model.training

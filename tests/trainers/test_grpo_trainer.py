@@ -35,7 +35,6 @@ def test_packed_and_padded_training_have_the_same_gradient(nano_folders, tmp_pat
     padded = make_trainer(nano_folders[arch], tmp_path)
     next(padded.pipeline.windows(padded.progress))  # sampled with the packed engine, so the same completions
     padded.model.set_attn_implementation("sdpa")
-    padded._packed = False
     assert relative_difference(gradients_of_one_step(padded), expected) < 1e-5
 
 
@@ -122,6 +121,14 @@ def test_a_non_finite_gradient_skips_the_update_and_ends_the_run_when_it_stays(n
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
 
 
+def test_a_non_finite_gradient_skips_the_update_without_clipping_too(nano_folders, tmp_path):
+    trainer = make_trainer(nano_folders["qwen2"], tmp_path, max_steps=2, max_grad_norm=0.0)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    poison(trainer)
+    trainer.train()
+    assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+
+
 def poison(trainer):
     original = trainer._logprobs
     trainer._logprobs = lambda model, batch: original(model, batch) * float("nan")
@@ -163,6 +170,12 @@ def test_a_lora_policy_is_its_own_reference(nano_folders, tmp_path):
     assert first == pytest.approx(0.0, abs=1e-9)
     assert second > 1e-6
     assert all(torch.equal(p, frozen[name]) for name, p in policy.named_parameters() if not p.requires_grad)
+
+
+def test_completions_carry_the_version_of_the_weights_that_sampled_them(nano_folders, tmp_path):
+    trainer = make_trainer(nano_folders["qwen2"], tmp_path, windows=2, max_steps=5)
+    trainer.train()
+    assert [scored.version for scored in trainer.rounds] == [0, 2, 4]
 
 
 def test_sampler_and_trainer_agree_on_every_step(nano_folders, tmp_path):

@@ -9,6 +9,9 @@ A batch in memory, R rows with a key/value cache of K slots per layer::
 
     slots     [ left padding | prompt | generated so far | free ]
               0              W        W + t              K          W = longest prompt, t = decode steps
+
+A model that cannot be packed (sliding windows, recurrent layers) keeps its own attention and its own cache; its
+batches hold prompts of one length, so that nothing is padded and nothing can depend on padding.
 """
 
 from __future__ import annotations
@@ -22,13 +25,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from swift.errors import PromptTooLong
-from swift.models.forward import DecodeLayout, GroupSpans, SegmentLayout, Span, enable_packed_attention
+from swift.errors import ConfigError, PromptTooLong
+from swift.models.forward import DecodeLayout, GroupSpans, SegmentLayout, Span, choose_attention
 from swift.rollout.engines.base import Capabilities, EngineCounters
 from swift.rollout.engines.sampling import BatchSampler
 from swift.rollout.engines.stopping import StopText
 from swift.rollout.seeds import sample_uniforms
-from swift.types import Completion, FinishReason, Request
+from swift.types import Completion, FinishReason, Request, SamplingParams
 
 COMPACT_WHEN_FINISHED = 0.25
 """Share of finished rows at which they leave the batch: compaction copies the cache, so not at every row."""
@@ -44,6 +47,9 @@ class TransformersEngine:
         max_model_len: prompt + completion limit in tokens; None takes the model's own.
         max_rows: most rows decoded together.
         cache_bytes: most bytes of key/value cache; a fixed number keeps batch shapes reproducible.
+
+    Raises:
+        ConfigError: an architecture that can neither be packed nor decoded with its own cache.
     """
 
     def __init__(
@@ -72,7 +78,11 @@ class TransformersEngine:
             shares_weights=True,
             max_model_len=limit,
         )
-        enable_packed_attention(model)
+        self.obstacle = choose_attention(model)
+        """Why the model keeps its own attention and cache, which is slower; None when it does not."""
+        self.rotary = hasattr(self._config, "rope_parameters")
+        if self.obstacle is not None:
+            self._try_own_cache()
 
     def publish(self, version: int) -> None:
         """The engine reads the trainer's parameters: only the version changes."""
@@ -91,7 +101,7 @@ class TransformersEngine:
         self._check_lengths(requests)
         was_training = self.model.training
         for batch in self._batches(requests):
-            run = _BatchRun(self, batch)
+            run = self._run(batch)
             while True:
                 started = time.monotonic()
                 self.model.eval()
@@ -106,7 +116,7 @@ class TransformersEngine:
     def stream_tokens(self, request: Request) -> Iterator[tuple[int, float]]:
         """Sample one request and yield (token id, log-prob) as they come; the last one ends the completion."""
         self._check_lengths([request])
-        run = _BatchRun(self, [request])
+        run = self._run([request])
         seen = 0
         while not run.done:
             with torch.inference_mode():
@@ -115,6 +125,21 @@ class TransformersEngine:
             ids, logprobs = (finished[0].token_ids, finished[0].logprobs) if finished else run.row(0)
             yield from zip(ids[seen:], logprobs[seen:], strict=True)
             seen = len(ids)
+
+    def _try_own_cache(self) -> None:
+        """Raises ConfigError when the model's own cache is not one that transformers' models share."""
+        request = Request("trial", [0, 0], SamplingParams(max_new_tokens=2))
+        try:
+            list(self.generate([request]))
+        except (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+            raise ConfigError(
+                f"--model: {self._config.model_type}: the transformers engine cannot sample from this architecture "
+                f"({type(error).__name__}: {str(error).splitlines()[0]}); choose a decoder with a key/value cache"
+            ) from error
+        self.counters = EngineCounters()
+
+    def _run(self, batch: list[Request]) -> _BatchRun:
+        return _BatchRun(self, batch) if self.obstacle is None else _OwnCacheRun(self, batch)
 
     def _check_lengths(self, requests: Sequence[Request]) -> None:
         """Raises PromptTooLong for the first prompt that leaves no room for one token."""
@@ -125,14 +150,16 @@ class TransformersEngine:
     def _batches(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
         """Cut the requests into batches that fit the cache, keeping the samples of a prompt together."""
         by_prompt: OrderedDict[tuple[int, ...], list[Request]] = OrderedDict()
-        for request in requests:
+        lengths_together = requests if self.obstacle is None else sorted(requests, key=lambda r: len(r.prompt_ids))
+        for request in lengths_together:
             by_prompt.setdefault(tuple(request.prompt_ids), []).append(request)
         batch: list[Request] = []
         slots = 0
         for prompt, group in by_prompt.items():
             for request in group:
                 wanted = max(slots, len(prompt) + request.sampling.max_new_tokens)
-                if batch and (len(batch) >= self.max_rows or wanted * (len(batch) + 1) > self._cache_slots()):
+                full = len(batch) >= self.max_rows or wanted * (len(batch) + 1) > self._cache_slots()
+                if batch and (full or not self._mixes(len(prompt), batch)):
                     yield batch
                     batch, wanted = [], len(prompt) + request.sampling.max_new_tokens
                 batch.append(request)
@@ -140,11 +167,16 @@ class TransformersEngine:
         if batch:
             yield batch
 
+    def _mixes(self, prompt_length: int, batch: Sequence[Request]) -> bool:
+        """Whether a prompt of this length may join the batch."""
+        return self.obstacle is None or prompt_length == len(batch[-1].prompt_ids)
+
     def _cache_slots(self) -> int:
         """How many (row, position) slots the cache budget holds."""
         config = self._config
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        heads = getattr(config, "num_attention_heads", None) or 1
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
         width = next(self.model.parameters()).element_size()
         return max(1, self.cache_bytes // (2 * config.num_hidden_layers * kv_heads * head_size * width))
 
@@ -169,7 +201,7 @@ class _BatchRun:
         self.sampler = BatchSampler(requests, torch.from_numpy(uniforms).to(device))
         self.stop_text = StopText(requests, engine.tokenizer)
         self.finished_R = torch.zeros(len(requests), dtype=torch.bool, device=device)
-        self.cache: _RowCache | None = None
+        self.cache: Any = None
         self.lengths_R = torch.tensor([len(r.prompt_ids) for r in requests], device=device)
 
     @property
@@ -191,10 +223,7 @@ class _BatchRun:
 
     def _prefill(self) -> Tensor:
         """Run each distinct prompt once; fill the rows' caches; logits [R, V] of the first token."""
-        distinct: OrderedDict[tuple[int, ...], int] = OrderedDict()
-        for request in self.requests:
-            distinct.setdefault(tuple(request.prompt_ids), len(distinct))
-        which = [distinct[tuple(r.prompt_ids)] for r in self.requests]
+        distinct, which = _distinct_prompts(self.requests)
         spans: list[Span] = []
         for prompt in distinct:
             spans.append(Span(spans[-1].stop if spans else 0, len(prompt)))
@@ -216,7 +245,6 @@ class _BatchRun:
 
     def _decode(self) -> Tensor:
         """One decode step of all live rows; logits [R, V]."""
-        assert self.cache is not None
         last = self.tokens[self.rows.to(self.tokens.device), self.step - 1]
         output = self.engine.model(
             input_ids=last[:, None],
@@ -271,8 +299,42 @@ class _BatchRun:
             state[keep] for state in (self.finished_R, self.budget_R, self.ends_RE, self.lengths_R)
         )
         self.sampler.keep(keep)
-        assert self.cache is not None
+        self._keep_cache(keep)
+
+    def _keep_cache(self, keep: Tensor) -> None:
         self.cache.keep(keep)
+
+
+class _OwnCacheRun(_BatchRun):
+    """One batch of prompts of one length, decoded with the model's own attention and cache."""
+
+    def _prefill(self) -> Tensor:
+        distinct, which = _distinct_prompts(self.requests)
+        device = self.engine.device
+        ids = torch.tensor(distinct, device=device)
+        output = self.engine.model(input_ids=ids, use_cache=True, logits_to_keep=1)
+        rows = torch.tensor(which, device=device)
+        self.cache = output.past_key_values
+        self.cache.reorder_cache(rows)
+        self.engine.counters.prefill_tokens += ids.numel()
+        return output.logits[:, -1][rows]
+
+    def _decode(self) -> Tensor:
+        last = self.tokens[self.rows.to(self.tokens.device), self.step - 1]
+        positions = {"position_ids": (self.lengths_R + self.step - 1)[:, None]} if self.engine.rotary else {}
+        output = self.engine.model(input_ids=last[:, None], past_key_values=self.cache, use_cache=True, **positions)
+        return output.logits[:, -1]
+
+    def _keep_cache(self, keep: Tensor) -> None:
+        if keep.numel():
+            self.cache.reorder_cache(keep)
+
+
+def _distinct_prompts(requests: Sequence[Request]) -> tuple[list[tuple[int, ...]], list[int]]:
+    """The different prompts in order of appearance, and which of them each request has."""
+    index: dict[tuple[int, ...], int] = {}
+    which = [index.setdefault(tuple(request.prompt_ids), len(index)) for request in requests]
+    return list(index), which
 
 
 def _end_tokens(requests: Sequence[Request], eos_token_ids: Sequence[int]) -> Tensor:

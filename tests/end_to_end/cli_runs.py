@@ -1,0 +1,246 @@
+"""Real `swift rlhf` commands in processes of their own: starting, watching, killing and comparing them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from safetensors.torch import load_file
+
+from swift.observability.jsonl import read_jsonl, read_log
+from swift.observability.metrics import is_timing
+from swift.trainers.checkpoint import list_checkpoints, verify
+
+ROOT = Path(__file__).parents[2]
+LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE")
+LIMIT_S = 240
+"""Nothing here takes a tenth of it, even on a busy machine; a hang shall fail the test that caused it."""
+
+DEFAULTS = {
+    "tuner_type": "full",
+    "reward_funcs": "odd",
+    "reward_workers": 1,
+    "num_generations": 4,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "max_completion_length": 12,
+    "learning_rate": 1e-3,
+    "beta": 0,
+    "logging_steps": 1,
+    "save_steps": 2,
+    "report_to": "none",
+    "add_version": "false",
+}
+
+
+def environment(**more: Any) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in LAUNCH}
+    own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    return {**kept, **own, **{name: str(value) for name, value in more.items()}}
+
+
+@dataclass
+class Run:
+    """A command that was started; `folder` is where it trains."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+    begun: float = field(default_factory=time.monotonic)
+
+    def wait(self) -> tuple[int, str, str]:
+        """Exit code, stdout, stderr."""
+        out, err = self.process.communicate(timeout=LIMIT_S)
+        return self.process.returncode, out, err
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def until(self, condition: Any) -> bool:
+        """Poll every millisecond; False when the command ended before `condition()` held."""
+        deadline = time.monotonic() + LIMIT_S
+        while not condition():
+            if not self.alive:
+                return False
+            assert time.monotonic() < deadline, "the run makes no progress"
+            time.sleep(0.001)
+        return True
+
+    def family(self) -> list[psutil.Process]:
+        """The command's process and all below it."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            top = psutil.Process(self.process.pid)
+            return [top, *top.children(recursive=True)]
+        return []
+
+    def kill(self) -> None:
+        """SIGKILL to the command alone; what it started must follow by itself."""
+        family = self.family()
+        self.process.kill()
+        self.wait()
+        assert_gone(family)
+
+    def logged_step(self) -> int:
+        """The last step in logging.jsonl."""
+        return last_step(self.folder)
+
+
+def last_step(folder: Path) -> int:
+    path = folder / "logging.jsonl"
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError):  # the line that is being written
+            return json.loads(line)["step"]
+    return 0
+
+
+def assert_gone(processes: list[psutil.Process], seconds: float = 10) -> None:
+    """Fails when one of the processes is still there after so many seconds."""
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
+    left = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert not left, f"left behind: {[(p.pid, p.name()) for p in left]}"
+
+
+class Cli:
+    """Starts commands and ends, when the test does, those that are left."""
+
+    def __init__(self, model: Path, material: Path, folder: Path) -> None:
+        self.model, self.material, self.folder = model, material, folder
+        self._started: list[Run] = []
+
+    def __enter__(self) -> Cli:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for run in self._started:
+            family = run.family()
+            if run.alive:
+                run.process.kill()
+                run.process.communicate()
+            for process in family[1:]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+
+    def words(self, output: str, **flags: Any) -> list[str]:
+        """`rlhf ...` with the defaults of these tests; a flag of None is left out."""
+        given = {
+            "rlhf_type": "grpo",
+            "model": self.model,
+            "dataset": self.material / "train.jsonl",
+            "external_plugins": self.material / "odd_plugin.py",
+            "output_dir": self.folder / output,
+            **DEFAULTS,
+            **flags,
+        }
+        return ["rlhf", *(word for name, value in given.items() if value is not None for word in (f"--{name}", str(value)))]
+
+    def start(self, output: str, *, variables: dict[str, Any] | None = None, **flags: Any) -> Run:
+        return self._popen(self.words(output, **flags), self.folder / output, variables or {})
+
+    def start_printed(self, printed: str, output: str, *, variables: dict[str, Any] | None = None) -> Run:
+        """A command as swift prints it: `NAME=value ... swift rlhf ...`."""
+        words = shlex.split(printed)
+        at = words.index("swift")
+        named = dict(word.split("=", 1) for word in words[:at])
+        return self._popen(words[at + 1 :], self.folder / output, {**(variables or {}), **named})
+
+    def _popen(self, words: list[str], folder: Path, variables: dict[str, Any]) -> Run:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "swift", *words],
+            cwd=self.folder,
+            env=environment(**variables),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._started.append(Run(process, folder))
+        return self._started[-1]
+
+    def finish(self, output: str, *, variables: dict[str, Any] | None = None, **flags: Any) -> tuple[Path, str, str]:
+        """Run to the end, which must be a good one: folder, stdout, stderr."""
+        run = self.start(output, variables=variables, **flags)
+        code, out, err = run.wait()
+        assert code == 0, err
+        return run.folder, out, err
+
+
+# --- what a run has left ------------------------------------------------------------------------------------------
+
+
+def log_rows(folder: Path) -> list[dict]:
+    """logging.jsonl, the highest attempt of each step, without times and attempts."""
+    return [
+        {name: value for name, value in row.items() if name != "attempt" and not is_timing(name)}
+        for row in read_log(folder / "logging.jsonl")
+    ]
+
+
+def completion_rows(folder: Path) -> list[dict]:
+    """completions.jsonl likewise."""
+    return [{**row, "attempt": None} for row in read_log(folder / "completions.jsonl")]
+
+
+def state_files(folder: Path) -> dict[str, Any]:
+    """The content of the last checkpoint: tensors, states, pipeline."""
+    checkpoint = list_checkpoints(folder)[-1]
+    verify(checkpoint)
+    found: dict[str, Any] = {"name": checkpoint.name, "files": sorted(path.name for path in checkpoint.iterdir())}
+    for path in checkpoint.glob("*.safetensors"):
+        found[path.name] = load_file(path)
+    for name in ("optimizer.pt", "scheduler.pt"):
+        found[name] = torch.load(checkpoint / name, weights_only=True)
+    found["rng"] = [
+        torch.load(path, weights_only=False)["cpu"] for path in sorted(checkpoint.glob("rng_state*.pth"))
+    ]
+    found["pipeline"] = json.loads((checkpoint / "pipeline_state.json").read_text())["pipeline"]
+    for name in ("adapter_config.json", "config.json"):
+        if (checkpoint / name).exists():
+            found[name] = (checkpoint / name).read_text()
+    return found
+
+
+def assert_same(ours: Any, theirs: Any, where: str = "") -> None:
+    """Equal to the last bit, whatever is nested in whatever."""
+    if isinstance(ours, torch.Tensor):
+        assert torch.equal(ours, theirs), where
+    elif isinstance(ours, dict):
+        assert ours.keys() == theirs.keys(), (where, ours.keys() ^ theirs.keys())
+        for name, value in ours.items():
+            assert_same(value, theirs[name], f"{where}/{name}")
+    elif isinstance(ours, list | tuple):
+        assert len(ours) == len(theirs), (where, len(ours), len(theirs))
+        for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            assert_same(one, other, f"{where}/{index}")
+    else:
+        assert ours == theirs or ours != ours, (where, ours, theirs)
+
+
+def assert_same_run(folder: Path, straight: Path) -> None:
+    """Two runs have the same weights, optimizer, pipeline state, logs and completions, bit for bit."""
+    assert_same(log_rows(folder), log_rows(straight), "logging")
+    assert_same(completion_rows(folder), completion_rows(straight), "completions")
+    assert_same(state_files(folder), state_files(straight), "checkpoint")
+
+
+def attempts(folder: Path) -> list[dict]:
+    return list(read_jsonl(folder / "attempts.jsonl"))
+
+
+def error_lines(stderr: str) -> list[str]:
+    return [line for line in stderr.splitlines() if line.startswith("swift: error: ")]
+
+
+def terminate(run: Run, signum: int = signal.SIGTERM) -> None:
+    run.process.send_signal(signum)

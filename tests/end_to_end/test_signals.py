@@ -1,0 +1,96 @@
+"""What a run answers to SIGTERM and SIGINT: a checkpoint where there is something to save, and how to go on."""
+
+import re
+import signal
+import time
+
+import pytest
+from cli_runs import assert_gone, assert_same_run, attempts, last_step, log_rows, terminate
+
+pytestmark = pytest.mark.slow
+
+
+def printed_command(stderr: str) -> str:
+    found = re.search(r"(?:resume|start again): (.*)$", stderr, re.MULTILINE)
+    assert found, stderr
+    return found.group(1)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_printed_command_continues_the_same_run(cli, signum):
+    flags = {"max_steps": 30, "save_steps": 100, "logging_steps": 4, "steps_per_generation": 4, "num_iterations": 2}
+    straight, _, _ = cli.finish("straight", **flags)
+    run = cli.start("stopped", **flags)
+    assert run.until(lambda: last_step(run.folder) >= 4)
+    family = run.family()
+    terminate(run, signum)
+    code, _, err = run.wait()
+    assert code == 75, err
+    assert_gone(family)
+    (line,) = [line for line in err.splitlines() if line.startswith("swift: ")]
+    end = attempts(run.folder)[-1]
+    step = end["end_step"]
+    assert 4 <= step < 30
+    assert end["exit_code"] == 75
+    saved = f"{run.folder}/checkpoint-{step} is saved; resume: swift rlhf"
+    assert line.startswith(f"swift: signal: {signum.name}: stopped at step {step}, {saved}")
+    code, _, err = cli.start_printed(printed_command(err), "stopped").wait()
+    assert code == 0, err
+    assert_same_run(run.folder, straight)
+
+
+def test_a_signal_before_the_first_step_says_that_there_is_no_checkpoint(cli):
+    mark = cli.folder / "imported"
+    run = cli.start("early", max_steps=4, variables={"MARK_IMPORT": mark})
+    assert run.until(mark.exists)
+    family = run.family()
+    terminate(run)
+    code, _, err = run.wait()
+    assert code == 75, err
+    (line,) = [line for line in err.splitlines() if line.startswith("swift: ")]
+    assert "signal: SIGTERM: stopped before the first step, there is no checkpoint yet; start again: swift rlhf" in line
+    assert "step 1/4" not in err
+    assert not run.folder.exists()
+    assert_gone(family)
+    code, _, err = cli.start_printed(printed_command(err), "early").wait()
+    assert code == 0, err
+    assert last_step(run.folder) == 4
+
+
+def test_a_signal_while_a_resumed_run_starts_names_its_checkpoint(cli):
+    folder, _, _ = cli.finish("resumed", max_steps=2)
+    mark = cli.folder / "imported"
+    run = cli.start("resumed", max_steps=4, resume_from_checkpoint="last", variables={"MARK_IMPORT": mark})
+    assert run.until(mark.exists)
+    terminate(run)
+    code, _, err = run.wait()
+    assert code == 75, err
+    assert f"{folder}/checkpoint-2 is the last checkpoint" in err
+    assert printed_command(err).endswith(f"--resume_from_checkpoint {folder}/checkpoint-2")
+
+
+def test_a_second_interrupt_does_not_wait_for_the_step(cli):
+    run = cli.start("hasty", max_steps=30, variables={"SLOW_FROM_STEP": "2"}, save_steps=1)
+    assert run.until(lambda: last_step(run.folder) >= 2)
+    family = run.family()
+    for _ in range(2):
+        terminate(run, signal.SIGINT)
+        time.sleep(1)  # two at once are one
+    begun = time.monotonic()
+    code, _, err = run.wait()
+    assert time.monotonic() - begun < 10  # the reward of this step takes 20 s
+    assert code == 130
+    assert err.endswith("\nswift: interrupted\n")
+    assert attempts(run.folder)[-1]["exit_code"] == 130
+    assert_gone(family)
+    folder, _, _ = cli.finish("hasty", max_steps=30, save_steps=10, resume_from_checkpoint="last")
+    assert [row["step"] for row in log_rows(folder)] == list(range(1, 31))
+
+
+def test_a_signal_in_the_last_step_ends_the_run_as_usual(cli):
+    run = cli.start("ending", max_steps=3)
+    assert run.until(lambda: last_step(run.folder) >= 3)
+    terminate(run)
+    code, _, err = run.wait()
+    assert code == 0, err
+    assert "Everything lies in" in err

@@ -1,0 +1,139 @@
+"""Who may import whom (docs/architecture.md draws it), and what must not be loaded too early.
+
+Imports that only a type checker sees are free; imports inside functions count like all others.
+"""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "swift"
+
+MAY_IMPORT = {
+    "errors": set(),
+    "types": set(),
+    "flags": set(),
+    "observability": {"errors", "types"},
+    "rl": {"flags"},
+    "data": {"errors", "flags", "types"},
+    "models": {"errors", "flags", "types", "data"},
+    "plugin": {"errors", "rewards"},
+    "rewards": {"errors", "flags", "types", "plugin", "data", "models"},
+    "rollout": {"errors", "flags", "types", "data", "models", "rl"},
+    "trainers": {"errors", "flags", "types", "observability", "rl", "data", "models", "rewards", "rollout"},
+    "arguments": {"errors", "flags", "observability", "rl", "data", "models", "rewards", "rollout", "trainers"},
+    "cli": {"errors", "types", "data", "models", "rewards", "rollout", "trainers", "arguments"},
+    "__main__": {"cli"},
+}
+
+ONLY_HERE = {
+    "vllm": ["swift/rollout/engines/"],
+    "lmdeploy": ["swift/rollout/engines/"],
+    "trl": ["swift/trainers/sft"],
+    "peft": ["swift/models/", "swift/rewards/models.py"],
+    "matplotlib": ["swift/observability/plots.py"],
+    "rich": ["swift/observability/progress.py"],
+    "reasoning_gym": ["swift/data/procedural.py", "swift/rewards/functions/gym.py"],
+    "math_verify": ["swift/rewards/functions/accuracy.py"],
+    "modelscope": ["swift/models/source.py", "swift/data/hub.py"],
+}
+
+
+def modules():
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def part_of(path):
+    """The package or top-level module of a file: swift/rl/kl.py -> rl, swift/types.py -> types."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(path):
+    """Full names of what a file imports at run time, wherever in the file."""
+
+    def walk(node):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                continue
+            if isinstance(child, ast.Import):
+                yield from (alias.name for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"{path}: relative import"
+                yield from (f"{child.module}.{alias.name}" for alias in child.names)
+            yield from walk(child)
+
+    return set(walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+def parts_imported(path):
+    names = {name.split(".")[1] for name in imported(path) if name.startswith("swift.")}
+    return {name for name in names if (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file()}
+
+
+def test_every_part_has_its_place_in_the_drawing():
+    assert {part_of(path) for path in modules()} - {"__init__"} == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("part", MAY_IMPORT)
+def test_a_part_imports_only_what_lies_below_it(part):
+    for path in modules():
+        if part_of(path) == part:
+            wrong = parts_imported(path) - MAY_IMPORT[part] - {part}
+            assert not wrong, f"{path.relative_to(ROOT)} imports swift.{', swift.'.join(sorted(wrong))}"
+
+
+def test_no_two_parts_import_each_other_but_plugin_and_rewards():
+    pairs = {frozenset((a, b)) for a, below in MAY_IMPORT.items() for b in below if a in MAY_IMPORT[b]}
+    assert pairs == {frozenset(("plugin", "rewards"))}
+
+
+def test_settings_are_defined_without_the_code_that_they_configure():
+    for path in PACKAGE.glob("*/arguments.py"):
+        wrong = {
+            name
+            for name in imported(path)
+            if name.startswith("swift.")
+            and not name.startswith(("swift.flags.", "swift.types."))
+            and ".arguments." not in name
+        }
+        assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
+
+
+def test_the_mathematics_sees_tensors_and_nothing_else():
+    for path in (PACKAGE / "rl").rglob("*.py"):
+        outside = {name.split(".")[0] for name in imported(path)} - set(sys.stdlib_module_names) - {"swift"}
+        assert outside <= {"torch"}, f"{path.relative_to(ROOT)} imports {outside}"
+
+
+@pytest.mark.parametrize("library", ONLY_HERE)
+def test_a_library_is_imported_in_its_own_place_only(library):
+    for path in modules():
+        if library in {name.split(".")[0] for name in imported(path)}:
+            where = path.relative_to(ROOT).as_posix()
+            assert any(where.startswith(place) for place in ONLY_HERE[library]), where
+
+
+@pytest.mark.parametrize("module", ["swift.cli.main", "swift.arguments", "swift.plugin", "swift.observability.run_dir"])
+def test_the_command_line_and_plugins_load_no_heavy_library(module):
+    heavy = "('torch', 'transformers', 'trl', 'peft', 'datasets', 'matplotlib', 'vllm')"
+    code = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_help_of_a_mode_loads_no_torch():
+    code = "import sys; from swift.cli.main import main; main(['rlhf', '--help']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_the_grpo_trainer_loads_no_other_engine_and_no_trl():
+    code = (
+        "import sys, swift.trainers.grpo_trainer; print([n for n in ('vllm', 'lmdeploy', 'trl') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

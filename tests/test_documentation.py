@@ -1,0 +1,120 @@
+"""The documentation tells the truth where a program can check it: links, paths, commands, quoted messages."""
+
+import ast
+import functools
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from swift.arguments import MODES, parse
+from swift.cli.main import MODES as COMMANDS
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TROUBLE = ROOT / "docs" / "troubleshooting.md"
+SHORTEST_PIECE = 4
+
+
+def page_id(path):
+    return path.name
+
+
+def anchor(heading):
+    """The anchor that a heading gets: GitHub's rule."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower().replace("`", "")).replace(" ", "-")
+
+
+def anchors(path):
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return {anchor(heading) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if target.startswith("http"):
+            continue
+        file, _, fragment = target.partition("#")
+        path = (page.parent / file).resolve() if file else page
+        assert path.exists(), target
+        assert not fragment or fragment in anchors(path), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_named_files_exist(page):
+    for name in re.findall(r"`((?:swift|tests|examples|docs|benchmarks)/[\w/.*-]+)`", page.read_text(encoding="utf-8")):
+        assert any(ROOT.glob(name.rstrip("/"))), name
+
+
+def test_the_index_and_the_readme_name_every_page():
+    for page in (ROOT / "docs").glob("*.md"):
+        if page.name != "index.md":
+            assert f"({page.name})" in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+            assert f"(docs/{page.name})" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def commands(page):
+    """The `swift` commands of a page's bash blocks, as words, without those that are cut short by `...`."""
+    for block in re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+        for line in re.sub(r"\\\n", " ", block).splitlines():
+            try:
+                words = shlex.split(line, comments=True)
+            except ValueError:
+                continue  # a line of a here-document
+            if "swift" in words and "..." not in words and words[words.index("swift") :][1:2]:
+                yield words[words.index("swift") + 1 :]
+
+
+COMMANDS_OF_PAGES = [(page, words) for page in PAGES for words in commands(page) if words[0] in COMMANDS]
+
+
+@pytest.mark.parametrize(("page", "words"), COMMANDS_OF_PAGES, ids=lambda value: getattr(value, "name", None))
+def test_commands_parse_and_need_no_later_part(page, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    mode, rest = words[0], words[1:]
+    if rest and rest[0].endswith(".yaml"):
+        blocks = re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+        (tmp_path / rest[0]).write_text(blocks[0], encoding="utf-8")
+    assert mode in MODES
+    assert parse(mode, rest, {}).later() == []
+
+
+def test_there_are_commands_to_check():
+    assert {words[0] for _, words in COMMANDS_OF_PAGES} >= {"rlhf", "infer", "export", "reward-test"}
+
+
+def test_config_blocks_are_yaml():
+    for page in PAGES:
+        for block in re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+            assert isinstance(yaml.safe_load(block), dict), page
+
+
+@functools.cache
+def texts_of_the_program():
+    """Every constant text of swift/, with the fixed pieces of f-strings."""
+    found = []
+    for path in (ROOT / "swift").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(" ".join(node.value.split()))
+    return "\n".join(found)
+
+
+def messages():
+    """The quoted messages: code in the first column of the tables of the troubleshooting page."""
+    for line in TROUBLE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("| `"):
+            yield from re.findall(r"`([^`]+)`", line.split(" | ")[0])
+
+
+@pytest.mark.parametrize("message", list(messages()))
+def test_a_quoted_message_is_one_that_the_program_prints(message):
+    program = texts_of_the_program()
+    pieces = [piece.strip(" ();,:") for piece in message.split("...")]
+    pieces = [piece for piece in pieces if len(piece) >= SHORTEST_PIECE]
+    assert pieces
+    for piece in pieces:
+        assert piece in program, piece
