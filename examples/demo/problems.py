@@ -22,9 +22,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-SLIP = 0.62
+SLIP = 0.58
 """Probability that the teacher gets one of the three results of an answer wrong: 0.72 ** 3 = 0.37 are right."""
-SLOPPY = 0.1
+SLOPPY = 0.0
 """Probability that the teacher forgets to close the first block, which costs the format."""
 
 

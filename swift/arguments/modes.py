@@ -79,7 +79,7 @@ class RLHFArguments(
     """`swift rlhf`: online reinforcement learning."""
 
     log_completions: bool = flag(False, group="Run")
-    """Write every completion with its rewards to completions.jsonl."""
+    """Show sample completions in the trackers of `--report_to` too. completions.jsonl is always written."""
 
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one line each."""

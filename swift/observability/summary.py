@@ -77,23 +77,32 @@ def _time_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     timed = [row for row in rows if isinstance(row.get("step_time"), int | float)]
     if not timed:
         return []
-    per_step = sum(row["step_time"] for row in timed) / len(timed)
+    covered = _steps_covered(timed)
+    total = sum(covered)
+    per_step = sum(row["step_time"] * steps for row, steps in zip(timed, covered, strict=True)) / total
     lines = ["", "time per step"]
     known = 0.0
     for phase in _PHASES:
-        _, seconds = series(timed, f"time/{phase}")
+        key = f"time/{phase}"
+        seconds = [row[key] * steps for row, steps in zip(timed, covered, strict=True) if key in row]
         if seconds:
-            mean = sum(seconds) / len(timed)
+            mean = sum(seconds) / total
             known += mean
             lines.append(_time_line(phase, mean, per_step))
     lines.append(_time_line("other", max(0.0, per_step - known), per_step))
     lines.append(f"  {'all':<9} {per_step:8.3f} s")
-    speeds = [row for row in timed if isinstance(row.get("tokens/trained"), int | float)]
-    seconds_of_speeds = sum(row["step_time"] for row in speeds)
+    speeds = [(row, steps) for row, steps in zip(timed, covered, strict=True) if "tokens/trained" in row]
+    seconds_of_speeds = sum(row["step_time"] * steps for row, steps in speeds)
     if seconds_of_speeds > 0:
-        speed = sum(row["tokens/trained"] for row in speeds) / seconds_of_speeds
+        speed = sum(row["tokens/trained"] * steps for row, steps in speeds) / seconds_of_speeds
         lines.append(f"  {speed:.0f} trained tokens per second")
     return lines
+
+
+def _steps_covered(rows: Sequence[Mapping[str, Any]]) -> list[int]:
+    """How many optimizer steps each row stands for: those since the row before it."""
+    steps = [int(row["step"]) for row in rows]
+    return [max(1, step - before) for before, step in zip([0, *steps], steps, strict=False)]
 
 
 def _time_line(phase: str, seconds: float, all_seconds: float) -> str:

@@ -140,7 +140,7 @@ class RewardHealth:
             raise RewardError(
                 *(
                     f"--reward_funcs: {name}: failed on every sample of {MAX_FAILED_BATCHES} generation "
-                    f"batches in a row; the exceptions are in the log of the reward workers"
+                    f"batches in a row; the exceptions are in logs/ of the run"
                     for name in dead
                 )
             )

@@ -131,6 +131,11 @@ class RewardPipeline:
         if self._pool is not None:
             self._pool.start()
 
+    def log_to(self, path: Path) -> None:
+        """From now on what the workers print goes to `path`; the run's folder is known only after the start."""
+        if self._pool is not None:
+            self._pool.log_to(path)
+
     def close(self) -> None:
         """Ends the workers; no process is left. Repeatable."""
         if self._pool is not None:

@@ -117,6 +117,7 @@ class WorkerPool:
         self._load_message = encode(("load", spec))
         self._num_workers = num_workers
         self._log_path = log_path
+        self._log_moved = False
         self._lock = threading.Lock()
         self._inbox: deque[Call] = deque()
         self._queue: deque[Call] = deque()
@@ -156,6 +157,15 @@ class WorkerPool:
                 raise RuntimeError("the reward workers are closed")
             self._inbox.append(call)
         self._wake()
+
+    def log_to(self, path: Path) -> None:
+        """From now on the workers print to `path`; a worker that is busy turns to it after its call."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with self._lock:
+            self._log_path = path
+            self._log_moved = self._thread is not None
+        if self._log_moved:
+            self._wake()
 
     def pids(self) -> list[int]:
         """Process ids of the present workers."""
@@ -203,6 +213,10 @@ class WorkerPool:
         with self._lock:
             self._queue.extend(self._inbox)
             self._inbox.clear()
+            moved, self._log_moved = self._log_moved, False
+        if moved:
+            for worker in list(self._workers):
+                self._send(worker, encode(("log", str(self._log_path))))
 
     def _wait_s(self) -> float | None:
         """Until the next deadline, at most `_POLL_S` while a worker could die unnoticed."""

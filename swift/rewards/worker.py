@@ -126,6 +126,16 @@ def select(payload: Mapping[str, Any], samples: list[int] | None) -> tuple[list[
     return [completions[index] for index in samples], chosen
 
 
+def print_to(path: str) -> None:
+    """From now on everything this process and its libraries print is appended to `path`."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
 def seed_everything(seed: int) -> None:
     """Seeds Python's generator, and numpy's and torch's where a plugin has imported them."""
     random.seed(seed)
@@ -184,6 +194,8 @@ class Worker:
     def _handle(self, message: tuple[Any, ...]) -> None:
         if message[0] == "load":
             self._load(message[1])
+        elif message[0] == "log":
+            print_to(message[1])
         else:
             self._call(*message[1:])
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from swift.errors import SwiftError
 from swift.rl.advantages import Advantages, Estimator, Scale, compute_advantages, reward_matrix
 from swift.rollout.batch import TrainSample, TrainUnit
 from swift.rollout.collect import RolloutCollector, launches_of
@@ -111,10 +112,15 @@ class RolloutPipeline:
 
     def _make_unit(self, progress: TrainerProgress) -> TrainUnit:
         self.collector.engine.publish(progress.global_step)
+        before = self.scheduler.state_dict()
         launches = self.scheduler.launch_unit()
-        groups, reward_metrics = self.collector.run(
-            launches, num_generations=self.config.num_generations, progress=progress, timer=self.timer
-        )
+        try:
+            groups, reward_metrics = self.collector.run(
+                launches, num_generations=self.config.num_generations, progress=progress, timer=self.timer
+            )
+        except SwiftError:  # nothing of this round was trained on: a checkpoint saved now draws it again
+            self.scheduler.load_state_dict(before)
+            raise
         results = [self._advantages(part) for part in self._batches(groups)]
         advantages = torch.cat([result.advantages_S for result in results]).tolist()
         samples = list(self._samples(groups, advantages))

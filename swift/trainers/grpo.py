@@ -112,6 +112,7 @@ def prepare(args: Any, collectives: Collectives, start: Start) -> Parts:
     eval_prompts = load_prompts(args, split="val", **limits) if has_eval else None
     plan = plan_run(args, collectives.world_size, source.size)
     lines = [*source.report.lines(), *(eval_prompts.report.lines() if eval_prompts is not None else [])]
+    lines = list(dict.fromkeys(lines))  # one mapping line when both data sets have the same columns
     return Parts(args, collectives, template, source, first, eval_prompts, rewards, plan, start, lines)
 
 
@@ -174,7 +175,7 @@ def plan_run(args: Any, world_size: int, num_rows: int | None) -> BatchPlan:
 
 def train(resolved: Resolved, parts: Parts, trap: SignalTrap) -> int:
     """Load the model, open the run's folder, train, and record how it ended."""
-    from swift.observability.run_dir import RunDirectory
+    from swift.observability.run_dir import RunDirectory, rank_log_file
     from swift.trainers.checkpoint import clean_staging
     from swift.trainers.session import Outcome, collector_resting
 
@@ -194,6 +195,7 @@ def train(resolved: Resolved, parts: Parts, trap: SignalTrap) -> int:
             start_step=start.step,
         )
         clean_staging(home.path)
+        parts.rewards.log_to(rank_log_file(home.path, home.attempt, 0).with_name("rewards.log"))
         if parts.eval_prompts is not None and args.split_dataset_ratio > 0:
             parts.eval_prompts.write_jsonl(home.path / "val_dataset.jsonl")
         opened = str(home.path), home.attempt

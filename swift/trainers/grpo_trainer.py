@@ -25,13 +25,14 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
-from swift.errors import NumericError
+from swift.errors import NumericError, RewardError
 from swift.models.forward import (
     TokenSequence,
     choose_attention,
@@ -178,8 +179,16 @@ class GRPOTrainer(Trainer):
         return TrainerProgress(self.state.global_step, self.state.max_steps, float(self.state.epoch or 0.0))
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list, None]:
-        """One window; its tokens are counted by the normaliser, not by Trainer."""
-        return [next(epoch_iterator)], None
+        """One window; its tokens are counted by the normaliser, not by Trainer.
+
+        Reward functions that stay broken end the run here, on all ranks alike; what was trained so far is saved first.
+        """
+        try:
+            return [next(epoch_iterator)], None
+        except RewardError:
+            if self.state.global_step > 0:
+                self._save_checkpoint(self.model, None)
+            raise
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Windows are packed and moved slice by slice."""
@@ -411,6 +420,15 @@ class GRPOTrainer(Trainer):
         if "loss" in logs and "learning_rate" in logs:
             logs = {**logs, **self.metrics.flush(), "max_steps": self.state.max_steps}
         super().log(logs, start_time)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Tied weights are stored once, so their other names are not missing."""
+        tied = set(getattr(self.model, "all_tied_weights_keys", None) or {})
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(
+            SimpleNamespace(missing_keys=missing, unexpected_keys=load_result.unexpected_keys)
+        )
+        self.model.tie_weights()
 
     def _get_output_dir(self, trial: Any) -> str:
         """While a checkpoint is being written, the staging folder."""

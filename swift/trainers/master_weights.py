@@ -34,9 +34,9 @@ def keep_master_weights(optimizer: Optimizer) -> int:
     def before(optimizer: Optimizer, *_: Any) -> None:
         for weight, master in masters:
             saved = optimizer.state[master].get(MASTER) if master in optimizer.state else None
-            if saved is not None and saved is not master:  # a loaded checkpoint
+            if saved is not None and saved.data_ptr() != master.data_ptr():  # a loaded checkpoint
                 master.data.copy_(saved)
-                optimizer.state[master][MASTER] = master
+                optimizer.state[master][MASTER] = master.data
             master.grad = None if weight.grad is None else weight.grad.float()
 
     @torch.no_grad()
@@ -44,7 +44,7 @@ def keep_master_weights(optimizer: Optimizer) -> int:
         for weight, master in masters:
             if master.grad is not None:
                 weight.copy_(master)
-                optimizer.state[master][MASTER] = master
+                optimizer.state[master][MASTER] = master.data
                 master.grad = None
 
     optimizer.register_step_pre_hook(before)

@@ -147,3 +147,14 @@ def test_the_rank_log_holds_logging_warnings_and_console_lines(tmp_path):
     text = path.read_text()
     assert all(source in text for source in ("from logging", "from warnings", "from the console"))
     assert "too late" not in text
+
+
+def test_a_log_row_weighs_as_many_steps_as_it_stands_for(tmp_path):
+    rows = [
+        {"step": 1, "max_steps": 5, "step_time": 5.0, "time/train": 4.0, "tokens/trained": 100.0},
+        {"step": 5, "max_steps": 5, "step_time": 1.0, "time/train": 0.5, "tokens/trained": 100.0},
+    ]
+    text = summarise(rows, run_dir=tmp_path)
+    assert "all          1.800 s" in text
+    assert "train        1.200 s" in text
+    assert "56 trained tokens per second" in text

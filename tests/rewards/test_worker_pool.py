@@ -382,3 +382,13 @@ raise SystemExit(17)
     ended = subprocess.run([sys.executable, "-c", script], timeout=30, check=False)
     assert ended.returncode == 17
     assert time.monotonic() - began < 10
+
+
+def test_the_workers_turn_to_the_log_of_the_run(pipeline, group, progress, tmp_path):
+    rewards = pipeline(["nasty"], NASTY, reward_timeout=10.0)
+    rewards.score([group(["print", "a"])], progress)
+    new = tmp_path / "run" / "rewards.log"
+    rewards.log_to(new)
+    assert wait_until(new.exists), "every worker opens it at once when it is idle"
+    rewards.score([group(["print", "b"], group_id="g1")], progress)
+    assert wait_until(lambda: new.stat().st_size == 100 * 100_000)

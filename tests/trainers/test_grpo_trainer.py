@@ -234,3 +234,21 @@ def test_training_raises_the_reward(nano_folders, tmp_path):
     trainer.train()
     rewards = [row["reward"] for row in logs_of(trainer)]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
+
+
+def test_broken_rewards_end_the_run_with_a_checkpoint_that_draws_the_round_again(nano_folders, tmp_path):
+    import json
+
+    from swift.errors import RewardError
+
+    def break_at_the_third_round(groups=None):
+        if len(trainer.rounds) == 2:
+            raise RewardError("--reward_funcs: x: failed on every sample of three batches in a row")
+
+    trainer = make_trainer(nano_folders["qwen2"], tmp_path, max_steps=9)
+    trainer.pipeline.collector.scorer.end_batch = break_at_the_third_round
+    with pytest.raises(RewardError):
+        trainer.train()
+    state = json.loads((tmp_path / "checkpoint-2" / "pipeline_state.json").read_text())["pipeline"]
+    assert state["scheduler"]["launched"] == state["scheduler"]["trained"] == 4
+    assert state["unit"] is None

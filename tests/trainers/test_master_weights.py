@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 
@@ -35,7 +37,7 @@ def test_a_loaded_optimizer_goes_on_exactly(dtype):
     weight, optimizer = make(dtype)
     keep_master_weights(optimizer)
     steps(weight, optimizer, 3)
-    saved = optimizer.state_dict(), weight.detach().clone()
+    saved = deepcopy(optimizer.state_dict()), weight.detach().clone()
     again, resumed = make(dtype)
     keep_master_weights(resumed)
     resumed.load_state_dict(saved[0])
