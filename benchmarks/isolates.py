@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import record, swift_side, trl_side
-from harness.contest import BENCHMARKS, alternate, seconds, set_threads
+from harness.contest import BENCHMARKS, alternate, processor_seconds, seconds, set_threads
 from harness.ratios import ratio_of_medians, spread
 from harness.work import Work, prepare
 
@@ -25,6 +25,7 @@ START_LIMIT_S = 300.0
 
 
 def main() -> int:
+    """Measure, print, record; the exit code."""
     options = parse(sys.argv[1:])
     set_threads(options.threads)
     phases = {"train": train, "generate": generate, "start": start}
@@ -68,6 +69,12 @@ def compare(phase: str, unit: str, swift: list[float], trl: list[float], *, more
     }
 
 
+def compare_processor(phase: str, reports: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """A row of seconds computed, which others on the machine hardly change."""
+    computed = {side: seconds(reports[side], "processor_s") for side in reports}
+    return compare(phase, "s", computed["swift"], computed["trl"], more_is_better=False)
+
+
 def train(work: Work, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Forward, backward, clipping and optimizer on frozen ids: no sampling, no rewards, no loop."""
     reports = alternate("train", work, pairs=options.pairs, warmup=options.warmup)
@@ -76,6 +83,7 @@ def train(work: Work, options: argparse.Namespace) -> list[dict[str, Any]]:
     return [
         compare("train", "s", took["swift"], took["trl"], more_is_better=False),
         compare("train", "tok/s", rate["swift"], rate["trl"], more_is_better=True),
+        compare_processor("train, processor", reports),
     ]
 
 
@@ -132,15 +140,6 @@ def start_once(work: Work, side: Any) -> tuple[float, float]:
         finally:
             process.terminate()
             process.wait()
-
-
-def processor_seconds(pid: int) -> float:
-    """What a process and its living children have computed: says more than the clock on a machine that is busy."""
-    import psutil
-
-    parent = psutil.Process(pid)
-    times = [process.cpu_times() for process in [parent, *parent.children(recursive=True)]]
-    return sum(one.user + one.system for one in times)
 
 
 def cells(row: dict[str, Any]) -> list[str]:

@@ -18,10 +18,11 @@ from harness.contest import alternate, ask, seconds, set_threads
 from harness.ratios import ratio_of_medians, spread
 from harness.work import Work, prepare
 
-HEADER = ["work", "swift s", "TRL s", "TRL/swift [95 %]", "swift tok/s", "TRL tok/s", "swift MiB", "TRL MiB", "cosine"]
+HEADER = ["work", "swift s", "TRL s", "TRL/swift [95 %]", "processor s", "tok/s", "MiB", "cosine"]
 
 
 def main() -> int:
+    """Measure, print, record; the exit code."""
     options = parse(sys.argv[1:])
     set_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
@@ -86,6 +87,7 @@ def summarise(reports: list[dict[str, Any]]) -> dict[str, Any]:
     took, tokens = seconds(reports), seconds(reports, "tokens")
     return {
         "seconds": spread(took),
+        "processor_s": spread(seconds(reports, "processor_s")),
         "all_seconds": [round(value, 4) for value in took],
         "tokens_per_s": sum(tokens) / sum(took),
         "peak_rss_mib": max(seconds(reports, "peak_rss_mib")),
@@ -103,10 +105,9 @@ def cells(row: dict[str, Any]) -> list[str]:
         f"{swift['seconds']['median']:.3f}",
         f"{trl['seconds']['median']:.3f}",
         f"{row['ratio']:.2f} [{low:.2f}, {high:.2f}]",
-        f"{swift['tokens_per_s']:.0f}",
-        f"{trl['tokens_per_s']:.0f}",
-        f"{swift['peak_rss_mib']:.0f}+{swift['workers_mib']:.0f}",
-        f"{trl['peak_rss_mib']:.0f}",
+        f"{swift['processor_s']['median']:.2f} : {trl['processor_s']['median']:.2f}",
+        f"{swift['tokens_per_s']:.0f} : {trl['tokens_per_s']:.0f}",
+        f"{swift['peak_rss_mib']:.0f}+{swift['workers_mib']:.0f} : {trl['peak_rss_mib']:.0f}",
         cosine,
     ]
 

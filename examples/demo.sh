@@ -116,5 +116,4 @@ echo "== after"
 answer "$OUT/checkpoint-$STEPS" "$OUT/after.jsonl"
 
 echo
-python examples/demo/report.py "$OUT/before.jsonl" "$OUT/after.jsonl" $target
-echo "reward curve: $OUT/images/reward.png"
+python examples/demo/report.py "$OUT/before.jsonl" "$OUT/after.jsonl" --curve "$OUT/images/reward.png" $target

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from harness.agreement import REQUIRED_COSINE, agreement as compare
+from harness.agreement import REQUIRED_COSINE
+from harness.agreement import agreement as compare
 from harness.contest import Gate
 from harness.work import Work
 

@@ -12,6 +12,7 @@ from harness.work import Work
 
 
 def main() -> None:
+    """See the module."""
     side, kind, work, descriptor = sys.argv[1:]
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

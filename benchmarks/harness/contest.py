@@ -52,9 +52,30 @@ class Gate:
         """Take turns of `work` until the end; what it returns goes into the report."""
         self.send(ready=True)
         while self.turn():
-            began = time.perf_counter()
+            watch = Stopwatch()
             more = work()
-            self.send(seconds=time.perf_counter() - began, **(more or {}), **memory())
+            self.send(**watch.read(), **(more or {}), **memory())
+
+
+class Stopwatch:
+    """Seconds by the clock and seconds computed by this process and its workers, from its making on."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter(), processor_seconds(os.getpid())
+
+    def read(self) -> dict[str, float]:
+        """`seconds` and `processor_s` so far."""
+        clock, processor = self._began
+        return {"seconds": time.perf_counter() - clock, "processor_s": processor_seconds(os.getpid()) - processor}
+
+
+def processor_seconds(pid: int) -> float:
+    """What a process and its living children have computed: says more than the clock on a machine that is busy."""
+    import psutil
+
+    parent = psutil.Process(pid)
+    times = [process.cpu_times() for process in [parent, *parent.children(recursive=True)]]
+    return sum(one.user + one.system for one in times)
 
 
 def memory() -> dict[str, float]:
@@ -82,15 +103,15 @@ class Contender:
 
     def __init__(self, side: str, kind: str, work: Work) -> None:
         ours, theirs = socket.socketpair()
-        self._errors = tempfile.TemporaryFile()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
         self.side, self.kind = side, kind
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "harness.contender", side, kind, work.to_json(), str(theirs.fileno())],
                 cwd=BENCHMARKS,
                 pass_fds=[theirs.fileno()],
-                stdout=self._errors,
-                stderr=self._errors,
+                stdout=self._output,
+                stderr=self._output,
             )
         self._socket = ours
         self._file = ours.makefile("r", encoding="utf-8")
@@ -105,8 +126,8 @@ class Contender:
         if line:
             return json.loads(line)
         self._process.wait()
-        self._errors.seek(0)
-        tail = self._errors.read().decode(errors="replace")[-4000:]
+        self._output.seek(0)
+        tail = self._output.read().decode(errors="replace")[-4000:]
         raise RuntimeError(f"{self.side}/{self.kind} ended with {self._process.returncode}:\n{tail}")
 
     def turn(self) -> dict[str, Any]:
@@ -125,7 +146,7 @@ class Contender:
         finally:
             self._file.close()
             self._socket.close()
-            self._errors.close()
+            self._output.close()
 
 
 def alternate(

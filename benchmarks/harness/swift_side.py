@@ -76,13 +76,13 @@ def samples_of(rollouts: list[Rollout]) -> list[Any]:
 
 def make_trainer(work: Work, model: Any, folder: str, *, reference: Any = None) -> Any:
     """The trainer without a pipeline: windows are handed to it."""
+    from transformers import TrainingArguments
+
+    from swift.models.forward import enable_packed_attention
     from swift.observability.metrics import MetricStore
     from swift.rl.losses import LossConfig
     from swift.trainers.distributed import Collectives
     from swift.trainers.grpo_trainer import GRPOSettings, GRPOTrainer
-    from transformers import TrainingArguments
-
-    from swift.models.forward import enable_packed_attention
 
     enable_packed_attention(model)
     return GRPOTrainer(
@@ -138,12 +138,11 @@ def generate(work: Work, gate: Gate) -> None:
     """Sample the whole batch, and once more with a single token each, which is the prefill."""
     import time
 
-    from swift.models import load_chat
+    from harness.work import prompts
     from swift.arguments import parse
+    from swift.models import load_chat
     from swift.rollout.engines.transformers import TransformersEngine
     from swift.types import Request, SamplingParams
-
-    from harness.work import prompts
 
     with tempfile.TemporaryDirectory() as folder:
         args = parse("rlhf", command(work, folder, max_steps=1), os.environ).args

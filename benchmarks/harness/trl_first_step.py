@@ -8,6 +8,7 @@ from typing import Any
 
 
 def main() -> None:
+    """See the module."""
     from transformers import TrainerCallback
 
     from harness.trl_side import make_trainer

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from transformers import TrainerCallback
 
-from harness.contest import Gate, memory
+from harness.contest import Gate, Stopwatch, memory
 
 
 class TurnCallback(TrainerCallback):
@@ -23,7 +22,7 @@ class TurnCallback(TrainerCallback):
     def __init__(self, gate: Gate, num_completions: int) -> None:
         self.gate = gate
         self.num_completions = num_completions
-        self.began = 0.0
+        self.watch = Stopwatch()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Loaded; wait for the first turn."""
@@ -35,10 +34,10 @@ class TurnCallback(TrainerCallback):
         if not logs or "learning_rate" not in logs:
             return control
         tokens = logs["completions/mean_length"] * self.num_completions
-        self.gate.send(seconds=time.perf_counter() - self.began, tokens=tokens, **memory())
+        self.gate.send(tokens=tokens, **self.watch.read(), **memory())
         self._wait(control)
         return control
 
     def _wait(self, control: Any) -> None:
         control.should_training_stop = not self.gate.turn()
-        self.began = time.perf_counter()
+        self.watch = Stopwatch()

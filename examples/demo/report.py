@@ -1,6 +1,6 @@
 """Before and after: the answers to the held-out problems, scored with the reward functions of the run.
 
-    python examples/demo/report.py BEFORE.jsonl AFTER.jsonl [--at_most 0.45 --at_least 0.75]
+    python examples/demo/report.py BEFORE.jsonl AFTER.jsonl [--curve FILE] [--at_most 0.45 --at_least 0.75]
 
 BEFORE and AFTER are result files of `swift infer` over the same rows. With the two bounds the program ends with
 exit code 1 when the accuracy before is above the first or the accuracy after is below the second.
@@ -62,33 +62,29 @@ def table(before: Scored, after: Scored) -> list[str]:
     return lines
 
 
-def samples(title: str, scored: Scored, rows: list[int]) -> list[str]:
-    """What the model wrote for some rows."""
+def samples(title: str, scored: Scored) -> list[str]:
+    """What the model wrote for the first rows, whatever came of it."""
     lines = [title]
-    for row in rows:
-        answer = scored.answers[row]
-        mark = "right" if scored.right[row] else "wrong"
+    for answer, right in list(zip(scored.answers, scored.right, strict=True))[:NUM_SAMPLES]:
+        mark = "right" if right else "wrong"
         lines.append(f"  {answer['messages'][-1]['content'].strip()} {answer['response'].strip()}  ({mark})")
     return lines
-
-
-def telling_rows(before: Scored, after: Scored) -> list[int]:
-    """Rows to show: spread over the data, whatever their outcome."""
-    step = max(1, len(before.answers) // NUM_SAMPLES)
-    return list(range(0, len(before.answers), step))[:NUM_SAMPLES]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
-    parser.add_argument("--at_most", type=float)
-    parser.add_argument("--at_least", type=float)
+    parser.add_argument("--curve", type=Path, help="the plot to point to")
+    parser.add_argument("--at_most", type=float, help="fail if the accuracy before is above")
+    parser.add_argument("--at_least", type=float, help="fail if the accuracy after is below")
     args = parser.parse_args()
     before, after = score(args.before), score(args.after)
-    rows = telling_rows(before, after)
-    for line in [*table(before, after), *samples("before", before, rows), *samples("after", after, rows)]:
+    for line in [*table(before, after), *samples("before", before), *samples("after", after)]:
         print(line)
+    if args.curve is not None:
+        print(f"reward curve: {args.curve.resolve(strict=True)}")
+    sys.stdout.flush()
     if args.at_most is not None and before.accuracy > args.at_most:
         print(f"demo: FAILED: accuracy before is {before.accuracy:.3f}, above {args.at_most}", file=sys.stderr)
         return 1

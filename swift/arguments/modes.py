@@ -51,6 +51,9 @@ def _training_data_missing(args: Any) -> Iterator[str]:
         yield "--dataset: missing: there is nothing to train on; give --dataset <file, hub id or reasoning_gym:task>"
     if args.streaming and args.max_steps <= 0:
         yield f"--max_steps: {args.max_steps}: a stream has no known end; give --max_steps, or --streaming false"
+    for kind in ("save", "eval"):
+        if args.streaming and getattr(args, f"{kind}_strategy") == "epoch":
+            yield f"--{kind}_strategy: epoch: a stream has no epochs; use --{kind}_strategy steps --{kind}_steps N"
 
 
 @dataclass(kw_only=True)

@@ -210,7 +210,7 @@ def train(resolved: Resolved, parts: Parts, trap: SignalTrap) -> int:
         raise
     finally:
         if collectives.is_main:
-            end_step = session.trainer.state.global_step if session is not None else start.step
+            end_step = max(start.step, session.trainer.state.global_step if session is not None else 0)
             home.finish(end_step=end_step, exit_code=outcome.exit_code, reason=outcome.reason)
     return 0
 
@@ -292,13 +292,10 @@ class _Session:
         try:
             for line in [*parts.lines, *parts.start.notes, *plan_lines(parts), *slow_path_lines(self.engine)]:
                 self.say(line)
-            self.check_parity()
-            self.trap.check("rlhf", parts.collectives, parts.start)
-            if checkpoint is not None:
-                self.trainer.load_pipeline_state(checkpoint)
-            self.trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-            if self.trainer.interrupted:
-                raise self._interrupted()
+            if parts.start.step >= parts.plan.max_steps:
+                self.say(f"{checkpoint} is the last of {parts.plan.max_steps} steps; raise --max_steps to go on")
+            else:
+                self._train(checkpoint)
             if self.report is not None:
                 self.say(self.report.finish(best=self._best(), last=self._last()))
         finally:
@@ -306,6 +303,15 @@ class _Session:
                 self.report.close()
             self.rank_log.close()
             self.engine.close()
+
+    def _train(self, checkpoint: Path | None) -> None:
+        self.check_parity()
+        self.trap.check("rlhf", self.parts.collectives, self.parts.start)
+        if checkpoint is not None:
+            self.trainer.load_pipeline_state(checkpoint)
+        self.trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        if self.trainer.interrupted:
+            raise self._interrupted()
 
     def check_parity(self) -> None:
         """Compare sampler and trainer on the first prompts; print the figure.
@@ -408,9 +414,13 @@ class _Session:
         )
 
     def _epoch(self) -> float:
-        """Passes over the data set so far, by optimizer steps."""
-        per_epoch = self.parts.plan.steps_per_epoch
-        return self.trainer.state.global_step / per_epoch if per_epoch else 0.0
+        """Passes over the data set so far, by optimizer steps; 0 for a stream."""
+        plan, step = self.parts.plan, self.trainer.state.global_step
+        if plan.steps_per_epoch:
+            return step / plan.steps_per_epoch
+        if not plan.num_rows:
+            return 0.0
+        return step * plan.unit_prompts / (plan.updates_per_rollout * plan.num_rows)  # a unit is several epochs
 
     def _write_extras(self, folder: Path) -> None:
         """What a checkpoint carries beside weights and states: its settings."""
@@ -515,33 +525,26 @@ def training_arguments(args: Any, folder: Path, parts: Parts) -> Any:
     """TrainingArguments of transformers; a window is one of its batches, so its accumulation is 1."""
     from transformers import TrainingArguments
 
-    from swift.trainers.session import training_options
+    from swift.trainers.session import on_one_device, training_options
 
     options = training_options(args, folder, evaluates=parts.eval_prompts is not None)
-    return TrainingArguments(
+    arguments = TrainingArguments(
         **{**options, **epochs_as_steps(options, parts.plan.steps_per_epoch)},
         max_steps=parts.plan.max_steps,
         gradient_accumulation_steps=1,
         ignore_data_skip=True,
         remove_unused_columns=False,
     )
+    return on_one_device(arguments)
 
 
 def epochs_as_steps(options: Mapping[str, Any], steps_per_epoch: int | None) -> dict[str, Any]:
-    """Saving and evaluating once per epoch, in steps: transformers sees a stream of windows without epochs.
-
-    Raises:
-        ConfigError: streaming data has no epochs either.
-    """
+    """Saving and evaluating once per epoch, in steps: transformers sees a stream of windows without epochs."""
     changed: dict[str, Any] = {}
     for kind in ("save", "eval"):
-        if options[f"{kind}_strategy"] != "epoch":
-            continue
-        if not steps_per_epoch:
-            raise ConfigError(
-                f"--{kind}_strategy: epoch: streaming data has no epochs; use --{kind}_strategy steps --{kind}_steps N"
-            )
-        changed |= {f"{kind}_strategy": "steps", f"{kind}_steps": steps_per_epoch}
+        if options[f"{kind}_strategy"] == "epoch":
+            assert steps_per_epoch, "the arguments refuse epochs of streaming data"
+            changed |= {f"{kind}_strategy": "steps", f"{kind}_steps": steps_per_epoch}
     return changed
 
 

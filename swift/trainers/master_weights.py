@@ -2,7 +2,7 @@
 
 A bfloat16 number has 8 significant bits, so a weight of 0.02 only moves in steps of 1e-4: at a learning rate of
 1e-5 nearly every update of Adam would round to nothing. The optimizer therefore holds a float32 master of each
-16-bit weight, updates the master, and the weight is the master rounded. Costs 12 bytes more per trained 16-bit
+16-bit weight, updates the master, and the weight is the master rounded. Costs 8 bytes more per trained 16-bit
 weight with Adam (4 for the master, 8 instead of 4 for its two moments). The masters are part of the optimizer's
 state, so a resumed run goes on exactly.
 """

@@ -81,8 +81,8 @@ def compare_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Se
         change.changed[name] = (then, now)
         if name == "world_size":
             change.problems.append(
-                f"NPROC_PER_NODE: {now} training processes: the checkpoint was made by {then}; their number may not change "
-                f"on resume, as they share the batches; start {then} processes, or start a new run"
+                f"NPROC_PER_NODE: {now} training processes: the checkpoint was made by {then}; they share the batches, "
+                f"so their number may not change on resume; start {then} processes, or start a new run"
             )
         elif name in FIXED:
             change.problems.append(

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from swift.errors import Interrupted, ResourceError, SwiftError, join_problems
 
 if TYPE_CHECKING:
-    from transformers import TrainerCallback
+    from transformers import TrainerCallback, TrainingArguments
 
     from swift.trainers.distributed import Collectives
 
@@ -291,6 +291,16 @@ def training_options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, A
         "report_to": [name for name in args.report_to if name not in ("none", "tensorboard")] or "none",
         "disable_tqdm": True,
     }
+
+
+def on_one_device(arguments: TrainingArguments) -> TrainingArguments:
+    """The arguments of a process that trains on its own device only.
+
+    With several visible, Trainer would wrap the model in DataParallel, which scatters a packed stream as if it were
+    a batch of rows. More devices are used by more processes (NPROC_PER_NODE).
+    """
+    arguments._n_gpu = min(arguments.n_gpu, 1)
+    return arguments
 
 
 def tensorboard_callback(args: Any, folder: Path) -> TrainerCallback | None:

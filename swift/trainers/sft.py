@@ -20,6 +20,7 @@ from swift.trainers.session import (
     checkpoint_settings,
     find_start,
     join_processes,
+    on_one_device,
     require_packages,
     resume_command,
     tensorboard_callback,
@@ -191,15 +192,20 @@ def build_trainer(
     from transformers import PrinterCallback
     from trl import SFTConfig, SFTTrainer
 
+    from swift.trainers.master_weights import keep_master_weights
+
     trainer = SFTTrainer(
         model=model,
-        args=SFTConfig(**sft_options(args, folder, evaluates=val is not None)),
+        args=on_one_device(SFTConfig(**sft_options(args, folder, evaluates=val is not None))),
         train_dataset=train,
         eval_dataset=val,
         processing_class=template.tokenizer,
         callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)  # `LogLines` speaks instead
+    if not trainer.args.fp16:  # its loss scaling needs gradients at the very weights that the optimizer holds
+        trainer.create_optimizer()
+        keep_master_weights(trainer.optimizer)
     if (board := tensorboard_callback(args, folder)) is not None:
         trainer.add_callback(board)
     return trainer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -143,7 +144,10 @@ class Cli:
             **DEFAULTS,
             **flags,
         }
-        return ["rlhf", *(word for name, value in given.items() if value is not None for word in (f"--{name}", str(value)))]
+        return [
+            "rlhf",
+            *(word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))),
+        ]
 
     def start(self, output: str, *, variables: dict[str, Any] | None = None, **flags: Any) -> Run:
         return self._popen(self.words(output, **flags), self.folder / output, variables or {})
@@ -201,9 +205,7 @@ def state_files(folder: Path) -> dict[str, Any]:
         found[path.name] = load_file(path)
     for name in ("optimizer.pt", "scheduler.pt"):
         found[name] = torch.load(checkpoint / name, weights_only=True)
-    found["rng"] = [
-        torch.load(path, weights_only=False)["cpu"] for path in sorted(checkpoint.glob("rng_state*.pth"))
-    ]
+    found["rng"] = [torch.load(path, weights_only=False)["cpu"] for path in sorted(checkpoint.glob("rng_state*.pth"))]
     found["pipeline"] = json.loads((checkpoint / "pipeline_state.json").read_text())["pipeline"]
     for name in ("adapter_config.json", "config.json"):
         if (checkpoint / name).exists():
@@ -240,6 +242,13 @@ def attempts(folder: Path) -> list[dict]:
 
 def error_lines(stderr: str) -> list[str]:
     return [line for line in stderr.splitlines() if line.startswith("swift: error: ")]
+
+
+def printed_command(stderr: str) -> str:
+    """The command that an interrupted run prints to go on."""
+    found = re.search(r"(?:resume|start again): (.*)$", stderr, re.MULTILINE)
+    assert found, stderr
+    return found.group(1)
 
 
 def terminate(run: Run, signum: int = signal.SIGTERM) -> None:

@@ -17,6 +17,7 @@ START_S = 6.0
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 3}
 REUSED = {"steps_per_generation": 4, "num_iterations": 2}
 LORA = {"tuner_type": "lora", "lora_dropout": 0.1, "beta": 0.1}
+FEW = {"logging_steps": 5, "steps_per_generation": 1, "save_total_limit": 2}
 
 
 def kill_somewhere(run: Run, rng: random.Random) -> bool:
@@ -76,7 +77,9 @@ def test_twenty_kills_change_nothing(cli):
     [
         pytest.param(2, {"save_steps": 1}, id="plain"),
         pytest.param(3, {**LORA, "save_steps": 1}, id="lora"),
-        pytest.param(4, {"logging_steps": 5, "steps_per_generation": 1, "save_steps": 1, "save_total_limit": 2}, id="few-logs"),
+        pytest.param(
+            4, {"logging_steps": 5, "steps_per_generation": 1, "save_steps": 1, "save_total_limit": 2}, id="few-logs"
+        ),
     ],
 )
 def test_kills_change_nothing_in_other_runs(cli, seed, flags):

@@ -1,19 +1,12 @@
 """What a run answers to SIGTERM and SIGINT: a checkpoint where there is something to save, and how to go on."""
 
-import re
 import signal
 import time
 
 import pytest
-from cli_runs import assert_gone, assert_same_run, attempts, last_step, log_rows, terminate
+from cli_runs import assert_gone, assert_same_run, attempts, last_step, log_rows, printed_command, terminate
 
 pytestmark = pytest.mark.slow
-
-
-def printed_command(stderr: str) -> str:
-    found = re.search(r"(?:resume|start again): (.*)$", stderr, re.MULTILINE)
-    assert found, stderr
-    return found.group(1)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])

@@ -11,7 +11,13 @@ import pytest
 
 from swift.errors import ResourceError
 from swift.trainers.arguments import Optimizer
-from swift.trainers.session import BUILT_IN_OPTIMIZERS, optimizer_package, require_packages, resume_command
+from swift.trainers.session import (
+    BUILT_IN_OPTIMIZERS,
+    on_one_device,
+    optimizer_package,
+    require_packages,
+    resume_command,
+)
 
 
 def test_every_optimizer_is_built_in_or_names_its_package():
@@ -39,3 +45,12 @@ def test_the_resume_command_repeats_the_launch(monkeypatch):
     monkeypatch.setenv("NPROC_PER_NODE", "2")
     command = resume_command("rlhf", Path("run/checkpoint-3"))
     assert command == "NPROC_PER_NODE=2 swift rlhf --model 'a b' --resume_from_checkpoint run/checkpoint-3"
+
+
+def test_a_process_that_sees_several_devices_trains_on_one(tmp_path):
+    from transformers import TrainingArguments
+
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    assert arguments.n_gpu == 0
+    arguments._n_gpu = 4  # what transformers counts on a machine with four
+    assert on_one_device(arguments).n_gpu == 1

@@ -1,0 +1,282 @@
+"""Every command that is shipped or shown works: scripts run up to their `swift`, documented commands parse.
+
+A script is run for real in a copy of the examples, with stand-ins for `swift` (writes down how it was called) and
+`python` (does nothing), so that the shell expands what users' shells will expand.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from swift.arguments import Resolved, parse
+from swift.cli import launcher
+from swift.rollout.arithmetic import plan_batches
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = sorted((ROOT / "examples").rglob("*.sh"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "examples").rglob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+WAITS = re.compile(r"^# needs the (?P<part>\w+) part of swift, not in this version: (?P<flags>.+)$", re.MULTILINE)
+LAUNCH = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+SWIFT_STAND_IN = f"""#!{sys.executable}
+import json, os, pathlib, sys
+with open(os.environ["RECORD"], "a") as lines:
+    lines.write(json.dumps({{"words": sys.argv[1:], "environ": dict(os.environ)}}) + "\\n")
+if sys.argv[1] == "sft":  # the demo goes on from its checkpoint
+    folder = pathlib.Path(sys.argv[sys.argv.index("--output_dir") + 1])
+    (folder / "checkpoint-400").mkdir(parents=True)
+"""
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+# --- scripts ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of `swift`: the words after it, and the variables that it saw."""
+
+    words: list[str]
+    environ: dict[str, str]
+
+    def resolve(self) -> Resolved:
+        launch = {name: self.environ[name] for name in LAUNCH if name in self.environ}
+        return parse(self.words[0], self.words[1:], launch)
+
+
+def calls(script: Path, tmp_path: Path, *words: str, **variables: str) -> list[Call]:
+    """What `script`, called with `words`, does with `swift`."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    shutil.copytree(ROOT / "swift" / "models", tmp_path / "swift" / "models")
+    bin_folder, record = tmp_path / "bin", tmp_path / "record.jsonl"
+    bin_folder.mkdir()
+    for program, text in (("swift", SWIFT_STAND_IN), ("python", "#!/bin/sh\nexit 0\n")):
+        (bin_folder / program).write_text(text)
+        (bin_folder / program).chmod(0o755)
+    environ = {key: value for key, value in os.environ.items() if key not in LAUNCH}
+    environ |= {"PATH": f"{bin_folder}:{os.environ['PATH']}", "RECORD": str(record), **variables}
+    run = execute([shell_of(script), name(script), *words], cwd=tmp_path, environ=environ)
+    assert run.returncode == 0, run.stderr
+    return [Call(**json.loads(line)) for line in record.read_text().splitlines()]
+
+
+def execute(command: list[str], *, cwd: Path = ROOT, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module", params=SCRIPTS, ids=name)
+def script_and_calls(request, tmp_path_factory):
+    """Each script in turn, with what it does with `swift`."""
+    return request.param, calls(request.param, tmp_path_factory.mktemp("script"))
+
+
+def shell_of(script: Path) -> str:
+    return "bash" if "bash" in script.read_text().splitlines()[0] else "sh"
+
+
+def test_there_are_scripts_and_pages_to_look_at():
+    assert len(SCRIPTS) >= 10
+    assert len(PAGES) >= 8
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=name)
+def test_a_script_is_sound_and_says_what_it_is_for(script):
+    first, second = script.read_text().splitlines()[:2]
+    assert first in ("#!/bin/sh", "#!/usr/bin/env bash")
+    assert second.startswith("# ")
+    checked = execute([shell_of(script), "-n", name(script)], environ=dict(os.environ))
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
+def test_the_commands_of_a_script_parse_and_their_header_names_what_they_wait_for(script_and_calls):
+    script, made = script_and_calls
+    assert made
+    waiting = [line for call in made for line in call.resolve().later()]
+    header = WAITS.search(script.read_text())
+    expected = header["flags"].split() if header else []
+    assert [line.split(":")[0] for line in waiting] == expected
+    assert all(f"with the {header['part']} part of swift" in line for line in waiting)
+
+
+def test_the_files_and_batches_of_a_script_fit(script_and_calls):
+    for call in script_and_calls[1]:
+        args = call.resolve().args
+        files = [*getattr(args, "external_plugins", []), getattr(args, "system", None)]
+        assert [file for file in files if file and not (ROOT / file).is_file()] == []
+        if call.words[0] == "rlhf":
+            plan_batches(
+                per_device_train_batch_size=args.per_device_train_batch_size,
+                world_size=launcher.world_size(call.environ),
+                gradient_accumulation_steps=args.gradient_accumulation_steps,
+                num_generations=args.num_generations,
+                mini_batch_size=args.mini_batch_size,
+                num_rows=1000,
+            )
+
+
+@pytest.mark.parametrize("script", [path for path in SCRIPTS if path.parent.name == "grpo"], ids=name)
+def test_the_training_scripts_take_further_flags(script, tmp_path):
+    train = calls(script, tmp_path, "--seed", "7", "--dry_run", "true")[-1]
+    assert train.words[0] == "rlhf"
+    assert (train.resolve().args.seed, train.resolve().args.dry_run) == (7, True)
+
+
+# --- commands in documents ----------------------------------------------------------------------------------
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PLACEHOLDER = re.compile(r"^\.\.\.|^<\w+>|^\[--|\.\.\.\]$|^--help|^--version")
+ASSIGNMENT = re.compile(r"[A-Z_]+=.*")
+
+
+def shown_commands(page: Path) -> list[list[str]]:
+    """The words after `swift` of each whole command in the page's blocks; without synopses and help."""
+    commands = []
+    for language, block in FENCE.findall(page.read_text()):
+        if language not in ("", "bash", "sh", "shell", "console"):
+            continue
+        for line in block.replace("\\\n", " ").splitlines():
+            words = without_assignments(line)
+            if words[:1] == ["swift"] and not any(PLACEHOLDER.search(word) for word in words):
+                commands.append(words[1:])
+    return commands
+
+
+def without_assignments(line: str) -> list[str]:
+    """The words of a simple command, without variables before it and what follows `|`, `>`, `;` or `&&`."""
+    if not re.match(r"(\$ )?([A-Z_]+=\S+ )*swift ", line):
+        return []
+    words = shlex.split(line.removeprefix("$ "), comments=True)
+    while words and ASSIGNMENT.fullmatch(words[0]):
+        del words[0]
+    ends = [index for index, word in enumerate(words) if word in ("|", ">", ">>", ";", "&&", "2>&1")]
+    return words[: min(ends, default=len(words))]
+
+
+def write_shown_configs(page: Path, folder: Path) -> None:
+    """Config files that the page shows; a first line `# name.yaml` is the name, grpo.yaml goes without saying."""
+    for language, block in FENCE.findall(page.read_text()):
+        if language == "yaml":
+            title = re.match(r"# ([\w/.-]+\.ya?ml)\n", block)
+            (folder / (title[1] if title else "grpo.yaml")).write_text(block)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_the_commands_of_a_page_parse_and_need_no_later_part(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_shown_configs(page, tmp_path)
+    for words in shown_commands(page):
+        assert parse(words[0], words[1:], {}).later() == [], words
+
+
+def test_the_readme_shows_whole_commands():
+    assert [words for words in shown_commands(ROOT / "README.md") if words[0] == "rlhf"]
+
+
+# --- the example plugin -------------------------------------------------------------------------------------
+
+
+def test_the_example_plugin_loads_beside_every_built_in_reward():
+    from swift.plugin import orms
+    from swift.plugin.loader import load_external_plugins
+
+    before = set(orms)
+    load_external_plugins([str(ROOT / "examples" / "train" / "grpo" / "plugin" / "plugin.py")])
+    assert {"dummy", "short_answer", "formatted_accuracy", "countdown", "diversity", "judge"} == set(orms) - before
+
+
+# --- the demo -----------------------------------------------------------------------------------------------
+
+
+def run_demo(tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environ = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "CACHE": str(tmp_path / "cache"),
+        "OUT": str(tmp_path / "out"),
+        **variables,
+    }
+    return execute(["sh", "examples/demo.sh"], environ=environ)
+
+
+def test_no_held_out_problem_is_taught(tmp_path):
+    subprocess.run([sys.executable, ROOT / "examples" / "demo" / "problems.py", tmp_path], check=True)
+    held_out, train, sft = (
+        [json.loads(line) for line in (tmp_path / f"{part}.jsonl").read_text().splitlines()]
+        for part in ("held_out", "train", "sft")
+    )
+    asked = {row["query"] for row in held_out}
+    assert len(asked) == len(held_out) == 400
+    assert asked.isdisjoint(row["query"] for row in train)
+    assert asked.isdisjoint(row["messages"][0]["content"] for row in sft)
+    assert all(int(row["solution"]) == eval(row["query"].rstrip("=")) for row in [*held_out, *train])
+
+
+def test_imitating_the_teacher_is_not_enough(tmp_path):
+    """A perfect student of the teacher stays below the bound for the accuracy before."""
+    subprocess.run([sys.executable, ROOT / "examples" / "demo" / "problems.py", tmp_path], check=True)
+    right = 0
+    rows = [json.loads(line)["messages"] for line in (tmp_path / "sft.jsonl").read_text().splitlines()]
+    for user, assistant in rows:
+        answer = re.search(r"<answer>(\d+)</answer>", assistant["content"])
+        right += int(answer[1]) == eval(user["content"].rstrip("="))
+    assert 0.35 < right / len(rows) < 0.45
+
+
+def test_own_data_needs_own_held_out_rows(tmp_path):
+    run = run_demo(tmp_path, DATASET="mine.jsonl")
+    assert run.returncode == 2
+    assert run.stderr == "demo: HELD_OUT: missing: DATASET needs other rows to compare before and after; give both\n"
+
+
+def test_own_model_and_data_reach_the_commands(tmp_path):
+    script = ROOT / "examples" / "demo.sh"
+    made = calls(script, tmp_path, MODEL="my/model", DATASET="mine.jsonl", HELD_OUT="held.jsonl", SYSTEM="Be brief.")
+    assert [call.words[0] for call in made] == ["infer", "rlhf", "infer"]
+    before, train, after = (call.resolve().args for call in made)
+    assert (before.model, train.model) == ("my/model", "my/model")
+    assert (before.dataset, train.dataset, after.dataset) == (["held.jsonl"], ["mine.jsonl"], ["held.jsonl"])
+    assert {before.system, train.system, after.system} == {"Be brief."}
+    assert Path(after.model) == Path(train.output_dir) / "checkpoint-200"
+
+
+@pytest.mark.slow
+def test_a_demo_that_is_too_short_says_that_it_failed(tmp_path):
+    run = run_demo(tmp_path, SFT_STEPS="3", STEPS="2")
+    assert run.returncode == 1, run.stderr
+    assert run.stderr.splitlines()[-1].startswith("demo: FAILED: accuracy after is 0.")
+    assert "400 held-out problems" in run.stdout
+    assert (tmp_path / "out" / "images" / "reward.png").is_file()
+    assert not list((tmp_path / "cache").glob(".building*"))
+    cached = list((tmp_path / "cache").iterdir())
+
+    shutil.rmtree(tmp_path / "out")
+    again = run_demo(tmp_path, SFT_STEPS="3", STEPS="1")
+    assert "supervised tuning" in run.stdout
+    assert "supervised tuning" not in again.stdout
+    assert list((tmp_path / "cache").iterdir()) == cached
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_demo_learns_to_calculate_in_the_time_that_it_promises(tmp_path):
+    """Processor time, because the machine may be busy: five minutes on two cores are at most 600 s of it."""
+    started = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run = run_demo(tmp_path)
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "accuracy" in run.stdout
+    assert (ended.ru_utime + ended.ru_stime) - (started.ru_utime + started.ru_stime) < 600
