@@ -24,7 +24,7 @@ DATASET=${DATASET:-}            # together with HELD_OUT; empty: the problems of
 HELD_OUT=${HELD_OUT:-}
 SYSTEM=${SYSTEM:-}              # system prompt, text or file; empty: none
 SFT_STEPS=${SFT_STEPS:-400}
-STEPS=${STEPS:-200}             # of GRPO
+STEPS=${STEPS:-150}             # of GRPO
 LENGTH=${LENGTH:-48}            # most tokens of a completion
 SEED=${SEED:-0}                 # of everything: weights, data, order, sampling
 CACHE=${CACHE:-.cache/demo}
@@ -74,7 +74,7 @@ if [ ! -d "$MODEL" ] && [ "${MODEL#"$CACHE"/}" != "$MODEL" ]; then
     mv "$building/run/checkpoint-$SFT_STEPS" "$MODEL"
 fi
 
-answer() {      # answer MODEL FILE: one answer to each held-out problem
+answer() {      # answer MODEL FILE: one answer to each held-out problem; MODEL may be a LoRA checkpoint
     swift infer \
         --model "$1" \
         --dataset "$HELD_OUT" \
@@ -99,10 +99,9 @@ swift rlhf \
     --num_generations 8 \
     --temperature 1.0 \
     --max_completion_length "$LENGTH" \
-    --per_device_train_batch_size 64 \
+    --per_device_train_batch_size 128 \
     --max_steps "$STEPS" \
-    --learning_rate 3e-4 \
-    --lr_scheduler_type constant_with_warmup \
+    --learning_rate 1e-4 \
     --warmup_ratio 0.05 \
     --beta 0 \
     --logging_steps 10 \

@@ -243,14 +243,55 @@ def test_own_data_needs_own_held_out_rows(tmp_path):
 
 
 def test_own_model_and_data_reach_the_commands(tmp_path):
+    """The command in the script's header, as it stands there."""
     script = ROOT / "examples" / "demo.sh"
-    made = calls(script, tmp_path, MODEL="my/model", DATASET="mine.jsonl", HELD_OUT="held.jsonl", SYSTEM="Be brief.")
+    shown = re.search(r"^#   (MODEL=(?:.*\\\n)*.*)", script.read_text(), re.MULTILINE)[1]
+    words = shlex.split(shown.replace("\\\n#", ""))
+    variables = dict(word.split("=", 1) for word in words[: words.index("sh")])
+    made = calls(script, tmp_path, *words[words.index("sh") + 2 :], **variables)
     assert [call.words[0] for call in made] == ["infer", "rlhf", "infer"]
     before, train, after = (call.resolve().args for call in made)
-    assert (before.model, train.model) == ("my/model", "my/model")
-    assert (before.dataset, train.dataset, after.dataset) == (["held.jsonl"], ["mine.jsonl"], ["held.jsonl"])
-    assert {before.system, train.system, after.system} == {"Be brief."}
+    assert {before.model, train.model} == {variables["MODEL"]}
+    assert [before.dataset, after.dataset, train.dataset] == [[variables["HELD_OUT"]]] * 2 + [[variables["DATASET"]]]
+    assert {before.system, train.system, after.system} == {variables["SYSTEM"]}
+    assert (train.tuner_type, train.max_completion_length, train.per_device_train_batch_size) == ("lora", 1024, 8)
     assert Path(after.model) == Path(train.output_dir) / "checkpoint-200"
+
+
+def write_answers(file: Path, num_right: int) -> Path:
+    """Ten answers to 1+1, of which the first are right; all are in form and 5 tokens long."""
+    answers = [f"<think>1+1</think><answer>{2 if row < num_right else 3}</answer>" for row in range(10)]
+    lines = [
+        {
+            "messages": [{"role": "user", "content": "1+1="}],
+            "response": text,
+            "completion_tokens": 5,
+            "columns": {"solution": "2"},
+        }
+        for text in answers
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "code", "last"),
+    [
+        (4, 8, 0, ""),
+        (5, 8, 1, "demo: FAILED: accuracy before is 0.500, above 0.45"),
+        (4, 7, 1, "demo: FAILED: accuracy after is 0.700, below 0.75"),
+    ],
+)
+def test_the_report_compares_and_insists_on_the_target(tmp_path, before, after, code, last):
+    files = [write_answers(tmp_path / "a", before), write_answers(tmp_path / "b", after)]
+    command = [sys.executable, "examples/demo/report.py", *map(str, files), "--curve", str(files[0])]
+    run = execute([*command, "--at_most", "0.45", "--at_least", "0.75"], environ=dict(os.environ))
+    assert (run.returncode, run.stderr.strip()) == (code, last)
+    table = [line.split() for line in run.stdout.splitlines()]
+    assert ["accuracy", f"{before / 10:.3f}", f"{after / 10:.3f}"] in table
+    assert ["format", "1.000", "1.000"] in table
+    assert run.stdout.count("(right)") == 6  # three samples of each side
+    assert run.stdout.splitlines()[-1] == f"reward curve: {files[0]}"
 
 
 @pytest.mark.slow

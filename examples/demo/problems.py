@@ -8,9 +8,9 @@ makes three files in FOLDER:
     train.jsonl     problems for the reinforcement learning: {"query": "47+35=", "solution": "82"}
     held_out.jsonl  400 problems like these, of which neither of the other files holds any
 
-The teacher slips often: each result of a step, and the copying of the answer, is sometimes off by one or two.
-A model that imitates the teacher perfectly therefore has the teacher's accuracy, a good third, and no amount
-of imitation makes it better. The reward does: it only asks whether the answer is right.
+The teacher works everything out and then often writes down another number, off by one or two. A model that imitates
+the teacher perfectly is as often right as the teacher, and no amount of imitation makes it better. The reward does:
+it only asks whether the answer is right.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-SLIP = 0.58
-"""Probability that the teacher gets one of the three results of an answer wrong: 0.72 ** 3 = 0.37 are right."""
-SLOPPY = 0.0
-"""Probability that the teacher forgets to close the first block, which costs the format."""
+CARELESS = 0.58
+"""Probability that the teacher's answer is not what the steps came to: 0.42 of the answers are right."""
 
 
 @dataclass(frozen=True)
@@ -51,36 +49,27 @@ def all_problems() -> list[Problem]:
     return sums + [Problem(a, b, "-") for a in range(100) for b in range(a + 1)]
 
 
-def worked(problem: Problem, draw: random.Random) -> str:
-    """What the teacher writes: the units, then the tens with the carry (or minus the borrow), then the answer.
-
-    Slips go on: after a wrong result the teacher calculates with it.
-    """
+def steps(problem: Problem) -> str:
+    """The way to the answer: the units, then the tens with the carry (or minus the borrow)."""
     (a_tens, a_units), (b_tens, b_units) = divmod(problem.a, 10), divmod(problem.b, 10)
     if problem.sign == "+":
-        units = a_units + b_units
-        carry = units // 10
-        tens = a_tens + b_tens + carry
-        steps = f"{a_units}+{b_units}={units},{a_tens}+{b_tens}+{carry}={tens}"
-    else:
-        borrow = int(a_units < b_units)
-        minuend = a_units + 10 * borrow
-        units = minuend - b_units
-        tens = a_tens - b_tens - borrow
-        steps = f"{minuend}-{b_units}={units},{a_tens}-{b_tens}-{borrow}={tens}"
-    answer = _slip(tens * 10 + units % 10, draw)
-    closing = "" if draw.random() < SLOPPY else "</think>"
-    return f"<think>{steps}{closing}<answer>{answer}</answer>"
+        carry = (a_units + b_units) // 10
+        return f"{a_units}+{b_units}={a_units + b_units},{a_tens}+{b_tens}+{carry}={a_tens + b_tens + carry}"
+    borrow = int(a_units < b_units)
+    minuend = a_units + 10 * borrow
+    return f"{minuend}-{b_units}={minuend - b_units},{a_tens}-{b_tens}-{borrow}={a_tens - b_tens - borrow}"
 
 
-def _slip(value: int, draw: random.Random) -> int:
-    """`value`, or something near it."""
-    return max(0, value + draw.choice((-2, -1, 1, 2))) if draw.random() < SLIP else value
+def careless(value: int, draw: random.Random) -> int:
+    """What the teacher writes down for `value`; never negative."""
+    if draw.random() >= CARELESS:
+        return value
+    return draw.choice([near for near in (value - 2, value - 1, value + 1, value + 2) if near >= 0])
 
 
 def chat(problem: Problem, draw: random.Random) -> dict[str, object]:
     """A row of sft.jsonl."""
-    answer = worked(problem, draw)
+    answer = f"<think>{steps(problem)}</think><answer>{careless(problem.value, draw)}</answer>"
     return {"messages": [{"role": "user", "content": problem.query}, {"role": "assistant", "content": answer}]}
 
 

@@ -77,9 +77,7 @@ def test_twenty_kills_change_nothing(cli):
     [
         pytest.param(2, {"save_steps": 1}, id="plain"),
         pytest.param(3, {**LORA, "save_steps": 1}, id="lora"),
-        pytest.param(
-            4, {"logging_steps": 5, "steps_per_generation": 1, "save_steps": 1, "save_total_limit": 2}, id="few-logs"
-        ),
+        pytest.param(4, {**FEW, "save_steps": 1}, id="few-logs"),
     ],
 )
 def test_kills_change_nothing_in_other_runs(cli, seed, flags):

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from cli_runs import ROOT, assert_same_run, environment, error_lines, last_step, terminate
+from cli_runs import ROOT, assert_same_run, environment, error_lines, last_step
 
 from swift.trainers.checkpoint import latest_valid, list_checkpoints, verify
 
@@ -13,16 +13,19 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_folder_is_for_one_live_run(cli):
-    first = cli.start("shared", max_steps=30, save_steps=1, variables={"SLOW_FROM_STEP": 3})
-    assert first.until(lambda: last_step(first.folder) >= 3)
-    for resume in (None, "last"):
-        code, _, err = cli.start("shared", max_steps=30, save_steps=1, resume_from_checkpoint=resume).wait()
+    flags = {"max_steps": 30, "save_steps": 100}
+    cli.finish("resumed", max_steps=1, save_steps=100)
+    for name, step, resume in (("new", 1, None), ("resumed", 2, "last")):
+        slow = {**flags, "variables": {"SLOW_FROM_STEP": step}, "resume_from_checkpoint": resume}
+        first = cli.start(name, **slow)
+        assert first.until(lambda run=first, step=step: last_step(run.folder) >= step)
+        code, _, err = cli.start(name, **slow).wait()
         assert code == 3, err
         (line,) = error_lines(err)
         assert line.startswith(f"swift: error: run folder: {first.folder}: in use by process {first.process.pid} on ")
         assert "Traceback" not in err
-    terminate(first)
-    assert first.wait()[0] == 75
+        assert first.alive
+        first.kill()
 
 
 # A file system of so many KiB that only the command sees; what is left on it is copied out at the end.
@@ -35,19 +38,24 @@ exit $code
 """
 
 
-@pytest.mark.parametrize("spare_kib", [60, 300, 540], ids=["in-the-weights", "in-the-optimizer", "near-the-end"])
-def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(cli, spare_kib):
+def kib(folder) -> int:
+    """What the files below a folder take on a disk with blocks of 4 KiB."""
+    return sum(-(-path.stat().st_size // 4096) * 4 for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("share", [0.1, 0.6, 0.85], ids=["in-the-weights", "in-the-optimizer", "near-the-end"])
+def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(cli, share):
     if subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
         pytest.skip("needs a mount namespace of its own for a small disk")
     full, saved = cli.folder / "full", cli.folder / "saved"
     full.mkdir()
     saved.mkdir()
-    reference, _, _ = cli.finish("reference", max_steps=2, save_steps=2)
-    checkpoint_kib = sum(-(-path.stat().st_size // 4096) * 4 for path in (reference / "checkpoint-2").iterdir())
     flags = {"max_steps": 8, "save_steps": 2}
-    words = cli.words("full", **flags)
-    command = [sys.executable, "-m", "swift", *words]
-    size = 2 * checkpoint_kib + spare_kib
+    straight, _, _ = cli.finish("straight", **flags)
+    checkpoint_kib = kib(straight / "checkpoint-2")
+    other_kib = kib(straight) - 4 * checkpoint_kib - kib(straight / "images")
+    size = int(other_kib + (2 + share) * checkpoint_kib)
+    command = [sys.executable, "-m", "swift", *cli.words("full", **flags)]
     done = subprocess.run(
         ["unshare", "-rm", "sh", "-c", SMALL_DISK, "sh", str(size), str(full), str(saved), *command],
         cwd=ROOT,
@@ -64,7 +72,6 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(cli, spare_ki
     assert "Traceback" not in done.stderr
     assert list_checkpoints(saved) == [saved / "checkpoint-2", saved / "checkpoint-4"]
     assert all(verify(checkpoint) for checkpoint in list_checkpoints(saved))
-    straight, _, _ = cli.finish("straight", **flags)
     resumed, _, _ = cli.finish("saved", **flags, resume_from_checkpoint="last")
     assert_same_run(resumed, straight)
 

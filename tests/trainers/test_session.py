@@ -1,56 +1,74 @@
-"""What surrounds a trainer: packages that must be there, and the command that resumes."""
+"""What every training mode does around its trainer."""
 
-from __future__ import annotations
-
+import errno
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args
 
 import pytest
 
-from swift.errors import ResourceError
-from swift.trainers.arguments import Optimizer
-from swift.trainers.session import (
-    BUILT_IN_OPTIMIZERS,
-    on_one_device,
-    optimizer_package,
-    require_packages,
-    resume_command,
-)
-
-
-def test_every_optimizer_is_built_in_or_names_its_package():
-    without = {name for name in get_args(Optimizer) if optimizer_package(name) is None}
-    assert without == set(BUILT_IN_OPTIMIZERS)
+from swift.errors import Interrupted, ResourceError
+from swift.observability.files import disk_full_is_an_error
+from swift.trainers.distributed import Collectives
+from swift.trainers.session import SignalTrap, Start, resume_command, tensorboard_callback
 
 
 @pytest.mark.parametrize(
-    ("name", "package"),
-    [("adamw_8bit", "bitsandbytes"), ("adamw_torch_8bit", "torchao"), ("galore_adamw", "galore_torch")],
+    "given",
+    [
+        [],
+        ["--resume_from_checkpoint", "last"],
+        ["--resume-from-checkpoint", "last"],
+        ["--resume_from_checkpoint=last"],
+    ],
 )
-def test_known_packages(name, package):
-    assert optimizer_package(name) == package
-
-
-def test_missing_packages_are_named_together_before_anything_loads():
-    with pytest.raises(ResourceError) as caught:
-        require_packages(SimpleNamespace(report_to=["tensorboard", "swanlab"], optim="grokadamw"))
-    assert [line.split(":")[0] for line in caught.value.problems] == ["--report_to", "--optim"]
-    assert "swanlab" in caught.value.problems[0]
-
-
-def test_the_resume_command_repeats_the_launch(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["swift", "rlhf", "--model", "a b", "--resume_from_checkpoint", "old"])
+def test_the_resume_command_is_the_command_with_the_checkpoint(monkeypatch, given):
+    monkeypatch.setattr(sys, "argv", ["swift", "rlhf", "--model", "a b", *given, "--seed", "1"])
+    monkeypatch.delenv("NPROC_PER_NODE", raising=False)
+    command = "swift rlhf --model 'a b' --seed 1 --resume_from_checkpoint /x/checkpoint-3"
+    assert resume_command("rlhf", Path("/x/checkpoint-3")) == command
     monkeypatch.setenv("NPROC_PER_NODE", "2")
-    command = resume_command("rlhf", Path("run/checkpoint-3"))
-    assert command == "NPROC_PER_NODE=2 swift rlhf --model 'a b' --resume_from_checkpoint run/checkpoint-3"
+    assert resume_command("rlhf", Path("/x/checkpoint-3")) == f"NPROC_PER_NODE=2 {command}"
 
 
-def test_a_process_that_sees_several_devices_trains_on_one(tmp_path):
-    from transformers import TrainingArguments
+def test_without_a_checkpoint_the_command_is_repeated(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["swift", "rlhf", "--seed", "1"])
+    trap = SignalTrap()
+    trap.check("rlhf", Collectives(), Start())
+    trap.caught = "SIGTERM"
+    with pytest.raises(Interrupted, match=r"there is no checkpoint yet; start again: .*swift rlhf --seed 1$"):
+        trap.check("rlhf", Collectives(), Start())
 
-    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
-    assert arguments.n_gpu == 0
-    arguments._n_gpu = 4  # what transformers counts on a machine with four
-    assert on_one_device(arguments).n_gpu == 1
+
+def test_each_run_of_a_process_has_its_own_tensorboard_folder(tmp_path):
+    asked, not_asked = SimpleNamespace(report_to=["tensorboard"]), SimpleNamespace(report_to=["none"])
+    assert tensorboard_callback(asked, tmp_path / "a").logging_dir == str(tmp_path / "a" / "runs")
+    assert tensorboard_callback(asked, tmp_path / "b").logging_dir == str(tmp_path / "b" / "runs")
+    assert tensorboard_callback(not_asked, tmp_path) is None
+
+
+def test_a_failed_write_of_torch_is_a_full_disk_only_when_the_disk_is_full(tmp_path, monkeypatch):
+    def fail():
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534")
+
+    with pytest.raises(RuntimeError, match="inline_container"), disk_full_is_an_error(tmp_path):
+        fail()
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=4096))
+    with pytest.raises(ResourceError, match="no space left"), disk_full_is_an_error(tmp_path):
+        fail()
+    with pytest.raises(OSError, match="denied"), disk_full_is_an_error(tmp_path):
+        raise OSError(errno.EACCES, "denied")
+
+
+def test_a_failure_in_one_process_is_raised_as_it_is():
+    with pytest.raises(KeyError, match="own"), Collectives().together():
+        raise KeyError("own")
+
+
+def test_equal_lora_runs_write_equal_configs(nano_folders):
+    from swift.models.arguments import ModelArguments
+    from swift.models.policy import load_policy
+
+    policy = load_policy(ModelArguments(model=str(nano_folders["qwen2"]), tuner_type="lora", lora_dropout=0.0))
+    targets = policy.peft_config["default"].target_modules
+    assert targets == sorted(targets)
