@@ -184,7 +184,13 @@ sys.exit(launch(sys.argv[1:], LaunchPlan(2), environ=os.environ))
 
 
 def start_launcher(command):
-    return subprocess.Popen([sys.executable, "-c", LAUNCHER, *command], stderr=subprocess.PIPE, text=True)
+    """The launcher as a terminal starts it: a test run in the background inherits SIGINT as ignored."""
+    return subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, *command],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 SAVING_WORKER = """

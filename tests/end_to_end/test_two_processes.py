@@ -43,9 +43,9 @@ def trained(folder) -> list[tuple]:
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param({"loss_type": "dapo"}, id="dapo-short-ranks"),
+        pytest.param({"loss_type": "dapo", "beta": 0}, id="dapo-short-ranks"),
         pytest.param({"loss_type": "grpo", "num_generations": 8, "beta": 0.05}, id="grpo-split-group-kl"),
-        pytest.param({"loss_type": "bnpo", "scale_rewards": "batch", "mini_batch_size": 1}, id="bnpo"),
+        pytest.param({"loss_type": "bnpo", "beta": 0, "scale_rewards": "batch", "mini_batch_size": 1}, id="bnpo"),
         pytest.param({"loss_type": "dapo", "num_iterations": 2, "beta": 0.05, "reuse": True}, id="several-updates"),
     ],
 )
@@ -62,7 +62,8 @@ def test_two_processes_make_the_run_of_one(cli, flags):
     groups = Counter(row["group_id"] for row in completion_rows(two))
     assert set(groups.values()) == {common.get("num_generations", 4)}
     assert_close(log_rows(two), log_rows(one))
-    assert any(row["frac_reward_zero_std"] > 0 for row in log_rows(one)), "no window in which a rank has less to do"
+    if common["beta"] == 0:  # otherwise completions without advantage have a KL
+        assert any(row["frac_reward_zero_std"] > 0 for row in log_rows(one)), "no window with less to do on a rank"
     ours, theirs = (state_files(folder)["model.safetensors"] for folder in (two, one))
     start = load_file(cli.model / "model.safetensors")
     moved = max((theirs[name] - start[name]).abs().max() for name in theirs)
