@@ -22,8 +22,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-CARELESS = 0.58
-"""Probability that the teacher's answer is not what the steps came to: 0.42 of the answers are right."""
+CARELESS = 0.6
+"""Probability that the teacher's answer is not what the steps came to: 0.4 of the answers are right."""
 
 
 @dataclass(frozen=True)
