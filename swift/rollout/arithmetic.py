@@ -153,7 +153,9 @@ def describe(plan: BatchPlan) -> str:
     if p.num_rows is None:
         parts.append(f"streaming, {p.max_steps} steps")
     else:
-        parts.append(f"{p.num_rows} rows, {p.steps_per_epoch} steps per epoch, {p.max_steps} steps in all")
+        per_epoch = f"{p.steps_per_epoch} {_plural(p.steps_per_epoch or 0, 'step')} per epoch"
+        rows = f"{p.num_rows} {_plural(p.num_rows, 'row')}"
+        parts.append(f"{rows}, {per_epoch}, {p.max_steps} {_plural(p.max_steps, 'step')} in all")
     if p.dropped_rows and p.units_per_epoch:
         parts.append(f"the last {p.dropped_rows} {_plural(p.dropped_rows, 'row')} of each epoch left out")
     return "batch: " + "; ".join(parts)
