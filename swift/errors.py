@@ -67,6 +67,22 @@ class PromptTooLong(EngineError):
         super().__init__(f"prompt: {length} tokens: longer than the engine's limit of {limit} tokens")
 
 
+class EngineDead(EngineError):
+    """An engine's process is gone, does not answer in time, or broke inside."""
+
+
+class EngineAsleep(EngineError):
+    """An engine was asked to generate, or to take weights, while its memory is released."""
+
+
+class SyncFailed(EngineError):
+    """New weights did not arrive whole: the engine must be rebuilt before it samples again."""
+
+
+class Unsupported(EngineError):
+    """An engine was asked for something that its `Capabilities` do not name."""
+
+
 class RewardError(SwiftError):
     """The reward functions cannot be used (exit 5)."""
 

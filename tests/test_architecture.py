@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "models": {"errors", "flags", "types", "data"},
     "plugin": {"errors", "rewards"},
     "rewards": {"errors", "flags", "types", "plugin", "data", "models"},
-    "rollout": {"errors", "flags", "types", "data", "models", "rl"},
+    "rollout": {"errors", "flags", "types", "plugin", "data", "models", "rl"},
     "trainers": {"errors", "flags", "types", "observability", "rl", "data", "models", "rewards", "rollout"},
     "arguments": {"errors", "flags", "observability", "rl", "data", "models", "rewards", "rollout", "trainers"},
     "cli": {"errors", "types", "data", "models", "rewards", "rollout", "trainers", "arguments"},

@@ -104,3 +104,6 @@ class Registry(dict[str, Any]):
 
 orms = Registry("reward function")
 """Reward functions by name: classes, instances, functions or async functions."""
+
+inference_backends = Registry("inference backend")
+"""Inference backends by name: functions that take an `EngineSpec` and return an `InferenceEngine`."""

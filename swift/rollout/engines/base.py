@@ -1,62 +1,242 @@
-"""The contract of an inference engine.
+"""The contract of an inference engine, whatever library it wraps and whatever process it lives in.
 
 Ids pass unchanged: an engine gets token ids and returns token ids, the ending token included, with the log-prob
-of each token under the distribution it was drawn from. Each request comes back exactly once, in any order.
-A prompt that leaves no room raises `PromptTooLong` before anything is sampled.
+of each token under the distribution it was drawn from. Each request comes back exactly once, in any order, also
+after an abort or a restart. A prompt that leaves no room raises `PromptTooLong` before anything is sampled;
+`max_new_tokens` is clipped to the room left.
+
+The life of an engine:
+
+    submit* -> stream ...            sampling; `generate` is both
+    begin_update -> send* -> commit  new weights, acknowledged; nothing may be in flight (or paused with "keep")
+    sleep(level) ... wake(tags)      memory released while someone else uses the device
+    close                            processes, ports and memory are gone afterwards
+
+One thread at a time calls an engine; only `abort`, `health`, `info` and `close` may come from another. No call waits
+without a bound. What an engine can do it says in its `Capabilities`; callers never ask for its name.
+`tests/engines/test_conformance.py` holds every backend to this text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal
 
+from swift.errors import PromptTooLong, Unsupported
+from swift.rollout.weight_sync.base import Ack, AdapterWeights, TensorInfo, WeightSource, WeightUpdate
 from swift.types import Completion, Request
 
 LogprobSupport = Literal["full", "truncated", "raw"]
+PauseMode = Literal["abort", "wait", "keep"]
+SleepLevel = Literal[0, 1, 2]
+Tag = Literal["weights", "kv_cache"]
+ALL_TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 
 
 @dataclass(slots=True)
 class EngineCounters:
-    """What an engine did since it was made: proof that prompts are shared and finished rows leave."""
+    """What an engine did since it was made: proof that prompts are shared and finished rows leave.
+
+    `restarts` counts processes that died and were replaced.
+    """
 
     prefill_tokens: int = 0
     decode_rows: int = 0
     decode_steps: int = 0
     generate_s: float = 0.0
+    restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend can do; callers ask instead of testing for its name."""
+    """What a backend can do; callers ask instead of testing for its name.
+
+    name: of the backend, for people. logprob_support: "full" is log-softmax(logits / T) over the vocabulary,
+    "truncated" renormalises after top-k, top-p, min-p and penalties (equal to "full" when none is on), "raw" is at
+    temperature 1. seeded: equal seeds give equal samples. shares_weights: reads the trainer's own parameters, so that
+    publishing copies nothing. transports: ways in which it takes weights, best first. sleep_levels: those that
+    release memory. kv_release: whether sleeping gives the KV cache back. dtype: of its weights.
+    """
 
     name: str
     logprob_support: LogprobSupport
     seeded: bool
     shares_weights: bool
     max_model_len: int
+    dtype: str = "float32"
+    devices: tuple[str, ...] = ("cpu",)
+    tensor_parallel_size: int = 1
+    lora: bool = False
+    max_lora_rank: int = 0
+    sleep_levels: tuple[SleepLevel, ...] = (0,)
+    kv_release: bool = False
+    in_flight_updates: bool = False
+    transports: tuple[str, ...] = ("in_process",)
     extra: dict[str, str] = field(default_factory=dict)
 
 
-class InferenceEngine(Protocol):
-    """What the rollout pipeline needs of an engine."""
+@dataclass(frozen=True, slots=True)
+class Health:
+    """alive: it answers and can sample. detail: what is wrong, or ""."""
+
+    alive: bool
+    version: int
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SleepReport:
+    """What falling asleep gave back. freed_bytes: measured. note: one line for the log, or ""."""
+
+    freed_bytes: int = 0
+    note: str = ""
+
+
+class InferenceEngine(ABC):
+    """What the rollout pipeline needs of an engine; optional parts raise `Unsupported` here.
+
+    Attributes:
+        version: policy version it samples with; 0 are the weights it was built with.
+    """
 
     capabilities: Capabilities
     counters: EngineCounters
-    version: int
+    version: int = 0
+
+    # --- sampling ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def submit(self, request: Request) -> None:
+        """Queue one sample.
+
+        Raises:
+            PromptTooLong: the prompt leaves no room for one token; the engine stays usable.
+            EngineAsleep: between `sleep` and a full `wake`.
+            EngineDead: it cannot be used any more.
+        """
+
+    @abstractmethod
+    def stream(self) -> Iterator[Completion]:
+        """Completions as they finish, until nothing submitted is outstanding; ends at once when nothing is."""
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """Sample every request; completions are yielded as they finish.
 
         Raises:
-            PromptTooLong: before sampling, when a prompt leaves no room for one token.
+            PromptTooLong: before anything is sampled.
         """
-        ...
+        for request in requests:
+            self.check_length(request)
+        for request in requests:
+            self.submit(request)
+        yield from self.stream()
 
-    def publish(self, version: int) -> None:
-        """From now on sample with the current policy weights and call them `version`."""
-        ...
+    def check_length(self, request: Request) -> None:
+        """Raises PromptTooLong when the prompt leaves no room for one token."""
+        limit = self.capabilities.max_model_len
+        if len(request.prompt_ids) >= limit:
+            raise PromptTooLong(len(request.prompt_ids), limit)
 
+    def room(self, request: Request) -> int:
+        """Most new tokens of a request: its own limit, or what the prompt leaves."""
+        return min(request.sampling.max_new_tokens, self.capabilities.max_model_len - len(request.prompt_ids))
+
+    @abstractmethod
+    def abort(self, request_ids: Collection[str] | None = None) -> None:
+        """End requests (all with None); each still comes out of `stream`, with its tokens so far and "abort".
+
+        Ids that are not outstanding are ignored.
+        """
+
+    def pause(self, mode: PauseMode = "wait") -> None:
+        """Stop sampling: abort what runs, wait for it, or keep it for `resume`."""
+        raise self._unsupported(f"pause({mode})")
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        raise self._unsupported("resume")
+
+    # --- weights ----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def begin_update(self, manifest: Sequence[TensorInfo], version: int) -> WeightUpdate:
+        """Start to replace all weights; `commit` of the update also resets caches and sets `version`.
+
+        Raises:
+            SyncFailed: names or shapes do not fit the engine's model.
+            EngineAsleep: its weights are not awake.
+        """
+
+    def load_weights(self, source: WeightSource, version: int) -> Ack:
+        """Replace all weights.
+
+        Raises:
+            SyncFailed: they did not arrive whole; the engine must be rebuilt.
+        """
+        update = self.begin_update(source.manifest(), version)
+        try:
+            for bucket in source.buckets():
+                update.send(bucket)
+            return update.commit()
+        except BaseException:
+            update.abort()
+            raise
+
+    def rebuild(self) -> None:
+        """Make the engine anew after `SyncFailed`: it samples with the weights it was built with (version 0).
+
+        Raises:
+            EngineDead: it cannot be made again.
+        """
+        raise self._unsupported("rebuild")
+
+    def load_adapter(self, adapter: AdapterWeights, version: int) -> Ack:
+        """Sample with this LoRA adapter on the base weights from now on; the former one stays loaded as spare.
+
+        Raises:
+            SyncFailed, Unsupported.
+        """
+        raise self._unsupported("LoRA adapters")
+
+    def drop_adapter(self) -> None:
+        """Sample with the base weights again."""
+        raise self._unsupported("LoRA adapters")
+
+    def reset_caches(self) -> None:
+        """Forget computed prompts. Part of every update already."""
+        raise self._unsupported("reset_caches")
+
+    # --- memory -----------------------------------------------------------------------------------------------
+
+    def sleep(self, level: SleepLevel) -> SleepReport:
+        """Release memory: 1 keeps the weights on the host, 2 drops them (publish before sampling again)."""
+        raise self._unsupported(f"sleep({level})")
+
+    def wake(self, tags: Sequence[Tag] = ALL_TAGS) -> bool:
+        """Take memory back, weights first; returns whether everything is awake now."""
+        raise self._unsupported("wake")
+
+    # --- watching ---------------------------------------------------------------------------------------------
+
+    def health(self) -> Health:
+        """Whether it answers, within seconds."""
+        return Health(True, self.version)
+
+    def info(self) -> dict[str, Any]:
+        """What it is, for people and logs; JSON-safe."""
+        return {"engine": self.capabilities.name, "version": self.version}
+
+    @abstractmethod
     def close(self) -> None:
-        """Release what the engine holds; idempotent."""
-        ...
+        """Release what the engine holds, its processes included; idempotent."""
+
+    def _unsupported(self, what: str) -> Unsupported:
+        return Unsupported(f"engine: {self.capabilities.name}: cannot do {what}")
+
+
+__all__ = [
+    "ALL_TAGS", "Ack", "AdapterWeights", "Capabilities", "EngineCounters", "Health", "InferenceEngine",
+    "LogprobSupport", "PauseMode", "SleepLevel", "SleepReport", "Tag", "TensorInfo", "WeightSource", "WeightUpdate",
+]  # fmt: skip

@@ -1,0 +1,101 @@
+"""Everything that is needed to make an engine, as plain data: it crosses process borders as JSON.
+
+`build_engine` is the one place that knows which backend lives where. Backends are named; a plugin adds its own with
+`swift.plugin.inference_backends["mine"] = factory`, where `factory(spec)` returns an `InferenceEngine`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from swift.errors import ConfigError, suggest
+
+if TYPE_CHECKING:
+    from swift.rollout.engines.base import InferenceEngine
+
+BACKENDS: dict[str, str] = {
+    "transformers": "swift.rollout.engines.transformers:build",
+    "vllm": "swift.rollout.engines.vllm:build",
+    "lmdeploy": "swift.rollout.engines.lmdeploy:build",
+}
+"""Name -> "module:function" of the built-in factories."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """One engine.
+
+    model: folder with config, weights and tokenizer. adapters: LoRA folders that are folded in at the start.
+    dtype: torch dtype name. eos_token_ids: end a completion, the only ids that do so by themselves.
+    max_model_len: prompt + completion limit in tokens; None takes the model's.
+    devices: where it runs, in order of its tensor-parallel ranks (`cuda:3`, `cpu:0`); ("cpu",) leaves the CPU to it.
+    cores: CPU cores it is bound to; () leaves them as they are.
+    sleep: whether `sleep` will be used, which some backends must know from the start.
+    in_ranks: tensor parallelism over the calling torch.distributed ranks (colocate) instead of processes of its own.
+    engine_kwargs: the backend's own arguments, passed on unchecked. plugins: files that register further backends.
+    """
+
+    backend: str
+    model: str
+    adapters: tuple[str, ...] = ()
+    dtype: str = "float32"
+    eos_token_ids: tuple[int, ...] = ()
+    max_model_len: int | None = None
+    seed: int = 0
+    devices: tuple[str, ...] = ("cpu",)
+    cores: tuple[int, ...] = ()
+    tensor_parallel_size: int = 1
+    in_ranks: bool = False
+    memory_share: float = 0.9
+    max_num_seqs: int = 256
+    enforce_eager: bool = False
+    prefix_caching: bool = True
+    lora: bool = False
+    max_lora_rank: int = 16
+    sleep: bool = False
+    trust_remote_code: bool = False
+    limit_mm_per_prompt: dict[str, Any] | None = None
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    plugins: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-safe copy."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, state: dict[str, Any]) -> EngineSpec:
+        """The inverse of `to_json`."""
+        fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in state.items()}
+        return cls(**fields)
+
+
+def build_engine(spec: EngineSpec) -> InferenceEngine:
+    """Makes the engine in this process.
+
+    Raises:
+        ConfigError: no backend of that name, or settings that it refuses.
+        ResourceError: the backend's package is missing or has an unsupported version.
+    """
+    return factory(spec.backend)(spec)
+
+
+def factory(backend: str) -> Callable[[EngineSpec], InferenceEngine]:
+    """The function that makes engines of a backend.
+
+    Raises:
+        ConfigError: no such backend.
+    """
+    from swift.plugin import inference_backends
+
+    if backend in inference_backends:
+        made: Callable[[EngineSpec], InferenceEngine] = inference_backends[backend]
+        return made
+    if backend not in BACKENDS:
+        names = [*BACKENDS, *inference_backends]
+        raise ConfigError(f"--infer_backend: {backend}: no such backend; {suggest(backend, names)}")
+    module, _, name = BACKENDS[backend].partition(":")
+    found: Callable[[EngineSpec], InferenceEngine] = getattr(importlib.import_module(module), name)
+    return found

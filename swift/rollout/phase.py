@@ -1,0 +1,45 @@
+"""What happens around generation: weights are published before, and on a shared device memory changes hands.
+
+    with phase(step):             # publishes when due; in colocate also: trainer out, engine awake
+        ... sample ...
+                                  # in colocate: engine asleep, trainer back
+
+The pipeline knows only this. Which of the two classes it gets is a matter of placement: `PublishPhase` where engines
+have their own memory or share the trainer's weights, `swift.trainers.colocate.ColocateCycle` where they share a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from swift.rollout.weight_sync.publisher import WeightPublisher
+
+
+class GenerationPhase(Protocol):
+    """Makes the engine ready, and leaves it."""
+
+    def __call__(self, step: int, *, current: bool = False) -> AbstractContextManager[None]:
+        """A collective context in which the engine may sample.
+
+        Args:
+            step: optimizer steps done.
+            current: the weights must be those of now, whether a publication is due or not (evaluation).
+        """
+        ...
+
+
+class PublishPhase:
+    """Publishes when due; otherwise there is nothing to do around generation."""
+
+    def __init__(self, publisher: WeightPublisher) -> None:
+        self.publisher = publisher
+
+    @contextlib.contextmanager
+    def __call__(self, step: int, *, current: bool = False) -> Iterator[None]:
+        """See `GenerationPhase`."""
+        if self.publisher.due(step) or (current and step != self.publisher.last_step):
+            self.publisher.publish(step)
+        yield
