@@ -25,29 +25,7 @@ class Feature:
 
 
 FEATURES: tuple[Feature, ...] = (
-    Feature(
-        "Engines",
-        "vLLM engines come",
-        {
-            "use_vllm": (False,),
-            "vllm_mode": (None,),
-            "vllm_server_host": ([],),
-            "vllm_server_base_url": ([],),
-            "sleep_level": (0,),
-            "offload_model": (False,),
-            "offload_optimizer": (False,),
-            "gc_collect_after_offload": (False,),
-            "move_model_batches": (None,),
-        },
-    ),
-    Feature(
-        "Engines",
-        "generating ahead of training comes",
-        {"async_generate": (False,), "prefetch_depth": (1,), "vllm_sync_interval": (1,), "max_staleness": (None,)},
-    ),
-    Feature("Engines", "LMDeploy engines come", {"use_lmdeploy": (False,)}),
     Feature("Engines", "DeepSpeed comes", {"deepspeed": (None,), "ds3_gather_for_generation": (True,)}),
-    Feature("Engines", "the repeated parity check comes", {"parity_check": ("start", "warn", "off")}),
     Feature(
         "Algorithms",
         "this loss comes",
@@ -82,9 +60,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature("Algorithms", "dynamic sampling comes", {"dynamic_sample": (False,)}),
     Feature(
         "Algorithms",
-        "the correction for differences between engine and trainer comes",
+        "masking sequences that have drifted comes",
         {
-            "rollout_importance_sampling_mode": ("none",),
             "off_policy_sequence_mask_delta": (None,),
             "log_rollout_offpolicy_metrics": (False,),
         },
@@ -92,7 +69,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "Algorithms",
         "training on parts of a batch comes",
-        {"streaming_partial_batch": (False,), "in_flight_updates": (False,)},
+        {"streaming_partial_batch": (False,)},
     ),
     Feature("Algorithms", "the replay buffer comes", {"replay_buffer_size": (0,)}),
     Feature(

@@ -95,6 +95,9 @@ class RLHFArguments(
     def _engine_problems(self) -> Iterator[str]:
         if self.use_vllm and self.use_lmdeploy:
             yield "--use_lmdeploy: true: excludes --use_vllm true; set one of them to false"
+        expected = "vllm" if self.use_vllm else "lmdeploy" if self.use_lmdeploy else None
+        if expected and self.infer_backend not in (None, expected):
+            yield f"--infer_backend: {self.infer_backend}: contradicts --use_{expected} true; drop one of the two"
         if not self.ds3_gather_for_generation and (self.use_vllm or self.use_lmdeploy):
             yield (
                 "--ds3_gather_for_generation: false: an inference engine needs the gathered weights; "

@@ -231,16 +231,23 @@ def _complete(args: Any, reader: _Reader, machine: Machine) -> dict[str, str]:
 
 
 def _implied_engine(args: Any, reader: _Reader) -> dict[str, str]:
-    """A vLLM mode or a server address asks for vLLM."""
+    """A vLLM mode or a server address asks for vLLM, unless another backend is named."""
     if not hasattr(args, "rlhf_type"):
         return {}
     rules = {}
     asked = [name for name in ("vllm_mode", "vllm_server_host", "vllm_server_base_url") if getattr(args, name)]
+    if args.infer_backend == "vllm":
+        asked = ["infer_backend"]
+    elif args.infer_backend or args.use_lmdeploy:
+        asked = []
     if asked and "use_vllm" in reader.origins and not args.use_vllm:
         reader.problems.append(f"--use_vllm: false: contradicts --{asked[0]}; drop --{asked[0]}, or --use_vllm true")
     elif asked and not args.use_vllm:
         args.use_vllm = True
         rules["use_vllm"] = f"true because --{asked[0]} is given"
+    if args.infer_backend == "lmdeploy" and not args.use_lmdeploy:
+        args.use_lmdeploy = True
+        rules["use_lmdeploy"] = "true because --infer_backend lmdeploy is given"
     if args.vllm_mode is None and (args.vllm_server_host or args.vllm_server_base_url):
         args.vllm_mode = "server"
         rules["vllm_mode"] = "server because its address is given"

@@ -37,7 +37,8 @@ def rehearse_rlhf(resolved: Resolved) -> int:
     from swift.models import load_chat
     from swift.rewards import RewardPipeline
     from swift.rollout.arithmetic import describe
-    from swift.trainers.grpo import first_prompts, max_prompt_length, plan_run
+    from swift.trainers.engines import require_backend
+    from swift.trainers.grpo import first_prompts, max_prompt_length, plan_run, prefetch_depth
     from swift.trainers.session import find_start
 
     args: Any = resolved.args
@@ -60,6 +61,8 @@ def rehearse_rlhf(resolved: Resolved) -> int:
         max_completion_length=args.max_completion_length,
         tokenizer_path=template.tokenizer.name_or_path,
     )
+    prefetch_depth(args, plan)
+    require_backend(args)
     with rewards:
         rewards.self_check(prompts, max_steps=plan.max_steps)
         lines += [_lengths(prompts), *_rewards(rewards, prompts)]

@@ -99,18 +99,20 @@ class EngineArguments:
     use_vllm: bool = flag(False)
     """Generate with vLLM instead of in the trainer."""
 
+    infer_backend: str | None = flag(values={"pt": "transformers"}, everyday=False)
+    """The inference library: transformers, vllm, lmdeploy, or one that a plugin registers in `inference_backends`.
+    transformers with `--vllm_mode dedicated` or a server samples in a process of its own, without vLLM."""
+
     vllm_mode: Literal["colocate", "server", "dedicated"] | None = flag(
         values={"async": "dedicated"}, unset="inferred from devices, NPROC_PER_NODE and num_infer_workers"
     )
     """Where vLLM runs: on the trainer's devices, on devices of its own, or behind a server address. Giving it
     implies `--use_vllm true`."""
 
-    num_infer_workers: int | None = flag(
-        at_least=1, needs="use_vllm", unset="NPROC_PER_NODE if that is the number of devices, else 1"
-    )
+    num_infer_workers: int | None = flag(at_least=1, unset="NPROC_PER_NODE if that is the number of devices, else 1")
     """Devices for inference on each node."""
 
-    vllm_device: list[str] = flag(["auto"], needs="use_vllm", everyday=False)
+    vllm_device: list[str] = flag(["auto"], everyday=False)
     """Devices of the engines, such as `cuda:7`; auto takes the last ones, or each process's own in colocate."""
 
     vllm_gpu_memory_utilization: float = flag(0.9, above=0, at_most=1, needs="use_vllm")
@@ -144,14 +146,17 @@ class EngineArguments:
     vllm_server_host: list[str] = flag([], everyday=False)
     """Addresses of `swift rollout` servers. Giving one implies `--use_vllm true --vllm_mode server`."""
 
-    vllm_server_port: list[int] = flag([8000], at_least=1, at_most=65535, needs="use_vllm", everyday=False)
+    vllm_server_port: list[int] = flag([8000], at_least=1, at_most=65535, everyday=False)
     """Ports of the servers, one for all or one each."""
 
     vllm_server_base_url: list[str] = flag([], everyday=False)
     """URLs of the servers, instead of hosts and ports."""
 
-    vllm_server_timeout: float = flag(120.0, above=0, needs="use_vllm", everyday=False)
+    vllm_server_timeout: float = flag(120.0, above=0, everyday=False)
     """Seconds to wait until a server is healthy."""
+
+    vllm_server_api_key: str | None = flag(everyday=False, unset="the environment variable SWIFT_API_KEY, if set")
+    """The servers' `--api_key`."""
 
     vllm_enable_lora: bool = flag(False, aliases=("vllm_lora_sync",), needs="use_vllm", everyday=False)
     """Send the adapter alone to the engine instead of the merged weights."""
@@ -188,16 +193,16 @@ class EngineArguments:
     """When the sampler's log-probs are compared with the trainer's: start, every:N steps, warn (at the start,
     without stopping the run), or off."""
 
-    cpu_devices: int | None = flag(at_least=1, needs="use_vllm", everyday=False, unset="as many as are needed")
+    cpu_devices: int | None = flag(at_least=1, everyday=False, unset="as many as are needed")
     """Groups of CPU cores that stand for devices on a machine without accelerator."""
 
-    engine_restarts: int = flag(3, at_least=0, needs="use_vllm", everyday=False)
+    engine_restarts: int = flag(3, at_least=0, everyday=False)
     """Restarts of dead engine processes per hour before the run ends."""
 
-    rollout_timeout: float = flag(600.0, above=0, needs="use_vllm", everyday=False)
+    rollout_timeout: float = flag(600.0, above=0, everyday=False)
     """Seconds for one request to an engine."""
 
-    stall_timeout: float = flag(300.0, above=0, needs="use_vllm", everyday=False)
+    stall_timeout: float = flag(300.0, above=0, everyday=False)
     """Seconds without any progress after which the run ends and names the culprit."""
 
     use_lmdeploy: bool = flag(False, everyday=False)

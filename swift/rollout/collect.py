@@ -1,7 +1,11 @@
 """One round of rollouts: launches go in, completed and scored groups come out, the same on every rank.
 
-Each rank samples a consecutive part of the round's completions; rank 0 scores. In a single process a group goes
-to the reward workers the moment its last completion ends, while the others still decode.
+    prepare -> sample -> finish
+
+Engines share a round (`EngineShare`): each takes a consecutive part of its completions, whole groups where that
+divides evenly. Rank 0 scores. A group that its engine samples goes to the reward workers the moment its last
+completion ends, while the others still decode. `sample` touches the engine and the reward workers only, so it may run
+on another thread than the trainer's; `prepare` and `finish` are collective and belong to the main thread.
 """
 
 from __future__ import annotations
@@ -9,9 +13,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from swift.errors import SwiftError
 from swift.rollout.batch import rank_slice
 from swift.rollout.engines.base import InferenceEngine
 from swift.rollout.scheduler import Launch
@@ -72,20 +77,59 @@ class Gatherer(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class EngineShare:
+    """Which part of every round the engine of this rank samples: part `index` of `count` equal ones.
+
+    reports: this rank hands the completions on; with tensor parallelism over ranks only one of an engine's ranks does.
+    """
+
+    index: int = 0
+    count: int = 1
+    reports: bool = True
+
+
+@dataclass(slots=True)
+class Round:
+    """The groups of one round on their way, on one rank.
+
+    requests: what this rank's engine samples. waiting: request ids of each group that this rank still waits for.
+    """
+
+    groups: list[RolloutGroup]
+    requests: list[Request]
+    num_generations: int
+    progress: TrainerProgress
+    waiting: dict[str, int]
+    done: dict[str, Completion] = field(default_factory=dict)
+    futures: dict[str, Future[GroupScores]] = field(default_factory=dict)
+    failure: Exception | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether every request of this rank has come back."""
+        return len(self.done) == len(self.requests)
+
+
 @dataclass(slots=True)
 class RolloutCollector:
     """Samples and scores groups.
 
-    sampling: the training distribution; the seed of each sample is filled in.
-    decode: token ids to the text that rewards see.
+    engine: this rank's engine, or None. sampling: the training distribution; the seed of each sample is filled in.
+    decode: token ids to the text that rewards see. share: what of a round the engine samples.
     """
 
-    engine: InferenceEngine
+    engine: InferenceEngine | None
     sampling: SamplingParams
     seed: int
     decode: Callable[[Sequence[int]], str]
     scorer: Scorer
     collectives: Gatherer
+    share: EngineShare | None = None
+
+    def __post_init__(self) -> None:
+        if self.share is None and self.engine is not None:
+            self.share = EngineShare(self.collectives.rank, self.collectives.world_size)
 
     def run(
         self,
@@ -96,7 +140,7 @@ class RolloutCollector:
         timer: Callable[[str], Any],
         seed_namespace: str = "",
     ) -> tuple[list[RolloutGroup], dict[str, float]]:
-        """Sample and score `num_generations` completions of each launch.
+        """Sample and score `num_generations` completions of each launch, here and now.
 
         Args:
             launches: the groups, the same on every rank.
@@ -108,6 +152,23 @@ class RolloutCollector:
         Returns:
             scored groups in launch order, on every rank, and the metrics of the reward functions (rank 0).
         """
+        current = self.prepare(
+            launches, num_generations=num_generations, progress=progress, seed_namespace=seed_namespace
+        )
+        with timer("generate"):
+            self.sample(current)
+        return self.finish(current, timer=timer)
+
+    def prepare(
+        self,
+        launches: Sequence[Launch],
+        *,
+        num_generations: int,
+        progress: TrainerProgress,
+        seed_namespace: str = "",
+    ) -> Round:
+        """The round of these launches, and this rank's part of its requests."""
+        groups = [RolloutGroup(one.group_id, one.index, one.launch, one.prompt) for one in launches]
         requests = [
             Request(
                 f"{launch.group_id}/{sample}",
@@ -117,36 +178,64 @@ class RolloutCollector:
             for launch in launches
             for sample in range(num_generations)
         ]
-        mine = rank_slice(len(requests), self.collectives.rank, self.collectives.world_size)
-        groups = [RolloutGroup(one.group_id, one.index, one.launch, one.prompt) for one in launches]
-        by_id = {group.group_id: group for group in groups}
-        futures: dict[str, Future[GroupScores]] = {}
-        streaming = not self.collectives.active and not self.scorer.needs_whole_batch
-        with timer("generate"):
-            done: dict[str, Completion] = {}
-            pending = {group.group_id: num_generations for group in groups}
-            for completion in self.engine.generate([requests[i] for i in mine]):
-                completion.text = self.decode(completion.token_ids)
-                done[completion.request_id] = completion
-                group_id = completion.request_id.rpartition("/")[0]
-                pending[group_id] -= 1
-                if streaming and pending[group_id] == 0:
-                    group = by_id[group_id]
-                    _fill(group, done, num_generations)
-                    futures[group_id] = self.scorer.submit(group, progress)
-            if not streaming:
-                self._exchange(groups, done, num_generations)
-        with timer("reward"):
-            scores, metrics = self._agree(lambda: self._score(groups, futures, progress))
-        for group, score in zip(groups, scores, strict=True):
-            group.scores = score
-        return groups, metrics
+        mine = [requests[i] for i in self._mine(len(groups), num_generations)]
+        waiting = Counter(request.request_id.rpartition("/")[0] for request in mine)
+        return Round(groups, mine, num_generations, progress, dict(waiting))
 
-    def _score(
-        self, groups: list[RolloutGroup], futures: dict[str, Future[GroupScores]], progress: TrainerProgress
-    ) -> tuple[list[GroupScores], dict[str, float]]:
+    def _mine(self, num_groups: int, num_generations: int) -> range:
+        """Positions of this rank's requests."""
+        if self.share is None:
+            return range(0)
+        if num_groups % self.share.count == 0:
+            part = rank_slice(num_groups, self.share.index, self.share.count)
+            return range(part.start * num_generations, part.stop * num_generations)
+        return rank_slice(num_groups * num_generations, self.share.index, self.share.count)
+
+    def sample(self, current: Round) -> None:
+        """Sample this rank's requests; a failure is kept for `finish`, where every rank learns of it."""
+        if self.engine is None or not current.requests:
+            return
+        try:
+            for completion in self.engine.generate(current.requests):
+                self.take(current, completion)
+        except SwiftError as error:
+            current.failure = error
+
+    def take(self, current: Round, completion: Completion) -> None:
+        """Add a finished completion; a group that is whole goes to the reward workers at once (rank 0)."""
+        completion.text = self.decode(completion.token_ids)
+        current.done[completion.request_id] = completion
+        group_id = completion.request_id.rpartition("/")[0]
+        current.waiting[group_id] -= 1
+        if current.waiting[group_id] or self.collectives.rank != 0 or self.scorer.needs_whole_batch:
+            return
+        group = next(group for group in current.groups if group.group_id == group_id)
+        ids = [f"{group_id}/{sample}" for sample in range(current.num_generations)]
+        if all(one in current.done for one in ids):  # else another engine has a part of it
+            group.completions = [current.done[one] for one in ids]
+            current.futures[group_id] = self.scorer.submit(group, current.progress)
+
+    def finish(self, current: Round, *, timer: Callable[[str], Any]) -> tuple[list[RolloutGroup], dict[str, float]]:
+        """Bring the parts of all ranks together and wait for the scores; see `run`.
+
+        Raises:
+            SwiftError: on every rank, what failed on any.
+        """
+        with timer("generate"):
+            self._exchange(current)
+        with timer("reward"):
+            scores, metrics = self._agree(lambda: self._score(current))
+        for group, score in zip(current.groups, scores, strict=True):
+            group.scores = score
+        return current.groups, metrics
+
+    def _score(self, current: Round) -> tuple[list[GroupScores], dict[str, float]]:
         """Wait for what was submitted while decoding, or submit now; rank 0 only."""
-        waiting = [futures[g.group_id] for g in groups] if futures else self.scorer.submit_batch(groups, progress)
+        groups, progress = current.groups, current.progress
+        if self.scorer.needs_whole_batch:
+            waiting = self.scorer.submit_batch(groups, progress)
+        else:
+            waiting = [current.futures.get(g.group_id) or self.scorer.submit(g, progress) for g in groups]
         scores = self.scorer.add_model_scores(groups, [future.result() for future in waiting])
         self.scorer.end_batch(groups)
         return scores, self.scorer.drain_metrics(groups)
@@ -155,15 +244,22 @@ class RolloutCollector:
         seed = sample_seed(self.seed, namespace + launch.prompt.prompt_id, launch.launch, sample)
         return replace(self.sampling, seed=seed)
 
-    def _exchange(self, groups: Sequence[RolloutGroup], done: dict[str, Completion], count: int) -> None:
-        """Give every rank the completions of all ranks."""
-        parts = self.collectives.gather(done)
-        everything: dict[str, Completion] = {}
-        for part in parts or []:
-            everything.update(part)
-        everything = self.collectives.broadcast(everything)
-        for group in groups:
-            _fill(group, everything, count)
+    def _exchange(self, current: Round) -> None:
+        """Give every rank the completions of all ranks, or the first failure."""
+        everything: Any = current.done
+        failure = current.failure
+        if self.collectives.active:
+            reports = self.share is not None and self.share.reports
+            parts = self.collectives.gather((failure, current.done if reports else {}))
+            failure = next((error for error, _ in parts or [] if error is not None), None)
+            merged = {name: completion for _, part in parts or [] for name, completion in part.items()}
+            failure, everything = self.collectives.broadcast((failure, merged))
+        if failure is not None:
+            raise failure
+        for group in current.groups:
+            if not group.completions:
+                ids = (f"{group.group_id}/{sample}" for sample in range(current.num_generations))
+                group.completions = [everything[one] for one in ids]
 
     def _agree(self, work: Callable[[], Any]) -> Any:
         """Rank 0 works, every rank gets the result; a failure of rank 0 ends every rank with the same error."""
@@ -177,10 +273,6 @@ class RolloutCollector:
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
-
-
-def _fill(group: RolloutGroup, done: dict[str, Completion], count: int) -> None:
-    group.completions = [done[f"{group.group_id}/{sample}"] for sample in range(count)]
 
 
 def launches_of(prompts: Iterable[Prompt]) -> list[Launch]:

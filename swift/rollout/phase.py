@@ -40,6 +40,5 @@ class PublishPhase:
     @contextlib.contextmanager
     def __call__(self, step: int, *, current: bool = False) -> Iterator[None]:
         """See `GenerationPhase`."""
-        if self.publisher.due(step) or (current and step != self.publisher.last_step):
-            self.publisher.publish(step)
+        self.publisher.update(step, current=current)
         yield

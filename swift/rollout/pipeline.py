@@ -8,9 +8,11 @@ goes into every checkpoint as JSON, exact to the last bit, so that a resumed run
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -20,9 +22,12 @@ import torch
 from swift.errors import SwiftError
 from swift.rl.advantages import Advantages, Estimator, Scale, compute_advantages, reward_matrix
 from swift.rollout.batch import TrainSample, TrainUnit
-from swift.rollout.collect import RolloutCollector, launches_of
-from swift.rollout.scheduler import RolloutScheduler
-from swift.types import Completion, Prompt, RolloutGroup, TrainerProgress
+from swift.rollout.collect import RolloutCollector, Round, launches_of
+from swift.rollout.phase import GenerationPhase, PublishPhase
+from swift.rollout.prefetch import GenerationThread
+from swift.rollout.scheduler import Launch, RolloutScheduler
+from swift.rollout.weight_sync.publisher import WeightPublisher
+from swift.types import Completion, GroupScores, Prompt, RolloutGroup, TrainerProgress
 
 Timer = Callable[[str], AbstractContextManager[Any]]
 Observer = Callable[["ScoredRound"], None]
@@ -34,6 +39,8 @@ class PipelineConfig:
 
     generation_batches: generation batches of a unit, each with its own batch statistics.
     num_windows: optimizer windows that a unit feeds; num_iterations: how often.
+    prefetch_depth: units sampled ahead of the one that trains; 0 generates, then trains.
+    in_flight_updates: weights may change while completions are being sampled.
     """
 
     num_generations: int
@@ -46,6 +53,8 @@ class PipelineConfig:
     scale_rewards: Scale | None = None
     reward_weights: Sequence[float] = ()
     overlong_filter: bool = False
+    prefetch_depth: int = 0
+    in_flight_updates: bool = False
 
 
 @dataclass(slots=True)
@@ -66,6 +75,20 @@ class ScoredRound:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class _Ahead:
+    """A round that was asked for and not yet trained on.
+
+    before: the scheduler's state before its launches: what a checkpoint falls back to when the round is not saved.
+    result: its scored groups and reward metrics once they are on every rank.
+    """
+
+    launches: list[Launch]
+    before: dict[str, Any]
+    current: Round | None = None
+    result: tuple[list[RolloutGroup], dict[str, float]] | None = None
+
+
 class RolloutPipeline:
     """Makes units and hands out their windows.
 
@@ -75,6 +98,12 @@ class RolloutPipeline:
         config: how groups become units.
         timer: context manager factory for the phases of a step.
         observer: gets every scored round, on every rank.
+        publisher: gives the sampler new weights.
+        phase: makes the engine ready for generation; None publishes and nothing else.
+
+    With `config.prefetch_depth` > 0 the next rounds are sampled on a thread while this one trains. Every decision
+    (what is launched, when weights are published) still falls on the main thread, at points that depend on step
+    numbers only, so the run does not depend on how fast anything was.
     """
 
     def __init__(
@@ -85,14 +114,20 @@ class RolloutPipeline:
         *,
         timer: Timer,
         observer: Observer,
+        publisher: WeightPublisher,
+        phase: GenerationPhase | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.collector = collector
         self.config = config
         self.timer = timer
         self.observer = observer
+        self.publisher = publisher
+        self.phase: GenerationPhase = phase or PublishPhase(publisher)
         self.unit: TrainUnit | None = None
         self.epoch = 0.0
+        self._ahead: deque[_Ahead] = deque()
+        self._thread = GenerationThread(collector)
 
     def windows(self, progress: Callable[[], TrainerProgress]) -> Iterator[TrainUnit]:
         """For each optimizer step the unit to train on; `unit.window_index` says which window of it.
@@ -102,25 +137,102 @@ class RolloutPipeline:
         while True:
             if self.unit is None or self.unit.exhausted:
                 self.unit = None  # freed before the next one is made
-                self.unit = self._make_unit(progress())
+                self.unit = self._next_unit(progress())
             yield self.unit
 
-    def step_done(self) -> None:
-        """Book one optimizer step on the current unit."""
+    def step_done(self, step: int | None = None) -> None:
+        """Book one optimizer step on the current unit; `step` steps are done now."""
         assert self.unit is not None
         self.unit.position += 1
+        mid_unit = not self.unit.exhausted and not self._ahead
+        if step is not None and mid_unit and self.publisher.interval > 1 and self.publisher.due(step):
+            with self.phase(step):
+                pass
 
-    def _make_unit(self, progress: TrainerProgress) -> TrainUnit:
-        self.collector.engine.publish(progress.global_step)
-        before = self.scheduler.state_dict()
-        launches = self.scheduler.launch_unit()
+    def close(self) -> None:
+        """End the generation thread; the engine is closed by its owner, right after."""
+        self._thread.close()
+
+    def _next_unit(self, progress: TrainerProgress) -> TrainUnit:
+        if not self._ahead:
+            self._ahead.append(self._ask(progress, wait=True))
+        first = self._ahead.popleft()
         try:
-            groups, reward_metrics = self.collector.run(
-                launches, num_generations=self.config.num_generations, progress=progress, timer=self.timer
-            )
+            groups, reward_metrics = self._result(first)
         except SwiftError:  # nothing of this round was trained on: a checkpoint saved now draws it again
-            self.scheduler.load_state_dict(before)
+            self._ahead.clear()
+            self.scheduler.load_state_dict(first.before)
             raise
+        unit = self._make_unit(groups, reward_metrics, progress)
+        while len(self._ahead) < self.config.prefetch_depth and self._wants_more(progress):
+            self._ahead.append(self._ask(progress, wait=False))
+        return unit
+
+    def _wants_more(self, progress: TrainerProgress) -> bool:
+        """Whether a further unit will be trained on."""
+        updates = self.config.num_windows * self.config.num_iterations
+        return progress.max_steps <= 0 or self.scheduler.units < math.ceil(progress.max_steps / updates)
+
+    def _ask(self, progress: TrainerProgress, *, wait: bool) -> _Ahead:
+        """Launch a round with the weights of now, if a publication is due, and sample it or start to.
+
+        Weights change when nothing is in flight, or, with `in_flight_updates`, between two tokens.
+        """
+        before = self.scheduler.state_dict()
+        one = _Ahead(self.scheduler.launch_unit(), before)
+        one.current = self.collector.prepare(
+            one.launches, num_generations=self.config.num_generations, progress=progress
+        )
+        try:
+            if not self.publisher.due(progress.global_step) or not self._in_flight():
+                with self.phase(progress.global_step):
+                    self._sample(one.current, wait=wait)
+            elif self.config.in_flight_updates:
+                self._publish_in_flight(progress.global_step)
+                self._sample(one.current, wait=wait)
+            else:
+                with self.timer("generate"):
+                    self._thread.drain()
+                with self.phase(progress.global_step):
+                    self._sample(one.current, wait=wait)
+        except SwiftError:
+            self.scheduler.load_state_dict(self._ahead[0].before if self._ahead else before)
+            raise
+        return one
+
+    def _in_flight(self) -> bool:
+        """Whether a round that was asked for has not been collected; the same answer on every rank."""
+        return any(one.result is None for one in self._ahead)
+
+    def _sample(self, current: Round, *, wait: bool) -> None:
+        if not wait:
+            self._thread.start(current)
+            return
+        with self.timer("generate"):
+            self.collector.sample(current)
+
+    def _publish_in_flight(self, step: int) -> None:
+        engine = self.collector.engine
+        with self._thread.held():
+            if engine is not None:
+                engine.pause("keep")
+            self.publisher.publish(step)
+            if engine is not None:
+                engine.resume()
+
+    def _result(self, one: _Ahead) -> tuple[list[RolloutGroup], dict[str, float]]:
+        """The scored groups of a round, waited for; collective."""
+        if one.result is None:
+            assert one.current is not None
+            with self.timer("generate"):
+                self._thread.wait(one.current)
+            one.result = self.collector.finish(one.current, timer=self.timer)
+            one.current = None
+        return one.result
+
+    def _make_unit(
+        self, groups: list[RolloutGroup], reward_metrics: dict[str, float], progress: TrainerProgress
+    ) -> TrainUnit:
         results = [self._advantages(part) for part in self._batches(groups)]
         advantages = torch.cat([result.advantages_S for result in results]).tolist()
         samples = list(self._samples(groups, advantages))
@@ -133,20 +245,39 @@ class RolloutPipeline:
         self._observe("train", progress.global_step + 1, groups, results, advantages, reward_metrics)
         return TrainUnit(samples, self.config.num_windows, self.config.num_iterations)
 
+    def staleness(self, step: int) -> dict[str, float]:
+        """How many optimizer steps the sampling policy of the current window is behind the one trained now.
+
+        Args:
+            step: optimizer steps done before this one.
+        """
+        assert self.unit is not None
+        ages = [
+            (step - self.publisher.step_of(self.unit.samples[i].version), len(self.unit.samples[i].token_ids))
+            for i in self.unit.window(self.unit.window_index)
+        ]
+        tokens = sum(count for _, count in ages)
+        return {
+            "off_policy/mean": sum(age * count for age, count in ages) / max(1, tokens),
+            "off_policy/max": float(max(age for age, _ in ages)),
+        }
+
     def evaluate(self, prompts: Sequence[Prompt], progress: TrainerProgress) -> dict[str, float]:
         """Sample and score held-out prompts under the current policy; the training stream is untouched.
 
         Returns:
             metrics without a prefix: `reward`, `reward_std`, `rewards/<name>/mean`, `completions/...`.
         """
-        self.collector.engine.publish(progress.global_step)
-        groups, reward_metrics = self.collector.run(
-            launches_of(prompts),
-            num_generations=self.config.num_generations_eval,
-            progress=progress,
-            timer=self.timer,
-            seed_namespace="eval:",
-        )
+        for one in self._ahead:
+            self._result(one)  # the engine is free, and its rounds keep the weights they were asked for with
+        with self.phase(progress.global_step, current=True):
+            groups, reward_metrics = self.collector.run(
+                launches_of(prompts),
+                num_generations=self.config.num_generations_eval,
+                progress=progress,
+                timer=self.timer,
+                seed_namespace="eval:",
+            )
         result = self._advantages(groups)
         return self._observe(
             "eval", progress.global_step, groups, [result], result.advantages_S.tolist(), reward_metrics
@@ -180,7 +311,7 @@ class RolloutPipeline:
             assert group.scores is not None
             prompt = np.asarray(group.prompt.token_ids, dtype=np.int32)
             for completion, reason in zip(group.completions, group.scores.excluded, strict=True):
-                counts = reason is None and not self._cut(completion)
+                counts = reason is None and bool(completion.token_ids) and not self._cut(completion)
                 trained = np.full(len(completion.token_ids), counts, dtype=np.bool_)
                 yield TrainSample(
                     group=number,
@@ -210,23 +341,62 @@ class RolloutPipeline:
         rewards = [None if total != total else total for total in totals]
         shown = [None if reward is None else value for reward, value in zip(rewards, advantages, strict=True)]
         metrics = {**round_metrics(groups, results), **reward_metrics}
-        version = self.collector.engine.version
+        version = self.publisher.version
         excluded = ["overlong" if self._cut(completion) else None for g in groups for completion in g.completions]
         self.observer(ScoredRound(split, step, groups, rewards, shown, excluded, version, metrics))
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """A JSON-safe state: the scheduler and what is left of the current unit."""
+        """A JSON-safe state: scheduler, publisher, what is left of the current unit, and the rounds asked for.
+
+        Collective: rounds in flight are waited for and saved whole. One that fails is left out, and those after it:
+        they are drawn again after a resume.
+        """
+        ready: list[dict[str, Any]] = []
+        scheduler = self.scheduler.state_dict()
+        for one in self._ahead:
+            try:
+                groups, metrics = self._result(one)
+            except SwiftError:
+                break  # raised again when its turn comes; a checkpoint must still be possible
+            ready.append({"groups": [_scored_to_json(group) for group in groups], "metrics": metrics})
+        if self._ahead:
+            ended = {name: scheduler[name] for name in ("trained", "excluded", "dropped")}
+            scheduler = {**self._ahead[0].before, **ended}
         pending = self.unit is not None and not self.unit.exhausted
         return {
-            "scheduler": self.scheduler.state_dict(),
+            "scheduler": scheduler,
+            "publisher": self.publisher.state_dict(),
             "unit": self.unit.to_json() if pending and self.unit is not None else None,
+            "ahead": ready,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue exactly after `state`."""
+        """Continue exactly after `state`; the sampler gets the policy's weights before it is used again."""
         self.scheduler.load_state_dict(state["scheduler"])
         self.unit = TrainUnit.from_json(state["unit"]) if state["unit"] is not None else None
+        self._ahead.clear()
+        for saved in state.get("ahead", []):
+            before = self.scheduler.state_dict()
+            launches = self.scheduler.launch_unit()
+            groups = [_scored_from_json(*pair) for pair in zip(launches, saved["groups"], strict=True)]
+            self._ahead.append(_Ahead(launches, before, result=(groups, saved["metrics"])))
+        if "publisher" in state:
+            self.publisher.load_state_dict(state["publisher"])
+
+
+def _scored_to_json(group: RolloutGroup) -> dict[str, Any]:
+    """Completions and scores of a group; its prompt is launched again when it is read."""
+    assert group.scores is not None
+    return {"completions": [asdict(one) for one in group.completions], "scores": asdict(group.scores)}
+
+
+def _scored_from_json(launch: Launch, state: dict[str, Any]) -> RolloutGroup:
+    completions = [
+        Completion(**{**one, "versions": [tuple(v) for v in one["versions"]]}) for one in state["completions"]
+    ]
+    scores = GroupScores(**state["scores"])
+    return RolloutGroup(launch.group_id, launch.index, launch.launch, launch.prompt, completions, scores)
 
 
 def round_metrics(groups: Sequence[RolloutGroup], results: Sequence[Advantages]) -> dict[str, float]:

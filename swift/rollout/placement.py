@@ -29,7 +29,8 @@ class PlacementRequest:
     accelerators: visible devices of the node; 0 selects the CPU rules. cores: ids of the allowed CPU cores.
     vllm_mode and num_infer_workers: None infers them. vllm_device: ["auto"] or one entry per inference device.
     servers: addresses given, if any. prefetch_given: `prefetch_depth` was set by the user.
-    num_attention_heads: of the model, where known.
+    num_attention_heads: of the model, where known. use_vllm: completions come from an engine beside the trainer's
+    model, of whatever backend. shares_ranks: the backend can spread one engine over training processes.
     """
 
     use_vllm: bool
@@ -47,6 +48,7 @@ class PlacementRequest:
     prefetch_given: bool = False
     sleep_level: int = 0
     num_attention_heads: int | None = None
+    shares_ranks: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,21 +90,30 @@ def request_from(
         "accelerator_kind": accelerator_kind,
         "cores": cores,
     }
-    if not getattr(args, "use_vllm", False):
-        return PlacementRequest(use_vllm=False, **machine)
+    if not has_own_engine(args):
+        ahead = bool(getattr(args, "async_generate", False))
+        return PlacementRequest(use_vllm=False, async_generate=ahead, prefetch_given=prefetch_given, **machine)
     return PlacementRequest(
         use_vllm=True,
         cpu_devices=args.cpu_devices,
         vllm_mode=args.vllm_mode,
         num_infer_workers=args.num_infer_workers,
-        vllm_device=args.vllm_device,
+        vllm_device=args.lmdeploy_device if args.use_lmdeploy else args.vllm_device,
         tensor_parallel_size=args.vllm_tensor_parallel_size,
         servers=server_urls(args.vllm_server_base_url, args.vllm_server_host, args.vllm_server_port),
         async_generate=args.async_generate,
         prefetch_given=prefetch_given,
         sleep_level=args.sleep_level,
+        shares_ranks=not args.use_lmdeploy,
         **machine,
     )
+
+
+def has_own_engine(args: Any) -> bool:
+    """Whether completions come from an engine beside the trainer's model: another backend, or another place."""
+    backend = getattr(args, "infer_backend", None)
+    asks = getattr(args, "use_vllm", False) or getattr(args, "use_lmdeploy", False)
+    return bool(asks or getattr(args, "vllm_mode", None) or backend not in (None, "transformers"))
 
 
 def server_urls(base_urls: Sequence[str], hosts: Sequence[str], ports: Sequence[int]) -> list[str]:
@@ -293,6 +304,11 @@ def _bad_tensor_parallel(request: PlacementRequest, group: int, mode: Mode) -> l
         return [
             f"--vllm_tensor_parallel_size: {tp}: does not divide {name}={group} ({mode}); "
             f"valid: {', '.join(map(str, valid))}"
+        ]
+    if tp > 1 and mode == "colocate" and not request.shares_ranks:
+        return [
+            f"--vllm_tensor_parallel_size: {tp}: LMDeploy cannot spread an engine over training processes; 1, or "
+            "--vllm_mode dedicated"
         ]
     heads = request.num_attention_heads
     if heads is not None and heads % tp:

@@ -43,6 +43,10 @@ class Collectives:
         dist.gather_object(value, values, dst=0, group=self._group)
         return values
 
+    def all_gather(self, value: Any) -> list[Any]:
+        """The values of all ranks in rank order, everywhere."""
+        return list(self.broadcast(self.gather(value)))
+
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value, everywhere."""
         if not self.active:

@@ -24,7 +24,12 @@ if TYPE_CHECKING:
     from swift.models.template import Template
     from swift.rewards import RewardPipeline
     from swift.rollout.arithmetic import BatchPlan
+    from swift.rollout.engines.base import InferenceEngine
+    from swift.rollout.placement import Placement
+    from swift.rollout.weight_sync.publisher import WeightPublisher
+    from swift.trainers.colocate import ColocateCycle
     from swift.trainers.distributed import Collectives
+    from swift.trainers.engines import EngineSetup
     from swift.trainers.grpo_trainer import GRPOTrainer
     from swift.trainers.session import SignalTrap, Start
 
@@ -42,6 +47,8 @@ class Parts:
     rewards: RewardPipeline
     plan: BatchPlan
     start: Start
+    placement: Placement
+    prefetch_depth: int
     lines: list[str]
 
 
@@ -54,6 +61,7 @@ def run(resolved: Resolved) -> int:
         NumericError: sampler and trainer disagree, or gradients stay non-finite.
         Interrupted: a signal came; the checkpoint is saved.
     """
+    from swift.trainers.engines import bind_trainer, find_placement
     from swift.trainers.session import (
         SignalTrap,
         checkpoint_settings,
@@ -67,25 +75,28 @@ def run(resolved: Resolved) -> int:
     require_packages(args)
     with SignalTrap() as trap:
         with collector_resting():
+            placement = find_placement(args, prefetch_given="prefetch_depth" in resolved.given)
             collectives = join_processes(args.ddp_timeout)
             start = find_start(args, checkpoint_settings(resolved.to_json(), collectives))
-            parts = prepare(args, collectives, start)
+            parts = prepare(args, collectives, start, placement)
         try:
             if collectives.is_main:
                 parts.rewards.start()
                 parts.rewards.self_check(parts.first_prompts, max_steps=parts.plan.max_steps)
             trap.check("rlhf", collectives, start)
+            bind_trainer(placement, int(os.environ.get("LOCAL_RANK", "0")))
             return train(resolved, parts, trap)
         finally:
             parts.rewards.close()
 
 
-def prepare(args: Any, collectives: Collectives, start: Start) -> Parts:
+def prepare(args: Any, collectives: Collectives, start: Start, placement: Placement) -> Parts:
     """Everything that needs no weights: template, data, rewards, batch arithmetic."""
     from swift.data import load_prompts, open_prompts
     from swift.models import load_chat
     from swift.rewards import RewardPipeline
     from swift.rewards.models import load_reward_models
+    from swift.trainers.engines import require_backend
 
     template = load_chat(args)
     rewards = RewardPipeline(
@@ -113,7 +124,31 @@ def prepare(args: Any, collectives: Collectives, start: Start) -> Parts:
     plan = plan_run(args, collectives.world_size, source.size)
     lines = [*source.report.lines(), *(eval_prompts.report.lines() if eval_prompts is not None else [])]
     lines = list(dict.fromkeys(lines))  # one mapping line when both data sets have the same columns
-    return Parts(args, collectives, template, source, first, eval_prompts, rewards, plan, start, lines)
+    depth = prefetch_depth(args, plan)
+    require_backend(args)
+    return Parts(
+        args, collectives, template, source, first, eval_prompts, rewards, plan, start, placement, depth, lines
+    )
+
+
+def prefetch_depth(args: Any, plan: BatchPlan) -> int:
+    """How many generation batches may be sampled ahead: `--prefetch_depth` as far as `--max_staleness` allows.
+
+    Raises:
+        ConfigError: even without sampling ahead tokens would be older than `--max_staleness`.
+    """
+    from swift.rollout.staleness import bound, deepest
+
+    updates, interval = plan.updates_per_rollout, args.vllm_sync_interval
+    wanted = args.prefetch_depth if args.async_generate else 0
+    depth = deepest(wanted, updates=updates, interval=interval, max_staleness=args.max_staleness)
+    if depth is None:
+        raise ConfigError(
+            f"--max_staleness: {args.max_staleness}: {updates} optimizer steps per generation batch and "
+            f"--vllm_sync_interval {interval} make tokens up to {bound(0, updates=updates, interval=interval)} steps "
+            "old without sampling ahead; raise it, or lower these"
+        )
+    return depth
 
 
 def first_prompts(source: PromptSource, count: int) -> list[Prompt]:
@@ -174,16 +209,29 @@ def plan_run(args: Any, world_size: int, num_rows: int | None) -> BatchPlan:
 
 
 def train(resolved: Resolved, parts: Parts, trap: SignalTrap) -> int:
-    """Load the model, open the run's folder, train, and record how it ended."""
+    """Load the model, start the engines, train, and end the engines whatever happens."""
+    from swift.trainers.session import collector_resting
+
+    args, collectives, start = parts.args, parts.collectives, parts.start
+    with collector_resting():
+        model, reference = load_models(args)
+        setup = build_engines(args, parts, model)
+    try:
+        trap.check("rlhf", collectives, start)
+        return _train_with(resolved, parts, trap, model, reference, setup)
+    finally:
+        setup.close()
+
+
+def _train_with(
+    resolved: Resolved, parts: Parts, trap: SignalTrap, model: Any, reference: Any, setup: EngineSetup
+) -> int:
+    """Open the run's folder, train, and record how it ended."""
     from swift.observability.run_dir import RunDirectory, rank_log_file
     from swift.trainers.checkpoint import clean_staging
     from swift.trainers.session import Outcome, collector_resting
 
     args, collectives, start = parts.args, parts.collectives, parts.start
-    with collector_resting():
-        model, reference = load_models(args)
-        engine = build_engine(args, model, parts.template)
-    trap.check("rlhf", collectives, start)
     home = RunDirectory(args.output_dir, add_version=args.add_version, resume_run=start.run_dir)
     opened: tuple[str, int] | None = None
     if collectives.is_main:
@@ -200,15 +248,19 @@ def train(resolved: Resolved, parts: Parts, trap: SignalTrap) -> int:
             parts.eval_prompts.write_jsonl(home.path / "val_dataset.jsonl")
         opened = str(home.path), home.attempt
     folder, attempt = collectives.broadcast(opened)
+    logs = rank_log_file(Path(folder), attempt, 0).parent
+    setup.keep_logs(logs)
     outcome, session = Outcome(), None
     try:
         with collector_resting():
-            session = _Session(resolved, parts, Path(folder), attempt, model, reference, engine, trap)
+            session = _Session(resolved, parts, Path(folder), attempt, model, reference, setup, trap)
         session.run()
     except BaseException as error:
         outcome = Outcome.of(error)
         raise
     finally:
+        setup.close()
+        setup.store_logs(logs)
         if collectives.is_main:
             end_step = max(start.step, session.trainer.state.global_step if session is not None else 0)
             home.finish(end_step=end_step, exit_code=outcome.exit_code, reason=outcome.reason)
@@ -250,7 +302,7 @@ class _Session:
         attempt: int,
         model: Any,
         reference: Any,
-        engine: Any,
+        setup: EngineSetup,
         trap: SignalTrap,
     ) -> None:
         from swift.observability.metrics import MetricStore
@@ -278,8 +330,12 @@ class _Session:
                 beta=args.beta,
                 diagnosis=parts.rewards.diagnosis,
             )
-        self.engine = engine
+        self.setup = setup
+        self.publisher = self._build_publisher(model)
+        self.cycle = self._build_cycle()
         self.trainer = self._build_trainer(model, reference)
+        if self.cycle is not None:
+            self.cycle.attach(model, lambda: self.trainer.optimizer)
 
     def say(self, line: str) -> None:
         """A line that stays on the console, from rank 0."""
@@ -290,7 +346,7 @@ class _Session:
         """Check, train, and end with a summary or an interruption."""
         parts, checkpoint = self.parts, self.parts.start.checkpoint
         try:
-            for line in [*parts.lines, *parts.start.notes, *plan_lines(parts), *slow_path_lines(self.engine)]:
+            for line in [*parts.lines, *parts.start.notes, *plan_lines(parts), *slow_path_lines(self.setup.engine)]:
                 self.say(line)
             if parts.start.step >= parts.plan.max_steps:
                 self.say(f"{checkpoint} is the last of {parts.plan.max_steps} steps; raise --max_steps to go on")
@@ -302,7 +358,7 @@ class _Session:
             if self.report is not None:
                 self.report.close()
             self.rank_log.close()
-            self.engine.close()
+            self.trainer.pipeline.close()
 
     def _train(self, checkpoint: Path | None) -> None:
         self.check_parity()
@@ -326,7 +382,7 @@ class _Session:
             return
         trainer, model = self.trainer, self.trainer.model
         report = check_parity(
-            self.engine,
+            self.setup.engine,
             trainer.score,
             self.parts.first_prompts,
             args.sampling_params(),
@@ -382,12 +438,13 @@ class _Session:
 
         parts, args, plan = self.parts, self.parts.args, self.parts.plan
         collector = RolloutCollector(
-            engine=self.engine,
+            engine=self.setup.engine,
             sampling=args.sampling_params(),
             seed=args.seed,
             decode=parts.template.decode,
             scorer=parts.rewards,
             collectives=parts.collectives,
+            share=self.setup.share,
         )
         config = PipelineConfig(
             num_generations=args.num_generations,
@@ -400,6 +457,8 @@ class _Session:
             scale_rewards=args.scale_rewards,
             reward_weights=parts.rewards.weights,
             overlong_filter=args.overlong_filter,
+            prefetch_depth=parts.prefetch_depth,
+            in_flight_updates=args.in_flight_updates,
         )
         scheduler = RolloutScheduler(
             parts.source, groups_per_unit=plan.unit_prompts, units_per_epoch=plan.units_per_epoch
@@ -411,6 +470,44 @@ class _Session:
             config,
             timer=self.metrics.timer,
             observer=report.on_round if report is not None else (lambda scored: None),
+            publisher=self.publisher,
+            phase=self.cycle,
+        )
+
+    def _build_publisher(self, model: Any) -> WeightPublisher:
+        """Gives the engines the weights of `model`, or its adapter alone."""
+        from swift.rollout.weight_sync.policy import PolicyWeights, adapter_weights
+        from swift.rollout.weight_sync.publisher import WeightPublisher
+
+        args = self.parts.args
+        return WeightPublisher(
+            self.setup.engine,
+            source=lambda: PolicyWeights(model, move_model_batches=args.move_model_batches),
+            adapter=(lambda: adapter_weights(model)) if args.vllm_enable_lora else None,
+            interval=args.vllm_sync_interval,
+            ranks=self.parts.collectives,
+            timer=self.metrics.timer,
+        )
+
+    def _build_cycle(self) -> ColocateCycle | None:
+        """What happens around generation where engine and trainer share a device."""
+        from swift.trainers.colocate import ColocateCycle
+
+        args = self.parts.args
+        if not self.setup.colocated:
+            return None
+        assert self.setup.engine is not None
+        return ColocateCycle(
+            self.setup.engine,
+            self.publisher,
+            sleep_level=self.setup.placement.sleep_level,
+            offload_model=args.offload_model,
+            offload_optimizer=args.offload_optimizer,
+            gc_collect_after_offload=args.gc_collect_after_offload,
+            log=self.rank_log.line,
+            metrics=self.metrics,
+            ranks=self.parts.collectives,
+            device=own_device(),
         )
 
     def _epoch(self) -> float:
@@ -450,15 +547,28 @@ class _Session:
         )
 
 
-def build_engine(args: Any, model: Any, template: Template) -> Any:
-    """The inference engine of the run; this version has the in-process transformers engine."""
-    from swift.rollout.engines.transformers import TransformersEngine
+def build_engines(args: Any, parts: Parts, model: Any) -> EngineSetup:
+    """The engine of this rank, where its placement wants it."""
+    from swift.trainers.engines import setup_engines
 
-    return TransformersEngine(
-        model,
-        eos_token_ids=template.stop_token_ids,
-        tokenizer=template.tokenizer,
-        cache_bytes=cache_bytes(own_device()),
+    def in_trainer() -> InferenceEngine:
+        from swift.rollout.engines.transformers import TransformersEngine
+
+        return TransformersEngine(
+            model,
+            eos_token_ids=parts.template.stop_token_ids,
+            tokenizer=parts.template.tokenizer,
+            cache_bytes=cache_bytes(own_device()),
+        )
+
+    longest = max_prompt_length(args)
+    return setup_engines(
+        args,
+        placement=parts.placement,
+        collectives=parts.collectives,
+        template=parts.template,
+        max_model_len=longest + args.max_completion_length if longest is not None else None,
+        in_trainer=in_trainer,
     )
 
 
@@ -475,7 +585,7 @@ def cache_bytes(device: torch.device) -> int:
 def trainer_settings(args: Any) -> Any:
     """The step's settings."""
     from swift.rl.losses import LossConfig
-    from swift.trainers.grpo_trainer import GRPOSettings
+    from swift.trainers.grpo_trainer import CorrectionSettings, GRPOSettings
 
     try:
         loss = LossConfig(
@@ -500,25 +610,37 @@ def trainer_settings(args: Any) -> Any:
         keep_dropout=args.lora_dropout > 0 and args.tuner_type == "lora",
         skip_zero_advantage=args.skip_zero_advantage_batches,
         comparable_sampling=not args.sampling_params().truncates and args.repetition_penalty == 1.0,
+        correction=CorrectionSettings(
+            mode=args.rollout_importance_sampling_mode,
+            threshold=args.rollout_importance_sampling_threshold,
+            lower=args.rollout_importance_sampling_lower,
+            sequence_ratio=args.rollout_importance_sampling_ratio,
+        ),
     )
 
 
 def plan_lines(parts: Parts) -> list[str]:
     """The plan in words: devices, mode, batches, steps."""
     from swift.rollout.arithmetic import describe
+    from swift.rollout.placement import describe as describe_placement
 
     device = own_device()
     world = parts.collectives.world_size
     where = f"{world} x {device.type}" if world > 1 else str(device)
-    mode = "the transformers engine, in the trainer's process"
-    return [f"plan: train on {where}; generate with {mode}; {describe(parts.plan)}"]
+    backend = parts.args.infer_backend
+    lines = [f"plan: train on {where}; generate with {backend}; {describe(parts.plan)}"]
+    if parts.placement.mode == "in_process":
+        return lines
+    ahead = f"; {parts.prefetch_depth} generation batches ahead" if parts.prefetch_depth else ""
+    return [*lines, describe_placement(parts.placement) + ahead, *parts.placement.notes]
 
 
-def slow_path_lines(engine: Any) -> list[str]:
+def slow_path_lines(engine: InferenceEngine | None) -> list[str]:
     """A remark when the model cannot be packed."""
-    if engine.obstacle is None:
+    obstacle = getattr(engine, "obstacle", None)
+    if obstacle is None:
         return []
-    return [f"attention: the model's own ({engine.obstacle}); prompts are not shared, so this is slower"]
+    return [f"attention: the model's own ({obstacle}); prompts are not shared, so this is slower"]
 
 
 def training_arguments(args: Any, folder: Path, parts: Parts) -> Any:

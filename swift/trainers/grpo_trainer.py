@@ -42,9 +42,10 @@ from swift.models.forward import (
     padded_logits,
 )
 from swift.observability.files import disk_full_is_an_error
+from swift.rl.correction import CorrectionMode, SequenceRatio, sampler_correction, sampler_mismatch
 from swift.rl.logprobs import selected_logprobs
 from swift.rl.losses import LossConfig, get_loss, sequence_weights
-from swift.rl.objective import policy_loss
+from swift.rl.objective import SamplerCorrection, policy_loss
 from swift.rl.segments import spread
 from swift.rl.window import count_window, nominal_batch_tokens, nominal_batches
 from swift.rollout.batch import TrainSample, TrainUnit, plan_window
@@ -66,6 +67,16 @@ NON_FINITE_LIMIT = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionSettings:
+    """Weights for tokens that another policy sampled than the one that trains (`swift.rl.correction`)."""
+
+    mode: CorrectionMode = "none"
+    threshold: float = 2.0
+    lower: float = 0.0
+    sequence_ratio: SequenceRatio = "mean"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GRPOSettings:
     """What the step needs to know beyond transformers' TrainingArguments.
 
@@ -84,6 +95,7 @@ class GRPOSettings:
     keep_dropout: bool = False
     skip_zero_advantage: bool = True
     comparable_sampling: bool = True
+    correction: CorrectionSettings = CorrectionSettings()
 
 
 @dataclass(slots=True)
@@ -260,6 +272,7 @@ class GRPOTrainer(Trainer):
             num_sequences=batch.tokens.num_sequences,
             old_logprobs_T=batch.old_logprobs_N,
             ref_logprobs_T=batch.ref_logprobs_N,
+            correction=self._correction(batch, policy_logprobs_N),
         )
         loss = output.loss * self.collectives.world_size
         self.accelerator.backward(loss)
@@ -267,6 +280,24 @@ class GRPOTrainer(Trainer):
             _remember(batch, policy_logprobs_N if first_visit and unit.updates_per_rollout > 1 else None)
             self._observe_slice(report, batch, policy_logprobs_N, output, fresh=unit.position == 0)
         return loss.detach()
+
+    def _correction(self, batch: MicroBatch, policy_logprobs_N: Tensor) -> SamplerCorrection | None:
+        """Importance weights of the tokens for the gap between sampler and trainer; None when it is not corrected."""
+        settings = self.settings.correction
+        if settings.mode == "none" or not self.settings.comparable_sampling:
+            return None
+        old_logprobs_N = batch.old_logprobs_N if batch.old_logprobs_N is not None else policy_logprobs_N.detach()
+        mismatch = sampler_mismatch(old_logprobs_N, batch.sampler_logprobs_N, batch.mask_N)
+        return sampler_correction(
+            mismatch.eta_T,
+            mask_T=batch.mask_N,
+            sequence_index_T=batch.tokens.sequence_index,
+            num_sequences=batch.tokens.num_sequences,
+            mode=settings.mode,
+            threshold=settings.threshold,
+            lower=settings.lower,
+            sequence_ratio=settings.sequence_ratio,
+        )
 
     def _weights(self, samples: Sequence[TrainSample]) -> list[float]:
         """The loss weight of each trained token of each sample of the window (exact over the whole window)."""
@@ -374,6 +405,7 @@ class GRPOTrainer(Trainer):
         values = {"loss": loss_total, **report.values()}
         window = unit.window(unit.window_index)
         values["tokens/trained"] = float(sum(unit.samples[i].num_trained for i in window))
+        values |= self.pipeline.staleness(self.state.global_step)
         self.metrics.add_many(values)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -560,7 +592,7 @@ class PipelineCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """After every optimizer step, before Trainer logs, evaluates and saves."""
         trainer = self.trainer
-        trainer.pipeline.step_done()
+        trainer.pipeline.step_done(state.global_step)
         state.epoch = self.epoch()
         values = trainer.metrics.commit(state.global_step)
         control.should_log |= state.global_step >= state.max_steps

@@ -135,7 +135,6 @@ MODES = {
     "no mode": (lambda d: [], 2, ["mode: none given", "rlhf, sft"]),
     "unknown mode": (lambda d: ["rlfh"], 2, ["mode: rlfh: unknown", "nearest: rlhf"]),
     "later mode": (lambda d: ["deploy"], 2, ["deploy", "planned, not in this version"]),
-    "server of a later part": (lambda d: ["rollout", "--model", "m"], 2, ["rollout", "planned", "Engines"]),
 }
 
 FLAGS = {
@@ -187,7 +186,27 @@ FLAGS = {
         ["--use_lmdeploy: true: excludes --use_vllm"],
     ),
     "strange parity check": (lambda d: d.rlhf("--parity_check", "often"), 2, ["--parity_check: often", "every:N"]),
-    "part of a later version": (lambda d: d.rlhf("--use_vllm", "true"), 2, ["--use_vllm: true", "Engines"]),
+    "part of a later version": (
+        lambda d: d.rlhf("--replay_buffer_size", "4"),
+        2,
+        ["--replay_buffer_size: 4", "Algorithms"],
+    ),
+    "unknown backend": (lambda d: d.rlhf("--infer_backend", "vlm"), 2, ["--infer_backend: vlm", "nearest: vllm"]),
+    "backend against use_vllm": (
+        lambda d: d.rlhf("--infer_backend", "transformers", "--use_vllm", "true"),
+        2,
+        ["--infer_backend: transformers: contradicts --use_vllm"],
+    ),
+    "ahead without devices of its own": (
+        lambda d: d.rlhf("--async_generate", "true", "--infer_backend", "transformers"),
+        2,
+        ["--async_generate: true", "--vllm_mode dedicated"],
+    ),
+    "too little staleness": (
+        lambda d: d.rlhf("--max_staleness", "1", "--num_iterations", "4"),
+        2,
+        ["--max_staleness: 1", "raise it"],
+    ),
     "known, not implemented": (
         lambda d: d.rlhf("--multi_turn_scheduler", "math_tip_trick"),
         2,

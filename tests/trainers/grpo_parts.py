@@ -10,6 +10,7 @@ from swift.rollout.collect import RolloutCollector
 from swift.rollout.engines.transformers import TransformersEngine
 from swift.rollout.pipeline import PipelineConfig, RolloutPipeline
 from swift.rollout.scheduler import RolloutScheduler
+from swift.rollout.weight_sync.publisher import WeightPublisher
 from swift.trainers.distributed import Collectives
 from swift.trainers.grpo_trainer import GRPOSettings, GRPOTrainer, PipelineCallback
 from swift.types import GroupScores, Prompt, SamplingParams
@@ -127,7 +128,10 @@ def make_trainer(
         if scored.split == "train":
             metrics.add_many(scored.metrics)
 
-    pipeline = RolloutPipeline(scheduler, collector, config, timer=metrics.timer, observer=observe)
+    publisher = WeightPublisher(engine, source=lambda: None, ranks=collectives)
+    pipeline = RolloutPipeline(
+        scheduler, collector, config, timer=metrics.timer, observer=observe, publisher=publisher
+    )
     options = {
         "max_steps": 2,
         "learning_rate": 1e-3,

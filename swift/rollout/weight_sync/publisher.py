@@ -11,7 +11,9 @@ weights that nobody confirmed. One failed update is repeated on a rebuilt engine
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from swift.errors import EngineDead, SwiftError, SyncFailed, Unsupported
@@ -23,12 +25,7 @@ KEPT_VERSIONS = 4096
 
 
 class Ranks(Protocol):
-    """The collectives that a publication needs; see `swift.trainers.distributed`."""
-
-    @property
-    def active(self) -> bool:
-        """Whether there are several ranks."""
-        ...
+    """The collective that a publication needs; see `swift.trainers.distributed`."""
 
     def all_gather(self, value: Any) -> list[Any]:
         """Values of all ranks, everywhere."""
@@ -44,6 +41,7 @@ class WeightPublisher:
         adapter: reads the current adapter alone (a collective); when given, only the adapter is sent.
         interval: optimizer steps between publications (`--vllm_sync_interval`).
         ranks: the collectives.
+        timer: context manager factory; publications count as "sync".
     """
 
     def __init__(
@@ -54,16 +52,19 @@ class WeightPublisher:
         adapter: Callable[[], AdapterWeights] | None = None,
         interval: int = 1,
         ranks: Ranks,
+        timer: Callable[[str], AbstractContextManager[Any]] = lambda phase: contextlib.nullcontext(),
     ) -> None:
         self.engine = engine
         self.source = source
         self.adapter = adapter
         self.interval = interval
         self.ranks = ranks
+        self.timer = timer
         self.version = 0
         self.last_step = 0
         self.last_ack: Ack | None = None
         self._step_of = {0: 0}
+        self._lost = True
 
     def due(self, step: int) -> bool:
         """Whether `interval` steps have passed since the last publication."""
@@ -82,6 +83,7 @@ class WeightPublisher:
         ack = self._everywhere(self.version + 1)
         self.version += 1
         self.last_step = step
+        self._lost = False
         self._step_of[self.version] = step
         while len(self._step_of) > KEPT_VERSIONS:
             del self._step_of[min(self._step_of)]
@@ -89,15 +91,33 @@ class WeightPublisher:
         return ack
 
     def refresh(self) -> Ack | None:
-        """Send the weights of now under the present version: after a rebuilt engine, a resume or level-2 sleep."""
+        """Send the weights of now under the present version: at the start, or after level-2 sleep."""
         ack = self._everywhere(self.version)
         self.last_ack = ack or self.last_ack
+        self._lost = False
         return ack
+
+    def update(self, step: int, *, current: bool = False, lost: bool = False) -> Ack | None:
+        """What a generation phase calls: publish if due, else send again what the engine has lost, else nothing.
+
+        Args:
+            step: optimizer steps done.
+            current: weights older than `step` will not do (evaluation).
+            lost: the engine has dropped its weights (level-2 sleep).
+        """
+        behind = step != self.last_step
+        if self.due(step) or (behind and (current or lost or self._lost)):
+            return self.publish(step)
+        return self.refresh() if lost or self._lost else None
 
     def _everywhere(self, version: int) -> Ack | None:
         if self.engine is not None and self.engine.capabilities.shares_weights:
             self.engine.version = version
             return None
+        with self.timer("sync"):
+            return self._to_all(version)
+
+    def _to_all(self, version: int) -> Ack | None:
         ack, failure = self._attempt(version)
         failures = [one for one in self.ranks.all_gather(failure) if one is not None]
         if failures and all(isinstance(one, SyncFailed | EngineDead) for one in failures):
@@ -152,6 +172,7 @@ class WeightPublisher:
         return {"version": self.version, "last_step": self.last_step, "step_of": list(self._step_of.items())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the count; call `refresh` before sampling."""
+        """Continue the count; the next `update` sends the weights, which the engine does not have yet."""
         self.version, self.last_step = state["version"], state["last_step"]
-        self._step_of = dict(map(tuple, state["step_of"]))
+        self._step_of = dict(state["step_of"])
+        self._lost = True

@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Two machines: one samples, one trains.
+#
+#   ROLE=server  SWIFT_API_KEY=... bash examples/train/grpo/multi_node/trainer_and_server.sh                     on 10.0.0.1
+#   ROLE=trainer SWIFT_API_KEY=... SERVER=10.0.0.1 bash examples/train/grpo/multi_node/trainer_and_server.sh     on the other
+#
+# The server can be stopped and started again at any time; the trainer waits for it (--vllm_server_timeout seconds), sends
+# it the present weights and goes on. SERVER may name several addresses.
+#
+# Batch: 1 per device x 8 processes x 2 micro-batches = 16 completions = 2 prompts x 8 completions per step.
+set -euo pipefail
+cd "$(dirname "$0")/../../../.."
+
+: "${SWIFT_API_KEY:?set SWIFT_API_KEY to a long random text, the same on both machines}"
+MODEL=${MODEL:-Qwen/Qwen2.5-7B-Instruct}
+
+if [ "${ROLE:?server or trainer}" = server ]; then
+    exec swift rollout \
+        --model "$MODEL" \
+        --host 0.0.0.0 \
+        --port "${PORT:-8000}" \
+        --api_key "$SWIFT_API_KEY" \
+        --vllm_max_model_len 4096 \
+        "$@"
+fi
+
+export NPROC_PER_NODE=${NPROC_PER_NODE:-8}
+swift rlhf \
+    --rlhf_type grpo \
+    --model "$MODEL" \
+    --dataset "${DATASET:-AI-MO/NuminaMath-TIR#5000}" \
+    --system examples/train/grpo/prompt.txt \
+    --reward_funcs accuracy format \
+    --vllm_server_host ${SERVER:?address of the machine with ROLE=server} \
+    --vllm_server_port "${PORT:-8000}" \
+    --vllm_server_timeout 600 \
+    --async_generate true \
+    --train_type full \
+    --deepspeed zero2 \
+    --num_generations 8 \
+    --temperature 1.0 \
+    --max_length 2048 \
+    --max_completion_length 2048 \
+    --per_device_train_batch_size 1 \
+    --gradient_accumulation_steps 2 \
+    --num_train_epochs 1 \
+    --learning_rate 1e-6 \
+    --warmup_ratio 0.05 \
+    --beta 0 \
+    --save_steps 200 \
+    --save_total_limit 2 \
+    --output_dir output/grpo-trainer \
+    "$@"

@@ -1,0 +1,275 @@
+"""Makes the engines of a run: which of them this rank owns, on which device, and how its weights will reach them.
+
+    in_process   every rank samples with the trainer's own model
+    colocate     every rank (or tensor-parallel group of ranks) owns an engine on its own device
+    dedicated    local rank 0 of each node owns the engines of that node, each in a process of its own
+    server       rank 0 owns the connections to `swift rollout` servers
+
+What differs between these is decided here, by placement, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swift.errors import ConfigError
+from swift.rollout.collect import EngineShare
+from swift.rollout.engines.spec import EngineSpec, build_engine
+from swift.rollout.placement import Placement, place, request_from
+
+if TYPE_CHECKING:
+    from swift.models.template import Template
+    from swift.rollout.engines.base import InferenceEngine
+    from swift.trainers.distributed import Collectives
+
+
+@dataclass(slots=True)
+class EngineSetup:
+    """The engine of this rank (None when another rank samples for it) and what follows from its place.
+
+    share: what of a round it samples. placement: of the node. engine_logs: folder of the engines' own output.
+    """
+
+    engine: InferenceEngine | None
+    share: EngineShare | None
+    placement: Placement
+    engine_logs: Path | None = None
+    names: list[str] = field(default_factory=list)
+
+    @property
+    def colocated(self) -> bool:
+        """Whether engine and trainer share a device but not the weights."""
+        return self.placement.mode == "colocate"
+
+    def keep_logs(self, folder: Path) -> None:
+        """Show the engines' logs in the run's folder from now on; they move there at the end."""
+        if self.engine_logs is None:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        for log in sorted(self.engine_logs.glob("*.log")):
+            link = folder / log.name
+            if not link.exists() and not link.is_symlink():
+                link.symlink_to(log)
+
+    def close(self) -> None:
+        """End the engines; their logs stay in the run's folder."""
+        if self.engine is not None:
+            self.engine.close()
+        self.engine = None
+
+    def store_logs(self, folder: Path | None) -> None:
+        """Replace the links by the files, once nothing writes to them."""
+        if self.engine_logs is None:
+            return
+        for log in sorted(self.engine_logs.glob("*.log")):
+            link = folder / log.name if folder is not None else None
+            if link is not None and link.is_symlink():
+                link.unlink()
+                shutil.move(str(log), str(link))
+        shutil.rmtree(self.engine_logs, ignore_errors=True)
+        self.engine_logs = None
+
+
+def find_placement(args: Any, *, prefetch_given: bool = False) -> Placement:
+    """The placement of this node, from the settings, the launch variables and the machine.
+
+    Raises:
+        ConfigError: the numbers do not fit together.
+    """
+    import torch
+
+    on_gpu = torch.accelerator.is_available()
+    kind = torch.accelerator.current_accelerator() if on_gpu else None
+    return place(
+        request_from(
+            args,
+            local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            accelerators=torch.accelerator.device_count() if on_gpu else 0,
+            accelerator_kind=kind.type if kind is not None else "cpu",
+            cores=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0],
+            prefetch_given=prefetch_given,
+        )
+    )
+
+
+def require_backend(args: Any) -> None:
+    """Checks, before any weights are loaded, that `--infer_backend` exists and its package is installed.
+
+    Raises:
+        ConfigError: no such backend.
+        ResourceError: its package is missing, or has a version that is not supported.
+    """
+    from swift.rollout.engines.spec import factory
+    from swift.rollout.placement import has_own_engine
+
+    make = factory(args.infer_backend)
+    check = getattr(importlib.import_module(make.__module__), "require", None)
+    if check is not None and has_own_engine(args) and args.vllm_mode != "server":
+        check()
+
+
+def bind_trainer(placement: Placement, local_rank: int) -> None:
+    """Keep this process to the cores of its device where CPU cores stand for devices; a no-op elsewhere.
+
+    Only where an engine has cores of its own: the trainer's threads would otherwise wait for the engine's.
+    """
+    if not placement.cores or not placement.engines or len(placement.cores) == 1:
+        return
+    import torch
+
+    device = placement.trainer_devices[local_rank]
+    cores = placement.cores[int(device.rpartition(":")[2])]
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+    torch.set_num_threads(len(cores))
+
+
+def setup_engines(
+    args: Any,
+    *,
+    placement: Placement,
+    collectives: Collectives,
+    template: Template,
+    max_model_len: int | None,
+    in_trainer: Callable[[], InferenceEngine],
+) -> EngineSetup:
+    """The engine of this rank, started.
+
+    Args:
+        args: the settings.
+        placement: of the node.
+        collectives: the ranks; every rank calls this together.
+        template: for the end tokens.
+        max_model_len: longest prompt and completion together.
+        in_trainer: makes the engine that shares the trainer's weights.
+
+    Raises:
+        ConfigError, ResourceError, EngineError: on every rank, when an engine cannot be made.
+    """
+    setup = EngineSetup(None, None, placement)
+    with collectives.together():
+        _make(setup, args, collectives, template, max_model_len, in_trainer)
+    return setup
+
+
+def _make(
+    setup: EngineSetup,
+    args: Any,
+    collectives: Collectives,
+    template: Template,
+    max_model_len: int | None,
+    in_trainer: Callable[[], InferenceEngine],
+) -> None:
+    placement, mode = setup.placement, setup.placement.mode
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    node, nodes = collectives.rank // placement.local_ranks, collectives.world_size // placement.local_ranks
+    if mode == "in_process":
+        setup.engine = in_trainer()
+        setup.share = EngineShare(collectives.rank, collectives.world_size)
+        return
+    spec = engine_spec(args, template, max_model_len=max_model_len, placement=placement)
+    if mode == "colocate":
+        width = placement.tensor_parallel_size
+        setup.engine = build_engine(_on_device(spec, placement, placement.engines[local_rank // width], local_rank))
+        per_node = len(placement.engines)
+        setup.share = EngineShare(
+            node * per_node + local_rank // width, nodes * per_node, reports=local_rank % width == 0
+        )
+    elif mode == "dedicated" and local_rank == 0:
+        setup.engine_logs = Path(tempfile.mkdtemp(prefix="swift-engines-"))
+        setup.engine = _dedicated(setup, spec, args)
+        setup.share = EngineShare(node, nodes)
+    elif mode == "server" and collectives.is_main:
+        setup.engine = _servers(spec, args, placement)
+        setup.share = EngineShare()
+
+
+def engine_spec(args: Any, template: Template, *, max_model_len: int | None, placement: Placement) -> EngineSpec:
+    """The engine that these settings describe, without a device."""
+    from swift.models.source import locate
+
+    lmdeploy = bool(args.use_lmdeploy)
+    heads = _attention_heads(args)
+    width = placement.tensor_parallel_size
+    if heads is not None and heads % width:
+        raise ConfigError(f"--vllm_tensor_parallel_size: {width}: does not divide the model's {heads} attention heads")
+    return EngineSpec(
+        backend=args.infer_backend,
+        model=str(locate(args).base),
+        dtype=args.torch_dtype,
+        eos_token_ids=tuple(template.stop_token_ids),
+        max_model_len=(args.lmdeploy_session_len if lmdeploy else args.vllm_max_model_len) or max_model_len,
+        seed=args.seed,
+        tensor_parallel_size=width,
+        in_ranks=placement.mode == "colocate" and width > 1,
+        memory_share=args.lmdeploy_cache_max_entry_count if lmdeploy else args.vllm_gpu_memory_utilization,
+        max_num_seqs=args.vllm_max_num_seqs,
+        enforce_eager=args.vllm_enforce_eager,
+        prefix_caching=args.vllm_enable_prefix_caching,
+        lora=args.vllm_enable_lora,
+        max_lora_rank=args.vllm_max_lora_rank or 16,
+        sleep=placement.sleep_level > 0,
+        trust_remote_code=args.trust_remote_code,
+        limit_mm_per_prompt=args.vllm_limit_mm_per_prompt,
+        engine_kwargs=dict(args.vllm_engine_kwargs),
+        plugins=tuple(str(Path(path).expanduser().resolve()) for path in args.external_plugins),
+    )
+
+
+def _attention_heads(args: Any) -> int | None:
+    from swift.models.policy import load_config
+    from swift.models.source import locate
+
+    return getattr(load_config(locate(args).base, args).get_text_config(), "num_attention_heads", None)
+
+
+def _on_device(spec: EngineSpec, placement: Placement, devices: tuple[str, ...], local_rank: int = 0) -> EngineSpec:
+    """The same engine on given devices, with the CPU cores that stand for them."""
+    from dataclasses import replace
+
+    own = (devices[local_rank % len(devices)],) if spec.in_ranks else devices
+    cores = [core for device in own for core in _cores(placement, device)]
+    return replace(spec, devices=devices, cores=tuple(cores))
+
+
+def _cores(placement: Placement, device: str) -> tuple[int, ...]:
+    kind, _, index = device.partition(":")
+    bound = kind == "cpu" and len(placement.cores) > 1
+    return placement.cores[int(index)] if bound else ()
+
+
+def _dedicated(setup: EngineSetup, spec: EngineSpec, args: Any) -> InferenceEngine:
+    """The engines of this node, each in a process of its own, behind one."""
+    from swift.rollout.engines.pool import EnginePool
+    from swift.rollout.engines.worker.client import WorkerEngine, WorkerTimeouts
+
+    placement, logs = setup.placement, setup.engine_logs
+    assert logs is not None
+    timeouts = WorkerTimeouts(request_s=args.rollout_timeout, stall_s=args.stall_timeout)
+    workers = [
+        WorkerEngine(
+            _on_device(spec, placement, devices),
+            name=f"engine {index} ({', '.join(devices)})",
+            log_file=logs / f"engine-{index}.log",
+            timeouts=timeouts,
+            restarts=args.engine_restarts,
+        )
+        for index, devices in enumerate(placement.engines)
+    ]
+    setup.names = [worker.name for worker in workers]
+    return EnginePool(workers)
+
+
+def _servers(spec: EngineSpec, args: Any, placement: Placement) -> InferenceEngine:
+    """The servers of `--vllm_server_host`, behind one."""
+    from swift.rollout.engines.pool import EnginePool
+    from swift.rollout.engines.remote import RemoteEngine
+
+    return EnginePool([RemoteEngine(url, spec=spec) for url in placement.servers])
