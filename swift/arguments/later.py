@@ -25,7 +25,6 @@ class Feature:
 
 
 FEATURES: tuple[Feature, ...] = (
-    Feature("Engines", "DeepSpeed comes", {"deepspeed": (None,), "ds3_gather_for_generation": (True,)}),
     Feature(
         "Algorithms",
         "this loss comes",

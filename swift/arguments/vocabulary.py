@@ -43,7 +43,7 @@ _TABLE: Mapping[str, Mapping[str, Sequence[str]]] = {
         "group_by_length": _OFF, "tf32": _NONE,
     },
     "Engines": {
-        "vllm_pipeline_parallel_size": ("1",), "fsdp": _NONE,
+        "vllm_pipeline_parallel_size": ("1",),
         "fsdp_config": _NONE, "zero_hpz_partition_size": _NONE, "deepspeed_autotp_size": _NONE,
         "vllm_disable_custom_all_reduce": _OFF, "vllm_use_async_engine": _NONE, "vllm_quantization": _NONE,
         "vllm_reasoning_parser": _NONE, "vllm_disable_cascade_attn": _OFF, "vllm_speculative_config": _NONE,

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from swift.errors import ConfigError, Interrupted, ResourceError, SwiftError
+from swift.errors import ConfigError, Interrupted, ResourceError, SwiftError, on_sudden_end
 
 EXIT_DIR = "SWIFT_EXIT_DIR"
 INTERRUPTED_BY_KEYBOARD = 128 + signal.SIGINT
@@ -64,6 +64,13 @@ def guarded(action: Callable[[], int | None], *, debug: Callable[[], bool]) -> i
         action: the command.
         debug: whether anticipated errors keep their traceback; asked only after a failure.
     """
+
+    def tell(error: BaseException) -> int:
+        ending = ending_of(error, debug=debug())
+        _tell(ending, error, os.environ)
+        return ending.exit_code
+
+    on_sudden_end(tell)
     try:
         code = action() or 0
         sys.stdout.flush()  # a closed pipe shows here, not after the last handler is gone
@@ -74,9 +81,7 @@ def guarded(action: Callable[[], int | None], *, debug: Callable[[], bool]) -> i
         if isinstance(error, BrokenPipeError) and _reader_is_gone():
             _discard_stdout()
             return READER_GONE
-        ending = ending_of(error, debug=debug())
-        _tell(ending, error, os.environ)
-        return ending.exit_code
+        return tell(error)
 
 
 def ending_of(error: BaseException, *, debug: bool = False) -> Ending:

@@ -220,6 +220,14 @@ class _Worker:
         if self.process.poll() is None:
             self.process.send_signal(signum)
 
+    def is_stopped(self) -> bool:
+        """Whether it was stopped by a signal or a debugger (Linux)."""
+        try:
+            status = Path(f"/proc/{self.process.pid}/stat").read_text(encoding="utf-8")
+        except OSError:
+            return False
+        return status.rpartition(")")[2].split()[:1] in (["T"], ["t"])
+
     def kill_group(self) -> None:
         """To the worker and every child that stayed in its group."""
         with contextlib.suppress(ProcessLookupError):  # all of them have ended
@@ -308,6 +316,8 @@ def _supervise(workers: list[_Worker], signals: _Signals, *, grace_s: float, sav
             deadline = time.monotonic() + (save_grace_s if saving else grace_s)
             for worker in [] if signals.received else running:
                 worker.send(signal.SIGTERM)
+                if worker.is_stopped():  # it would hear of it when somebody continues it
+                    worker.kill_group()
         if time.monotonic() > deadline:
             for worker in running:
                 worker.kill_group()

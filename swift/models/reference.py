@@ -91,7 +91,8 @@ class AdapterOffReference(ReferenceModel):
 class StartAdapterReference(ReferenceModel):
     """A LoRA policy with the adapter it started from: the base model and one frozen copy of the adapter.
 
-    The trained tensors are exchanged, not overwritten, so a graph recorded before the block stays valid.
+    The trained tensors are exchanged, not overwritten, so a graph recorded before the block stays valid; where they are
+    spread over ranks their values are exchanged, and no graph may be alive.
     Take it before a checkpoint's weights are loaded: it remembers what the policy holds now.
     """
 
@@ -106,16 +107,11 @@ class StartAdapterReference(ReferenceModel):
         """See `ReferenceModel.active`."""
         import torch
 
-        parameters = {name: value for name, value in self.policy.named_parameters() if name in self.start}
-        trained = {name: parameter.data for name, parameter in parameters.items()}
-        try:
-            for name, parameter in parameters.items():
-                parameter.data = self.start[name].to(parameter.device)
-            with torch.no_grad(), _evaluating(self.policy):
-                yield self.policy
-        finally:
-            for name, parameter in parameters.items():
-                parameter.data = trained[name]
+        from swift.models.sharded import exchanged
+
+        parameters = dict(self.policy.named_parameters())
+        with exchanged(parameters, self.start), torch.no_grad(), _evaluating(self.policy):
+            yield self.policy
 
 
 def load_reference(

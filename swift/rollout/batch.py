@@ -25,6 +25,7 @@ class TrainSample:
     """One completion as the trainer sees it.
 
     token_ids: int32 [T]. sampler_logprobs: float32 [T]. trained: bool [T], the data mask m: what may carry loss.
+    versions: of the weights that sampled the tokens, run-length coded as (version, start, end).
     `old_logprobs` and `ref_logprobs`, float32 [T], are None until a forward pass has produced them.
     """
 
@@ -34,7 +35,7 @@ class TrainSample:
     sampler_logprobs: np.ndarray
     trained: np.ndarray
     advantage: float
-    version: int = 0
+    versions: list[tuple[int, int, int]] = field(default_factory=list)
     old_logprobs: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
 
@@ -43,10 +44,14 @@ class TrainSample:
         """T_i of the papers: tokens under the data mask."""
         return int(self.trained.sum())
 
+    def tokens_of_versions(self) -> list[tuple[int, int]]:
+        """(version, number of tokens that it sampled), in order."""
+        return [(version, end - start) for version, start, end in self.versions]
+
     def to_json(self) -> dict[str, Any]:
         """A JSON-safe copy; float32 survives the text exactly."""
         arrays = ("prompt_ids", "token_ids", "sampler_logprobs", "trained", "old_logprobs", "ref_logprobs")
-        state: dict[str, Any] = {"group": self.group, "advantage": self.advantage, "version": self.version}
+        state: dict[str, Any] = {"group": self.group, "advantage": self.advantage, "versions": self.versions}
         for name in arrays:
             value = getattr(self, name)
             state[name] = None if value is None else value.tolist()
@@ -66,7 +71,7 @@ class TrainSample:
             sampler_logprobs=array("sampler_logprobs", np.float32),
             trained=array("trained", np.bool_),
             advantage=state["advantage"],
-            version=state["version"],
+            versions=[(version, start, end) for version, start, end in state["versions"]],
             old_logprobs=array("old_logprobs", np.float32),
             ref_logprobs=array("ref_logprobs", np.float32),
         )

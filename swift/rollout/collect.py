@@ -4,19 +4,25 @@
 
 Engines share a round (`EngineShare`): each takes a consecutive part of its completions, whole groups where that
 divides evenly. Rank 0 scores. A group that its engine samples goes to the reward workers the moment its last
-completion ends, while the others still decode. `sample` touches the engine and the reward workers only, so it may run
-on another thread than the trainer's; `prepare` and `finish` are collective and belong to the main thread.
+completion ends, while the others still decode. Completions that an engine gave up are excluded from training and from
+the statistics of their group, with the reason.
+
+`sample` touches the engine and the reward workers only, so it may run on another thread than the trainer's; `prepare`
+and `finish` are collective and belong to the main thread.
 """
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from swift.errors import SwiftError
+from swift.errors import EngineError
 from swift.rollout.batch import rank_slice
 from swift.rollout.engines.base import InferenceEngine
 from swift.rollout.scheduler import Launch
@@ -89,11 +95,12 @@ class EngineShare:
     reports: bool = True
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Round:
     """The groups of one round on their way, on one rank.
 
-    requests: what this rank's engine samples. waiting: request ids of each group that this rank still waits for.
+    requests: what this rank's engine samples. waiting: how many completions of each group this rank still waits for.
+    failure: why it will not be completed.
     """
 
     groups: list[RolloutGroup]
@@ -110,6 +117,10 @@ class Round:
         """Whether every request of this rank has come back."""
         return len(self.done) == len(self.requests)
 
+    def expects(self, request_id: str) -> bool:
+        """Whether this rank asked for it and does not have it yet."""
+        return self.waiting.get(request_id.rpartition("/")[0], 0) > 0 and request_id not in self.done
+
 
 @dataclass(slots=True)
 class RolloutCollector:
@@ -117,6 +128,7 @@ class RolloutCollector:
 
     engine: this rank's engine, or None. sampling: the training distribution; the seed of each sample is filled in.
     decode: token ids to the text that rewards see. share: what of a round the engine samples.
+    around: entered by every rank around sampling, also by one without requests (a policy spread over ranks needs it).
     """
 
     engine: InferenceEngine | None
@@ -126,6 +138,7 @@ class RolloutCollector:
     scorer: Scorer
     collectives: Gatherer
     share: EngineShare | None = None
+    around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
     def __post_init__(self) -> None:
         if self.share is None and self.engine is not None:
@@ -193,16 +206,23 @@ class RolloutCollector:
 
     def sample(self, current: Round) -> None:
         """Sample this rank's requests; a failure is kept for `finish`, where every rank learns of it."""
-        if self.engine is None or not current.requests:
-            return
-        try:
-            for completion in self.engine.generate(current.requests):
-                self.take(current, completion)
-        except SwiftError as error:
-            current.failure = error
+        with self.around():
+            if self.engine is None or not current.requests:
+                return
+            try:
+                for completion in self.engine.generate(current.requests):
+                    self.take(current, completion)
+            except Exception as error:  # the other ranks wait in `finish` by now
+                current.failure = error
 
     def take(self, current: Round, completion: Completion) -> None:
-        """Add a finished completion; a group that is whole goes to the reward workers at once (rank 0)."""
+        """Add a finished completion; a group that is whole goes to the reward workers at once (rank 0).
+
+        Raises:
+            EngineError: nobody asked for it, or it came before.
+        """
+        if not current.expects(completion.request_id):
+            raise stray(completion)
         completion.text = self.decode(completion.token_ids)
         current.done[completion.request_id] = completion
         group_id = completion.request_id.rpartition("/")[0]
@@ -226,6 +246,7 @@ class RolloutCollector:
         with timer("reward"):
             scores, metrics = self._agree(lambda: self._score(current))
         for group, score in zip(current.groups, scores, strict=True):
+            score.excluded = [fault(one) or why for one, why in zip(group.completions, score.excluded, strict=True)]
             group.scores = score
         return current.groups, metrics
 
@@ -250,16 +271,19 @@ class RolloutCollector:
         failure = current.failure
         if self.collectives.active:
             reports = self.share is not None and self.share.reports
-            parts = self.collectives.gather((failure, current.done if reports else {}))
+            parts = self.collectives.gather((_portable(failure), current.done if reports else {}))
             failure = next((error for error, _ in parts or [] if error is not None), None)
             merged = {name: completion for _, part in parts or [] for name, completion in part.items()}
             failure, everything = self.collectives.broadcast((failure, merged))
         if failure is not None:
+            if failure is not current.failure:
+                failure.__cause__ = current.failure  # the traceback of this rank's own
             raise failure
         for group in current.groups:
-            if not group.completions:
-                ids = (f"{group.group_id}/{sample}" for sample in range(current.num_generations))
-                group.completions = [everything[one] for one in ids]
+            ids = [f"{group.group_id}/{sample}" for sample in range(current.num_generations)]
+            if lost := [one for one in ids if one not in everything]:
+                raise EngineError(f"engine: request {lost[0]}: it never came back; this is a defect of the engine")
+            group.completions = group.completions or [everything[one] for one in ids]
 
     def _agree(self, work: Callable[[], Any]) -> Any:
         """Rank 0 works, every rank gets the result; a failure of rank 0 ends every rank with the same error."""
@@ -268,11 +292,37 @@ class RolloutCollector:
             try:
                 outcome = work()
             except Exception as error:  # travels to the other ranks, then is raised on all
-                outcome = error
+                outcome = _portable(error) if self.collectives.active else error
         outcome = self.collectives.broadcast(outcome)
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
+
+
+def stray(completion: Completion) -> EngineError:
+    """What is wrong with a completion that nobody waits for."""
+    return EngineError(
+        f"engine: request {completion.request_id}: it came back twice, or nobody asked for it; "
+        "this is a defect of the engine"
+    )
+
+
+def fault(completion: Completion) -> str | None:
+    """Why the engine's part of a completion is not to be trained on: it was given up, or its log-probs do not fit."""
+    if completion.finish_reason in ("error", "abort"):
+        return f"engine: {completion.finish_reason}"
+    if len(completion.logprobs) != len(completion.token_ids):
+        return "engine: log-probs"
+    return None
+
+
+def _portable(error: Exception | None) -> Exception | None:
+    """The error itself where it survives the way to another process, else one that says the same."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever its class does when it is pickled
+        return EngineError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def launches_of(prompts: Iterable[Prompt]) -> list[Launch]:

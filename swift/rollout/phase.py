@@ -21,12 +21,15 @@ from swift.rollout.weight_sync.publisher import WeightPublisher
 class GenerationPhase(Protocol):
     """Makes the engine ready, and leaves it."""
 
-    def __call__(self, step: int, *, current: bool = False) -> AbstractContextManager[None]:
+    def __call__(
+        self, step: int, *, current: bool = False, trainer_stays: bool = False
+    ) -> AbstractContextManager[None]:
         """A collective context in which the engine may sample.
 
         Args:
             step: optimizer steps done.
             current: the weights must be those of now, whether a publication is due or not (evaluation).
+            trainer_stays: the trainer's model is needed inside as well.
         """
         ...
 
@@ -38,7 +41,7 @@ class PublishPhase:
         self.publisher = publisher
 
     @contextlib.contextmanager
-    def __call__(self, step: int, *, current: bool = False) -> Iterator[None]:
+    def __call__(self, step: int, *, current: bool = False, trainer_stays: bool = False) -> Iterator[None]:
         """See `GenerationPhase`."""
         self.publisher.update(step, current=current)
         yield

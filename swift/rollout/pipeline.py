@@ -8,11 +8,13 @@ goes into every checkpoint as JSON, exact to the last bit, so that a resumed run
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from statistics import fmean
 from typing import Any
 
@@ -80,13 +82,14 @@ class _Ahead:
     """A round that was asked for and not yet trained on.
 
     before: the scheduler's state before its launches: what a checkpoint falls back to when the round is not saved.
-    result: its scored groups and reward metrics once they are on every rank.
+    result: its scored groups and reward metrics once they are on every rank. failure: why there will be none.
     """
 
     launches: list[Launch]
     before: dict[str, Any]
     current: Round | None = None
     result: tuple[list[RolloutGroup], dict[str, float]] | None = None
+    failure: SwiftError | None = None
 
 
 class RolloutPipeline:
@@ -127,7 +130,7 @@ class RolloutPipeline:
         self.unit: TrainUnit | None = None
         self.epoch = 0.0
         self._ahead: deque[_Ahead] = deque()
-        self._thread = GenerationThread(collector)
+        self._thread = GenerationThread(collector, overlap=config.in_flight_updates)
 
     def windows(self, progress: Callable[[], TrainerProgress]) -> Iterator[TrainUnit]:
         """For each optimizer step the unit to train on; `unit.window_index` says which window of it.
@@ -137,7 +140,8 @@ class RolloutPipeline:
         while True:
             if self.unit is None or self.unit.exhausted:
                 self.unit = None  # freed before the next one is made
-                self.unit = self._next_unit(progress())
+                self._next_unit(progress())
+                assert self.unit is not None
             yield self.unit
 
     def step_done(self, step: int | None = None) -> None:
@@ -153,20 +157,27 @@ class RolloutPipeline:
         """End the generation thread; the engine is closed by its owner, right after."""
         self._thread.close()
 
-    def _next_unit(self, progress: TrainerProgress) -> TrainUnit:
+    def _next_unit(self, progress: TrainerProgress) -> None:
+        """Make the unit to train on, and ask for the rounds that are sampled meanwhile."""
         if not self._ahead:
             self._ahead.append(self._ask(progress, wait=True))
-        first = self._ahead.popleft()
         try:
-            groups, reward_metrics = self._result(first)
+            groups, reward_metrics = self._result(self._ahead[0])
         except SwiftError:  # nothing of this round was trained on: a checkpoint saved now draws it again
+            self.scheduler.load_state_dict(self._without_ahead())
             self._ahead.clear()
-            self.scheduler.load_state_dict(first.before)
             raise
-        unit = self._make_unit(groups, reward_metrics, progress)
+        self._ahead.popleft()
+        self.unit = self._make_unit(groups, reward_metrics, progress)
         while len(self._ahead) < self.config.prefetch_depth and self._wants_more(progress):
             self._ahead.append(self._ask(progress, wait=False))
-        return unit
+
+    def _without_ahead(self) -> dict[str, Any]:
+        """The scheduler's state as if the rounds ahead had not been launched; what has ended meanwhile stays ended."""
+        now = self.scheduler.state_dict()
+        if not self._ahead:
+            return now
+        return {**self._ahead[0].before, **{name: now[name] for name in ("trained", "excluded", "dropped")}}
 
     def _wants_more(self, progress: TrainerProgress) -> bool:
         """Whether a further unit will be trained on."""
@@ -196,13 +207,13 @@ class RolloutPipeline:
                 with self.phase(progress.global_step):
                     self._sample(one.current, wait=wait)
         except SwiftError:
-            self.scheduler.load_state_dict(self._ahead[0].before if self._ahead else before)
+            self.scheduler.load_state_dict(before)
             raise
         return one
 
     def _in_flight(self) -> bool:
         """Whether a round that was asked for has not been collected; the same answer on every rank."""
-        return any(one.result is None for one in self._ahead)
+        return any(one.current is not None for one in self._ahead)
 
     def _sample(self, current: Round, *, wait: bool) -> None:
         if not wait:
@@ -212,23 +223,50 @@ class RolloutPipeline:
             self.collector.sample(current)
 
     def _publish_in_flight(self, step: int) -> None:
+        """Pause the engine between two tokens, publish, go on; a rank that cannot tells the others."""
         engine = self.collector.engine
-        with self._thread.held():
-            if engine is not None:
-                engine.pause("keep")
+        try:
+            self._everywhere(self._thread.hold)
             self.publisher.publish(step)
-            if engine is not None:
-                engine.resume()
+            self._everywhere(engine.resume if engine is not None else lambda: None)
+        finally:
+            self._thread.release()
+
+    def _everywhere(self, work: Callable[[], None]) -> None:
+        """Work of this rank alone; what fails on any rank is raised on all."""
+        failure = None
+        try:
+            work()
+        except SwiftError as error:
+            failure = error
+        failures = [one for one in self.publisher.ranks.all_gather(failure) if one is not None]
+        if failures:
+            raise failure or failures[0]
 
     def _result(self, one: _Ahead) -> tuple[list[RolloutGroup], dict[str, float]]:
-        """The scored groups of a round, waited for; collective."""
-        if one.result is None:
-            assert one.current is not None
-            with self.timer("generate"):
-                self._thread.wait(one.current)
-            one.result = self.collector.finish(one.current, timer=self.timer)
+        """The scored groups of a round, waited for; collective.
+
+        Raises:
+            SwiftError: on every rank, and at every call: its failure.
+        """
+        if one.current is not None:
+            try:
+                with self.timer("generate"):
+                    self._thread.wait(one.current)
+                one.result = self.collector.finish(one.current, timer=self.timer)
+            except SwiftError as error:
+                one.failure = error
             one.current = None
+        if one.failure is not None:
+            raise one.failure
+        assert one.result is not None
         return one.result
+
+    def _settle(self) -> None:
+        """Wait for the rounds ahead, so that the engine is free; collective. A failure is raised at its turn."""
+        for one in self._ahead:
+            with contextlib.suppress(SwiftError):
+                self._result(one)
 
     def _make_unit(
         self, groups: list[RolloutGroup], reward_metrics: dict[str, float], progress: TrainerProgress
@@ -246,20 +284,25 @@ class RolloutPipeline:
         return TrainUnit(samples, self.config.num_windows, self.config.num_iterations)
 
     def staleness(self, step: int) -> dict[str, float]:
-        """How many optimizer steps the sampling policy of the current window is behind the one trained now.
+        """How many optimizer steps the weights that sampled the current window are behind those trained now, per token.
+
+        Completions that are not trained on do not count.
 
         Args:
             step: optimizer steps done before this one.
         """
         assert self.unit is not None
+        samples = [self.unit.samples[i] for i in self.unit.window(self.unit.window_index)]
         ages = [
-            (step - self.publisher.step_of(self.unit.samples[i].version), len(self.unit.samples[i].token_ids))
-            for i in self.unit.window(self.unit.window_index)
+            (step - self.publisher.step_of(version), count)
+            for sample in samples
+            if sample.num_trained
+            for version, count in sample.tokens_of_versions()
         ]
         tokens = sum(count for _, count in ages)
         return {
             "off_policy/mean": sum(age * count for age, count in ages) / max(1, tokens),
-            "off_policy/max": float(max(age for age, _ in ages)),
+            "off_policy/max": float(max((age for age, _ in ages), default=0)),
         }
 
     def evaluate(self, prompts: Sequence[Prompt], progress: TrainerProgress) -> dict[str, float]:
@@ -268,8 +311,7 @@ class RolloutPipeline:
         Returns:
             metrics without a prefix: `reward`, `reward_std`, `rewards/<name>/mean`, `completions/...`.
         """
-        for one in self._ahead:
-            self._result(one)  # the engine is free, and its rounds keep the weights they were asked for with
+        self._settle()  # they keep the weights that they were asked for with
         with self.phase(progress.global_step, current=True):
             groups, reward_metrics = self.collector.run(
                 launches_of(prompts),
@@ -282,6 +324,12 @@ class RolloutPipeline:
         return self._observe(
             "eval", progress.global_step, groups, [result], result.advantages_S.tolist(), reward_metrics
         )
+
+    def inspect(self, step: int, work: Callable[[], None]) -> None:
+        """Let `work` look at the engine, which then has the weights of now and nothing to do; collective."""
+        self._settle()
+        with self.phase(step, current=True, trainer_stays=True):
+            work()
 
     def _batches(self, groups: list[RolloutGroup]) -> list[list[RolloutGroup]]:
         size = len(groups) // self.config.generation_batches
@@ -320,7 +368,7 @@ class RolloutPipeline:
                     sampler_logprobs=np.asarray(completion.logprobs, dtype=np.float32),
                     trained=trained,
                     advantage=advantages[position],
-                    version=completion.versions[0][0] if completion.versions else 0,
+                    versions=list(completion.versions),
                 )
                 position += 1
 
@@ -352,23 +400,14 @@ class RolloutPipeline:
         Collective: rounds in flight are waited for and saved whole. One that fails is left out, and those after it:
         they are drawn again after a resume.
         """
-        ready: list[dict[str, Any]] = []
-        scheduler = self.scheduler.state_dict()
-        for one in self._ahead:
-            try:
-                groups, metrics = self._result(one)
-            except SwiftError:
-                break  # raised again when its turn comes; a checkpoint must still be possible
-            ready.append({"groups": [_scored_to_json(group) for group in groups], "metrics": metrics})
-        if self._ahead:
-            ended = {name: scheduler[name] for name in ("trained", "excluded", "dropped")}
-            scheduler = {**self._ahead[0].before, **ended}
+        self._settle()
+        whole = list(takewhile(lambda one: one.result is not None, self._ahead))
         pending = self.unit is not None and not self.unit.exhausted
         return {
-            "scheduler": scheduler,
+            "scheduler": self._without_ahead(),
             "publisher": self.publisher.state_dict(),
             "unit": self.unit.to_json() if pending and self.unit is not None else None,
-            "ahead": ready,
+            "ahead": [_result_to_json(*one.result) for one in whole if one.result is not None],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -383,6 +422,10 @@ class RolloutPipeline:
             self._ahead.append(_Ahead(launches, before, result=(groups, saved["metrics"])))
         if "publisher" in state:
             self.publisher.load_state_dict(state["publisher"])
+
+
+def _result_to_json(groups: Sequence[RolloutGroup], metrics: dict[str, float]) -> dict[str, Any]:
+    return {"groups": [_scored_to_json(group) for group in groups], "metrics": metrics}
 
 
 def _scored_to_json(group: RolloutGroup) -> dict[str, Any]:

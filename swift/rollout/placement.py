@@ -46,7 +46,7 @@ class PlacementRequest:
     servers: Sequence[str] = ()
     async_generate: bool = False
     prefetch_given: bool = False
-    sleep_level: int = 0
+    sleep_level: Literal[0, 1, 2] = 0
     num_attention_heads: int | None = None
     shares_ranks: bool = True
 
@@ -70,7 +70,7 @@ class Placement:
     servers: tuple[str, ...] = ()
     cores: tuple[tuple[int, ...], ...] = ()
     spare_devices: tuple[str, ...] = ()
-    sleep_level: int = 0
+    sleep_level: Literal[0, 1, 2] = 0
     notes: tuple[str, ...] = field(default=())
 
 

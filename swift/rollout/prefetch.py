@@ -2,13 +2,17 @@
 
 The thread owns the engine while rounds are on their way: it submits their requests, streams completions, and hands each
 one to the collector, which scores finished groups. It never runs a collective and never touches the trainer's model.
-Rounds start in the order given and overlap in the engine, so that the stragglers of one do not idle it.
+Rounds are sampled in the order given, one after the other: which requests share a batch of the engine changes the last
+bits of their log-probs, so it must not depend on how fast anything was. Only where that is given up anyway (weights
+that change in mid-flight) they overlap, so that the stragglers of one do not idle the engine.
 
     start(round)  ->  ... wait(round)      the round is complete, or carries its failure
-    held()            the engine is the caller's for a moment (weights are swapped in mid-flight)
+    hold() release()  between them the engine is paused and the caller's (weights are swapped in mid-flight)
 
-It ends with `close`; an engine that makes no progress is the engine's own business to notice, and comes here as an
-`EngineError`.
+The engine is free again when `wait` or `drain` returns and nothing else is under way, not merely when the last
+completion is out: the stream that brought it has ended. After a failure no further round is sampled: each carries that
+failure. An engine that makes no progress is the engine's own business to notice, and comes here as an `EngineError`.
+It ends with `close`.
 """
 
 from __future__ import annotations
@@ -17,24 +21,30 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
 
 from swift.errors import EngineError, SwiftError
-from swift.rollout.collect import RolloutCollector, Round
+from swift.rollout.collect import RolloutCollector, Round, stray
+from swift.types import Completion
 
 POLL_S = 1.0
 """How often a waiting thread looks whether the other one still lives."""
+
+CLOSE_S = 10.0
+"""How long `close` waits for the thread; what is still in the engine then ends with the engine."""
 
 
 class GenerationThread:
     """Samples rounds in the background.
 
     Args:
-        collector: takes the completions; its engine is used by this thread only, except inside `held`.
+        collector: takes the completions; its engine is used by this thread only, except between `hold` and `release`.
+        overlap: a round may start before the one before it is complete.
     """
 
-    def __init__(self, collector: RolloutCollector) -> None:
+    def __init__(self, collector: RolloutCollector, *, overlap: bool = False) -> None:
         self.collector = collector
+        self.overlap = overlap
         self.busy_s = 0.0
         self._changed = threading.Condition()
         self._new: deque[Round] = deque()
@@ -42,6 +52,7 @@ class GenerationThread:
         self._wants_hold = False
         self._at_rest = True
         self._closing = False
+        self._failure: Exception | None = None
         self._thread: threading.Thread | None = None
 
     @property
@@ -55,6 +66,9 @@ class GenerationThread:
         if self.collector.engine is None or not current.requests:
             return
         with self._changed:
+            if self._failure is not None:
+                current.failure = self._failure
+                return
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
                 self._thread.start()
@@ -62,46 +76,59 @@ class GenerationThread:
             self._changed.notify_all()
 
     def wait(self, current: Round) -> None:
-        """Until the round is complete or has failed."""
+        """Until the round is complete or has failed, and the engine is free unless other rounds are under way."""
         with self._changed:
-            while current in self._new or current in self._running:
-                self._changed.wait(POLL_S)
-                if self._thread is None or not self._thread.is_alive():
-                    raise EngineError("generation: its thread has ended with a round unfinished")
+            self._wait_until(lambda: current not in self._new and current not in self._running and self._rests())
 
     def drain(self) -> None:
-        """Until nothing is in flight."""
-        while True:
-            with self._changed:
-                rest = [*self._new, *self._running]
-            if not rest:
-                return
-            self.wait(rest[0])
+        """Until nothing is under way and the engine is free."""
+        with self._changed:
+            self._wait_until(lambda: not self._new and not self._running and self._rests())
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """The engine is the caller's inside the block; what runs in it goes on or is paused by the caller."""
+    def hold(self) -> None:
+        """Pause the engine and take it from the thread; what runs in it goes on after `resume` and `release`.
+
+        Raises:
+            SwiftError: it cannot be paused.
+        """
         with self._changed:
             self._wants_hold = True
-            while not self._at_rest and self._thread is not None and self._thread.is_alive():
-                self._changed.wait(POLL_S)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._wants_hold = False
-                self._changed.notify_all()
+        if self.collector.engine is not None:
+            self.collector.engine.pause("keep")  # ends the stream between two tokens, so that the thread comes to rest
+        with self._changed:
+            self._wait_until(lambda: self._at_rest)
+
+    def release(self) -> None:
+        """Give the engine back to the thread."""
+        with self._changed:
+            self._wants_hold = False
+            self._changed.notify_all()
 
     def close(self) -> None:
         """End the thread; rounds that run are given up."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            thread = self._thread
-        if thread is not None and self.collector.engine is not None:
-            with contextlib.suppress(SwiftError):  # it is being closed: whether it still listens does not matter
-                self.collector.engine.abort()
-            thread.join(10.0)
+            thread, engine = self._thread, self.collector.engine
+        deadline = time.monotonic() + CLOSE_S
+        while thread is not None and engine is not None and thread.is_alive() and time.monotonic() < deadline:
+            if not self._at_rest:
+                with contextlib.suppress(SwiftError):  # it is being closed: whether it still listens does not matter
+                    engine.abort()  # and again in a moment: the thread may have submitted more meanwhile
+            thread.join(0.2)
+
+    def _rests(self) -> bool:
+        """Whether the engine is left alone, or kept busy by other rounds."""
+        return self._at_rest or bool(self._new or self._running)
+
+    def _wait_until(self, reached: Callable[[], bool]) -> None:
+        """Holding the lock; a thread that is gone leaves its rounds with a failure."""
+        while not reached():
+            if self._thread is None or not self._thread.is_alive():
+                self._at_rest = True
+                self._end_all(EngineError("generation: its thread has ended with a round unfinished"))
+                return
+            self._changed.wait(POLL_S)
 
     # --- the thread -----------------------------------------------------------------------------------------
 
@@ -111,7 +138,10 @@ class GenerationThread:
             try:
                 self._stream()
             except Exception as error:  # carried to the trainer's thread, which raises it on every rank
-                self._fail(error)
+                try:
+                    self._empty_engine()
+                finally:
+                    self._fail(error)
             self.busy_s += time.monotonic() - started
 
     def _wait_for_work(self) -> bool:
@@ -120,27 +150,33 @@ class GenerationThread:
             self._changed.notify_all()
             while not self._closing and (self._wants_hold or not (self._new or self._running)):
                 self._changed.wait(POLL_S)
-            self._at_rest = False
+            self._at_rest = self._closing
             return not self._closing
 
     def _stream(self) -> None:
-        """One stream of completions; rounds that come meanwhile join it."""
+        """One stream of completions: of one round, all of whose requests are submitted before it begins, or of several.
+
+        It ends early when the engine is paused.
+        """
         engine = self.collector.engine
         assert engine is not None
         self._submit_new()
         for completion in engine.stream():
-            self._deliver(completion.request_id, completion)
-            self._submit_new()
-            if not self._may_go_on():
+            if self._closing:
                 return
-        self._fail_incomplete()
+            self._deliver(completion)
+            if self.overlap:
+                self._submit_new()
+        if self._running and not self._wants_hold and not self._closing:
+            missing = next(r.request_id for c in self._running for r in c.requests if r.request_id not in c.done)
+            raise EngineError(f"engine: request {missing}: it never came back; this is a defect of the engine")
 
     def _submit_new(self) -> None:
         engine = self.collector.engine
         assert engine is not None
         while True:
             with self._changed:
-                if not self._new:
+                if not self._new or (self._running and not self.overlap):
                     return
                 current = self._new.popleft()
                 self._running.append(current)
@@ -149,39 +185,34 @@ class GenerationThread:
             for request in current.requests:
                 engine.submit(request)
 
-    def _deliver(self, request_id: str, completion: object) -> None:
-        for current in self._running:
-            if request_id.rpartition("/")[0] in current.waiting and request_id not in current.done:
-                self.collector.take(current, completion)  # type: ignore[arg-type]
-                if current.complete:
-                    self._end(current)
-                return
-
-    def _may_go_on(self) -> bool:
-        """Between two completions: give the engine away when asked; False when closing."""
-        with self._changed:
-            while self._wants_hold and not self._closing:
-                self._at_rest = True
+    def _deliver(self, completion: Completion) -> None:
+        current = next((one for one in self._running if one.expects(completion.request_id)), None)
+        if current is None:
+            raise stray(completion)
+        self.collector.take(current, completion)
+        if current.complete:
+            with self._changed:
+                self._running.remove(current)
                 self._changed.notify_all()
-                self._changed.wait(POLL_S)
-            self._at_rest = False
-            return not self._closing
 
-    def _end(self, current: Round) -> None:
-        with self._changed:
-            self._running.remove(current)
-            self._changed.notify_all()
+    def _empty_engine(self) -> None:
+        """Nobody waits for what is still in it; evaluation may need it before the failure is raised."""
+        engine = self.collector.engine
+        assert engine is not None
+        with contextlib.suppress(SwiftError):  # it is the engine that failed
+            engine.abort()
+            for _ in engine.stream():
+                pass
 
     def _fail(self, error: Exception) -> None:
         with self._changed:
-            for current in [*self._running, *self._new]:
-                current.failure = current.failure or error
-            self._running.clear()
-            self._new.clear()
-            self._changed.notify_all()
+            self._failure = error
+            self._end_all(error)
 
-    def _fail_incomplete(self) -> None:
-        """The engine says that nothing is outstanding; a round that still waits lost a request."""
-        if self._running:
-            missing = next(r.request_id for c in self._running for r in c.requests if r.request_id not in c.done)
-            self._fail(EngineError(f"engine: request {missing}: it never came back; this is a defect of the engine"))
+    def _end_all(self, error: Exception) -> None:
+        """Holding the lock: every round carries the failure."""
+        for current in [*self._running, *self._new]:
+            current.failure = current.failure or error
+        self._running.clear()
+        self._new.clear()
+        self._changed.notify_all()

@@ -93,6 +93,10 @@ class OptimizationArguments:
     deepspeed: str | None = flag(everyday=False, unset="off")
     """DeepSpeed: zero0, zero1, zero2, zero3, zero2_offload, zero3_offload or a JSON file."""
 
+    fsdp: Literal["full_shard", "shard_grad_op"] | None = flag(everyday=False, unset="off")
+    """Spread weights, gradients and optimizer state over the processes with torch's FSDP2: full_shard gathers each
+    layer in every pass, shard_grad_op keeps it gathered from the forward to the backward pass."""
+
     ddp_timeout: int = flag(1800, at_least=1, everyday=False)
     """Seconds that processes wait for each other."""
 

@@ -6,14 +6,16 @@ loaded, and weights are loaded before the run's folder is made, so a start that 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swift.errors import ConfigError, Interrupted, NumericError
+from swift.errors import ConfigError, Interrupted
 from swift.types import Prompt
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from swift.rewards import RewardPipeline
     from swift.rollout.arithmetic import BatchPlan
     from swift.rollout.engines.base import InferenceEngine
+    from swift.rollout.parity import ParityCheck, ParityReport
     from swift.rollout.placement import Placement
     from swift.rollout.weight_sync.publisher import WeightPublisher
     from swift.trainers.colocate import ColocateCycle
@@ -70,13 +73,14 @@ def run(resolved: Resolved) -> int:
         join_processes,
         require_packages,
     )
+    from swift.trainers.watch import RankWatch
 
     args: Any = resolved.args
     require_packages(args)
     with SignalTrap() as trap:
         with collector_resting():
             placement = find_placement(args, prefetch_given="prefetch_depth" in resolved.given)
-            collectives = join_processes(args.ddp_timeout)
+            collectives = join_processes(args.ddp_timeout, always=bool(args.deepspeed or args.fsdp))
             start = find_start(args, checkpoint_settings(resolved.to_json(), collectives))
             parts = prepare(args, collectives, start, placement)
         try:
@@ -85,7 +89,8 @@ def run(resolved: Resolved) -> int:
                 parts.rewards.self_check(parts.first_prompts, max_steps=parts.plan.max_steps)
             trap.check("rlhf", collectives, start)
             bind_trainer(placement, int(os.environ.get("LOCAL_RANK", "0")))
-            return train(resolved, parts, trap)
+            with RankWatch(collectives):
+                return train(resolved, parts, trap)
         finally:
             parts.rewards.close()
 
@@ -335,7 +340,9 @@ class _Session:
         self.cycle = self._build_cycle()
         self.trainer = self._build_trainer(model, reference)
         if self.cycle is not None:
-            self.cycle.attach(model, lambda: self.trainer.optimizer)
+            beside = [reference.module] if hasattr(reference, "module") else []
+            self.cycle.attach(model, lambda: self.trainer.optimizer, beside=beside)
+        self.parity = self._build_parity()
 
     def say(self, line: str) -> None:
         """A line that stays on the console, from rank 0."""
@@ -370,39 +377,59 @@ class _Session:
             raise self._interrupted()
 
     def check_parity(self) -> None:
-        """Compare sampler and trainer on the first prompts; print the figure.
+        """Compare sampler and trainer in all stages, on the first prompts; print the figures.
 
         Raises:
             NumericError: they disagree by more than rounding explains.
+            SyncFailed, EngineDead: weights did not reach an engine.
         """
-        from swift.rollout.parity import check_parity
-
         args = self.parts.args
-        if args.parity_check == "off":
-            return
-        trainer, model = self.trainer, self.trainer.model
-        report = check_parity(
-            self.setup.engine,
-            trainer.score,
-            self.parts.first_prompts,
-            args.sampling_params(),
-            dtype=next(model.parameters()).dtype,
-            device=next(model.parameters()).device,
-        )
+        if args.adapters:  # the engine read the base alone
+            self.publisher.refresh()
+        if self.parity is not None:
+            self._judge(self.parity.run())
+        if self.cycle is not None:
+            self.cycle.rest()
+
+    def check_parity_again(self, step: int) -> None:
+        """The short form of the check, with the weights of now; `--parity_check every:N`."""
+        parity = self.parity
+        assert parity is not None
+        self.trainer.pipeline.inspect(step, lambda: self._judge(parity.now()))
+
+    def _judge(self, report: ParityReport) -> None:
         self.say(report.line())
-        if report.judged > report.tolerance.refuses and args.parity_check != "warn":
-            raise NumericError(
-                f"--parity_check: {report.judged:.1e}: sampler and trainer disagree by more than "
-                f"{report.tolerance.refuses:.0e} nats per token, so ratios would be wrong; set --torch_dtype float32 "
-                "to see whether it is rounding, or --parity_check warn to go on regardless"
-            )
-        if report.judged > report.tolerance.passes and self.report is not None:
-            self.report.progress.warn(f"{report.line()}: above {report.tolerance.passes:.0e}")
+        self.metrics.add("mismatch/parity_abs_diff_max", max(stage.gaps.maximum for stage in report.stages))
+        if report.error() and self.parts.args.parity_check != "warn":
+            report.require()
+        if (warning := report.error() or report.warning()) and self.report is not None:
+            self.report.progress.warn(warning)
+
+    def _build_parity(self) -> ParityCheck | None:
+        from swift.rollout.parity import ParityCheck
+
+        parts, args, trainer = self.parts, self.parts.args, self.trainer
+        if args.parity_check == "off":
+            return None
+        return ParityCheck(
+            self.setup.engine,
+            score=trainer.score,
+            model=trainer.model,
+            publisher=self.publisher,
+            prompts=parts.first_prompts,
+            sampling=args.sampling_params(),
+            ranks=parts.collectives,
+            end_token_ids=parts.template.stop_token_ids,
+            unscaled=lambda sequences: trainer.score(sequences, temperature=1.0),
+            adapter_only=args.vllm_enable_lora,
+            around=trainer.pipeline.collector.around,
+            seed=args.seed,
+        )
 
     def _build_trainer(self, model: Any, reference: Any) -> GRPOTrainer:
         from transformers import PrinterCallback
 
-        from swift.trainers.grpo_trainer import GRPOTrainer, PipelineCallback
+        from swift.trainers.grpo_trainer import EveryFewSteps, GRPOTrainer, PipelineCallback
         from swift.trainers.reporting import ReportCallback
         from swift.trainers.session import tensorboard_callback
 
@@ -425,6 +452,9 @@ class _Session:
         trainer.add_callback(
             PipelineCallback(trainer, stop_requested=lambda: self.trap.caught is not None, epoch=self._epoch)
         )
+        kind, _, interval = args.parity_check.partition(":")
+        if kind == "every":
+            trainer.add_callback(EveryFewSteps(int(interval), self.check_parity_again))
         if self.report is not None:
             trainer.add_callback(ReportCallback(self.report))
         if (board := tensorboard_callback(args, self.folder)) is not None:
@@ -445,6 +475,7 @@ class _Session:
             scorer=parts.rewards,
             collectives=parts.collectives,
             share=self.setup.share,
+            around=self._sampling if self.setup.placement.mode == "in_process" else contextlib.nullcontext,
         )
         config = PipelineConfig(
             num_generations=args.num_generations,
@@ -473,6 +504,13 @@ class _Session:
             publisher=self.publisher,
             phase=self.cycle,
         )
+
+    def _sampling(self) -> AbstractContextManager[None]:
+        """What sampling with the trainer's own weights needs where ZeRO-3 or FSDP2 spread them over ranks."""
+        from swift.models.spread_sampling import sampling_from
+
+        gather = self.parts.args.ds3_gather_for_generation
+        return sampling_from(self.trainer.model, gather=gather, any_rank=self.parts.collectives.any)
 
     def _build_publisher(self, model: Any) -> WeightPublisher:
         """Gives the engines the weights of `model`, or its adapter alone."""

@@ -8,6 +8,8 @@ What the subclass overrides, and why:
                            so that no cut, packing or number of ranks changes the gradient
     create_optimizer       16-bit weights are updated through float32 masters
     _get_grad_norm         a non-finite gradient skips the update on all ranks alike
+    _prepare_for_training  notes how the model was wrapped: DeepSpeed updates inside `training_step`, and a model spread
+                           over ranks (ZeRO-3, FSDP2) needs the same number of forward passes on each
     evaluate               samples and scores held-out prompts
     log                    adds the window's own metrics to what Trainer logs
     _save_checkpoint       writes to a staging folder and renames it, with the pipeline's state in it
@@ -33,6 +35,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
 from swift.errors import NumericError, RewardError
+from swift.models.checkpoint_tensors import as_saved_unspread, computing_dtype, is_peft
 from swift.models.forward import (
     TokenSequence,
     choose_attention,
@@ -41,6 +44,7 @@ from swift.models.forward import (
     packed_logits,
     padded_logits,
 )
+from swift.models.sharded import is_spread
 from swift.observability.files import disk_full_is_an_error
 from swift.rl.correction import CorrectionMode, SequenceRatio, sampler_correction, sampler_mismatch
 from swift.rl.logprobs import selected_logprobs
@@ -54,6 +58,7 @@ from swift.trainers.checkpoint import commit_checkpoint, rotate, staging_folder,
 from swift.trainers.distributed import Collectives
 from swift.trainers.master_weights import keep_master_weights
 from swift.trainers.microbatch import MicroBatch, collate, split_by_sample
+from swift.trainers.sharding import DeepSpeedSteps
 from swift.types import Prompt, TrainerProgress
 
 if TYPE_CHECKING:
@@ -171,6 +176,8 @@ class GRPOTrainer(Trainer):
         self._non_finite_in_a_row = 0
         self._staging: Path | None = None
         self._saved_step = -1
+        self._engine: DeepSpeedSteps | None = None
+        self._in_step = False
         super().__init__(eval_dataset=self.eval_prompts or None, **trainer_arguments)
         assert self.args.gradient_accumulation_steps == 1, "accumulation happens inside training_step"
         self.model_accepts_loss_kwargs = True
@@ -210,6 +217,13 @@ class GRPOTrainer(Trainer):
         """Not counted by Trainer: a window is not a dict of tensors."""
         return 0.0
 
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Wrap the model; from here on it may be spread over ranks."""
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        self._engine = DeepSpeedSteps(self.model_wrapped) if self.is_deepspeed_enabled else None
+        self._in_step = is_spread(self.model)
+        return prepared
+
     # --- one optimizer step -----------------------------------------------------------------------------------
 
     def training_step(self, model: nn.Module, inputs: TrainUnit, num_items_in_batch: Any = None) -> Tensor:
@@ -226,6 +240,8 @@ class GRPOTrainer(Trainer):
 
     def _backward_window(self, model: nn.Module, unit: TrainUnit, report: StepMetrics) -> Tensor:
         model.train()
+        if self._engine is not None:
+            self._engine.begin()
         self._prepare_old_logprobs(unit)
         window = unit.window(unit.window_index)
         samples = [unit.samples[i] for i in window]
@@ -243,8 +259,11 @@ class GRPOTrainer(Trainer):
         slices = plan.slices[self.collectives.rank]
         filler = next(i for parts in plan.slices for part in parts for i in part)
         for number, part in enumerate(slices):
-            with self._sync_only_last(model, number == len(slices) - 1):
-                loss += self._slice(model, unit, part, weights, filler, report)
+            last = number == len(slices) - 1
+            with self._sync_only_last(model, last):
+                loss += self._slice(model, unit, part, weights, filler, report, last=last)
+        if self._engine is not None:
+            self._engine.step()
         return loss
 
     def _slice(
@@ -255,6 +274,8 @@ class GRPOTrainer(Trainer):
         weights: dict[int, float],
         filler: int,
         report: StepMetrics,
+        *,
+        last: bool,
     ) -> Tensor:
         """One forward/backward pass; a rank with nothing left passes over `filler` with weight 0."""
         samples = [unit.samples[i] for i in part or [filler]]
@@ -275,7 +296,10 @@ class GRPOTrainer(Trainer):
             correction=self._correction(batch, policy_logprobs_N),
         )
         loss = output.loss * self.collectives.world_size
-        self.accelerator.backward(loss)
+        if self._engine is not None:
+            self._engine.backward(loss, last=last)
+        else:
+            self.accelerator.backward(loss)
         if part:
             _remember(batch, policy_logprobs_N if first_visit and unit.updates_per_rollout > 1 else None)
             self._observe_slice(report, batch, policy_logprobs_N, output, fresh=unit.position == 0)
@@ -326,8 +350,13 @@ class GRPOTrainer(Trainer):
             logits = padded_logits(model, batch.sequences(), device=self.args.device)
         return selected_logprobs(logits, batch.tokens.target_ids, temperature=self.settings.temperature)
 
-    def score(self, sequences: Sequence[TokenSequence]) -> Tensor:
-        """The trainer's log-probs [N] of all completion tokens, without gradient; for checks."""
+    def score(self, sequences: Sequence[TokenSequence], *, temperature: float | None = None) -> Tensor:
+        """The trainer's log-probs [N] of all completion tokens, without gradient; for checks.
+
+        Args:
+            sequences: prompts with their completions.
+            temperature: None means that of sampling.
+        """
         model = self.accelerator.unwrap_model(self.model_wrapped)
         with torch.no_grad():
             if is_packed(model):
@@ -336,7 +365,7 @@ class GRPOTrainer(Trainer):
             else:
                 logits = padded_logits(model, sequences, device=self.args.device)
                 targets = torch.tensor([t for s in sequences for t in s.completion_ids], device=self.args.device)
-            return selected_logprobs(logits, targets, temperature=self.settings.temperature)
+            return selected_logprobs(logits, targets, temperature=temperature or self.settings.temperature)
 
     def _prepare_old_logprobs(self, unit: TrainUnit) -> None:
         """Before the first update on a unit: what later windows (or dropout) need from the weights as they are now."""
@@ -349,36 +378,44 @@ class GRPOTrainer(Trainer):
         model = self.accelerator.unwrap_model(self.model_wrapped)
         model.eval()
         for number in windows:
-            for batch in self._own_batches(unit, unit.window(number)):
+            for batch, own in self._own_batches(unit, unit.window(number)):
                 with torch.no_grad():
-                    _remember(batch, self._logprobs(model, batch))
+                    logprobs_N = self._logprobs(model, batch)
+                _remember(batch, logprobs_N if own else None)
         model.train()
 
-    def _own_batches(self, unit: TrainUnit, window: range) -> Iterator[MicroBatch]:
+    def _own_batches(self, unit: TrainUnit, window: range) -> Iterator[tuple[MicroBatch, bool]]:
+        """This rank's part, and with a spread model what keeps it in step with ranks that have more."""
         samples = [unit.samples[i] for i in window]
         useful = [s.num_trained > 0 and self._contributes(s) and s.old_logprobs is None for s in samples]
         plan = plan_window(
             window, world_size=self.collectives.world_size, slice_size=self.settings.slice_size, useful=useful
         )
+        filler = next((i for parts in plan.slices for part in parts for i in part), None)
         for part in plan.slices[self.collectives.rank]:
-            if part:
-                mine = [unit.samples[i] for i in part]
-                yield collate(mine, [0.0] * len(mine), device=self.args.device)
+            if part or self._in_step:
+                mine = [unit.samples[i] for i in part or [filler]]
+                yield collate(mine, [0.0] * len(mine), device=self.args.device), bool(part)
 
     def _ensure_ref_logprobs(self, batch: MicroBatch, *, keep: bool) -> None:
         """Fill in the reference's log-probs; with `keep`, on the rank that owns the samples, for later visits too."""
-        if self.settings.loss.beta == 0 or batch.ref_logprobs_N is not None:
+        if self.settings.loss.beta == 0:
+            return
+        missing = batch.ref_logprobs_N is None
+        if not (self.collectives.any(missing) if self._in_step else missing):
             return
         assert self.reference is not None, "beta > 0 without a reference"
         with self.reference.active() as module, torch.no_grad():
             batch.ref_logprobs_N = self._logprobs(module, batch)
-        if not keep:
+        if not keep or not missing:
             return
         for sample, values in zip(batch.samples, split_by_sample(batch.ref_logprobs_N, batch.samples), strict=True):
             sample.ref_logprobs = values
 
     def _sync_only_last(self, model: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if last else self.accelerator.no_sync(model)
+        if last or self._engine is not None:  # DeepSpeed's boundary says the same
+            return contextlib.nullcontext()
+        return self.accelerator.no_sync(model)
 
     def _observe_slice(
         self, report: StepMetrics, batch: MicroBatch, policy_logprobs_N: Tensor, output: Any, *, fresh: bool
@@ -412,23 +449,34 @@ class GRPOTrainer(Trainer):
         """Trainer's optimizer; small updates of 16-bit weights are not rounded away."""
         made = self.optimizer is None
         optimizer = super().create_optimizer(model)
-        if made:
+        if made and not self.is_deepspeed_enabled and not self.is_fsdp_enabled:  # these have masters of their own
             keep_master_weights(optimizer)
         return optimizer
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The norm before clipping; a non-finite one drops the gradients, so that no weight is touched."""
+        if self._engine is not None:  # clipped, judged and applied already, where there was a gradient
+            norm = self._engine.norm
+            return self._judged(norm) if norm is not None else self._no_gradient()
         if not any(parameter.grad is not None for parameter in model.parameters()):
-            self.metrics.add_many({"grad_norm": 0.0})
-            return torch.zeros(())
+            return self._no_gradient()
         norm = super()._get_grad_norm(model, grad_norm)
+        if norm is not None and not math.isfinite(float(norm)):
+            model.zero_grad(set_to_none=True)
+        return self._judged(norm)
+
+    def _no_gradient(self) -> Tensor:
+        self.metrics.add_many({"grad_norm": 0.0})
+        return torch.zeros(())
+
+    def _judged(self, norm: Any) -> Any:
+        """Book a norm; too many non-finite ones in a row end the run."""
         if norm is None or math.isfinite(float(norm)):
             self._non_finite_in_a_row = 0
             self.metrics.add_many({"grad_norm": float(norm)} if norm is not None else {})
             return norm
         self._non_finite_in_a_row += 1
         self.metrics.add_many({"health/non_finite_steps": 1.0})
-        model.zero_grad(set_to_none=True)
         if self._non_finite_in_a_row >= NON_FINITE_LIMIT:
             raise NumericError(
                 f"grad_norm: {float(norm)}: not finite for {NON_FINITE_LIMIT} updates in a row, the last at step "
@@ -461,6 +509,16 @@ class GRPOTrainer(Trainer):
             SimpleNamespace(missing_keys=missing, unexpected_keys=load_result.unexpected_keys)
         )
         self.model.tie_weights()
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Weights that were gathered to be saved are written as if they had never been spread."""
+        if state_dict is None or is_peft(self.model):
+            super()._save(output_dir, state_dict)
+            return
+        super()._save(output_dir, as_saved_unspread(self.model, state_dict))
+        if (dtype := computing_dtype(self.model)) is not None:  # the config got that of the masters
+            self.model.config.dtype = dtype
+            self.model.config.save_pretrained(output_dir or self.args.output_dir)
 
     def _get_output_dir(self, trial: Any) -> str:
         """While a checkpoint is being written, the staging folder."""
@@ -604,3 +662,21 @@ class PipelineCallback(TrainerCallback):
             control.should_save = True
             control.should_training_stop = True
         return control
+
+
+class EveryFewSteps(TrainerCallback):
+    """Does something after every `interval` optimizer steps, on all ranks.
+
+    Args:
+        interval: in steps.
+        work: called with the number of steps done.
+    """
+
+    def __init__(self, interval: int, work: Callable[[int], None]) -> None:
+        self.interval = interval
+        self.work = work
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """After the step was booked."""
+        if state.global_step % self.interval == 0:
+            self.work(state.global_step)

@@ -5,6 +5,7 @@ Shared by `sft` and `grpo`; knows no algorithm.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib.util
@@ -81,11 +82,16 @@ def optimizer_package(name: str) -> str | None:
 
 
 def require_packages(args: Any) -> None:
-    """Checks, before anything is loaded, that the optional packages behind `--report_to` and `--optim` are there.
+    """Checks, before anything is loaded, that the optional packages behind settings are there.
 
     Raises:
         ResourceError: one line per missing package.
+        ConfigError: DeepSpeed or FSDP cannot be used like this.
     """
+    from swift.trainers.sharding import require_deepspeed, require_fsdp
+
+    require_deepspeed(args)
+    require_fsdp(args)
     needs = [(f"--report_to: {name}", TRACKERS[name]) for name in args.report_to if name in TRACKERS]
     if package := optimizer_package(args.optim):
         needs.append((f"--optim: {args.optim}", package))
@@ -148,9 +154,10 @@ def collector_resting() -> Iterator[None]:
     """Import and load without the garbage collector, and leave what was loaded out of its later rounds.
 
     A million objects come and stay while libraries are imported; to look for garbage among them again and again
-    takes a quarter of the start. Only reference cycles dropped inside the block are never freed.
+    takes a quarter of the start. Only reference cycles dropped inside the block are never freed before the end.
     """
     was_enabled = gc.isenabled()
+    atexit.register(gc.unfreeze)  # extension modules count what is left at the end as leaks, and say so
     gc.disable()
     try:
         yield
@@ -160,18 +167,28 @@ def collector_resting() -> Iterator[None]:
             gc.enable()
 
 
-def join_processes(timeout_s: float) -> Collectives:
-    """Joins the launcher's process group, when there is one (WORLD_SIZE > 1)."""
+def join_processes(timeout_s: float, *, always: bool = False) -> Collectives:
+    """Joins the launcher's process group, when there is one (WORLD_SIZE > 1).
+
+    Args:
+        timeout_s: bound on every collective.
+        always: make a group of one process where nobody launched several (DeepSpeed and FSDP want one).
+    """
     import torch
     import torch.distributed as dist
 
     from swift.trainers.distributed import Collectives
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if (always or not alone) and not dist.is_initialized():
         on_gpu = torch.cuda.is_available()
         if on_gpu:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
+        place: dict[str, Any] = {}
+        if alone:
+            os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+            place = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s), **place)
     return Collectives(timeout_s)
 
 
@@ -240,6 +257,8 @@ def training_options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, A
     """
     import torch
 
+    from swift.trainers.sharding import spread_options
+
     on_gpu = torch.cuda.is_available()
     eval_strategy = args.eval_strategy if evaluates else "no"
     return {
@@ -286,10 +305,10 @@ def training_options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, A
         "ddp_backend": "gloo" if not on_gpu and os.environ.get("WORLD_SIZE", "1") != "1" else None,
         "ddp_timeout": args.ddp_timeout,
         "ddp_find_unused_parameters": args.ddp_find_unused_parameters,
-        "deepspeed": args.deepspeed,
         # for TensorBoard see `tensorboard_callback`
         "report_to": [name for name in args.report_to if name not in ("none", "tensorboard")] or "none",
         "disable_tqdm": True,
+        **spread_options(args),
     }
 
 

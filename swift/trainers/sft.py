@@ -51,7 +51,7 @@ def run(resolved: Resolved) -> int:
 
     args: Any = resolved.args
     require_packages(args)
-    collectives = join_processes(args.ddp_timeout)
+    collectives = join_processes(args.ddp_timeout, always=bool(args.deepspeed or args.fsdp))
     start = find_start(args, checkpoint_settings(resolved.to_json(), collectives))
     template = load_chat(args)
     train, val, lines = encode(args, template)
@@ -116,6 +116,7 @@ def _train(
     from swift.observability.run_dir import RunDirectory, rank_log_file
     from swift.trainers.checkpoint import clean_staging
     from swift.trainers.sft_callbacks import LogLines, SealCheckpoints, StopOnSignal
+    from swift.trainers.watch import RankWatch
 
     args: Any = resolved.args
     settings = resolved.to_json()
@@ -139,7 +140,7 @@ def _train(
     outcome, end_step = Outcome(), start.step
     started = time.monotonic()
     try:
-        with SignalTrap() as trap, quiet_loading():
+        with SignalTrap() as trap, quiet_loading(), RankWatch(collectives):
             stop = StopOnSignal(trap, collectives)
             trainer = build_trainer(args, folder, model, template, train, val, [stop, seal, log])
             try:
@@ -203,7 +204,8 @@ def build_trainer(
         callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)  # `LogLines` speaks instead
-    if not trainer.args.fp16:  # its loss scaling needs gradients at the very weights that the optimizer holds
+    # fp16's loss scaling needs gradients at the very weights that the optimizer holds; ZeRO and FSDP have own masters
+    if not trainer.args.fp16 and not args.deepspeed and not args.fsdp:
         trainer.create_optimizer()
         keep_master_weights(trainer.optimizer)
     if (board := tensorboard_callback(args, folder)) is not None:
@@ -236,14 +238,14 @@ def sft_options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, Any]:
     import torch
 
     on_gpu = torch.cuda.is_available()
+    precision = {"bf16": on_gpu and args.torch_dtype == "bfloat16", "fp16": on_gpu and args.torch_dtype == "float16"}
     return {
         **training_options(args, folder, evaluates=evaluates),
         "max_steps": args.max_steps,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         # Rows are tokenised already: with one worker, the default, padding them here is quicker than sending them.
         "dataloader_num_workers": args.dataloader_num_workers if args.dataloader_num_workers > 1 else 0,
-        "bf16": on_gpu and args.torch_dtype == "bfloat16",
-        "fp16": on_gpu and args.torch_dtype == "float16",
+        **({} if args.deepspeed or args.fsdp else precision),
         "max_length": None,  # rows over it are left out already, never cut
         "dataset_kwargs": {"skip_prepare_dataset": True},
     }

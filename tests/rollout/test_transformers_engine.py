@@ -221,7 +221,7 @@ def test_new_weights_give_new_logprobs_and_the_version_is_recorded(nano_folder):
     with torch.no_grad():
         for parameter in engine.model.parameters():
             parameter.mul_(1.1)
-    engine.publish(7)
+    engine.version = 7
     after = run(engine, request)["0/0"]
     assert after.logprobs != before.logprobs
     assert after.versions == [(7, 0, len(after.token_ids))]

@@ -96,18 +96,28 @@ def make_trainer(
     prompts=8,
     overlong_filter=False,
     eval_prompts=(),
+    engine=None,
+    scorer=None,
+    depth=0,
+    interval=1,
     **arguments,
 ):
-    """A trainer whose window has `window` completions; `arguments` go to TrainingArguments."""
+    """A trainer whose window has `window` completions; `arguments` go to TrainingArguments.
+
+    `engine` has weights of its own, which are published to it every `interval` steps; without it the model samples
+    itself. `depth`: rounds sampled ahead on a thread.
+    """
     from transformers import AutoModelForCausalLM, TrainingArguments
+
+    from swift.rollout.weight_sync.policy import PolicyWeights
 
     model = model if model is not None else AutoModelForCausalLM.from_pretrained(folder)
     collectives = Collectives()
     metrics = MetricStore()
-    engine = TransformersEngine(model, eos_token_ids=[])
+    engine = engine or TransformersEngine(model, eos_token_ids=[])
     rounds = []
     collector = RolloutCollector(
-        engine, SamplingParams(max_tokens, temperature=1.0), 42, str, Scorer(reward), collectives
+        engine, SamplingParams(max_tokens, temperature=1.0), 42, str, scorer or Scorer(reward), collectives
     )
     scheduler = RolloutScheduler(
         Prompts(prompts), groups_per_unit=window * windows // generations, units_per_epoch=None
@@ -121,6 +131,7 @@ def make_trainer(
         max_completion_length=max_tokens,
         reward_weights=[1.0],
         overlong_filter=overlong_filter,
+        prefetch_depth=depth,
     )
 
     def observe(scored):
@@ -128,10 +139,10 @@ def make_trainer(
         if scored.split == "train":
             metrics.add_many(scored.metrics)
 
-    publisher = WeightPublisher(engine, source=lambda: None, ranks=collectives)
-    pipeline = RolloutPipeline(
-        scheduler, collector, config, timer=metrics.timer, observer=observe, publisher=publisher
+    publisher = WeightPublisher(
+        engine, source=lambda: PolicyWeights(model), interval=interval, ranks=collectives, timer=metrics.timer
     )
+    pipeline = RolloutPipeline(scheduler, collector, config, timer=metrics.timer, observer=observe, publisher=publisher)
     options = {
         "max_steps": 2,
         "learning_rate": 1e-3,

@@ -12,19 +12,24 @@ The life of an engine:
     sleep(level) ... wake(tags)      memory released while someone else uses the device
     close                            processes, ports and memory are gone afterwards
 
-One thread at a time calls an engine; only `abort`, `health`, `info` and `close` may come from another. No call waits
-without a bound. What an engine can do it says in its `Capabilities`; callers never ask for its name.
+What is loaded is in one of three states, and the errors say which: asleep (`EngineAsleep`), void after a failed update
+(`SyncFailed` until `rebuild` or a whole update), gone (`EngineDead`). In none of them is anything sampled.
+
+One thread at a time calls an engine; only `abort`, `pause("keep")`, `health`, `info` and `close` may come from
+another, `pause` also in the middle of a `stream`, which it ends. No call waits without a bound. What an engine can do
+it says in its `Capabilities`; callers never ask for its name.
 `tests/engines/test_conformance.py` holds every backend to this text.
 """
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from swift.errors import PromptTooLong, Unsupported
+from swift.errors import EngineDead, EngineError, PromptTooLong, Unsupported
 from swift.rollout.weight_sync.base import Ack, AdapterWeights, TensorInfo, WeightSource, WeightUpdate
 from swift.types import Completion, Request
 
@@ -113,16 +118,24 @@ class InferenceEngine(ABC):
 
         Raises:
             PromptTooLong: the prompt leaves no room for one token; the engine stays usable.
-            EngineAsleep: between `sleep` and a full `wake`.
+            EngineAsleep: between `sleep` and a full `wake`, and after level 2 until weights were published.
+            SyncFailed: its weights are void.
             EngineDead: it cannot be used any more.
+            EngineError: an empty prompt, or an id that is outstanding already; the engine stays usable.
         """
 
     @abstractmethod
     def stream(self) -> Iterator[Completion]:
-        """Completions as they finish, until nothing submitted is outstanding; ends at once when nothing is."""
+        """Completions as they finish, until nothing submitted is outstanding; ends at once when nothing is.
+
+        What is submitted meanwhile joins in. On a paused engine it ends once what has finished is delivered; what
+        `pause("keep")` kept comes out of the stream after `resume`.
+        """
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """Sample every request; completions are yielded as they finish.
+
+        A caller that leaves early aborts the rest, which is not delivered to anybody.
 
         Raises:
             PromptTooLong: before anything is sampled.
@@ -131,11 +144,20 @@ class InferenceEngine(ABC):
             self.check_length(request)
         for request in requests:
             self.submit(request)
-        yield from self.stream()
+        try:
+            yield from self.stream()
+        except GeneratorExit:
+            with contextlib.suppress(EngineDead):  # then nothing is left of them anyway
+                self.abort([request.request_id for request in requests])
+                for _ in self.stream():
+                    pass
+            raise
 
     def check_length(self, request: Request) -> None:
-        """Raises PromptTooLong when the prompt leaves no room for one token."""
+        """Raises PromptTooLong when the prompt leaves no room for one token, EngineError when it is empty."""
         limit = self.capabilities.max_model_len
+        if not len(request.prompt_ids):
+            raise EngineError(f"request: {request.request_id}: its prompt has no tokens; give at least one")
         if len(request.prompt_ids) >= limit:
             raise PromptTooLong(len(request.prompt_ids), limit)
 
@@ -147,11 +169,14 @@ class InferenceEngine(ABC):
     def abort(self, request_ids: Collection[str] | None = None) -> None:
         """End requests (all with None); each still comes out of `stream`, with its tokens so far and "abort".
 
-        Ids that are not outstanding are ignored.
+        Ids that are not outstanding are ignored. One that had not begun has no tokens.
         """
 
     def pause(self, mode: PauseMode = "wait") -> None:
-        """Stop sampling: abort what runs, wait for it, or keep it for `resume`."""
+        """Stop sampling: abort what is outstanding, sample it to its end, or keep it for `resume`.
+
+        What "abort" and "wait" finish is delivered by the next `stream`. Requests that are submitted meanwhile wait.
+        """
         raise self._unsupported(f"pause({mode})")
 
     def resume(self) -> None:
@@ -162,11 +187,15 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def begin_update(self, manifest: Sequence[TensorInfo], version: int) -> WeightUpdate:
-        """Start to replace all weights; `commit` of the update also resets caches and sets `version`.
+        """Start to replace all weights; `commit` of the update also resets caches, drops adapters and sets `version`.
+
+        Requests that `pause("keep")` kept go on with the new weights after the tokens they have.
 
         Raises:
-            SyncFailed: names or shapes do not fit the engine's model.
+            SyncFailed: names or shapes do not fit the engine's model; its weights stay as they were.
             EngineAsleep: its weights are not awake.
+            EngineError: requests are outstanding and not kept by `pause("keep")`.
+            Unsupported: it shares the trainer's weights, so that there is nothing to copy.
         """
 
     def load_weights(self, source: WeightSource, version: int) -> Ack:
@@ -211,12 +240,30 @@ class InferenceEngine(ABC):
     # --- memory -----------------------------------------------------------------------------------------------
 
     def sleep(self, level: SleepLevel) -> SleepReport:
-        """Release memory: 1 keeps the weights on the host, 2 drops them (publish before sampling again)."""
+        """Release memory: 0 nothing, 1 keeps the weights on the host, 2 drops them (publish before sampling again).
+
+        Asleep already: goes deeper, or does nothing.
+
+        Raises:
+            EngineError: requests are outstanding.
+            Unsupported: a level above 0 that is not among `sleep_levels`.
+        """
+        if level == 0:
+            return SleepReport()
         raise self._unsupported(f"sleep({level})")
 
     def wake(self, tags: Sequence[Tag] = ALL_TAGS) -> bool:
-        """Take memory back, weights first; returns whether everything is awake now."""
+        """Take memory back; returns whether everything is awake now. Idempotent.
+
+        Raises:
+            EngineAsleep: "kv_cache" alone while the weights sleep: they come first.
+            Unsupported: a tag that is not in `ALL_TAGS`.
+        """
         raise self._unsupported("wake")
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of `weights` and `kv` (the cache) that it holds on the device now; what it cannot say is left out."""
+        return {}
 
     # --- watching ---------------------------------------------------------------------------------------------
 

@@ -1,52 +1,75 @@
-"""The in-process engine: samples with the trainer's own module, so publishing weights copies nothing.
+"""The in-process engine: samples with a transformers module, the trainer's own or a copy.
 
-Owns the decode loop. Promises: a prompt is prefilled once for all its samples; a finished row costs nothing from
-the next compaction on (at a quarter of the rows finished); no Python work per token, only per step. Every sample
-draws from its own counter-based uniforms, so other requests in the batch do not change it. Holds no state
-between calls.
+Over the trainer's own module (the default of a run) publishing copies nothing: the weights are read at every step.
+Over an own copy (`build`: worker processes, servers) it takes updates, adapters and sleep like any other engine.
 
-A batch in memory, R rows with a key/value cache of K slots per layer::
-
-    slots     [ left padding | prompt | generated so far | free ]
-              0              W        W + t              K          W = longest prompt, t = decode steps
-
-A model that cannot be packed (sliding windows, recurrent layers) keeps its own attention and its own cache; its
-batches hold prompts of one length, so that nothing is padded and nothing can depend on padding.
+Owns the queue and the loop; `decoding` is the arithmetic of a batch; `transformers_weights`, `transformers_adapter`
+and `transformers_memory` are how an own copy changes.
+Requests wait until the batch before them is done, and batches are cut so that the samples of a prompt stay together.
+Between two steps the loop looks whether somebody wants to abort, pause or close, so none of these waits for more than
+one step. Nothing but the running batch is held between calls; it lasts over a pause, and its rows go on with the
+weights that are there then.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from swift.errors import ConfigError, PromptTooLong
-from swift.models.forward import DecodeLayout, GroupSpans, SegmentLayout, Span, choose_attention
-from swift.rollout.engines.base import Capabilities, EngineCounters
-from swift.rollout.engines.sampling import BatchSampler
-from swift.rollout.engines.stopping import StopText
-from swift.rollout.seeds import sample_uniforms
-from swift.types import Completion, FinishReason, Request, SamplingParams
+from swift.errors import ConfigError, EngineAsleep, EngineDead, EngineError, SwiftError, SyncFailed, Unsupported
+from swift.models.forward import choose_attention
+from swift.models.sharded import is_spread
+from swift.rollout.engines.base import (
+    ALL_TAGS,
+    Ack,
+    AdapterWeights,
+    Capabilities,
+    EngineCounters,
+    Health,
+    InferenceEngine,
+    PauseMode,
+    SleepLevel,
+    SleepReport,
+    Tag,
+    TensorInfo,
+    WeightUpdate,
+)
+from swift.rollout.engines.decoding import BatchRun, OwnCacheRun
+from swift.rollout.engines.transformers_adapter import FoldedAdapter
+from swift.rollout.engines.transformers_memory import WeightMemory
+from swift.rollout.engines.transformers_weights import InPlaceUpdate
+from swift.rollout.weight_sync.base import dtype_name
+from swift.types import Completion, Request, SamplingParams
 
-COMPACT_WHEN_FINISHED = 0.25
-"""Share of finished rows at which they leave the batch: compaction copies the cache, so not at every row."""
+if TYPE_CHECKING:
+    from swift.rollout.engines.spec import EngineSpec
+
+MAX_LORA_RANK = 1 << 16
+"""No rank is too large to be folded into weights; this is above any that a matrix can have."""
+
+IDLE_LIMIT_S = 60.0
+"""Longest wait for the step that another thread is in; a step takes milliseconds to seconds."""
 
 
-class TransformersEngine:
+class TransformersEngine(InferenceEngine):
     """Samples from a transformers decoder in this process.
 
     Args:
-        model: the policy, unwrapped (no DDP); PEFT is fine. Its weights are read at every call.
+        model: the policy, unwrapped (no DDP); PEFT is fine. Its weights are read at every step.
         eos_token_ids: tokens that end a completion.
         tokenizer: needed for textual stop words only.
         max_model_len: prompt + completion limit in tokens; None takes the model's own.
         max_rows: most rows decoded together.
         cache_bytes: most bytes of key/value cache; a fixed number keeps batch shapes reproducible.
+        reload: loads the weights of version 0 again. Given, `model` is a copy that belongs to this engine; None says
+            that it is the trainer's.
 
     Raises:
         ConfigError: an architecture that can neither be packed nor decoded with its own cache.
@@ -61,6 +84,7 @@ class TransformersEngine:
         max_model_len: int | None = None,
         max_rows: int = 256,
         cache_bytes: int = 2 << 30,
+        reload: Callable[[], nn.Module] | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -70,61 +94,189 @@ class TransformersEngine:
         self.version = 0
         self.counters = EngineCounters()
         self._config = model.config.get_text_config()  # type: ignore[union-attr, operator]
-        limit = int(max_model_len or getattr(self._config, "max_position_embeddings", None) or 1 << 30)
-        self.capabilities = Capabilities(
-            name="transformers",
-            logprob_support="truncated",
-            seeded=True,
-            shares_weights=True,
-            max_model_len=limit,
-        )
+        self._size = sum(parameter.numel() for parameter in model.parameters())
+        self._reload = reload
+        self._memory = WeightMemory(model) if reload is not None else None
+        self._adapter: FoldedAdapter | None = None
+        self._base_version = 0
+        self._waiting: OrderedDict[str, Request] = OrderedDict()
+        self._run: BatchRun | None = None
+        self._running: set[str] = set()
+        self._finished: deque[Completion] = deque()
+        self._aborting: set[str] = set()
+        self._paused = False
+        self._update: InPlaceUpdate | None = None
+        self._void = ""
+        self._closed = False
+        self._queue = threading.Lock()  # of the sets and queues above, for moments
+        self._step = threading.Lock()  # of the batch and the weights, for a step
+        self.capabilities = self._describe(max_model_len)
         self.obstacle = choose_attention(model)
         """Why the model keeps its own attention and cache, which is slower; None when it does not."""
         self.rotary = hasattr(self._config, "rope_parameters")
         if self.obstacle is not None:
             self._try_own_cache()
 
-    def publish(self, version: int) -> None:
-        """The engine reads the trainer's parameters: only the version changes."""
-        self.version = version
-
-    def close(self) -> None:
-        """Nothing is held between calls."""
+    def _describe(self, max_model_len: int | None) -> Capabilities:
+        own = self._reload is not None
+        parameter = next(self.model.parameters())
+        return Capabilities(
+            name="transformers",
+            logprob_support="truncated",
+            seeded=True,
+            shares_weights=not own,
+            max_model_len=int(max_model_len or getattr(self._config, "max_position_embeddings", None) or 1 << 30),
+            dtype=dtype_name(parameter.dtype),
+            devices=(str(parameter.device),),
+            lora=own,
+            max_lora_rank=MAX_LORA_RANK if own else 0,
+            sleep_levels=(0, 1, 2) if own else (0,),
+            kv_release=True,
+            in_flight_updates=True,
+        )
 
     @property
     def device(self) -> torch.device:
         """The device of the model."""
         return next(self.model.parameters()).device
 
-    def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        """Sample every request; completions are yielded as soon as their row ends."""
-        self._check_lengths(requests)
-        was_training = self.model.training
-        for batch in self._batches(requests):
-            run = self._run(batch)
-            while True:
-                started = time.monotonic()
-                self.model.eval()
-                with torch.inference_mode():
-                    finished = run.advance()
-                self.model.train(was_training)
-                self.counters.generate_s += time.monotonic() - started
-                yield from finished
-                if run.done:
-                    break
+    # --- sampling ---------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queue one sample; see `InferenceEngine.submit`."""
+        self._check_awake()
+        self.check_length(request)
+        with self._queue:
+            if request.request_id in self._running or request.request_id in self._waiting:
+                raise EngineError(f"request: {request.request_id}: is outstanding already; give each an id of its own")
+            self._waiting[request.request_id] = request
+
+    def stream(self) -> Iterator[Completion]:
+        """Completions as their rows end; see `InferenceEngine.stream`."""
+        while True:
+            while self._finished:
+                yield self._finished.popleft()
+            if self._paused or not self._outstanding:
+                return
+            self._advance()
+
+    def check_length(self, request: Request) -> None:
+        """Also refuses what the model cannot read and stop words without a tokenizer, as EngineError."""
+        super().check_length(request)
+        vocabulary = self._config.vocab_size
+        if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocabulary:
+            raise EngineError(
+                f"request: {request.request_id}: its prompt has token ids outside of 0..{vocabulary - 1}; "
+                "tokenize it with the model's tokenizer"
+            )
+        if request.sampling.stop and self.tokenizer is None:
+            raise EngineError(f"request: {request.request_id}: stop strings need a tokenizer; use stop_token_ids")
+        if request.sampling.max_new_tokens < 1:
+            raise EngineError(
+                f"request: {request.request_id}: max_new_tokens {request.sampling.max_new_tokens}: below 1"
+            )
 
     def stream_tokens(self, request: Request) -> Iterator[tuple[int, float]]:
         """Sample one request and yield (token id, log-prob) as they come; the last one ends the completion."""
-        self._check_lengths([request])
-        run = self._run([request])
+        self._check_awake()
+        self.check_length(request)
+        run = self._start([request])
         seen = 0
         while not run.done:
-            with torch.inference_mode():
+            self._check_awake()
+            with self._step, _without_gradients(self.model):
                 self.model.eval()
-                finished = run.advance(stop_after_step=True)
+                finished = run.step(self.model, self.version)
             ids, logprobs = (finished[0].token_ids, finished[0].logprobs) if finished else run.row(0)
             yield from zip(ids[seen:], logprobs[seen:], strict=True)
             seen = len(ids)
+
+    def abort(self, request_ids: Collection[str] | None = None) -> None:
+        """End requests, from any thread; takes effect at the next step of `stream`."""
+        with self._queue:
+            outstanding = {*self._waiting, *self._running}
+            self._aborting |= outstanding if request_ids is None else outstanding & set(request_ids)
+
+    def pause(self, mode: PauseMode = "wait") -> None:
+        """Stop sampling; see `InferenceEngine.pause`. Also from another thread than that of `stream`."""
+        if mode == "wait":
+            while self._outstanding and not self._paused:
+                self._advance()
+        elif mode == "abort":
+            self.abort()
+            if self._outstanding:
+                self._advance()
+        self._paused = True
+        self._wait_for_step()
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._paused = False
+
+    @property
+    def _outstanding(self) -> int:
+        return len(self._waiting) + len(self._running)
+
+    def _advance(self) -> None:
+        """Decode until a row ends, or somebody wants something; what ended is in `_finished`."""
+        self._check_awake()
+        started = time.monotonic()
+        was_training = self.model.training
+        if was_training:
+            self.model.eval()
+        ended: list[Completion] = []
+        try:
+            with _without_gradients(self.model):
+                while self._outstanding and not ended and not self._paused and not self._closed:
+                    with self._step:
+                        ended = self._one_step()
+        except BaseException:
+            self._forget()  # the batch is in no state to go on from
+            raise
+        finally:
+            if was_training:
+                self.model.train()
+            self.counters.generate_s += time.monotonic() - started
+        self._finished.extend(ended)
+
+    def _one_step(self) -> list[Completion]:
+        """Carry out what was aborted, else one decode step of the batch; the completions that end."""
+        with self._queue:
+            aborting, self._aborting = self._aborting, set()
+            ended = [_unbegun(self._waiting.pop(name)) for name in list(self._waiting) if name in aborting]
+            if self._run is None and self._waiting:
+                batch = next(self._batches(list(self._waiting.values())))
+                self._running = {request.request_id for request in batch}
+                for name in self._running:
+                    del self._waiting[name]
+                self._run = self._start(batch)
+        if self._run is not None:
+            ended += self._run.end(aborting) if aborting else self._run.step(self.model, self.version)
+        with self._queue:
+            self._running -= {completion.request_id for completion in ended}
+            if self._run is not None and self._run.done:
+                self._run = None
+        return ended
+
+    def _forget(self) -> None:
+        """After a failure nobody waits for the rest: what was asked for is gone."""
+        with self._queue:
+            self._run = None
+            self._running.clear()
+            self._waiting.clear()
+            self._aborting.clear()
+
+    def _start(self, batch: list[Request]) -> BatchRun:
+        options: dict[str, Any] = {
+            "eos_token_ids": self.eos_token_ids,
+            "tokenizer": self.tokenizer,
+            "device": self.device,
+            "counters": self.counters,
+        }
+        budgets = [self.room(request) for request in batch]
+        if self.obstacle is None:
+            return BatchRun(batch, budgets, **options)
+        return OwnCacheRun(batch, budgets, rotary=self.rotary, **options)
 
     def _try_own_cache(self) -> None:
         """Raises ConfigError when the model's own cache is not one that transformers' models share."""
@@ -137,15 +289,6 @@ class TransformersEngine:
                 f"({type(error).__name__}: {str(error).splitlines()[0]}); choose a decoder with a key/value cache"
             ) from error
         self.counters = EngineCounters()
-
-    def _run(self, batch: list[Request]) -> _BatchRun:
-        return _BatchRun(self, batch) if self.obstacle is None else _OwnCacheRun(self, batch)
-
-    def _check_lengths(self, requests: Sequence[Request]) -> None:
-        """Raises PromptTooLong for the first prompt that leaves no room for one token."""
-        for request in requests:
-            if len(request.prompt_ids) >= self.capabilities.max_model_len:
-                raise PromptTooLong(len(request.prompt_ids), self.capabilities.max_model_len)
 
     def _batches(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
         """Cut the requests into batches that fit the cache, keeping the samples of a prompt together."""
@@ -180,237 +323,244 @@ class TransformersEngine:
         width = next(self.model.parameters()).element_size()
         return max(1, self.cache_bytes // (2 * config.num_hidden_layers * kv_heads * head_size * width))
 
+    # --- weights ----------------------------------------------------------------------------------------------
 
-class _BatchRun:
-    """One batch from prefill to its last token."""
+    def begin_update(self, manifest: Sequence[TensorInfo], version: int) -> WeightUpdate:
+        """Start to replace all weights, in place; see `InferenceEngine.begin_update`."""
+        self._own("a weight update: it shares the trainer's weights, so that only `version` changes")
+        self._check_loaded()
+        self._check_at_rest("new weights")
+        if self._update is not None:
+            raise SyncFailed(
+                f"weights: version {version} for transformers: version {self._update.version} is on its way; "
+                "commit or abort it first"
+            )
+        update = InPlaceUpdate(self.model, manifest, version, ended=self._update_ended)
+        self._update = update
+        return update
 
-    def __init__(self, engine: TransformersEngine, requests: list[Request]) -> None:
-        self.engine = engine
-        self.requests = requests
-        device = engine.device
-        limit = engine.capabilities.max_model_len
-        self.budgets = [min(r.sampling.max_new_tokens, limit - len(r.prompt_ids)) for r in requests]
-        self.longest = max(self.budgets)
-        self.rows = torch.arange(len(requests))  # request of each live row, on the CPU
-        self.step = 0
-        self.tokens = torch.zeros(len(requests), self.longest, dtype=torch.long, device=device)
-        self.logprobs = torch.zeros(len(requests), self.longest, device=device)
-        self.budget_R = torch.tensor(self.budgets, device=device)
-        self.ends_RE = _end_tokens(requests, engine.eos_token_ids).to(device)
-        uniforms = np.stack([sample_uniforms(r.sampling.seed, self.longest) for r in requests])
-        self.sampler = BatchSampler(requests, torch.from_numpy(uniforms).to(device))
-        self.stop_text = StopText(requests, engine.tokenizer)
-        self.finished_R = torch.zeros(len(requests), dtype=torch.bool, device=device)
-        self.cache: Any = None
-        self.lengths_R = torch.tensor([len(r.prompt_ids) for r in requests], device=device)
+    def _update_ended(self, update: InPlaceUpdate, void: str) -> None:
+        """Called once by the update: committed (void is ""), or given up with the weights in this state."""
+        if update is not self._update:
+            return  # of weights that were rebuilt meanwhile
+        self._update = None
+        self._void = void or self._void
+        if void or update.committed:
+            self._adapter = None  # overwritten, with what it replaced
+        if update.committed:
+            self.version = self._base_version = update.version
+            self._void = ""
+            if self._memory is not None:
+                self._memory.filled()
 
-    @property
-    def done(self) -> bool:
-        """Whether every request has ended."""
-        return self.rows.numel() == 0
+    def rebuild(self) -> None:
+        """Load the weights of version 0 again; requests that are outstanding stay so."""
+        reload = self._own("rebuild")
+        self._check_open()
+        if self._memory is not None:
+            self._memory.drop()  # never two copies at once
+        try:
+            self.model = reload()
+        except (SwiftError, OSError, RuntimeError) as error:
+            self._void = "they could not be loaded again"
+            raise EngineDead(f"engine: transformers: cannot be made again ({str(error).splitlines()[0]})") from error
+        self.obstacle = choose_attention(self.model)
+        self._memory = WeightMemory(self.model)
+        self._adapter, self._update, self._void = None, None, ""
+        self.version = self._base_version = 0
 
-    def row(self, request: int) -> tuple[list[int], list[float]]:
-        """What a request has sampled so far."""
-        return self.tokens[request, : self.step].tolist(), self.logprobs[request, : self.step].tolist()
+    def load_adapter(self, adapter: AdapterWeights, version: int) -> Ack:
+        """Fold a LoRA adapter into the base weights, in place of the former one."""
+        self._own("LoRA adapters: the trainer's own is part of its model")
+        self._check_awake()
+        self._check_at_rest("an adapter")
+        started = time.monotonic()
+        folded = FoldedAdapter(self.model, adapter, version)  # refuses before anything is changed
+        self._drop_adapter()
+        rounded = folded.fold()
+        self._adapter = folded
+        self.version = version
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in adapter.tensors.values())
+        return Ack(version, len(adapter.tensors), nbytes, adapter.digest(), time.monotonic() - started, rounded)
 
-    def advance(self, *, stop_after_step: bool = False) -> list[Completion]:
-        """Decode until at least one row ends (or one step); the completions that ended, in request order."""
-        while True:
-            logits = self._prefill() if self.cache is None else self._decode()
-            ended = self._sample(logits)
-            if ended or stop_after_step:
-                return ended
+    def drop_adapter(self) -> None:
+        """Sample with the base weights again."""
+        self._own("LoRA adapters: the trainer's own is part of its model")
+        self._check_awake()
+        self._check_at_rest("a change of adapter")
+        self._drop_adapter()
 
-    def _prefill(self) -> Tensor:
-        """Run each distinct prompt once; fill the rows' caches; logits [R, V] of the first token."""
-        distinct, which = _distinct_prompts(self.requests)
-        spans: list[Span] = []
-        for prompt in distinct:
-            spans.append(Span(spans[-1].stop if spans else 0, len(prompt)))
-        device = self.engine.device
-        ids = torch.tensor([token for prompt in distinct for token in prompt], device=device)
-        positions = torch.cat([torch.arange(span.length, device=device) for span in spans])
-        capture = _PromptCapture()
-        output = self.engine.model(
-            input_ids=ids[None],
-            position_ids=positions[None],
-            attention_layout=SegmentLayout([GroupSpans(span, ()) for span in spans], device),
-            logits_to_keep=torch.tensor([span.stop - 1 for span in spans], device=device),
-            past_key_values=capture,
-            use_cache=True,
-        )
-        self.cache = _RowCache(capture.layers, [spans[i] for i in which], self.longest)
-        self.engine.counters.prefill_tokens += ids.numel()
-        return output.logits[0][torch.tensor(which, device=device)]
+    def _drop_adapter(self) -> None:
+        if self._adapter is not None:
+            self._adapter.unfold()
+        self._adapter, self.version = None, self._base_version
 
-    def _decode(self) -> Tensor:
-        """One decode step of all live rows; logits [R, V]."""
-        last = self.tokens[self.rows.to(self.tokens.device), self.step - 1]
-        output = self.engine.model(
-            input_ids=last[:, None],
-            position_ids=(self.lengths_R + self.step - 1)[:, None],
-            attention_layout=DecodeLayout(self.cache.begin_step()),
-            past_key_values=self.cache,
-            use_cache=True,
-        )
-        return output.logits[:, -1]
+    def reset_caches(self) -> None:
+        """Nothing to forget: a prompt's keys and values live as long as its batch."""
 
-    def _sample(self, logits: Tensor) -> list[Completion]:
-        """Draw one token per live row, note the rows that end, and compact when enough have ended."""
-        rows = self.rows.to(self.tokens.device)
-        token_R, logprob_R = self.sampler.draw(logits, self.step)
-        self.tokens[rows, self.step] = token_R
-        self.logprobs[rows, self.step] = logprob_R
-        counters = self.engine.counters
-        counters.decode_rows += int((~self.finished_R).sum())
-        counters.decode_steps += 1
-        self.step += 1
-        stopped_R = (token_R[:, None] == self.ends_RE).any(1)
-        stopped_R |= self.stop_text.check(self.tokens, self.rows, self.step)
-        ended_R = (stopped_R | (self.step >= self.budget_R)) & ~self.finished_R
-        if not bool(ended_R.any()):
-            return []
-        finished = [
-            self._completion(int(self.rows[i]), "stop" if bool(stopped_R[i]) else "length")
-            for i in ended_R.nonzero()[:, 0].tolist()
-        ]
-        self.finished_R |= ended_R
-        self._compact()
-        return finished
+    # --- memory -----------------------------------------------------------------------------------------------
 
-    def _completion(self, request: int, reason: FinishReason) -> Completion:
-        ids, logprobs = self.row(request)
-        return Completion(
-            request_id=self.requests[request].request_id,
-            token_ids=ids,
-            logprobs=logprobs,
-            finish_reason=reason,
-            versions=[(self.engine.version, 0, len(ids))],
-        )
+    def sleep(self, level: SleepLevel) -> SleepReport:
+        """Release memory; see `InferenceEngine.sleep`. No key/value cache is held between calls anyway."""
+        if level == 0:
+            return SleepReport()
+        self._own(f"sleep({level}): the weights are the trainer's")
+        self._check_open()
+        if self._outstanding:
+            raise EngineError(f"engine: transformers: {self._outstanding} requests are outstanding; abort them first")
+        assert self._memory is not None
+        if self._adapter is not None:
+            self._adapter.to_host()
+        if level == 2:
+            self._adapter = None
+        return self._memory.sleep(level)
 
-    def _compact(self) -> None:
-        """Drop finished rows once they are a quarter of the batch, or all of it."""
-        share = float(self.finished_R.float().mean())
-        if share < COMPACT_WHEN_FINISHED:
+    def wake(self, tags: Sequence[Tag] = ALL_TAGS) -> bool:
+        """Take memory back; returns whether everything is awake now."""
+        self._check_open()
+        unknown = [tag for tag in tags if tag not in ALL_TAGS]
+        if unknown:
+            raise Unsupported(
+                f"engine: transformers: wake({', '.join(unknown)}): no such tag; use {', '.join(ALL_TAGS)}"
+            )
+        return self._memory.wake(tags) if self._memory is not None else True
+
+    # --- watching ---------------------------------------------------------------------------------------------
+
+    def health(self) -> Health:
+        """Whether it can sample, now or once it is awake."""
+        if self._closed or self._void:
+            return Health(False, self.version, "closed" if self._closed else f"its weights are void: {self._void}")
+        return Health(True, self.version, self._memory.state if self._memory is not None else "")
+
+    def info(self) -> dict[str, Any]:
+        """What it is; JSON-safe."""
+        return {
+            "engine": self.capabilities.name,
+            "version": self.version,
+            "architecture": self._config.model_type,
+            "parameters": self._size,
+            "dtype": self.capabilities.dtype,
+            "devices": list(self.capabilities.devices),
+            "own_copy": self._reload is not None,
+            "adapter_version": self._adapter.version if self._adapter is not None else None,
+            "outstanding": self._outstanding,
+            "state": self.health().detail or "ready",
+        }
+
+    def close(self) -> None:
+        """Sample nothing any more; an own copy gives its memory back."""
+        if self._closed:
             return
-        keep = (~self.finished_R).nonzero()[:, 0]
-        self.rows = self.rows[keep.cpu()]
-        self.finished_R, self.budget_R, self.ends_RE, self.lengths_R = (
-            state[keep] for state in (self.finished_R, self.budget_R, self.ends_RE, self.lengths_R)
-        )
-        self.sampler.keep(keep)
-        self._keep_cache(keep)
+        self._closed = True  # the loop of another thread ends at its next step
+        self._wait_for_step()
+        self._run = None
+        if self._memory is not None:
+            self._memory.drop()
 
-    def _keep_cache(self, keep: Tensor) -> None:
-        self.cache.keep(keep)
+    # --- states -----------------------------------------------------------------------------------------------
 
+    def _own(self, what: str) -> Callable[[], nn.Module]:
+        """How the own copy is loaded; raises Unsupported without one."""
+        if self._reload is None:
+            raise self._unsupported(what)
+        return self._reload
 
-class _OwnCacheRun(_BatchRun):
-    """One batch of prompts of one length, decoded with the model's own attention and cache."""
+    def _gone(self) -> EngineDead:
+        return EngineDead("engine: transformers: it is closed; make a new one")
 
-    def _prefill(self) -> Tensor:
-        distinct, which = _distinct_prompts(self.requests)
-        device = self.engine.device
-        ids = torch.tensor(distinct, device=device)
-        output = self.engine.model(input_ids=ids, use_cache=True, logits_to_keep=1)
-        rows = torch.tensor(which, device=device)
-        self.cache = output.past_key_values
-        self.cache.reorder_cache(rows)
-        self.engine.counters.prefill_tokens += ids.numel()
-        return output.logits[:, -1][rows]
+    def _check_open(self) -> None:
+        if self._closed:
+            raise self._gone()
 
-    def _decode(self) -> Tensor:
-        last = self.tokens[self.rows.to(self.tokens.device), self.step - 1]
-        positions = {"position_ids": (self.lengths_R + self.step - 1)[:, None]} if self.engine.rotary else {}
-        output = self.engine.model(input_ids=last[:, None], past_key_values=self.cache, use_cache=True, **positions)
-        return output.logits[:, -1]
+    def _check_loaded(self) -> None:
+        """Raises when there are no weights to write to."""
+        self._check_open()
+        if self._memory is not None and "weights" in self._memory.asleep:
+            raise EngineAsleep(f"engine: transformers: {self._memory.state}; wake its weights first")
 
-    def _keep_cache(self, keep: Tensor) -> None:
-        if keep.numel():
-            self.cache.reorder_cache(keep)
+    def _check_awake(self) -> None:
+        """Raises when it cannot sample."""
+        self._check_open()
+        if self._memory is not None and self._memory.state:
+            raise EngineAsleep(f"engine: transformers: {self._memory.state}; wake it, and publish what it dropped")
+        if self._void:
+            raise SyncFailed(f"engine: transformers: its weights are void: {self._void}; rebuild it")
+        if self._update is not None:
+            raise SyncFailed(
+                f"engine: transformers: version {self._update.version} has arrived in part; commit it first"
+            )
 
+    def _check_at_rest(self, what: str) -> None:
+        if self._outstanding and not self._paused:
+            raise EngineError(
+                f"engine: transformers: {what} while {self._outstanding} requests are outstanding; "
+                "wait for them, or pause with keep"
+            )
 
-def _distinct_prompts(requests: Sequence[Request]) -> tuple[list[tuple[int, ...]], list[int]]:
-    """The different prompts in order of appearance, and which of them each request has."""
-    index: dict[tuple[int, ...], int] = {}
-    which = [index.setdefault(tuple(request.prompt_ids), len(index)) for request in requests]
-    return list(index), which
-
-
-def _end_tokens(requests: Sequence[Request], eos_token_ids: Sequence[int]) -> Tensor:
-    """[R, E] the end tokens of each row, filled up with -1."""
-    rows = [[*eos_token_ids, *request.sampling.stop_token_ids] or [-1] for request in requests]
-    width = max(len(row) for row in rows)
-    return torch.tensor([row + [-1] * (width - len(row)) for row in rows])
-
-
-class _PromptCapture:
-    """Stands in for a cache during prefill: hands keys and values through and remembers them per layer."""
-
-    is_compileable = False
-
-    def __init__(self) -> None:
-        self.layers: list[tuple[Tensor, Tensor]] = []
-
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Called by each attention layer with [1, Hkv, T, D]."""
-        assert layer_idx == len(self.layers)
-        self.layers.append((key, value))
-        return key, value
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Nothing precedes a prompt."""
-        return 0
+    def _wait_for_step(self) -> None:
+        """Until no thread is inside a decode step."""
+        if not self._step.acquire(timeout=IDLE_LIMIT_S):
+            raise EngineDead(f"engine: transformers: a decode step takes more than {IDLE_LIMIT_S:.0f} s")
+        self._step.release()
 
 
-class _RowCache:
-    """Keys and values of R rows, written in place; room for every step is taken once.
+def build(spec: EngineSpec) -> TransformersEngine:
+    """An engine with weights of its own, read from the folder.
 
-    Args:
-        captured: per layer (key, value) of the packed prompts, [1, Hkv, T, D].
-        spans: for each row, where its prompt lies in the packed stream.
-        steps: most decode steps that will follow.
+    `engine_kwargs`: `cache_bytes`, `attn_impl`.
+
+    Raises:
+        ConfigError: unreadable files, an architecture that cannot be sampled from, or settings that it does not have.
     """
+    from swift.models import load_for_inference
+    from swift.models.arguments import CheckpointArguments
+    from swift.models.tokenizer import read_tokenizer
+    from swift.rollout.engines.vllm_process import bind_to_cores, same_randomness
 
-    is_compileable = False
+    options = dict(spec.engine_kwargs)
+    attention = options.pop("attn_impl", "sdpa")
+    cache = int(options.pop("cache_bytes", 2 << 30))
+    if options:
+        raise ConfigError(
+            f"--vllm_engine_kwargs: {', '.join(options)}: the transformers engine has no such argument; "
+            "valid: cache_bytes, attn_impl"
+        )
+    if spec.tensor_parallel_size != 1 or len(spec.devices) != 1:
+        raise ConfigError(
+            f"--vllm_tensor_parallel_size: {spec.tensor_parallel_size}: the transformers engine uses one device; "
+            "use 1, or --infer_backend vllm"
+        )
+    args = CheckpointArguments(
+        model=spec.model,
+        adapters=list(spec.adapters),
+        torch_dtype=spec.dtype,  # type: ignore[arg-type]
+        attn_impl=attention,
+        trust_remote_code=spec.trust_remote_code,
+    )
+    device = "cpu" if spec.devices[0].startswith("cpu") else spec.devices[0]
 
-    def __init__(self, captured: list[tuple[Tensor, Tensor]], spans: list[Span], steps: int) -> None:
-        self.width = max(span.length for span in spans)
-        self.used = self.width
-        self.capacity = self.width + steps - 1
-        offsets = torch.tensor([self.width - span.length for span in spans])
-        slots = torch.arange(self.width)
-        source = (torch.tensor([span.start for span in spans])[:, None] + slots - offsets[:, None]).clamp(min=0)
-        device = captured[0][0].device
-        source = source.to(device)
-        self.layers = [(self._rows(key, source), self._rows(value, source)) for key, value in captured]
-        self.visible: Tensor | None = None
-        if bool((offsets > 0).any()):
-            self.visible = (torch.arange(self.capacity)[None] >= offsets[:, None]).to(device)
+    def load() -> nn.Module:
+        with same_randomness():
+            return load_for_inference(args, device=device)
 
-    def _rows(self, states: Tensor, source: Tensor) -> Tensor:
-        rows = states.new_zeros(source.shape[0], states.shape[1], self.capacity, states.shape[3])
-        rows[:, :, : self.width] = states[0][:, source].transpose(0, 1)
-        return rows
+    bind_to_cores(spec.cores)
+    return TransformersEngine(
+        load(),
+        eos_token_ids=spec.eos_token_ids,
+        tokenizer=read_tokenizer(spec.model, trust_remote_code=spec.trust_remote_code),
+        max_model_len=spec.max_model_len,
+        max_rows=spec.max_num_seqs,
+        cache_bytes=cache,
+        reload=load,
+    )
 
-    def begin_step(self) -> Tensor | None:
-        """Take the next slot; the mask [R, 1, 1, K] over the slots in use, None when all are visible."""
-        self.used += 1
-        return None if self.visible is None else self.visible[:, None, None, : self.used]
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Write one new position per row, [R, Hkv, 1, D]; returns all positions so far."""
-        keys, values = self.layers[layer_idx]
-        keys[:, :, self.used - 1] = key[:, :, 0]
-        values[:, :, self.used - 1] = value[:, :, 0]
-        return keys[:, :, : self.used], values[:, :, : self.used]
+def _without_gradients(model: nn.Module) -> AbstractContextManager[Any]:
+    """Inference mode; plain no_grad where parameters are gathered inside, which training uses afterwards."""
+    return torch.no_grad() if is_spread(model) else torch.inference_mode()
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Positions before the current step."""
-        return self.used - 1
 
-    def keep(self, rows: Tensor) -> None:
-        """Keep only `rows`."""
-        self.layers = [(keys[rows], values[rows]) for keys, values in self.layers]
-        if self.visible is not None:
-            self.visible = self.visible[rows]
+def _unbegun(request: Request) -> Completion:
+    """What an aborted request has that no step was done for."""
+    return Completion(request.request_id, [], [], "abort")

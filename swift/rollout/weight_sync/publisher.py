@@ -4,6 +4,9 @@ A version is +1 per publication; 0 are the weights that the run started with. Th
 optimizer step: a publication is due when at least `interval` steps passed since the last one. It takes place at once
 where the engine is free, and otherwise before the next batch is asked for.
 
+A checkpoint does not hold the weights of the last publication, so the first generation after it gets those of then,
+whether `interval` is over or not: the run that went on and the one that was resumed sample with the same weights.
+
 `publish` is a collective: every rank calls it at the same step, the ranks with an engine send, the others take part in
 the gathers. It either ends with an `Ack` from every engine, or raises on every rank: sampling never goes on with
 weights that nobody confirmed. One failed update is repeated on a rebuilt engine.
@@ -14,14 +17,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
-from swift.errors import EngineDead, SwiftError, SyncFailed, Unsupported
+from swift.errors import EngineDead, SwiftError, SyncFailed
 from swift.rollout.engines.base import Ack, InferenceEngine
-from swift.rollout.weight_sync.base import AdapterWeights, WeightSource
+from swift.rollout.weight_sync.base import AdapterWeights, WeightSource, WeightUpdate
 
 KEPT_VERSIONS = 4096
 """Versions whose step is remembered, for staleness in steps."""
+
+REHEARSAL = 1 << 30
+"""Number of weights that are not the policy's; no run publishes that often, so no cache or adapter keeps it by chance."""
 
 
 class Ranks(Protocol):
@@ -39,7 +46,8 @@ class WeightPublisher:
         engine: this rank's engine, or None.
         source: makes a source of the current weights; on every rank.
         adapter: reads the current adapter alone (a collective); when given, only the adapter is sent.
-        interval: optimizer steps between publications (`--vllm_sync_interval`).
+        interval: optimizer steps between publications (`--vllm_sync_interval`); 1 for an engine that shares the
+            trainer's weights, since it never samples with older ones.
         ranks: the collectives.
         timer: context manager factory; publications count as "sync".
     """
@@ -57,7 +65,7 @@ class WeightPublisher:
         self.engine = engine
         self.source = source
         self.adapter = adapter
-        self.interval = interval
+        self.interval = 1 if engine is not None and engine.capabilities.shares_weights else interval
         self.ranks = ranks
         self.timer = timer
         self.version = 0
@@ -65,6 +73,7 @@ class WeightPublisher:
         self.last_ack: Ack | None = None
         self._step_of = {0: 0}
         self._lost = True
+        self._saved = False
 
     def due(self, step: int) -> bool:
         """Whether `interval` steps have passed since the last publication."""
@@ -83,7 +92,7 @@ class WeightPublisher:
         ack = self._everywhere(self.version + 1)
         self.version += 1
         self.last_step = step
-        self._lost = False
+        self._lost = self._saved = False
         self._step_of[self.version] = step
         while len(self._step_of) > KEPT_VERSIONS:
             del self._step_of[min(self._step_of)]
@@ -97,6 +106,14 @@ class WeightPublisher:
         self._lost = False
         return ack
 
+    def rehearse(self) -> Ack | None:
+        """Send the weights of now as `REHEARSAL`, which is no version of the run; `refresh` ends it.
+
+        For the parity check, which publishes changed weights to see whether they arrive.
+        """
+        self._lost = True
+        return self._everywhere(REHEARSAL)
+
     def update(self, step: int, *, current: bool = False, lost: bool = False) -> Ack | None:
         """What a generation phase calls: publish if due, else send again what the engine has lost, else nothing.
 
@@ -106,7 +123,7 @@ class WeightPublisher:
             lost: the engine has dropped its weights (level-2 sleep).
         """
         behind = step != self.last_step
-        if self.due(step) or (behind and (current or lost or self._lost)):
+        if self.due(step) or (behind and (current or lost or self._lost or self._saved)):
             return self.publish(step)
         return self.refresh() if lost or self._lost else None
 
@@ -119,56 +136,61 @@ class WeightPublisher:
 
     def _to_all(self, version: int) -> Ack | None:
         ack, failure = self._attempt(version)
-        failures = [one for one in self.ranks.all_gather(failure) if one is not None]
+        failures = self._failures(failure)
         if failures and all(isinstance(one, SyncFailed | EngineDead) for one in failures):
-            ack, failure = self._attempt(version, rebuild=failure is not None)
-            failures = [one for one in self.ranks.all_gather(failure) if one is not None]
+            ack, failure = self._attempt(version, rebuild=failure is not None or self._spans_ranks())
+            failures = self._failures(failure)
         if failures:
             raise failure or failures[0]
         return ack
 
+    def _failures(self, mine: SwiftError | None) -> list[SwiftError]:
+        """Those of all ranks, in rank order; the same everywhere."""
+        return [one for one in self.ranks.all_gather(mine) if one is not None]
+
+    def _spans_ranks(self) -> bool:
+        """Whether other ranks hold parts of this rank's engine: then all of them make it anew, or none."""
+        return self.engine is not None and self.engine.capabilities.tensor_parallel_size > 1
+
     def _attempt(self, version: int, *, rebuild: bool = False) -> tuple[Ack | None, SwiftError | None]:
         """One try on this rank; it takes part in every gather even when its engine has failed."""
-        try:
-            if rebuild and self.engine is not None:
-                self.engine.rebuild()
-        except SwiftError as error:
-            return self._send(version, None)[0], error
+        if rebuild and self.engine is not None:
+            failure = _failure_of(version, self.engine.rebuild)
+            if failure is not None:
+                return self._send(version, None)[0], failure
         return self._send(version, self.engine)
 
     def _send(self, version: int, engine: InferenceEngine | None) -> tuple[Ack | None, SwiftError | None]:
-        if self.adapter is not None:
-            adapter = self.adapter()
-            try:
-                return (engine.load_adapter(adapter, version), None) if engine is not None else (None, None)
-            except Unsupported:
-                raise
-            except SwiftError as error:
-                return None, error
-        source, update, failure = self.source(), None, None
-        try:
-            update = engine.begin_update(source.manifest(), version) if engine is not None else None
-        except SwiftError as error:
-            failure = error
+        return self._send_adapter(version, engine) if self.adapter is not None else self._send_all(version, engine)
+
+    def _send_adapter(self, version: int, engine: InferenceEngine | None) -> tuple[Ack | None, SwiftError | None]:
+        assert self.adapter is not None
+        adapter = self.adapter()
+        if engine is None:
+            return None, None
+        receipts: list[Ack] = []
+        failure = _failure_of(version, lambda: receipts.append(engine.load_adapter(adapter, version)))
+        return (receipts[0] if receipts else None), failure
+
+    def _send_all(self, version: int, engine: InferenceEngine | None) -> tuple[Ack | None, SwiftError | None]:
+        source = self.source()
+        updates: list[WeightUpdate] = []
+        failure = None
+        if engine is not None:
+            failure = _failure_of(version, lambda: updates.append(engine.begin_update(source.manifest(), version)))
         for bucket in source.buckets():  # to the end in any case: the other ranks gather along
-            if update is None or failure is not None:
-                continue
-            try:
-                update.send(bucket)
-            except SwiftError as error:
-                failure = error
-        if update is None or failure is not None:
-            if update is not None:
-                update.abort()
-            return None, failure
-        try:
-            return update.commit(), None
-        except SwiftError as error:
-            update.abort()
-            return None, error
+            if updates and failure is None:
+                failure = _failure_of(version, partial(updates[0].send, bucket))
+        receipts: list[Ack] = []
+        if updates and failure is None:
+            failure = _failure_of(version, lambda: receipts.append(updates[0].commit()))
+        if updates and failure is not None:
+            updates[0].abort()
+        return (receipts[0] if receipts else None), failure
 
     def state_dict(self) -> dict[str, Any]:
-        """A JSON-safe state."""
+        """A JSON-safe state; see the module's docstring for what taking it means for the next `update`."""
+        self._saved = True
         return {"version": self.version, "last_step": self.last_step, "step_of": list(self._step_of.items())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -176,3 +198,16 @@ class WeightPublisher:
         self.version, self.last_step = state["version"], state["last_step"]
         self._step_of = dict(state["step_of"])
         self._lost = True
+
+
+def _failure_of(version: int, work: Callable[[], Any]) -> SwiftError | None:
+    """What goes wrong in `work`, so that this rank can stay with the others until all of them know."""
+    try:
+        work()
+    except SwiftError as error:
+        return error
+    except Exception as error:
+        failure = SyncFailed(f"weights: version {version}: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        return failure
+    return None

@@ -6,14 +6,14 @@
 #   bash examples/train/grpo/vllm/cpu.sh --sleep_level 1                                    its KV cache is given back
 #
 # Without an accelerator groups of CPU cores stand for devices (`cpu:0`, `cpu:1`), so every mode of a large machine can be
-# tried here. The model is random and knows nothing, so the reward is one that it can earn by chance: short completions.
+# tried here. The model (0.6M parameters) is random and knows nothing, so the reward is one that it can earn by chance: short completions.
 # To see vLLM train a model that calculates: `sh examples/demo.sh --use_vllm true`.
 set -euo pipefail
 cd "$(dirname "$0")/../../../.."
 
 work=output/vllm-cpu
 mkdir -p "$work"
-python examples/tiny/build.py "$work/model" --arch qwen2 --size nano
+python examples/tiny/build.py "$work/model" --arch qwen2 --size tiny
 python examples/demo/problems.py "$work/data" --train_rows 200
 
 swift rlhf \

@@ -1,0 +1,348 @@
+"""The tensors of the checkpoint that a policy in training would make, readable one layer at a time.
+
+A policy's module is not shaped like its checkpoint: LoRA splits a weight into a base and two factors, trained modules
+stand beside their originals, wrappers add parts to names, some architectures fuse experts when they load, and ZeRO-3 or
+FSDP2 leave only a piece of each parameter on a rank. `checkpoint_units` lists what a saved and merged checkpoint would
+hold, by layer, each tensor with the parameters it is made of; reading needs those parameters gathered.
+
+The base weights are never edited: W + scaling B A is a new float32 tensor, rounded once to the checkpoint's type.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from swift.errors import ConfigError
+from swift.models.sharded import gathered, whole_shape
+
+Whole = Callable[[Tensor], Tensor]
+"""Gives the whole tensor of a parameter that is gathered at the moment."""
+
+_TRANSPARENT = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module", "base_layer")
+"""Parts of module names that wrappers add and that no checkpoint has."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointTensor:
+    """One tensor: name and type in the checkpoint, the parameters it is made of, and how.
+
+    identity: equal for two tensors that are the same weights (a head tied to the embedding).
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    sources: tuple[Tensor, ...]
+    read: Callable[[Whole], Tensor]
+    identity: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class CheckpointUnit:
+    """Tensors that an engine must get together: a decoder layer, an embedding with the head tied to it, a norm."""
+
+    key: str
+    is_layer: bool
+    tensors: list[CheckpointTensor] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of its tensors in the checkpoint's types."""
+        return sum(torch.Size(one.shape).numel() * one.dtype.itemsize for one in self.tensors)
+
+
+def checkpoint_units(model: nn.Module) -> list[CheckpointUnit]:
+    """What a checkpoint of `model` holds, in the model's order; no collective.
+
+    Args:
+        model: a transformers model, possibly under PEFT, DDP or DeepSpeed's engine.
+
+    Raises:
+        ConfigError: an adapter that cannot be folded into weights, or a head that was trained apart from the
+            embedding to which the model ties it.
+    """
+    base = base_model(model)
+    layers = _layer_lists(base)
+    tensors = list(_walk(base, ""))
+    _check_ties(base, tensors)
+    partner = _tied_partners(base, tensors)
+    units: dict[str, CheckpointUnit] = {}
+    for tensor in tensors:
+        place = partner.get(tensor.name, tensor.name)
+        layer = next((key for key in layers if place.startswith(f"{key}.")), None)
+        key = layer or place.rpartition(".")[0]
+        unit = units.setdefault(key, CheckpointUnit(key, layer is not None and layers[layer]))
+        unit.tensors.append(tensor)
+    return list(units.values())
+
+
+def read_unit(model: nn.Module, unit: CheckpointUnit, whole: Whole) -> dict[str, Tensor]:
+    """A unit's tensors under the names of the checkpoint's files, while its sources are gathered."""
+    tensors = {one.name: one.read(whole) for one in unit.tensors}
+    return _as_saved(base_model(model), tensors)
+
+
+def describe_unit(model: nn.Module, unit: CheckpointUnit) -> dict[str, Tensor]:
+    """The same as `read_unit`, without data: tensors on the meta device; no collective."""
+    tensors = {one.name: torch.empty(one.shape, dtype=one.dtype, device="meta") for one in unit.tensors}
+    return _as_saved(base_model(model), tensors)
+
+
+def read_adapter(model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The active adapter alone, as `save_pretrained` would write it; a collective when parameters are spread.
+
+    Returns:
+        the content of adapter_config.json, and copies of the adapter's tensors under peft's names, bit for bit.
+
+    Raises:
+        ConfigError: the policy has no adapter.
+    """
+    from peft import get_peft_model_state_dict
+
+    policy = _unwrapped(model)
+    if not is_peft(policy):
+        raise ConfigError("--vllm_enable_lora: true: the policy has no adapter to send; use --tuner_type lora")
+    name = policy.active_adapter
+    config = policy.peft_config[name]
+    own = {key: value for key, value in policy.named_parameters() if f".{name}." in f"{key}."}
+    with gathered(own.values()) as whole:
+        state = {key: whole(value) for key, value in own.items()}
+        found = get_peft_model_state_dict(policy, state_dict=state, adapter_name=name, save_embedding_layers=False)
+        tensors = {key: found[key].clone().contiguous() for key in sorted(found)}
+    return _json_safe({**config.to_dict(), "inference_mode": True}), tensors
+
+
+def computing_dtype(model: nn.Module) -> torch.dtype | None:
+    """The type of the forward pass where it is not that of the parameters: FSDP2 spreads float32 masters.
+
+    None: the parameters are what is computed with.
+    """
+    for module in _unwrapped(model).modules():
+        if hasattr(module, "_get_fsdp_state"):
+            dtype: torch.dtype | None = module._get_fsdp_state()._mp_policy.param_dtype
+            return dtype
+    return None
+
+
+def as_saved_unspread(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A gathered state dict as it would be without spreading: tied weights once, in the type computed with."""
+    base, dtype = base_model(model), computing_dtype(model)
+    tied = _tied_names(base)
+    kept = {name: value for name, value in state.items() if tied.get(name) not in state}
+    if dtype is None:
+        return kept
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in kept.items()}
+
+
+def base_model(model: nn.Module) -> Any:
+    """The transformers model below DDP, DeepSpeed's engine and PEFT."""
+    model = _unwrapped(model)
+    unwrap = getattr(model, "get_base_model", None)
+    return unwrap() if callable(unwrap) else model
+
+
+def is_peft(model: nn.Module) -> bool:
+    """Whether the policy is an adapter on a base model."""
+    from peft import PeftModel
+
+    return isinstance(_unwrapped(model), PeftModel)
+
+
+def _unwrapped(model: nn.Module) -> Any:
+    """Without DDP and DeepSpeed's engine, both of which call the model `module`."""
+    return model.module if isinstance(getattr(model, "module", None), nn.Module) else model
+
+
+def _json_safe(value: Any) -> Any:
+    """Sets as sorted lists, enumerations as their values: what survives JSON unchanged."""
+    if isinstance(value, dict):
+        return {str(key): _json_safe(one) for key, one in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(_json_safe(one) for one in value)
+    if isinstance(value, list | tuple):
+        return [_json_safe(one) for one in value]
+    return json.loads(json.dumps(value.value if isinstance(value, Enum) else value))
+
+
+def _as_saved(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Undo what loading did to names and shapes (fused experts, renamed parts), as `save_pretrained` does."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(model, tensors))
+
+
+# --- layers and ties ---------------------------------------------------------------------------------------------
+
+
+def _layer_lists(model: nn.Module) -> dict[str, bool]:
+    """Name of each repeated block -> whether it belongs to the decoder, the biggest of the outermost lists."""
+    lists: dict[str, nn.ModuleList] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in lists)
+        if isinstance(module, nn.ModuleList) and len(module) > 0 and not inside:
+            lists[name] = module
+
+    def size(blocks: nn.ModuleList) -> int:
+        return sum(torch.Size(whole_shape(parameter)).numel() for parameter in blocks.parameters())
+
+    biggest = max(lists, key=lambda name: size(lists[name]), default=None)
+    return {_clean(f"{name}.{i}"): name == biggest for name, blocks in lists.items() for i in range(len(blocks))}
+
+
+def _clean(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _TRANSPARENT)
+
+
+def _tied_names(model: nn.Module) -> dict[str, str]:
+    return dict(getattr(model, "all_tied_weights_keys", None) or {})
+
+
+def _tied_partners(model: nn.Module, tensors: Sequence[CheckpointTensor]) -> dict[str, str]:
+    """Tensors that are the weights of an earlier one, whatever the config calls it -> the earlier one's name."""
+    first: dict[tuple[int, ...], str] = {}
+    partners = {}
+    for tensor in tensors:
+        earlier = first.setdefault(tensor.identity, tensor.name)
+        if earlier != tensor.name:
+            partners[tensor.name] = earlier
+    return partners
+
+
+def _check_ties(model: nn.Module, tensors: Sequence[CheckpointTensor]) -> None:
+    by_name = {tensor.name: tensor for tensor in tensors}
+    for one, other in _tied_names(model).items():
+        if one in by_name and other in by_name and by_name[one].identity != by_name[other].identity:
+            raise ConfigError(
+                f"policy: {one}: the model ties it to {other}, but the adapter changes only one of them, which no "
+                "engine can load; leave both out of --target_modules and --modules_to_save, or use --tuner_type full"
+            )
+
+
+# --- modules -----------------------------------------------------------------------------------------------------
+
+
+def _walk(module: nn.Module, prefix: str) -> Iterator[CheckpointTensor]:
+    """Every tensor below `module`, under its name in the checkpoint."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    if isinstance(module, AuxiliaryTrainingWrapper):
+        yield from _trained_instead(module, prefix)
+        return
+    if isinstance(module, BaseTunerLayer):
+        yield from _tuned(module, prefix)
+        return
+    hidden = module._non_persistent_buffers_set
+    for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        if tensor is not None and name not in hidden:
+            yield _as_is(prefix + name, tensor)
+    for name, child in module.named_children():
+        yield from _walk(child, prefix if name in _TRANSPARENT else f"{prefix}{name}.")
+
+
+def _as_is(name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> CheckpointTensor:
+    if tensor.is_quantized or hasattr(tensor, "quant_state"):
+        raise ConfigError(f"policy: {name}: quantised weights cannot be published to an engine; load it in 16 bits")
+    kept = dtype or tensor.dtype
+    return CheckpointTensor(
+        name, kept, whole_shape(tensor), (tensor,), lambda whole: whole(tensor).to(kept), (id(tensor),)
+    )
+
+
+def _trained_instead(module: Any, prefix: str) -> Iterator[CheckpointTensor]:
+    """A module of `modules_to_save`: the trained copy takes the original's names and types."""
+    from peft.utils.other import ModulesToSaveWrapper
+
+    if not isinstance(module, ModulesToSaveWrapper):
+        raise ConfigError(
+            f"policy: {prefix.rstrip('.')}: {type(module).__name__} cannot be folded into a checkpoint; "
+            "use --modules_to_save, or --target_modules with LoRA"
+        )
+    active = module.active_adapters
+    if not active or module.disable_adapters:
+        yield from _walk(module.original_module, prefix)
+        return
+    types = {one.name: one.dtype for one in _walk(module.original_module, prefix)}
+    for tensor in _walk(module.modules_to_save[active[0]], prefix):
+        yield _as_is(tensor.name, tensor.sources[0], types.get(tensor.name))
+
+
+def _tuned(layer: Any, prefix: str) -> Iterator[CheckpointTensor]:
+    """A LoRA layer: its base, with what the active adapters add."""
+    _check_foldable(layer, prefix)
+    active = [] if layer.disable_adapters else layer.active_adapters
+    adapters = [name for name in active if name in layer.scaling and name not in layer.merged_adapters]
+    for tensor in _walk(layer.base_layer, prefix):
+        part = tensor.name.removeprefix(prefix)
+        if part == "weight" and adapters:
+            yield _with_change(tensor, layer, [_low_rank(layer, name) for name in adapters])
+        elif part == "bias" and any(layer.lora_bias.get(name) for name in adapters):
+            yield _with_change(tensor, layer, [_bias(layer, name) for name in adapters if layer.lora_bias.get(name)])
+        else:
+            yield tensor
+
+
+def _check_foldable(layer: Any, prefix: str) -> None:
+    from peft.tuners.lora.layer import Embedding, Linear
+
+    where = f"policy: {prefix.rstrip('.')}"
+    if not isinstance(layer, Linear | Embedding):
+        raise ConfigError(
+            f"{where}: {type(layer).__module__}.{type(layer).__name__} cannot be folded into a checkpoint; "
+            "use LoRA on linear layers or embeddings, or --vllm_enable_lora true"
+        )
+    variants = [type(layer.lora_variant[name]).__name__ for name in layer.active_adapters if name in layer.lora_variant]
+    if variants:
+        raise ConfigError(
+            f"{where}: {', '.join(variants)} changes more than a low-rank sum and is not folded; "
+            "use plain LoRA, or --vllm_enable_lora true"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What an adapter adds to a tensor: `sources` to gather, `value` the float32 sum."""
+
+    sources: tuple[Tensor, ...]
+    value: Callable[[Whole], Tensor]
+
+
+def _with_change(tensor: CheckpointTensor, layer: Any, changes: Sequence[_Change]) -> CheckpointTensor:
+    def read(whole: Whole) -> Tensor:
+        total = tensor.read(whole).float()
+        for change in changes:
+            total = total + change.value(whole)
+        return total.to(tensor.dtype)
+
+    sources = (*tensor.sources, *(source for change in changes for source in change.sources))
+    return CheckpointTensor(tensor.name, tensor.dtype, tensor.shape, sources, read, (*tensor.identity, id(layer)))
+
+
+def _low_rank(layer: Any, name: str) -> _Change:
+    """The change B A times the scaling, the way around in which the base stores its weight."""
+    from peft.tuners.lora.layer import Embedding
+
+    scaling = layer.scaling[name]
+    if isinstance(layer, Embedding):
+        first, second, turned = layer.lora_embedding_A[name], layer.lora_embedding_B[name], True
+    else:
+        first, second = layer.lora_A[name].weight, layer.lora_B[name].weight
+        turned = bool(layer.fan_in_fan_out)
+
+    def value(whole: Whole) -> Tensor:
+        product = whole(second).float() @ whole(first).float()
+        return (product.T if turned else product) * scaling
+
+    return _Change((first, second), value)
+
+
+def _bias(layer: Any, name: str) -> _Change:
+    bias = layer.lora_B[name].bias
+    return _Change((bias,), lambda whole: whole(bias).float() * layer.scaling[name])

@@ -1,0 +1,127 @@
+"""Parameters that are spread over processes, and how to read them whole.
+
+Two libraries spread parameters: DeepSpeed's ZeRO-3 leaves an empty tensor in the module and keeps a partition beside
+it; torch's FSDP2 puts a DTensor into the module. A whole parameter exists only while it is gathered, and gathering is a
+collective: every rank asks for the same parameters in the same order. What nobody spread is returned as it is, so a
+caller needs no case for it, and neither library is imported before one of its parameters is met.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def is_zero3(tensor: Tensor) -> bool:
+    """Whether ZeRO-3 holds a partition of this parameter."""
+    return hasattr(tensor, "ds_id")
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether FSDP2 (or tensor parallelism) holds a shard of this parameter."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def is_spread(module: nn.Module) -> bool:
+    """Whether a forward pass of `module` is a collective, because it gathers parameters on its way."""
+    return any(is_zero3(parameter) or is_dtensor(parameter) for parameter in module.parameters())
+
+
+def whole_shape(tensor: Tensor) -> tuple[int, ...]:
+    """The shape of the gathered parameter; no collective."""
+    return tuple(tensor.ds_shape) if is_zero3(tensor) else tuple(tensor.shape)  # type: ignore[attr-defined]
+
+
+_copies: dict[int, Tensor] = {}
+
+
+@contextlib.contextmanager
+def reading_from(copies: Mapping[int, Tensor]) -> Iterator[None]:
+    """Let `gathered` give these tensors in the block, for parameters whose own memory is elsewhere.
+
+    Args:
+        copies: id of a parameter that is not spread -> its values.
+    """
+    former = dict(_copies)
+    _copies.update(copies)
+    try:
+        yield
+    finally:
+        _copies.clear()
+        _copies.update(former)
+
+
+@contextlib.contextmanager
+def gathered(tensors: Iterable[Tensor]) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Gather parameters for the time of the block; a collective when any of them is spread.
+
+    Yields:
+        what gives the whole, detached tensor of each; void after the block unless cloned.
+    """
+    unique = list({id(tensor): tensor for tensor in tensors}.values())
+    whole = {id(tensor): tensor.detach().full_tensor() for tensor in unique if is_dtensor(tensor)}  # type: ignore[attr-defined]
+    zero = [tensor for tensor in unique if is_zero3(tensor)]
+    with zero3_gathered(zero) if zero else contextlib.nullcontext():
+        yield lambda tensor: whole.get(id(tensor), _copies.get(id(tensor), tensor.detach()))
+
+
+@contextlib.contextmanager
+def exchanged(parameters: dict[str, nn.Parameter], values: dict[str, Tensor]) -> Iterator[None]:
+    """Put other values into parameters for the time of the block; a collective when any of them is spread.
+
+    Args:
+        parameters: by name.
+        values: whole tensors for some of these names, equal on all ranks.
+    """
+    chosen = [(parameters[name], value) for name, value in values.items()]
+    plain = [(one, value) for one, value in chosen if not is_zero3(one) and not is_dtensor(one)]
+    spread = [(one, value) for one, value in chosen if is_zero3(one) or is_dtensor(one)]
+    former = [one.data for one, _ in plain]
+    with gathered([one for one, _ in spread]) as whole:
+        held = [whole(one).clone() for one, _ in spread]
+    try:
+        for one, value in plain:
+            one.data = value.to(one.device)
+        _overwrite(spread)
+        yield
+    finally:
+        for (one, _), data in zip(plain, former, strict=True):
+            one.data = data
+        _overwrite([(one, value) for (one, _), value in zip(spread, held, strict=True)])
+
+
+@torch.no_grad()
+def _overwrite(pairs: list[tuple[nn.Parameter, Tensor]]) -> None:
+    """Write whole values into spread parameters."""
+    for one, value in pairs:
+        if is_dtensor(one):
+            from torch.distributed.tensor import distribute_tensor
+
+            local: Any = one
+            local.copy_(distribute_tensor(value.to(one.device), local.device_mesh, local.placements))
+    zero = [(one, value) for one, value in pairs if is_zero3(one)]
+    if not zero:
+        return
+    with zero3_gathered([one for one, _ in zero], modifier_rank=0):
+        for one, value in zero:
+            one.data.copy_(value)
+
+
+def zero3_gathered(parameters: list[Tensor], *, modifier_rank: int | None = None) -> Any:
+    """DeepSpeed's own context manager around parameters of ZeRO-3.
+
+    Args:
+        parameters: to gather.
+        modifier_rank: the rank whose changes are kept; None keeps none.
+    """
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(parameters, modifier_rank=modifier_rank)

@@ -1,0 +1,124 @@
+"""How much memory who holds, as one line of the log.
+
+    mem step=3 phase=generate dev=cuda:0 alloc=9120 reserved=9984 free=61200 rss=5011 trainer=0 optim=0
+        engine_w=988 engine_kv=40960 freed=7901                                                  (one line, in MiB)
+
+| field | meaning |
+|---|---|
+| alloc, reserved | what this process's tensors take on the device; what torch keeps for them. `-` on a CPU |
+| free | what anybody could still have: of the device; on a CPU of main memory, within the control group's limit |
+| rss | main memory of this process |
+| trainer, optim | model and optimizer state of the trainer on the device now |
+| engine_w, engine_kv | weights and KV cache of the engine on the device now, as it says; `-` when it does not |
+| freed | by which the device became emptier in the step that led here |
+
+Nothing is logged or decided here.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+MIB = 1 << 20
+ENOUGH = 0.5
+"""Share of the expected bytes that must have been freed."""
+TOO_SMALL = 64 * MIB
+"""Expectations below this are not judged: allocators round by about as much."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFigures:
+    """What was measured at one moment, in bytes; None is unknown."""
+
+    device: str
+    alloc: int | None
+    reserved: int | None
+    free: int
+    rss: int
+
+
+@dataclass(frozen=True, slots=True)
+class Holders:
+    """Who holds how many bytes of the device; None is unknown."""
+
+    trainer: int = 0
+    optimizer: int = 0
+    engine_weights: int | None = None
+    engine_kv: int | None = None
+
+
+def measure(device: torch.device) -> MemoryFigures:
+    """The figures of now; cheap, and without waiting for the device."""
+    import psutil
+
+    rss = psutil.Process().memory_info().rss
+    if device.type == "cuda":
+        import torch
+
+        free = torch.cuda.mem_get_info(device)[0]
+        return MemoryFigures(
+            str(device), torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device), free, rss
+        )
+    if device.type != "cpu":
+        import torch
+
+        alloc, reserved = torch.accelerator.memory_allocated(device), torch.accelerator.memory_reserved(device)
+        return MemoryFigures(str(device), alloc, reserved, torch.accelerator.get_memory_info(device)[0], rss)
+    return MemoryFigures(str(device), None, None, _main_memory_free(), rss)
+
+
+def memory_line(step: int, phase: str, figures: MemoryFigures, holders: Holders, freed: int) -> str:
+    """The line of the module's docstring."""
+    values = {
+        "alloc": figures.alloc,
+        "reserved": figures.reserved,
+        "free": figures.free,
+        "rss": figures.rss,
+        "trainer": holders.trainer,
+        "optim": holders.optimizer,
+        "engine_w": holders.engine_weights,
+        "engine_kv": holders.engine_kv,
+        "freed": freed,
+    }
+    numbers = " ".join(f"{name}={_mib(value)}" for name, value in values.items())
+    return f"mem step={step} phase={phase} dev={figures.device} {numbers}"
+
+
+def freed_between(before: MemoryFigures, after: MemoryFigures) -> int:
+    """Bytes by which the device became emptier; on a CPU by which this process became smaller."""
+    if before.alloc is None:
+        return max(0, before.rss - after.rss)
+    return max(0, after.free - before.free)
+
+
+def too_little(freed: int, expected: int) -> bool:
+    """Whether so little was freed that something must be wrong; small expectations are never judged."""
+    return expected >= TOO_SMALL and freed < ENOUGH * expected
+
+
+def _mib(value: int | None) -> str:
+    return "-" if value is None else str(round(value / MIB))
+
+
+def _main_memory_free() -> int:
+    """What can be had without swapping, within the limit of the control group."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    group = Path("/sys/fs/cgroup")
+    limit, used = _number(group / "memory.max"), _number(group / "memory.current")
+    return max(0, min(free, limit - used)) if limit is not None and used is not None else free
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file of the system; None without one ("max")."""
+    if not os.access(path, os.R_OK):
+        return None
+    text = path.read_text(encoding="ascii").strip()
+    return int(text) if text.isdigit() else None

@@ -1,0 +1,126 @@
+"""Keeps a process as it was while vLLM works in it: the trainer lives here too.
+
+vLLM moves the random generators of Python, NumPy and torch, replaces `torch.set_num_threads`, sets environment
+variables that torchrun's children read (LOCAL_WORLD_SIZE) or inherit (LD_PRELOAD), freezes the garbage collector's heap
+and, at its end, destroys torch.distributed. Each of these is undone here, at the call that does it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+
+@contextlib.contextmanager
+def same_randomness() -> Iterator[None]:
+    """All random generators of the process continue afterwards where they stood before."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if device is not None:
+            torch.cuda.set_rng_state(device)
+
+
+@contextlib.contextmanager
+def same_environment(during: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables, heap and `torch.set_num_threads` are afterwards what they were; `during` holds inside."""
+    before, set_num_threads = dict(os.environ), torch.set_num_threads
+    os.environ.update(during)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
+        torch.set_num_threads = set_num_threads
+        gc.unfreeze()
+
+
+class SharedGroups:
+    """The groups that vLLM makes in torch.distributed: one set per process, for all engines in it.
+
+    The last engine that leaves removes them; the default group goes with them only if the first engine made it.
+    """
+
+    def __init__(self) -> None:
+        self._engines = 0
+        self._made_default = False
+
+    def enter(self) -> None:
+        """An engine is about to be made."""
+        if self._engines == 0:
+            self._made_default = not default_group_exists()
+        self._engines += 1
+
+    def leave(self, *destroy: Callable[[], None]) -> None:
+        """An engine has ended. destroy: vLLM's functions that remove its groups, and the default group at the end."""
+        self._engines -= 1
+        if self._engines > 0:
+            return
+        default = dist.destroy_process_group
+
+        def destroy_other(group: Any = None) -> None:
+            if group is not None and group is not dist.group.WORLD:
+                default(group)
+
+        if not self._made_default:
+            dist.destroy_process_group = destroy_other
+        try:
+            for step in destroy:
+                step()
+        finally:
+            dist.destroy_process_group = default
+
+
+groups = SharedGroups()
+"""Those of this process."""
+
+
+def default_group_exists() -> bool:
+    """Whether torch.distributed is initialised, by whomever."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def bind_to_cores(cores: Sequence[int]) -> None:
+    """Keep all threads of this process to some CPU cores, one thread of torch for each; () changes nothing."""
+    if not cores or not hasattr(os, "sched_setaffinity"):
+        return
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # a thread that has just ended
+            os.sched_setaffinity(int(task.name), cores)
+    torch.set_num_threads(len(cores))
+
+
+def available_bytes() -> int:
+    """Main memory that can be had without swapping, within the limits of the control group."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    root = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # no control group, or "max"
+        limit = int((root / "memory.max").read_text())
+        free = min(free, limit - int((root / "memory.current").read_text()))
+    return max(0, free)
+
+
+def remove_segments(idents: Iterable[str]) -> None:
+    """Remove the shared memory by which workers of one engine talked; vLLM kills them before they can."""
+    folder = Path("/dev/shm")
+    if folder.is_dir():
+        for ident in idents:
+            for segment in folder.glob(f"{ident}-*cpushm*"):
+                segment.unlink(missing_ok=True)

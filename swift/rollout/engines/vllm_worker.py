@@ -1,0 +1,134 @@
+"""What runs inside a vLLM worker: vLLM adds this class to its worker, and its methods are called by name.
+
+The worker may live in this process (then tensors are handed over as they are) or be one of several tensor-parallel
+processes (then they come as a safetensors file in shared memory). All names start with `swift_`, so that they can
+clash with nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from swift.rollout.engines import vllm_versions
+from swift.rollout.weight_sync.base import StreamDigest
+
+MADV_DONTNEED = 4
+"""Linux: pages are given back at once and read as zeros when touched again."""
+
+
+class WorkerExtension:
+    """Weights in parts, and KV memory that can be given back on a CPU."""
+
+    vllm_config: Any
+    model_runner: Any
+
+    def swift_begin_update(self) -> None:
+        """All weights will come anew; until `swift_end_update` the model cannot run."""
+        self._swift_expected = vllm_versions.reloadable_names(self)
+        self._swift_loaded: set[str] | None = set()
+        self._swift_digest = StreamDigest()
+        self._swift_count = self._swift_bytes = 0
+        vllm_versions.begin_reload(self)
+
+    def swift_load(self, tensors: Sequence[tuple[str, Tensor]], copies: Mapping[str, str]) -> None:
+        """Load whole layers.
+
+        Args:
+            tensors: as sent; they are counted and digested while the model takes them.
+            copies: further name -> name among `tensors`: a tied head that does not come by itself. Not counted.
+        """
+        loaded = vllm_versions.load_part(self, self._swift_counted(tensors, copies))
+        if loaded is None or self._swift_loaded is None:
+            self._swift_loaded = None
+        else:
+            self._swift_loaded |= loaded
+
+    def swift_load_file(self, path: str, order: Sequence[tuple[str, str]], copies: Mapping[str, str]) -> None:
+        """The same from a safetensors file. order: names as sent, and under which name the file has them."""
+        from safetensors.torch import load_file
+
+        found = load_file(path)
+        self.swift_load([(name, found[place]) for name, place in order], copies)
+
+    def _swift_counted(
+        self, tensors: Sequence[tuple[str, Tensor]], copies: Mapping[str, str]
+    ) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            self._swift_digest.add(name, tensor)
+            self._swift_count += 1
+            self._swift_bytes += tensor.numel() * tensor.element_size()
+            yield name, tensor
+        found = dict(tensors)
+        yield from ((new, found[old]) for new, old in copies.items())
+
+    def swift_end_update(self) -> dict[str, Any]:
+        """Finish; what was received, and which of the engine's parameters got nothing."""
+        vllm_versions.end_reload(self)
+        quantized = self.vllm_config.model_config.quantization is not None
+        unknown = quantized or self._swift_loaded is None
+        missing = [] if unknown else sorted(self._swift_expected - (self._swift_loaded or set()))
+        return {
+            "tensors": self._swift_count,
+            "nbytes": self._swift_bytes,
+            "digest": self._swift_digest.hexdigest(),
+            "missing": missing,
+        }
+
+    def swift_memory(self) -> dict[str, int]:
+        """Bytes of the KV cache and resident size of the process."""
+        return {"kv": sum(size for _, size in self._swift_kv()), "rss": resident_bytes()}
+
+    def swift_segments(self) -> str:
+        """What the names of this worker's shared memory contain; workers that are killed leave it behind."""
+        return os.environ.get("VLLM_DIST_IDENT", "")
+
+    def swift_kv_obstacle(self) -> str:
+        """Why the KV memory cannot be given back by `swift_release_kv`, or ""."""
+        if sys.platform != "linux":
+            return f"{sys.platform} has no MADV_DONTNEED that zeroes pages"
+        if any(tensor.device.type != "cpu" for tensor in kv_tensors(self.model_runner.kv_caches)):
+            return "it is not in main memory"
+        if not self._swift_kv():
+            return "the engine shows no KV cache"
+        return ""
+
+    def swift_release_kv(self) -> int:
+        """Give the pages of the KV cache back to the system; bytes by which this process became smaller.
+
+        Nothing may be cached or running. The pages read as zeros afterwards, like a new cache.
+        """
+        libc = ctypes.CDLL(None, use_errno=True)
+        before = resident_bytes()
+        for address, size in self._swift_kv():
+            start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+            length = (address + size - start) // mmap.PAGESIZE * mmap.PAGESIZE
+            code = libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_DONTNEED) if length > 0 else 0
+            if code:
+                raise OSError(ctypes.get_errno(), f"madvise of {length} bytes failed")
+        return before - resident_bytes()
+
+    def _swift_kv(self) -> list[tuple[int, int]]:
+        """Address and size of each storage of the KV cache; layers often share one."""
+        storages = (tensor.untyped_storage() for tensor in kv_tensors(self.model_runner.kv_caches))
+        return sorted({(storage.data_ptr(), storage.nbytes()) for storage in storages if storage.nbytes()})
+
+
+def kv_tensors(caches: Any) -> list[Tensor]:
+    """All tensors of a runner's `kv_caches`, which holds tensors or, for recurrent layers, lists of them."""
+    if isinstance(caches, Tensor):
+        return [caches]
+    return [tensor for part in caches for tensor in kv_tensors(part)]
+
+
+def resident_bytes() -> int:
+    """Resident size of this process; 0 where the system does not say."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * mmap.PAGESIZE if statm.exists() else 0

@@ -1,0 +1,167 @@
+"""Sees to it that a worker ends whole: engine, and every process that the engine has started.
+
+The guard is a tiny process between the parent and the host. It leads the session and process group of the worker,
+adopts what loses its parent in it, and never does anything that could hang. It ends the group (TERM, and KILL after a
+while)
+
+    * when the host ends, however: vLLM's workers outlive the process that made them,
+    * when the parent says "end", or is gone: its end of the pipe closes, also at SIGKILL.
+
+When the guard itself is killed the kernel kills the host (PDEATHSIG: that signal comes with the end of the parent's
+*thread*, and the guard has only one), and the parent kills the group.
+
+    guard -> parent    "host <pid>", then "ended <returncode>", each on a line
+    parent -> guard    "end": TERM, later KILL          "kill": KILL at once
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+POLL_S = 0.02
+"""How often ending processes are looked at."""
+LOOK_S = 1.0
+"""How often the guard looks whether the parent lives; a forked sibling of ours may hold the pipe open."""
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Entry point of a worker's first process.
+
+    Args:
+        arguments: descriptor of the pipe to the parent, descriptor of the host's socket, parent's pid, seconds
+            between TERM and KILL, cores of the host ("" leaves them as they are).
+    """
+    pipe, connection, parent = int(arguments[0]), int(arguments[1]), int(arguments[2])
+    grace_s, cores = float(arguments[3]), [int(core) for core in arguments[4].split(",") if core]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    me = os.getpid()
+    host = os.fork()
+    if host == 0:
+        os.close(pipe)
+        _become_host(me, connection, cores)
+    os.close(connection)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _say(pipe, f"host {host}\n")
+    _watch(pipe, parent, host, grace_s)
+
+
+def _become_host(guard: int, connection: int, cores: Sequence[int]) -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != guard:
+        os._exit(1)
+    if cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+    from swift.rollout.engines.worker.host import serve  # torch is imported below this line
+
+    serve(connection)
+
+
+def _watch(pipe: int, parent: int, host: int, grace_s: float) -> None:
+    """Until the host or the parent ends, or the parent says so; then nothing is left."""
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    poller = select.poll()
+    poller.register(pipe, select.POLLIN)
+    poller.register(woken, select.POLLIN)
+    word: bytes | None = None
+    while _ended(host) is None and word is None and os.getppid() == parent:
+        ready = dict(poller.poll(1000 * LOOK_S))
+        if woken in ready:
+            os.read(woken, 4096)
+        if pipe in ready:
+            word = _hear(pipe)
+    if _ended(host) is not None:
+        _say(pipe, f"ended {_codes[host]}\n")
+    _end_group(pipe, kill=b"kill" in (word or b""), grace_s=grace_s)
+    if word is not None:
+        _say(pipe, f"ended {_codes.get(host, -signal.SIGKILL)}\n")
+    os._exit(0)
+
+
+def _end_group(pipe: int, *, kill: bool, grace_s: float) -> None:
+    """TERM to all, KILL to what is left after a while or once the parent is in a hurry."""
+    if not Path("/proc/self/stat").exists():  # no Linux: the group is all that can be found, and includes this process
+        os.killpg(0, signal.SIGKILL)
+    deadline = time.monotonic() + grace_s
+    for process in [] if kill else descendants(os.getpid()):
+        _signal(process, signal.SIGTERM)
+        _signal(process, signal.SIGCONT)  # a stopped process takes no other signal
+    while left := descendants(os.getpid()):
+        kill = kill or time.monotonic() >= deadline or _in_a_hurry(pipe)
+        for process in left if kill else []:
+            _signal(process, signal.SIGKILL)
+        time.sleep(POLL_S)
+        _reap()
+
+
+def _in_a_hurry(pipe: int) -> bool:
+    return bool(select.select([pipe], [], [], 0)[0]) and b"kill" in _hear(pipe)
+
+
+def descendants(process: int) -> list[int]:
+    """Children, their children and so on that have not ended, from /proc; zombies do not count."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            state, parent = entry.read_text().rpartition(")")[2].split()[:2]
+            if state not in "ZX":
+                children.setdefault(int(parent), []).append(int(entry.parent.name))
+    found: list[int] = []
+    queue = [process]
+    while queue:
+        for child in children.get(queue.pop(), []):
+            found.append(child)
+            queue.append(child)
+    return found
+
+
+_codes: dict[int, int] = {}
+
+
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            process, status = os.waitpid(-1, os.WNOHANG)
+            if process == 0:
+                return
+            _codes[process] = os.waitstatus_to_exitcode(status)
+
+
+def _ended(process: int) -> int | None:
+    _reap()
+    return _codes.get(process)
+
+
+def _signal(process: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(process, number)
+
+
+def _say(pipe: int, text: str) -> None:
+    with contextlib.suppress(OSError):  # the parent is gone, which the caller sees anyway
+        os.write(pipe, text.encode())
+
+
+def _hear(pipe: int) -> bytes:
+    try:
+        return os.read(pipe, 4096)
+    except OSError:
+        return b""
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -1,0 +1,140 @@
+"""The trainer's model as a `WeightSource`: what a checkpoint of now would hold, gathered bucket by bucket.
+
+    parameters --gather--> whole parameters --merge LoRA--> checkpoint tensors --cast--> engine's type -> Bucket
+
+Each parameter is gathered once per update and freed with its bucket, so the peak is one bucket, not one model. Every
+rank walks through the same buckets; `order_hash` tells whether they would.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from swift.models.checkpoint_tensors import (
+    CheckpointUnit,
+    checkpoint_units,
+    computing_dtype,
+    describe_unit,
+    read_adapter,
+    read_unit,
+)
+from swift.models.sharded import gathered
+from swift.rollout.weight_sync.base import BUCKET_BYTES, AdapterWeights, Bucket, TensorInfo, torch_dtype
+
+
+class PolicyWeights:
+    """The weights of a model in training under the names of its checkpoint; see `WeightSource`.
+
+    Args:
+        model: the policy: a transformers model, also under PEFT, DDP, DeepSpeed's engine or FSDP2.
+        dtype: what the engine stores; None sends the policy's own. Tensors that the policy keeps in another type than
+            most of its weights (float32 routers, integer buffers) keep it.
+        move_model_batches: `--move_model_batches`: cut the layers into this many buckets, the rest is one more.
+            None fills buckets up to `bucket_bytes`.
+        bucket_bytes: upper size of a bucket, in the types that are sent; a larger layer is a bucket of its own.
+
+    Raises:
+        ConfigError: an adapter that cannot be folded into weights.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        dtype: torch.dtype | str | None = None,
+        move_model_batches: int | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self.model = model
+        wanted = torch_dtype(dtype) if isinstance(dtype, str) else dtype
+        self.dtype = wanted or computing_dtype(model)
+        self._units = checkpoint_units(model)
+        self._own = _main_dtype(self._units)
+        self._groups = (
+            _by_count(self._units, move_model_batches)
+            if move_model_batches
+            else _by_size(self._units, bucket_bytes, self._nbytes)
+        )
+        self._manifest: tuple[TensorInfo, ...] | None = None
+
+    def manifest(self) -> tuple[TensorInfo, ...]:
+        """Every tensor in the order of the buckets; no collective."""
+        if self._manifest is None:
+            self._manifest = tuple(
+                TensorInfo.of(name, self._cast(tensor))
+                for group in self._groups
+                for unit in group
+                for name, tensor in describe_unit(self.model, unit).items()
+            )
+        return self._manifest
+
+    def order_hash(self) -> str:
+        """A digest of names, types, shapes and cuts: ranks that differ here must not gather together."""
+        lines = [f"{info.name} {info.dtype} {info.shape}" for info in self.manifest()]
+        cuts = [str(len(group)) for group in self._groups]
+        return hashlib.blake2b("\n".join([*lines, *cuts]).encode(), digest_size=16).hexdigest()
+
+    def buckets(self) -> Iterator[Bucket]:
+        """The tensors, whole layers together; see `WeightSource.buckets`."""
+        for group in self._groups:
+            sources = [source for unit in group for one in unit.tensors for source in one.sources]
+            with torch.no_grad(), gathered(sources) as whole:
+                tensors = [
+                    (name, self._cast(tensor))
+                    for unit in group
+                    for name, tensor in read_unit(self.model, unit, whole).items()
+                ]
+            # a gathered tensor lives on through its storage while the bucket holds it
+            yield Bucket(tensors)
+            del tensors
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.dtype) if self.dtype is not None and tensor.dtype == self._own else tensor
+
+    def _nbytes(self, unit: CheckpointUnit) -> int:
+        if self.dtype is None or self._own is None:
+            return unit.nbytes
+        return unit.nbytes * self.dtype.itemsize // self._own.itemsize
+
+
+def adapter_weights(model: nn.Module) -> AdapterWeights:
+    """The policy's adapter alone, copied; a collective when parameters are spread over ranks."""
+    config, tensors = read_adapter(model)
+    return AdapterWeights(config, tensors)
+
+
+def _main_dtype(units: list[CheckpointUnit]) -> torch.dtype | None:
+    """The floating type that most numbers have."""
+    counts: dict[torch.dtype, int] = {}
+    for one in (tensor for unit in units for tensor in unit.tensors):
+        if one.dtype.is_floating_point:
+            counts[one.dtype] = counts.get(one.dtype, 0) + math.prod(one.shape)
+    return max(counts, key=lambda dtype: counts[dtype], default=None)
+
+
+def _by_size(
+    units: list[CheckpointUnit], limit: int, nbytes: Callable[[CheckpointUnit], int]
+) -> list[list[CheckpointUnit]]:
+    groups: list[list[CheckpointUnit]] = []
+    room = -1
+    for unit in units:
+        size = nbytes(unit)
+        if size > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(unit)
+        room -= size
+    return groups
+
+
+def _by_count(units: list[CheckpointUnit], count: int) -> list[list[CheckpointUnit]]:
+    layers = [unit for unit in units if unit.is_layer]
+    rest = [unit for unit in units if not unit.is_layer]
+    per_group = max(1, math.ceil(len(layers) / count))
+    groups = [layers[start : start + per_group] for start in range(0, len(layers), per_group)]
+    return [group for group in [*groups, rest] if group]

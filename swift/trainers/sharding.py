@@ -1,0 +1,348 @@
+"""Training with DeepSpeed's ZeRO or torch's FSDP2: settings into configurations, and steps into DeepSpeed's engine.
+
+`--deepspeed` names a preset or a JSON file. A file may tune what is DeepSpeed's own (stages, buckets, offload); what
+swift decides (batch sizes, optimizer, schedule, clipping, types) must be absent, "auto", or say the same. Everything
+wrong is found before weights are loaded.
+
+`DeepSpeedSteps` drives the engine for a trainer that makes several backward passes per update: the accumulation
+boundary is set on the last one alone, nothing is divided by a number of accumulation steps, and an update with a
+non-finite gradient is skipped on all ranks alike.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from swift.errors import ConfigError, ResourceError, join_problems, suggest
+
+_OFFLOAD = {"device": "cpu", "pin_memory": True}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "zero0": {"stage": 0},
+    "zero1": {"stage": 1},
+    "zero2": {"stage": 2},
+    "zero3": {"stage": 3},
+    "zero2_offload": {"stage": 2, "offload_optimizer": _OFFLOAD},
+    "zero3_offload": {"stage": 3, "offload_optimizer": _OFFLOAD, "offload_param": _OFFLOAD},
+}
+"""`zero_optimization` of each preset; bucket sizes are DeepSpeed's own, for stage 3 by the model's width."""
+
+_BY_WIDTH = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+
+USABLE = (
+    "zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "fp16", "bf16",
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
+    "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "communication_data_type",
+    "prescale_gradients", "gradient_predivide_factor", "aio", "data_types", "checkpoint", "disable_allgather",
+    "comms_logger", "flops_profiler", "activation_checkpointing", "use_data_before_expert_parallelism",
+    "optimizer", "scheduler", "disable_python_gc", "log_level",
+)  # fmt: skip
+"""Top-level keys of a configuration file that are read; `optimizer` and `scheduler` under conditions."""
+
+REPLACED = {
+    "amp": "--torch_dtype",
+    "torch_autocast": "--torch_dtype",
+    "tensorboard": "--report_to tensorboard",
+    "wandb": "--report_to wandb",
+    "csv_monitor": "--report_to; metrics are in logging.jsonl",
+    "comet": "--report_to",
+    "elasticity": "--resume_from_checkpoint with the same number of processes",
+}
+"""Keys whose work a flag does."""
+
+
+def deepspeed_config(args: Any) -> dict[str, Any] | None:
+    """The configuration that `--deepspeed` asks for, for transformers' TrainingArguments; None without it.
+
+    Batch sizes and clipping are "auto", which transformers fills in from its arguments.
+
+    Raises:
+        ConfigError: no such preset or file, or keys in it that cannot be used, one line each.
+    """
+    if not args.deepspeed:
+        return None
+    given = _read(args.deepspeed)
+    join_problems(_problems(given, args))
+    zero = dict(given.get("zero_optimization", {}))
+    if int(zero.get("stage", 0)) == 3:
+        zero["stage3_gather_16bit_weights_on_model_save"] = True  # a checkpoint is a model that others can load
+    config = {name: value for name, value in given.items() if name not in ("optimizer", "scheduler", "fp16", "bf16")}
+    dtype = _dtype(args)
+    if dtype == "bfloat16":  # without the check a non-finite gradient would be applied
+        config["bf16"] = {**given.get("bf16", {}), "enabled": True, "check_grad_overflow": True}
+    elif dtype == "float16":
+        config["fp16"] = {**given.get("fp16", {}), "enabled": True}
+    return {
+        "steps_per_print": 2**31,  # its progress lines, beside ours
+        # torch's own AdamW on the CPU needs no compiler, and is the same arithmetic as without offload
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        **config,
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": zero,
+    }
+
+
+def require_deepspeed(args: Any) -> None:
+    """Checks `--deepspeed` before anything is loaded, and prepares the environment for its import.
+
+    Raises:
+        ResourceError: the package is missing.
+        ConfigError: see `deepspeed_config`.
+    """
+    _choose_accelerator()
+    if not args.deepspeed:
+        return
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ResourceError(
+            f"--deepspeed: {args.deepspeed}: needs the package deepspeed, which is not installed; "
+            "pip install -r requirements/deepspeed.txt"
+        )
+    deepspeed_config(args)
+
+
+def require_fsdp(args: Any) -> None:
+    """Checks `--fsdp` before anything is loaded.
+
+    Raises:
+        ConfigError: it does not go together with other settings.
+    """
+    if not args.fsdp:
+        return
+    problems = []
+    if args.deepspeed:
+        problems.append(f"--fsdp: {args.fsdp}: both spread the model, as does --deepspeed {args.deepspeed}; drop one")
+    if _dtype(args) == "float16":
+        problems.append("--torch_dtype: float16: its loss scaling does not go with --fsdp; use --torch_dtype bfloat16")
+    if args.gradient_checkpointing and args.gradient_checkpointing_kwargs.get("use_reentrant"):
+        problems.append("--gradient_checkpointing_kwargs: use_reentrant: gathers out of order with --fsdp; drop it")
+    join_problems(problems)
+
+
+def spread_options(args: Any) -> dict[str, Any]:
+    """The entries of TrainingArguments that `--deepspeed` or `--fsdp` decide; {} without them.
+
+    Accelerate's process state is made here, because on CPUs transformers would not offer either.
+    """
+    config = deepspeed_config(args)
+    if config is None and not args.fsdp:
+        return {}
+    if config is not None:
+        _make_deepspeed_state()
+        way: dict[str, Any] = {"deepspeed": config}
+    else:
+        _make_fsdp_state()
+        # gathers again in the backward pass, or keeps what the forward pass gathered
+        way = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": args.fsdp == "full_shard"}}
+    dtype = _dtype(args)
+    return {
+        **way,
+        "bf16": dtype == "bfloat16",
+        "fp16": dtype == "float16",
+        "accelerator_config": {"use_configured_state": True},
+    }
+
+
+def stage_of(args: Any) -> int:
+    """ZeRO's stage; 0 without `--deepspeed`."""
+    return int((deepspeed_config(args) or {}).get("zero_optimization", {}).get("stage", 0))
+
+
+def _choose_accelerator() -> None:
+    """Spare a warning: DeepSpeed is also imported by others, wherever it is installed, and looks for a device."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def _make_deepspeed_state() -> None:
+    import torch
+    from accelerate.state import AcceleratorState, PartialState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    # names that torch 2.13 wants changed, called by DeepSpeed many times a step
+    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
+    on_gpu = torch.accelerator.is_available()
+    if not on_gpu:
+        import deepspeed.ops
+
+        # would be compiled at the first start, and its ranks wait for each other without a bound; gloo does the same
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    try:
+        PartialState(**({} if on_gpu else {"backend": "gloo"}))
+    finally:
+        del os.environ["ACCELERATE_USE_DEEPSPEED"]
+
+
+def _make_fsdp_state() -> None:
+    import torch
+    from accelerate.state import AcceleratorState, DistributedType, PartialState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    if torch.accelerator.is_available():
+        PartialState()
+    else:  # accelerate offers FSDP to several accelerators only; torch's works as well over gloo
+        PartialState(backend="gloo").distributed_type = DistributedType.MULTI_GPU
+
+
+def _dtype(args: Any) -> str:
+    from swift.models.policy import pick_dtype
+
+    return str(pick_dtype(args.torch_dtype)).removeprefix("torch.")
+
+
+# --- configuration files -----------------------------------------------------------------------------------------
+
+
+def _read(name: str) -> dict[str, Any]:
+    """A preset, or the content of a JSON file."""
+    if name in PRESETS:
+        zero = dict(PRESETS[name])
+        if zero["stage"] == 3:
+            zero |= dict.fromkeys(_BY_WIDTH, "auto")
+        return {"zero_optimization": zero}
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"--deepspeed: {name}: neither a preset nor a file; {suggest(name, list(PRESETS))}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"--deepspeed: {path}: not JSON ({error}); see docs/distributed_training.md") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"--deepspeed: {path}: not a JSON object; see docs/distributed_training.md")
+    return content
+
+
+def _problems(given: Mapping[str, Any], args: Any) -> list[str]:
+    def line(key: str, value: Any, wrong: str) -> str:
+        return f"--deepspeed: {args.deepspeed}: {key}{'' if value is None else f' {json.dumps(value)}'}: {wrong}"
+
+    found = []
+    for key in given:
+        if key in REPLACED:
+            found.append(line(key, None, f"cannot be used; remove it and use {REPLACED[key]}"))
+        elif key not in USABLE:
+            found.append(line(key, None, f"swift cannot use this key; remove it; {suggest(key, USABLE)}"))
+    found += [line(*one) for one in _conflicts(given, args)]
+    found += [line(*one) for one in _optimizer_problems(given)]
+    if int(given.get("zero_optimization", {}).get("stage", 0)) == 0 and _dtype(args) != "float32":
+        wrong = f"stage 0 loses small updates of {_dtype(args)} weights; use zero1, or leave --deepspeed out"
+        found.append(line("zero_optimization", None, wrong))
+    return found + [line("zero_optimization", None, wrong) for wrong in _zero_problems(given)]
+
+
+def _conflicts(given: Mapping[str, Any], args: Any) -> list[tuple[str, Any, str]]:
+    """Values of a file that say something else than the flags."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    per_device, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    wanted: dict[str, tuple[Any, str]] = {
+        "train_micro_batch_size_per_gpu": (per_device, "--per_device_train_batch_size"),
+        "gradient_accumulation_steps": (accumulation, "--gradient_accumulation_steps"),
+        "train_batch_size": (per_device * accumulation * world, "per device x accumulation x processes"),
+        "gradient_clipping": (args.max_grad_norm, "--max_grad_norm"),
+    }
+    found = [
+        (key, given[key], f'{flag} is {value}; make them equal, or write "auto"')
+        for key, (value, flag) in wanted.items()
+        if key in given and given[key] not in ("auto", value)
+    ]
+    dtype = _dtype(args)
+    for key, name in (("fp16", "float16"), ("bf16", "bfloat16")):
+        enabled = given.get(key, {}).get("enabled", "auto")
+        if enabled not in ("auto", dtype == name):
+            found.append((f"{key}.enabled", enabled, f'the weights are {dtype}; write "auto", or use --torch_dtype'))
+    return found
+
+
+def _optimizer_problems(given: Mapping[str, Any]) -> list[tuple[str, Any, str]]:
+    """An optimizer of "auto" values is what --optim adamw_torch is; anything else would be a second setting."""
+    found = []
+    optimizer = given.get("optimizer")
+    if optimizer is not None:
+        automatic = all(value == "auto" for value in optimizer.get("params", {}).values())
+        if optimizer.get("type") not in ("Adam", "AdamW") or not automatic:
+            found.append(("optimizer", None, "cannot be used; remove it and use --optim, --learning_rate and --adam_*"))
+    if "scheduler" in given:
+        found.append(("scheduler", None, "cannot be used; remove it and use --lr_scheduler_type and --warmup_ratio"))
+    return found
+
+
+def _zero_problems(given: Mapping[str, Any]) -> list[str]:
+    zero = given.get("zero_optimization", {})
+    found = []
+    if zero.get("compute_grad_norm") is False:
+        found.append("compute_grad_norm false: a non-finite gradient would go unnoticed; remove it")
+    if zero.get("stage3_gather_16bit_weights_on_model_save") is False:
+        found.append("stage3_gather_16bit_weights_on_model_save false: checkpoints would hold no model; remove it")
+    if zero.get("zenflow"):
+        found.append("zenflow: updates at times of its own; remove it")
+    if importlib.util.find_spec("deepspeed") is None:
+        return found
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    try:
+        DeepSpeedZeroConfig(**{name: value for name, value in zero.items() if value != "auto"})
+    except ValidationError as error:
+        found += [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+    return found
+
+
+# --- steps -------------------------------------------------------------------------------------------------------
+
+
+class DeepSpeedSteps:
+    """Backward passes and updates of a DeepSpeed engine, several passes per update.
+
+    Args:
+        engine: what `deepspeed.initialize` made.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.norm: float | None = None
+        """Gradient norm of the last window, before clipping; None when it had no backward pass."""
+
+    def begin(self) -> None:
+        """A window starts; so far it has no gradient."""
+        self.norm = None
+
+    def backward(self, loss: Any, *, last: bool) -> None:
+        """One pass; only after the last one are gradients complete on all ranks."""
+        self.engine.set_gradient_accumulation_boundary(last)
+        self.engine.backward(loss, scale_wrt_gas=False)
+
+    def step(self) -> None:
+        """Update the weights; a non-finite gradient leaves them alone, on all ranks alike."""
+        if self.engine.zero_optimization_stage() == 0:
+            self._step_replicated()
+            return
+        self.engine.step()
+        optimizer = self.engine.optimizer
+        norm = self.engine.get_global_grad_norm()
+        self.norm = math.inf if optimizer.overflow else float(norm)
+        # read by Trainer, which would hold the schedule: a skipped update is a step like any other
+        optimizer.overflow = False
+
+    def _step_replicated(self) -> None:
+        """Stage 0: every rank has all gradients, summed, so each comes to the same verdict alone."""
+        import torch
+
+        gradients = [p.grad.float() for p in self.engine.module.parameters() if p.grad is not None]
+        self.norm = float(torch.nn.utils.get_total_norm(gradients))
+        if math.isfinite(self.norm):
+            self.engine.step()
+        else:
+            self.engine.zero_grad()

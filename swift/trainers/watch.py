@@ -1,0 +1,144 @@
+"""Every rank knows within a minute that another one is gone, whatever the collectives think.
+
+A rank that is stopped, swapped out or cut off leaves the others in a collective until its time-out, which is half an
+hour for good reasons (a checkpoint on a slow disk). So each rank writes a heartbeat into the rendezvous store from a
+thread of its own, and reads those of the others. A rank whose beat stands still for `SILENT_S`, or that has ended with
+an error, ends this process too, with one line that names it.
+
+    beat   "<count>|<host>|<pid>"  every BEAT_S      "closed"  it has finished      "failed <line>"  it has failed
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+from swift.errors import EngineError, Interrupted, end_process
+from swift.trainers.distributed import Collectives
+
+BEAT_S = 5.0
+SILENT_S = 40.0
+"""Longer than any pause of a healthy interpreter; with the launcher's reaction still below a minute."""
+STORE_LIMIT_S = 5.0
+
+
+class RankWatch:
+    """Watches the other ranks while it is entered; a no-op in a single process.
+
+    Args:
+        collectives: the ranks.
+        beat_s: seconds between two beats.
+        silent_s: seconds without a beat after which a rank counts as lost.
+    """
+
+    def __init__(self, collectives: Collectives, *, beat_s: float = BEAT_S, silent_s: float = SILENT_S) -> None:
+        self.collectives = collectives
+        self.beat_s = beat_s
+        self.silent_s = silent_s
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._store: Any = None
+        self._seen: dict[int, tuple[str, float]] = {}
+        self._reached = time.monotonic()
+
+    def __enter__(self) -> RankWatch:
+        if self.collectives.active and os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"):
+            now = time.monotonic()
+            others = (rank for rank in range(self.collectives.world_size) if rank != self.collectives.rank)
+            self._seen = dict.fromkeys(others, ("", now))
+            self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._thread is None:
+            return
+        self._closing.set()
+        self._thread.join(2 * STORE_LIMIT_S)
+        if self._store is None:  # it is gone, and with it those who would read
+            return
+        finished = error is None or isinstance(error, Interrupted | KeyboardInterrupt)
+        line = "" if finished else (str(error).splitlines() or [""])[0] or type(error).__name__
+        if self._say("closed" if finished else f"failed {line}") and self.collectives.is_main:
+            self._linger(self.silent_s if finished else 2 * self.beat_s)
+
+    def _linger(self, limit_s: float) -> None:
+        """Rank 0 holds the store: it stays until the others have read the end of it, within limits."""
+        deadline = time.monotonic() + limit_s
+        others = [rank for rank in range(self.collectives.world_size) if rank != self.collectives.rank]
+        while time.monotonic() < deadline:
+            if all(self._read(rank).startswith(("closed", "failed")) for rank in others):
+                return
+            time.sleep(min(0.1, self.beat_s))
+
+    # --- the thread -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        count = 0
+        while True:
+            if self._say(f"{count}|{socket.gethostname()}|{os.getpid()}"):
+                self._look()
+            elif time.monotonic() - self._reached > self.silent_s and self._seen.get(0, ("", 0.0))[0] != "closed":
+                self._end("rank 0", "cannot be reached")
+            count += 1
+            if self._closing.wait(self.beat_s):
+                return
+
+    def _say(self, text: str) -> bool:
+        """Write this rank's state; whether the store was there."""
+        try:
+            self._connect().set(_key(self.collectives.rank), text)
+        except RuntimeError:  # torch's errors of a store that is gone or slow are all of this type
+            self._store = None
+            return False
+        self._reached = time.monotonic()
+        return True
+
+    def _connect(self) -> Any:
+        if self._store is None:
+            import torch.distributed as dist
+
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            self._store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STORE_LIMIT_S))
+        return self._store
+
+    def _look(self) -> None:
+        """Read the beats of the others."""
+        now = time.monotonic()
+        for rank, (last, since) in self._seen.items():
+            text = self._read(rank)
+            if text == "closed":
+                self._seen[rank] = (text, now)
+            elif text.startswith("failed "):
+                self._end(f"rank {rank}", f"has failed: {text.removeprefix('failed ')}")
+            elif text != last:
+                self._seen[rank] = (text, now)
+            elif now - since > self.silent_s:
+                _, host, pid = text.split("|") if text else ("", "?", "?")
+                self._end(f"rank {rank}", f"gave no sign of life for {self.silent_s:.0f} s (process {pid} on {host})")
+
+    def _read(self, rank: int) -> str:
+        try:
+            store = self._connect()
+            return store.get(_key(rank)).decode() if store.check([_key(rank)]) else ""
+        except RuntimeError:
+            self._store = None
+            return self._seen[rank][0]
+
+    def _end(self, who: str, what: str) -> None:
+        if not self._closing.is_set():
+            end_process(
+                EngineError(
+                    f"{who}: {what}; the other processes cannot go on without it; look at its log, then resume from "
+                    "the last checkpoint (--resume_from_checkpoint last)"
+                )
+            )
+
+
+def _key(rank: int) -> str:
+    return f"swift/alive/{rank}"

@@ -1,0 +1,117 @@
+"""Where completions are sampled changes nothing of a run but its speed: every mode, through the command line."""
+
+import re
+
+import pytest
+from cli_runs import completion_rows, log_rows
+
+pytestmark = pytest.mark.slow
+
+STEPS = {"max_steps": 3, "save_steps": 3, "max_length": 40, "gradient_checkpointing": "false"}
+VLLM = {**STEPS, "use_vllm": "true", "vllm_enforce_eager": "true", "vllm_max_num_seqs": 16}
+
+
+def sampled(folder):
+    return [
+        (row["step"], row["group_id"], row["index"], row["completion"], row["finish_reason"])
+        for row in completion_rows(folder)
+    ]
+
+
+def agrees(folder, limit=1e-5):
+    """Every step that trained on fresh tokens saw what the sampler saw."""
+    rows = [row for row in log_rows(folder) if "mismatch/logp_abs_diff_max" in row]
+    assert len(rows) == 3
+    assert max(row["mismatch/logp_abs_diff_max"] for row in rows) <= limit
+
+
+@pytest.fixture(scope="module")
+def colocated(material, tmp_path_factory):
+    """A run with vLLM in the trainer's process, and what it printed."""
+    from cli_runs import Cli
+
+    model, folder = material
+    with Cli(model, folder, tmp_path_factory.mktemp("colocated")) as runs:
+        return runs.finish("colocate", **VLLM)
+
+
+def test_vllm_in_the_trainers_process(colocated):
+    folder, out, err = colocated
+    agrees(folder)
+    assert [row["weight_version"] for row in completion_rows(folder)] == sorted([0, 1, 2] * 8)
+    assert "placement: colocate" in out + err
+    assert re.search(r"max \|logp difference\| \S+e-0[5-9]", out + err)
+
+
+def test_vllm_in_a_process_of_its_own(cli, colocated):
+    folder, out, err = cli.finish("dedicated", **VLLM, vllm_mode="dedicated")
+    agrees(folder)
+    assert sampled(folder) == sampled(colocated[0])
+    assert "placement: dedicated" in out + err
+    assert (folder / "logs" / "attempt-1" / "engine-0.log").is_file()
+
+
+def test_sleeping_and_offloading_change_no_bit(cli, colocated):
+    flags = {
+        "sleep_level": 1, "offload_model": "true", "offload_optimizer": "true", "gc_collect_after_offload": "true",
+        "move_model_batches": 2,
+    }  # fmt: skip
+    folder, _, _ = cli.finish("sleepy", **VLLM, **flags)
+    assert sampled(folder) == sampled(colocated[0])
+    assert [row["loss"] for row in log_rows(folder)] == [row["loss"] for row in log_rows(colocated[0])]
+    log = (folder / "logs" / "attempt-1" / "rank-0.log").read_text()
+    assert re.search(r"mem step=1 phase=\w+ .* engine_kv=\d+", log)
+
+
+def test_adapters_alone_reach_vllm(cli):
+    flags = {"tuner_type": "lora", "vllm_enable_lora": "true", "learning_rate": 1e-2}
+    folder, _, _ = cli.finish("lora", **VLLM | flags)
+    agrees(folder)
+
+
+def test_merged_adapters_reach_vllm(cli):
+    folder, _, _ = cli.finish("merged", **VLLM | {"tuner_type": "lora", "learning_rate": 1e-2})
+    agrees(folder)
+
+
+def test_sampling_ahead_without_vllm(cli):
+    ahead = {"infer_backend": "transformers", "vllm_mode": "dedicated", "async_generate": "true"}
+    folder, out, err = cli.finish("ahead", **STEPS, **ahead)
+    rows = log_rows(folder)
+    assert [row["off_policy/max"] for row in rows] == [0, 1, 1]
+    assert rows[0]["mismatch/logp_abs_diff_max"] <= 1e-5
+    again, _, _ = cli.finish("again", **STEPS, **ahead)
+    assert sampled(again) == sampled(folder)
+    assert "1 generation batches ahead" in out + err
+
+
+def test_two_ranks_with_an_engine_each(cli):
+    folder, _, _ = cli.finish(
+        "two", **VLLM, vllm_mode="colocate", per_device_train_batch_size=2, variables={"NPROC_PER_NODE": 2}
+    )
+    agrees(folder)
+
+
+def test_one_engine_over_two_ranks(cli):
+    folder, _, _ = cli.finish(
+        "wide",
+        **VLLM,
+        vllm_mode="colocate",
+        vllm_tensor_parallel_size=2,
+        per_device_train_batch_size=2,
+        variables={"NPROC_PER_NODE": 2},
+    )
+    agrees(folder)
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_sharded_training_with_vllm_beside_it(cli, stage):
+    folder, _, _ = cli.finish(
+        stage,
+        **VLLM,
+        vllm_mode="colocate",
+        deepspeed=stage,
+        per_device_train_batch_size=2,
+        variables={"NPROC_PER_NODE": 2},
+    )
+    agrees(folder)

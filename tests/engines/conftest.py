@@ -1,0 +1,56 @@
+"""Each backend as a fixture; the cases of one run after the other on the same engine."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from conformance_parts import BACKENDS, Subject, missing, with_noise
+
+
+@pytest.fixture(scope="session")
+def engine_folders(tmp_path_factory):
+    """Models whose norms and biases are no ones and zeros, so that every kind of weight shows."""
+    from transformers import AutoModelForCausalLM
+
+    from swift.models.tiny import build_tiny
+
+    folders = {}
+    for arch in ("qwen2", "llama"):
+        folder = build_tiny(tmp_path_factory.mktemp("engines") / arch, arch=arch, size="tiny", init_std=0.1)
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        with_noise(model, seed=5, scale=0.02)
+        model.save_pretrained(folder)
+        folders[arch] = folder
+    return folders
+
+
+@pytest.fixture(
+    scope="session",
+    params=[
+        pytest.param(backend, id=backend.name, marks=() if backend.name == "transformers" else pytest.mark.slow)
+        for backend in BACKENDS
+    ],
+)
+def shared_subject(request, engine_folders, tmp_path_factory):
+    """Each backend in turn, all cases of one after the other."""
+    backend = request.param
+    why = missing(backend)
+    if why is not None:
+        pytest.skip(f"{backend.name}: {why}")
+    before = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    one = Subject(backend, engine_folders[backend.arch], tmp_path_factory.mktemp("logs"))
+    yield one
+    one.close()
+    if before is None:
+        del os.environ["VLLM_CPU_KVCACHE_SPACE"]
+    else:
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = before
+
+
+@pytest.fixture
+def subject(shared_subject):
+    """The backend, with the weights it was built with."""
+    yield shared_subject
+    shared_subject.make_whole()

@@ -1,0 +1,93 @@
+"""What the tests of the vLLM engine share: requests, and the log-probs that a plain forward pass gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from swift.errors import ResourceError
+from swift.rollout.engines.spec import EngineSpec
+from swift.types import Request, SamplingParams
+
+ENDS = (258, 256)
+"""End tokens of the tiny models."""
+LIMIT = 1e-5
+"""Largest difference of a log-prob in float32."""
+
+
+def require_vllm():
+    """Skip the calling module where no supported vLLM is installed."""
+    from swift.rollout.engines.vllm import require
+
+    try:
+        require()
+    except ResourceError as error:
+        pytest.skip(str(error), allow_module_level=True)
+
+
+def spec_of(folder, **changes):
+    settings = {"eos_token_ids": ENDS, "max_model_len": 256, "max_num_seqs": 32, **changes}
+    return EngineSpec(backend="vllm", model=str(folder), **settings)
+
+
+def model_of(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def request(name="r", prompt=range(5, 45), *, tokens=24, seed=0, **sampling):
+    return Request(str(name), list(prompt), SamplingParams(max_new_tokens=tokens, seed=seed, **sampling))
+
+
+def requests(count=6, **sampling):
+    """Prompts of different lengths, each with a seed of its own."""
+    return [request(i, range(5 + 7 * i % 40, 45 + 9 * i % 30), seed=i, **sampling) for i in range(count)]
+
+
+def sample(engine, wanted):
+    return {done.request_id: done for done in engine.generate(wanted)}
+
+
+@torch.no_grad()
+def forward_logprobs(model, one, completion):
+    """Log-probs of a completion's tokens at the request's temperature, from one pass over prompt and completion."""
+    prompt, tokens = list(one.prompt_ids), completion.token_ids
+    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    scores = (logits / (one.sampling.temperature or 1.0)).log_softmax(-1)
+    return scores.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def drift(engine, model, wanted=None):
+    """Largest difference between the sampler's log-probs and those of a plain forward pass."""
+    wanted = wanted if wanted is not None else requests()
+    found = sample(engine, wanted)
+    assert set(found) == {one.request_id for one in wanted}
+    differences = [
+        (forward_logprobs(model, one, found[one.request_id]) - torch.tensor(found[one.request_id].logprobs)).abs().max()
+        for one in wanted
+    ]
+    return float(max(differences))
+
+
+@torch.no_grad()
+def nudge(model, seed, scale=0.02):
+    """Change every parameter a little, reproducibly."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+
+
+def children_of(pid):
+    """Command lines of the processes whose parent is `pid`, but for Python's own tracker of shared memory."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = (entry / "stat").read_text().rsplit(")", 1)[1].split()[1]
+            command = (entry / "cmdline").read_text()
+        except OSError:  # ended meanwhile
+            continue
+        if int(parent) == pid and "resource_tracker" not in command:
+            found.append(command)
+    return found

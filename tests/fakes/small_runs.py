@@ -1,0 +1,221 @@
+"""A rollout pipeline with everything around it scripted, and a policy whose weights depend on all it was trained on.
+
+run = SmallRun(engine, depth=1)
+run.train(6)            -> run.steps: what each optimizer step trained on
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from scripted_engine import CountingSource, two_layers
+
+from swift.rollout.collect import RolloutCollector
+from swift.rollout.pipeline import PipelineConfig, RolloutPipeline
+from swift.rollout.scheduler import RolloutScheduler
+from swift.rollout.weight_sync.publisher import WeightPublisher
+from swift.types import GroupScores, Prompt, SamplingParams, TrainerProgress
+
+
+class NumberedPrompts:
+    """An endless stream over `count` prompts of 3 to 9 tokens, in order."""
+
+    def __init__(self, count=7):
+        self.prompts = [Prompt(f"p{i}", [], [40 + i] * (3 + i % 7)) for i in range(count)]
+        self.drawn = 0
+
+    def next(self):
+        epoch, row = divmod(self.drawn, len(self.prompts))
+        self.drawn += 1
+        return self.prompts[row], epoch, row
+
+    def skip_to_epoch_end(self):
+        self.drawn += -self.drawn % len(self.prompts)
+
+    def state_dict(self):
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state):
+        self.drawn = state["drawn"]
+
+
+class OneRank:
+    """The collectives of a run in a single process."""
+
+    rank, world_size, active = 0, 1, False
+
+    def gather(self, value):
+        return [value]
+
+    def all_gather(self, value):
+        return [value]
+
+    def broadcast(self, value):
+        return value
+
+
+class SlowScorer:
+    """Scores groups on threads of its own, after `delay()` seconds; `fail_at` is a group that cannot be scored."""
+
+    needs_whole_batch = False
+
+    def __init__(self, delay=lambda: 0.0, fail_at=None, failure=None):
+        self.delay, self.fail_at, self.failure = delay, fail_at, failure
+        self.pool = ThreadPoolExecutor(2)
+        self.submitted = []
+        """(group id, monotonic seconds)."""
+        self.judged = []
+
+    def submit(self, group, progress):
+        self.submitted.append((group.group_id, time.monotonic()))
+        return self.pool.submit(self._score, group)
+
+    def _score(self, group):
+        time.sleep(self.delay())
+        if group.group_id == self.fail_at:
+            raise self.failure
+        values = [[sum(token * (t + 1) for t, token in enumerate(c.token_ids)) / 1000] for c in group.completions]
+        return GroupScores(values, [None] * len(values))
+
+    def submit_batch(self, groups, progress):
+        return [self.submit(group, progress) for group in groups]
+
+    def add_model_scores(self, groups, scores):
+        return list(scores)
+
+    def end_batch(self, groups=None):
+        self.judged.append([group.group_id for group in groups or []])
+
+    def drain_metrics(self, groups=None):
+        return {"rewards/hash/mean": float(len(groups or []))}
+
+
+@dataclass
+class Step:
+    """What one optimizer step saw: the samples of its window, how old they were, and the weights it ended with."""
+
+    step: int
+    versions: list
+    tokens: list
+    groups: list
+    staleness: dict
+    value: float
+    books: tuple
+
+
+class SmallRun:
+    """A run of `windows` x `iterations` optimizer steps per round; units hold `groups` groups of G = 2.
+
+    depth, interval, in_flight: as in the settings of a run. source: makes the weight source of a value.
+    """
+
+    def __init__(
+        self,
+        engine,
+        *,
+        depth=0,
+        interval=1,
+        groups=2,
+        windows=1,
+        iterations=1,
+        in_flight=False,
+        scorer=None,
+        ranks=None,
+        share=None,
+        max_tokens=16,
+        prompts=7,
+    ):
+        self.engine, self.value, self.steps, self.rounds = engine, 1.0, [], []
+        self.ranks = ranks or OneRank()
+        self.scorer = scorer or SlowScorer()
+        self.updates = windows * iterations
+        collector = RolloutCollector(engine, SamplingParams(max_tokens), 7, str, self.scorer, self.ranks, share)
+        self.publisher = WeightPublisher(
+            engine, source=lambda: CountingSource(two_layers(self.value)), interval=interval, ranks=self.ranks
+        )
+        config = PipelineConfig(
+            num_generations=2,
+            num_generations_eval=2,
+            generation_batches=1,
+            num_windows=windows,
+            num_iterations=iterations,
+            max_completion_length=max_tokens,
+            reward_weights=[1.0],
+            prefetch_depth=depth,
+            in_flight_updates=in_flight,
+        )
+        self.scheduler = RolloutScheduler(NumberedPrompts(prompts), groups_per_unit=groups, units_per_epoch=None)
+        self.published = []
+        self._note_publications()
+        self.pipeline = RolloutPipeline(
+            self.scheduler,
+            collector,
+            config,
+            timer=lambda phase: contextlib.nullcontext(),
+            observer=self.rounds.append,
+            publisher=self.publisher,
+        )
+
+    def _note_publications(self):
+        publish = self.publisher.publish
+
+        def noted(step):
+            ack = publish(step)
+            self.published.append(step)
+            return ack
+
+        self.publisher.publish = noted
+
+    @property
+    def step(self):
+        return self.steps[-1].step if self.steps else self.start
+
+    start = 0
+
+    def train(self, until, *, max_steps=10**6, pause=lambda: 0.0):
+        """Optimizer steps up to number `until`; `pause()` seconds of work in each."""
+        windows = self.pipeline.windows(lambda: TrainerProgress(self.step, max_steps, 0.0))
+        while self.step < until:
+            self._one_step(next(windows), pause)
+        return self
+
+    def _one_step(self, unit, pause):
+        time.sleep(pause())
+        samples = [unit.samples[i] for i in unit.window(unit.window_index)]
+        staleness = self.pipeline.staleness(self.step)
+        text = repr([(self.value, s.token_ids.tolist(), s.advantage) for s in samples])
+        self.value = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=3).digest()) / 64
+        books = self.scheduler
+        assert books.launched == books.trained + books.excluded + books.dropped + books.in_flight
+        asked = sum(len(one.launches) for one in self.pipeline._ahead)
+        assert books.in_flight == asked, "a launch is neither ended nor on its way"
+        done = Step(
+            self.step + 1,
+            [s.versions for s in samples],
+            [s.token_ids.tolist() for s in samples],
+            [s.group for s in samples],
+            staleness,
+            self.value,
+            (books.launched, books.trained, books.excluded),
+        )
+        self.steps.append(done)
+        self.pipeline.step_done(done.step)
+
+    def save(self):
+        """What a checkpoint holds."""
+        return {"pipeline": self.pipeline.state_dict(), "value": self.value, "step": self.step}
+
+    def load(self, state):
+        self.pipeline.load_state_dict(state["pipeline"])
+        self.value, self.start, self.steps = state["value"], state["step"], []
+        return self
+
+    def close(self):
+        self.pipeline.close()
+        if self.engine is not None:
+            self.engine.close()
+        self.scorer.pool.shutdown()

@@ -1,0 +1,63 @@
+"""Several ranks in one process: each is a thread, and their collectives fail instead of waiting for ever."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+
+LIMIT_S = 20
+
+
+class ThreadedRank:
+    """The collectives of one rank; values travel pickled, as between processes."""
+
+    active = True
+
+    def __init__(self, rank, shared):
+        self.rank, self.world_size, self._shared = rank, shared.size, shared
+
+    def all_gather(self, value):
+        return self._shared.exchange(self.rank, value)
+
+    def gather(self, value):
+        values = self._shared.exchange(self.rank, value)
+        return values if self.rank == 0 else None
+
+    def broadcast(self, value):
+        return self._shared.exchange(self.rank, value)[0]
+
+
+class _Shared:
+    def __init__(self, size):
+        self.size, self.values = size, [b""] * size
+        self.barrier = threading.Barrier(size, timeout=LIMIT_S)
+
+    def exchange(self, rank, value):
+        self.values[rank] = pickle.dumps(value)
+        self.barrier.wait()
+        values = [pickle.loads(one) for one in self.values]
+        self.barrier.wait()
+        return values
+
+
+def on_ranks(size, work):
+    """`work(rank's collectives)` on every rank at once; what each returned or raised, in rank order.
+
+    Fails when a rank is left alone in a collective.
+    """
+    shared, ends = _Shared(size), [None] * size
+
+    def run(rank):
+        try:
+            ends[rank] = work(ThreadedRank(rank, shared))
+        except Exception as error:
+            ends[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * LIMIT_S)
+        assert not thread.is_alive(), "a rank hangs"
+    assert not any(isinstance(end, threading.BrokenBarrierError) for end in ends), f"a rank was left alone: {ends}"
+    return ends

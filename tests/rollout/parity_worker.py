@@ -1,0 +1,100 @@
+"""One of two processes that check parity together: `python parity_worker.py <model> <way> <fault> <output>`.
+
+The engine is on rank 0 alone. Ways: ddp (replicas), fsdp (FSDP2), zero3. Each rank writes what it came to.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import torch
+import torch.distributed as dist
+from parity_engines import END, FAULTS, SAMPLING, SmallEngine, load, scorer, some_prompts
+
+from swift.models.forward import choose_attention
+from swift.rollout.parity import ParityCheck
+from swift.rollout.weight_sync.policy import PolicyWeights
+from swift.rollout.weight_sync.publisher import WeightPublisher
+
+
+class Ranks:
+    def all_gather(self, value):
+        values = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
+
+
+def spread(model, way):
+    if way == "ddp":
+        return torch.nn.parallel.DistributedDataParallel(model)
+    if way == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model.model.layers:
+            fully_shard(layer)
+        return fully_shard(model)
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return engine.module
+
+
+def pieces(model):
+    """What this rank holds of each parameter."""
+    if hasattr(model, "reshard"):
+        model.reshard()  # FSDP2 leaves the outermost parameters whole after a forward pass
+    held = []
+    for one in model.parameters():
+        piece = getattr(one, "ds_tensor", one)
+        piece = piece.to_local() if hasattr(piece, "to_local") else piece
+        held.append(piece.detach().clone())
+    return held
+
+
+def main(folder, way, fault, output):
+    rank = int(os.environ["RANK"])
+    dist.init_process_group(
+        "gloo", init_method=f"file://{output}.meeting", rank=rank, world_size=2, timeout=timedelta(seconds=120)
+    )
+    model = load(folder)
+    planted = fault if fault in FAULTS else None
+    engine = SmallEngine(model, fault=planted) if rank == 0 else None
+    choose_attention(model)
+    model = spread(model, way)
+    inner = getattr(model, "module", model)
+    if fault == "rank 1 differs" and rank == 1:
+        with torch.no_grad():
+            inner.model.norm.weight.mul_(1.5)
+    ranks = Ranks()
+    publisher = WeightPublisher(engine, source=lambda: PolicyWeights(model), ranks=ranks)
+    check = ParityCheck(
+        engine,
+        score=scorer(inner, SAMPLING.temperature),
+        model=model,
+        publisher=publisher,
+        prompts=some_prompts(),
+        sampling=SAMPLING,
+        ranks=ranks,
+        end_token_ids=[END],
+    )
+    before = pieces(model)
+    report = check.run()
+    same = all(torch.equal(a, b) for a, b in zip(before, pieces(model), strict=True))
+    later = check.now().verdict if report.verdict == "pass" else None
+    found = {"line": report.line(), "error": report.error(), "verdict": report.verdict, "same": same, "now": later}
+    torch.save(found, f"{output}.{rank}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,141 @@
+"""One of two gloo processes that go through the scenarios below: `python rank_of_small_runs.py <folder> <rank>`.
+
+Each scenario is a small run that fails, or not, on one of the ranks; `<folder>/rank-<rank>.json` says how it ended.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "fakes"))
+
+import torch.distributed as dist
+from scripted_engine import ScriptedEngine, lost
+from small_runs import SlowScorer, SmallRun
+
+from swift.errors import EngineDead, EngineError, RewardError
+from swift.rollout.collect import EngineShare
+from swift.trainers.distributed import Collectives
+
+STEPS = 6
+
+
+class TiedDown(Exception):
+    """An error that no other process can make again."""
+
+    def __init__(self):
+        super().__init__("tied to this process")
+        self.lock = threading.Lock()
+
+
+def engine_on(rank, me, **script):
+    """An engine on this rank, or none."""
+    return ScriptedEngine(**script) if rank == me else None
+
+
+def alone(me, ranks):
+    """Rank 0 owns the engine, as in dedicated mode; nothing fails."""
+    return SmallRun(engine_on(0, me), depth=1, ranks=ranks, share=EngineShare() if me == 0 else None)
+
+
+def shared(me, ranks, **script):
+    """Each rank has an engine for half of every round."""
+    return SmallRun(ScriptedEngine(**script), depth=1, ranks=ranks)
+
+
+def owner_dies(me, ranks):
+    return SmallRun(engine_on(0, me, fail_after=9), depth=1, ranks=ranks, share=EngineShare() if me == 0 else None)
+
+
+def other_dies(me, ranks):
+    return shared(me, ranks, fail_after=5) if me == 1 else shared(me, ranks, step_s=0.01)
+
+
+def other_dies_at_once(me, ranks):
+    return shared(me, ranks, fail_after=0) if me == 1 else shared(me, ranks)
+
+
+def other_breaks_down(me, ranks):
+    run = shared(me, ranks)
+    if me == 1:
+
+        def decode(ids):
+            if run.step >= 2:
+                raise TiedDown
+            return ""
+
+        run.pipeline.collector.decode = decode
+    return run
+
+
+def rewards_break(me, ranks):
+    failure = RewardError("--reward_funcs: hash: failed on every sample")
+    return SmallRun(ScriptedEngine(), depth=1, ranks=ranks, scorer=SlowScorer(fail_at="p6-0", failure=failure))
+
+
+def update_lost_once(me, ranks):
+    return shared(me, ranks, update_failures=[None, None, ("send", lost())] if me == 1 else [])
+
+
+def update_lost_twice(me, ranks):
+    failures = [None, None, ("begin", lost()), ("commit", lost())] if me == 1 else []
+    return shared(me, ranks, update_failures=failures)
+
+
+def owner_cannot_pause(me, ranks):
+    run = SmallRun(
+        engine_on(0, me, step_s=0.05), depth=2, in_flight=True, ranks=ranks, share=EngineShare() if me == 0 else None
+    )
+    if me == 0:
+
+        def pause(mode):
+            raise EngineDead("engine: scripted: does not answer")
+
+        run.engine.pause = pause
+    return run
+
+
+SCENARIOS = [
+    alone, shared, owner_dies, other_dies, other_dies_at_once, other_breaks_down, rewards_break, update_lost_once,
+    update_lost_twice, owner_cannot_pause,
+]  # fmt: skip
+
+
+def play(scenario, me, ranks):
+    """How a scenario ends on this rank."""
+    began = time.monotonic()
+    run = scenario(me, ranks)
+    ended = {"error": None, "line": ""}
+    try:
+        run.train(STEPS)
+    except (EngineError, RewardError) as error:
+        ended = {"error": type(error).__name__, "line": str(error)}
+    run.close()
+    ranks.barrier()
+    thread = run.pipeline._thread._thread
+    return {
+        **ended,
+        "steps": [(step.step, step.tokens, step.value) for step in run.steps],
+        "seconds": time.monotonic() - began,
+        "thread_left": bool(thread and thread.is_alive()),
+        "events": [event[0] for event in (run.engine.events if run.engine else [])],
+    }
+
+
+def main(folder, rank):
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    ranks = Collectives(60.0)
+    results = {scenario.__name__: play(scenario, rank, ranks) for scenario in SCENARIOS}
+    Path(folder, f"rank-{rank}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

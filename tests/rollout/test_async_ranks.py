@@ -1,0 +1,82 @@
+"""Two training processes with rounds ahead: what fails on one ends both alike, soon, and with the same line."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rank_of_small_runs import STEPS
+from scripted_engine import ScriptedEngine
+from small_runs import SmallRun
+
+pytestmark = pytest.mark.slow
+
+LIMIT_S = 240
+SOON_S = 10
+"""A failure that does not reach a rank leaves it in a collective for a minute."""
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """Scenario -> what happened on rank 0 and on rank 1."""
+    folder = tmp_path_factory.mktemp("ranks")
+    script = Path(__file__).with_name("rank_of_small_runs.py")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(folder), str(rank)],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    try:
+        for process in processes:
+            output, _ = process.communicate(timeout=LIMIT_S)
+            assert process.returncode == 0, output
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    both = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    return {name: [one[name] for one in both] for name in both[0]}
+
+
+@pytest.mark.parametrize("scenario", ["alone", "shared"])
+def test_two_ranks_sample_and_train_what_one_does(ranks, scenario):
+    single = SmallRun(ScriptedEngine(), depth=1).train(STEPS)
+    single.close()
+    expected = [[step.step, step.tokens, step.value] for step in single.steps]
+    for rank in ranks[scenario]:
+        assert rank["error"] is None, rank["line"]
+        assert rank["steps"] == expected
+
+
+@pytest.mark.parametrize(
+    ("scenario", "error", "line", "steps"),
+    [
+        ("owner_dies", "EngineDead", "it died, as it was told to", 2),
+        ("other_dies", "EngineDead", "it died, as it was told to", 2),
+        ("other_dies_at_once", "EngineDead", "it died, as it was told to", 0),
+        ("other_breaks_down", "EngineError", "TiedDown: tied to this process", None),
+        ("rewards_break", "RewardError", "failed on every sample", 3),
+        ("update_lost_twice", "SyncFailed", "lost on the way, as told", 2),
+        ("owner_cannot_pause", "EngineDead", "does not answer", 1),
+    ],
+)
+def test_a_failure_on_one_rank_ends_both(ranks, scenario, error, line, steps):
+    first, second = ranks[scenario]
+    for rank in (first, second):
+        assert rank["error"] == error and line in rank["line"]
+        assert rank["seconds"] < SOON_S
+        assert not rank["thread_left"]
+        assert len(rank["steps"]) == (len(first["steps"]) if steps is None else steps)
+    assert first["line"] == second["line"]
+
+
+def test_an_update_that_is_lost_on_one_rank_is_repeated_on_an_engine_made_anew(ranks):
+    healthy, repaired = ranks["update_lost_once"]
+    assert healthy["error"] is repaired["error"] is None
+    assert "rebuild" in repaired["events"] and "rebuild" not in healthy["events"]
+    assert [rank["steps"] for rank in (healthy, repaired)] == [rank["steps"] for rank in ranks["shared"]]

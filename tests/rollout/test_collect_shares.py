@@ -1,0 +1,301 @@
+"""A round over several engines and ranks: who samples what, who scores it when, and what every rank ends up with."""
+
+import contextlib
+import threading
+from collections import Counter
+
+import pytest
+from scripted_engine import ScriptedEngine
+from small_runs import NumberedPrompts, OneRank, SlowScorer
+from threaded_ranks import on_ranks
+
+from swift.errors import EngineDead, EngineError, RewardError
+from swift.rollout.collect import EngineShare, RolloutCollector, fault, launches_of
+from swift.rollout.scheduler import RolloutScheduler
+from swift.types import Completion, SamplingParams, TrainerProgress
+
+
+def decode(ids):
+    return " ".join(map(str, ids))
+
+
+def collector(ranks, engine=None, *, share=None, scorer=None):
+    return RolloutCollector(engine, SamplingParams(16), 7, decode, scorer or SlowScorer(), ranks, share)
+
+
+def launches(groups):
+    return RolloutScheduler(NumberedPrompts(), groups_per_unit=groups, units_per_epoch=None).launch_unit()
+
+
+def run(made, groups, generations=2):
+    """One round, as every rank sees it: texts of each group and their scores."""
+    scored, metrics = made.run(
+        launches(groups),
+        num_generations=generations,
+        progress=TrainerProgress(0, 9, 0.0),
+        timer=lambda phase: contextlib.nullcontext(),
+    )
+    return [([c.text for c in g.completions], g.scores.values, g.scores.excluded) for g in scored], metrics
+
+
+def asked(engine):
+    return [event[1] for event in engine.events if event[0] == "submit"]
+
+
+def prompts_of(engine):
+    return sorted({name.split("-")[0] for name in asked(engine)})
+
+
+def alone(groups, generations=2):
+    return run(collector(OneRank(), ScriptedEngine()), groups, generations)[0]
+
+
+# --- who samples what ---------------------------------------------------------------------------------------------
+
+
+def test_engines_take_whole_groups_where_these_divide_evenly():
+    engines = [ScriptedEngine(), ScriptedEngine()]
+    ends = on_ranks(2, lambda ranks: run(collector(ranks, engines[ranks.rank]), 4)[0])
+    assert [prompts_of(engine) for engine in engines] == [["p0", "p1"], ["p2", "p3"]]
+    assert ends == [alone(4)] * 2
+
+
+def test_groups_that_do_not_divide_are_split_by_completions():
+    engines = [ScriptedEngine(), ScriptedEngine()]
+    ends = on_ranks(2, lambda ranks: run(collector(ranks, engines[ranks.rank]), 3, generations=4)[0])
+    assert [Counter(name.split("-")[0] for name in asked(engine)) for engine in engines] == [
+        {"p0": 4, "p1": 2}, {"p1": 2, "p2": 4},
+    ]  # fmt: skip
+    assert ends == [alone(3, 4)] * 2
+
+
+def test_more_engines_than_completions_leave_some_idle():
+    engines = [ScriptedEngine() for _ in range(3)]
+    ends = on_ranks(3, lambda ranks: run(collector(ranks, engines[ranks.rank]), 1)[0])
+    assert [len(asked(engine)) for engine in engines] == [1, 1, 0]
+    assert ends == [alone(1)] * 3
+
+
+def test_ranks_of_one_engine_sample_the_same_and_one_of_them_reports():
+    class Garbled(ScriptedEngine):
+        """What a rank says that does not report must not count."""
+
+        def stream(self):
+            for completion in super().stream():
+                completion.token_ids[0] += 1
+                yield completion
+
+    engines = [ScriptedEngine(), Garbled(), ScriptedEngine(), Garbled()]
+
+    def work(ranks):
+        share = EngineShare(ranks.rank // 2, 2, reports=ranks.rank % 2 == 0)
+        return run(collector(ranks, engines[ranks.rank], share=share), 2)[0]
+
+    assert on_ranks(4, work) == [alone(2)] * 4
+    assert [prompts_of(engine) for engine in engines] == [["p0"], ["p0"], ["p1"], ["p1"]]
+
+
+def test_one_engine_per_node_serves_ranks_that_have_none():
+    engines = {0: ScriptedEngine(), 2: ScriptedEngine()}
+
+    def work(ranks):
+        share = EngineShare(ranks.rank // 2, 2) if ranks.rank in engines else None
+        return run(collector(ranks, engines.get(ranks.rank), share=share), 4)[0]
+
+    assert on_ranks(4, work) == [alone(4)] * 4
+    assert [len(asked(engine)) for engine in engines.values()] == [4, 4]
+
+
+def test_every_sample_has_a_seed_of_its_own_that_depends_on_nothing_else():
+    def seeds(ranks):
+        made = collector(ranks, ScriptedEngine())
+        current = made.prepare(launches(4), num_generations=3, progress=TrainerProgress(5, 9, 0.0))
+        return {request.request_id: request.sampling.seed for request in current.requests}
+
+    one = on_ranks(1, seeds)[0]
+    first, second = on_ranks(2, seeds)
+    assert first | second == one
+    assert len(set(one.values())) == 12
+
+
+def test_evaluation_has_seeds_of_its_own():
+    made = collector(OneRank(), ScriptedEngine())
+    prompts = NumberedPrompts().prompts[:2]
+    rounds = [
+        made.prepare(launches_of(prompts), num_generations=1, progress=TrainerProgress(0, 9, 0.0), seed_namespace=space)
+        for space in ("", "eval:")
+    ]
+    assert not {r.sampling.seed for r in rounds[0].requests} & {r.sampling.seed for r in rounds[1].requests}
+
+
+# --- scoring ------------------------------------------------------------------------------------------------------
+
+
+class Watching(SlowScorer):
+    """Notes how many completions the engine had delivered when each group came."""
+
+    def __init__(self, engine):
+        super().__init__()
+        self.engine, self.delivered = engine, {}
+
+    def submit(self, group, progress):
+        assert all(completion.text for completion in group.completions)
+        self.delivered[group.group_id] = self.engine.delivered
+        return super().submit(group, progress)
+
+
+def test_a_group_is_scored_when_its_last_completion_ends():
+    engine = ScriptedEngine()
+    scorer = Watching(engine)
+    run(collector(OneRank(), engine, scorer=scorer), 7)
+    assert len(scorer.delivered) == 7
+    assert min(scorer.delivered.values()) < 14, "all groups waited for the end of the round"
+    assert max(scorer.delivered.values()) == 14
+
+
+def test_rank_0_scores_its_own_groups_early_and_those_of_others_when_they_arrive():
+    engine = ScriptedEngine()
+    scorers = [Watching(engine), SlowScorer()]
+    done = threading.Event()
+
+    def late():
+        assert done.wait(20)
+        return 0.0
+
+    engines = [engine, ScriptedEngine(step_s=late)]
+
+    def work(ranks):
+        made = collector(ranks, engines[ranks.rank], scorer=scorers[ranks.rank])
+        current = made.prepare(launches(4), num_generations=2, progress=TrainerProgress(0, 9, 0.0))
+        made.sample(current)
+        submitted = set(scorers[0].delivered)
+        done.set()
+        made.finish(current, timer=lambda phase: contextlib.nullcontext())
+        return submitted
+
+    early, _ = on_ranks(2, work)
+    assert early == {"p0-0", "p1-0"}, "its own groups wait for the other engine"
+    assert set(scorers[0].delivered) == {"p0-0", "p1-0", "p2-0", "p3-0"}
+    assert scorers[1].submitted == []
+
+
+def test_a_group_that_two_engines_share_is_scored_once_and_whole():
+    scorer = SlowScorer()
+
+    def work(ranks):
+        return run(collector(ranks, ScriptedEngine(), scorer=scorer if ranks.rank == 0 else None), 3, 4)[0]
+
+    assert on_ranks(2, work) == [alone(3, 4)] * 2
+    assert sorted(group for group, _ in scorer.submitted) == ["p0-0", "p1-0", "p2-0"]
+
+
+def test_functions_of_the_whole_batch_see_it_at_once():
+    batches = []
+
+    class Whole(SlowScorer):
+        needs_whole_batch = True
+
+        def submit_batch(self, groups, progress):
+            batches.append([group.group_id for group in groups])
+            return super().submit_batch(groups, progress)
+
+    run(collector(OneRank(), ScriptedEngine(), scorer=Whole()), 3)
+    assert batches == [["p0-0", "p1-0", "p2-0"]]
+
+
+# --- what goes wrong ----------------------------------------------------------------------------------------------
+
+
+def test_completions_that_the_engine_gave_up_are_excluded_on_every_rank():
+    spoil = {"p0-0/1": "error", "p3-0/0": "abort"}
+    ends = on_ranks(2, lambda ranks: run(collector(ranks, ScriptedEngine(spoil=spoil)), 4)[0])
+    assert ends[0] == ends[1]
+    assert [excluded for _, _, excluded in ends[0]] == [
+        [None, "engine: error"], [None, None], [None, None], ["engine: abort", None],
+    ]  # fmt: skip
+
+
+def test_what_may_be_trained_on():
+    def completion(reason, logprobs):
+        return Completion("x/0", [1, 2], logprobs, reason)
+
+    assert fault(completion("stop", [-1.0, -1.0])) is None
+    assert fault(completion("length", [-1.0, -1.0])) is None
+    assert fault(completion("error", [-1.0, -1.0])) == "engine: error"
+    assert fault(completion("abort", [-1.0, -1.0])) == "engine: abort"
+    assert fault(completion("stop", [-1.0])) == "engine: log-probs"
+
+
+@pytest.mark.parametrize("wrong", [{"lose": ["p2-0/1"]}, {"twice": ["p2-0/1"]}])
+def test_a_completion_that_is_lost_or_comes_twice_ends_every_rank(wrong):
+    def work(ranks):
+        made = collector(ranks, ScriptedEngine(**wrong) if ranks.rank == 1 else ScriptedEngine())
+        with pytest.raises(EngineError, match="p2-0/1"):
+            run(made, 4)
+        return True
+
+    assert on_ranks(2, work) == [True, True]
+
+
+@pytest.mark.parametrize("broken", [0, 1, 2])
+def test_an_engine_that_dies_ends_every_rank_with_the_same_line(broken):
+    def work(ranks):
+        script = {"fail_after": 1} if ranks.rank == broken else {}
+        with pytest.raises(EngineDead) as caught:
+            run(collector(ranks, ScriptedEngine(**script)), 3)
+        return str(caught.value)
+
+    assert set(on_ranks(3, work)) == {"engine: scripted: it died, as it was told to"}
+
+
+def test_of_several_failures_the_first_ranks_counts_everywhere():
+    def work(ranks):
+        failure = EngineDead(f"engine {ranks.rank}: gone")
+        with pytest.raises(EngineDead) as caught:
+            run(collector(ranks, ScriptedEngine(fail_after=0, failure=failure)), 3)
+        return str(caught.value)
+
+    assert set(on_ranks(3, work)) == {"engine 0: gone"}
+
+
+def test_an_error_that_no_process_can_send_arrives_as_one_that_says_the_same():
+    class Tied(Exception):
+        def __init__(self):
+            super().__init__("tied down")
+            self.lock = threading.Lock()
+
+    def work(ranks):
+        made = collector(ranks, ScriptedEngine())
+        if ranks.rank == 1:
+            made.engine.failure, made.engine.fail_after = Tied(), 1
+        with pytest.raises(EngineError, match="Tied: tied down") as caught:
+            run(made, 4)
+        return type(caught.value.__cause__).__name__
+
+    assert on_ranks(2, work) == ["NoneType", "Tied"], "the traceback is kept where it happened"
+
+
+def test_a_failure_of_a_single_process_keeps_its_traceback():
+    made = collector(OneRank(), ScriptedEngine(fail_after=1, failure=ZeroDivisionError("half a token")))
+    with pytest.raises(ZeroDivisionError) as caught:
+        run(made, 2)
+    assert any(entry.name == "stream" for entry in caught.traceback)
+
+
+@pytest.mark.parametrize("where", ["submit", "end_batch"])
+def test_rewards_that_break_end_every_rank(where):
+    class Broken(SlowScorer):
+        def submit(self, group, progress):
+            if where == "submit":
+                raise RewardError("--reward_funcs: hash: gone")
+            return super().submit(group, progress)
+
+        def end_batch(self, groups=None):
+            raise RewardError("--reward_funcs: hash: gone")
+
+    def work(ranks):
+        with pytest.raises(RewardError, match="gone"):
+            run(collector(ranks, ScriptedEngine(), scorer=Broken()), 4)
+        return True
+
+    assert on_ranks(2, work) == [True, True]

@@ -1,0 +1,394 @@
+"""The parity check: a right engine passes, each planted fault is refused with its cause, nothing is changed by it."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+from parity_engines import END, SAMPLING, Alone, SmallEngine, load, plain, publisher_for, scorer, some_prompts
+
+from swift.errors import NumericError
+from swift.rollout.engines.transformers import TransformersEngine
+from swift.rollout.parity import ParityCheck
+from swift.rollout.weight_sync.publisher import REHEARSAL
+
+
+def make_check(engine, model, *, adapter=False, sampling=SAMPLING, prompts=None, **options):
+    temperature = sampling.temperature
+    return ParityCheck(
+        engine,
+        score=scorer(model, temperature),
+        unscaled=scorer(model, 1.0),
+        model=model,
+        publisher=publisher_for(engine, model, adapter=adapter),
+        prompts=some_prompts() if prompts is None else prompts,
+        sampling=sampling,
+        ranks=Alone(),
+        end_token_ids=[END],
+        adapter_only=adapter,
+        **options,
+    )
+
+
+def with_lora(model, **options):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(5)
+    targets = ["q_proj", "v_proj", "down_proj"]
+    return get_peft_model(model, LoraConfig(r=4, lora_alpha=16, target_modules=targets, **options))
+
+
+def bits(model):
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def random_state():
+    return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
+
+
+def test_an_engine_with_its_own_copy_of_the_weights_passes_all_stages(nano_folder):
+    model = load(nano_folder)
+    engine = SmallEngine(model)
+    report = make_check(engine, model).run()
+    assert report.verdict == "pass", report.line()
+    assert [stage.name for stage in report.stages] == ["as loaded", "with noise", "restored"]
+    assert [stage.version for stage in report.stages] == [0, REHEARSAL, 0]
+    assert max(stage.gaps.maximum for stage in report.stages) < 1e-5
+    assert report.error() == report.warning() == ""
+    report.require()
+
+
+FAULTS = {
+    "rope_base": ("as loaded", "another model or configuration"),
+    "stale_weights": ("with noise", "the update does not arrive"),
+    "head_not_sent": ("with noise", "the head, which is tied to the embedding, is not sent"),
+    "temperature_ignored": ("as loaded", "the sampling temperature is not applied"),
+    "shifted": ("as loaded", "shifted against the tokens by one"),
+    "padding_leak": ("as loaded", "padding leaks"),
+    "undeclared_dtype": ("as loaded", "computes in another type than the float32 it declares"),
+    "end_missing": ("as loaded", "breaks its contract"),
+    "end_doubled": ("as loaded", "breaks its contract"),
+    "cache_kept": ("with noise", "KV or prefix cache"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_refused_and_named(nano_folders, fault):
+    stage, cause = FAULTS[fault]
+    model = load(nano_folders["qwen2"])  # its head is tied to the embedding
+    report = make_check(SmallEngine(model, fault=fault), model).run()
+    assert report.verdict == "refuse", report.line()
+    with pytest.raises(NumericError) as caught:
+        report.require()
+    assert caught.value.exit_code == 6
+    line = str(caught.value)
+    assert line.startswith(f"--parity_check: {stage}: ")
+    assert cause in line
+    assert "\n" not in line
+
+
+def test_a_cache_that_outlives_only_the_second_publication_is_refused_too(nano_folders):
+    model = load(nano_folders["qwen2"])
+    engine = SmallEngine(model)
+    publisher = publisher_for(engine, model)
+    check = make_check(engine, model)
+    check.publisher = publisher
+    rehearse = publisher.rehearse
+
+    def rehearse_and_keep():
+        ack = rehearse()
+        engine.fault = "cache_kept"
+        return ack
+
+    publisher.rehearse = rehearse_and_keep
+    report = check.run()
+    assert report.verdict == "refuse"
+    assert report.error().startswith("--parity_check: restored: ")
+    assert "outlives a publication" in report.error()
+
+
+def test_a_second_publication_that_does_nothing_is_refused(nano_folders):
+    model = load(nano_folders["llama"])
+    engine = SmallEngine(model)
+    check = make_check(engine, model)
+    refresh = check.publisher.refresh
+
+    def lost():
+        engine.fault = "stale_weights"
+        return refresh()
+
+    check.publisher.refresh = lost
+    report = check.run()
+    assert report.error().startswith("--parity_check: restored: ")
+    assert "the second publication does not arrive" in report.error()
+
+
+@pytest.mark.parametrize(
+    "tensor", ["lm_head.weight", "model.norm.weight", "mlp.up_proj.weight", "self_attn.k_proj.weight"]
+)
+def test_a_single_tensor_that_does_not_arrive_is_named(nano_folders, tensor):
+    model = load(nano_folders["llama"])
+    engine = SmallEngine(model)
+    true = {name: value.clone() for name, value in engine.model.state_dict().items() if name.endswith(tensor)}
+    assert true
+    forget = engine._forget
+
+    def lose_it(version):
+        engine.model.load_state_dict(true, strict=False)
+        forget(version)
+
+    engine._forget = lose_it
+    report = make_check(engine, model).run()
+    assert report.stages[-1].name == "with noise"
+    cause = report.stages[-1].cause
+    assert tensor in cause
+    assert cause.endswith("does not arrive")
+
+
+# --- LoRA --------------------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_sent_alone_passes(nano_folders):
+    base = load(nano_folders["qwen2"])
+    engine = SmallEngine(base, lora=dict(base.state_dict()))
+    report = make_check(engine, with_lora(base), adapter=True).run()
+    assert report.verdict == "pass", report.line()
+
+
+def test_a_merged_adapter_passes(nano_folders):
+    base = load(nano_folders["qwen2"])
+    engine = SmallEngine(base)
+    report = make_check(engine, with_lora(base)).run()
+    assert report.verdict == "pass", report.line()
+
+
+def test_an_adapter_without_its_scale_is_refused_and_named(nano_folders):
+    base = load(nano_folders["qwen2"])
+    engine = SmallEngine(base, lora=dict(base.state_dict()), fault="lora_scale")
+    report = make_check(engine, with_lora(base), adapter=True).run()
+    assert report.error().startswith("--parity_check: with noise: ")
+    assert "scaling (lora_alpha / r) is dropped" in report.error()
+
+
+def test_an_adapter_that_does_not_arrive_is_refused(nano_folders):
+    base = load(nano_folders["qwen2"])
+    engine = SmallEngine(base, lora=dict(base.state_dict()), fault="stale_weights")
+    report = make_check(engine, with_lora(base), adapter=True).run()
+    assert "does not arrive" in report.error()
+
+
+def test_noise_on_an_adapter_that_is_sent_alone_leaves_the_base_weights_out(nano_folders):
+    from swift.rollout.parity.noise import choose
+
+    model = with_lora(load(nano_folders["qwen2"]), modules_to_save=["lm_head"])
+    alone, merged = choose(model, adapter_only=True), choose(model)
+    assert set(alone.values()) == {"LoRA B"}
+    assert len(alone) == 2 * 3  # layers x targets
+    assert set(alone) < set(merged)
+    assert not any(".original_module." in name or "lora_A" in name for name in merged)
+
+
+# --- nothing is changed by it --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["full", "merged", "adapter", "wrapped"])
+def test_the_trainer_is_the_same_bit_for_bit_afterwards(nano_folders, kind):
+    model = base = load(nano_folders["qwen2"])
+    engine = SmallEngine(base, lora=dict(base.state_dict()))
+    if kind in ("merged", "adapter"):
+        model = with_lora(base, lora_dropout=0.5)
+    if kind == "wrapped":
+        model = Wrapped(base)
+    model.train()
+    check = make_check(engine, model, adapter=kind == "adapter")
+    check._score = scorer(base if kind == "wrapped" else model, SAMPLING.temperature)
+    before, state, storage = bits(model), random_state(), [one.data_ptr() for one in model.parameters()]
+    report = check.run()
+    assert report.verdict == "pass", report.line()
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert [one.data_ptr() for one in model.parameters()] == storage
+    assert random_state() == state
+    assert all(module.training for module in model.modules() if isinstance(module, torch.nn.Linear))
+    assert engine.version == check.publisher.version == 0
+
+
+class Wrapped(torch.nn.Module):
+    """What DDP looks like from outside."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+def test_a_check_that_fails_in_the_middle_leaves_the_weights_as_they_were(nano_folders):
+    from swift.errors import SyncFailed
+
+    model = load(nano_folders["qwen2"])
+    engine = SmallEngine(model)
+    before = bits(model)
+
+    def broken(manifest, version):
+        raise SyncFailed("weights: version 1 for small: planted")
+
+    engine.begin_update = broken
+    engine.rebuild = lambda: None
+    check = make_check(engine, model)
+    with pytest.raises(SyncFailed, match="planted"):
+        check.run()
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert check.publisher._lost  # the next update sends the weights again
+
+
+def test_the_run_can_go_on_publishing_from_version_one(nano_folders):
+    model = load(nano_folders["llama"])
+    engine = SmallEngine(model)
+    check = make_check(engine, model)
+    check.run()
+    check.publisher.publish(1)
+    assert engine.version == 1
+    assert check.now().verdict == "pass"
+
+
+# --- later in the run ----------------------------------------------------------------------------------------------
+
+
+def test_a_check_in_the_run_sees_weights_that_did_not_arrive(nano_folders):
+    model = load(nano_folders["llama"])
+    engine = SmallEngine(model)
+    check = make_check(engine, model)
+    check.run()
+    with torch.no_grad():
+        for one in model.parameters():
+            one.mul_(1.05)
+    engine.fault = "stale_weights"
+    check.publisher.publish(1)
+    report = check.now()
+    assert [stage.name for stage in report.stages] == ["now"]
+    with pytest.raises(NumericError, match="a publication since the start did not arrive whole"):
+        report.require()
+
+
+# --- engines that share the trainer's weights -----------------------------------------------------------------------
+
+
+def test_an_engine_on_the_trainers_own_weights_follows_the_noise_without_a_publication(nano_folders):
+    model = load(nano_folders["qwen2"])
+    engine = TransformersEngine(model, eos_token_ids=[END], max_model_len=256)
+    report = make_check(engine, model).run()
+    assert report.verdict == "pass", report.line()
+    assert [stage.name for stage in report.stages] == ["as loaded", "with noise"]
+
+
+def test_an_engine_that_only_says_that_it_shares_weights_is_refused(nano_folders):
+    model = load(nano_folders["qwen2"])
+    engine = TransformersEngine(copy.deepcopy(model), eos_token_ids=[END], max_model_len=256)
+    report = make_check(engine, model).run()
+    assert "the engine still samples with its old weights" in report.error()
+
+
+# --- what is compared ------------------------------------------------------------------------------------------------
+
+
+def test_raw_logprobs_are_compared_at_temperature_one(nano_folders):
+    model = load(nano_folders["qwen2"])
+    report = make_check(SmallEngine(model, logprob_support="raw"), model).run()
+    assert report.verdict == "pass", report.line()
+
+
+def test_sixteen_bits_pass_by_their_own_limits(nano_folders):
+    model = load(nano_folders["qwen2"], torch.bfloat16)
+    report = make_check(SmallEngine(model, declared="bfloat16"), model).run()
+    assert report.verdict != "refuse", report.line()
+    assert report.limits.row == "16 bits on CPU or mixed types"
+    assert report.dtypes == ("bfloat16", "bfloat16")
+
+
+@pytest.mark.parametrize("fault", ["rope_base", "stale_weights", "shifted", "temperature_ignored", "cache_kept"])
+def test_faults_show_in_sixteen_bits_too(nano_folders, fault):
+    model = load(nano_folders["qwen2"], torch.bfloat16)
+    report = make_check(SmallEngine(model, declared="bfloat16", fault=fault), model).run()
+    assert report.verdict == "refuse", report.line()
+
+
+@pytest.mark.parametrize("prompts", [some_prompts(length=12), some_prompts(1), some_prompts(40)])
+def test_there_are_always_prompts_of_different_lengths_and_a_long_one(nano_folders, prompts):
+    model = load(nano_folders["llama"])
+    check = make_check(SmallEngine(model), model, prompts=prompts)
+    lengths = [len(one.prompt_ids) for one in check._requests]
+    assert len(lengths) == 16
+    assert len(set(lengths)) > 1
+    assert max(lengths) >= 128
+    assert max(lengths) + SAMPLING.max_new_tokens <= 256
+
+
+def test_the_sampling_of_the_check_is_plain(nano_folders):
+    model = load(nano_folders["llama"])
+    check = make_check(SmallEngine(model), model, sampling=plain(top_k=5, min_p=0.1, repetition_penalty=1.3))
+    assert all(not one.sampling.truncates and not one.sampling.stop for one in check._requests)
+    assert {one.sampling.repetition_penalty for one in check._requests} == {1.0}
+    assert {one.sampling.temperature for one in check._requests} == {SAMPLING.temperature}
+
+
+def test_the_line_says_what_was_compared(nano_folders):
+    model = load(nano_folders["llama"])
+    line = make_check(SmallEngine(model), model).run().line()
+    assert line.startswith("parity: sampler against trainer over ")
+    for part in ("as loaded, with noise, restored", "max |logp difference|", "p99", "k3", "worst at prompt",
+                 "trainer float32, small float32", "versions 0, rehearsal, 0"):  # fmt: skip
+        assert part in line
+    assert "\n" not in line
+
+
+# --- several ranks -------------------------------------------------------------------------------------------------
+
+
+def on_two_ranks(folder, output, way, fault="none"):
+    """What `parity_worker.py` came to on each of two ranks."""
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    script = Path(__file__).with_name("parity_worker.py")
+    processes = []
+    for rank in range(2):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        env = {**os.environ, **place, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(script), str(folder), way, fault, str(output)]
+        processes.append(
+            subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    try:
+        texts = [process.communicate(timeout=240)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(text[-3000:] for text in texts)
+    return [torch.load(f"{output}.{rank}") for rank in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["ddp", "fsdp", "zero3"])
+def test_policies_on_several_ranks_pass_and_keep_their_bits(nano_folders, tmp_path, way):
+    found = on_two_ranks(nano_folders["qwen2"], tmp_path / "found", way)
+    assert [one["verdict"] for one in found] == ["pass", "pass"], found
+    assert [one["same"] for one in found] == [True, True]
+    assert [one["now"] for one in found] == ["pass", "pass"]
+    assert "as loaded, with noise, restored" in found[1]["line"]
+
+
+@pytest.mark.slow
+def test_every_rank_refuses_what_one_engine_did(nano_folders, tmp_path):
+    found = on_two_ranks(nano_folders["qwen2"], tmp_path / "found", "fsdp", "stale_weights")
+    assert found[0]["error"] == found[1]["error"]
+    assert "the update does not arrive" in found[0]["error"]
+    assert [one["same"] for one in found] == [True, True]
+
+
+@pytest.mark.slow
+def test_a_rank_whose_policy_differs_from_the_others_is_found(nano_folders, tmp_path):
+    found = on_two_ranks(nano_folders["qwen2"], tmp_path / "found", "ddp", "rank 1 differs")
+    assert [one["verdict"] for one in found] == ["refuse", "refuse"]

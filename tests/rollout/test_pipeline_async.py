@@ -1,0 +1,337 @@
+"""Rounds sampled ahead: which weights they see, that time decides nothing, that no prompt is lost or trained twice."""
+
+import json
+import random
+import time
+from collections import Counter
+
+import pytest
+from scripted_engine import ScriptedEngine, lost
+from small_runs import SlowScorer, SmallRun
+
+from swift.errors import EngineDead, EngineError, RewardError, SyncFailed
+from swift.types import TrainerProgress
+
+
+@pytest.fixture
+def run():
+    """Makes runs and ends them."""
+    made = []
+
+    def make(engine=None, **settings):
+        made.append(SmallRun(engine or ScriptedEngine(), **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+        assert one.engine.overlaps == [], "two threads were in the engine at the same time"
+
+
+def versions(step):
+    """The versions of all tokens of a step."""
+    return {version for spans in step.versions for version, _, _ in spans}
+
+
+def progress(run):
+    """What rewards see in an evaluation."""
+    return TrainerProgress(run.step, 10, 0.0)
+
+
+def seen(run):
+    """All that a run was trained on and came to."""
+    return [(s.step, s.versions, s.tokens, s.staleness, s.value, s.books) for s in run.steps]
+
+
+# --- which weights ------------------------------------------------------------------------------------------------
+
+
+def test_a_synchronous_run_samples_every_round_with_the_weights_of_now(run):
+    steps = run().train(5).steps
+    assert [versions(step) for step in steps] == [{0}, {1}, {2}, {3}, {4}]
+    assert {step.staleness["off_policy/max"] for step in steps} == {0.0}
+
+
+def test_one_round_ahead_uses_the_weights_of_the_start_of_the_step_before(run):
+    made = run(depth=1).train(5)
+    assert [versions(step) for step in made.steps] == [{0}, {0}, {1}, {2}, {3}]
+    assert made.published == [1, 2, 3, 4]
+    assert [step.staleness["off_policy/max"] for step in made.steps] == [0, 1, 1, 1, 1]
+
+
+def test_two_rounds_ahead_use_the_weights_of_two_steps_before(run):
+    made = run(depth=2).train(6)
+    assert [versions(step) for step in made.steps] == [{0}, {0}, {0}, {1}, {2}, {3}]
+    assert [step.staleness["off_policy/max"] for step in made.steps] == [0, 1, 2, 2, 2, 2]
+
+
+def test_the_first_round_is_sampled_before_anything_else_is_asked_for(run):
+    engine = ScriptedEngine()
+    run(engine, depth=2).train(1)
+    asked = [event[1] for event in engine.events if event[0] == "submit"]
+    assert asked[:4] == ["p0-0/0", "p0-0/1", "p1-0/0", "p1-0/1"]
+
+
+def test_an_interval_of_five_publishes_after_steps_5_10_and_15_whatever_a_unit_feeds(run):
+    for windows, iterations in [(1, 1), (2, 1), (1, 2)]:
+        made = run(interval=5, windows=windows, iterations=iterations).train(17)
+        assert made.published == [5, 10, 15]
+        assert made.publisher.version == 3
+
+
+def test_ahead_of_training_weights_change_at_the_start_of_a_unit(run):
+    made = run(depth=1, interval=5, windows=2).train(20)
+    assert made.published == [6, 12, 18]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_nothing_is_sampled_that_nobody_will_train_on(run, depth):
+    made = run(depth=depth, windows=2)
+    made.train(7, max_steps=7)
+    assert made.scheduler.units == 4
+    assert made.scheduler.in_flight == 0
+
+
+# --- no dependence on time ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("settings", [{"depth": 1}, {"depth": 2, "windows": 2, "interval": 3}])
+def test_delays_of_engine_rewards_and_training_change_no_bit(run, settings, seed):
+    calm = run(**settings).train(8)
+    chance = random.Random(seed)
+    engine = ScriptedEngine(
+        step_s=lambda: chance.choice([0, 0, 0.004]),
+        order=lambda ended: chance.sample(ended, len(ended)),
+    )
+    scorer = SlowScorer(lambda: chance.choice([0, 0.02]))
+    hectic = run(engine, scorer=scorer, **settings).train(8, pause=lambda: chance.choice([0, 0.03]))
+    assert seen(hectic) == seen(calm)
+    assert texts(hectic) == texts(calm)
+
+
+def texts(run):
+    return [completion.text for scored in run.rounds for group in scored.groups for completion in group.completions]
+
+
+def test_weights_sampled_with_are_the_weights_that_were_published(run):
+    """The scripted tokens depend on the weights: the rounds of a run that publishes nothing new differ."""
+    fresh, stale = run().train(4), run(interval=10).train(4)
+    assert fresh.steps[0].tokens == stale.steps[0].tokens
+    assert fresh.steps[1].tokens != stale.steps[1].tokens
+
+
+def test_generation_goes_on_while_the_trainer_trains(run):
+    engine = ScriptedEngine(step_s=0.01)  # 14 steps at most: 0.1 s and more
+    made = run(engine, depth=1).train(1)
+    time.sleep(0.4)
+    began = time.monotonic()
+    made.train(2)
+    assert time.monotonic() - began < 0.1
+
+
+def test_finished_groups_are_scored_while_others_are_sampled(run):
+    scorer = SlowScorer()
+    made = run(ScriptedEngine(step_s=0.01), depth=1, groups=6, scorer=scorer)
+    made.train(2)
+    moments = [moment for group, moment in scorer.submitted if group in {"p6-0", "p0-1", "p1-1", "p2-1", "p3-1"}]
+    assert max(moments) - min(moments) > 0.03
+
+
+# --- every prompt once --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_every_launch_is_trained_on_exactly_once_and_in_order(run, depth):
+    made = run(depth=depth, groups=3, windows=3).train(18)
+    launched = [group.launch_index for scored in made.rounds for group in scored.groups]
+    assert launched == list(range(18))
+    submitted = Counter(event[1] for event in made.engine.events if event[0] == "submit")
+    assert set(submitted.values()) == {1}
+
+
+@pytest.mark.parametrize("settings", [{"depth": 1}, {"depth": 2, "windows": 2}, {"depth": 2, "interval": 3}, {}])
+@pytest.mark.parametrize("at", [3, 4])
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(run, settings, at):
+    straight = run(**settings).train(at)
+    checkpoint = json.loads(json.dumps(straight.save()))
+    straight.train(at + 6)
+    resumed = run(**settings).load(checkpoint).train(at + 6)
+    assert [s.tokens for s in resumed.steps] == [s.tokens for s in straight.steps[at:]]
+    assert seen(resumed) == seen(straight)[at:]
+    assert resumed.publisher.state_dict() == straight.publisher.state_dict()
+    whole = [g.launch_index for r in straight.rounds for g in r.groups]
+    assert whole == sorted(set(whole))
+    resumed_groups = [g.launch_index for r in resumed.rounds for g in r.groups]
+    assert resumed_groups == whole[-len(resumed_groups) :]
+
+
+def test_a_checkpoint_holds_the_rounds_on_their_way_and_a_resume_samples_none_of_them_again(run):
+    straight = run(ScriptedEngine(step_s=0.01), depth=2).train(2)
+    state = straight.save()["pipeline"]
+    assert [len(one["groups"]) for one in state["ahead"]] == [2, 2]
+    resumed = run(depth=2).load({"pipeline": state, "value": straight.value, "step": 2}).train(4)
+    again = {event[1].rpartition("/")[0] for event in resumed.engine.events if event[0] == "submit"}
+    ahead = [group["completions"][0]["request_id"] for one in state["ahead"] for group in one["groups"]]
+    saved = {request_id.rpartition("/")[0] for request_id in ahead}
+    assert not again & saved
+
+
+def test_taking_a_checkpoint_changes_nothing_where_every_step_publishes(run):
+    plain = run(depth=1).train(6)
+    saving = run(depth=1)
+    for step in range(1, 7):
+        saving.train(step)
+        saving.save()
+    assert seen(saving) == seen(plain)
+
+
+def test_the_depth_may_change_between_two_attempts(run):
+    state = run(depth=2).train(3).save()
+    made = run(depth=0).load(state).train(8)
+    launched = [group.launch_index for scored in made.rounds for group in scored.groups]
+    assert launched == list(range(6, 16))
+
+
+def test_evaluation_waits_for_rounds_on_their_way_and_leaves_them_as_they_are(run):
+    plain = run(depth=2).train(6)
+    made = run(ScriptedEngine(step_s=0.003), depth=2).train(3)
+    metrics = made.pipeline.evaluate(made.scheduler.source.prompts[:3], progress(made))
+    assert metrics["completions/mean_length"] > 0
+    made.train(6)
+    assert [s.tokens for s in made.steps] == [s.tokens for s in plain.steps]
+
+
+# --- failures -----------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_dies_ahead_ends_the_run_when_the_round_is_needed(run):
+    made = run(ScriptedEngine(fail_after=9), depth=1)  # in the third round
+    made.train(2)
+    with pytest.raises(EngineDead):
+        made.train(5)
+    assert made.step == 2
+    assert made.scheduler.launched == 4 and made.scheduler.trained == 4, "the lost round was never launched"
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+def test_rewards_that_break_ahead_leave_a_checkpoint_from_which_nothing_is_lost(run, depth):
+    broken = RewardError("--reward_funcs: hash: failed on every sample")
+    failing = run(depth=depth, scorer=SlowScorer(fail_at="p1-1", failure=broken))
+    with pytest.raises(RewardError):
+        failing.train(9)
+    assert failing.step == 4
+    books = failing.scheduler
+    assert (books.launched, books.trained, books.in_flight) == (8, 8, 0)
+    state = json.loads(json.dumps(failing.save()))
+    healed = run(depth=depth).load(state).train(9)
+    launched = [g.launch_index for r in [*failing.rounds, *healed.rounds] for g in r.groups]
+    assert launched == list(range(18))
+
+
+def test_a_checkpoint_in_front_of_a_broken_round_is_still_made(run):
+    broken = RewardError("--reward_funcs: hash: failed on every sample")
+    failing = run(depth=2, scorer=SlowScorer(fail_at="p1-1", failure=broken)).train(3)
+    state = json.loads(json.dumps(failing.save()))
+    assert len(state["pipeline"]["ahead"]) == 1, "the whole round is kept, the broken one left out"
+    with pytest.raises(RewardError):
+        failing.train(9)
+    assert failing.step == 4
+    healed = run(depth=2).load(state).train(9)
+    launched = [g.launch_index for r in [*failing.rounds[:3], *healed.rounds] for g in r.groups]
+    assert launched == list(range(18))
+
+
+def test_evaluation_in_front_of_a_broken_round_goes_well(run):
+    broken = RewardError("--reward_funcs: hash: failed on every sample")
+    failing = run(depth=2, scorer=SlowScorer(fail_at="p1-1", failure=broken)).train(3)
+    assert failing.pipeline.evaluate(failing.scheduler.source.prompts[2:5], progress(failing))
+    with pytest.raises(RewardError):
+        failing.train(9)
+    assert failing.step == 4
+
+
+def test_weights_that_do_not_arrive_stop_the_run_with_the_unit_still_to_train(run):
+    engine = ScriptedEngine(update_failures=[None, None, ("commit", lost()), ("commit", lost())])
+    made = run(engine, depth=1).train(2)
+    with pytest.raises(SyncFailed):
+        made.train(3)
+    state = made.save()["pipeline"]
+    assert state["unit"] is not None and state["unit"]["position"] == 0
+    healed = run(depth=1).load(json.loads(json.dumps({"pipeline": state, "value": made.value, "step": 2}))).train(5)
+    launched = [g.launch_index for r in [*made.rounds, *healed.rounds] for g in r.groups]
+    assert launched == list(range(10))
+
+
+def test_the_thread_is_gone_after_close_even_in_the_middle_of_a_round(run):
+    made = run(depth=1).train(1)
+    made.engine.step_s = lambda: 0.1
+    made.train(2)
+    began = time.monotonic()
+    made.pipeline.close()
+    assert time.monotonic() - began < 3
+    assert not made.pipeline._thread._thread.is_alive()
+
+
+@pytest.mark.parametrize("reason", ["error", "abort"])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_what_the_engine_gave_up_is_left_out_with_its_reason(run, depth, reason):
+    plain = run(depth=depth, groups=2).train(1)
+    made = run(ScriptedEngine(spoil={"p0-0/1": reason, "p1-0/0": reason, "p1-0/1": reason}), depth=depth).train(2)
+    scored = made.rounds[0]
+    assert [one.scores.excluded for one in scored.groups] == [[None, f"engine: {reason}"], [f"engine: {reason}"] * 2]
+    assert scored.rewards[1:] == [None] * 3 and scored.advantages[1:] == [None] * 3
+    assert scored.rewards[0] == plain.rounds[0].rewards[0]
+    assert scored.advantages[0] == 0.0, "a group of one has nothing to compare with"
+    assert scored.metrics["excluded"] == 3.0
+    assert made.steps[0].books[1:] == (1, 1), "a group without any sample to train on is excluded"
+    assert made.steps[0].staleness == {"off_policy/mean": 0.0, "off_policy/max": 0.0}
+
+
+def test_a_completion_without_tokens_is_not_as_old_as_the_run(run):
+    made = run(ScriptedEngine(), depth=1).train(6)
+    unit = made.pipeline.unit
+    unit.position = 0
+    age = made.pipeline.staleness(5)["off_policy/max"]
+    unit.samples[0].versions, unit.samples[0].trained = [], unit.samples[0].trained[:0]
+    assert made.pipeline.staleness(5)["off_policy/max"] == age == 1
+
+
+# --- weights that change in mid-flight ----------------------------------------------------------------------------
+
+
+def test_with_in_flight_updates_completions_carry_every_version_that_sampled_them(run):
+    engine = ScriptedEngine(step_s=0.02)
+    made = run(engine, depth=2, in_flight=True)
+    made.train(5)
+    mixed = [spans for step in made.steps for spans in step.versions if len(spans) > 1]
+    assert mixed, "no update fell into a completion"
+    for spans in mixed:
+        assert [start for _, start, _ in spans[1:]] == [end for _, _, end in spans[:-1]] and spans[0][1] == 0
+        numbers = [version for version, _, _ in spans]
+        assert numbers == sorted(set(numbers))
+    events = [event[0] for event in engine.events if event[0] in ("pause", "update", "resume")]
+    held = [events[i + 1 : i + 3] for i, name in enumerate(events) if name == "pause"]
+    assert held and all(pair == ["update", "resume"] for pair in held)
+
+
+def test_with_in_flight_updates_the_mean_age_counts_each_token_with_its_own_version(run):
+    made = run(depth=1).train(4)
+    unit, step_of = made.pipeline.unit, made.publisher.step_of
+    unit.position = 0
+    for sample in unit.samples:
+        sample.versions = [(1, 0, 1), (3, 1, 4)]
+    assert (step_of(1), step_of(3)) == (1, 3)
+    assert made.pipeline.staleness(5) == {"off_policy/mean": (4 + 3 * 2) / 4, "off_policy/max": 4.0}
+
+
+def test_an_engine_that_cannot_be_paused_ends_the_run(run):
+    engine = ScriptedEngine(step_s=0.05)
+
+    def refuse(mode):
+        raise EngineError("engine: scripted: does not listen")
+
+    engine.pause = refuse
+    made = run(engine, depth=2, in_flight=True)
+    with pytest.raises(EngineError, match="does not listen"):
+        made.train(4)

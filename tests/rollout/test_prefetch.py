@@ -1,0 +1,267 @@
+"""The generation thread: rounds come back whole or with their failure, and it always ends."""
+
+import random
+import threading
+import time
+
+import pytest
+from scripted_engine import ScriptedEngine
+from small_runs import NumberedPrompts, OneRank, SlowScorer
+
+from swift.errors import EngineDead, EngineError, PromptTooLong, RewardError
+from swift.rollout import prefetch
+from swift.rollout.collect import RolloutCollector
+from swift.rollout.prefetch import GenerationThread
+from swift.rollout.scheduler import RolloutScheduler
+from swift.types import SamplingParams, TrainerProgress
+
+LIMIT_S = 20
+"""Nothing here takes a tenth of it."""
+
+
+@pytest.fixture
+def sampled():
+    """Makes a thread on an engine, and ends both."""
+    made = []
+
+    def make(engine, scorer=None, **settings):
+        scorer = scorer or SlowScorer()
+        collector = RolloutCollector(engine, SamplingParams(16), 7, str, scorer, OneRank())
+        thread = GenerationThread(collector, **settings)
+        scheduler = RolloutScheduler(NumberedPrompts(), groups_per_unit=2, units_per_epoch=None)
+
+        def ask():
+            launches = scheduler.launch_unit()
+            current = collector.prepare(launches, num_generations=2, progress=TrainerProgress(0, 9, 0.0))
+            thread.start(current)
+            return current
+
+        made.append((thread, engine, scorer))
+        return thread, ask
+
+    yield make
+    for thread, engine, scorer in made:
+        engine.close()
+        thread.close()
+        scorer.pool.shutdown()
+        assert not thread._thread or not thread._thread.is_alive()
+
+
+def in_time(work, *arguments):
+    """The call's result; fails when it does not return."""
+    done = []
+    runner = threading.Thread(target=lambda: done.append(work(*arguments)), daemon=True)
+    runner.start()
+    runner.join(LIMIT_S)
+    assert done, f"{work} does not return"
+    return done[0]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_rounds_come_back_whole_and_every_request_is_made_once(sampled, overlap):
+    engine = ScriptedEngine(step_s=0.005)
+    thread, ask = sampled(engine, overlap=overlap)
+    rounds = [ask() for _ in range(3)]
+    for current in rounds:
+        in_time(thread.wait, current)
+        assert current.complete and current.failure is None
+        assert current.done.keys() == {request.request_id for request in current.requests}
+    assert not thread.in_flight
+    names = [name for current in rounds for name in current.done]
+    assert sorted(event[1] for event in engine.events if event[0] == "submit") == sorted(names)
+    assert len(engine.events) == len(set(names)) == 12, "nothing is asked for twice, or dropped"
+
+
+def test_rounds_share_no_batch_of_the_engine_unless_they_may(sampled):
+    def most_together(overlap):
+        engine, together = ScriptedEngine(), []
+        engine.step_s = lambda: together.append(len(engine._outstanding)) or 0.01
+        thread, ask = sampled(engine, overlap=overlap)
+        for _ in range(3):
+            ask()
+        in_time(thread.drain)
+        return max(together)
+
+    assert most_together(overlap=False) == 4
+    assert most_together(overlap=True) > 4
+
+
+def test_what_is_sampled_does_not_depend_on_the_order_of_completion(sampled):
+    def tokens(order):
+        thread, ask = sampled(ScriptedEngine(order=order))
+        current = ask()
+        in_time(thread.wait, current)
+        return {name: one.token_ids for name, one in current.done.items()}
+
+    shuffled = random.Random(3)
+    assert tokens(list) == tokens(lambda ended: shuffled.sample(ended, len(ended)))
+
+
+def test_the_engine_is_free_when_the_last_round_has_been_waited_for(sampled):
+    # the last completion is out before its stream has ended: whoever goes on then shares the engine with the thread
+    engine = ScriptedEngine()
+    leaving = engine.stream
+
+    def slow_to_end():
+        yield from leaving()
+        time.sleep(0.2)
+        with engine._alone("stream"):
+            engine.events.append(("stream ended",))
+
+    engine.stream = slow_to_end
+    thread, ask = sampled(engine)
+    for number in range(3):
+        in_time(thread.wait, ask())
+        assert sum(event == ("stream ended",) for event in engine.events) == number + 1
+        engine.begin_update([], number)
+    assert engine.overlaps == []
+
+
+def test_a_round_waits_for_the_engine_only_when_no_other_is_under_way(sampled):
+    engine = ScriptedEngine(step_s=0.002)
+    thread, ask = sampled(engine)
+    first, rest = ask(), [ask() for _ in range(4)]
+    in_time(thread.wait, first)
+    assert first.complete
+    in_time(thread.drain)
+    assert all(one.complete for one in rest)
+
+
+def test_an_error_of_the_engine_reaches_every_round_and_every_later_one(sampled):
+    thread, ask = sampled(ScriptedEngine(fail_after=3, step_s=0.01))
+    rounds = [ask(), ask()]
+    for current in [*rounds, ask()]:
+        in_time(thread.wait, current)
+        assert isinstance(current.failure, EngineDead)
+    assert not thread.in_flight
+
+
+def test_an_error_of_ours_travels_like_one_of_the_engine(sampled):
+    thread, ask = sampled(ScriptedEngine())
+    thread.collector.decode = lambda ids: {}["no such thing"]
+    current = ask()
+    in_time(thread.wait, current)
+    assert isinstance(current.failure, KeyError)
+
+
+def test_a_reward_pipeline_that_refuses_a_group_leaves_the_engine_empty(sampled):
+    class Refusing(SlowScorer):
+        def submit(self, group, progress):
+            raise RewardError("--reward_funcs: gone: the workers cannot be started")
+
+    engine = ScriptedEngine()
+    thread, ask = sampled(engine, Refusing())
+    current = ask()
+    in_time(thread.wait, current)
+    assert isinstance(current.failure, RewardError)
+    assert not engine._outstanding, "evaluation would get what is left of the round"
+    assert engine.overlaps == []
+
+
+def test_a_prompt_without_room_fails_its_round_before_anything_is_sampled(sampled):
+    engine = ScriptedEngine(max_model_len=4)
+    thread, ask = sampled(engine)
+    current = ask()  # prompts of 3 and 4 tokens
+    in_time(thread.wait, current)
+    assert isinstance(current.failure, PromptTooLong)
+    assert engine.events == [("abort",)]
+
+
+@pytest.mark.parametrize("wrong", [{"lose": ["p0-0/1"]}, {"twice": ["p0-0/1"]}])
+def test_a_request_that_is_lost_or_answered_twice_is_an_error_that_names_it(sampled, wrong):
+    thread, ask = sampled(ScriptedEngine(**wrong))
+    current = ask()
+    in_time(thread.wait, current)
+    assert isinstance(current.failure, EngineError) and "p0-0/1" in str(current.failure)
+
+
+def test_two_threads_are_never_in_the_engine_while_it_is_held(sampled):
+    engine = ScriptedEngine(step_s=0.003)
+    thread, ask = sampled(engine)
+    current = ask()
+    for version in range(1, 4):
+        time.sleep(0.01)
+        in_time(thread.hold)
+        engine.begin_update([], version).commit()
+        time.sleep(0.01)
+        engine.resume()
+        thread.release()
+    in_time(thread.wait, current)
+    assert current.complete
+    assert engine.overlaps == []
+
+
+def test_holding_does_not_wait_for_a_completion(sampled):
+    engine = ScriptedEngine(step_s=0.02)
+    thread, ask = sampled(engine)
+    ask()
+    time.sleep(0.01)
+    began = time.monotonic()
+    in_time(thread.hold)
+    assert time.monotonic() - began < 0.2
+    held_at = len(engine.events)
+    assert thread.in_flight
+    time.sleep(0.1)
+    assert len(engine.events) == held_at, "the thread goes on although the engine is held"
+    engine.resume()
+    thread.release()
+    in_time(thread.drain)
+
+
+def test_an_idle_thread_can_be_held(sampled):
+    thread, ask = sampled(ScriptedEngine())
+    in_time(thread.hold)
+    thread.collector.engine.resume()
+    thread.release()
+    current = ask()
+    in_time(thread.wait, current)
+    assert current.complete
+
+
+def test_closing_ends_the_thread_in_the_middle_of_a_round(sampled):
+    engine = ScriptedEngine(stuck="abort")
+    thread, ask = sampled(engine)
+    current = ask()
+    time.sleep(0.05)
+    began = time.monotonic()
+    thread.close()
+    assert time.monotonic() - began < 2
+    assert not thread._thread.is_alive()
+    in_time(thread.wait, current)
+    assert isinstance(current.failure, EngineError)
+
+
+def test_closing_does_not_wait_for_ever_for_an_engine_that_does_not_listen(sampled, monkeypatch):
+    monkeypatch.setattr(prefetch, "CLOSE_S", 0.5)
+    engine = ScriptedEngine(stuck="close")
+    thread, ask = sampled(engine)
+    ask()
+    time.sleep(0.05)
+    began = time.monotonic()
+    thread.close()
+    assert time.monotonic() - began < 2
+    assert thread._thread.is_alive(), "the script is wrong"
+    engine.close()  # as its owner does right after
+    thread._thread.join(2)
+    assert not thread._thread.is_alive()
+
+
+def test_closing_without_a_round_is_quick_and_repeatable(sampled):
+    thread, ask = sampled(ScriptedEngine())
+    thread.close()
+    in_time(thread.wait, ask())
+    began = time.monotonic()
+    thread.close()
+    thread.close()
+    assert time.monotonic() - began < 1
+
+
+def test_a_rank_without_an_engine_waits_for_nothing(sampled):
+    thread = GenerationThread(RolloutCollector(None, SamplingParams(4), 7, str, SlowScorer(), OneRank()))
+    current = thread.collector.prepare([], num_generations=2, progress=TrainerProgress(0, 9, 0.0))
+    thread.start(current)
+    in_time(thread.wait, current)
+    in_time(thread.hold)
+    thread.release()
+    thread.close()
+    assert thread._thread is None

@@ -1,0 +1,159 @@
+"""One process of a training run on spread parameters: `python sharded_worker.py <task.json>`, with torchrun's variables.
+
+The task names a scenario below; rank 0 writes what came out with torch.save.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import torch
+
+from swift.models.reference import AdapterOffReference, FrozenReference, StartAdapterReference
+from swift.models.sharded import gathered
+from swift.models.spread_sampling import sampling_from
+from swift.rollout.weight_sync.base import TensorInfo
+from swift.rollout.weight_sync.policy import PolicyWeights, adapter_weights
+from swift.trainers.session import join_processes
+from swift.trainers.sharding import spread_options
+
+
+def settings(task: dict[str, Any]) -> SimpleNamespace:
+    """The flags that a DeepSpeed configuration looks at."""
+    return SimpleNamespace(
+        deepspeed=task.get("deepspeed"),
+        fsdp=task.get("fsdp"),
+        torch_dtype=task.get("dtype", "float32"),
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=1,
+        max_grad_norm=task.get("arguments", {}).get("max_grad_norm", 1.0),
+    )
+
+
+def load(task: dict[str, Any]) -> tuple[Any, Any]:
+    """Policy and reference."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    dtype = getattr(torch, task.get("dtype", "float32"))
+
+    def base() -> Any:
+        return AutoModelForCausalLM.from_pretrained(task["model"], dtype=dtype)
+
+    kind = task.get("policy", "full")
+    if kind == "full":
+        model = base()
+        return model, FrozenReference(base())
+    if kind == "adapter":
+        model = PeftModel.from_pretrained(base(), task["adapter"], is_trainable=True)
+        return model, StartAdapterReference(model)
+    model = get_peft_model(base(), LoraConfig(target_modules="all-linear", lora_dropout=0.0, lora_alpha=32))
+    return model, AdapterOffReference(model)
+
+
+def build(task: dict[str, Any]) -> Any:
+    """A GRPO trainer on the task's model and way of spreading it."""
+    from grpo_parts import make_trainer
+
+    from swift.rl.losses import LossConfig
+
+    args = settings(task)
+    model, reference = load(task)
+    beta = task.get("beta", 0.0)
+    poisoned = task.get("poisoned_step")
+    flat = task.get("flat_steps", [])
+    trainer = make_trainer(
+        task["model"],
+        task["output"],
+        model=model,
+        reference=reference if beta else None,
+        loss=LossConfig(beta=beta),
+        reward=lambda completion, prompt: reward(completion, prompt, flat),
+        **task.get("parts", {}),
+        **task.get("arguments", {}),
+        **spread_options(args),
+    )
+    around(trainer, gather=task.get("gather", True))
+    if poisoned is not None:
+        poison(trainer, poisoned)
+    return trainer
+
+
+def around(trainer: Any, *, gather: bool) -> None:
+    """Sampling from spread parameters, as the run itself sets it up."""
+    collector = trainer.pipeline.collector
+    collector.engine.eos_token_ids = list(range(0, 256, 9))  # so that ranks decode for different numbers of steps
+    collector.around = lambda: sampling_from(trainer.model, gather=gather, any_rank=trainer.collectives.any)
+
+
+def reward(completion: Any, prompt: Any, flat: list[str]) -> float:
+    """All different, but the same for every sample of the prompts named in `flat`."""
+    if prompt.prompt_id in flat:
+        return 1.0
+    return sum(token * (t + 1) for t, token in enumerate(completion.token_ids)) / 1000
+
+
+def poison(trainer: Any, step: int) -> None:
+    """Make the policy's log-probs not finite in one step, on rank 0 only."""
+    original = trainer._logprobs
+
+    def poisoned(model: Any, batch: Any) -> Any:
+        values = original(model, batch)
+        now = torch.is_grad_enabled() and trainer.state.global_step == step and trainer.collectives.is_main
+        return values * float("nan") if now else values
+
+    trainer._logprobs = poisoned
+
+
+def whole_state(model: Any) -> dict[str, torch.Tensor]:
+    """Copies of all parameters, gathered."""
+    model = getattr(model, "module", model)
+    names = dict(model.named_parameters())
+    with gathered(names.values()) as whole:
+        return {name: whole(value).float().clone() for name, value in names.items()}
+
+
+def train(task: dict[str, Any]) -> dict[str, Any]:
+    """Train; logs, weights, and what would be published."""
+    trainer = build(task)
+    if task.get("resume"):
+        trainer.load_pipeline_state(Path(task["resume"]))
+    trainer.train(resume_from_checkpoint=task.get("resume"))
+    source = PolicyWeights(trainer.model_wrapped, bucket_bytes=1)
+    hashes = trainer.collectives.all_gather(source.order_hash())
+    published = {name: tensor.clone() for bucket in source.buckets() for name, tensor in bucket.tensors}
+    assert [TensorInfo.of(name, tensor) for name, tensor in published.items()] == list(source.manifest())
+    assert len(set(hashes)) == 1
+    adapter = adapter_weights(trainer.model_wrapped).tensors if task.get("policy", "full") != "full" else None
+    return {
+        "logs": [row for row in trainer.state.log_history if "loss" in row],
+        "state": whole_state(trainer.model_wrapped),
+        "published": published,
+        "adapter": adapter,
+        "lengths": [len(c.token_ids) for one in trainer.rounds for group in one.groups for c in group.completions],
+    }
+
+
+SCENARIOS = {"train": train}
+
+
+def main(path: str) -> None:
+    """Run the task."""
+    task = json.loads(Path(path).read_text())
+    collectives = join_processes(60, always=bool(task.get("deepspeed") or task.get("fsdp")))
+    result = SCENARIOS[task["scenario"]](task)
+    if collectives.is_main:
+        torch.save(result, task["result"])
+    collectives.barrier()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,498 @@
+"""How memory changes hands between trainer and engine: order, failures, remarks. Host and device are the same here."""
+
+import random
+import re
+
+import numpy as np
+import pytest
+import torch
+from scripted_engine import CountingSource, ScriptedEngine
+from threaded_ranks import ThreadedRank, on_ranks
+from torch import nn
+
+from swift.errors import ConfigError, EngineAsleep, EngineDead, EngineError, ResourceError, SyncFailed
+from swift.models.sharded import gathered
+from swift.observability import memory as figures
+from swift.observability.metrics import MetricStore
+from swift.rollout.engines.base import SleepReport
+from swift.rollout.weight_sync.publisher import WeightPublisher
+from swift.trainers import colocate
+from swift.trainers.colocate import ColocateCycle
+from swift.trainers.distributed import Collectives
+from swift.types import Request, SamplingParams
+
+CPU = torch.device("cpu")
+OFFLOAD = {"offload_model": True, "offload_optimizer": True}
+MEM = re.compile(
+    r"mem step=(\d+) phase=(\w+) dev=cpu alloc=- reserved=- free=\d+ rss=\d+ trainer=(\d+) optim=(\d+) "
+    r"engine_w=(\d+|-) engine_kv=(\d+|-) freed=(\d+)$"
+)
+
+
+class SleepyEngine(ScriptedEngine):
+    """Sleeps and wakes; everything asked of it joins the events of the trainer. `fail` names calls that raise."""
+
+    def __init__(self, events, *, levels=(0, 1, 2), note="", fail=None, never_whole=False, **settings):
+        super().__init__(**settings)
+        can = self.capabilities
+        self.capabilities = type(can)(**{name: getattr(can, name) for name in can.__slots__} | {"sleep_levels": levels})
+        self.events, self.note, self.fail, self.never_whole = events, note, dict(fail or {}), never_whole
+        self.asleep, self.dropped = set(), False
+
+    def _call(self, name):
+        self.events.append(name)
+        if name in self.fail:
+            raise self.fail[name]
+
+    def submit(self, request):
+        if self.asleep or self.dropped:
+            raise EngineAsleep("engine: scripted: asleep")
+        super().submit(request)
+
+    def abort(self, request_ids=None):
+        self._aborting |= set(self._outstanding)
+
+    def sleep(self, level):
+        assert not self._outstanding, "requests are outstanding"
+        self._call(f"sleep {level}")
+        self.asleep, self.dropped = {"weights", "kv_cache"}, level == 2
+        return SleepReport(100 << 20, self.note)
+
+    def wake(self, tags):
+        self._call(f"wake {' '.join(tags)}")
+        assert "weights" not in self.asleep or "weights" in tags
+        self.asleep -= set(tags)
+        return not self.asleep and not self.never_whole
+
+    def begin_update(self, manifest, version):
+        assert "weights" not in self.asleep, "weights are written while they sleep"
+        self._call("update")
+        self.dropped = False
+        return super().begin_update(manifest, version)
+
+    def memory(self):
+        return {"weights": 3 << 20, "kv": 0 if self.asleep else 5 << 20}
+
+
+class Trainer:
+    """A model, an optimizer with state, and everything that a cycle needs around them."""
+
+    def __init__(self, *, ranks=None, interval=1, optimizer=True, engine=None, bias=1.0, **settings):
+        torch.manual_seed(5)
+        self.events, self.lines, self.warnings, self.metrics = [], [], [], MetricStore()
+        self.model = nn.Linear(64, 64)
+        nn.init.constant_(self.model.bias, bias)
+        self.optimizer = torch.optim.AdamW(self.model.parameters()) if optimizer else None
+        if optimizer:
+            self.model(torch.ones(2, 64)).sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.engine = SleepyEngine(self.events, **(engine or {}))
+        self.ranks = ranks or Collectives()
+        self.publisher = WeightPublisher(self.engine, source=self.source, interval=interval, ranks=self.ranks)
+        flags = {
+            "sleep_level": 0,
+            "offload_model": False,
+            "offload_optimizer": False,
+            "gc_collect_after_offload": False,
+        }
+        self.cycle = ColocateCycle(
+            self.engine,
+            self.publisher,
+            **flags | {"sleep_level": 0, "copies_on_host": True} | settings,
+            log=self.lines.append,
+            metrics=self.metrics,
+            ranks=self.ranks,
+            device=CPU,
+            warn=self.warnings.append,
+        )
+        self.cycle.attach(self.model, lambda: self.optimizer)
+        self.before = self.state()
+
+    def source(self):
+        """Weights as a publication reads them."""
+        with gathered(self.model.parameters()) as whole:
+            return CountingSource({name: whole(p).clone() for name, p in self.model.named_parameters()})
+
+    def state(self):
+        moments = [v for state in self.optimizer.state.values() for v in state.values()] if self.optimizer else []
+        return [tensor.clone() for tensor in [*self.model.parameters(), *moments]]
+
+    @property
+    def model_is_out(self):
+        return all(p.untyped_storage().nbytes() == 0 for p in self.model.parameters())
+
+    @property
+    def optimizer_is_out(self):
+        return all(v.untyped_storage().nbytes() == 0 for s in self.optimizer.state.values() for v in s.values())
+
+    def is_whole(self):
+        return all(torch.equal(a, b) for a, b in zip(self.before, self.state(), strict=True))
+
+
+def sample(engine, count=2):
+    return list(engine.generate([Request(f"r{i}", [1, 2], SamplingParams(4, seed=i)) for i in range(count)]))
+
+
+def test_the_eight_steps_in_their_order(monkeypatch):
+    trainer = Trainer(sleep_level=1, gc_collect_after_offload=True, **OFFLOAD)
+    events, cycle = trainer.events, trainer.cycle
+    for owner, name in ((cycle._optimizer, "optimizer"), (cycle._model, "model")):
+        leave, back = owner.leave, owner.come_back
+        monkeypatch.setattr(owner, "leave", lambda n=name, do=leave: (events.append(f"{n} out"), do())[1])
+        monkeypatch.setattr(owner, "come_back", lambda n=name, do=back: (events.append(f"{n} back"), do())[1])
+    monkeypatch.setattr(colocate.gc, "collect", lambda: events.append("gc"))
+    with cycle(0):
+        events.append("sample")
+    assert events == [
+        "optimizer out", "model out", "gc", "wake weights", "update", ("update", 0), "wake kv_cache", "sample",
+        "sleep 1", "model back", "optimizer back",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("model_out", [False, True])
+@pytest.mark.parametrize("optimizer_out", [False, True])
+def test_what_the_flags_name_is_out_while_the_engine_samples(level, model_out, optimizer_out):
+    trainer = Trainer(sleep_level=level, offload_model=model_out, offload_optimizer=optimizer_out)
+    for step in range(3):
+        with trainer.cycle(step):
+            assert (trainer.model_is_out, trainer.optimizer_is_out) == (model_out, optimizer_out)
+            assert len(sample(trainer.engine)) == 2
+        assert trainer.is_whole()
+        assert bool(trainer.engine.asleep) == (level > 0)
+
+
+def test_the_engine_gets_the_weights_of_a_model_that_is_out():
+    plain, out = Trainer(), Trainer(sleep_level=2, **OFFLOAD)
+    for trainer in (plain, out):
+        with trainer.cycle(1):
+            assert trainer.publisher.version == 1
+    assert plain.engine.weights == out.engine.weights != Trainer(bias=2.0).engine.weights
+    assert plain.publisher.last_ack.digest == out.publisher.last_ack.digest
+
+
+def test_without_a_new_version_nothing_is_sent_unless_level_2_dropped_the_weights():
+    for level, expected in ((1, []), (2, ["update", ("update", 1)])):
+        trainer = Trainer(sleep_level=level, interval=10)
+        for step in (10, 11):
+            with trainer.cycle(step):
+                trainer.events.append(f"sample at {step}")
+        second = trainer.events[trainer.events.index("sample at 10") :]
+        found = [event for event in second if "update" in str(event)]
+        # weights of step 11 cannot be sent as those of step 10, so they become a version
+        assert found == ([] if not expected else ["update", ("update", 2)])
+        with trainer.cycle(11):
+            pass
+        assert trainer.publisher.version == (1 if level == 1 else 2)
+        assert trainer.engine.version == trainer.publisher.version
+
+
+def test_evaluation_gets_the_weights_of_now():
+    trainer = Trainer(interval=10)
+    with trainer.cycle(10):
+        pass
+    with trainer.cycle(12):
+        assert trainer.publisher.last_step == 10
+    with trainer.cycle(12, current=True):
+        assert trainer.publisher.last_step == 12
+
+
+def test_a_phase_inside_another_reuses_the_awake_engine():
+    trainer = Trainer(sleep_level=1, **OFFLOAD)
+    with trainer.cycle(0):
+        with trainer.cycle(0, current=True):
+            assert trainer.model_is_out and len(sample(trainer.engine)) == 2
+        assert trainer.model_is_out
+    assert [event for event in trainer.events if event in ("wake kv_cache", "sleep 1")] == ["wake kv_cache", "sleep 1"]
+    assert trainer.is_whole()
+
+
+def test_an_engine_that_is_kept_awake_serves_several_phases():
+    trainer = Trainer(sleep_level=2, interval=10, **OFFLOAD)
+    with trainer.cycle.kept_awake():
+        assert trainer.events == []
+        with trainer.cycle(1):
+            sample(trainer.engine)
+        with trainer.cycle.kept_awake(), trainer.cycle(1, current=True):
+            sample(trainer.engine)
+            assert trainer.model_is_out
+    assert trainer.is_whole()
+    assert [event for event in trainer.events if "kv_cache" in event or "sleep" in event] == [
+        "wake kv_cache",
+        "sleep 2",
+    ]
+    with pytest.raises(KeyError), trainer.cycle.kept_awake():
+        with trainer.cycle(1):
+            pass
+        raise KeyError
+    assert trainer.is_whole() and trainer.engine.asleep
+
+
+def test_checks_can_have_both_at_once():
+    trainer = Trainer(sleep_level=1, **OFFLOAD)
+    with trainer.cycle(0, current=True, trainer_stays=True):
+        assert trainer.is_whole() and len(sample(trainer.engine)) == 2
+    assert trainer.engine.asleep
+
+
+def test_an_engine_rests_until_its_first_phase():
+    trainer = Trainer(sleep_level=2, **OFFLOAD)
+    trainer.cycle.rest()
+    trainer.cycle.rest()
+    assert trainer.events == ["sleep 2"]
+    with trainer.cycle(0):
+        sample(trainer.engine)
+    awake = Trainer()
+    awake.cycle.rest()
+    assert awake.events == []
+
+
+@pytest.mark.parametrize(
+    ("fail", "stage"),
+    [
+        ({"wake weights": EngineDead("engine: x: gone")}, "wake weights"),
+        ({"update": SyncFailed("weights: lost")}, "update"),
+        ({"wake kv_cache": RuntimeError("broken inside")}, "wake kv_cache"),
+        ({"sleep 1": EngineDead("engine: x: gone")}, "sleep 1"),
+    ],
+)
+def test_the_trainer_is_whole_after_any_failure_of_the_engine(fail, stage):
+    trainer = Trainer(sleep_level=1, gc_collect_after_offload=True, engine={"fail": fail}, **OFFLOAD)
+    states = random.getstate(), torch.get_rng_state()
+    with pytest.raises(EngineError), trainer.cycle(0):
+        assert stage == "sleep 1", "it sampled with an engine that is not ready"
+    assert stage in trainer.events
+    assert trainer.is_whole()
+    assert random.getstate() == states[0] and torch.equal(torch.get_rng_state(), states[1])
+
+
+def test_an_engine_that_is_not_whole_is_never_asked_to_sample():
+    trainer = Trainer(sleep_level=1, engine={"never_whole": True}, **OFFLOAD)
+    with pytest.raises(EngineDead, match="not fully awake after its weights"), trainer.cycle(0):
+        pytest.fail("it sampled")
+    assert trainer.is_whole()
+
+
+def test_a_failure_inside_puts_the_engine_to_sleep_and_travels_on():
+    trainer = Trainer(sleep_level=1, **OFFLOAD)
+    with pytest.raises(ZeroDivisionError), trainer.cycle(0):
+        for _ in trainer.engine.generate([Request(f"r{i}", [1], SamplingParams(i + 1)) for i in range(9)]):
+            raise ZeroDivisionError
+    assert trainer.is_whole() and trainer.engine.asleep
+    with trainer.cycle(0):
+        assert len(sample(trainer.engine)) == 2
+
+
+def test_requests_that_a_failed_round_left_do_not_hide_its_error():
+    trainer = Trainer(sleep_level=1)
+    with trainer.cycle(0):
+        trainer.engine.submit(Request("left", [1], SamplingParams(100)))
+    assert trainer.engine.asleep and not trainer.engine._outstanding
+
+
+def test_the_error_inside_is_shown_and_not_that_of_an_engine_that_cannot_sleep_any_more():
+    gone = EngineDead("engine: x: gone")
+    trainer = Trainer(sleep_level=2, engine={"fail": {"sleep 2": gone}}, **OFFLOAD)
+    with pytest.raises(ZeroDivisionError), trainer.cycle(0):
+        raise ZeroDivisionError
+    assert trainer.is_whole()
+    assert "engine: scripted: not put to sleep after a failure (engine: x: gone)" in trainer.lines
+
+
+def test_memory_that_does_not_suffice_is_named_with_the_flags_that_help():
+    full = torch.OutOfMemoryError("CUDA out of memory")
+    trainer = Trainer(sleep_level=1, engine={"fail": {"wake kv_cache": full}})
+    expected = r"too little to wake its KV cache; .*--gc_collect_after_offload true"
+    with pytest.raises(ResourceError, match=expected), trainer.cycle(0):
+        pass
+
+
+def test_a_trainer_that_does_not_fit_back_gets_a_second_try(monkeypatch):
+    trainer = Trainer(sleep_level=1, **OFFLOAD)
+    resize, failed = torch.UntypedStorage.resize_, []
+
+    def full_once(storage, nbytes):
+        if nbytes and not failed:
+            failed.append(nbytes)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return resize(storage, nbytes)
+
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", full_once)
+    with trainer.cycle(0):
+        pass
+    assert failed and trainer.is_whole()
+
+
+def test_an_engine_that_hangs_ends_the_process(monkeypatch):
+    ended = []
+    monkeypatch.setattr(colocate, "SLEEP_WAKE_S", 0.05)
+    monkeypatch.setattr(colocate, "end_process", ended.append)
+    trainer = Trainer(sleep_level=1)
+    wake = trainer.engine.wake
+
+    def slow(tags):
+        for _ in range(1000):
+            if ended:
+                break
+            torch.zeros(1).add_(1)
+            colocate.threading.Event().wait(0.01)
+        return wake(tags)
+
+    monkeypatch.setattr(trainer.engine, "wake", slow)
+    with trainer.cycle(0):
+        pass
+    assert re.match(r"engine: scripted: wake\(weights\): no end after 0 s", str(ended[0]))
+
+
+def test_random_generators_go_on_as_if_nothing_had_been_sampled():
+    def draws():
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    trainer = Trainer(sleep_level=1, **OFFLOAD)
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state(), torch.initial_seed()
+    expected = draws()
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    inside = []
+    for step in (0, 1, 1):
+        with trainer.cycle(step):
+            inside.append(draws())
+    assert torch.initial_seed() == states[3]
+    assert draws() == expected
+    assert inside[0] != inside[1], "every step would see the same draws"
+    assert inside[1] == inside[2], "a resumed run would see other draws"
+    assert expected not in inside
+
+
+def test_on_a_cpu_nothing_moves_and_one_line_says_so():
+    trainer = Trainer(sleep_level=1, copies_on_host=False, gc_collect_after_offload=True, **OFFLOAD)
+    with trainer.cycle(0):
+        assert trainer.is_whole()
+    note = (
+        "--offload_model, --offload_optimizer: true: moves nothing on a CPU, where host and device are the same memory"
+    )
+    assert trainer.cycle.notes == [note] and trainer.lines.count(note) == 1
+
+
+def test_a_model_that_the_engine_samples_with_stays():
+    trainer = Trainer(engine={"shares_weights": True}, **OFFLOAD)
+    with trainer.cycle(0):
+        assert not trainer.model_is_out and trainer.optimizer_is_out
+    assert "--offload_model: true: the model stays" in trainer.cycle.notes[0]
+    assert trainer.is_whole()
+
+
+def test_an_engine_that_cannot_sleep_is_refused():
+    with pytest.raises(ConfigError, match=r"--sleep_level: 2: the scripted engine .* valid: 0, 1"):
+        Trainer(sleep_level=2, engine={"levels": (0, 1)})
+
+
+def test_without_an_optimizer_the_model_moves_all_the_same():
+    trainer = Trainer(optimizer=False, **OFFLOAD)
+    with trainer.cycle(0):
+        assert trainer.model_is_out
+    assert trainer.is_whole()
+
+
+def test_frozen_models_beside_the_policy_move_with_it():
+    trainer, reference = Trainer(**OFFLOAD), nn.Linear(4, 4)
+    trainer.cycle.attach(trainer.model, lambda: trainer.optimizer, beside=[reference])
+    before = reference.weight.detach().clone()
+    with trainer.cycle(0):
+        assert reference.weight.untyped_storage().nbytes() == 0
+    assert torch.equal(reference.weight, before)
+
+
+def test_every_phase_has_its_lines():
+    trainer = Trainer(sleep_level=1, engine={"note": "weights stay resident (3 MiB)"}, **OFFLOAD)
+    trainer.model = nn.Linear(1024, 1024, bias=False)
+    trainer.cycle.attach(trainer.model, lambda: None)
+    for step in (0, 1):
+        with trainer.cycle(step):
+            pass
+    found = [MEM.match(line).groups() for line in trainer.lines if line.startswith("mem ")]
+    assert [one[:4] for one in found[:3]] == [
+        ("0", "before", "4", "0"), ("0", "generate", "0", "0"), ("0", "after", "4", "0"),
+    ]  # fmt: skip
+    assert [one[0] for one in found] == ["0"] * 3 + ["1"] * 3
+    assert [one[4:6] for one in found[:3]] == [("3", "5"), ("3", "5"), ("3", "0")]
+    assert found[2][6] == "100", "the engine's sleep freed it"
+    assert trainer.lines.count("engine: scripted: weights stay resident (3 MiB)") == 1
+
+
+def test_memory_that_is_not_freed_is_counted_each_time_and_said_once(monkeypatch):
+    monkeypatch.setattr(figures, "TOO_SMALL", 0)
+    monkeypatch.setattr(colocate, "freed_between", lambda before, after: 10 << 20)
+    monkeypatch.setattr(colocate.Offloader, "resident_bytes", lambda self: 50 << 20)
+    trainer = Trainer(**OFFLOAD)
+    for step in (0, 1):
+        with trainer.cycle(step):
+            pass
+        values = trainer.metrics.commit(step + 1)
+        assert values["health/memory_not_freed"] == 1.0
+        assert values["memory/trainer_freed_mib"] == 20.0
+    assert trainer.warnings == [
+        "memory: cpu: only 20 of 100 MiB of the trainer were freed; --gc_collect_after_offload true releases the "
+        "cache; see docs/memory.md"
+    ]
+
+
+def test_metrics_of_a_turn():
+    trainer = Trainer(sleep_level=1, **OFFLOAD)
+    with trainer.cycle(0):
+        pass
+    values = trainer.metrics.commit(1)
+    names = {"rss_mib_max", "free_mib_min", "trainer_freed_mib", "engine_freed_mib"}
+    assert {name for name in values if name.startswith("memory/")} == {f"memory/{name}" for name in names}
+    assert values["memory/engine_freed_mib"] == 100.0 and values["memory/rss_mib_max"] > 50
+    assert "health/memory_not_freed" not in values
+    assert "time/memory" in trainer.metrics.flush()
+
+
+class ThreadedCollectives(Collectives):
+    """The trainer's collectives between threads."""
+
+    def __init__(self, other: ThreadedRank):
+        self.active, self.rank, self.world_size, self.other = True, other.rank, other.world_size, other
+
+    def gather(self, value):
+        return self.other.gather(value)
+
+    def broadcast(self, value):
+        return self.other.broadcast(value)
+
+    def sum(self, values):
+        return [sum(column) for column in zip(*self.other.all_gather(values), strict=True)]
+
+    def barrier(self):
+        self.other.all_gather(None)
+
+
+@pytest.mark.parametrize("call", ["wake weights", "wake kv_cache", "sleep 1", "update"])
+def test_the_failure_of_one_rank_is_raised_on_all_and_every_trainer_is_whole(call):
+    def rank(collectives):
+        fail = {call: EngineDead(f"engine: rank {collectives.rank}: gone")} if collectives.rank == 1 else {}
+        trainer = Trainer(sleep_level=1, engine={"fail": fail}, ranks=ThreadedCollectives(collectives), **OFFLOAD)
+        trainer.engine.rebuild_failure = EngineDead("engine: rank 1: gone for good")
+        with pytest.raises(EngineDead, match="engine: rank 1: gone"), trainer.cycle(0):
+            assert call == "sleep 1"
+        return trainer.is_whole()
+
+    assert on_ranks(2, rank) == [True, True]
+
+
+def test_two_ranks_take_turns_with_their_engines():
+    def rank(collectives):
+        trainer = Trainer(sleep_level=2, ranks=ThreadedCollectives(collectives), **OFFLOAD)
+        for step in range(2):
+            with trainer.cycle(step):
+                assert trainer.model_is_out
+                assert len(sample(trainer.engine)) == 2
+        return trainer.is_whole(), trainer.publisher.version
+
+    assert on_ranks(2, rank) == [(True, 1), (True, 1)]

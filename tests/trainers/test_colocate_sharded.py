@@ -1,0 +1,80 @@
+"""The cycle with a policy that several processes share: DDP, ZeRO, FSDP2. Real offloads, equal to the last bit."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+LIMIT_S = 240
+WAYS = {
+    "ddp": {},
+    "zero1": {"deepspeed": "zero1"},
+    "zero2": {"deepspeed": "zero2"},
+    "zero3": {"deepspeed": "zero3"},
+    "fsdp2": {"fsdp": "full_shard"},
+}
+GATHERED_FIRST = ("zero3", "fsdp2")
+FLAGS = {"sleep_level": 2, "offload_model": True, "offload_optimizer": True, "gc_collect_after_offload": True}
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def run(folder, **task):
+    """A run on two ranks; what each of them ended with."""
+    folder.mkdir()
+    (folder / "task.json").write_text(json.dumps({**task, "result": str(folder / "result"), "output": str(folder)}))
+    variables = {
+        "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true",
+        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)]),
+    }  # fmt: skip
+    command = [sys.executable, str(HERE / "colocate_worker.py"), str(folder / "task.json")]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=LIMIT_S)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)[-6000:]
+    return [torch.load(folder / f"result.{rank}", weights_only=False) for rank in range(2)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_offloading_changes_no_bit_of_a_run_on_two_ranks(way, nano_folders, tmp_path):
+    task = {"model": str(nano_folders["qwen2"]), "scenario": "train", "arguments": {"max_steps": 3}, **WAYS[way]}
+    plain = run(tmp_path / "plain", **task)
+    cycled = run(tmp_path / "cycled", **task, flags=FLAGS)
+    for mine, theirs in zip(cycled, plain, strict=True):
+        assert mine["weights"].keys() == theirs["weights"].keys()
+        for name, value in theirs["weights"].items():
+            assert torch.equal(mine["weights"][name], value), name
+        assert len(mine["state"]) == len(theirs["state"]) > 0
+        assert all(torch.equal(a, b) for a, b in zip(mine["state"], theirs["state"], strict=True))
+        for name in ("losses", "tokens"):
+            assert mine[name] == theirs[name], name
+        assert torch.equal(mine["random"], theirs["random"])
+        assert mine["seen"] == [(0, 0)] * 3, "something stayed on the device while the engine sampled"
+        mem = [line for line in mine["lines"] if line.startswith("mem ")]
+        assert len(mem) == 9
+    assert len({loss for loss, _ in plain[0]["losses"]}) == 3

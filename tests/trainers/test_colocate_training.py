@@ -1,0 +1,211 @@
+"""Five steps of GRPO under any mix of sleep, offload and collecting equal the plain run to the last bit.
+
+The engine is a transformers model of its own in this process, so that weights really travel, and really are dropped at
+level 2. Parameters, buffers, optimizer state and float32 masters really leave and come back.
+"""
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+from grpo_parts import make_trainer
+
+from swift.rl.losses import LossConfig
+from swift.rollout.engines.spec import EngineSpec, build_engine
+from swift.rollout.phase import PublishPhase
+from swift.rollout.weight_sync.policy import PolicyWeights
+from swift.rollout.weight_sync.publisher import WeightPublisher
+from swift.trainers.colocate import ColocateCycle
+
+CPU = torch.device("cpu")
+STEPS = 5
+SLOW = ("bfloat16 with masters", "float32")
+POLICIES = {
+    "lora with dropout": {"lora": True, "dtype": torch.float32, "beta": 0.1},
+    "bfloat16 with masters": {"lora": False, "dtype": torch.bfloat16, "beta": 0.0},
+    "float32": {"lora": False, "dtype": torch.float32, "beta": 0.0},
+}
+
+
+def policy(folder, *, lora, dtype):
+    """In memory of its own: what is mapped from a file cannot be released."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    if lora:
+        model = get_peft_model(model, LoraConfig(target_modules="all-linear", lora_dropout=0.2, lora_alpha=32, r=4))
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
+    return model
+
+
+def train(folder, output, kind, *, flags=None, batches=None, evaluate=False):
+    """The end of a run: weights, optimizer state, random states, log rows, what the cycle logged, tokens."""
+    from swift.models.reference import AdapterOffReference
+
+    settings = dict(POLICIES[kind])
+    beta = settings.pop("beta")
+    model = policy(folder, **settings)
+    trainer = make_trainer(
+        folder,
+        output,
+        model=model,
+        reference=AdapterOffReference(model) if beta else None,
+        loss=LossConfig(beta=beta),
+        max_steps=STEPS,
+        seed=11,
+        **({"eval_strategy": "steps", "eval_steps": 2, "eval_prompts": eval_prompts()} if evaluate else {}),
+    )
+    name = str(settings["dtype"]).removeprefix("torch.")
+    engine = build_engine(EngineSpec(model=str(folder), backend="transformers", dtype=name, eos_token_ids=()))
+    publisher = WeightPublisher(
+        engine, source=lambda: PolicyWeights(model, move_model_batches=batches), ranks=trainer.collectives
+    )
+    lines, out = [], []
+    pipeline = trainer.pipeline
+    pipeline.collector.engine, pipeline.publisher = engine, publisher
+    if flags is None:
+        pipeline.phase = PublishPhase(publisher)
+    else:
+        cycle = ColocateCycle(
+            engine,
+            publisher,
+            **flags,
+            log=lines.append,
+            metrics=trainer.metrics,
+            ranks=trainer.collectives,
+            device=CPU,
+            copies_on_host=True,
+        )
+        cycle.attach(model, lambda: trainer.optimizer)
+        pipeline.phase = watched(cycle, model, trainer, out)
+    torch.manual_seed(17)
+    with contextlib.closing(engine):
+        trainer.train()
+    optimizer = trainer.optimizer.optimizer
+    state = {
+        f"{index}.{key}": value.clone()
+        for index, one in optimizer.state_dict()["state"].items()
+        for key, value in one.items()
+        if isinstance(value, torch.Tensor)
+    }
+    tokens = [c.token_ids for one in trainer.rounds for group in one.groups for c in group.completions]
+    weights = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    return {
+        "weights": weights,
+        "state": state,
+        "random": torch.get_rng_state(),
+        "losses": [(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row],
+        "tokens": tokens,
+        "lines": lines,
+        "out": out,
+    }
+
+
+def eval_prompts():
+    from swift.types import Prompt
+
+    return [Prompt(f"e{i}", [], [60 + i] * 4) for i in range(2)]
+
+
+def watched(cycle, model, trainer, out):
+    """The cycle; notes what was out in each phase."""
+
+    @contextlib.contextmanager
+    def phase(step, *, current=False):
+        with cycle(step, current=current):
+            optimizer = trainer.optimizer.optimizer if trainer.optimizer is not None else None
+            moments = [v for s in optimizer.state.values() for v in s.values()] if optimizer is not None else []
+            out.append((empty(model.parameters()), empty(moments) if moments else None))
+            yield
+
+    return phase
+
+
+def empty(tensors):
+    sizes = {tensor.untyped_storage().nbytes() for tensor in tensors}
+    assert len({size == 0 for size in sizes}) == 1, "some are out and some are not"
+    return sizes == {0}
+
+
+@pytest.fixture(scope="module")
+def plain(nano_folders, tmp_path_factory):
+    """The run without any of this, once per kind of policy and folder."""
+    runs = {}
+
+    def run(kind, arch="qwen2"):
+        if (kind, arch) not in runs:
+            runs[kind, arch] = train(nano_folders[arch], tmp_path_factory.mktemp("plain"), kind)
+        return runs[kind, arch]
+
+    return run
+
+
+def assert_equal(ours, plain):
+    for name in ("weights", "state"):
+        assert ours[name].keys() == plain[name].keys()
+        for key, value in plain[name].items():
+            assert torch.equal(ours[name][key], value), f"{name} {key}"
+    assert torch.equal(ours["random"], plain["random"])
+    assert ours["losses"] == plain["losses"] and ours["tokens"] == plain["tokens"]
+
+
+def mixes():
+    """Every combination of the four flags."""
+    names = ("offload_model", "offload_optimizer", "gc_collect_after_offload")
+    for level, *switches in itertools.product((0, 1, 2), *[(False, True)] * 3):
+        yield {"sleep_level": level, **dict(zip(names, switches, strict=True))}
+
+
+def of(flags):
+    return f"level {flags['sleep_level']}" + "".join(
+        f" {name.split('_')[-1]}" for name, on in flags.items() if on is True
+    )
+
+
+EVERYTHING = {"sleep_level": 2, "offload_model": True, "offload_optimizer": True, "gc_collect_after_offload": True}
+
+
+@pytest.mark.parametrize("kind", ["lora with dropout", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)])
+def test_everything_at_once_changes_no_bit(kind, nano_folders, tmp_path, plain):
+    found = train(nano_folders["qwen2"], tmp_path, kind, flags=EVERYTHING, batches=2)
+    assert_equal(found, plain(kind))
+    assert found["out"] == [(True, None)] + [(True, True)] * (STEPS - 1)
+    assert sum(line.startswith("mem ") for line in found["lines"]) == 3 * STEPS
+
+
+def test_the_plain_run_trains_and_samples_something_new_each_step(plain):
+    run = plain("lora with dropout")
+    assert len({loss for loss, _ in run["losses"]}) == STEPS and all(norm > 0 for _, norm in run["losses"])
+    changed = [name for name, tensor in run["weights"].items() if "lora_B" in name and tensor.abs().sum() > 0]
+    assert len(changed) == len([name for name in run["weights"] if "lora_B" in name])
+
+
+def test_dropout_draws_random_numbers_in_these_runs(plain):
+    assert not torch.equal(plain("lora with dropout")["random"], plain("float32")["random"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", list(mixes()), ids=of)
+def test_any_mix_of_flags_changes_no_bit(flags, nano_folders, tmp_path, plain):
+    found = train(nano_folders["qwen2"], tmp_path, "lora with dropout", flags=flags, batches=1)
+    assert_equal(found, plain("lora with dropout"))
+    expected = flags["offload_model"], flags["offload_optimizer"]
+    assert found["out"][1:] == [expected] * (STEPS - 1)
+
+
+@pytest.mark.slow
+def test_untied_models_too(nano_folders, tmp_path, plain):
+    found = train(nano_folders["llama"], tmp_path, "float32", flags=EVERYTHING)
+    assert_equal(found, plain("float32", "llama"))
+
+
+@pytest.mark.slow
+def test_evaluation_between_steps_changes_nothing(nano_folders, tmp_path, plain):
+    found = train(nano_folders["qwen2"], tmp_path, "float32", flags=EVERYTHING, evaluate=True)
+    reference = train(nano_folders["qwen2"], tmp_path / "b", "float32", evaluate=True)
+    assert_equal(found, reference)
+    assert len(found["out"]) == STEPS + STEPS // 2

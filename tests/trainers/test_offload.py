@@ -1,0 +1,287 @@
+"""Tensors leave and come back: memory is released, bits and identities stay. Here host and device are the same."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from swift.errors import ResourceError
+from swift.trainers.master_weights import keep_master_weights
+from swift.trainers.offload import SLAB_BYTES, HostSlabs, Offloader, model_tensors, optimizer_tensors, ran_out
+
+CPU = torch.device("cpu")
+
+
+class TiedPair(nn.Module):
+    """A head that is the embedding, a stored view of it, and an odd number of bytes in a buffer."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.embedding = nn.Embedding(7, 6, dtype=dtype)
+        self.head = nn.Linear(6, 7, bias=False, dtype=dtype)
+        self.head.weight = self.embedding.weight
+        self.body = nn.Linear(6, 6, dtype=dtype)
+        self.register_buffer("turned", torch.arange(12.0).reshape(3, 4).T)
+        self.register_buffer("part", self.embedding.weight.detach()[2:5, ::2], persistent=False)
+        self.register_buffer("odd", torch.arange(3, dtype=torch.int8))
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.body(self.embedding(ids))))
+
+
+def moved(model):
+    return Offloader(lambda: model_tensors(model), CPU)
+
+
+def released(tensors):
+    return all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+
+
+def train(model, optimizer, steps):
+    for step in range(steps):
+        optimizer.zero_grad()
+        ids = torch.arange(7) + step
+        nn.functional.cross_entropy(model(ids % 7).float(), ids % 7).backward()
+        optimizer.step()
+
+
+def test_what_leaves_has_no_memory_and_comes_back_bit_for_bit():
+    model = TiedPair()
+    before = copy.deepcopy(model.state_dict())
+    offloader = moved(model)
+    size = offloader.resident_bytes()
+    assert size == 4 * (42 + 36 + 6 + 12) + 3, "each storage counts once"
+    assert offloader.leave() == size
+    assert released(model.parameters()) and released(model.buffers())
+    assert offloader.resident_bytes() == 0 and offloader.away
+    assert offloader.come_back() == size
+    assert not offloader.away and offloader.resident_bytes() == size
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_parameters_stay_the_same_objects_and_hooks_of_their_gradients_stay_too():
+    model = TiedPair()
+    identities = [id(parameter) for parameter in model.parameters()]
+    node = model.body.weight.view_as(model.body.weight).grad_fn.next_functions[0][0]
+    seen = []
+    node.register_hook(lambda *_: seen.append("reduced"))
+    offloader = moved(model)
+    offloader.leave()
+    offloader.come_back()
+    assert [id(parameter) for parameter in model.parameters()] == identities
+    model(torch.arange(3)).sum().backward()
+    assert seen == ["reduced"], "DDP would no longer average this gradient"
+
+
+def test_tied_weights_views_and_strides_stay():
+    model = TiedPair()
+    alias = model.embedding.weight.detach()[0]  # that nobody told us about
+    offloader = moved(model)
+    offloader.leave()
+    offloader.come_back()
+    assert model.head.weight is model.embedding.weight
+    assert model.turned.stride() == (1, 4) and model.turned[1].tolist() == [1.0, 5.0, 9.0]
+    with torch.no_grad():
+        model.embedding.weight.fill_(3.0)
+    assert model.part.eq(3).all() and alias.eq(3).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copies_can_be_read_while_the_parameters_are_away(dtype):
+    model = TiedPair(dtype)
+    before = copy.deepcopy(model.state_dict())
+    offloader = moved(model)
+    offloader.leave()
+    copies = offloader.copies()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        seen = copies[id(tensor)]
+        assert seen.shape == tensor.shape and seen.stride() == tensor.stride() and seen.dtype == tensor.dtype
+        assert name not in before or torch.equal(seen, before[name]), name
+    assert torch.equal(copies[id(model.part)], before["embedding.weight"][2:5, ::2])
+    offloader.come_back()
+    assert offloader.copies() == {}
+
+
+def test_gradients_leave_with_their_parameters():
+    model = TiedPair()
+    model(torch.arange(4)).sum().backward()
+    before = model.body.weight.grad.clone()
+    offloader = moved(model)
+    offloader.leave()
+    assert released([model.body.weight.grad, model.embedding.weight.grad])
+    offloader.come_back()
+    assert torch.equal(model.body.weight.grad, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("which", ["model", "optimizer", "both"])
+def test_training_goes_on_as_if_nothing_had_left(dtype, which):
+    torch.manual_seed(0)
+    models = [TiedPair(dtype)]
+    models.append(copy.deepcopy(models[0]))
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+    for optimizer in optimizers:
+        assert (keep_master_weights(optimizer) > 0) == (dtype == torch.bfloat16)
+    model_part = moved(models[1])
+    optimizer_part = Offloader(
+        lambda: optimizer_tensors(optimizers[1]), CPU, keep=lambda: model_tensors(models[1])
+    )  # fmt: skip
+    parts = {"model": [model_part], "optimizer": [optimizer_part], "both": [optimizer_part, model_part]}[which]
+    for _ in range(3):
+        for part in parts:
+            part.leave()
+        for part in reversed(parts):
+            part.come_back()
+        for model, optimizer in zip(models, optimizers, strict=True):
+            train(model, optimizer, 2)
+    for ours, theirs in zip(*(model.state_dict().values() for model in models), strict=True):
+        assert torch.equal(ours, theirs)
+    states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+    assert len(states[0]) == 3
+    for index, state in states[0].items():
+        for name, value in state.items():
+            assert torch.equal(value, states[1][index][name]), name
+
+
+def test_the_optimizers_state_leaves_without_the_model():
+    model = TiedPair(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    keep_master_weights(optimizer)
+    train(model, optimizer, 1)
+    offloader = Offloader(lambda: optimizer_tensors(optimizer), CPU, keep=lambda: model_tensors(model))
+    numbers = 42 + 36 + 6
+    assert offloader.leave() == numbers * 3 * 4 + 3 * 4, "two moments, a master and a step each"
+    assert not released(model.parameters())
+    assert all(released(state.values()) for state in optimizer.state.values())
+    assert released(optimizer.param_groups[0]["params"]), "the masters"
+    offloader.come_back()
+    train(model, optimizer, 1)
+
+
+def test_wrapped_optimizers_are_looked_into():
+    model = TiedPair()
+    inner = torch.optim.AdamW(model.parameters())
+    train(model, inner, 1)
+
+    class Wrapper:
+        def __init__(self, optimizer, **more):
+            self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+            self.__dict__.update(more)
+
+    flat = torch.zeros(5)
+    wrapped = Wrapper(Wrapper(inner, single_partition_of_fp32_groups=[flat], state="not a mapping"))
+    found = {id(tensor) for tensor in optimizer_tensors(wrapped)}
+    assert id(flat) in found
+    assert {id(state["exp_avg"]) for state in inner.state.values()} <= found
+    assert list(optimizer_tensors(None)) == []
+
+
+def test_states_that_appear_later_leave_the_next_time():
+    model = TiedPair()
+    optimizer = torch.optim.AdamW(model.parameters())
+    offloader = Offloader(lambda: optimizer_tensors(optimizer), CPU, keep=lambda: model_tensors(model))
+    assert offloader.leave() == 0 and not offloader.away
+    offloader.come_back()
+    train(model, optimizer, 1)
+    assert offloader.leave() == (42 + 36 + 6) * 2 * 4 + 3 * 4
+    offloader.come_back()
+    train(model, optimizer, 1)
+
+
+def test_half_a_return_can_be_finished(monkeypatch):
+    model = TiedPair()
+    before = copy.deepcopy(model.state_dict())
+    offloader = moved(model)
+    size = offloader.leave()
+    resize, calls = torch.UntypedStorage.resize_, []
+
+    def full(storage, nbytes):
+        calls.append(nbytes)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate a lot")
+        return resize(storage, nbytes)
+
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", full)
+    with pytest.raises(ResourceError, match=r"memory: cpu: 0 MiB of the trainer do not fit back beside the engine"):
+        offloader.come_back()
+    assert offloader.away and 0 < offloader.resident_bytes() < size
+    offloader.come_back()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_a_host_without_room_leaves_everything_in_place(monkeypatch):
+    model = TiedPair()
+    offloader = moved(model)
+    monkeypatch.setattr("swift.trainers.offload.SLAB_BYTES", 1 << 60)
+    with pytest.raises(ResourceError, match=r"no room for .* MiB of the trainer; --offload_optimizer false"):
+        offloader.leave()
+    assert not offloader.away and offloader.come_back() == 0
+    model(torch.arange(3))
+
+
+def test_tensors_elsewhere_and_memory_that_is_not_ours_stay(tmp_path):
+    (tmp_path / "numbers").write_bytes(bytes(16))
+    mapped = torch.from_file(str(tmp_path / "numbers"), size=4, dtype=torch.float32)
+    mine, meta = torch.ones(3), torch.empty(3, device="meta")
+    offloader = Offloader(lambda: [mapped, meta, mine, mine[1:]], CPU)
+    assert offloader.resident_bytes() == 28
+    assert offloader.leave() == 12
+    assert mapped.tolist() == [0.0] * 4 and released([mine])
+    offloader.come_back()
+    assert mine.tolist() == [1.0] * 3
+
+
+def test_host_memory_is_used_again():
+    slabs = HostSlabs(pin=False)
+    sizes = [5, 100, SLAB_BYTES + 1, 64]
+    first = [slabs.take(size) for size in sizes]
+    held = slabs.nbytes
+    assert [one.numel() for one in first] == sizes
+    assert all(one.storage_offset() % 64 == 0 for one in first)
+    for number, one in enumerate(first):
+        one.fill_(number)
+    assert [int(one.max()) for one in first] == [int(one.min()) for one in first] == [0, 1, 2, 3], "they overlap"
+    slabs.rewind()
+    again = [slabs.take(size) for size in sizes]
+    assert slabs.nbytes == held
+    assert [one.data_ptr() for one in again] == [one.data_ptr() for one in first]
+
+
+def test_host_memory_that_cannot_be_locked_is_taken_unlocked(monkeypatch, caplog):
+    empty = torch.empty
+
+    def refuse(*size, pin_memory=False, **options):
+        if pin_memory:
+            raise RuntimeError("CUDA error: cannot lock")
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    slabs = HostSlabs(pin=True)
+    assert slabs.take(3).numel() == 3
+    assert "cannot lock; moving through ordinary host memory" in caplog.text
+
+
+def test_distributed_tensors_leave_with_their_local_part(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        whole = torch.arange(6.0)
+        spread = nn.Parameter(distribute_tensor(whole, DeviceMesh("cpu", [0]), [Replicate()]))
+        offloader = Offloader(lambda: [spread], CPU)
+        assert offloader.leave() == 24
+        assert released([spread._local_tensor]) and offloader.copies() == {}
+        offloader.come_back()
+        assert spread.full_tensor().tolist() == whole.tolist()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_running_out_of_memory_is_recognised():
+    assert ran_out(torch.OutOfMemoryError("x")) and ran_out(MemoryError())
+    assert ran_out(RuntimeError("CUDA Error: out of memory at cumem_allocator.cpp:62"))
+    assert not ran_out(RuntimeError("shape mismatch"))
