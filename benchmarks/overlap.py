@@ -37,15 +37,15 @@ END_TOKENS = [ord(letter) for letter in "aeinot"]
 
 PLUGIN = '''"""A reward that takes {low_ms} to {high_ms} ms, as a judge would; how long depends on the group only."""
 
+import asyncio
 import random
-import time
 
-from swift.plugin import ORM, orms
+from swift.plugin import AsyncORM, orms
 
 
-class Judge(ORM):
-    def __call__(self, completions, group_id, **kwargs):
-        time.sleep(random.Random(group_id[0]).uniform({low_ms}, {high_ms}) / 1000)
+class Judge(AsyncORM):
+    async def __call__(self, completions, group_id, **kwargs):
+        await asyncio.sleep(random.Random(group_id[0]).uniform({low_ms}, {high_ms}) / 1000)
         return [sum(ord(c) % 2 == 0 for c in text) / max(1, len(text)) for text in completions]
 
 
@@ -77,8 +77,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=3, help="runs of each kind, taken in turns")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each run")
     parser.add_argument("--size", default="tiny", help="model of swift.models.tiny: nano 0.04M, tiny 0.6M, small 24M")
-    parser.add_argument("--groups", type=int, default=8, help="groups of 8 completions in a step")
-    parser.add_argument("--completion_tokens", type=int, default=160, help="most tokens of a completion")
+    parser.add_argument("--groups", type=int, default=12, help="groups of 8 completions in a step")
+    parser.add_argument("--completion_tokens", type=int, default=96, help="most tokens of a completion")
     parser.add_argument("--reward_ms", type=float, nargs=2, default=[0.0, 200.0], help="a group's reward takes so long")
     parser.add_argument("--threads", type=int, default=1, help="threads of each process")
     parser.add_argument("--no_verdict", action="store_true", help="exit with 0 whatever comes out")
@@ -112,7 +112,7 @@ def command(work: Work, options: argparse.Namespace, output_dir: str, *, ahead: 
         "dataset": work.dataset,
         "external_plugins": work.plugin,
         "reward_funcs": "judge",
-        "reward_workers": options.groups,
+        "reward_workers": 1,
         "tuner_type": "full",
         "torch_dtype": "float32",
         "beta": 0,

@@ -34,6 +34,7 @@ ONLY_HERE = {
     "vllm": ["swift/rollout/engines/"],
     "lmdeploy": ["swift/rollout/engines/"],
     "trl": ["swift/trainers/sft"],
+    "deepspeed": ["swift/models/sharded.py", "swift/trainers/sharding.py"],
     "peft": ["swift/models/", "swift/rewards/models.py"],
     "matplotlib": ["swift/observability/plots.py"],
     "rich": ["swift/observability/progress.py"],

@@ -9,7 +9,7 @@ caller needs no case for it, and neither library is imported before one of its p
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -115,7 +115,7 @@ def _overwrite(pairs: list[tuple[nn.Parameter, Tensor]]) -> None:
             one.data.copy_(value)
 
 
-def zero3_gathered(parameters: list[Tensor], *, modifier_rank: int | None = None) -> Any:
+def zero3_gathered(parameters: Sequence[Tensor], *, modifier_rank: int | None = None) -> Any:
     """DeepSpeed's own context manager around parameters of ZeRO-3.
 
     Args:
@@ -124,4 +124,4 @@ def zero3_gathered(parameters: list[Tensor], *, modifier_rank: int | None = None
     """
     import deepspeed
 
-    return deepspeed.zero.GatheredParameters(parameters, modifier_rank=modifier_rank)
+    return deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=modifier_rank)

@@ -196,12 +196,9 @@ class RolloutCollector:
         return Round(groups, mine, num_generations, progress, dict(waiting))
 
     def _mine(self, num_groups: int, num_generations: int) -> range:
-        """Positions of this rank's requests."""
+        """Positions of this rank's requests: whole groups where these divide evenly."""
         if self.share is None:
             return range(0)
-        if num_groups % self.share.count == 0:
-            part = rank_slice(num_groups, self.share.index, self.share.count)
-            return range(part.start * num_generations, part.stop * num_generations)
         return rank_slice(num_groups * num_generations, self.share.index, self.share.count)
 
     def sample(self, current: Round) -> None:

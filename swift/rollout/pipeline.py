@@ -305,6 +305,14 @@ class RolloutPipeline:
             "off_policy/max": float(max((age for age, _ in ages), default=0)),
         }
 
+    def engine_health(self) -> dict[str, float]:
+        """Restarts of engine processes since the last call; nothing where the trainer's own model samples."""
+        engine = self.collector.engine
+        if engine is None or engine.capabilities.shares_weights:
+            return {}
+        restarts, self._restarts = engine.counters.restarts - self._restarts, engine.counters.restarts
+        return {"health/engine_restarts": float(restarts)}
+
     def evaluate(self, prompts: Sequence[Prompt], progress: TrainerProgress) -> dict[str, float]:
         """Sample and score held-out prompts under the current policy; the training stream is untouched.
 

@@ -661,10 +661,11 @@ def plan_lines(parts: Parts) -> list[str]:
     """The plan in words: devices, mode, batches, steps."""
     from swift.rollout.arithmetic import describe
     from swift.rollout.placement import describe as describe_placement
+    from swift.trainers.sharding import describe as describe_spreading
 
     device = own_device()
     world = parts.collectives.world_size
-    where = f"{world} x {device.type}" if world > 1 else str(device)
+    where = (f"{world} x {device.type}" if world > 1 else str(device)) + describe_spreading(parts.args)
     backend = parts.args.infer_backend
     lines = [f"plan: train on {where}; generate with {backend}; {describe(parts.plan)}"]
     if parts.placement.mode == "in_process":

@@ -391,10 +391,10 @@ class GRPOTrainer(Trainer):
         plan = plan_window(
             window, world_size=self.collectives.world_size, slice_size=self.settings.slice_size, useful=useful
         )
-        filler = next((i for parts in plan.slices for part in parts for i in part), None)
+        filler = [i for parts in plan.slices for part in parts for i in part][:1]
         for part in plan.slices[self.collectives.rank]:
             if part or self._in_step:
-                mine = [unit.samples[i] for i in part or [filler]]
+                mine = [unit.samples[i] for i in part or filler]
                 yield collate(mine, [0.0] * len(mine), device=self.args.device), bool(part)
 
     def _ensure_ref_logprobs(self, batch: MicroBatch, *, keep: bool) -> None:
@@ -442,7 +442,7 @@ class GRPOTrainer(Trainer):
         values = {"loss": loss_total, **report.values()}
         window = unit.window(unit.window_index)
         values["tokens/trained"] = float(sum(unit.samples[i].num_trained for i in window))
-        values |= self.pipeline.staleness(self.state.global_step)
+        values |= self.pipeline.staleness(self.state.global_step) | self.pipeline.engine_health()
         self.metrics.add_many(values)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:

@@ -23,7 +23,7 @@ FIXED = frozenset(
         "num_generations", "per_device_train_batch_size", "gradient_accumulation_steps",
         "steps_per_generation", "generation_batch_size", "num_iterations", "world_size",
         "advantage_estimator", "dynamic_sample", "optim", "optim_args", "optim_target_modules",
-        "deepspeed", "reward_funcs", "reward_model",
+        "deepspeed", "fsdp", "reward_funcs", "reward_model",
     }
 )
 """Changing one of these is an error."""

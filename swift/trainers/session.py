@@ -88,10 +88,11 @@ def require_packages(args: Any) -> None:
         ResourceError: one line per missing package.
         ConfigError: DeepSpeed or FSDP cannot be used like this.
     """
-    from swift.trainers.sharding import require_deepspeed, require_fsdp
+    from swift.trainers.sharding import require_best_model, require_deepspeed, require_fsdp
 
     require_deepspeed(args)
     require_fsdp(args)
+    require_best_model(args)
     needs = [(f"--report_to: {name}", TRACKERS[name]) for name in args.report_to if name in TRACKERS]
     if package := optimizer_package(args.optim):
         needs.append((f"--optim: {args.optim}", package))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import math
 import os
 import warnings
@@ -129,6 +130,26 @@ def require_fsdp(args: Any) -> None:
     join_problems(problems)
 
 
+def require_best_model(args: Any) -> None:
+    """Checks that the best checkpoint could be loaded at the end.
+
+    Raises:
+        ConfigError: it would hold no state that DeepSpeed or FSDP can load.
+    """
+    if (args.deepspeed or args.fsdp) and args.save_only_model and args.load_best_model_at_end:
+        way = f"--deepspeed {args.deepspeed}" if args.deepspeed else f"--fsdp {args.fsdp}"
+        raise ConfigError(
+            f"--load_best_model_at_end: true: {way} cannot load checkpoints of --save_only_model true; drop one"
+        )
+
+
+def describe(args: Any) -> str:
+    """How the model is spread, for the plan: ", ZeRO-2", ", FSDP" or nothing."""
+    if args.deepspeed:
+        return f", ZeRO-{stage_of(args)}"
+    return ", FSDP" if args.fsdp else ""
+
+
 def spread_options(args: Any) -> dict[str, Any]:
     """The entries of TrainingArguments that `--deepspeed` or `--fsdp` decide; {} without them.
 
@@ -142,6 +163,7 @@ def spread_options(args: Any) -> dict[str, Any]:
         way: dict[str, Any] = {"deepspeed": config}
     else:
         _make_fsdp_state()
+        logging.getLogger("transformers.training_args").addFilter(_not_about_checkpointing)
         # gathers again in the backward pass, or keeps what the forward pass gathered
         way = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": args.fsdp == "full_shard"}}
     dtype = _dtype(args)
@@ -151,6 +173,11 @@ def spread_options(args: Any) -> dict[str, Any]:
         "fp16": dtype == "float16",
         "accelerator_config": {"use_configured_state": True},
     }
+
+
+def _not_about_checkpointing(record: logging.LogRecord) -> bool:
+    """Drops a hint at a setting of accelerate that swift does not have."""
+    return "activation_checkpointing" not in record.getMessage()
 
 
 def stage_of(args: Any) -> int:

@@ -1,9 +1,10 @@
 """Where completions are sampled changes nothing of a run but its speed: every mode, through the command line."""
 
 import re
+import time
 
 import pytest
-from cli_runs import completion_rows, log_rows
+from cli_runs import Cli, assert_gone, completion_rows, log_rows
 
 pytestmark = pytest.mark.slow
 
@@ -26,12 +27,23 @@ def agrees(folder, limit=1e-5):
 
 
 @pytest.fixture(scope="module")
-def colocated(material, tmp_path_factory):
-    """A run with vLLM in the trainer's process, and what it printed."""
-    from cli_runs import Cli
+def tiny(tmp_path_factory):
+    """A model whose heads are as wide as vLLM's kernels for CPUs want them."""
+    from swift.models.tiny import build_tiny
 
-    model, folder = material
-    with Cli(model, folder, tmp_path_factory.mktemp("colocated")) as runs:
+    return build_tiny(tmp_path_factory.mktemp("tiny") / "qwen2", arch="qwen2", size="tiny")
+
+
+@pytest.fixture
+def cli(tiny, material, tmp_path):
+    with Cli(tiny, material[1], tmp_path) as runs:
+        yield runs
+
+
+@pytest.fixture(scope="module")
+def colocated(tiny, material, tmp_path_factory):
+    """A run with vLLM in the trainer's process, and what it printed."""
+    with Cli(tiny, material[1], tmp_path_factory.mktemp("colocated")) as runs:
         return runs.finish("colocate", **VLLM)
 
 
@@ -115,3 +127,39 @@ def test_sharded_training_with_vllm_beside_it(cli, stage):
         variables={"NPROC_PER_NODE": 2},
     )
     agrees(folder)
+
+
+def engines_of(run):
+    """Processes of engines below a command."""
+    return [one for one in run.family() if "swift.rollout.engines.worker" in " ".join(one.cmdline())]
+
+
+def test_an_engine_that_is_killed_is_replaced_and_nothing_is_lost(cli):
+    ahead = {"infer_backend": "transformers", "vllm_mode": "dedicated", "async_generate": "true"}
+    settings = {**STEPS, **ahead, "max_steps": 12, "save_steps": 12}
+    plain, _, _ = cli.finish("plain", **settings)
+    run = cli.start("killed", **settings)
+    assert run.until(lambda: run.logged_step() >= 2)
+    for engine in engines_of(run):
+        engine.kill()
+    code, _, err = run.wait()
+    assert code == 0, err
+    rows = log_rows(run.folder)
+    assert sum(row["health/engine_restarts"] for row in rows) == 1
+    assert sampled(run.folder) == sampled(plain)
+
+
+def test_an_engine_that_may_not_be_replaced_ends_the_run_and_is_named(cli):
+    settings = {**STEPS, "infer_backend": "transformers", "vllm_mode": "dedicated", "max_steps": 1000}
+    run = cli.start("mortal", **settings, engine_restarts=0)
+    assert run.until(lambda: run.logged_step() >= 2)
+    family = run.family()
+    for engine in engines_of(run):
+        engine.kill()
+    killed_at = time.monotonic()
+    code, _, err = run.wait()
+    assert code == 4, err
+    assert time.monotonic() - killed_at < 60
+    assert "engine 0 (cpu:1)" in err
+    assert "SIGKILL" in err
+    assert_gone(family)

@@ -118,11 +118,10 @@ class Subject:
         self._server = Server(self.spec, self.logs / f"{self.backend.name}-{time.monotonic_ns()}.log")
         return RemoteEngine(self._server.url, spec=self.spec)
 
-    def process(self):
-        """The process that samples, when it is another one."""
-        if self.backend.place == "server":
-            return psutil.Process(self._server.process.pid)
-        return self.traces.started[0]
+    def process(self, which):
+        """One of the processes behind the engine: the first that was started, or the one that holds the model."""
+        alive = [process for process in self.traces.started if process.is_running()]
+        return alive[0] if which == "first process" else max(alive, key=lambda one: one.memory_info().rss)
 
     def next_version(self):
         self.version = max(self.version, self.engine.version) + 1

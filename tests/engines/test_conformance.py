@@ -599,10 +599,12 @@ def test_c20_an_engine_with_work_does_not_fall_asleep(subject):
 # --- C21 to C24 --------------------------------------------------------------------------------------------------
 
 
-def test_c21_an_engine_killed_while_it_decodes_is_dead_within_seconds(subject, endless):
+@pytest.mark.parametrize("victim", ["first process", "biggest process"])
+def test_c21_an_engine_killed_while_it_decodes_is_dead_within_seconds(subject, endless, victim):
     if subject.backend.place == "here":
         pytest.skip(f"{subject.backend.name}: shares this process")
     engine = subject.engine
+    engine.info()  # it has started
     subject.traces.look()
     for i in range(8):
         engine.submit(ask(i, endless, temperature=0.0, max_new_tokens=LONG))
@@ -611,7 +613,7 @@ def test_c21_an_engine_killed_while_it_decodes_is_dead_within_seconds(subject, e
     with pytest.raises(EngineDead) as caught:
         for _ in engine.stream():
             if killed is None:
-                subject.process().kill()
+                subject.process(victim).kill()
                 killed = time.monotonic()
     assert killed is not None
     assert time.monotonic() - killed < KILLED_LIMIT_S

@@ -28,7 +28,7 @@ class ScriptedEngine(InferenceEngine):
     Args:
         step_s: seconds of a step; a callable is asked before every step.
         order: rearranges what ends in the same step.
-        fail_after: raises `failure` once so many completions were delivered.
+        fail_after: raises `failure`, one time, when so many completions were delivered.
         lose, twice: ids that never come, or come twice. spoil: id -> reason with which it ends after two tokens.
         stuck: the stream does nothing until `abort` ("abort") or `close` ("close") is called.
         update_failures: one entry per update, in order: None, or (stage, error) with stage begin, send or commit.
@@ -103,6 +103,7 @@ class ScriptedEngine(InferenceEngine):
             for completion in ended:
                 if self.fail_after is not None and self.delivered >= self.fail_after:
                     self._outstanding.clear()
+                    self.fail_after = None
                     raise self.failure
                 self.delivered += 1
                 yield completion

@@ -295,6 +295,8 @@ def test_a_completion_without_tokens_is_not_as_old_as_the_run(run):
     age = made.pipeline.staleness(5)["off_policy/max"]
     unit.samples[0].versions, unit.samples[0].trained = [], unit.samples[0].trained[:0]
     assert made.pipeline.staleness(5)["off_policy/max"] == age == 1
+    unit.samples[1].versions, unit.samples[1].trained = [(0, 0, 3)], unit.samples[1].trained & False
+    assert made.pipeline.staleness(5)["off_policy/max"] == 1, "nobody trains on it, so its age says nothing"
 
 
 # --- weights that change in mid-flight ----------------------------------------------------------------------------

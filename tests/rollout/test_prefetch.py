@@ -130,10 +130,12 @@ def test_a_round_waits_for_the_engine_only_when_no_other_is_under_way(sampled):
 def test_an_error_of_the_engine_reaches_every_round_and_every_later_one(sampled):
     thread, ask = sampled(ScriptedEngine(fail_after=3, step_s=0.01))
     rounds = [ask(), ask()]
+    in_time(thread.wait, rounds[0])
     for current in [*rounds, ask()]:
         in_time(thread.wait, current)
         assert isinstance(current.failure, EngineDead)
     assert not thread.in_flight
+    assert thread.collector.engine.delivered == 3, "what came later depends on when the failure was noticed"
 
 
 def test_an_error_of_ours_travels_like_one_of_the_engine(sampled):

@@ -398,7 +398,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_adapters_that_cannot_be_folded_are_refused_by_name(nano_folders, case):
     change, error, line = REFUSED[case]
-    model = load(nano_folders["llama"])
+    model = load(nano_folders["qwen2"])
     adapter = plain_adapter(model)
     with pytest.raises(error, match=line):
         FoldedAdapter(model, AdapterWeights({**adapter.config, **change}, adapter.tensors), 1)

@@ -45,9 +45,9 @@ def main(path: str) -> None:
     """Run the task."""
     task = json.loads(Path(path).read_text())
     collectives = join_processes(60, always=bool(task.get("deepspeed") or task.get("fsdp")))
+    engine = build_engine(EngineSpec(model=task["model"], backend="transformers", eos_token_ids=()))  # as in a run, first
     trainer = build(task)
     own_memory(trainer.model)
-    engine = build_engine(EngineSpec(model=task["model"], backend="transformers", eos_token_ids=()))
     publisher = WeightPublisher(engine, source=lambda: PolicyWeights(trainer.model), ranks=trainer.collectives)
     pipeline = trainer.pipeline
     pipeline.collector.engine, pipeline.publisher = engine, publisher

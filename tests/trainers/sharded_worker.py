@@ -1,12 +1,14 @@
-"""One process of a training run on spread parameters: `python sharded_worker.py <task.json>`, with torchrun's variables.
+"""One process of runs on spread parameters: `python sharded_worker.py <tasks.json>`, with torchrun's variables.
 
-The task names a scenario below; rank 0 writes what came out with torch.save.
+Each task is a run of its own; rank 0 writes what came out of all with torch.save. `launch` starts the processes.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +25,39 @@ from swift.rollout.weight_sync.base import TensorInfo
 from swift.rollout.weight_sync.policy import PolicyWeights, adapter_weights
 from swift.trainers.session import join_processes
 from swift.trainers.sharding import spread_options
+
+
+def launch(folder: Path, processes: int, tasks: list[dict[str, Any]], **common: Any) -> list[dict[str, Any]]:
+    """Run the tasks in fresh processes; what each made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tasks = [{"output": str(folder / f"run-{number}"), **task} for number, task in enumerate(tasks)]
+    file, result = folder / "tasks.json", folder / "results.pt"
+    file.write_text(json.dumps({"tasks": tasks, "common": common, "result": str(result)}))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    path = os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parent)])
+    workers = []
+    for rank in range(processes):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": path, "OMP_NUM_THREADS": 1}
+        with (folder / f"rank-{rank}.log").open("w") as log:
+            workers.append(
+                subprocess.Popen(
+                    [sys.executable, __file__, str(file)],
+                    env={**os.environ, **{name: str(value) for name, value in place.items()}},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    try:
+        codes = [worker.wait(timeout=240) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    assert not any(codes), "\n".join((folder / f"rank-{rank}.log").read_text()[-3000:] for rank in range(processes))
+    return torch.load(result)
 
 
 def settings(task: dict[str, Any]) -> SimpleNamespace:
@@ -132,7 +167,7 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
     published = {name: tensor.clone() for bucket in source.buckets() for name, tensor in bucket.tensors}
     assert [TensorInfo.of(name, tensor) for name, tensor in published.items()] == list(source.manifest())
     assert len(set(hashes)) == 1
-    adapter = adapter_weights(trainer.model_wrapped).tensors if task.get("policy", "full") != "full" else None
+    adapter = adapter_weights(trainer.model_wrapped).tensors if task.get("policy", "full") != "full" else {}
     return {
         "logs": [row for row in trainer.state.log_history if "loss" in row],
         "state": whole_state(trainer.model_wrapped),
@@ -142,16 +177,13 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-SCENARIOS = {"train": train}
-
-
 def main(path: str) -> None:
-    """Run the task."""
-    task = json.loads(Path(path).read_text())
-    collectives = join_processes(60, always=bool(task.get("deepspeed") or task.get("fsdp")))
-    result = SCENARIOS[task["scenario"]](task)
+    """Run the tasks of a file, one after the other."""
+    content = json.loads(Path(path).read_text())
+    collectives = join_processes(60, always=True)
+    results = [train({**content["common"], **task}) for task in content["tasks"]]
     if collectives.is_main:
-        torch.save(result, task["result"])
+        torch.save(results, content["result"])
     collectives.barrier()
 
 

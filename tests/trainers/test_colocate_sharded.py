@@ -37,7 +37,7 @@ def run(folder, **task):
     (folder / "task.json").write_text(json.dumps({**task, "result": str(folder / "result"), "output": str(folder)}))
     variables = {
         "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true",
+        "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu",
         "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)]),
     }  # fmt: skip
     command = [sys.executable, str(HERE / "colocate_worker.py"), str(folder / "task.json")]

@@ -72,7 +72,8 @@ class FoldedAdapter:
         if not adapter.tensors:
             raise self._wrong("adapter_config.json", "comes without tensors")
         bias = self._config.get("bias") or "none"
-        if bias != "none" and not any(name.endswith(".bias") for name in whole):
+        has_biases = any(name.endswith(".bias") for name in self._parameters)
+        if bias != "none" and has_biases and not any(name.endswith(".bias") for name in whole):
             raise self._wrong(f"bias {bias}", "comes without the biases that it says were trained")
         self._changes = [change for module, pair in pairs.items() for change in self._low_rank(module, pair)]
         self._changes += [self._replaced(name, tensor) for name, tensor in whole.items()]

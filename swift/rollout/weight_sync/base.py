@@ -48,7 +48,10 @@ class TensorInfo:
 
 @dataclass(slots=True)
 class Bucket:
-    """Whole layers that travel together. `staged` caches what a transport made of it for several receivers."""
+    """Whole layers that travel together.
+
+    `staged` caches what a transport made of it for several receivers; "checksums" are those of its tensors by name.
+    """
 
     tensors: list[tuple[str, Tensor]]
     staged: dict[str, Any] = field(default_factory=dict)
@@ -136,6 +139,7 @@ class WeightUpdate(ABC):
         Raises:
             SyncFailed: a tensor that the manifest does not have at this place, or the receiver failed.
         """
+        checksums = bucket.staged.get("checksums", {})
         for name, tensor in bucket.tensors:
             expected = self.manifest[self.sent] if self.sent < len(self.manifest) else None
             seen = TensorInfo.of(name, tensor)
@@ -145,7 +149,7 @@ class WeightUpdate(ABC):
                     f"{seen.dtype} {list(seen.shape)}; the manifest has "
                     + (f"{expected.name} {expected.dtype} {list(expected.shape)}" if expected else "no more tensors")
                 )
-            self.digest.add(name, tensor)
+            self.digest.add(name, tensor, checksums.get(name))
             self.sent += 1
             self.sent_bytes += tensor.numel() * tensor.element_size()
         self._deliver(bucket)
@@ -195,10 +199,11 @@ class StreamDigest:
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=16)
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Append one tensor."""
+    def add(self, name: str, tensor: Tensor, known: int | None = None) -> None:
+        """Append one tensor; `known` is its checksum where the caller has computed it already."""
         info = TensorInfo.of(name, tensor)
-        text = f"{info.name}\x1f{info.dtype}\x1f{','.join(map(str, info.shape))}\x1f{checksum(tensor):016x}\x1e"
+        number = checksum(tensor) if known is None else known
+        text = f"{info.name}\x1f{info.dtype}\x1f{','.join(map(str, info.shape))}\x1f{number:016x}\x1e"
         self._hash.update(text.encode())
 
     def hexdigest(self) -> str:

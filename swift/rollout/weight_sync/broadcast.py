@@ -141,6 +141,7 @@ class BroadcastSender:
         self.device = device if device is not None else torch.device("cpu")
         self.timeout_s = timeout_s
         self.host = host
+        self.receivers = receivers
         self._size = receivers + 1
         self._lock = threading.Lock()
         self._rounds = threading.Barrier(receivers, action=self._act)

@@ -353,7 +353,7 @@ class WorkerEngine(InferenceEngine):
         if self._paused_at is None and now - link.progress_at > self.timeouts.stall_s:
             problem = f"no progress for {self.timeouts.stall_s:g} s while {link.phase}: {link.stacks()}"
             link.lose("stalled")
-            raise self._die(f"{problem}; {link.last_lines(1)}")
+            raise EngineError(self._die(f"{problem}; {link.last_lines(1)}").problems[0])  # nobody is to go on without
 
     def _is_late(self, pending: _Pending, now: float) -> bool:
         """Whether it is to be aborted, or should have been by now."""

@@ -131,10 +131,9 @@ class WorkerUpdate(WeightUpdate):
 
     def _transfer(self, bucket: Bucket) -> None:
         if self._transport is None:
-            first = bucket.tensors[0][1] if bucket.tensors else None
-            self._transport = self._owner.transport or choose_transport(first, self._owner.spec.devices)
+            self._transport = self.way_of(bucket)
             if self._transport == "broadcast":
-                self._join(first)
+                self._join(bucket)
         if self._owner.keeps_weights or self._transport == "shared_memory":
             segment = shared_memory.stage(bucket, self._owner.staging)
             if self._owner.keeps_weights:
@@ -157,19 +156,42 @@ class WorkerUpdate(WeightUpdate):
     def _wait(self, call: Call) -> Any:
         return self._link.wait(call, _left(self._deadline))
 
+    def way_of(self, bucket: Bucket) -> Transport:
+        """How this worker is sent a bucket."""
+        first = bucket.tensors[0][1] if bucket.tensors else None
+        return self._owner.transport or choose_transport(first, self._owner.spec.devices)
+
+    @property
+    def broadcaster(self) -> BroadcastSender | None:
+        """The trainer's end of the broadcast that this worker takes part in."""
+        return self._owner.broadcaster
+
+    def new_broadcaster(self, bucket: Bucket, receivers: int) -> BroadcastSender:
+        """NCCL between GPUs, gloo otherwise."""
+        device = bucket.tensors[0][1].device if bucket.tensors else None
+        on_gpus = device is not None and device.type == "cuda" and self._owner.spec.devices[0].startswith("cuda")
+        timeout_s = self._owner.timeouts.sync_s
+        if not on_gpus:
+            return BroadcastSender(receivers, timeout_s=timeout_s)
+        return BroadcastSender(receivers, backend="nccl", device=device, timeout_s=timeout_s)
+
+    def take_part_in(self, sender: BroadcastSender) -> None:
+        """Use this sender, which others may share; a former one is left."""
+        if self._owner.broadcaster is not None:
+            self._owner.broadcaster.close()
+        self._owner.broadcaster = sender
+
     def _broadcaster(self) -> BroadcastSender:
         assert self._owner.broadcaster is not None
         return self._owner.broadcaster
 
-    def _join(self, first: Tensor | None) -> None:
-        device = first.device if first is not None else None
-
+    def _join(self, bucket: Bucket) -> None:
         def invite(invitation: dict[str, Any]) -> Callable[[], object]:
             call = self._link.post("connect", invitation=invitation)
             return lambda: self._wait(call)
 
         if self._owner.broadcaster is None:
-            self._owner.broadcaster = new_broadcaster(1, device, self._owner.spec.devices, self._owner.timeouts.sync_s)
+            self._owner.broadcaster = self.new_broadcaster(bucket, 1)
         self._owner.broadcaster.connect(self.engine, self._link.host_pid, invite)
 
     def _finish(self) -> Ack:
@@ -206,12 +228,17 @@ class WorkerUpdate(WeightUpdate):
         raise SyncFailed(f"weights: version {self.version} for {self.engine}: {phase}: {problem}")
 
 
-def new_broadcaster(receivers: int, device: Any, engine_devices: Sequence[str], timeout_s: float) -> BroadcastSender:
-    """The trainer's end of a broadcast: NCCL between GPUs, gloo otherwise."""
-    on_gpus = device is not None and device.type == "cuda" and all(one.startswith("cuda") for one in engine_devices)
-    if not on_gpus:
-        return BroadcastSender(receivers, timeout_s=timeout_s)
-    return BroadcastSender(receivers, backend="nccl", device=device, timeout_s=timeout_s)
+def share_broadcast(updates: Sequence[WeightUpdate], bucket: Bucket) -> None:
+    """Before the first bucket: workers that are reached by a broadcast take part in one, not in one each."""
+    members = [one for one in updates if isinstance(one, WorkerUpdate) and one.way_of(bucket) == "broadcast"]
+    if not members:
+        return
+    senders = {one.broadcaster for one in members}
+    present = members[0].broadcaster
+    if len(senders) > 1 or present is None or present.receivers != len(members):
+        sender = members[0].new_broadcaster(bucket, len(members))
+        for one in members:
+            one.take_part_in(sender)
 
 
 def choose_transport(tensor: Tensor | None, devices: Sequence[str]) -> Transport:

@@ -1,0 +1,547 @@
+"""Several engines as one: requests are spread over them, everything else happens to all of them.
+
+    submit      a group (consecutive requests "<group>/<sample>" with the same prompt) goes to one engine, which
+                prefills its prompt once: the one with the fewest outstanding tokens, prompt and longest completion
+    stream      one thread per engine that has work; completions come out as they finish
+    updates     in parallel; each bucket is staged once for all; every receipt must be the same
+    the rest    in parallel on all engines; what they can do is what each of them can do
+
+An engine that is dead beyond its own restarts is left out from then on, and its requests move to the others. The last
+one takes the pool with it. Engines never sample with different versions: after an update that did not reach all of them
+the pool's weights are void until another update or `rebuild` has.
+
+Members take `submit`, `abort`, `pause` and `close` while another thread is in their `stream`; `WorkerEngine` and
+`RemoteEngine` do.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
+
+from swift.errors import EngineDead, EngineError, SwiftError, SyncFailed
+from swift.rollout.engines.base import (
+    ALL_TAGS,
+    Ack,
+    AdapterWeights,
+    Capabilities,
+    EngineCounters,
+    Health,
+    InferenceEngine,
+    PauseMode,
+    SleepLevel,
+    SleepReport,
+    Tag,
+    TensorInfo,
+    WeightUpdate,
+)
+from swift.rollout.engines.worker.weights import share_broadcast
+from swift.rollout.weight_sync.base import Bucket, checksum
+from swift.types import Completion, Request
+
+LOOK_S = 1.0
+"""How often a waiting stream looks whether the pool was closed."""
+REST_S = 120.0
+"""How long a stream of an engine may take to end once nothing of it is outstanding, or it is paused."""
+
+T = TypeVar("T")
+Arrival = tuple["_Member", Completion | Exception | None]
+"""What the thread of an engine brings: a completion, the error that ended its stream, or None at its end."""
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """One engine. tokens: outstanding, the measure of its load. thread: in its stream now."""
+
+    engine: InferenceEngine
+    outstanding: dict[str, Request] = field(default_factory=dict)
+    tokens: int = 0
+    thread: threading.Thread | None = None
+    dead: EngineDead | None = None
+
+    def add(self, request: Request) -> None:
+        self.outstanding[request.request_id] = request
+        self.tokens += _size(request)
+
+    def remove(self, request_id: str) -> bool:
+        request = self.outstanding.pop(request_id, None)
+        self.tokens -= _size(request) if request is not None else 0
+        return request is not None
+
+
+class EnginePool(InferenceEngine):
+    """See the module's docstring.
+
+    Args:
+        engines: at least one, with the same model; they may still be starting, and are waited for here.
+
+    Raises:
+        SwiftError: one of them did not start; the others are closed then.
+    """
+
+    def __init__(self, engines: Sequence[InferenceEngine]) -> None:
+        self._members = [_Member(engine) for engine in engines]
+        self._lock = threading.RLock()
+        self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+        self._ready: deque[Completion] = deque()
+        self._aborted: set[str] = set()
+        self._last: tuple[Any, _Member] | None = None
+        self._paused = False
+        self._closed = False
+        self._void = ""
+        self.version = 0
+        try:
+            self.capabilities = common_capabilities([engine.capabilities for engine in engines])
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def counters(self) -> EngineCounters:  # type: ignore[override]
+        """Sums over the engines."""
+        names = [one.name for one in fields(EngineCounters)]
+        return EngineCounters(
+            **{name: sum(getattr(one.engine.counters, name) for one in self._members) for name in names}
+        )
+
+    @property
+    def engines(self) -> list[InferenceEngine]:
+        """Those that are alive."""
+        return [member.engine for member in self._alive()]
+
+    # --- sampling ---------------------------------------------------------------------------------------------
+
+    def check_length(self, request: Request) -> None:
+        """As every engine would; see `InferenceEngine.check_length`."""
+        super().check_length(request)
+        self._alive()[0].engine.check_length(request)
+
+    def submit(self, request: Request) -> None:
+        """See `InferenceEngine.submit`."""
+        self._check_open()
+        self._check_whole()
+        while True:
+            member = self._choose(request)
+            try:
+                member.engine.submit(request)
+                return
+            except EngineDead as error:
+                self._let_go(member, request)
+                self._bury(member, error)
+            except SwiftError:
+                self._let_go(member, request)
+                raise
+
+    def _choose(self, request: Request) -> _Member:
+        """The engine of its group, or the one with the least work."""
+        group = (request.request_id.rpartition("/")[0], tuple(request.prompt_ids))
+        with self._lock:
+            alive = self._alive()
+            if any(request.request_id in member.outstanding for member in alive):
+                raise EngineError(f"request: {request.request_id}: is outstanding already; give each an id of its own")
+            if self._last is None or self._last[0] != group or self._last[1] not in alive:
+                self._last = (group, min(alive, key=lambda member: member.tokens))
+            member = self._last[1]
+            member.add(request)
+            return member
+
+    def _let_go(self, member: _Member, request: Request) -> None:
+        with self._lock:
+            member.remove(request.request_id)
+
+    def stream(self) -> Iterator[Completion]:
+        """See `InferenceEngine.stream`."""
+        while True:
+            self._check_open()
+            while self._ready:
+                yield self._ready.popleft()
+            with self._lock:
+                if any(member.outstanding for member in self._alive()):
+                    self._check_whole()
+                for member in self._alive():
+                    if member.outstanding and not self._paused and member.thread is None:
+                        self._start(member)
+                busy = any(member.thread is not None for member in self._members)
+            if not busy and self._arrivals.empty():
+                return
+            self._receive()
+
+    def _start(self, member: _Member) -> None:
+        name = f"stream of engine {self._members.index(member)}"
+        member.thread = threading.Thread(target=self._pump, args=(member,), name=name, daemon=True)
+        member.thread.start()
+
+    def _pump(self, member: _Member) -> None:
+        """The thread of one stream."""
+        try:
+            for completion in member.engine.stream():
+                self._arrivals.put((member, completion))
+        except Exception as error:  # raised in the caller's thread
+            self._arrivals.put((member, error))
+        finally:
+            self._arrivals.put((member, None))
+
+    def _receive(self) -> None:
+        """Wait a moment for what the threads bring."""
+        try:
+            member, arrival = self._arrivals.get(timeout=LOOK_S)
+        except queue.Empty:
+            return
+        if arrival is None:
+            member.thread = None
+        elif isinstance(arrival, Completion):
+            with self._lock:
+                if member.remove(arrival.request_id):
+                    self._ready.append(arrival)
+                self._aborted.discard(arrival.request_id)
+        elif isinstance(arrival, EngineDead) and not self._closed:
+            self._bury(member, arrival)
+        else:
+            self._disown(member)
+            raise arrival
+
+    def _disown(self, member: _Member) -> None:
+        """After a failure nobody waits for what this engine had."""
+        with self._lock:
+            self._aborted -= set(member.outstanding)
+            member.outstanding.clear()
+            member.tokens = 0
+        if not self._closed:
+            member.engine.abort()
+
+    def _bury(self, member: _Member, error: EngineDead) -> None:
+        """Leave an engine out; its requests begin anew on the others.
+
+        Raises:
+            EngineDead: it was the last one.
+        """
+        with self._lock:
+            if member.dead is None:
+                member.dead = error
+            orphans = list(member.outstanding.values())
+            member.outstanding.clear()
+            member.tokens = 0
+        member.engine.close()
+        self._alive()
+        for request in orphans:
+            if request.request_id in self._aborted:
+                self._aborted.discard(request.request_id)
+                self._ready.append(Completion(request.request_id, [], [], "abort"))
+            else:
+                self.submit(request)
+
+    def abort(self, request_ids: Collection[str] | None = None) -> None:
+        """See `InferenceEngine.abort`; from any thread."""
+        with self._lock:
+            theirs = {one: [name for name in one.outstanding if request_ids is None or name in request_ids]
+                      for one in self._living()}  # fmt: skip
+            self._aborted.update(name for names in theirs.values() for name in names)
+        for member, names in theirs.items():
+            member.engine.abort(names)
+
+    def pause(self, mode: PauseMode = "wait") -> None:
+        """See `InferenceEngine.pause`."""
+        self._check_open()
+        if mode == "abort":
+            self.abort()
+        if mode in ("abort", "wait") and not self._paused:
+            self._ready.extend(list(self.stream()))
+        self._paused = True  # no new streams
+        self._on_all(lambda engine: engine.pause("keep"))
+
+    def resume(self) -> None:
+        """See `InferenceEngine.resume`."""
+        self._check_open()
+        self._paused = False
+        self._on_all(lambda engine: engine.resume())
+
+    # --- weights ----------------------------------------------------------------------------------------------
+
+    def begin_update(self, manifest: Sequence[TensorInfo], version: int) -> WeightUpdate:
+        """See `InferenceEngine.begin_update`."""
+        self._check_open()
+        self._rest()
+        updates = self._on_all(
+            lambda engine: engine.begin_update(manifest, version), undo=lambda update: update.abort()
+        )
+        return PoolUpdate(self, updates, manifest, version)
+
+    def spoil(self, why: str) -> None:
+        """For `PoolUpdate`: the engines' weights may differ from now on."""
+        self._void = why
+
+    def arrived(self, version: int) -> None:
+        """For `PoolUpdate`: every engine has the same weights."""
+        self._void = ""
+        self.version = version
+        self._assert_one_version()
+
+    def rebuild(self) -> None:
+        """See `InferenceEngine.rebuild`."""
+        self._check_open()
+        self._rest()
+        self._on_all(lambda engine: engine.rebuild())
+        self._void = ""
+        self._follow()
+
+    def load_adapter(self, adapter: AdapterWeights, version: int) -> Ack:
+        """See `InferenceEngine.load_adapter`."""
+        self._check_open()
+        self._check_whole()
+        self._rest()
+        self._void = f"the adapter of version {version} has not reached every engine"
+        acks = self._on_all(lambda engine: engine.load_adapter(adapter, version))
+        self._void = ""
+        self._follow()
+        return joint_ack(acks)
+
+    def drop_adapter(self) -> None:
+        """See `InferenceEngine.drop_adapter`."""
+        self._check_open()
+        self._rest()
+        self._on_all(lambda engine: engine.drop_adapter())
+        self._follow()
+
+    def reset_caches(self) -> None:
+        """See `InferenceEngine.reset_caches`."""
+        self._check_open()
+        self._on_all(lambda engine: engine.reset_caches())
+
+    def _follow(self) -> None:
+        self.version = self._alive()[0].engine.version
+        self._assert_one_version()
+
+    def _assert_one_version(self) -> None:
+        versions = [member.engine.version for member in self._alive()]
+        assert set(versions) == {self.version}, f"engines with versions {versions} in a pool of version {self.version}"
+
+    def _rest(self) -> None:
+        """Until no thread is in an engine's stream, which is when nothing is outstanding, or all are paused.
+
+        Raises:
+            EngineError: requests are outstanding, and nobody paused.
+        """
+        with self._lock:
+            waiting = sum(len(member.outstanding) for member in self._alive())
+        if waiting and not self._paused:
+            raise EngineError(f"engine: {self.capabilities.name}: {waiting} requests are outstanding; wait, or pause")
+        deadline = time.monotonic() + REST_S
+        while any(member.thread is not None for member in self._members) and time.monotonic() < deadline:
+            self._receive()
+        if any(member.thread is not None for member in self._members):
+            raise EngineError(f"engine: {self.capabilities.name}: its streams do not end; it was paused {REST_S:g} s ago")
+
+    # --- memory -----------------------------------------------------------------------------------------------
+
+    def sleep(self, level: SleepLevel) -> SleepReport:
+        """See `InferenceEngine.sleep`."""
+        self._check_open()
+        self._rest()
+        reports = self._on_all(lambda engine: engine.sleep(level))
+        notes = list(dict.fromkeys(report.note for report in reports if report.note))
+        return SleepReport(sum(report.freed_bytes for report in reports), "; ".join(notes))
+
+    def wake(self, tags: Sequence[Tag] = ALL_TAGS) -> bool:
+        """See `InferenceEngine.wake`."""
+        self._check_open()
+        return all(self._on_all(lambda engine: engine.wake(tags)))
+
+    # --- watching ---------------------------------------------------------------------------------------------
+
+    def health(self) -> Health:
+        """Alive while one engine is; the detail names the others."""
+        if self._closed:
+            return Health(False, self.version, "closed")
+        reports = [
+            Health(False, self.version, member.dead.problems[0]) if member.dead is not None else member.engine.health()
+            for member in self._members
+        ]
+        alive = not self._void and any(report.alive for report in reports)
+        details = [self._void, *(report.detail for report in reports)]
+        return Health(alive, self.version, "; ".join(detail for detail in details if detail))
+
+    def info(self) -> dict[str, Any]:
+        """What the engines say."""
+        return {
+            "engine": self.capabilities.name,
+            "version": self.version,
+            "engines": [member.engine.info() for member in self._living()],
+        }
+
+    def close(self) -> None:
+        """End all engines at the same time; a stream in another thread ends with `EngineDead`."""
+        self._closed = True
+        threads = [threading.Thread(target=member.engine.close, daemon=True) for member in self._members]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(REST_S)
+
+    # --- inside -----------------------------------------------------------------------------------------------
+
+    def _living(self) -> list[_Member]:
+        return [member for member in self._members if member.dead is None]
+
+    def _alive(self) -> list[_Member]:
+        """Raises EngineDead when there is none."""
+        living = self._living()
+        if not living:
+            last = next(member.dead for member in reversed(self._members) if member.dead is not None)
+            raise last
+        return living
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDead(f"engine: {self.capabilities.name}: it is closed; make a new one")
+        self._alive()
+
+    def _check_whole(self) -> None:
+        if self._void:
+            raise SyncFailed(
+                f"engine: {self.capabilities.name}: its weights are void: {self._void}; publish again, or rebuild it"
+            )
+
+    def _on_all(
+        self, work: Callable[[InferenceEngine], T], *, undo: Callable[[T], object] = lambda done: None
+    ) -> list[T]:
+        """`work` on every engine at the same time; one that turns out to be dead is left out.
+
+        Raises:
+            SwiftError: the first failure, once all are done.
+        """
+        members = self._alive()
+        outcomes = in_parallel([lambda member=member: work(member.engine) for member in members])  # type: ignore[misc]
+        results: list[T] = []
+        failures: list[Exception] = []
+        for member, outcome in zip(members, outcomes, strict=True):
+            if isinstance(outcome, EngineDead):
+                self._bury(member, outcome)
+            elif isinstance(outcome, Exception):
+                failures.append(outcome)
+            else:
+                results.append(outcome)
+        if failures:
+            for result in results:
+                undo(result)
+            raise failures[0]
+        return results
+
+
+class PoolUpdate(WeightUpdate):
+    """One update on its way to all engines of a pool.
+
+    Args:
+        pool: the receivers.
+        updates: one per engine.
+        manifest: every tensor that will come.
+        version: of the policy.
+    """
+
+    def __init__(
+        self, pool: EnginePool, updates: Sequence[WeightUpdate], manifest: Sequence[TensorInfo], version: int
+    ) -> None:
+        super().__init__(pool.capabilities.name, manifest, version)
+        self._pool = pool
+        self._updates = list(updates)
+
+    def send(self, bucket: Bucket) -> None:
+        """Deliver a bucket to all; its checksums are computed once. See `WeightUpdate.send`."""
+        bucket.staged.setdefault("checksums", {name: checksum(tensor) for name, tensor in bucket.tensors})
+        super().send(bucket)
+
+    def _deliver(self, bucket: Bucket) -> None:
+        self._pool.spoil(f"the update to version {self.version} has not reached every engine")
+        if self.sent == len(bucket.tensors):
+            share_broadcast(self._updates, bucket)
+        _first_failure(in_parallel([lambda one=one: one.send(bucket) for one in self._updates]))  # type: ignore[misc]
+
+    def _finish(self) -> Ack:
+        outcomes = in_parallel([one.commit for one in self._updates])
+        _first_failure(outcomes)
+        return joint_ack([one for one in outcomes if isinstance(one, Ack)])
+
+    def commit(self) -> Ack:
+        """All engines switch; see `WeightUpdate.commit`."""
+        ack = super().commit()
+        self._pool.arrived(self.version)
+        return ack
+
+    def abort(self) -> None:
+        """Give up everywhere."""
+        for update in self._updates:
+            update.abort()
+
+
+def common_capabilities(all_of_them: Sequence[Capabilities]) -> Capabilities:
+    """What every engine can do."""
+    first = all_of_them[0]
+    support = max((one.logprob_support for one in all_of_them), key=["full", "truncated", "raw"].index)
+    return replace(
+        first,
+        logprob_support=support,
+        seeded=all(one.seeded for one in all_of_them),
+        shares_weights=False,
+        max_model_len=min(one.max_model_len for one in all_of_them),
+        devices=tuple(device for one in all_of_them for device in one.devices),
+        lora=all(one.lora for one in all_of_them),
+        max_lora_rank=min(one.max_lora_rank for one in all_of_them),
+        sleep_levels=tuple(
+            level for level in first.sleep_levels if all(level in one.sleep_levels for one in all_of_them)
+        ),
+        kv_release=all(one.kv_release for one in all_of_them),
+        in_flight_updates=all(one.in_flight_updates for one in all_of_them),
+        transports=tuple(way for way in first.transports if all(way in one.transports for one in all_of_them)),
+        extra={**first.extra, "engines": str(len(all_of_them))},
+    )
+
+
+def joint_ack(acks: Sequence[Ack]) -> Ack:
+    """One receipt for several equal ones.
+
+    Raises:
+        SyncFailed: the engines confirm different things.
+    """
+    first = acks[0]
+    for ack in acks[1:]:
+        if (ack.version, ack.tensors, ack.nbytes, ack.digest) != (
+            first.version, first.tensors, first.nbytes, first.digest
+        ):  # fmt: skip
+            raise SyncFailed(f"weights: version {first.version}: the engines confirm different things: {first}, {ack}")
+    notes = list(dict.fromkeys(ack.note for ack in acks if ack.note))
+    return replace(
+        first,
+        seconds=max(ack.seconds for ack in acks),
+        rounded=any(ack.rounded for ack in acks),
+        note="; ".join(notes),
+    )
+
+
+def in_parallel(work: Sequence[Callable[[], T]]) -> list[T | Exception]:
+    """What each of them returns or raises, in order."""
+    if len(work) == 1:
+        return [_outcome(work[0])]
+    with ThreadPoolExecutor(len(work), thread_name_prefix="engine") as threads:
+        return list(threads.map(_outcome, work))
+
+
+def _outcome(work: Callable[[], T]) -> T | Exception:
+    try:
+        return work()
+    except Exception as error:  # the caller raises it once the others are done
+        return error
+
+
+def _first_failure(outcomes: Sequence[object]) -> None:
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+
+
+def _size(request: Request) -> int:
+    return len(request.prompt_ids) + request.sampling.max_new_tokens

@@ -1,0 +1,92 @@
+"""Workers with the scripted backend, and a look at the processes of this test."""
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from swift.rollout.engines.spec import EngineSpec
+from swift.rollout.engines.worker.client import WorkerEngine, WorkerTimeouts
+from swift.types import Request, SamplingParams
+
+FAKES = Path(__file__).parent.parent / "fakes"
+QUICK = WorkerTimeouts(start_s=120, heartbeat_s=0.25, close_s=3.0)
+
+
+def scripted_spec(**kwargs):
+    cores = kwargs.pop("cores", ())
+    return EngineSpec(
+        backend="scripted",
+        model="none",
+        plugins=(str(FAKES / "scripted_backend.py"),),
+        cores=cores,
+        engine_kwargs=kwargs,
+    )
+
+
+def scripted_worker(folder, *, name="engine 0 (cpu:0)", timeouts=None, restarts=3, options=None, **kwargs):
+    return WorkerEngine(
+        scripted_spec(**kwargs),
+        name=name,
+        log_file=folder / "logs" / f"{name.split()[1]}.log",
+        timeouts=replace(QUICK, **(timeouts or {})),
+        restarts=restarts,
+        **(options or {}),
+    )
+
+
+def requests(count, *, group="g", start=0):
+    return [Request(f"{group}/{i}", [1, 2, 3], SamplingParams(max_new_tokens=40, seed=start + i)) for i in range(count)]
+
+
+def tokens(completions):
+    done = {}
+    for completion in completions:
+        assert completion.request_id not in done, "came twice"
+        done[completion.request_id] = completion.token_ids
+    return done
+
+
+def expected_tokens(wanted, weights=b""):
+    """What the scripted backend samples, without any process."""
+    from scripted_engine import ScriptedEngine
+
+    engine = ScriptedEngine()
+    engine.weights = weights
+    return tokens(engine.generate(wanted))
+
+
+def family(process=None):
+    """All live descendants of this process."""
+    alive = []
+    for child in (process or psutil.Process()).children(recursive=True):
+        try:
+            if child.status() != psutil.STATUS_ZOMBIE:
+                alive.append(child)
+        except psutil.NoSuchProcess:
+            pass
+    return alive
+
+
+def wait_for(reached, limit_s=15.0):
+    deadline = time.monotonic() + limit_s
+    while not reached() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return reached()
+
+
+def alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def open_descriptors():
+    return sorted(os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if _is_open(name))
+
+
+def _is_open(name):
+    return os.path.lexists(f"/proc/self/fd/{name}")

@@ -1,0 +1,82 @@
+"""A backend plugin for worker processes: `ScriptedEngine` with faults that `engine_kwargs` choose.
+
+step_s: seconds of a step. nan: request ids whose first log-prob is NaN. frozen: request ids that make the engine stand
+still for good. endless: request ids that never end by themselves. bucket_s: seconds that a bucket takes. crash_on: raise
+something that is no error of ours at this request. children: processes to start ("plain", "stubborn"). fail: fails to
+start, "config" or "crash". old: cannot be paused in flight.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+from scripted_engine import ScriptedEngine
+
+from swift.errors import ConfigError
+from swift.plugin import inference_backends
+
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+)
+PLAIN = "print('up', flush=True); import time; time.sleep(600)"
+
+
+class ScriptedWorker(ScriptedEngine):
+    def __init__(self, spec):
+        kwargs = dict(spec.engine_kwargs)
+        fail = kwargs.get("fail")
+        if fail == "config":
+            raise ConfigError("--model: scripted: is refused, as told; choose another")
+        if fail == "crash":
+            print("about to crash, as told", flush=True)
+            os._exit(3)
+        super().__init__(step_s=kwargs.get("step_s", 0.0), max_model_len=spec.max_model_len or 4096)
+        if kwargs.get("old"):
+            self.capabilities = replace(self.capabilities, in_flight_updates=False)
+        self.kwargs = kwargs
+        self.facts = {"affinity": sorted(os.sched_getaffinity(0)), "omp": os.environ.get("OMP_NUM_THREADS")}
+        self.children = []
+        for kind in kwargs.get("children", ()):
+            code = STUBBORN if kind == "stubborn" else PLAIN
+            child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+            child.stdout.readline()
+            self.children.append(child)
+
+    def _step(self):
+        self.counters.decode_steps += 1
+        self.counters.decode_rows += len(self._outstanding)
+        if set(self.kwargs.get("frozen", ())) & set(self._outstanding):
+            stand_still()
+        if set(self.kwargs.get("crash_on", ())) & set(self._outstanding):
+            raise RuntimeError("scripted: crash, as told")
+        for name in set(self.kwargs.get("endless", ())) & set(self._outstanding):
+            self._outstanding[name].length = 1 << 30
+        ended = super()._step()
+        for completion in ended:
+            if completion.request_id in self.kwargs.get("nan", ()):
+                completion.logprobs[0] = float("nan")
+        return ended
+
+    def begin_update(self, manifest, version):
+        update = super().begin_update(manifest, version)
+        deliver = update._deliver
+
+        def slowly(bucket):
+            time.sleep(self.kwargs.get("bucket_s", 0.0))
+            deliver(bucket)
+
+        update._deliver = slowly
+        return update
+
+    def info(self):
+        return {**super().info(), **self.facts, "children": [child.pid for child in self.children]}
+
+
+def stand_still():
+    while True:
+        time.sleep(0.05)
+
+
+inference_backends["scripted"] = ScriptedWorker
