@@ -304,6 +304,8 @@ def _check_foldable(layer: Any, prefix: str) -> None:
             f"{where}: {', '.join(variants)} changes more than a low-rank sum and is not folded; "
             "use plain LoRA, or --vllm_enable_lora true"
         )
+    if getattr(layer.get_base_layer(), "bias", None) is None and any(layer.lora_bias.get(n) for n in layer.scaling):
+        raise ConfigError(f"{where}: lora_bias: the layer has no bias to fold it into; use --vllm_enable_lora true")
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,6 +130,7 @@ class RolloutPipeline:
         self.unit: TrainUnit | None = None
         self.epoch = 0.0
         self._ahead: deque[_Ahead] = deque()
+        self._restarts = 0
         self._thread = GenerationThread(collector, overlap=config.in_flight_updates)
 
     def windows(self, progress: Callable[[], TrainerProgress]) -> Iterator[TrainUnit]:

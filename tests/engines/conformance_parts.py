@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
+import os
 import subprocess
 import sys
 import time
@@ -30,8 +31,9 @@ GONE_LIMIT_S = 20.0
 class Backend:
     """A way to run an engine.
 
-    inner: whose engine it is. place: "here", in a "worker" process, or behind the HTTP of a "server". arch: qwen2 ties
-    its head to the embedding, llama does not.
+    inner: whose engine it is. place: "here", in a "worker" process, in the two workers of a "pool", or behind the HTTP
+    of a "server". arch: qwen2 ties its head to the embedding, llama does not. lora: the engine is made for adapters,
+    which some must know at the start.
     """
 
     name: str
@@ -46,6 +48,7 @@ BACKENDS = [
     Backend("vllm", "vllm", "here", "qwen2"),
     Backend("worker-transformers", "transformers", "worker", "llama"),
     Backend("worker-vllm", "vllm", "worker", "llama", lora=True),
+    Backend("pool", "transformers", "pool", "qwen2"),
     Backend("remote-transformers", "transformers", "server", "qwen2"),
     Backend("remote-vllm", "vllm", "server", "llama"),
     Backend("lmdeploy", "lmdeploy", "here", "qwen2"),
@@ -87,7 +90,7 @@ class Subject:
             eos_token_ids=(self.eos,),
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=64,
-            lora=backend.lora or backend.inner == "transformers",
+            lora=backend.lora,
             sleep=True,
             enforce_eager=True,
         )
@@ -109,19 +112,33 @@ class Subject:
         if self.backend.place == "here":
             return build_engine(self.spec)
         if self.backend.place == "worker":
-            from swift.rollout.engines.worker.client import WorkerEngine
+            return self._worker(self.backend.name)
+        if self.backend.place == "pool":
+            from swift.rollout.engines.pool import EnginePool
 
-            log = self.logs / f"{self.backend.name}-{time.monotonic_ns()}.log"
-            return WorkerEngine(self.spec, name=self.backend.name, log_file=log, restarts=0)
+            return EnginePool([self._worker("engine 0"), self._worker("engine 1")])
         from swift.rollout.engines.remote import RemoteEngine
 
         self._server = Server(self.spec, self.logs / f"{self.backend.name}-{time.monotonic_ns()}.log")
         return RemoteEngine(self._server.url, spec=self.spec)
 
-    def process(self, which):
-        """One of the processes behind the engine: the first that was started, or the one that holds the model."""
+    def _worker(self, name):
+        from swift.rollout.engines.worker.client import WorkerEngine
+
+        log = self.logs / f"{name}-{time.monotonic_ns()}.log"
+        return WorkerEngine(self.spec, name=name, log_file=log, restarts=0)
+
+    def kill(self, victim):
+        """Kill the engine's first process, or the one that holds the model; in a pool those of both engines."""
+        engines = 2 if self.backend.place == "pool" else 1
         alive = [process for process in self.traces.started if process.is_running()]
-        return alive[0] if which == "first process" else max(alive, key=lambda one: one.memory_info().rss)
+        if victim == "first process":
+            chosen = [process for process in alive if process.ppid() == os.getpid()][:engines]
+        else:
+            chosen = sorted(alive, key=lambda one: one.memory_info().rss)[-engines:]
+        assert len(chosen) == engines
+        for process in chosen:
+            process.kill()
 
     def next_version(self):
         self.version = max(self.version, self.engine.version) + 1

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -266,7 +267,7 @@ def test_a_worker_that_is_stopped_is_replaced_in_bounded_time(start):
 
 def test_a_worker_that_is_stopped_while_it_loads_weights_fails_the_update(start):
     worker = start()
-    with pytest.raises(SyncFailed, match="bucket 2: its process gave no sign of life for 0.75 s"):
+    with pytest.raises(SyncFailed, match=r"bucket 2: its process gave no sign of life for 0\.75 s"):
         worker.load_weights(Interfering(two_layers(1), 1, lambda: kill(worker, signal.SIGSTOP)), 1)
 
 
@@ -367,14 +368,14 @@ def test_what_the_engine_refuses_at_its_start_arrives_as_it_is(start):
 
 def test_a_process_that_ends_at_its_start_is_not_tried_again(start):
     worker = start(fail="crash")
-    with pytest.raises(EngineDead, match="ended with exit code 3 while it started; log .*about to crash, as told"):
+    with pytest.raises(EngineDead, match=r"ended with exit code 3 while it started; log .*about to crash, as told"):
         worker.wait_ready()
     assert worker.counters.restarts == 0
 
 
 def test_a_start_that_takes_too_long_is_ended(start):
     worker = start(timeouts={"start_s": 0.3})
-    with pytest.raises(EngineDead, match="did not start within 0.3 s"):
+    with pytest.raises(EngineDead, match=r"did not start within 0\.3 s"):
         worker.wait_ready()
 
 
@@ -418,6 +419,7 @@ def test_close_while_it_starts_is_prompt(start):
 
 def test_what_the_engine_started_ends_with_it_however_stubborn(start):
     worker = start(children=["plain", "stubborn"], timeouts={"close_s": 1.0})
+    assert worker.capabilities
     children = worker.info()["children"]
     assert all(alive(child) for child in children)
     kill(worker)
@@ -434,12 +436,12 @@ def test_twenty_workers_leave_no_descriptor_no_segment_and_no_process(tmp_path):
         worker.close()
 
     once(0)  # what is opened once and stays: libraries, caches
-    threads, before, segments = threading.active_count(), open_descriptors(), set(os.listdir("/dev/shm"))
+    threads, before, segments = threading.active_count(), open_descriptors(), set(Path("/dev/shm").iterdir())
     for number in range(1, 21):
         once(number)
     after = open_descriptors()
     assert len(after) <= len(before), set(after) - set(before)
-    assert not [name for name in set(os.listdir("/dev/shm")) - segments if "swift" in name]
+    assert not [path for path in set(Path("/dev/shm").iterdir()) - segments if "swift" in path.name]
     assert threading.active_count() <= threads
     assert not family()
 
@@ -458,7 +460,7 @@ if __name__ == "__main__":
 
 
 def test_when_the_trainer_is_killed_no_process_is_left(tmp_path):
-    paths = os.pathsep.join([*sys.path, str(FAKES), os.path.dirname(__file__)])
+    paths = os.pathsep.join([*sys.path, str(FAKES), str(Path(__file__).parent)])
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(tmp_path)], env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE
     )

@@ -1,6 +1,6 @@
 """Workers with the scripted backend, and a look at the processes of this test."""
 
-import os
+import contextlib
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -85,8 +85,8 @@ def alive(pid):
 
 
 def open_descriptors():
-    return sorted(os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if _is_open(name))
-
-
-def _is_open(name):
-    return os.path.lexists(f"/proc/self/fd/{name}")
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the one that lists them
+            found.append(str(entry.readlink()))
+    return sorted(found)

@@ -1,9 +1,9 @@
 """A backend plugin for worker processes: `ScriptedEngine` with faults that `engine_kwargs` choose.
 
 step_s: seconds of a step. nan: request ids whose first log-prob is NaN. frozen: request ids that make the engine stand
-still for good. endless: request ids that never end by themselves. bucket_s: seconds that a bucket takes. crash_on: raise
-something that is no error of ours at this request. children: processes to start ("plain", "stubborn"). fail: fails to
-start, "config" or "crash". old: cannot be paused in flight.
+still for good. endless: request ids that never end by themselves. bucket_s: seconds that a bucket takes. crash_on:
+request ids at which it raises something that is no error of ours. children: processes to start ("plain", "stubborn").
+fail: fails to start, "config" or "crash". old: cannot be paused in flight.
 """
 
 import os
@@ -54,6 +54,7 @@ class ScriptedWorker(ScriptedEngine):
         for name in set(self.kwargs.get("endless", ())) & set(self._outstanding):
             self._outstanding[name].length = 1 << 30
         ended = super()._step()
+        self._aborting -= {completion.request_id for completion in ended}  # an id may come again
         for completion in ended:
             if completion.request_id in self.kwargs.get("nan", ()):
                 completion.logprobs[0] = float("nan")

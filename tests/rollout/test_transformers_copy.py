@@ -473,6 +473,16 @@ def test_level_two_gives_the_weights_up_and_level_one_says_that_they_stay(nano_f
     assert gap(model, ask(), sampled(engine)) < 1e-5
 
 
+def test_a_copy_made_for_adapters_keeps_its_base_at_level_two(nano_folders):
+    model = load(nano_folders["llama"])
+    engine = copy_engine(model, keeps_base=True)
+    policy = adapted(model)
+    engine.load_adapter(adapter_of(policy), 1)
+    assert "only adapters are published" in engine.sleep(2).note
+    engine.wake()
+    assert gap(policy, ask(), sampled(engine)) < 1e-5
+
+
 def test_a_sleeping_engine_can_be_rebuilt(nano_folders):
     model = load(nano_folders["qwen2"])
     engine = copy_engine(model)

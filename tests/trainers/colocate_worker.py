@@ -1,4 +1,4 @@
-"""One process of a GRPO run on spread parameters beside an engine with weights of its own: see test_colocate_sharded.py.
+"""One process of a GRPO run on several ranks, each with an engine that has weights of its own.
 
 `python colocate_worker.py <task.json>` under torchrun's variables. Each rank writes what its run ended with.
 """
@@ -45,7 +45,8 @@ def main(path: str) -> None:
     """Run the task."""
     task = json.loads(Path(path).read_text())
     collectives = join_processes(60, always=bool(task.get("deepspeed") or task.get("fsdp")))
-    engine = build_engine(EngineSpec(model=task["model"], backend="transformers", eos_token_ids=()))  # as in a run, first
+    # as in a run, the engine comes first: once ZeRO-3 is set up it would spread the engine's weights too
+    engine = build_engine(EngineSpec(model=task["model"], backend="transformers", eos_token_ids=()))
     trainer = build(task)
     own_memory(trainer.model)
     publisher = WeightPublisher(engine, source=lambda: PolicyWeights(trainer.model), ranks=trainer.collectives)

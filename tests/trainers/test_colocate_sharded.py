@@ -16,7 +16,6 @@ HERE = Path(__file__).parent
 LIMIT_S = 240
 WAYS = {
     "ddp": {},
-    "zero1": {"deepspeed": "zero1"},
     "zero2": {"deepspeed": "zero2"},
     "zero3": {"deepspeed": "zero3"},
     "fsdp2": {"fsdp": "full_shard"},

@@ -242,7 +242,8 @@ class InferenceEngine(ABC):
     def sleep(self, level: SleepLevel) -> SleepReport:
         """Release memory: 0 nothing, 1 keeps the weights on the host, 2 drops them (publish before sampling again).
 
-        Asleep already: goes deeper, or does nothing.
+        Asleep already: goes deeper, or does nothing. An engine that is made for adapters (`EngineSpec.lora`) keeps its
+        base weights at level 2 and says so, because nobody would send them again.
 
         Raises:
             EngineError: requests are outstanding.

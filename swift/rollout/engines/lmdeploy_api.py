@@ -80,7 +80,8 @@ def _require_package() -> None:
         )
     if _version().split(".")[:2] != SUPPORTED.split("."):
         raise ResourceError(
-            f"lmdeploy: {_version()}: only {SUPPORTED} is supported; pip install 'lmdeploy=={SUPPORTED}.*', or {INSTEAD}"
+            f"lmdeploy: {_version()}: only {SUPPORTED} is supported; pip install 'lmdeploy=={SUPPORTED}.*', or "
+            f"{INSTEAD}"
         )
 
 

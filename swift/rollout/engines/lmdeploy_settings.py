@@ -51,6 +51,10 @@ def kind_of(spec: EngineSpec) -> Kind:
             f"--torch_dtype: {spec.dtype}: LMDeploy computes in {' or '.join(DTYPES)} only; use --torch_dtype "
             f"bfloat16, or {INSTEAD}"
         )
+    if kind == "pytorch" and spec.engine_kwargs.get("empty_init"):
+        raise ConfigError(
+            "engine_kwargs: empty_init true: the PyTorch engine starts with the folder's weights; drop it"
+        )
     device_indexes(spec)
     return kind
 
@@ -125,9 +129,7 @@ def _refusal(spec: EngineSpec, kind: Kind, error: Exception) -> str:
     return f"--use_lmdeploy: true: LMDeploy refuses its configuration ({error or type(error).__name__})"
 
 
-def generation_config(
-    api: LMDeploy, sampling: SamplingParams, *, room: int, end_token_ids: tuple[int, ...]
-) -> Any:
+def generation_config(api: LMDeploy, sampling: SamplingParams, *, room: int, end_token_ids: tuple[int, ...]) -> Any:
     """A request's sampling in LMDeploy's words, with each of its defaults that would change it set.
 
     Without `do_sample` the temperature is ignored, `top_k` would be 50, and without `include_stop_str_in_output` the

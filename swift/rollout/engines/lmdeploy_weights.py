@@ -24,7 +24,7 @@ from torch import Tensor
 
 from swift.errors import SyncFailed
 from swift.rollout.engines.lmdeploy_api import LMDeploy
-from swift.rollout.weight_sync.base import Ack, Bucket, TensorInfo, WeightUpdate, torch_dtype
+from swift.rollout.weight_sync.base import Ack, Bucket, TensorInfo, WeightUpdate, dtype_name, torch_dtype
 
 Receive = Callable[[Any], None]
 """Hands an UpdateParamsRequest to the engine and waits, within bounds, until it was taken."""
@@ -173,8 +173,7 @@ class Pulse:
         """After an update; returns a note, or "".
 
         Raises:
-            SyncFailed: log-probs that no model has, other ones than before from equal weights, or the same ones
-                after several updates that changed the weights.
+            SyncFailed: log-probs that no model has, or the same ones after several updates that changed the weights.
         """
         pulse = self._take()
         where = f"weights: version {version} for lmdeploy"
@@ -200,10 +199,10 @@ class FolderWeights:
 
     Args:
         folder: with safetensors files.
-        infos: name and shape of every tensor to send.
+        names: of the tensors to send; those that no file has are left out.
     """
 
-    def __init__(self, folder: str | Path, infos: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+    def __init__(self, folder: str | Path, names: Sequence[str]) -> None:
         from safetensors import safe_open
 
         self._files: dict[str, Path] = {}
@@ -211,19 +210,26 @@ class FolderWeights:
             with safe_open(file, framework="pt") as tensors:
                 self._files |= dict.fromkeys(tensors.keys(), file)
         layers: dict[int, list[str]] = {}
-        for name, _ in infos:
+        for name in (one for one in names if one in self._files):
             found = _LAYER.search(name)
             layers.setdefault(int(found[1]) if found else -1, []).append(name)
         self._groups = [layers[key] for key in sorted(layers, key=lambda key: (key < 0, key))]
 
     def manifest(self) -> tuple[TensorInfo, ...]:
         """See `WeightSource`."""
-        return tuple(TensorInfo.of(name, tensor) for bucket in self.buckets() for name, tensor in bucket.tensors)
+        from safetensors import safe_open
+
+        found = []
+        for name in (name for group in self._groups for name in group):
+            with safe_open(self._files[name], framework="pt") as tensors:
+                part = tensors.get_slice(name)
+                found.append(TensorInfo(name, dtype_name(part[0:0].dtype), tuple(part.get_shape())))
+        return tuple(found)
 
     def buckets(self) -> Iterator[Bucket]:
         """A layer each, then the rest."""
         for group in self._groups:
-            yield Bucket([(name, self._read(name)) for name in group if name in self._files])
+            yield Bucket([(name, self._read(name)) for name in group])
 
     def _read(self, name: str) -> Tensor:
         from safetensors import safe_open

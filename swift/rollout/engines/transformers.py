@@ -18,6 +18,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,6 +71,7 @@ class TransformersEngine(InferenceEngine):
         cache_bytes: most bytes of key/value cache; a fixed number keeps batch shapes reproducible.
         reload: loads the weights of version 0 again. Given, `model` is a copy that belongs to this engine; None says
             that it is the trainer's.
+        keeps_base: only adapters will be published, so that level 2 of `sleep` must not drop the weights.
 
     Raises:
         ConfigError: an architecture that can neither be packed nor decoded with its own cache.
@@ -85,6 +87,7 @@ class TransformersEngine(InferenceEngine):
         max_rows: int = 256,
         cache_bytes: int = 2 << 30,
         reload: Callable[[], nn.Module] | None = None,
+        keeps_base: bool = False,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -96,6 +99,7 @@ class TransformersEngine(InferenceEngine):
         self._config = model.config.get_text_config()  # type: ignore[union-attr, operator]
         self._size = sum(parameter.numel() for parameter in model.parameters())
         self._reload = reload
+        self._keeps_base = keeps_base
         self._memory = WeightMemory(model) if reload is not None else None
         self._adapter: FoldedAdapter | None = None
         self._base_version = 0
@@ -411,6 +415,9 @@ class TransformersEngine(InferenceEngine):
         assert self._memory is not None
         if self._adapter is not None:
             self._adapter.to_host()
+        if level == 2 and self._keeps_base:
+            report = self._memory.sleep(1)
+            return replace(report, note=f"base weights are kept: only adapters are published; {report.note}")
         if level == 2:
             self._adapter = None
         return self._memory.sleep(level)
@@ -553,6 +560,7 @@ def build(spec: EngineSpec) -> TransformersEngine:
         max_rows=spec.max_num_seqs,
         cache_bytes=cache,
         reload=load,
+        keeps_base=spec.lora,
     )
 
 

@@ -339,8 +339,14 @@ class VLLMEngine(InferenceEngine):
 
         Raises:
             EngineError: also when kept requests sample with an adapter, which the update drops.
+            Unsupported: also with LoRA layers, below which an older vLLM cannot replace weights.
         """
         self._check_whole()
+        if self.spec.lora and not self._vllm.reloads_under_adapters:
+            raise Unsupported(
+                f"--vllm_enable_lora: true: vLLM {self._vllm.version} cannot replace the weights below LoRA layers; "
+                "send adapters only, install a newer vLLM, or --vllm_enable_lora false"
+            )
         if "weights" in self._asleep:
             raise EngineAsleep("engine: vllm: asleep: it takes no weights; wake them first")
         self._check_idle("new weights")

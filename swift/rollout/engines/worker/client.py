@@ -543,6 +543,8 @@ class WorkerEngine(InferenceEngine):
         if self._void:
             return Health(False, self.version, f"its weights are void: {self._void}")
         link = self._link
+        if self._capabilities is None and not link.lost:
+            return Health(False, self.version, "starting")
         try:
             state = link.ask("health", HEALTH_S)
         except (WorkerLost, CallTimeout, SwiftError) as error:
@@ -554,7 +556,9 @@ class WorkerEngine(InferenceEngine):
     def info(self) -> dict[str, Any]:
         """See `InferenceEngine.info`; what the process says of itself as far as it answers."""
         facts: dict[str, Any] = {"worker": self.name, "pid": self.pid, "restarts": self.counters.restarts}
-        if not self._closed and self._dead is None:
+        if self._capabilities is None:
+            facts["state"] = "starting"
+        elif not self._closed and self._dead is None:
             try:
                 facts |= self._link.ask("info", HEALTH_S)
             except (WorkerLost, CallTimeout, SwiftError) as error:

@@ -13,7 +13,6 @@ engine can go on. The process ends with `close`, with its socket, and never leav
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import logging
 import os
@@ -24,13 +23,14 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import EngineDead, EngineError, SwiftError, SyncFailed
 from swift.rollout.engines.worker import protocol
 from swift.rollout.engines.worker.protocol import Message
+from swift.types import Completion
 
 if TYPE_CHECKING:
     import torch
@@ -79,6 +79,7 @@ class Host:
         self._engine: InferenceEngine | None = None
         self._update: WeightUpdate | None = None
         self._broadcast: BroadcastReceiver | None = None
+        self._stream: Iterator[Completion] | None = None
         self._outstanding: set[str] = set()
         self._taking = ""  # the request that is being submitted
         self._aborting: set[str] = set()  # aborted on their way to the engine
@@ -219,7 +220,7 @@ class Host:
         self._paused = False
 
     def _sample(self) -> None:
-        """Completions, until something else is to be done."""
+        """Completions, until something else is to be done; the stream is taken up again where it was left."""
         engine = self._live
         with self._changed:
             if self._calls:
@@ -227,29 +228,32 @@ class Host:
             self._streaming = True
             interrupts = self._interrupts
         self._phase = "decoding"
+        ended = False
         try:
             if engine.capabilities.in_flight_updates:
                 engine.resume()
-            with contextlib.closing(engine.stream()) as stream:  # type: ignore[type-var]
-                for completion in stream:
+            self._stream = self._stream or engine.stream()
+            while not self._calls and not ended:
+                completion = next(self._stream, None)
+                ended = completion is None
+                if completion is not None:
                     self._deliver(completion)
-                    if self._calls:
-                        break
         except Exception as error:
             self._failed(error)
-        finally:
-            with self._changed:
-                self._streaming = False
-                self._changed.wait_for(lambda: not self._interrupting)
-                undisturbed = interrupts == self._interrupts and not self._calls
-                lost = sorted(self._outstanding) if undisturbed else []
-            self._phase = "idle"
+        with self._changed:
+            self._streaming = False
+            self._changed.wait_for(lambda: not self._interrupting)
+            undisturbed = interrupts == self._interrupts and not self._calls
+            lost = sorted(self._outstanding) if ended and undisturbed else []
+        if ended:
+            self._stream = None
+        self._phase = "idle"
         if lost:
             self._failed(
                 EngineError(f"request: {lost[0]}: the engine's stream ended without it; a defect of the engine")
             )
 
-    def _deliver(self, completion: Any) -> None:
+    def _deliver(self, completion: Completion) -> None:
         self._delivered += 1
         with self._changed:
             self._outstanding.discard(completion.request_id)
@@ -271,6 +275,7 @@ class Host:
 
     def _emptied(self) -> bool:
         """Nobody waits for what the engine still holds; whether it let go of it."""
+        self._stream = None
         try:
             self._live.abort()
             for _ in self._live.stream():

@@ -1,0 +1,86 @@
+"""vLLM over two training processes (gloo), and over two processes of its own; the trainer's collectives go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from vllm_parts import LIMIT, children_of, drift, model_of, nudge, require_vllm, sample
+from vllm_parts import requests as some_requests
+from vllm_parts import spec_of as spec
+
+from swift.errors import ConfigError
+from swift.models.tiny import build_tiny
+from swift.rollout.engines.spec import build_engine
+from swift.rollout.weight_sync.policy import PolicyWeights
+
+require_vllm()
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return build_tiny(tmp_path_factory.mktemp("tiny"), arch="qwen2", size="tiny")
+
+
+def two_ranks(mode, folder):
+    """Run `vllm_rank.py` on two ranks; what each of them printed."""
+    segments = set(Path("/dev/shm").iterdir())
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"),
+        *("--rdzv-endpoint=localhost:0", str(HERE / "vllm_rank.py"), mode, str(folder)),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    facts = [json.loads(line.partition("FACTS")[2]) for line in done.stdout.splitlines() if "FACTS" in line]
+    assert sorted(one["rank"] for one in facts) == [0, 1], done.stdout[-2000:]
+    assert {one for one in Path("/dev/shm").iterdir() if "cpushm" in one.name} <= segments
+    for one in facts:
+        assert set(one["sums"]) == {3.0}
+        assert max(one["drifts"]) <= LIMIT
+        assert one["again"] == one["tokens"]
+        assert one["awake"] and one["freed"] > 0 and one["environment_kept"]
+    assert facts[0]["digest"] == facts[1]["digest"]
+    return facts
+
+
+def test_two_ranks_with_an_engine_each(folder):
+    first, second = two_ranks("own", folder)
+    assert not set(first["tokens"]) & set(second["tokens"])
+
+
+def test_two_ranks_with_one_engine_over_both(folder):
+    first, second = two_ranks("split", folder)
+    assert first["tokens"] == second["tokens"]
+
+
+def test_one_engine_over_processes_of_its_own(folder):
+    segments = set(Path("/dev/shm").iterdir())
+    engine = build_engine(spec(folder, tensor_parallel_size=2, devices=("cpu:0", "cpu:1")))
+    try:
+        model = model_of(folder)
+        for version in (1, 2):
+            nudge(model, seed=version)
+            engine.load_weights(PolicyWeights(model, move_model_batches=2), version)
+            assert drift(engine, model) <= LIMIT
+        before = {name: one.token_ids for name, one in sample(engine, some_requests()).items()}
+        assert engine.sleep(1).freed_bytes > 0
+        engine.wake()
+        assert {name: one.token_ids for name, one in sample(engine, some_requests()).items()} == before
+        assert len([line for line in children_of(os.getpid()) if "VLLM" in line]) == 2
+    finally:
+        engine.close()
+    assert [line for line in children_of(os.getpid()) if "VLLM" in line] == []
+    assert set(Path("/dev/shm").iterdir()) <= segments
+
+
+def test_tensor_parallelism_over_ranks_needs_ranks(folder):
+    with pytest.raises(ConfigError, match="--vllm_tensor_parallel_size: 2: torch.distributed is not initialised"):
+        build_engine(spec(folder, tensor_parallel_size=2, in_ranks=True))

@@ -1,0 +1,368 @@
+"""Which vLLM is accepted, and what it is told; vLLM itself is not needed here."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.machinery
+import os
+import random
+import sys
+import types
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from swift.errors import ConfigError, ResourceError
+from swift.rollout.engines import vllm_settings, vllm_versions
+from swift.rollout.engines.spec import EngineSpec
+from swift.rollout.engines.vllm_process import SharedGroups, remove_segments, same_environment, same_randomness
+from swift.rollout.engines.vllm_settings import CPU_KV_BYTES, CPU_KV_MINIMUM, KvShape
+from swift.rollout.engines.vllm_weights import ExpectedWeights, adapter_rank, loses_bits
+from swift.rollout.weight_sync.base import AdapterWeights, TensorInfo
+
+
+def spec(**changes):
+    return EngineSpec(backend="vllm", model="m", **changes)
+
+
+# --- versions -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Pretends that a version of vLLM is installed."""
+
+    def pretend(version):
+        monkeypatch.setattr(vllm_versions, "installed_version", lambda: version)
+
+    return pretend
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.29.1", "0.32.0", "0.32.0+cpu", "0.30.1.dev3"])
+def test_supported_versions(installed, version):
+    installed(version)
+    assert vllm_versions.require_version() == version
+
+
+@pytest.mark.parametrize("version", ["0.25.9", "0.33.0", "1.0.0", "dev"])
+def test_other_versions_are_refused_with_the_range(installed, version):
+    installed(version)
+    with pytest.raises(ResourceError, match=rf"vLLM {version} is not supported; .* 0.26 to 0.32, or --use_vllm false"):
+        vllm_versions.require_version()
+
+
+def test_a_missing_vllm_is_said_in_one_line(installed):
+    installed(None)
+    with pytest.raises(ResourceError) as refused:
+        vllm_versions.require_version()
+    assert refused.value.exit_code == 3
+    (line,) = refused.value.problems
+    assert "No module named 'vllm'" in line and "--use_vllm false" in line
+
+
+def test_no_vllm_has_no_version(monkeypatch):
+    monkeypatch.setattr(vllm_versions.importlib.util, "find_spec", lambda name: None)
+    assert vllm_versions.installed_version() is None
+
+
+@pytest.fixture
+def fake_vllm(monkeypatch, installed):
+    """A package that has exactly the names in use."""
+    installed("0.30.0")
+
+    def reset_prefix_cache(self, reset_running_requests=False):
+        """Has the parameter."""
+
+    for module, names in {**vllm_versions.USED, "vllm.lora.layers.base": ()}.items():
+        made = types.ModuleType(module)
+        made.__spec__ = importlib.machinery.ModuleSpec(module, None)
+        for name in names:
+            owner, _, attribute = name.partition(".")
+            if not hasattr(made, owner):
+                setattr(made, owner, type(owner, (), {}))
+            if attribute:
+                setattr(getattr(made, owner), attribute, reset_prefix_cache)
+        monkeypatch.setitem(sys.modules, module, made)
+    arguments = dataclasses.make_dataclass("EngineArgs", [(name, object, None) for name in vllm_versions.ENGINE_ARGS])
+    arguments.create_engine_config = reset_prefix_cache
+    sys.modules["vllm.engine.arg_utils"].EngineArgs = arguments
+    vllm_versions.load_vllm.cache_clear()
+    yield sys.modules
+    vllm_versions.load_vllm.cache_clear()
+
+
+def test_all_names_in_use_are_enough(fake_vllm):
+    assert vllm_versions.load_vllm().version == "0.30.0"
+
+
+@pytest.mark.parametrize(
+    ("module", "owner", "name"),
+    [
+        ("vllm.v1.engine.llm_engine", "LLMEngine", "step"),
+        ("vllm.v1.engine.core", None, "EngineCore"),
+        ("vllm.model_executor.model_loader.reload", None, "finalize_layerwise_reload"),
+    ],
+)
+def test_a_name_that_moved_is_refused_by_name(fake_vllm, module, owner, name):
+    delattr(fake_vllm[module] if owner is None else getattr(fake_vllm[module], owner), name)
+    with pytest.raises(ResourceError, match=rf"vLLM 0.30.0 has no {module}\..*{name}"):
+        vllm_versions.load_vllm()
+
+
+def test_an_argument_that_is_gone_is_refused_by_name(fake_vllm):
+    fields = [(name, object, None) for name in vllm_versions.ENGINE_ARGS if name != "logprobs_mode"]
+    arguments = dataclasses.make_dataclass("EngineArgs", fields)
+    arguments.create_engine_config = None
+    fake_vllm["vllm.engine.arg_utils"].EngineArgs = arguments
+    with pytest.raises(ResourceError, match=r"has no EngineArgs\.logprobs_mode"):
+        vllm_versions.load_vllm()
+
+
+def test_a_vllm_that_does_not_import_is_refused_with_the_reason(installed, monkeypatch):
+    installed("0.30.0")
+    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", None)
+    vllm_versions.load_vllm.cache_clear()
+    with pytest.raises(ResourceError, match="does not import"):
+        vllm_versions.load_vllm()
+
+
+def test_logs_are_quiet_unless_asked_for(monkeypatch):
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    with vllm_versions.quiet_logs():
+        assert os.environ["VLLM_LOGGING_LEVEL"] == "ERROR"
+    assert "VLLM_LOGGING_LEVEL" not in os.environ
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    with vllm_versions.quiet_logs():
+        assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
+
+
+# --- settings -----------------------------------------------------------------------------------------------
+
+
+def test_a_token_of_the_cache_is_keys_and_values_of_all_layers():
+    config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3, hidden_size=32)
+    assert KvShape.of(config, width=4, ranks=1).token_bytes == 2 * 3 * 2 * 8 * 4
+    assert KvShape.of(config, width=2, ranks=2).token_bytes == 2 * 3 * 1 * 8 * 2
+    assert KvShape.of(SimpleNamespace(), width=4, ranks=1).token_bytes == 0
+
+
+def test_the_cpu_cache_holds_every_sequence_unless_that_is_too_much():
+    free = 100 << 30
+    assert vllm_settings.cpu_kv_bytes(spec(max_num_seqs=8), KvShape(1024), 1024, free) == max(
+        CPU_KV_MINIMUM, 8 * (1024 + 32) * 1024
+    )
+    assert vllm_settings.cpu_kv_bytes(spec(max_num_seqs=4096), KvShape(1 << 20), 1024, free) == CPU_KV_BYTES
+    assert vllm_settings.cpu_kv_bytes(spec(max_num_seqs=1), KvShape(1), 32, free) == CPU_KV_MINIMUM
+
+
+def test_little_memory_makes_a_small_cache_that_still_holds_one_sequence():
+    small = vllm_settings.cpu_kv_bytes(spec(memory_share=0.5), KvShape(1 << 10), 1024, 1 << 30)
+    assert small == int((1 << 30) * 0.5 * 0.25)
+    one = vllm_settings.cpu_kv_bytes(spec(max_model_len=4096), KvShape(1 << 16), 4096, 1 << 30)
+    assert one == (4096 + 32) << 16
+
+
+def arguments(on_cpu=True, **changes):
+    return vllm_settings.engine_arguments(
+        spec(**changes), on_cpu=on_cpu, limit=512, kv_bytes=1 << 20 if on_cpu else None, executor="uni"
+    )
+
+
+def test_on_a_cpu_prompts_are_never_cut_and_blocks_are_small():
+    told = arguments(max_model_len=512)
+    assert (told["enable_chunked_prefill"], told["block_size"], told["enforce_eager"]) == (False, 32, True)
+    assert told["max_num_batched_tokens"] >= 512
+    assert told["kv_cache_memory_bytes"] == 1 << 20
+    assert "enable_sleep_mode" not in told
+
+
+def test_on_a_gpu_vllm_sizes_its_cache_and_may_sleep():
+    told = arguments(on_cpu=False, memory_share=0.4, sleep=True)
+    assert (told["gpu_memory_utilization"], told["enable_sleep_mode"], told["enforce_eager"]) == (0.4, True, False)
+    assert not {"block_size", "enable_chunked_prefill", "kv_cache_memory_bytes"} & set(told)
+
+
+def test_logprobs_are_those_of_the_distribution_drawn_from():
+    assert arguments()["logprobs_mode"] == "processed_logprobs"
+
+
+def test_the_users_arguments_win_in_either_spelling():
+    told = arguments(engine_kwargs={"block-size": 64, "seed": 9})
+    assert (told["block_size"], told["seed"]) == (64, 9)
+
+
+def test_all_arguments_are_among_those_that_are_checked():
+    told = arguments(lora=True, limit_mm_per_prompt={"image": 1}) | arguments(on_cpu=False)
+    assert set(told) <= set(vllm_versions.ENGINE_ARGS)
+
+
+@pytest.mark.parametrize(("rank", "held"), [(1, 1), (2, 8), (8, 8), (9, 16), (257, 320), (4096, 512)])
+def test_ranks_are_rounded_up_to_what_vllm_knows(rank, held):
+    assert vllm_versions.lora_rank_at_least(rank) == held
+
+
+# --- what an update must bring ------------------------------------------------------------------------------
+
+
+def checkpoint(folder, tensors, *, tied=False, model_class=None):
+    save_file(tensors, folder / "model.safetensors")
+    return ExpectedWeights.of_checkpoint(folder, model_class=model_class, tied=tied)
+
+
+def infos(**shapes):
+    return [TensorInfo(name.replace("__", "."), "float32", shape) for name, shape in shapes.items()]
+
+
+def test_an_update_names_what_is_missing_unknown_or_of_another_shape(tmp_path):
+    expected = checkpoint(tmp_path, {"a.weight": torch.zeros(2, 3), "b.weight": torch.zeros(4)})
+    assert expected.check(infos(a__weight=(2, 3), b__weight=(4,))) == []
+    assert expected.check(infos(a__weight=(3, 2), c__weight=(1,))) == [
+        "a.weight has shape [3, 2], the engine's [2, 3]",
+        "c.weight is not one of the model's (nearest: a.weight)",
+        "b.weight is missing",
+    ]
+
+
+def test_the_tied_head_may_come_or_not(tmp_path):
+    expected = checkpoint(tmp_path, {"model.embed_tokens.weight": torch.zeros(7, 3)}, tied=True)
+    with_head = infos(model__embed_tokens__weight=(7, 3), lm_head__weight=(7, 3))
+    assert (expected.check(with_head), expected.lacks_head(with_head)) == ([], False)
+    assert (expected.check(with_head[:1]), expected.lacks_head(with_head[:1])) == ([], True)
+    assert expected.check(infos(model__embed_tokens__weight=(7, 3), lm_head__weight=(3, 7))) != []
+    assert expected.numbers == 21
+
+
+def test_an_untied_head_must_come(tmp_path):
+    expected = checkpoint(
+        tmp_path, {"model.embed_tokens.weight": torch.zeros(7, 3), "lm_head.weight": torch.zeros(7, 3)}
+    )
+    assert expected.check(infos(model__embed_tokens__weight=(7, 3))) == ["lm_head.weight is missing"]
+
+
+def test_the_decoders_prefix_may_be_written_or_not(tmp_path):
+    """GPT-2's first checkpoints have `wte.weight`, those that transformers saves `transformer.wte.weight`."""
+    model_class = SimpleNamespace(base_model_prefix="transformer")
+    expected = checkpoint(tmp_path, {"wte.weight": torch.zeros(7, 3)}, tied=True, model_class=model_class)
+    assert expected.check(infos(transformer__wte__weight=(7, 3))) == []
+    assert expected.is_embedding("transformer.wte.weight")
+
+
+def test_tensors_that_no_model_reads_are_not_asked_for(tmp_path):
+    model_class = SimpleNamespace(base_model_prefix="model", _keys_to_ignore_on_load_unexpected=[r"^mtp\."])
+    tensors = {"a.weight": torch.zeros(2), "x.rotary_emb.inv_freq": torch.zeros(2), "mtp.weight": torch.zeros(2)}
+    assert checkpoint(tmp_path, tensors, model_class=model_class).check(infos(a__weight=(2,))) == []
+
+
+def test_a_folder_without_safetensors_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="has no safetensors files"):
+        ExpectedWeights.of_checkpoint(tmp_path, model_class=None, tied=False)
+
+
+def test_of_several_sets_of_files_the_index_counts(tmp_path):
+    save_file({"a.weight": torch.zeros(2)}, tmp_path / "model-00001-of-00001.safetensors")
+    save_file({"other": torch.zeros(2)}, tmp_path / "consolidated.safetensors")
+    index = '{"weight_map": {"a.weight": "model-00001-of-00001.safetensors"}}'
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert set(ExpectedWeights.of_checkpoint(tmp_path, model_class=None, tied=False).shapes) == {"a.weight"}
+
+
+def test_an_adapter_must_belong_to_the_model(tmp_path):
+    expected = checkpoint(tmp_path, {"q.weight": torch.zeros(6, 4), "experts.0.up.weight": torch.zeros(2, 2)})
+
+    def problems(**tensors):
+        named = {f"base_model.model.{name.replace('__', '.')}": torch.zeros(shape) for name, shape in tensors.items()}
+        return expected.check_adapter(AdapterWeights({"r": 2}, named))
+
+    assert problems(q__lora_A__weight=(2, 4), q__lora_B__weight=(6, 2), experts__lora_A__weight=(9, 9)) == []
+    assert "belongs to no layer" in problems(k__lora_A__weight=(2, 4))[0]
+    assert "has shape [2, 5], its layer [6, 4]" in problems(q__lora_A__weight=(2, 5))[0]
+    assert "the only thing that vLLM takes" in problems(q__modules_to_save__weight=(6, 4))[0]
+
+
+def test_the_rank_of_an_adapter_is_its_largest():
+    tensors = {
+        "x.lora_A.weight": torch.zeros(4, 9),
+        "y.lora_A.weight": torch.zeros(7, 9),
+        "x.lora_B.weight": torch.zeros(9, 4),
+    }
+    assert adapter_rank(AdapterWeights({"r": 4}, tensors)) == 7
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "lost"),
+    [
+        ("float32", "float32", False),
+        ("float32", "bfloat16", True),
+        ("bfloat16", "float32", False),
+        ("bfloat16", "float16", True),
+        ("float16", "bfloat16", True),
+        ("int64", "bfloat16", False),
+    ],
+)
+def test_which_types_round(source, target, lost):
+    assert loses_bits(source, target) is lost
+
+
+# --- the process --------------------------------------------------------------------------------------------
+
+
+def test_randomness_continues_where_it_stood():
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    with same_randomness():
+        random.random(), np.random.rand(), torch.rand(3), torch.manual_seed(1)
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+
+
+def test_the_environment_is_afterwards_what_it_was(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    set_num_threads = torch.set_num_threads
+    with same_environment({"VLLM_X": "1"}):
+        assert os.environ["VLLM_X"] == "1"
+        os.environ["LOCAL_WORLD_SIZE"] = "1"
+        os.environ["LD_PRELOAD_X"] = "y"
+        torch.set_num_threads = None
+    assert (os.environ["LOCAL_WORLD_SIZE"], torch.set_num_threads) == ("2", set_num_threads)
+    assert not {"VLLM_X", "LD_PRELOAD_X"} & set(os.environ)
+
+
+def test_groups_end_with_the_last_engine_and_a_trainers_group_stays(monkeypatch):
+    destroyed, exists = [], True
+    monkeypatch.setattr("swift.rollout.engines.vllm_process.default_group_exists", lambda: exists)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda group=None: destroyed.append(group))
+    shared = SharedGroups()
+    own = SimpleNamespace()
+
+    def destroy():
+        torch.distributed.destroy_process_group(own)
+        torch.distributed.destroy_process_group()
+
+    shared.enter()
+    shared.enter()
+    shared.leave(destroy)
+    assert destroyed == []
+    shared.leave(destroy)
+    assert destroyed == [own]
+    exists = False
+    shared.enter()
+    shared.leave(destroy)
+    assert destroyed == [own, own, None]
+
+
+def test_only_the_named_segments_are_removed():
+    from pathlib import Path
+
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        pytest.skip("no shared memory folder")
+    mine, other = (folder / f"swift-test-{os.getpid()}-{name}-tp-cpushm_0" for name in ("a", "b"))
+    try:
+        mine.touch()
+        other.touch()
+        remove_segments([f"swift-test-{os.getpid()}-a"])
+        assert (mine.exists(), other.exists()) == (False, True)
+    finally:
+        mine.unlink(missing_ok=True)
+        other.unlink(missing_ok=True)
