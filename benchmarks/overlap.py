@@ -75,7 +75,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="transformers", choices=["transformers", "vllm"])
     parser.add_argument("--pairs", type=int, default=3, help="runs of each kind, taken in turns")
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each run")
+    parser.add_argument("--steps", type=int, default=16, help="optimizer steps of each run")
     parser.add_argument("--size", default="tiny", help="model of swift.models.tiny: nano 0.04M, tiny 0.6M, small 24M")
     parser.add_argument("--groups", type=int, default=12, help="groups of 8 completions in a step")
     parser.add_argument("--completion_tokens", type=int, default=96, help="most tokens of a completion")

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ def facts() -> dict[str, Any]:
 
     return {
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in PACKAGES},
+        "versions": {name: version(name) for name in PACKAGES if find_spec(name)},
         "machine": {
             "architecture": platform.machine(),
             "processor": _processor(),

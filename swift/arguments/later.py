@@ -26,6 +26,11 @@ class Feature:
 
 FEATURES: tuple[Feature, ...] = (
     Feature(
+        "Servers",
+        "generation servers come",
+        {"vllm_mode": (None, "colocate", "dedicated"), "vllm_server_host": ([],), "vllm_server_base_url": ([],)},
+    ),
+    Feature(
         "Algorithms",
         "this loss comes",
         {
@@ -91,7 +96,7 @@ def check(args: Any, given: Collection[str] | None = None) -> list[str]:
             unmentioned. None counts every setting.
     """
     if isinstance(args, RolloutServerArguments):
-        return ["rollout: mode: the generation server comes with the Engines part of swift; use swift infer"]
+        return ["rollout: mode: the generation server comes with the Servers part of swift; use swift infer"]
     lines = []
     for feature in FEATURES:
         wanted = {

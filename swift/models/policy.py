@@ -173,9 +173,12 @@ def adapter_errors(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Hides transformers' progress bars for reading and writing weights, which take a moment here."""
+    """Hides what libraries say while reading and writing weights: progress bars, and DeepSpeed's look for a device."""
     from transformers.utils import logging
 
+    from swift.models.sharded import settle_accelerator
+
+    settle_accelerator()
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -9,11 +9,18 @@ caller needs no case for it, and neither library is imported before one of its p
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+
+def settle_accelerator() -> None:
+    """Spare users a warning: where DeepSpeed is installed, transformers imports it, and it looks for a device."""
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def is_zero3(tensor: Tensor) -> bool:

@@ -21,7 +21,7 @@ Rows = Sequence[Mapping[str, Any]]
 Panel = tuple[str, dict[str, str], dict[str, str]]
 """Title, log key -> label, and evaluation's log key -> label."""
 
-PHASES = ("generate", "reward", "train", "sync", "eval", "save")
+PHASES = ("generate", "reward", "train", "sync", "memory", "eval", "save")
 """The stacked phases, bottom up; they do not overlap."""
 
 _WIDTH_IN, _PANEL_HEIGHT_IN, _DPI = 8.0, 3.0, 110

@@ -9,7 +9,7 @@ from typing import Any
 from swift.observability.jsonl import series
 from swift.observability.progress import format_seconds
 
-_PHASES = ("generate", "reward", "train", "sync")
+_PHASES = ("generate", "reward", "train", "sync", "memory")
 _FILES = (
     ("logging.jsonl", "all numbers"),
     ("completions.jsonl", "all completions"),

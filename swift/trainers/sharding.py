@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from swift.errors import ConfigError, ResourceError, join_problems, suggest
+from swift.models.sharded import settle_accelerator
 
 _OFFLOAD = {"device": "cpu", "pin_memory": True}
 
@@ -95,13 +96,12 @@ def deepspeed_config(args: Any) -> dict[str, Any] | None:
 
 
 def require_deepspeed(args: Any) -> None:
-    """Checks `--deepspeed` before anything is loaded, and prepares the environment for its import.
+    """Checks `--deepspeed` before anything is loaded.
 
     Raises:
         ResourceError: the package is missing.
         ConfigError: see `deepspeed_config`.
     """
-    _choose_accelerator()
     if not args.deepspeed:
         return
     if importlib.util.find_spec("deepspeed") is None:
@@ -183,14 +183,6 @@ def _not_about_checkpointing(record: logging.LogRecord) -> bool:
 def stage_of(args: Any) -> int:
     """ZeRO's stage; 0 without `--deepspeed`."""
     return int((deepspeed_config(args) or {}).get("zero_optimization", {}).get("stage", 0))
-
-
-def _choose_accelerator() -> None:
-    """Spare a warning: DeepSpeed is also imported by others, wherever it is installed, and looks for a device."""
-    import torch
-
-    if not torch.accelerator.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def _make_deepspeed_state() -> None:
@@ -317,6 +309,7 @@ def _zero_problems(given: Mapping[str, Any]) -> list[str]:
         found.append("zenflow: updates at times of its own; remove it")
     if importlib.util.find_spec("deepspeed") is None:
         return found
+    settle_accelerator()
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError
 

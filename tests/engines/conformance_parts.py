@@ -61,6 +61,8 @@ def missing(backend):
 
     if importlib.util.find_spec(backend.inner) is None:
         return f"{backend.inner} is not installed"
+    if backend.place == "server" and importlib.util.find_spec("swift.rollout.engines.remote") is None:
+        return "swift rollout is not built yet"
     if backend.inner == "lmdeploy" and not torch.cuda.is_available():
         return "lmdeploy needs a GPU"
     return None

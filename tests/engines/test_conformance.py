@@ -509,6 +509,17 @@ def test_c17_an_adapter_is_loaded_replaced_and_dropped(subject):
     assert gap(subject.model, request, run(subject.engine, [request])[0]) < TOLERANCE
 
 
+def test_c17_an_update_of_all_weights_ends_the_adapter(subject):
+    need(subject, subject.engine.capabilities.lora, "LoRA adapters")
+    _, adapter = with_adapter(subject, seed=1)
+    subject.engine.load_adapter(adapter, subject.next_version())
+    changed, request = noisy(subject), ask("r")
+    subject.publish(changed)
+    assert gap(changed, request, run(subject.engine, [request])[0]) < TOLERANCE
+    subject.engine.drop_adapter()
+    assert gap(changed, request, run(subject.engine, [request])[0]) < TOLERANCE
+
+
 def test_c17_without_the_capability_an_adapter_is_refused(subject):
     if subject.engine.capabilities.lora:
         pytest.skip(f"{subject.backend.name}: loads LoRA adapters")
@@ -596,7 +607,38 @@ def test_c20_an_engine_with_work_does_not_fall_asleep(subject):
     assert [completion.request_id for completion in subject.engine.stream()] == ["r"]
 
 
-# --- C21 to C24 --------------------------------------------------------------------------------------------------
+# --- C23, C24: nothing and everything ------------------------------------------------------------------------------
+
+
+def test_c23_an_empty_batch_gives_nothing(subject):
+    assert list(subject.engine.generate([])) == []
+    assert list(subject.engine.stream()) == []
+    subject.engine.abort()
+    assert list(subject.engine.stream()) == []
+
+
+KINDS = ["embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+         "input_layernorm", "post_attention_layernorm", "model.norm", "bias"]  # fmt: skip
+
+
+def test_c24_every_kind_of_weight_arrives(subject):
+    """Noise on one kind at a time: what is not taken over, or to the wrong place, shows in the log-probs."""
+    requests = [ask(i, [80 + i] * 6, seed=i, max_new_tokens=8) for i in range(4)]
+    present = [kind for kind in KINDS if any(kind in name for name, _ in subject.model.named_parameters())]
+    assert len(present) >= 11
+    for kind in present:
+        changed = noisy(subject, scale=0.1, only=kind)
+        subject.publish(changed)
+        completions = run(subject.engine, requests)
+        pairs = list(zip(requests, completions, strict=True))
+        assert max(gap(changed, *pair) for pair in pairs) < TOLERANCE, kind
+        assert max(gap(subject.model, *pair) for pair in pairs) > 1e-4, f"{kind}: its noise does not show"
+    subject.publish(subject.model)
+    for request, completion in zip(requests, run(subject.engine, requests), strict=True):
+        assert gap(subject.model, request, completion) < TOLERANCE
+
+
+# --- C21, C22: ends, last because the engine has to be started again after each --------------------------------------
 
 
 @pytest.mark.parametrize("victim", ["first process", "biggest process"])
@@ -662,31 +704,3 @@ def test_c22_the_traces_of_processes_ports_and_segments_are_seen(tmp_path):
     finally:
         process.communicate(timeout=30)
     assert {line.split()[0] for line in traces.wait_until_gone(1.0)} == {"socket"}
-
-
-def test_c23_an_empty_batch_gives_nothing(subject):
-    assert list(subject.engine.generate([])) == []
-    assert list(subject.engine.stream()) == []
-    subject.engine.abort()
-    assert list(subject.engine.stream()) == []
-
-
-KINDS = ["embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
-         "input_layernorm", "post_attention_layernorm", "model.norm", "bias"]  # fmt: skip
-
-
-def test_c24_every_kind_of_weight_arrives(subject):
-    """Noise on one kind at a time: what is not taken over, or to the wrong place, shows in the log-probs."""
-    requests = [ask(i, [80 + i] * 6, seed=i, max_new_tokens=8) for i in range(4)]
-    present = [kind for kind in KINDS if any(kind in name for name, _ in subject.model.named_parameters())]
-    assert len(present) >= 11
-    for kind in present:
-        changed = noisy(subject, scale=0.1, only=kind)
-        subject.publish(changed)
-        completions = run(subject.engine, requests)
-        pairs = list(zip(requests, completions, strict=True))
-        assert max(gap(changed, *pair) for pair in pairs) < TOLERANCE, kind
-        assert max(gap(subject.model, *pair) for pair in pairs) > 1e-4, f"{kind}: its noise does not show"
-    subject.publish(subject.model)
-    for request, completion in zip(requests, run(subject.engine, requests), strict=True):
-        assert gap(subject.model, request, completion) < TOLERANCE

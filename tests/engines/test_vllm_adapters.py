@@ -172,7 +172,7 @@ def test_kept_requests_end_with_the_adapter_they_began_with(engine, folder):
     stream = engine.stream()
     next(stream)
     engine.pause("keep")
-    with pytest.raises(EngineError, match="kept requests sample with an adapter|below LoRA layers"):
+    with pytest.raises(EngineError, match=r"kept requests sample with an adapter|below LoRA layers"):
         engine.load_weights(PolicyWeights(model_of(folder)), 6)
     engine.load_adapter(adapter_weights(new), 6)
     engine.resume()

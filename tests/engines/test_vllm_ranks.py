@@ -82,5 +82,5 @@ def test_one_engine_over_processes_of_its_own(folder):
 
 
 def test_tensor_parallelism_over_ranks_needs_ranks(folder):
-    with pytest.raises(ConfigError, match="--vllm_tensor_parallel_size: 2: torch.distributed is not initialised"):
+    with pytest.raises(ConfigError, match=r"--vllm_tensor_parallel_size: 2: torch.distributed is not initialised"):
         build_engine(spec(folder, tensor_parallel_size=2, in_ranks=True))

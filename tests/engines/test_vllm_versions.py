@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from swift.errors import ConfigError, ResourceError
-from swift.rollout.engines import vllm_settings, vllm_versions
+from swift.errors import ConfigError, EngineError, ResourceError
+from swift.rollout.engines import vllm_settings, vllm_start, vllm_versions
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.engines.vllm_process import SharedGroups, remove_segments, same_environment, same_randomness
 from swift.rollout.engines.vllm_settings import CPU_KV_BYTES, CPU_KV_MINIMUM, KvShape
@@ -204,6 +204,35 @@ def test_ranks_are_rounded_up_to_what_vllm_knows(rank, held):
     assert vllm_versions.lora_rank_at_least(rank) == held
 
 
+def test_processes_of_vllm_get_the_cores_and_devices_of_the_spec(monkeypatch):
+    two = {"tensor_parallel_size": 2}
+    bound = vllm_start.environment(spec(cores=(4, 5, 6, 7), **two), "mp")
+    assert bound["VLLM_CPU_OMP_THREADS_BIND"] == "4,5|6,7"
+    assert vllm_start.environment(spec(cores=(4,), **two), "mp")["VLLM_CPU_OMP_THREADS_BIND"] == "4|4"
+    assert vllm_start.environment(spec(cores=(4,)), "uni")["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    on_gpu = spec(devices=("cuda:2", "cuda:3"), **two)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert vllm_start.environment(on_gpu, "mp")["CUDA_VISIBLE_DEVICES"] == "2,3"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,5,7")
+    assert vllm_start.environment(on_gpu, "mp")["CUDA_VISIBLE_DEVICES"] == "5,7"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    assert vllm_start.environment(on_gpu, "mp")["CUDA_VISIBLE_DEVICES"] == "5,7"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (ValueError("To serve at least one request, 1 GiB KV cache is needed"), ResourceError, "--vllm_max_model_len"),
+        (torch.OutOfMemoryError("CUDA out of memory"), ResourceError, "--vllm_gpu_memory_utilization"),
+        (ValueError("head size"), ConfigError, "--model: m: vLLM refuses it (head size)"),
+        (AttributeError("no init_cpu_memory_env"), EngineError, "did not start (AttributeError"),
+    ],
+)
+def test_a_failure_to_start_is_told_apart(error, kind, words):
+    told = vllm_start._start_error(spec(), error)
+    assert type(told) is kind and words in str(told)
+
+
 # --- what an update must bring ------------------------------------------------------------------------------
 
 
@@ -221,7 +250,7 @@ def test_an_update_names_what_is_missing_unknown_or_of_another_shape(tmp_path):
     assert expected.check(infos(a__weight=(2, 3), b__weight=(4,))) == []
     assert expected.check(infos(a__weight=(3, 2), c__weight=(1,))) == [
         "a.weight has shape [3, 2], the engine's [2, 3]",
-        "c.weight is not one of the model's (nearest: a.weight)",
+        "c.weight is not one of the model's (nearest: b.weight)",
         "b.weight is missing",
     ]
 

@@ -472,7 +472,7 @@ def test_when_the_trainer_is_killed_no_process_is_left(tmp_path):
         parent.kill()
         parent.wait(10)
         parent.stdout.close()
-    assert wait_for(lambda: not any(alive(one.pid) for one in started), 10)
+    assert wait_for(lambda: not any(alive(one.pid) for one in started), 20), [one for one in started if one.is_running()]
 
 
 def test_the_innermost_frames_of_the_main_thread_are_read_from_a_dump():

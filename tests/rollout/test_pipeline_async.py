@@ -130,6 +130,30 @@ def test_generation_goes_on_while_the_trainer_trains(run):
     assert time.monotonic() - began < 0.1
 
 
+@pytest.mark.slow
+def test_one_round_ahead_hides_nearly_all_that_can_be_hidden(run):
+    # as in benchmarks/overlap.py, where everything takes time but no computing
+    chance = random.Random(5)
+
+    def seconds(depth, *, sampling=True, training=True):
+        chance.seed(5)
+        engine = ScriptedEngine(step_s=0.012 if sampling else 0.0)  # long-tailed: 4 or 13 steps a round
+        scorer = SlowScorer(lambda: chance.uniform(0, 0.05) if sampling else 0.0)
+        made = run(engine, depth=depth, groups=4, scorer=scorer)
+        pause = (lambda: 0.12) if training else (lambda: 0.0)
+        made.train(2, pause=pause)
+        began = time.monotonic()
+        made.train(12, pause=pause)
+        return time.monotonic() - began
+
+    def efficiency():
+        alone = max(seconds(0, training=False), seconds(0, sampling=False))
+        one_by_one, ahead = seconds(0), seconds(1)
+        return (one_by_one - ahead) / (one_by_one - alone)
+
+    assert any(efficiency() > 0.85 for _ in range(3)), "measured again where others disturb"
+
+
 def test_finished_groups_are_scored_while_others_are_sampled(run):
     scorer = SlowScorer()
     made = run(ScriptedEngine(step_s=0.01), depth=1, groups=6, scorer=scorer)

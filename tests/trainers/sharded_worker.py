@@ -17,6 +17,7 @@ from typing import Any
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from swift.models.reference import AdapterOffReference, FrozenReference, StartAdapterReference
 from swift.models.sharded import gathered
@@ -158,6 +159,7 @@ def whole_state(model: Any) -> dict[str, torch.Tensor]:
 
 def train(task: dict[str, Any]) -> dict[str, Any]:
     """Train; logs, weights, and what would be published."""
+    unset_hf_deepspeed_config()  # of the task before: models would be loaded in pieces
     trainer = build(task)
     if task.get("resume"):
         trainer.load_pipeline_state(Path(task["resume"]))

@@ -298,6 +298,7 @@ class LMDeployEngine(InferenceEngine):
             self._api, request.sampling, room=running.room, end_token_ids=self.spec.eos_token_ids
         )
         running.session = engine.session_mgr.get()
+        reason: FinishReason | None = None
         try:
             async with running.session.request_handle() as handle:
                 if running.aborted:
@@ -312,11 +313,11 @@ class LMDeployEngine(InferenceEngine):
                 ) as outputs:
                     async for output in outputs:
                         reason = self._take(running, output)
-                        if reason is not None:
-                            return reason
+                        if reason is not None and output.status == self._api.ResponseType.SUCCESS:
+                            return reason  # a stop word, of which LMDeploy knows nothing: leaving cancels the request
         finally:
             engine.session_mgr.remove(running.session)
-        return "abort" if running.aborted else "error"
+        return reason or ("abort" if running.aborted else "error")
 
     def _take(self, running: _Running, output: Any) -> FinishReason | None:
         """Add what came; the reason when that ends the request."""
@@ -333,7 +334,7 @@ class LMDeployEngine(InferenceEngine):
             running.logprobs.append(min(float(row[token]), 0.0))
             self._moved = time.monotonic()
             if self._hits_stop_word(running):
-                return "stop"  # LMDeploy knows nothing of it; leaving its generator cancels the request
+                return "stop"
             if token in running.ends:
                 running.reason = "stop"
             elif len(running.token_ids) >= running.room:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from swift.errors import SyncFailed
@@ -98,9 +99,11 @@ class LMDeployUpdate(WeightUpdate):
             self._open = False
             self._ended(self.version, why)
 
-    def _cast(self, tensor: Tensor, device: str) -> Tensor:
-        target = self.dtype if tensor.dtype.is_floating_point else tensor.dtype
-        return tensor.detach().to(device=device, dtype=target).contiguous()
+
+def placed(tensor: Tensor, device: str, dtype: torch.dtype) -> Tensor:
+    """The tensor where and as the engine takes it; integers keep their type."""
+    target = dtype if tensor.dtype.is_floating_point else tensor.dtype
+    return tensor.detach().to(device=device, dtype=target).contiguous()
 
 
 class PytorchUpdate(LMDeployUpdate):
@@ -118,7 +121,9 @@ class PytorchUpdate(LMDeployUpdate):
 
     def _hand_over(self, bucket: Bucket, *, last: bool) -> None:
         # the handles are valid as long as these tensors live: until the call has returned
-        copies = [{name: self._cast(tensor, device) for name, tensor in bucket.tensors} for device in self.devices]
+        copies = [
+            {name: placed(tensor, device, self.dtype) for name, tensor in bucket.tensors} for device in self.devices
+        ]
         handles: Any = [self.api.serialize_state_dict(one) for one in copies]
         request = self.api.UpdateParamsRequest(
             serialized_named_tensors=handles if len(handles) > 1 else handles[0], finished=last
@@ -146,9 +151,9 @@ class TurbomindUpdate(LMDeployUpdate):
             found = _LAYER.search(name)
             if found is None:
                 # sent at the end, when the source has long reused its buffer
-                self._rest[name] = self._cast(tensor, self.device).clone()
+                self._rest[name] = placed(tensor, self.device, self.dtype).clone()
             else:
-                layers.setdefault(int(found[1]), {})[name] = self._cast(tensor, self.device)
+                layers.setdefault(int(found[1]), {})[name] = placed(tensor, self.device, self.dtype)
         for tensors in layers.values():
             self._receive(self.api.UpdateParamsRequest(serialized_named_tensors=tensors, finished=False))
         if last:

@@ -51,8 +51,9 @@ REST_S = 120.0
 """How long a stream of an engine may take to end once nothing of it is outstanding, or it is paused."""
 
 T = TypeVar("T")
-Arrival = tuple["_Member", Completion | Exception | None]
-"""What the thread of an engine brings: a completion, the error that ended its stream, or None at its end."""
+Arrival = tuple["_Member", Completion | Exception | None] | None
+"""What the thread of an engine brings: a completion, the error that ended its stream, or None at its end. None alone
+says that another engine has work now."""
 
 
 @dataclass(slots=True, eq=False)
@@ -117,6 +118,13 @@ class EnginePool(InferenceEngine):
 
     # --- sampling ---------------------------------------------------------------------------------------------
 
+    @property
+    def outstanding(self) -> set[str]:
+        """Ids of what `stream` will still deliver."""
+        with self._lock:
+            waiting = {name for member in self._members for name in member.outstanding}
+            return waiting | {completion.request_id for completion in self._ready}
+
     def check_length(self, request: Request) -> None:
         """As every engine would; see `InferenceEngine.check_length`."""
         super().check_length(request)
@@ -125,11 +133,14 @@ class EnginePool(InferenceEngine):
     def submit(self, request: Request) -> None:
         """See `InferenceEngine.submit`."""
         self._check_open()
+        self.check_length(request)
         self._check_whole()
         while True:
             member = self._choose(request)
             try:
                 member.engine.submit(request)
+                if member.thread is None:  # a stream of the pool that is under way is to begin with this one, too
+                    self._arrivals.put(None)
                 return
             except EngineDead as error:
                 self._let_go(member, request)
@@ -190,9 +201,12 @@ class EnginePool(InferenceEngine):
     def _receive(self) -> None:
         """Wait a moment for what the threads bring."""
         try:
-            member, arrival = self._arrivals.get(timeout=LOOK_S)
+            came = self._arrivals.get(timeout=LOOK_S)
         except queue.Empty:
             return
+        if came is None:
+            return
+        member, arrival = came
         if arrival is None:
             member.thread = None
         elif isinstance(arrival, Completion):
@@ -335,7 +349,9 @@ class EnginePool(InferenceEngine):
         while any(member.thread is not None for member in self._members) and time.monotonic() < deadline:
             self._receive()
         if any(member.thread is not None for member in self._members):
-            raise EngineError(f"engine: {self.capabilities.name}: its streams do not end; it was paused {REST_S:g} s ago")
+            raise EngineError(
+                f"engine: {self.capabilities.name}: its streams do not end; it was paused {REST_S:g} s ago"
+            )
 
     # --- memory -----------------------------------------------------------------------------------------------
 

@@ -20,7 +20,6 @@ import dataclasses
 import gc
 import logging
 import math
-import re
 import threading
 import time
 from collections import deque
@@ -35,13 +34,11 @@ from swift.errors import (
     EngineAsleep,
     EngineDead,
     EngineError,
-    ResourceError,
     SwiftError,
     SyncFailed,
     Unsupported,
-    suggest,
 )
-from swift.rollout.engines import vllm_settings, vllm_versions
+from swift.rollout.engines import vllm_settings, vllm_start, vllm_versions
 from swift.rollout.engines.base import (
     ALL_TAGS,
     Capabilities,
@@ -55,14 +52,12 @@ from swift.rollout.engines.base import (
 )
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.engines.vllm_process import (
-    available_bytes,
     bind_to_cores,
-    default_group_exists,
     groups,
     remove_segments,
-    same_environment,
     same_randomness,
 )
+from swift.rollout.engines.vllm_start import first_line
 from swift.rollout.engines.vllm_weights import (
     AdapterShelf,
     ExpectedWeights,
@@ -162,16 +157,12 @@ class VLLMEngine(InferenceEngine):
         self._shelf = AdapterShelf()
         self._adapter: LoadedAdapter | None = None
         self._busy = threading.Lock()  # held while vLLM works, so that `close` from another thread waits
-        self._config = _model_config(spec)
+        self._executor = vllm_start.executor_of(spec)
+        self._config = vllm_start.model_config(spec)
         self._expected: ExpectedWeights | None = None
-        bind_to_cores(spec.cores if self._executor() != "mp" else ())
+        bind_to_cores(spec.cores if self._executor != "mp" else ())
         self._segments: set[str] = set()
         self._llm: Any = None
-        if self._executor() == "external_launcher" and not default_group_exists():
-            raise ConfigError(
-                f"--vllm_tensor_parallel_size: {spec.tensor_parallel_size}: torch.distributed is not initialised, "
-                "but the engine spreads over the training ranks; start them with torchrun"
-            )
         groups.enter()
         try:
             self._start()
@@ -182,7 +173,7 @@ class VLLMEngine(InferenceEngine):
     def _start(self) -> None:
         """Make vLLM's engine, find out what it can, and bring it to the weights of the spec."""
         spec = self.spec
-        self._llm = self._construct()
+        self._llm = self._new_llm()
         self.capabilities = self._find_capabilities()
         self._try_out()
         if spec.adapters:
@@ -210,7 +201,7 @@ class VLLMEngine(InferenceEngine):
                 )
         except Exception as error:
             self._llm.abort_request([request.request_id])  # it may have been noted by half
-            raise EngineError(f"request: {request.request_id}: vLLM refuses it ({_first_line(error)})") from error
+            raise EngineError(f"request: {request.request_id}: vLLM refuses it ({first_line(error)})") from error
         with self._lock:
             self._running[request.request_id] = _Running(request, adapter.version if adapter is not None else None)
 
@@ -257,7 +248,7 @@ class VLLMEngine(InferenceEngine):
         except EngineDead:
             raise
         except Exception as error:
-            self._dead = f"a decode step failed ({type(error).__name__}: {_first_line(error)})"
+            self._dead = f"a decode step failed ({type(error).__name__}: {first_line(error)})"
             raise EngineDead(f"engine: vllm: {self._dead}; rebuild the engine") from error
         finally:
             self.counters.generate_s += time.monotonic() - started
@@ -364,7 +355,7 @@ class VLLMEngine(InferenceEngine):
             version,
             expected=expected,
             call=self._call,
-            apart=self._executor() == "mp",
+            apart=self._executor == "mp",
             dtype=self.capabilities.dtype,
             spoiled=self._spoil,
             done=self._weights_arrived,
@@ -391,9 +382,9 @@ class VLLMEngine(InferenceEngine):
         self._apply_aborts()
         try:
             self._shut_down()
-            self._llm = self._construct()
+            self._llm = self._new_llm()
         except SwiftError as error:
-            self._dead = f"it could not be rebuilt ({_first_line(error)})"
+            self._dead = f"it could not be rebuilt ({first_line(error)})"
             raise EngineDead(f"engine: vllm: {self._dead}") from error
         self._void, self._dead, self._update, self._dropped, self._paused = "", "", None, False, False
         self._asleep = set()
@@ -456,7 +447,7 @@ class VLLMEngine(InferenceEngine):
                 self._llm.add_lora(self._lora_request(loaded))
         except Exception as error:
             raise SyncFailed(
-                f"weights: adapter {loaded.name} for vllm: {type(error).__name__}: {_first_line(error)}"
+                f"weights: adapter {loaded.name} for vllm: {type(error).__name__}: {first_line(error)}"
             ) from error
         if loaded.number not in self._llm.list_loras():
             raise SyncFailed(f"weights: adapter {loaded.name} for vllm: it is not among the loaded ones afterwards")
@@ -514,7 +505,7 @@ class VLLMEngine(InferenceEngine):
         if self._expected is None:
             text = self._config.get_text_config()
             tied = bool(getattr(text, "tie_word_embeddings", False) or self._config.tie_word_embeddings)
-            model_class = _transformers_class(self._config)
+            model_class = vllm_start.model_class(self._config)
             self._expected = ExpectedWeights.of_checkpoint(self.spec.model, model_class=model_class, tied=tied)
         return self._expected
 
@@ -679,81 +670,11 @@ class VLLMEngine(InferenceEngine):
         if self._update is not None and self._update.loading:
             raise SyncFailed(f"engine: vllm: version {self._update.version} is being loaded; commit it first")
 
-    def _executor(self) -> str:
-        """Who runs the model: this process, the calling ranks together, or processes of vLLM."""
-        if self.spec.tensor_parallel_size == 1:
-            return "uni"
-        return "external_launcher" if self.spec.in_ranks else "mp"
-
-    def _construct(self) -> Any:
+    def _new_llm(self) -> Any:
         """A new vLLM engine of the spec, first weights loaded."""
-        executor = self._executor()
-        arguments = self._arguments(executor)
-        with same_randomness(), same_environment(self._environment(executor)):
-            try:
-                with vllm_versions.quiet_logs():
-                    engine_arguments = self._vllm.EngineArgs(**arguments)
-                    config = engine_arguments.create_engine_config()
-                    self._choose_device(config, executor)
-                    llm = self._vllm.LLMEngine.from_vllm_config(config, disable_log_stats=True)
-                self._segments |= {name for name in llm.collective_rpc("swift_segments") if name}
-                return llm
-            except (ConfigError, ResourceError):
-                raise
-            except Exception as error:
-                gc.collect()
-                raise self._start_error(error) from error
-
-    def _arguments(self, executor: str) -> dict[str, Any]:
-        spec, text = self.spec, self._config.get_text_config()
-        limit = vllm_settings.context_limit(spec, text)
-        kv_bytes = None
-        if self._on_cpu:
-            width = getattr(torch, spec.dtype).itemsize
-            kv = vllm_settings.KvShape.of(text, width=width, ranks=spec.tensor_parallel_size)
-            kv_bytes = vllm_settings.cpu_kv_bytes(spec, kv, limit, available_bytes())
-        arguments = vllm_settings.engine_arguments(
-            spec, on_cpu=self._on_cpu, limit=limit, kv_bytes=kv_bytes, executor=executor
-        )
-        known = {one.name for one in dataclasses.fields(self._vllm.EngineArgs)}
-        for name in arguments:
-            if name not in known:
-                raise ConfigError(
-                    f"--vllm_engine_kwargs: {name}: vLLM {self._vllm.version} has no such argument; "
-                    + suggest(name, sorted(known))
-                )
-        return arguments
-
-    def _environment(self, executor: str) -> dict[str, str]:
-        """Variables that vLLM reads while it is made."""
-        wanted = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        spec = self.spec
-        if executor == "mp" and spec.cores:
-            each = max(1, len(spec.cores) // spec.tensor_parallel_size)
-            parts = [spec.cores[index : index + each] for index in range(0, len(spec.cores), each)]
-            shares = [parts[rank % len(parts)] for rank in range(spec.tensor_parallel_size)]
-            wanted["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
-        if executor == "mp" and spec.devices[0].startswith("cuda:"):
-            wanted["CUDA_VISIBLE_DEVICES"] = ",".join(device.partition(":")[2] for device in spec.devices)
-        return wanted
-
-    def _choose_device(self, config: Any, executor: str) -> None:
-        """The one device of an engine in this process; vLLM would take the first of the machine."""
-        if executor == "uni" and self.spec.devices and self.spec.devices[0].startswith("cuda:"):
-            config.device_config.device = torch.device(self.spec.devices[0])
-
-    def _start_error(self, error: Exception) -> SwiftError:
-        """What vLLM's failure to start means for the user."""
-        line = _first_line(error)
-        memory = re.search(r"\bmemory\b|kv cache", line, re.IGNORECASE) and not isinstance(error, AttributeError)
-        if memory:
-            return ResourceError(
-                f"engine: vllm: {line}; lower --vllm_max_model_len, --vllm_max_num_seqs or "
-                "--vllm_gpu_memory_utilization"
-            )
-        if isinstance(error, ValueError | NotImplementedError):
-            return ConfigError(f"--model: {self.spec.model}: vLLM refuses it ({line}); --use_vllm false")
-        return EngineError(f"engine: vllm: did not start ({type(error).__name__}: {line})")
+        llm = vllm_start.start(self._vllm, self.spec, self._config, on_cpu=self._on_cpu)
+        self._segments |= {name for name in llm.collective_rpc("swift_segments") if name}
+        return llm
 
     def _try_out(self) -> None:
         """Sample one token: a model that this device cannot run fails here and not in the first step.
@@ -769,8 +690,7 @@ class VLLMEngine(InferenceEngine):
         except EngineDead as error:
             cause = error.__cause__ or error
             raise ConfigError(
-                f"--model: {self.spec.model}: vLLM cannot run it on this device ({_first_line(cause)}); "
-                "--use_vllm false"
+                f"--model: {self.spec.model}: vLLM cannot run it on this device ({first_line(cause)}); --use_vllm false"
             ) from error
         self.counters = EngineCounters()
 
@@ -809,7 +729,7 @@ class VLLMEngine(InferenceEngine):
         if llm is not None:
             vllm_versions.shut_down(llm)
         del llm
-        if self._executor() == "mp":
+        if self._executor == "mp":
             remove_segments(self._segments)
         gc.collect()
 
@@ -817,32 +737,6 @@ class VLLMEngine(InferenceEngine):
 _GREEDY = SamplingParams(max_new_tokens=1, temperature=0.0)
 
 
-def _model_config(spec: EngineSpec) -> Any:
-    """The model's config, as transformers reads it.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(spec.model, trust_remote_code=spec.trust_remote_code, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"--model: {spec.model}: config.json: {_first_line(error)}") from error
-
-
-def _transformers_class(config: Any) -> Any:
-    """The model's class in transformers, or None when it has none."""
-    import transformers
-
-    return getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
-
-
 def _few(problems: Sequence[str]) -> str:
     """The first of many, and how many there are more."""
     return "; ".join(problems[:3]) + (f" (and {len(problems) - 3} more)" if len(problems) > 3 else "")
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

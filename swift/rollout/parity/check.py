@@ -248,7 +248,7 @@ class ParityCheck:
         """
         with self._undisturbed():
             self.notes = []
-            return self._report([self._explained(self._compare(NOW, self._version()), causes.later)])
+            return self._report([self._explained(self._compare(NOW, self.publisher.version), causes.later)])
 
     # --- stages -----------------------------------------------------------------------------------------------
 

@@ -47,9 +47,9 @@ class Limits:
         return "warn" if next(self._above(gaps, self._pass()), None) is not None else "pass"
 
     def exceeded(self, gaps: Gaps) -> str:
-        """The first measure over its limit, in words: "max 2.3e+00 over 1e-04"."""
+        """The first measure over its limit, in words: "max 2.3e+00 above 1e-04"."""
         found = next(self._above(gaps, self._refuse()), None) or next(self._above(gaps, self._pass()), None)
-        return "" if found is None else f"{found[0]} {found[1]:.1e} over {found[2]:.0e}"
+        return "" if found is None else f"{found[0]} {found[1]:.1e} above {found[2]:.0e}"
 
     def _above(self, gaps: Gaps, limits: tuple[float | None, ...]) -> Iterator[tuple[str, float, float]]:
         measures = (("max", gaps.maximum), ("mean", gaps.mean), ("k3", gaps.k3))

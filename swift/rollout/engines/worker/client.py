@@ -191,20 +191,33 @@ class WorkerEngine(InferenceEngine):
         self._check_alive()
         self.check_length(request)
         self._check_whole()
-        with self._life:  # no process is being replaced
-            link = self._link
-            with self._table:  # an abort comes after it
-                call = self._post(request, link)
-        try:
-            if call is None:
-                raise WorkerLost(link.lost)
-            link.wait(call, self.timeouts.reply_s)
-        except (WorkerLost, CallTimeout) as lost:
-            self._recover(link, lost)  # which submits it with all others
-        except SwiftError:
-            with self._table:
-                self._outstanding.pop(request.request_id, None)
-            raise
+        while True:
+            with self._life:  # no process is being replaced
+                link = self._link
+                with self._table:  # an abort comes after it
+                    call = self._post(request, link)
+            try:
+                if call is None:
+                    raise WorkerLost(link.lost)
+                link.wait(call, self.timeouts.reply_s)
+                return
+            except (WorkerLost, CallTimeout) as lost:
+                if not self._withdraw(request, link):
+                    return  # another thread has replaced the process, and submitted everything again
+                self._recover(link, lost)
+            except SwiftError:
+                with self._table:
+                    self._outstanding.pop(request.request_id, None)
+                raise
+
+    def _withdraw(self, request: Request, link: Link) -> bool:
+        """Forget a request that was sent to a life that is over, unless it has come back or moved on already."""
+        with self._table:
+            pending = self._outstanding.get(request.request_id)
+            if pending is None or pending.link is not link or pending.aborted:
+                return False
+            del self._outstanding[request.request_id]
+            return True
 
     def _post(self, request: Request, link: Link) -> Call | None:
         """Note a request and send it; None when nobody takes it any more."""

@@ -99,12 +99,11 @@ def _end_group(pipe: int, *, kill: bool, grace_s: float) -> None:
     for process in [] if kill else descendants(os.getpid()):
         _signal(process, signal.SIGTERM)
         _signal(process, signal.SIGCONT)  # a stopped process takes no other signal
-    while left := descendants(os.getpid()):
+    while not _reap():  # only the kernel knows the end: processes change parents while /proc is read
         kill = kill or time.monotonic() >= deadline or _in_a_hurry(pipe)
-        for process in left if kill else []:
+        for process in descendants(os.getpid()) if kill else []:
             _signal(process, signal.SIGKILL)
         time.sleep(POLL_S)
-        _reap()
 
 
 def _in_a_hurry(pipe: int) -> bool:
@@ -112,13 +111,12 @@ def _in_a_hurry(pipe: int) -> bool:
 
 
 def descendants(process: int) -> list[int]:
-    """Children, their children and so on that have not ended, from /proc; zombies do not count."""
+    """Children, their children and so on, from /proc."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):
-            state, parent = entry.read_text().rpartition(")")[2].split()[:2]
-            if state not in "ZX":
-                children.setdefault(int(parent), []).append(int(entry.parent.name))
+            parent = entry.read_text().rpartition(")")[2].split()[1]
+            children.setdefault(int(parent), []).append(int(entry.parent.name))
     found: list[int] = []
     queue = [process]
     while queue:
@@ -131,13 +129,16 @@ def descendants(process: int) -> list[int]:
 _codes: dict[int, int] = {}
 
 
-def _reap() -> None:
-    with contextlib.suppress(ChildProcessError):
+def _reap() -> bool:
+    """Collect what has ended; whether there is no child any more, and hence, as orphans are adopted, no descendant."""
+    try:
         while True:
             process, status = os.waitpid(-1, os.WNOHANG)
             if process == 0:
-                return
+                return False
             _codes[process] = os.waitstatus_to_exitcode(status)
+    except ChildProcessError:
+        return True
 
 
 def _ended(process: int) -> int | None:

@@ -1,0 +1,69 @@
+"""`swift rlhf` in two processes under ZeRO and FSDP: the run of one without them, through a kill too."""
+
+import pytest
+from cli_runs import assert_same, completion_rows, error_lines, last_step, log_rows
+from safetensors.torch import load_file
+
+from swift.trainers.checkpoint import list_checkpoints, verify
+
+pytestmark = pytest.mark.slow
+
+TWO = {"NPROC_PER_NODE": 2}
+FLAGS = {"per_device_train_batch_size": 2, "max_steps": 4, "save_steps": 4, "beta": 0.05}
+
+
+def weights(folder):
+    checkpoint = list_checkpoints(folder)[-1]
+    verify(checkpoint)
+    return load_file(checkpoint / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def ways():
+    return {
+        "zero2": {"deepspeed": "zero2"},
+        "zero3": {"deepspeed": "zero3", "ds3_gather_for_generation": "false"},
+        "fsdp": {"fsdp": "full_shard"},
+    }
+
+
+def test_two_processes_that_spread_the_model_make_the_run_of_one(cli, ways):
+    one, _, _ = cli.finish("one", **{**FLAGS, "per_device_train_batch_size": 4})
+    expected = weights(one)
+    for name, flags in ways.items():
+        folder, out, err = cli.finish(name, variables=TWO, **FLAGS, **flags)
+        assert f"2 x cpu, {({'zero2': 'ZeRO-2', 'zero3': 'ZeRO-3', 'fsdp': 'FSDP'})[name]};" in out + err
+        assert [row["completion"] for row in completion_rows(folder)] == [
+            row["completion"] for row in completion_rows(one)
+        ]
+        for mine, other in zip(log_rows(folder), log_rows(one), strict=True):
+            for key in ("loss", "grad_norm", "kl", "reward", "learning_rate"):
+                assert mine[key] == pytest.approx(other[key], rel=1e-4, abs=1e-6), (name, key)
+        ours = weights(folder)
+        assert ours.keys() == expected.keys()
+        assert max(float((ours[key] - expected[key]).abs().max()) for key in ours) < 1e-5, name
+
+
+def test_a_kill_under_zero2_and_a_resume_change_nothing(cli):
+    flags = {**FLAGS, "deepspeed": "zero2", "max_steps": 8, "save_steps": 2}
+    straight, _, _ = cli.finish("straight", variables=TWO, **flags)
+    run = cli.start("killed", variables=TWO, **flags)
+    assert run.until(lambda: last_step(run.folder) >= 5 and any(run.folder.glob("checkpoint-4")))
+    run.kill()
+    folder, _, _ = cli.finish("killed", variables=TWO, **flags, resume_from_checkpoint="last")
+    assert_same(weights(folder), weights(straight))
+    assert_same(log_rows(folder), log_rows(straight))
+    assert_same(completion_rows(folder), completion_rows(straight))
+
+
+def test_a_configuration_that_cannot_be_used_is_refused_before_anything_is_loaded(cli, tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"stage": 2}, "scheduler": {"type": "WarmupLR"}, "gradient_clipping": 0.3}')
+    code, _, err = cli.start("refused", deepspeed=path, fsdp="full_shard").wait()
+    assert code == 2
+    assert error_lines(err) == [
+        f"swift: error: --deepspeed: {path}: gradient_clipping 0.3: --max_grad_norm is 1.0; make them equal, or write "
+        '"auto"',
+        f"swift: error: --deepspeed: {path}: scheduler: cannot be used; remove it and use --lr_scheduler_type and "
+        "--warmup_ratio",
+    ]

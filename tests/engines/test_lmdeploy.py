@@ -1,0 +1,591 @@
+"""The LMDeploy adapter against a stand-in of 0.18.0: what is called, with what, in which order, and what follows."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import fake_lmdeploy
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from swift.errors import (
+    ConfigError,
+    EngineAsleep,
+    EngineDead,
+    EngineError,
+    PromptTooLong,
+    ResourceError,
+    SyncFailed,
+    Unsupported,
+)
+from swift.rollout.engines import lmdeploy, lmdeploy_weights
+from swift.rollout.engines.spec import EngineSpec, build_engine
+from swift.rollout.weight_sync.base import AdapterWeights, Bucket, TensorInfo
+from swift.rollout.weight_sync.policy import PolicyWeights
+from swift.types import Request, SamplingParams
+
+END = 3
+PLAIN = SamplingParams(max_new_tokens=12, temperature=0.9, seed=5)
+BOTH = ("pytorch", "turbomind")
+
+
+@pytest.fixture
+def start(monkeypatch, nano_folders):
+    """Makes engines on the stand-in, and closes them."""
+    made = []
+    monkeypatch.setattr(lmdeploy_weights, "placed", lambda tensor, device, dtype: tensor.detach().to(dtype))
+
+    def build(kind="pytorch", *, arch="qwen2", kwargs=None, **options):
+        spec_names = set(EngineSpec.__dataclass_fields__)
+        settings = {name: options.pop(name) for name in list(options) if name in spec_names}
+        build.recorder = fake_lmdeploy.install(monkeypatch, **options)
+        engine = {} if kind == "pytorch" else {"engine": kind}
+        spec = EngineSpec(
+            **{
+                "backend": "lmdeploy", "model": str(nano_folders[arch]), "dtype": "bfloat16", "eos_token_ids": (END,),
+                "devices": ("cuda:0",), "max_model_len": 64, "max_num_seqs": 4,
+                "engine_kwargs": engine | (kwargs or {}), **settings,
+            }
+        )  # fmt: skip
+        made.append(build_engine(spec))
+        return made[-1]
+
+    yield build
+    for engine in made:
+        engine.close()
+
+
+def requests(count=3, **sampling):
+    return [Request(f"r{i}", [5, 6 + i, 7], replace(PLAIN, seed=i, **sampling)) for i in range(count)]
+
+
+def run(engine, wanted):
+    return {one.request_id: one for one in engine.generate(wanted)}
+
+
+def policy(folder, factor=1.0):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for one in model.parameters():
+            one.mul_(factor)
+    return PolicyWeights(model, move_model_batches=1)
+
+
+# --- where it cannot run --------------------------------------------------------------------------------------
+
+
+def test_without_the_package_the_start_says_what_to_install_and_what_to_use_instead():
+    assert "lmdeploy" not in sys.modules
+    with pytest.raises(ResourceError) as caught:
+        lmdeploy.require()
+    assert caught.value.exit_code == 3
+    assert "the package lmdeploy is not installed" in str(caught.value)
+    assert "--use_vllm true" in str(caught.value)
+
+
+def test_without_a_gpu_the_start_says_so(monkeypatch):
+    fake_lmdeploy.install(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ResourceError, match="NVIDIA GPUs only, and none is visible"):
+        lmdeploy.require()
+
+
+def test_another_version_is_refused(monkeypatch):
+    fake_lmdeploy.install(monkeypatch, version="0.17.1")
+    with pytest.raises(ResourceError, match=r"0\.17\.1: only 0\.18 is supported"):
+        lmdeploy.require()
+
+
+def test_a_symbol_that_is_gone_is_named(monkeypatch, start):
+    fake_lmdeploy.install(monkeypatch)
+    monkeypatch.delattr(sys.modules["lmdeploy.utils"], "serialize_state_dict")
+    monkeypatch.setattr(fake_lmdeploy, "install", lambda *_, **__: fake_lmdeploy.RECORDER)
+    with pytest.raises(ResourceError, match=r"lmdeploy\.utils:serialize_state_dict cannot be used"):
+        start()
+
+
+REFUSED = {
+    "float32": ({"dtype": "float32"}, ResourceError, "bfloat16 or float16 only; use --torch_dtype bfloat16"),
+    "cpu": ({"devices": ("cpu",)}, ResourceError, "--lmdeploy_device: cpu: LMDeploy runs on NVIDIA GPUs only"),
+    "tp in ranks": ({"in_ranks": True}, ConfigError, "cannot spread over the training processes"),
+    "devices": ({"tensor_parallel_size": 2}, ConfigError, "1 devices for 2 tensor-parallel ranks"),
+    "kind": ({"kwargs": {"engine": "turbo"}}, ConfigError, "nearest: turbomind"),
+    "turbomind lora": ({"kwargs": {"engine": "turbomind"}, "lora": True}, ConfigError, "takes no LoRA adapters"),
+    "memory": ({"memory_share": 1.0}, ConfigError, "--lmdeploy_cache_max_entry_count: 1.0"),
+    "unknown": ({"kwargs": {"cache_size": 3}}, ConfigError, "engine_kwargs: cache_size: LMDeploy refuses"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_settings_that_lmdeploy_does_not_have_are_refused_before_it_starts(start, case):
+    options, error, text = REFUSED[case]
+    with pytest.raises(error, match=text):
+        start(**options)
+    assert "Pipeline" not in start.recorder.names()
+
+
+def test_a_start_that_fails_is_an_engine_error(start):
+    with pytest.raises(EngineError, match="its pytorch engine failed to start"):
+        start(start_error=SystemExit(1))
+
+
+def test_a_model_that_turbomind_lacks_is_not_silently_run_by_the_other_engine(start):
+    with pytest.raises(ConfigError, match="LMDeploy runs this model with its pytorch engine only"):
+        start("turbomind", turbomind_supported=False)
+    assert "close" in start.recorder.names()
+
+
+def test_a_turbomind_that_cannot_take_weights_is_refused(start):
+    with pytest.raises(ResourceError, match="its TurboMind has update_params but nothing behind it"):
+        start("turbomind", turbomind_receives=False)
+    engine = start("turbomind", turbomind_receives=False, kwargs={"empty_init": False})
+    assert run(engine, requests())
+    with pytest.raises(Unsupported):
+        engine.begin_update((), 1)
+
+
+# --- configuration --------------------------------------------------------------------------------------------
+
+
+def test_the_spec_in_the_words_of_the_pytorch_engine(start):
+    start(memory_share=0.6, enforce_eager=True, devices=("cuda:2",), trust_remote_code=True)
+    call = start.recorder.of("Pipeline")[0]
+    config = call["config"]
+    assert isinstance(config, fake_lmdeploy.PytorchEngineConfig)
+    assert (config.dtype, config.session_len, config.max_batch_size) == ("bfloat16", 64, 4)
+    assert (config.cache_max_entry_count, config.eager_mode) == (0.6, True)
+    assert config.logprobs_mode == "raw_logprobs"
+    assert config.distributed_executor_backend == "ray"  # the others have no update_params
+    assert not config.enable_prefix_caching
+    assert call["remote_code"] is True
+    assert start.recorder.environment == ["2"]  # where Ray's workers will run
+
+
+def test_the_devices_of_ray_are_counted_as_this_process_sees_them(start, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    start(devices=("cuda:1",))
+    assert start.recorder.environment == ["5"]
+    import os
+
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5,6"
+
+
+def test_the_spec_in_the_words_of_turbomind(start):
+    start("turbomind", devices=("cuda:1",), memory_share=0.5)
+    config = start.recorder.of("Pipeline")[0]["config"]
+    assert isinstance(config, fake_lmdeploy.TurbomindEngineConfig)
+    assert (config.devices, config.empty_init, config.cache_max_entry_count) == ([1], True, 0.5)
+    assert start.recorder.environment == [None]
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_what_it_says_of_itself(start, kind):
+    capabilities = start(kind, lora=kind == "pytorch").capabilities
+    assert capabilities.logprob_support == {"pytorch": "raw", "turbomind": "truncated"}[kind]
+    assert capabilities.lora is (kind == "pytorch")
+    assert capabilities.sleep_levels == (0, 1, 2)
+    assert not capabilities.in_flight_updates
+    assert capabilities.max_model_len == 64
+    assert capabilities.extra["engine"] == kind
+
+
+# --- sampling -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_defaults_that_would_change_the_sampling_are_set(start, kind):
+    engine = start(kind)
+    run(engine, requests(1, top_k=-1, stop_token_ids=(9,)))
+    call = start.recorder.of("infer")[-1]
+    config = call["config"]
+    assert call["ids"] == [5, 6, 7]
+    assert (config.n, config.do_sample, config.temperature) == (1, True, 0.9)
+    assert (config.top_k, config.top_p, config.min_p) == (0, 1.0, 0.0)  # its own default of top_k is 50
+    assert (config.random_seed, config.max_new_tokens) == (0, 12)
+    assert config.include_stop_str_in_output is True
+    assert config.stop_token_ids == [END, 9]
+    assert config.stop_words is None  # it would make single tokens of them
+    assert config.logprobs == 1
+
+
+def test_temperature_zero_is_greedy(start):
+    engine = start()
+    done = run(engine, requests(4, temperature=0.0))
+    config = start.recorder.of("infer")[-1]["config"]
+    assert (config.do_sample, config.top_k, config.temperature) == (False, 1, 1.0)
+    again = run(engine, [replace(one, request_id=f"again {one.request_id}") for one in requests(4, temperature=0.0)])
+    assert [one.token_ids for one in done.values()] == [again[f"again {name}"].token_ids for name in done]
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_every_request_comes_back_once_with_a_logprob_per_token(start, kind):
+    wanted = [Request(f"r{i}", [i % 7 + 1] * (i % 9 + 1), replace(PLAIN, seed=i)) for i in range(40)]
+    engine = start(kind)
+    done = list(engine.generate(wanted))
+    assert sorted(one.request_id for one in done) == sorted(one.request_id for one in wanted)
+    for one in done:
+        assert one.finish_reason in ("stop", "length")
+        assert len(one.logprobs) == len(one.token_ids) <= 12
+        assert all(value <= 0 for value in one.logprobs)
+        assert (one.token_ids[-1] == END) == (one.finish_reason == "stop")
+        assert one.token_ids.count(END) == (one.finish_reason == "stop")
+        assert one.versions == [(0, 0, len(one.token_ids))]
+    assert {one.finish_reason for one in done} == {"stop", "length"}
+
+
+def test_length_is_cut_at_the_context(start):
+    engine = start(eos_token_ids=())
+    done = run(engine, [Request("long", [4] * 60, PLAIN)])["long"]
+    assert (done.finish_reason, len(done.token_ids)) == ("length", 4)
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_and_the_engine_lives_on(start):
+    engine = start()
+    with pytest.raises(PromptTooLong) as caught:
+        run(engine, [*requests(), Request("long", [4] * 64, PLAIN)])
+    assert (caught.value.length, caught.value.limit) == (64, 64)
+    assert len(run(engine, requests())) == 3
+
+
+def test_a_temperature_above_its_limit_is_refused(start):
+    with pytest.raises(EngineError, match=r"--temperature: 2\.5: LMDeploy takes at most 2\.0"):
+        run(start(), requests(1, temperature=2.5))
+
+
+def test_the_same_id_twice_is_refused(start):
+    engine = start(gate=threading.Event())
+    engine.submit(requests(1)[0])
+    with pytest.raises(EngineError, match="submitted twice"):
+        engine.submit(requests(1)[0])
+    start.recorder.gate.set()
+    assert len(list(engine.stream())) == 1
+
+
+def test_a_stop_word_ends_the_request_and_leaves_lmdeploys_generator(start, nano_folders):
+    from transformers import AutoTokenizer
+
+    engine = start(eos_token_ids=())
+    free = run(engine, requests(1))["r0"]
+    assert "left" not in start.recorder.names()
+    word = AutoTokenizer.from_pretrained(nano_folders["qwen2"]).decode(free.token_ids[3:5])
+    done = run(engine, requests(1, stop=(word,)))["r0"]
+    assert done.finish_reason == "stop"
+    assert done.token_ids == free.token_ids[: len(done.token_ids)]
+    assert len(done.token_ids) <= 5
+    assert "left" in start.recorder.names()
+
+
+def test_no_requests_no_completions(start):
+    assert list(start().generate([])) == []
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_aborted_requests_come_back_with_the_tokens_they_have(start, kind):
+    engine = start(kind, eos_token_ids=(), max_model_len=2000, step_s=0.002)
+    wanted = requests(6, max_new_tokens=1500)  # four handles: two of them wait
+    for one in wanted:
+        engine.submit(one)
+    time.sleep(0.1)
+    engine.abort(["r0", "nobody"])
+    engine.abort()
+    engine.abort()
+    done = {one.request_id: one for one in engine.stream()}
+    assert len(done) == 6
+    assert {one.finish_reason for one in done.values()} == {"abort"}
+    assert 0 < len(done["r0"].token_ids) == len(done["r0"].logprobs) < 1500
+    assert "async_cancel" in start.recorder.names()
+    assert len(run(engine, requests(2))) == 2
+
+
+def test_one_failing_request_is_the_end_of_that_request_only(start, monkeypatch):
+    engine = start()
+    real = fake_lmdeploy._Handle._draw
+
+    def broken(self, ids, config, generator):
+        if ids[1] == 7:
+            raise RuntimeError("out of blocks")
+        return real(self, ids, config, generator)
+
+    monkeypatch.setattr(fake_lmdeploy._Handle, "_draw", broken)
+    done = run(engine, requests(3))
+    assert [done[name].finish_reason == "error" for name in ("r0", "r1", "r2")] == [False, True, False]
+
+
+def test_a_stream_without_any_token_ends_in_time(start, monkeypatch):
+    engine = start(gate=threading.Event())
+    monkeypatch.setattr(lmdeploy, "STALL_S", 0.2)
+    engine.submit(requests(1)[0])
+    with pytest.raises(EngineDead, match="no token for"):
+        list(engine.stream())
+    assert not engine.health().alive
+    start.recorder.gate.set()
+
+
+def test_pause_waits_or_aborts_and_holds_new_requests_back(start):
+    engine = start()
+    engine.submit(requests(1)[0])
+    engine.pause("wait")
+    engine.submit(Request("late", [5, 6], PLAIN))
+    assert [one.request_id for one in engine.stream()] == ["r0"]
+    engine.resume()
+    assert [one.request_id for one in engine.stream()] == ["late"]
+    with pytest.raises(Unsupported):
+        engine.pause("keep")
+
+
+# --- weights --------------------------------------------------------------------------------------------------
+
+
+def test_the_pytorch_engine_gets_a_call_per_bucket_and_the_last_one_finishes(start, nano_folders):
+    engine = start()
+    source = policy(nano_folders["qwen2"], 1.1)
+    before = run(engine, requests(1))["r0"]
+    ack = engine.load_weights(source, 4)
+    updates = start.recorder.of("update_params")
+    assert [one["finished"] for one in updates] == [False] * (len(updates) - 1) + [True]
+    assert [name for one in updates for name in one["names"]] == [info.name for info in source.manifest()]
+    assert all(one["dtypes"] == {"torch.bfloat16"} for one in updates)
+    assert (ack.version, ack.tensors, ack.rounded) == (4, len(source.manifest()), True)
+    after = run(engine, requests(1))["r0"]
+    assert engine.version == 4
+    assert after.versions[0][0] == 4
+    assert after.logprobs != before.logprobs
+
+
+def test_each_tensor_parallel_rank_gets_its_own_handles(start, nano_folders):
+    engine = start(tensor_parallel_size=2, devices=("cuda:0", "cuda:1"))
+    engine.load_weights(policy(nano_folders["qwen2"]), 1)
+    assert {one["ranks"] for one in start.recorder.of("update_params")} == {2}
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "llama"])
+def test_turbomind_starts_empty_and_gets_a_layer_per_call_with_the_rest_last(start, nano_folders, arch):
+    engine = start("turbomind", arch=arch)
+    engine.load_weights(policy(nano_folders[arch], 1.1), 1)
+    updates = start.recorder.of("update_params")
+    assert [one["finished"] for one in updates] == [False, False, True] * 2  # from the folder, then ours; two layers
+    for first in (0, 3):
+        for layer in range(2):
+            assert all(f"layers.{layer}." in name for name in updates[first + layer]["names"])
+        rest = updates[first + 2]["names"]
+        assert "model.embed_tokens.weight" in rest
+        assert "model.norm.weight" in rest
+        assert not any("layers." in name for name in rest)
+    assert "lm_head.weight" in updates[5]["names"]
+    assert engine.version == 1
+
+
+def test_turbomind_samples_from_the_folder_before_the_first_update(start):
+    engine = start("turbomind")
+    assert engine.version == 0
+    assert run(engine, requests(1))["r0"].versions[0][0] == 0
+
+
+def test_a_missing_tensor_is_refused_before_anything_is_sent(start, nano_folders):
+    engine = start()
+    manifest = policy(nano_folders["qwen2"]).manifest()
+    with pytest.raises(SyncFailed, match="is missing"):
+        engine.begin_update([one for one in manifest if "layers.1.mlp.up_proj" not in one.name], 1)
+    wrong = [replace(one, shape=(3, 3)) if one.name.endswith("embed_tokens.weight") else one for one in manifest]
+    with pytest.raises(SyncFailed, match=r"has shape \[3, 3\]"):
+        engine.begin_update(wrong, 1)
+    assert start.recorder.of("update_params") == []
+    assert len(run(engine, requests())) == 3
+    assert engine.version == 0
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_an_update_that_fails_half_way_voids_the_engine_until_it_is_made_anew(start, nano_folders, kind):
+    engine = start(kind)
+    start.recorder.fail_update_at = start.recorder.pipelines[-1].async_engine.engine.updates + 1
+    with pytest.raises(SyncFailed, match="update_params failed"):
+        engine.load_weights(policy(nano_folders["qwen2"], 1.1), 1)
+    with pytest.raises(SyncFailed, match="half updated; rebuild"):
+        engine.submit(requests(1)[0])
+    assert not engine.health().alive
+    start.recorder.fail_update_at = None
+    engine.rebuild()
+    assert start.recorder.names().count("close") == 1
+    assert engine.version == 0
+    assert len(run(engine, requests())) == 3
+    engine.load_weights(policy(nano_folders["qwen2"], 1.1), 1)
+    assert engine.version == 1
+
+
+def test_updates_wait_for_nothing_and_for_nobody(start, nano_folders):
+    engine = start(gate=threading.Event())
+    engine.submit(requests(1)[0])
+    with pytest.raises(EngineError, match="1 requests are outstanding"):
+        engine.begin_update(policy(nano_folders["qwen2"]).manifest(), 1)
+    start.recorder.gate.set()
+    list(engine.stream())
+
+
+def test_a_probe_is_sampled_after_each_update(start, nano_folders):
+    engine = start()
+    engine.load_weights(policy(nano_folders["qwen2"], 1.1), 1)
+    names = start.recorder.names()
+    assert names[-1] == "infer"
+    assert names[-2] == "update_params"
+    assert start.recorder.of("infer")[-1]["config"].temperature == 1.0
+
+
+def test_updates_that_never_show_are_refused_after_a_few(start, nano_folders):
+    engine = start(ignores_updates=True)
+    notes = [
+        engine.load_weights(policy(nano_folders["qwen2"], 1.0 + version / 10), version).note for version in (1, 2, 3)
+    ]
+    assert notes == ["", *["the log-probs of the probe did not change"] * 2]
+    with pytest.raises(SyncFailed, match="3 updates in a row with changed weights left all 16 log-probs"):
+        engine.load_weights(policy(nano_folders["qwen2"], 1.4), 4)
+    assert engine.version == 3
+
+
+def test_equal_weights_may_leave_the_probe_as_it_is(start, nano_folders):
+    engine = start()
+    notes = [engine.load_weights(policy(nano_folders["qwen2"]), version).note for version in range(1, 7)]
+    assert notes == [""] * 6
+
+
+def test_nonsense_after_an_update_is_refused(start, nano_folders, monkeypatch):
+    engine = start()
+    monkeypatch.setattr(fake_lmdeploy._Handle, "_draw", lambda *_: (4, {4: float("nan")}))
+    with pytest.raises(SyncFailed, match="samples nonsense after the update"):
+        engine.load_weights(policy(nano_folders["qwen2"], 1.1), 1)
+
+
+# --- LoRA -----------------------------------------------------------------------------------------------------
+
+
+def adapter(value=0.5):
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    return AdapterWeights({"r": 4, "lora_alpha": 8, "peft_type": "LORA"}, {name: torch.full((4, 32), value)})
+
+
+def test_an_adapter_is_read_at_a_new_start_and_named_in_requests(start, tmp_path):
+    from pathlib import Path
+
+    from safetensors.torch import load_file
+
+    engine = start(lora=True)
+    ack = engine.load_adapter(adapter(), 3)
+    assert (ack.version, ack.tensors, ack.digest) == (3, 1, adapter().digest())
+    assert "started again" in ack.note
+    assert start.recorder.names().count("Pipeline") == 2
+    (name, folder), *_ = start.recorder.of("Pipeline")[-1]["config"].adapters.items()
+    assert name == "policy-v3"
+    stored = load_file(Path(folder) / "adapter_model.safetensors")
+    assert torch.equal(next(iter(stored.values())), next(iter(adapter().tensors.values())))
+    run(engine, requests(1))
+    assert start.recorder.of("infer")[-1]["adapter"] == "policy-v3"
+    engine.load_adapter(adapter(0.6), 4)
+    engine.load_adapter(adapter(0.7), 5)
+    folders = [next(iter(one["config"].adapters.values())) for one in start.recorder.of("Pipeline")[1:]]
+    assert [Path(one).is_dir() for one in folders] == [False, True, True]  # the one before stays
+    engine.drop_adapter()
+    run(engine, requests(1))
+    assert start.recorder.of("infer")[-1]["adapter"] is None
+    engine.close()
+    assert not any(Path(one).exists() for one in folders)
+
+
+def test_adapters_need_the_setting_and_untouched_base_weights(start, nano_folders):
+    with pytest.raises(Unsupported):
+        start().load_adapter(adapter(), 1)
+    engine = start(lora=True)
+    engine.load_weights(policy(nano_folders["qwen2"], 1.1), 1)
+    with pytest.raises(SyncFailed, match="the base weights were replaced"):
+        engine.load_adapter(adapter(), 2)
+
+
+# --- memory ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("level", [1, 2])
+def test_the_cycle_of_sleep_update_and_wake(start, nano_folders, kind, level):
+    engine = start(kind)
+    engine.sleep(level)
+    with pytest.raises(EngineAsleep):
+        engine.submit(requests(1)[0])
+    with pytest.raises(EngineAsleep, match="wake them before"):
+        engine.begin_update(policy(nano_folders["qwen2"]).manifest(), 1)
+    with pytest.raises(EngineAsleep):
+        engine.wake(["kv_cache"])
+    assert engine.wake(["weights"]) is False
+    ack = engine.load_weights(policy(nano_folders["qwen2"], 1.1), 1)
+    assert "at the next wake" in ack.note  # nothing can be sampled yet
+    assert engine.wake(["kv_cache"]) is True
+    assert engine.wake() is True
+    names = [name for name in start.recorder.names() if name in ("sleep", "wakeup", "update_params", "infer")]
+    tail = names[names.index("sleep") :]
+    assert tail[:2] == ["sleep", "wakeup"]
+    assert set(tail[2:-2]) == {"update_params"}
+    assert tail[-2:] == ["wakeup", "infer"]  # the probe
+    assert [one["tags"] for one in start.recorder.of("wakeup")] == [["weights"], ["kv_cache"]]
+    assert {one["thread"] for one in start.recorder.of("wakeup")} == {"lmdeploy loop"}
+    assert len(run(engine, requests())) == 3  # with handles made after the wake
+
+
+def test_weights_that_level_two_dropped_must_be_published_before_sampling(start, nano_folders):
+    engine = start()
+    engine.sleep(2)
+    engine.wake()
+    with pytest.raises(EngineAsleep, match="dropped its weights; publish"):
+        engine.submit(requests(1)[0])
+    engine.load_weights(policy(nano_folders["qwen2"]), 0)
+    assert len(run(engine, requests())) == 3
+
+
+def test_sleep_goes_deeper_but_not_with_requests_outstanding(start):
+    engine = start(gate=threading.Event())
+    engine.submit(requests(1)[0])
+    with pytest.raises(EngineError, match="before sleep"):
+        engine.sleep(1)
+    start.recorder.gate.set()
+    list(engine.stream())
+    engine.sleep(1)
+    assert engine.sleep(1).note == "asleep already"
+    engine.sleep(2)
+    assert [one["level"] for one in start.recorder.of("sleep")] == [1, 2]
+    with pytest.raises(Unsupported):
+        engine.wake(["everything"])
+
+
+# --- the end --------------------------------------------------------------------------------------------------
+
+
+def test_close_ends_the_pipeline_once(start):
+    engine = start()
+    assert engine.health().alive
+    engine.close()
+    engine.close()
+    assert start.recorder.names().count("close") == 1
+    assert not start.recorder.pipelines[-1].internal_thread.thread.is_alive()
+    assert not engine.health().alive
+    with pytest.raises(EngineDead):
+        engine.submit(requests(1)[0])
+
+
+def test_a_close_that_hangs_has_an_end(start, monkeypatch):
+    monkeypatch.setattr(lmdeploy, "CLOSE_S", 0.2)
+    engine = start(hang_close=threading.Event())
+    with pytest.raises(EngineDead, match="close did not end within"):
+        engine.close()
+    start.recorder.hang_close.set()
+
+
+def test_a_bucket_out_of_order_is_refused(start, nano_folders):
+    engine = start()
+    manifest = policy(nano_folders["qwen2"]).manifest()
+    update = engine.begin_update(manifest, 1)
+    with pytest.raises(SyncFailed, match="the manifest has"):
+        update.send(Bucket([(manifest[1].name, torch.zeros(manifest[1].shape))]))
+    update.abort()
+    update.abort()
+    assert isinstance(manifest[0], TensorInfo)
+    assert len(run(engine, requests())) == 3  # nothing had been sent

@@ -1,0 +1,73 @@
+"""What is measured of memory, and how the line of the log reads."""
+
+import torch
+
+from swift.observability import memory
+from swift.observability.memory import Holders, MemoryFigures, freed_between, measure, memory_line, too_little
+from swift.observability.metrics import is_timing
+
+MIB = 1 << 20
+GPU = MemoryFigures("cuda:0", 100 * MIB, 160 * MIB, 7000 * MIB, 900 * MIB)
+
+
+def test_the_line_names_every_holder_in_mib():
+    holders = Holders(10 * MIB, 20 * MIB, 30 * MIB, 40 * MIB)
+    assert memory_line(3, "generate", GPU, holders, 5 * MIB + MIB // 2 + 1) == (
+        "mem step=3 phase=generate dev=cuda:0 alloc=100 reserved=160 free=7000 rss=900 trainer=10 optim=20 "
+        "engine_w=30 engine_kv=40 freed=6"
+    )
+
+
+def test_what_is_not_known_is_a_dash_and_not_a_zero():
+    figures = MemoryFigures("cpu", None, None, 5 * MIB, 7 * MIB)
+    line = memory_line(0, "before", figures, Holders(1, 0, None, None), 0)
+    assert "alloc=- reserved=- free=5 rss=7 trainer=0 optim=0 engine_w=- engine_kv=- freed=0" in line
+
+
+def test_figures_of_a_cpu_are_those_of_the_system():
+    import psutil
+
+    before = measure(torch.device("cpu"))
+    held = torch.ones(64 * MIB, dtype=torch.uint8)
+    after = measure(torch.device("cpu"))
+    assert before.alloc is None and before.device == "cpu"
+    assert 60 * MIB < after.rss - before.rss < 80 * MIB
+    assert 0 < after.free <= psutil.virtual_memory().total
+    assert freed_between(before, after) == 0
+    del held
+    assert freed_between(after, measure(torch.device("cpu"))) > 50 * MIB
+
+
+def test_the_limit_of_a_control_group_counts(monkeypatch, tmp_path):
+    import psutil
+
+    def answer(path):
+        return {"memory.max": 300 * MIB, "memory.current": 100 * MIB}[path.name]
+
+    monkeypatch.setattr(memory, "_number", answer)
+    assert memory._main_memory_free() == min(200 * MIB, psutil.virtual_memory().available)
+
+
+def test_an_unlimited_control_group_is_no_number(tmp_path):
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("123\n")
+    assert memory._number(tmp_path / "memory.max") is None
+    assert memory._number(tmp_path / "memory.current") == 123
+    assert memory._number(tmp_path / "absent") is None
+
+
+def test_a_device_is_judged_by_what_anybody_could_have():
+    later = MemoryFigures("cuda:0", 50 * MIB, 160 * MIB, 7010 * MIB, 100 * MIB)
+    assert freed_between(GPU, later) == 10 * MIB, "what torch keeps is not free"
+    assert freed_between(later, GPU) == 0
+
+
+def test_less_than_half_of_what_was_expected_is_too_little():
+    assert too_little(49 * MIB, 100 * MIB)
+    assert not too_little(50 * MIB, 100 * MIB)
+    assert not too_little(0, 63 * MIB), "allocators round by as much"
+    assert not too_little(0, 0)
+
+
+def test_memory_differs_between_two_runs_of_a_command():
+    assert is_timing("memory/rss_mib_max") and not is_timing("health/memory_not_freed")

@@ -1,0 +1,457 @@
+"""Every way of sending weights to a worker, by the same test: the sampler's log-probs are those of the trainer."""
+
+import copy
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from swift.errors import SyncFailed
+from swift.rollout.engines.pool import EnginePool
+from swift.rollout.engines.spec import EngineSpec
+from swift.rollout.engines.worker.client import WorkerEngine, WorkerTimeouts
+from swift.rollout.engines.worker.weights import choose_transport
+from swift.rollout.weight_sync import cuda_ipc, packing, shared_memory
+from swift.rollout.weight_sync.base import AdapterWeights, Bucket, StreamDigest
+from swift.rollout.weight_sync.broadcast import BroadcastReceiver, BroadcastSender
+from swift.rollout.weight_sync.policy import PolicyWeights
+from swift.types import Request, SamplingParams
+
+UPDATES = 20
+TOLERANCE = 1e-5
+ARCHITECTURES = {"qwen2": True, "llama": False}
+"""Architecture -> whether its head is tied to its embedding."""
+
+
+# --- to real workers ---------------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """A model that changes, and the worker that should follow."""
+
+    def __init__(self, folder, logs, *, workers=1):
+        self.model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        self.first = copy.deepcopy(self.model.state_dict())
+        self.generator = torch.Generator().manual_seed(3)
+        spec = EngineSpec(backend="transformers", model=str(folder), max_model_len=64)
+        self.workers = [
+            WorkerEngine(
+                spec,
+                name=f"engine {index} (cpu:{index})",
+                log_file=Path(logs) / f"{index}.log",
+                timeouts=WorkerTimeouts(start_s=120, heartbeat_s=1.0, sync_s=30.0, close_s=3.0),
+                restarts=100,
+            )
+            for index in range(workers)
+        ]
+        self.version = 0
+
+    @torch.no_grad()
+    def step(self):
+        """As an optimizer would: in place."""
+        for parameter in self.model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=self.generator))
+        self.version += 1
+        return PolicyWeights(self.model, bucket_bytes=40_000)
+
+    @torch.no_grad()
+    def gap(self, engine):
+        """Largest difference of log-probs over some samples."""
+        wanted = [Request(f"r/{i}", [5, 6 + i], SamplingParams(max_new_tokens=8, seed=i)) for i in range(4)]
+        largest = 0.0
+        for done, request in ((d, wanted[int(d.request_id[2:])]) for d in engine.generate(wanted)):
+            assert {version for version, _, _ in done.versions} == {self.version}
+            ids = torch.tensor([[*request.prompt_ids, *done.token_ids]])
+            logits = self.model(input_ids=ids).logits[0, len(request.prompt_ids) - 1 : -1]
+            ours = logits.log_softmax(-1).gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
+            largest = max(largest, float((ours - torch.tensor(done.logprobs)).abs().max()))
+        return largest
+
+    def close(self):
+        for worker in self.workers:
+            worker.close()
+
+
+@pytest.fixture(scope="module", params=list(ARCHITECTURES))
+def trainer(request, nano_folders, tmp_path_factory):
+    one = Trainer(nano_folders[request.param], tmp_path_factory.mktemp("logs"))
+    assert one.model.config.tie_word_embeddings is ARCHITECTURES[request.param]
+    yield one
+    one.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shared_memory", "broadcast"])
+def test_after_each_update_the_sampler_is_the_trainer(trainer, transport):
+    (worker,) = trainer.workers
+    worker.transport = transport
+    for _ in range(UPDATES):
+        source = trainer.step()
+        assert len(list(source.buckets())) > 1
+        ack = worker.load_weights(source, trainer.version)
+        assert (ack.version, ack.tensors, ack.rounded) == (trainer.version, len(source.manifest()), False)
+        assert trainer.gap(worker) <= TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shared_memory", "broadcast"])
+def test_a_worker_that_was_replaced_has_the_last_update_and_takes_the_next(trainer, transport):
+    (worker,) = trainer.workers
+    worker.transport = transport
+    worker.load_weights(trainer.step(), trainer.version)
+    os.kill(worker.pid, signal.SIGKILL)
+    assert trainer.gap(worker) <= TOLERANCE  # it was replaced on the way
+    worker.load_weights(trainer.step(), trainer.version)
+    assert trainer.gap(worker) <= TOLERANCE
+
+
+@pytest.mark.slow
+def test_an_adapter_arrives_and_survives_a_restart_with_its_base(trainer):
+    from peft import LoraConfig, get_peft_model
+
+    (worker,) = trainer.workers
+    worker.load_weights(trainer.step(), trainer.version)
+    base = copy.deepcopy(trainer.model)
+    tuned = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"]))
+    follower = copy.copy(trainer)
+    follower.model = tuned
+    for _ in range(3):
+        with torch.no_grad():
+            for name, parameter in tuned.named_parameters():
+                if "lora_" in name:
+                    parameter.copy_(0.1 * torch.randn(parameter.shape, generator=trainer.generator))
+        trainer.version += 1
+        follower.version = trainer.version
+        worker.load_adapter(adapter_of(tuned), trainer.version)
+        assert follower.gap(worker) <= TOLERANCE
+    os.kill(worker.pid, signal.SIGKILL)
+    assert follower.gap(worker) <= TOLERANCE
+    worker.drop_adapter()
+    trainer.version = worker.version
+    assert trainer.gap(worker) <= TOLERANCE
+
+
+def adapter_of(model):
+    from swift.models.checkpoint_tensors import read_adapter
+
+    return AdapterWeights(*read_adapter(model))
+
+
+@pytest.mark.slow
+def test_weights_and_sleep_survive_a_restart(trainer):
+    from swift.errors import EngineAsleep
+
+    (worker,) = trainer.workers
+    worker.load_weights(trainer.step(), trainer.version)
+    worker.sleep(1)
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(EngineAsleep, match="asleep"):
+        worker.submit(Request("r", [1], SamplingParams(max_new_tokens=1)))
+    assert worker.wake() is True
+    assert trainer.gap(worker) <= TOLERANCE
+
+
+@pytest.mark.slow
+def test_one_broadcast_serves_several_workers_and_is_renewed_when_one_is_replaced(nano_folders, tmp_path):
+    one = Trainer(nano_folders["llama"], tmp_path, workers=2)
+    try:
+        for worker in one.workers:
+            worker.transport = "broadcast"
+        pool = EnginePool(one.workers)
+        pool.load_weights(one.step(), one.version)
+        sender = one.workers[0].broadcaster
+        assert sender is one.workers[1].broadcaster
+        assert sender.receivers == 2
+        first = sender._group
+        pool.load_weights(one.step(), one.version)
+        assert sender._group is first
+        assert max(one.gap(worker) for worker in one.workers) <= TOLERANCE
+
+        os.kill(one.workers[1].pid, signal.SIGKILL)
+        assert one.gap(one.workers[1]) <= TOLERANCE
+        pool.load_weights(one.step(), one.version)
+        assert sender._group is not first
+        assert max(one.gap(worker) for worker in one.workers) <= TOLERANCE
+
+        def fail_in_the_middle(bucket):
+            os.kill(one.workers[0].pid, signal.SIGKILL)
+            time.sleep(0.5)
+            return bucket
+
+        source = one.step()
+        update = pool.begin_update(source.manifest(), one.version)
+        began = time.monotonic()
+        with pytest.raises(SyncFailed, match=r"engine 0|broadcast"):
+            for bucket in map(fail_in_the_middle, source.buckets()):
+                update.send(bucket)
+        update.abort()
+        assert time.monotonic() - began < 45
+        pool.rebuild()
+        pool.load_weights(source, one.version)
+        assert max(one.gap(worker) for worker in one.workers) <= TOLERANCE
+    finally:
+        one.close()
+
+
+# --- packing and shared memory -----------------------------------------------------------------------------------
+
+
+def every_bit(dtype):
+    """All 16-bit patterns as numbers, NaNs with payload included."""
+    return torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+
+
+def tensors():
+    shared = torch.randn(7, 3)
+    return [
+        ("bf16", every_bit(torch.bfloat16)),
+        ("fp16", every_bit(torch.float16)),
+        ("fp32", torch.randn(5, 3).t()),
+        ("embedding", shared),
+        ("head", shared),
+        ("int", torch.tensor([1, -1], dtype=torch.int64)),
+        ("flag", torch.tensor([True, False, True])),
+        ("scalar", torch.tensor(3.5)),
+        ("none", torch.zeros(0, 4)),
+    ]
+
+
+def digest(pairs):
+    stream = StreamDigest()
+    for name, tensor in pairs:
+        stream.add(name, tensor)
+    return stream.hexdigest()
+
+
+def test_packed_tensors_come_out_bit_for_bit_and_a_tied_one_takes_no_room():
+    given = tensors()
+    flat, entries = packing.pack(Bucket(given))
+    assert digest(packing.unpack(flat, entries)) == digest(given)
+    places = {name: offset for name, _, _, offset in entries}
+    assert places["head"] == places["embedding"]
+    assert all(offset % packing.ALIGNMENT == 0 for offset in places.values())
+
+
+def test_a_table_of_contents_that_does_not_fit_is_refused():
+    with pytest.raises(SyncFailed, match=r"lies at 0\.\.16 of a bucket of 8 bytes"):
+        packing.unpack(torch.zeros(8, dtype=torch.uint8), [("a", "float32", (4,), 0)])
+
+
+def descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_segment_gives_the_tensors_back_and_is_gone_with_its_last_user(tmp_path):
+    for folder in (None, tmp_path):
+        before, given = descriptors(), tensors()
+        segment = shared_memory.Segment(Bucket(given), folder)
+        assert descriptors() == before + 1
+        assert list(tmp_path.iterdir()) == []
+        received = shared_memory.receive(segment.header(), os.dup(segment.descriptor))
+        assert digest(received) == digest(given) == digest(segment.tensors())
+        received[3][1].zero_()  # a receiver's copy is its own
+        assert digest(segment.tensors()) == digest(given)
+        del segment, received
+        assert descriptors() == before
+
+
+def test_a_bucket_is_staged_once_whoever_asks():
+    bucket = Bucket(tensors())
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(shared_memory.stage(bucket))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({id(segment) for segment in found}) == 1
+
+
+def test_an_empty_bucket_and_one_that_was_cut_short():
+    segment = shared_memory.Segment(Bucket([]))
+    assert segment.tensors() == []
+    whole = shared_memory.Segment(Bucket(tensors()))
+    os.ftruncate(whole.descriptor, 10)
+    with pytest.raises(SyncFailed, match="10 bytes came for a bucket of"):
+        whole.tensors()
+
+
+def test_memory_that_is_not_there_is_refused_before_it_is_written(monkeypatch):
+    def full(descriptor, offset, length):
+        raise OSError(28, "No space left on device")
+
+    before = descriptors()
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(SyncFailed, match="No space left on device; --move_model_batches"):
+        shared_memory.Segment(Bucket(tensors()))
+    assert descriptors() == before
+
+
+# --- broadcast ---------------------------------------------------------------------------------------------------
+
+
+def in_thread(work):
+    """Starts `work`; a function that waits for it and gives what it returned, or raises."""
+    outcome = []
+
+    def run():
+        try:
+            outcome.append((work(), None))
+        except Exception as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def wait():
+        thread.join(60)
+        value, error = outcome[0]
+        if error is not None:
+            raise error
+        return value
+
+    return wait
+
+
+class Receivers:
+    """Engines in threads of this process."""
+
+    def __init__(self, count, **options):
+        self.sender = BroadcastSender(count, **options)
+        self.ends = {}
+        self.joins = 0
+
+    def _invite(self, name):
+        def invite(invitation):
+            self.joins += 1
+
+            def join():
+                self.ends[name] = BroadcastReceiver(invitation, torch.device("cpu"))
+
+            return in_thread(join)
+
+        return invite
+
+    def deliver(self, bucket, incarnations):
+        def serve(name, incarnation):
+            self.sender.connect(name, incarnation, self._invite(name))
+            received = []
+            self.sender.transmit(
+                bucket, lambda header: in_thread(lambda: received.append(self.ends[name].receive(header)))
+            )
+            return received[0]
+
+        waits = [in_thread(lambda pair=pair: serve(*pair)) for pair in incarnations.items()]
+        return [wait() for wait in waits]
+
+
+def test_a_broadcast_reaches_every_receiver_bit_for_bit():
+    group, given = Receivers(3, timeout_s=20), tensors()
+    for _ in range(2):
+        for received in group.deliver(Bucket(given), {"a": 1, "b": 1, "c": 1}):
+            assert digest(received) == digest(given)
+    assert group.joins == 3
+    group.deliver(Bucket(given), {"a": 1, "b": 2, "c": 1})
+    assert group.joins == 6
+    group.sender.close()
+
+
+def test_a_receiver_that_cannot_take_part_fails_the_round_at_once_and_the_next_one_works():
+    group, given = Receivers(2, timeout_s=20), tensors()
+    waiting = in_thread(lambda: group.sender.connect("a", 1, group._invite("a")))
+    time.sleep(0.2)
+    began = time.monotonic()
+    group.sender.fail("engine b: its process was killed by SIGKILL")
+    with pytest.raises(SyncFailed, match="engine b: its process was killed"):
+        waiting()
+    assert time.monotonic() - began < 5
+    for received in group.deliver(Bucket(given), {"a": 2, "b": 2}):
+        assert digest(received) == digest(given)
+
+
+def test_a_receiver_that_never_comes_is_waited_for_in_bounds():
+    sender = BroadcastSender(1, timeout_s=1.0)
+    began = time.monotonic()
+    with pytest.raises(SyncFailed, match="gloo"):
+        sender.connect("a", 1, lambda invitation: lambda: None)
+    assert time.monotonic() - began < 30
+    with pytest.raises(SyncFailed, match=r"store at 127\.0\.0\.1"):
+        BroadcastReceiver(
+            {"host": "127.0.0.1", "port": 1, "rank": 1, "size": 2, "backend": "gloo", "timeout_s": 0.5},
+            torch.device("cpu"),
+        )
+
+
+# --- GPUs, as far as they can be seen from here ------------------------------------------------------------------
+
+HANDLE = (3, b"\x01handle\xff", 1024, 512, b"counter\x00", 7, b"event", True)
+
+
+def test_a_cuda_handle_survives_json():
+    import json
+
+    assert cuda_ipc.decode(json.loads(json.dumps(cuda_ipc.encode(HANDLE)))) == list(HANDLE)
+
+
+def test_a_torch_that_describes_handles_otherwise_is_refused():
+    with pytest.raises(SyncFailed, match="7 fields, not 8"):
+        cuda_ipc.encode(HANDLE[:-1])
+
+
+def test_torch_still_describes_handles_by_these_fields():
+    import inspect
+
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    words = list(inspect.signature(rebuild_cuda_tensor).parameters)
+    assert words[6:10] + words[11:] == [
+        "storage_device", "storage_handle", "storage_size_bytes", "storage_offset_bytes",
+        "ref_counter_handle", "ref_counter_offset", "event_handle", "event_sync_required",
+    ]  # fmt: skip
+    assert hasattr(torch.UntypedStorage, "_share_cuda_")
+    assert hasattr(torch.UntypedStorage, "_new_shared_cuda")
+
+
+def test_a_gpu_that_the_engine_does_not_see_is_an_error(monkeypatch):
+    names = {0: "GPU-a", 1: "GPU-b"}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(cuda_ipc, "device_uuid", lambda device: names[device.index])
+    assert cuda_ipc.find_device("GPU-b") == 1
+    with pytest.raises(SyncFailed, match="GPU-c: is not visible"):
+        cuda_ipc.find_device("GPU-c")
+
+
+class Placed:
+    """Stands for a tensor on a device that this machine does not have."""
+
+    def __init__(self, device):
+        self.device = torch.device(device)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "devices", "way"),
+    [
+        ("cpu", ("cpu:1",), "shared_memory"),
+        ("cpu", ("cuda:1",), "shared_memory"),
+        ("cuda:0", ("cpu:0",), "shared_memory"),
+        ("cuda:0", ("cuda:0",), "cuda_ipc"),
+        ("cuda:0", ("cuda:1",), "broadcast"),
+        ("cuda:0", ("cuda:0", "cuda:1"), "broadcast"),
+    ],
+)
+def test_the_way_follows_from_the_devices(tensor, devices, way):
+    assert choose_transport(Placed(tensor), devices) == way
+
+
+def test_times_are_settings_of_a_worker():
+    times = WorkerTimeouts()
+    assert (times.start_s, times.request_s, times.stall_s, times.sync_s, times.sleep_s, times.pause_s) == (
+        600, 600, 300, 300, 60, 60,
+    )  # fmt: skip
+    assert (times.heartbeat_s, times.misses, times.close_s) == (5, 3, 10)
+    assert replace(times, stall_s=1.0).stall_s == 1.0
