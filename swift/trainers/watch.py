@@ -53,6 +53,7 @@ class RankWatch:
             self._seen = dict.fromkeys(others, ("", now))
             self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
             self._thread.start()
+            threading.Thread(target=self._guard, name="rank-watch-guard", daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -81,22 +82,26 @@ class RankWatch:
     def _run(self) -> None:
         count = 0
         while True:
-            if self._say(f"{count}|{socket.gethostname()}|{os.getpid()}"):
-                self._look()
-            elif time.monotonic() - self._reached > self.silent_s and self._seen.get(0, ("", 0.0))[0] != "closed":
-                self._end("rank 0", "cannot be reached")
+            if self._say(f"{count}|{socket.gethostname()}|{os.getpid()}") and self._look():
+                self._reached = time.monotonic()
             count += 1
             if self._closing.wait(self.beat_s):
                 return
 
+    def _guard(self) -> None:
+        """A store behind a cut cable does not fail, it is silent: the other thread may hang in it."""
+        while not self._closing.wait(self.beat_s):
+            silent = time.monotonic() - self._reached > self.silent_s
+            if silent and not self.collectives.is_main and self._seen[0][0] != "closed":
+                self._end("rank 0", "cannot be reached")
+
     def _say(self, text: str) -> bool:
-        """Write this rank's state; whether the store was there."""
+        """Write this rank's state; whether the store took it."""
         try:
             self._connect().set(_key(self.collectives.rank), text)
         except RuntimeError:  # torch's errors of a store that is gone or slow are all of this type
             self._store = None
             return False
-        self._reached = time.monotonic()
         return True
 
     def _connect(self) -> Any:
@@ -107,11 +112,13 @@ class RankWatch:
             self._store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STORE_LIMIT_S))
         return self._store
 
-    def _look(self) -> None:
-        """Read the beats of the others."""
+    def _look(self) -> bool:
+        """Read the beats of the others; whether the store answered."""
         now = time.monotonic()
         for rank, (last, since) in self._seen.items():
             text = self._read(rank)
+            if self._store is None:
+                return False
             if text == "closed":
                 self._seen[rank] = (text, now)
             elif text.startswith("failed "):
@@ -121,6 +128,7 @@ class RankWatch:
             elif now - since > self.silent_s:
                 _, host, pid = text.split("|") if text else ("", "?", "?")
                 self._end(f"rank {rank}", f"gave no sign of life for {self.silent_s:.0f} s (process {pid} on {host})")
+        return True
 
     def _read(self, rank: int) -> str:
         try:

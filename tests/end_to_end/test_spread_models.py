@@ -1,7 +1,11 @@
 """`swift rlhf` in two processes under ZeRO and FSDP: the run of one without them, through a kill too."""
 
+import json
+import subprocess
+import sys
+
 import pytest
-from cli_runs import assert_same, completion_rows, error_lines, last_step, log_rows
+from cli_runs import LIMIT_S, assert_same, completion_rows, environment, error_lines, last_step, log_rows
 from safetensors.torch import load_file
 
 from swift.trainers.checkpoint import list_checkpoints, verify
@@ -54,6 +58,45 @@ def test_a_kill_under_zero2_and_a_resume_change_nothing(cli):
     assert_same(weights(folder), weights(straight))
     assert_same(log_rows(folder), log_rows(straight))
     assert_same(completion_rows(folder), completion_rows(straight))
+
+
+def tuned(cli, name, processes, **flags):
+    """A supervised run to its end; its folder."""
+    given = {
+        "model": cli.model,
+        "dataset": cli.folder / "chats.jsonl",
+        "output_dir": cli.folder / name,
+        "tuner_type": "full",
+        "per_device_train_batch_size": 4 // processes,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-3,
+        "max_steps": 4,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "report_to": "none",
+        "add_version": "false",
+        **flags,
+    }
+    words = [word for flag, value in given.items() for word in (f"--{flag}", str(value))]
+    variables = {"NPROC_PER_NODE": processes} if processes > 1 else {}
+    done = subprocess.run(
+        [sys.executable, "-m", "swift", "sft", *words],
+        check=False, cwd=cli.folder, env=environment(**variables), capture_output=True, text=True, timeout=LIMIT_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return cli.folder / name
+
+
+def test_supervised_tuning_with_a_spread_model_is_that_of_one_process(cli):
+    rows = [
+        {"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"it is {7 * i}"}]}
+        for i in range(20)
+    ]
+    (cli.folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    expected = weights(tuned(cli, "one", 1))
+    for name, flags in {"zero3": {"deepspeed": "zero3"}, "fsdp": {"fsdp": "full_shard"}}.items():
+        ours = weights(tuned(cli, name, 2, **flags))
+        assert max(float((ours[key] - expected[key]).abs().max()) for key in expected) < 1e-5, name
 
 
 def test_a_configuration_that_cannot_be_used_is_refused_before_anything_is_loaded(cli, tmp_path):

@@ -69,11 +69,11 @@ def test_two_nodes_train_one_policy_and_sample_on_both(settings, tmp_path):
         ]
         codes, said = wait(started, tmp_path)
     assert codes == [0, 0], said
-    rows = read_jsonl(tmp_path / "run" / "completions.jsonl")
+    rows = list(read_jsonl(tmp_path / "run" / "completions.jsonl"))
     assert sorted({row["step"] for row in rows}) == [1, 2, 3]
     assert all(len({r["group_id"] for r in rows if r["step"] == step}) == 2 for step in (1, 2, 3))
     assert max(row["weight_version"] for row in rows) >= 1
-    logs = read_jsonl(tmp_path / "run" / "logging.jsonl")
+    logs = list(read_jsonl(tmp_path / "run" / "logging.jsonl"))
     assert max(row["mismatch/logp_abs_diff_max"] for row in logs if row["off_policy/max"] == 0) < 1e-5
     assert (tmp_path / "run" / "checkpoint-3").is_dir()
 

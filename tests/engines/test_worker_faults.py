@@ -426,6 +426,16 @@ def test_what_the_engine_started_ends_with_it_however_stubborn(start):
     assert wait_for(lambda: not any(alive(child) for child in children), 10)
 
 
+def test_named_memory_of_what_was_killed_is_removed(start):
+    worker = start(children=["mapped"])
+    assert worker.capabilities
+    (child,) = worker.info()["children"]
+    segment = Path(f"/dev/shm/swift-test-{child}")
+    assert segment.exists()
+    kill(worker)
+    assert wait_for(lambda: not segment.exists(), 10)
+
+
 def test_twenty_workers_leave_no_descriptor_no_segment_and_no_process(tmp_path):
     def once(number):
         worker = scripted_worker(tmp_path, name=f"engine {number}")
@@ -472,7 +482,9 @@ def test_when_the_trainer_is_killed_no_process_is_left(tmp_path):
         parent.kill()
         parent.wait(10)
         parent.stdout.close()
-    assert wait_for(lambda: not any(alive(one.pid) for one in started), 20), [one for one in started if one.is_running()]
+    assert wait_for(lambda: not any(alive(one.pid) for one in started), 20), [
+        one for one in started if one.is_running()
+    ]
 
 
 def test_the_innermost_frames_of_the_main_thread_are_read_from_a_dump():

@@ -2,7 +2,8 @@
 
 step_s: seconds of a step. nan: request ids whose first log-prob is NaN. frozen: request ids that make the engine stand
 still for good. endless: request ids that never end by themselves. bucket_s: seconds that a bucket takes. crash_on:
-request ids at which it raises something that is no error of ours. children: processes to start ("plain", "stubborn").
+request ids at which it raises something that is no error of ours. children: processes to start ("plain",
+"stubborn", "mapped").
 fail: fails to start, "config" or "crash". old: cannot be paused in flight.
 """
 
@@ -19,6 +20,11 @@ from swift.plugin import inference_backends
 
 STUBBORN = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+)
+MAPPED = (
+    "import signal, time; from multiprocessing import resource_tracker as t, shared_memory as s;"
+    "m = s.SharedMemory('swift-test-%d' % __import__('os').getpid(), create=True, size=4096);"
+    "t.unregister(m._name, 'shared_memory'); print('up', flush=True); time.sleep(600)"
 )
 PLAIN = "print('up', flush=True); import time; time.sleep(600)"
 
@@ -39,7 +45,7 @@ class ScriptedWorker(ScriptedEngine):
         self.facts = {"affinity": sorted(os.sched_getaffinity(0)), "omp": os.environ.get("OMP_NUM_THREADS")}
         self.children = []
         for kind in kwargs.get("children", ()):
-            code = STUBBORN if kind == "stubborn" else PLAIN
+            code = {"stubborn": STUBBORN, "mapped": MAPPED, "plain": PLAIN}[kind]
             child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
             child.stdout.readline()
             self.children.append(child)

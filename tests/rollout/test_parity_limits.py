@@ -44,7 +44,7 @@ def test_the_table(case, name, passes, warns, refuses):
     assert limits.exceeded(gaps()) == ""
 
 
-@pytest.mark.parametrize("case", [("float32", "int4", "cuda", False), ("uint8", "bfloat16", "cuda", False)])
+@pytest.mark.parametrize("case", [("float32", "int4", "cuda"), ("uint8", "bfloat16", "cuda")])
 def test_quantised_weights_are_only_refused_far_off(case):
     for quantised in (limits_for(*case), limits_for("bfloat16", "bfloat16", "cuda", quantised=True)):
         assert quantised.judge(gaps(maximum=5.0, mean=0.5, k3=0.1)) == "pass"

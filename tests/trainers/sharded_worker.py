@@ -27,6 +27,9 @@ from swift.rollout.weight_sync.policy import PolicyWeights, adapter_weights
 from swift.trainers.session import join_processes
 from swift.trainers.sharding import spread_options
 
+LIMIT_S = 500
+"""Ten times what the longest takes on an idle machine; workers that lose each other end by themselves sooner."""
+
 
 def launch(folder: Path, processes: int, tasks: list[dict[str, Any]], **common: Any) -> list[dict[str, Any]]:
     """Run the tasks in fresh processes; what each made."""
@@ -52,7 +55,7 @@ def launch(folder: Path, processes: int, tasks: list[dict[str, Any]], **common: 
                 )
             )
     try:
-        codes = [worker.wait(timeout=240) for worker in workers]
+        codes = [worker.wait(timeout=LIMIT_S) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()

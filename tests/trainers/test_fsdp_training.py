@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from sharded_runs import ADAPTER, FULL, LORA, PARTS, SCHEDULED, SKIPPING, assert_same_training, gap, make_adapter
 from sharded_worker import launch
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 KINDS = {"full": FULL, "lora": LORA, "adapter": ADAPTER, "skipping": SKIPPING}
 RUNS = {

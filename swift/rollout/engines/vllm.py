@@ -584,6 +584,17 @@ class VLLMEngine(InferenceEngine):
                 self._asleep.discard(tag)
         return not self._asleep
 
+    def memory(self) -> dict[str, int]:
+        """See `InferenceEngine.memory`; on a CPU the pages of the cache that were used since it woke."""
+        if not self.health().alive:
+            return {}
+        gone = not self._on_cpu and "weights" in self._asleep
+        kv = sum(reply["kv_resident"] for reply in self._call("swift_memory"))
+        return {
+            "weights": 0 if gone else self._weight_bytes(),
+            "kv": 0 if "kv_cache" in self._asleep else kv,
+        }
+
     def _weight_bytes(self) -> int:
         """Bytes of the weights in the engine's type; vLLM's parameters do not say once they are repacked."""
         return self._expect().numbers * getattr(torch, self.capabilities.dtype).itemsize
@@ -616,11 +627,6 @@ class VLLMEngine(InferenceEngine):
             scheduler = self._llm.engine_core.engine_core.scheduler
             facts |= {"running": len(scheduler.running), "waiting": len(scheduler.waiting)}
         return facts
-
-    def memory(self) -> dict[str, int]:
-        """Bytes of weights and KV cache, for the memory log; both 0 while they are released."""
-        kv = sum(reply["kv"] for reply in self._call("swift_memory")) if self._on_cpu and not self._closed else 0
-        return {"weights": self._weight_bytes(), "kv": 0 if "kv_cache" in self._asleep else kv}
 
     def close(self) -> None:
         """See `InferenceEngine.close`; a process group that was there before the engine stays."""

@@ -12,9 +12,11 @@ import mmap
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from swift.rollout.engines import vllm_versions
@@ -22,6 +24,8 @@ from swift.rollout.weight_sync.base import StreamDigest
 
 MADV_DONTNEED = 4
 """Linux: pages are given back at once and read as zeros when touched again."""
+LIBC = ctypes.CDLL(None, use_errno=True)
+"""The C library of this process."""
 
 
 class WorkerExtension:
@@ -83,8 +87,11 @@ class WorkerExtension:
         }
 
     def swift_memory(self) -> dict[str, int]:
-        """Bytes of the KV cache and resident size of the process."""
-        return {"kv": sum(size for _, size in self._swift_kv()), "rss": resident_bytes()}
+        """Bytes of the KV cache: `kv` its size, `kv_resident` what of it is in memory now."""
+        kv = self._swift_kv()
+        on_cpu = all(tensor.device.type == "cpu" for tensor in kv_tensors(self.model_runner.kv_caches))
+        size = sum(size for _, size in kv)
+        return {"kv": size, "kv_resident": sum(starmap(pages_in_memory, kv)) if on_cpu else size}
 
     def swift_segments(self) -> str:
         """What the names of this worker's shared memory contain; workers that are killed leave it behind."""
@@ -105,13 +112,10 @@ class WorkerExtension:
 
         Nothing may be cached or running. The pages read as zeros afterwards, like a new cache.
         """
-        libc = ctypes.CDLL(None, use_errno=True)
         before = resident_bytes()
         for address, size in self._swift_kv():
-            start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-            length = (address + size - start) // mmap.PAGESIZE * mmap.PAGESIZE
-            code = libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_DONTNEED) if length > 0 else 0
-            if code:
+            start, length = whole_pages(address, size)
+            if length and LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_DONTNEED):
                 raise OSError(ctypes.get_errno(), f"madvise of {length} bytes failed")
         return before - resident_bytes()
 
@@ -119,6 +123,23 @@ class WorkerExtension:
         """Address and size of each storage of the KV cache; layers often share one."""
         storages = (tensor.untyped_storage() for tensor in kv_tensors(self.model_runner.kv_caches))
         return sorted({(storage.data_ptr(), storage.nbytes()) for storage in storages if storage.nbytes()})
+
+
+def whole_pages(address: int, size: int) -> tuple[int, int]:
+    """Start and length of the whole pages within a range of memory."""
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    return start, max(0, (address + size - start) // mmap.PAGESIZE * mmap.PAGESIZE)
+
+
+def pages_in_memory(address: int, size: int) -> int:
+    """Bytes of a range of main memory that are backed by memory now; all of it where the system does not say."""
+    start, length = whole_pages(address, size)
+    if sys.platform != "linux" or not length:
+        return size
+    pages = np.zeros(length // mmap.PAGESIZE, dtype=np.uint8)
+    if LIBC.mincore(ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_void_p(pages.ctypes.data)):
+        return size
+    return int((pages & 1).sum()) * mmap.PAGESIZE
 
 
 def kv_tensors(caches: Any) -> list[Tensor]:

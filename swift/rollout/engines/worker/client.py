@@ -246,6 +246,7 @@ class WorkerEngine(InferenceEngine):
         while True:
             with self._life:
                 link = self._link
+            wakes = link.wakes
             paused = self._paused_at is not None  # then everything that ended before has arrived
             try:
                 self._read_events(link)
@@ -264,13 +265,13 @@ class WorkerEngine(InferenceEngine):
                 link.tell("stream")
                 told = link
             try:
-                self._await_event(link)
+                self._await_event(link, wakes)
             except WorkerLost as lost:
                 self._recover(link, lost)
 
-    def _await_event(self, link: Link) -> None:
-        """Until something came, or it is time to look at the clocks."""
-        event = link.next_event(LOOK_S)
+    def _await_event(self, link: Link, wakes: int) -> None:
+        """Until something came, somebody paused since `wakes`, or it is time to look at the clocks."""
+        event = link.next_event(LOOK_S, wakes=wakes)
         if event is not None:
             self._take(event)
         else:

@@ -7,6 +7,9 @@ while)
     * when the host ends, however: vLLM's workers outlive the process that made them,
     * when the parent says "end", or is gone: its end of the pipe closes, also at SIGKILL.
 
+Named shared memory of libraries (vLLM's queues between tensor-parallel workers) outlives processes that are killed. The
+guard remembers what its descendants have mapped, and removes what nobody maps any more at the end.
+
 When the guard itself is killed the kernel kills the host (PDEATHSIG: that signal comes with the end of the parent's
 *thread*, and the guard has only one), and the parent kills the group.
 
@@ -23,13 +26,15 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 POLL_S = 0.02
 """How often ending processes are looked at."""
-LOOK_S = 1.0
-"""How often the guard looks whether the parent lives; a forked sibling of ours may hold the pipe open."""
+LOOK_S = 2.0
+"""How often the guard looks whether the parent lives, as a forked sibling of ours may hold the pipe open, and at what
+its descendants have mapped."""
+SHARED_MEMORY = "/dev/shm/"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -77,7 +82,9 @@ def _watch(pipe: int, parent: int, host: int, grace_s: float) -> None:
     poller.register(pipe, select.POLLIN)
     poller.register(woken, select.POLLIN)
     word: bytes | None = None
+    segments: set[str] = set()
     while _ended(host) is None and word is None and os.getppid() == parent:
+        segments |= _mapped(descendants(os.getpid()))
         ready = dict(poller.poll(1000 * LOOK_S))
         if woken in ready:
             os.read(woken, 4096)
@@ -85,7 +92,9 @@ def _watch(pipe: int, parent: int, host: int, grace_s: float) -> None:
             word = _hear(pipe)
     if _ended(host) is not None:
         _say(pipe, f"ended {_codes[host]}\n")
+    segments |= _mapped(descendants(os.getpid()))
     _end_group(pipe, kill=b"kill" in (word or b""), grace_s=grace_s)
+    _remove(segments)
     if word is not None:
         _say(pipe, f"ended {_codes.get(host, -signal.SIGKILL)}\n")
     os._exit(0)
@@ -104,6 +113,28 @@ def _end_group(pipe: int, *, kill: bool, grace_s: float) -> None:
         for process in descendants(os.getpid()) if kill else []:
             _signal(process, signal.SIGKILL)
         time.sleep(POLL_S)
+
+
+def _mapped(processes: Iterable[int]) -> set[str]:
+    """Named segments of shared memory that these processes use."""
+    found = set()
+    for process in processes:
+        with contextlib.suppress(OSError):  # it is gone, or somebody else's
+            for line in Path(f"/proc/{process}/maps").read_text().splitlines():
+                at = line.find(SHARED_MEMORY)
+                if at >= 0 and not line.endswith("(deleted)"):
+                    found.add(line[at:])
+    return found
+
+
+def _remove(segments: set[str]) -> None:
+    """Remove those that nobody uses any more."""
+    left = {one for one in segments if Path(one).exists()}
+    if left:
+        left -= _mapped(int(entry.name) for entry in Path("/proc").glob("[0-9]*"))
+    for segment in left:
+        with contextlib.suppress(OSError):  # gone meanwhile
+            Path(segment).unlink()
 
 
 def _in_a_hurry(pipe: int) -> bool:

@@ -118,6 +118,7 @@ class Link:
         self.changed = threading.Condition()
         self.events: deque[Message] = deque()
         self.lost = ""
+        self.wakes = 0
         self.phase = "starting"
         self.host_pid: int | None = None
         self.counters: list[float] = [0, 0, 0, 0.0]
@@ -187,14 +188,19 @@ class Link:
         """`post` and `wait`."""
         return self.wait(self.post(name, **fields), timeout_s)
 
-    def next_event(self, timeout_s: float) -> Message | None:
+    def next_event(self, timeout_s: float, *, wakes: int | None = None) -> Message | None:
         """What the worker said unasked, in order; None when nothing comes in time.
+
+        Args:
+            timeout_s: longest wait.
+            wakes: `self.wakes` when the caller last looked around, by default now; `wake_waiters` ends the wait.
 
         Raises:
             WorkerLost: once everything that had arrived is read.
         """
         with self.changed:
-            self.changed.wait_for(lambda: self.events or self.lost, timeout_s)
+            seen = self.wakes if wakes is None else wakes
+            self.changed.wait_for(lambda: self.events or self.lost or self.wakes != seen, timeout_s)
             if self.events:
                 return self.events.popleft()
             if self.lost:
@@ -204,6 +210,7 @@ class Link:
     def wake_waiters(self) -> None:
         """Whoever waits for an event looks again."""
         with self.changed:
+            self.wakes += 1
             self.changed.notify_all()
 
     def touch(self) -> None:
