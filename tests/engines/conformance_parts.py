@@ -61,8 +61,6 @@ def missing(backend):
 
     if importlib.util.find_spec(backend.inner) is None:
         return f"{backend.inner} is not installed"
-    if backend.place == "server" and importlib.util.find_spec("swift.rollout.engines.remote") is None:
-        return "swift rollout is not built yet"
     if backend.inner == "lmdeploy" and not torch.cuda.is_available():
         return "lmdeploy needs a GPU"
     return None
@@ -119,10 +117,10 @@ class Subject:
             from swift.rollout.engines.pool import EnginePool
 
             return EnginePool([self._worker("engine 0"), self._worker("engine 1")])
-        from swift.rollout.engines.remote import RemoteEngine
+        from swift.rollout.engines.remote import RemoteEngine, RemoteTimeouts
 
         self._server = Server(self.spec, self.logs / f"{self.backend.name}-{time.monotonic_ns()}.log")
-        return RemoteEngine(self._server.url, spec=self.spec)
+        return RemoteEngine(self._server.url, spec=self.spec, timeouts=RemoteTimeouts(server_s=2.0, poll_s=0.5))
 
     def _worker(self, name):
         from swift.rollout.engines.worker.client import WorkerEngine
@@ -191,7 +189,7 @@ class Server:
             sys.executable, "-m", "swift", "rollout", "--model", spec.model, "--infer_backend", spec.backend,
             "--host", "127.0.0.1", "--port", "0", "--torch_dtype", spec.dtype,
             "--vllm_max_model_len", str(spec.max_model_len), "--vllm_max_num_seqs", str(spec.max_num_seqs),
-            "--vllm_enforce_eager", "true", "--sleep_level", "1",
+            "--vllm_enforce_eager", "true", "--sleep_level", "1", "--engine_restarts", "0",
         ]  # fmt: skip
         self.log = log
         with log.open("wb") as output:

@@ -2,9 +2,8 @@
 
 step_s: seconds of a step. nan: request ids whose first log-prob is NaN. frozen: request ids that make the engine stand
 still for good. endless: request ids that never end by themselves. bucket_s: seconds that a bucket takes. crash_on:
-request ids at which it raises something that is no error of ours. children: processes to start ("plain",
-"stubborn", "mapped").
-fail: fails to start, "config" or "crash". old: cannot be paused in flight.
+request ids at which it raises something that is no error of ours. children: processes to start ("plain", "stubborn",
+"mapped"). fail: fails to start, "config" or "crash". old: cannot be paused in flight.
 """
 
 import os

@@ -112,6 +112,11 @@ class EnginePool(InferenceEngine):
         )
 
     @property
+    def void(self) -> str:
+        """Why its weights belong to no version; "" when they do."""
+        return self._void
+
+    @property
     def engines(self) -> list[InferenceEngine]:
         """Those that are alive."""
         return [member.engine for member in self._alive()]
@@ -252,9 +257,12 @@ class EnginePool(InferenceEngine):
 
     def abort(self, request_ids: Collection[str] | None = None) -> None:
         """See `InferenceEngine.abort`; from any thread."""
+        wanted = None if request_ids is None else set(request_ids)
         with self._lock:
-            theirs = {one: [name for name in one.outstanding if request_ids is None or name in request_ids]
-                      for one in self._living()}  # fmt: skip
+            theirs = {
+                member: [name for name in member.outstanding if wanted is None or name in wanted]
+                for member in self._living()
+            }
             self._aborted.update(name for names in theirs.values() for name in names)
         for member, names in theirs.items():
             member.engine.abort(names)

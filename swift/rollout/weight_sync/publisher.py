@@ -28,7 +28,7 @@ KEPT_VERSIONS = 4096
 """Versions whose step is remembered, for staleness in steps."""
 
 REHEARSAL = 1 << 30
-"""Number of weights that are not the policy's; no run publishes that often, so no cache or adapter keeps it by chance."""
+"""Number of weights that are not the policy's; no run publishes so often, so no cache or adapter has it by chance."""
 
 
 class Ranks(Protocol):

@@ -385,8 +385,9 @@ class WorkerEngine(InferenceEngine):
 
     def abort(self, request_ids: Collection[str] | None = None) -> None:
         """See `InferenceEngine.abort`; from any thread."""
+        wanted = None if request_ids is None else set(request_ids)
         with self._table:
-            ids = [name for name in self._outstanding if request_ids is None or name in set(request_ids)]
+            ids = [name for name in self._outstanding if wanted is None or name in wanted]
             for name in ids:
                 self._outstanding[name].aborted = True
         if ids:
