@@ -2,7 +2,8 @@
 #
 #   make install        torch (CPU), requirements/{base,hub,dev,deepspeed}.txt, vLLM's CPU build and this package, editable
 #   make demo           train a tiny model for real and show its curve
-#   make test           lint, types, all tests          make test-fast   without the slow tests
+#   make test           lint, types, tests              make test-fast   without the slow tests
+#   make test-engines   long runs with engines: every mode, the conformance suite, servers, two hosts
 #   make bench          all benchmarks                  make clean       remove caches and build products
 #
 # PYTHON=python3.12 make install    chooses the interpreter (3.11 or 3.12)
@@ -21,7 +22,11 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 VLLM ?= $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),yes,no)
 
-.PHONY: install demo test test-fast lint bench clean
+ENGINE_RUNS := tests/engines/test_conformance.py tests/server tests/trainers/test_colocate_sharded.py \
+	$(addprefix tests/end_to_end/,test_engine_modes.py test_two_hosts.py test_asynchronous_runs.py \
+	test_colocate_end_to_end.py test_spread_models.py)
+
+.PHONY: install demo test test-engines test-fast lint bench clean
 .DELETE_ON_ERROR:
 
 install: $(STAMPS)/package $(if $(filter yes,$(VLLM)),$(STAMPS)/vllm)
@@ -69,10 +74,13 @@ lint: install
 	$(BIN)/mypy
 
 test: lint
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(addprefix --ignore=,$(ENGINE_RUNS))
+
+test-engines: install
+	$(TEST_ENV) $(BIN)/python -m pytest $(wildcard $(ENGINE_RUNS))
 
 test-fast: install
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(addprefix --ignore=,$(ENGINE_RUNS))
 
 bench: install
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done

@@ -208,8 +208,9 @@ def read(folder: Path, *, last_step: int) -> Steps:
 
 def json_rows(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a JSONL file."""
-    for line in path.read_text(encoding="utf-8").splitlines():
-        yield json.loads(line)
+    with path.open(encoding="utf-8") as file:  # not splitlines(): texts may hold line ends of other kinds
+        for line in file:
+            yield json.loads(line)
 
 
 def summarise(pairs: list[Pair], options: argparse.Namespace) -> dict[str, Any]:

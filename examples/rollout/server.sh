@@ -1,6 +1,4 @@
 #!/usr/bin/env bash
-# needs the Servers part of swift, not in this version: rollout
-#
 # A generation server for `bash examples/train/grpo/vllm/server.sh` on another machine (docs/rollout_server.md).
 #
 #   SWIFT_API_KEY=... bash examples/rollout/server.sh                                      one GPU

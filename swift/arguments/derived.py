@@ -65,6 +65,10 @@ def _names_a_model(args: Any, machine: Machine) -> bool:
     return bool(args.model or args.adapters) and not _merges(args, machine)
 
 
+def _names_another_backend(args: Any, _: Machine) -> bool:
+    return bool(args.use_lmdeploy or args.infer_backend not in (None, "vllm"))
+
+
 def _is_off_policy(args: Any, _: Machine) -> bool:
     return bool(args.async_generate or args.dynamic_sample or args.replay_buffer_size)
 
@@ -124,6 +128,8 @@ RULES: tuple[Rule, ...] = (
         _is_off_policy,
     ),
     _fixed("rollout_importance_sampling_mode", "none", "else none"),
+    _fixed("use_vllm", False, "false with another infer_backend or use_lmdeploy", _names_another_backend),
+    _fixed("use_vllm", True, "else true on a server"),
     _fixed("infer_backend", "vllm", "vllm with use_vllm", _when("use_vllm", True)),
     _fixed("infer_backend", "lmdeploy", "lmdeploy with use_lmdeploy", _when("use_lmdeploy", True)),
     _fixed("infer_backend", "transformers", "else transformers"),

@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swift.arguments.modes import RolloutServerArguments
 from swift.flags import Flag
 
 
@@ -25,11 +24,6 @@ class Feature:
 
 
 FEATURES: tuple[Feature, ...] = (
-    Feature(
-        "Servers",
-        "generation servers come",
-        {"vllm_mode": (None, "colocate", "dedicated"), "vllm_server_host": ([],), "vllm_server_base_url": ([],)},
-    ),
     Feature(
         "Algorithms",
         "this loss comes",
@@ -95,8 +89,6 @@ def check(args: Any, given: Collection[str] | None = None) -> list[str]:
         given: the settings that the user wrote (`Resolved.given`); others are consequences of these and go
             unmentioned. None counts every setting.
     """
-    if isinstance(args, RolloutServerArguments):
-        return ["rollout: mode: the generation server comes with the Servers part of swift; use swift infer"]
     lines = []
     for feature in FEATURES:
         wanted = {

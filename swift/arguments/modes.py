@@ -46,6 +46,14 @@ def _model_missing(args: Any) -> Iterator[str]:
         yield "--model: missing: the mode needs a model; give --model <folder or hub id>, or --adapters"
 
 
+def _backend_problems(args: Any) -> Iterator[str]:
+    if args.use_vllm and args.use_lmdeploy:
+        yield "--use_lmdeploy: true: excludes --use_vllm true; set one of them to false"
+    expected = "vllm" if args.use_vllm else "lmdeploy" if args.use_lmdeploy else None
+    if expected and args.infer_backend not in (None, expected):
+        yield f"--infer_backend: {args.infer_backend}: contradicts --use_{expected} true; drop one of the two"
+
+
 def _training_data_missing(args: Any) -> Iterator[str]:
     if not args.dataset:
         yield "--dataset: missing: there is nothing to train on; give --dataset <file, hub id or reasoning_gym:task>"
@@ -93,11 +101,7 @@ class RLHFArguments(
         yield from self._engine_problems()
 
     def _engine_problems(self) -> Iterator[str]:
-        if self.use_vllm and self.use_lmdeploy:
-            yield "--use_lmdeploy: true: excludes --use_vllm true; set one of them to false"
-        expected = "vllm" if self.use_vllm else "lmdeploy" if self.use_lmdeploy else None
-        if expected and self.infer_backend not in (None, expected):
-            yield f"--infer_backend: {self.infer_backend}: contradicts --use_{expected} true; drop one of the two"
+        yield from _backend_problems(self)
         if not self.ds3_gather_for_generation and (self.use_vllm or self.use_lmdeploy):
             yield (
                 "--ds3_gather_for_generation: false: an inference engine needs the gathered weights; "
@@ -215,15 +219,33 @@ class RewardTestArguments(CommonArguments, RewardArguments, DataArguments):
             yield "--dataset: missing: nothing to score; give --dataset or --completions"
 
 
+UNUSED_BY_SERVERS = (
+    "vllm_mode", "num_infer_workers", "vllm_server_host", "vllm_server_base_url", "vllm_server_api_key",
+    "async_generate", "offload_model", "offload_optimizer", "gc_collect_after_offload", "move_model_batches",
+)  # fmt: skip
+"""Settings of the trainer's side of an engine."""
+
+
 @dataclass(kw_only=True)
 class RolloutServerArguments(CommonArguments, EngineArguments, GenerationArguments, CheckpointArguments):
     """`swift rollout`: a generation server for trainers on other machines."""
 
+    use_vllm: bool | None = flag(  # type: ignore[assignment]
+        group="Engine", unset="true unless another backend is named"
+    )
+    """Serve vLLM; false serves transformers, which needs no further package."""
+
+    vllm_max_model_len: int | None = flag(at_least=1, group="Engine", everyday=False, unset="the model's context")
+    """Longest prompt and completion together, in tokens, whatever the backend."""
+
+    vllm_max_num_seqs: int = flag(256, at_least=1, group="Engine", everyday=False)
+    """Sequences that an engine decodes at the same time, whatever the backend."""
+
     host: str = flag("127.0.0.1", group="Run")
     """Address to listen on. Another one than loopback needs `--api_key`."""
 
-    port: int = flag(8000, at_least=1, at_most=65535, group="Run")
-    """Port to listen on."""
+    port: int = flag(8000, at_least=0, at_most=65535, group="Run")
+    """Port to listen on; 0 takes a free one, which the ready line names."""
 
     api_key: str | None = flag(group="Run", unset="no authentication")
     """Bearer token that clients must send."""
@@ -231,17 +253,42 @@ class RolloutServerArguments(CommonArguments, EngineArguments, GenerationArgumen
     allow_unauthenticated: bool = flag(False, group="Run", everyday=False)
     """Listen on a public address without a key."""
 
+    weights_folder: str | None = flag(group="Run", everyday=False, unset="files are not read")
+    """Folder, shared with the trainer, below which weights and adapters may be named by path. Trainers that see
+    the same folder send weights through it."""
+
+    seed: int = flag(42, at_least=0, group="Sampling", everyday=False)
+    """Seed of the engines. Requests bring their own; those without one are sampled at random."""
+
+    external_plugins: list[str] = flag([], group="Engine", everyday=False, aliases=("custom_register_path",))
+    """Python files that register further backends in `inference_backends`."""
+
     dry_run: bool = flag(False, group="Run")
     """Check everything, print the plan, and end without loading weights."""
 
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one line each."""
         yield from _model_missing(self)
-        if self.host not in ("127.0.0.1", "localhost", "::1") and not self.api_key and not self.allow_unauthenticated:
+        yield from _backend_problems(self)
+        if not self._is_local() and not self.api_key and not self.allow_unauthenticated:
             yield (
                 f"--host: {self.host}: reachable by others without a key; give --api_key, "
                 "or --allow_unauthenticated true"
             )
+
+    def notes(self) -> Iterator[str]:
+        """Remarks about settings that work but should be known about."""
+        if not self._is_local() and not self.api_key and self.allow_unauthenticated:
+            yield (
+                f"warning: --allow_unauthenticated: true: everybody who reaches {self.host} can use this server and "
+                "replace its weights"
+            )
+        for name in UNUSED_BY_SERVERS:
+            if getattr(self, name):
+                yield f"--{name}: given: not used by swift rollout"
+
+    def _is_local(self) -> bool:
+        return self.host in ("localhost", "::1") or self.host.startswith("127.")
 
 
 @dataclass(kw_only=True)

@@ -66,7 +66,7 @@ def rehearse_rlhf(resolved: Resolved) -> int:
     with rewards:
         rewards.self_check(prompts, max_steps=plan.max_steps)
         lines += [_lengths(prompts), *_rewards(rewards, prompts)]
-    _show(resolved, [*where, describe(plan), *lines])
+    show(resolved, [*where, describe(plan), *lines])
     return 0
 
 
@@ -84,7 +84,7 @@ def rehearse_sft(resolved: Resolved) -> int:
     where = [*_place(resolved), *find_start(args, resolved.to_json()).notes]
     train, _, lines = encode(args, load_chat(args))
     plan = plan_line(args, len(train), launcher.world_size(os.environ))
-    _show(resolved, [*where, plan, *lines])
+    show(resolved, [*where, plan, *lines])
     return 0
 
 
@@ -141,7 +141,7 @@ def _shown(result: ProbeResult) -> str:
     return "none" if result.value is None else f"{result.value:g}"
 
 
-def _show(resolved: Resolved, lines: Sequence[str]) -> None:
+def show(resolved: Resolved, lines: Sequence[str]) -> None:
     """What was given and what follows from it, with the origin, then the plan; JSON with `--json true`."""
     values = resolved.to_json()
     given = {name: origin for name, origin in resolved.provenance.items() if origin["source"] != "default"}

@@ -24,6 +24,7 @@ class Mode:
 MODES = {
     "rlhf": Mode("swift.cli.rlhf", "online RL training (--rlhf_type grpo)"),
     "sft": Mode("swift.cli.sft", "supervised fine-tuning"),
+    "rollout": Mode("swift.cli.rollout", "a generation server for trainers on other machines"),
     "reward-test": Mode("swift.cli.reward_test", "try reward functions on a dataset, without a model"),
     "infer": Mode("swift.cli.infer", "generate, interactively or over a dataset"),
     "export": Mode("swift.cli.export", "convert a model or fold an adapter in"),
@@ -31,7 +32,6 @@ MODES = {
     "config-schema": Mode("swift.cli.config_schema", "print the JSON schema of a mode's flags"),
 }
 PLANNED = {
-    "rollout": "a generation server (comes with the Engines part)",
     "pt": "pre-training",
     "doctor": "environment check",
     "plan": "memory and time plan",

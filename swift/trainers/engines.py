@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -270,6 +271,13 @@ def _dedicated(setup: EngineSetup, spec: EngineSpec, args: Any) -> InferenceEngi
 def _servers(spec: EngineSpec, args: Any, placement: Placement) -> InferenceEngine:
     """The servers of `--vllm_server_host`, behind one."""
     from swift.rollout.engines.pool import EnginePool
-    from swift.rollout.engines.remote import RemoteEngine
+    from swift.rollout.engines.remote import RemoteEngine, RemoteTimeouts
 
-    return EnginePool([RemoteEngine(url, spec=spec) for url in placement.servers])
+    timeouts = RemoteTimeouts(server_s=args.vllm_server_timeout, request_s=args.rollout_timeout)
+    run_id = secrets.token_hex(8)
+    return EnginePool(
+        [
+            RemoteEngine(url, spec=spec, api_key=args.vllm_server_api_key, timeouts=timeouts, run_id=run_id)
+            for url in placement.servers
+        ]
+    )

@@ -353,7 +353,9 @@ class _Session:
         """Check, train, and end with a summary or an interruption."""
         parts, checkpoint = self.parts, self.parts.start.checkpoint
         try:
-            for line in [*parts.lines, *parts.start.notes, *plan_lines(parts), *slow_path_lines(self.setup.engine)]:
+            notes = self.cycle.notes if self.cycle is not None else []
+            slow = slow_path_lines(self.setup.engine)
+            for line in [*parts.lines, *parts.start.notes, *plan_lines(parts), *slow, *notes]:
                 self.say(line)
             if parts.start.step >= parts.plan.max_steps:
                 self.say(f"{checkpoint} is the last of {parts.plan.max_steps} steps; raise --max_steps to go on")
@@ -438,7 +440,7 @@ class _Session:
             model=model,
             args=training_arguments(args, self.folder, parts),
             processing_class=parts.template.tokenizer,
-            settings=trainer_settings(args),
+            settings=trainer_settings(args, logprob_support=self._logprob_support()),
             pipeline=self._build_pipeline(),
             collectives=parts.collectives,
             metrics=self.metrics,
@@ -512,6 +514,12 @@ class _Session:
         gather = self.parts.args.ds3_gather_for_generation
         return sampling_from(self.trainer.model, gather=gather, any_rank=self.parts.collectives.any)
 
+    def _logprob_support(self) -> str:
+        """What the engines' log-probs mean; ranks without an engine learn it from those with one."""
+        engine = self.setup.engine
+        mine = engine.capabilities.logprob_support if engine is not None else None
+        return next(one for one in self.parts.collectives.all_gather(mine) if one is not None)
+
     def _build_publisher(self, model: Any) -> WeightPublisher:
         """Gives the engines the weights of `model`, or its adapter alone."""
         from swift.rollout.weight_sync.policy import PolicyWeights, adapter_weights
@@ -546,6 +554,7 @@ class _Session:
             metrics=self.metrics,
             ranks=self.parts.collectives,
             device=own_device(),
+            warn=self.report.progress.warn if self.report is not None else None,
         )
 
     def _epoch(self) -> float:
@@ -620,8 +629,8 @@ def cache_bytes(device: torch.device) -> int:
     return psutil.virtual_memory().total // 8
 
 
-def trainer_settings(args: Any) -> Any:
-    """The step's settings."""
+def trainer_settings(args: Any, *, logprob_support: str = "full") -> Any:
+    """The step's settings; `logprob_support` is that of the engines (`swift.rollout.engines.base`)."""
     from swift.rl.losses import LossConfig
     from swift.trainers.grpo_trainer import CorrectionSettings, GRPOSettings
 
@@ -647,7 +656,9 @@ def trainer_settings(args: Any) -> Any:
         slice_size=args.mini_batch_size or args.per_device_train_batch_size,
         keep_dropout=args.lora_dropout > 0 and args.tuner_type == "lora",
         skip_zero_advantage=args.skip_zero_advantage_batches,
-        comparable_sampling=not args.sampling_params().truncates and args.repetition_penalty == 1.0,
+        comparable_sampling=not args.sampling_params().truncates
+        and args.repetition_penalty == 1.0
+        and (logprob_support != "raw" or args.temperature == 1.0),
         correction=CorrectionSettings(
             mode=args.rollout_importance_sampling_mode,
             threshold=args.rollout_importance_sampling_threshold,

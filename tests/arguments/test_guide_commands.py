@@ -61,7 +61,7 @@ COMMANDS = {
     ),
     "external server": (
         COMMON + ONE_GPU + "--vllm_server_host 10.0.0.1 --vllm_server_port 8001 --vllm_server_timeout 60",
-        ["--vllm_server_host"],
+        [],
     ),
 }
 
@@ -133,10 +133,10 @@ def test_the_defaults_need_nothing_of_a_later_part():
         assert later.check(parse(mode, words.split(), {}).args) == []
 
 
-def test_the_server_mode_parses_and_waits_for_its_part():
+def test_the_server_mode_parses():
     resolved = parse("rollout", ["--model", "m", "--vllm_tensor_parallel_size", "2", "--port", "9000"], {})
     assert resolved.args.port == 9000
-    assert "Servers" in resolved.later()[0]
+    assert resolved.later() == []
 
 
 def test_every_row_of_the_table_names_settings_that_exist():

@@ -134,7 +134,6 @@ def cut_in_half(path):
 MODES = {
     "no mode": (lambda d: [], 2, ["mode: none given", "rlhf, sft"]),
     "unknown mode": (lambda d: ["rlfh"], 2, ["mode: rlfh: unknown", "nearest: rlhf"]),
-    "server of a later part": (lambda d: ["rollout", "--model", "m"], 2, ["rollout", "planned", "Servers"]),
     "later mode": (lambda d: ["deploy"], 2, ["deploy", "planned, not in this version"]),
 }
 

@@ -583,8 +583,10 @@ def test_c19_an_unknown_sleep_level_is_refused(subject):
 def test_c20_a_sleeping_engine_neither_samples_nor_takes_weights(subject, level):
     engine = subject.engine
     need(subject, level in engine.capabilities.sleep_levels, f"sleep level {level}")
+    assert engine.health().detail == ""
     engine.sleep(level)
     assert engine.health().alive
+    assert "asleep" in engine.health().detail
     with pytest.raises(EngineAsleep):
         engine.submit(ask("r"))
     with pytest.raises(EngineAsleep):
@@ -593,9 +595,11 @@ def test_c20_a_sleeping_engine_neither_samples_nor_takes_weights(subject, level)
         subject.publish(subject.model)
     engine.wake()
     if level == 2 and not subject.spec.lora:  # awake, with weights of no version
+        assert "dropped" in engine.health().detail
         with pytest.raises(EngineAsleep):
             engine.submit(ask("r"))
         subject.publish(subject.model)
+    assert engine.health().detail == ""
     assert gap(subject.model, ask("r"), run(engine, [ask("r")])[0]) < TOLERANCE
 
 

@@ -84,7 +84,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """alive: it answers and can sample. detail: what is wrong, or ""."""
+    """alive: it answers, and can sample once it is awake. detail: why it cannot sample now, "" when it can."""
 
     alive: bool
     version: int

@@ -611,7 +611,11 @@ class LMDeployEngine(InferenceEngine):
             found = self._wait_for(self._engine.health_probe(STALL_S), HEALTH_S, "health")
         except (EngineDead, RuntimeError) as error:
             return Health(False, self.version, _first_line(error))
-        return Health(found["status"] != "unhealthy", self.version, str(found["message"]))
+        if found["status"] == "unhealthy":
+            return Health(False, self.version, str(found["message"]))
+        if self._asleep:
+            return Health(True, self.version, f"asleep ({', '.join(sorted(self._asleep))})")
+        return Health(True, self.version, "awake, but sleep(2) dropped its weights" if self._dropped else "")
 
     def info(self) -> dict[str, Any]:
         """See `InferenceEngine.info`."""

@@ -605,8 +605,11 @@ class VLLMEngine(InferenceEngine):
         """See `InferenceEngine.health`."""
         if self._closed:
             return Health(False, self.version, "closed")
-        detail = self._dead or self._void
-        return Health(not detail, self.version, detail)
+        if self._dead or self._void:
+            return Health(False, self.version, self._dead or self._void)
+        if self._asleep:
+            return Health(True, self.version, f"asleep ({', '.join(sorted(self._asleep))})")
+        return Health(True, self.version, "awake, but sleep(2) dropped its weights" if self._dropped else "")
 
     def info(self) -> dict[str, Any]:
         """See `InferenceEngine.info`."""

@@ -1,6 +1,4 @@
 #!/usr/bin/env bash
-# needs the Servers part of swift, not in this version: --vllm_server_host
-#
 # Two machines: one samples, one trains.
 #
 #   ROLE=server  SWIFT_API_KEY=... bash examples/train/grpo/multi_node/trainer_and_server.sh                     on 10.0.0.1

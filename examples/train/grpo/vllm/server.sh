@@ -1,6 +1,4 @@
 #!/usr/bin/env bash
-# needs the Servers part of swift, not in this version: --vllm_mode
-#
 # The trainer on this machine, generation on others: start `bash examples/rollout/server.sh` there first.
 #
 #   SERVERS="10.0.0.1 10.0.0.2" SWIFT_API_KEY=... bash examples/train/grpo/vllm/server.sh

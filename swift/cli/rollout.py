@@ -1,0 +1,29 @@
+"""`swift rollout`: a generation server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from swift.cli.mode import start
+
+if TYPE_CHECKING:
+    from swift.arguments import Resolved
+
+
+def run(words: Sequence[str]) -> int | None:
+    """The mode; returns the exit code."""
+    return start("rollout", words, lambda: _serve)
+
+
+def _serve(resolved: Resolved) -> int | None:
+    from swift.rollout.server.run import bind, check, serve
+
+    plan = check(resolved.args, resolved.given)
+    if resolved.args.dry_run:
+        from swift.cli.dry_run import show
+
+        bind(resolved.args.host, resolved.args.port).close()
+        show(resolved, plan.lines())
+        return 0
+    return serve(resolved.args, plan)

@@ -1,0 +1,127 @@
+"""A `swift rollout` process on a free port, and what tests ask of it."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import httpx
+import psutil
+import torch
+
+from swift.rollout.engines.remote import RemoteEngine, RemoteTimeouts
+from swift.rollout.engines.spec import EngineSpec
+from swift.types import Request, SamplingParams
+
+START_LIMIT_S = 240.0
+END_LIMIT_S = 40.0
+KEY = "a key for tests"
+PROMPT = list(b"The quick brown fox")
+QUICK = RemoteTimeouts(server_s=60, poll_s=0.2, beat_s=1.0)
+
+
+class Server:
+    """A server process; its family are its workers."""
+
+    def __init__(self, model, folder, *words, port=0, key=None, wait=True):
+        self.model = str(model)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log = folder / f"server-{time.monotonic_ns()}.log"
+        self.key = key
+        command = [
+            sys.executable, "-m", "swift", "rollout", "--model", self.model, "--port", str(port), "--torch_dtype",
+            "float32", *words, *(["--api_key", key] if key else []),
+        ]  # fmt: skip
+        if "--use_vllm" not in words and "--infer_backend" not in words:
+            command += ["--use_vllm", "false"]
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        self.url = self.wait_until_ready() if wait else None
+
+    def text(self):
+        return self.log.read_text(errors="replace")
+
+    def wait_until_ready(self):
+        deadline = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < deadline:
+            ready = next((line for line in self.text().splitlines() if line.startswith("ready ")), None)
+            if ready is not None:
+                self.family = psutil.Process(self.process.pid).children(recursive=True)
+                return ready.split()[1]
+            assert self.process.poll() is None, self.text()[-3000:]
+            time.sleep(0.05)
+        self.kill()
+        raise AssertionError(f"not ready after {START_LIMIT_S} s:\n{self.text()[-3000:]}")
+
+    @property
+    def port(self):
+        return int(self.url.rpartition(":")[2])
+
+    def client(self, **options):
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False, **options)
+
+    def engine(self, *, spec=None, timeouts=QUICK, **options):
+        return RemoteEngine(self.url, spec=spec or spec_of(self.model), api_key=self.key, timeouts=timeouts, **options)
+
+    def stop(self):
+        """SIGTERM, as people end it; returns the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(END_LIMIT_S)
+
+    def kill(self):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGKILL)
+        self.process.wait(END_LIMIT_S)
+
+    def left(self, limit_s=20.0):
+        """Processes of it that are still there after a while."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            alive = [one for one in self.family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+            if not alive or time.monotonic() > deadline:
+                return alive
+            time.sleep(0.05)
+
+
+def spec_of(model, **fields):
+    return EngineSpec(
+        **{"backend": "transformers", "model": str(model), "eos_token_ids": (256,), "max_model_len": 256, **fields}
+    )
+
+
+def ask(name, prompt=PROMPT, **sampling):
+    return Request(str(name), list(prompt), SamplingParams(**{"max_new_tokens": 12, **sampling}))
+
+
+def run(engine, requests):
+    done = {}
+    for completion in engine.generate(requests):
+        assert completion.request_id not in done, "came twice"
+        done[completion.request_id] = completion
+    assert set(done) == {request.request_id for request in requests}
+    return [done[request.request_id] for request in requests]
+
+
+@torch.no_grad()
+def gap(model, prompt, ids, logprobs, temperature=1.0):
+    """Largest difference between reported log-probs and those of a plain forward pass."""
+    logits = model(input_ids=torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].float()
+    mine = (logits / temperature).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+    return float((mine - torch.tensor(logprobs)).abs().max())
+
+
+def load(model):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model).eval()
+
+
+def with_noise(model, seed, scale=0.05):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+    return model

@@ -1,0 +1,448 @@
+"""Servers that are restarted, hang, fail or never were, as the trainer's end sees them."""
+
+import json
+import os
+import signal
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import psutil
+import pytest
+from server_parts import KEY, PROMPT, Server, ask, gap, load, run, spec_of, with_noise
+
+from swift.errors import EngineDead, EngineError
+from swift.rollout.engines import remote
+from swift.rollout.engines.pool import EnginePool
+from swift.rollout.engines.remote import RemoteEngine, RemoteTimeouts
+from swift.rollout.weight_sync.policy import PolicyWeights
+
+SHORT = RemoteTimeouts(server_s=2.0, poll_s=0.2, reply_s=3.0, beat_s=0.5)
+PATIENT = RemoteTimeouts(server_s=120.0, poll_s=0.2, reply_s=5.0, beat_s=1.0)
+
+
+@pytest.fixture
+def own_server(nano_folders, tmp_path):
+    """A server that a test may kill; the last one that is noted is ended."""
+    made = []
+
+    def start(*words, **options):
+        made.append(Server(nano_folders["llama"], tmp_path, *words, key=KEY, **options))
+        return made[-1]
+
+    yield start
+    for one in made:
+        if one.process.poll() is None:
+            os.kill(one.process.pid, signal.SIGCONT)
+            one.kill()
+        assert one.left() == []
+
+
+def many(count=24):
+    return [ask(f"g{i // 4}/{i}", [*PROMPT, i // 4], seed=i, max_new_tokens=200) for i in range(count)]
+
+
+def tokens(completions):
+    return {one.request_id: one.token_ids for one in completions}
+
+
+@pytest.mark.slow
+def test_a_server_that_is_restarted_samples_with_the_published_weights_and_each_request_once(own_server):
+    server = own_server()
+    model = with_noise(load(server.model), 7)
+    engine = server.engine(timeouts=PATIENT)
+    engine.load_weights(PolicyWeights(model), 1)
+    expected = tokens(run(engine, many()))
+    done, port = [], server.port
+    starting = []
+    for request in many():
+        engine.submit(request)
+    for completion in engine.stream():
+        done.append(completion)
+        if len(done) == 3:
+            server.kill()
+            thread = threading.Thread(target=lambda: starting.append(own_server(port=port)))
+            thread.start()
+    thread.join()
+    assert len(done) == len(expected)
+    assert tokens(done) == expected
+    for completion in done:
+        assert completion.versions == [(1, 0, len(completion.token_ids))]
+    assert engine.counters.restarts == 1
+    assert engine.health().version == 1
+    # between two batches, too
+    starting[0].kill()
+    again = own_server(port=port)
+    assert tokens(run(engine, many())) == expected
+    one = run(engine, [ask("x", seed=3)])[0]
+    assert gap(model, PROMPT, one.token_ids, one.logprobs) < 1e-5
+    assert again.client().get("/info").json()["version"] == 1
+    engine.close()
+
+
+@pytest.mark.slow
+def test_a_restarted_server_gets_the_adapter_again_and_new_weights_find_it(own_server):
+    from test_rollout_weights import adapted
+
+    server = own_server()
+    engine, model = server.engine(timeouts=PATIENT), load(server.model)
+    policy, adapter = adapted(model, seed=3)
+    engine.load_adapter(adapter, 4)
+    port = server.port
+    server.kill()
+    server = own_server(port=port)
+    one = run(engine, [ask("a", seed=1)])[0]
+    assert gap(policy, PROMPT, one.token_ids, one.logprobs) < 1e-5
+    server.kill()
+    own_server(port=port)
+    engine.load_weights(PolicyWeights(with_noise(model, 2)), 5)  # the first call to the new server
+    one = run(engine, [ask("a", seed=1)])[0]
+    assert gap(model, PROMPT, one.token_ids, one.logprobs) < 1e-5
+    engine.close()
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_behind_the_server_is_replaced_there(own_server):
+    server = own_server()
+    model = with_noise(load(server.model), 7)
+    engine = server.engine(timeouts=PATIENT)
+    engine.load_weights(PolicyWeights(model), 1)
+    expected = tokens(run(engine, many()))
+    worker = max(server.family, key=lambda one: one.memory_info().rss)
+    done = []
+    for request in many():
+        engine.submit(request)
+    for completion in engine.stream():
+        done.append(completion)
+        if len(done) == 3:
+            worker.kill()
+    assert tokens(done) == expected
+    assert len(done) == len(expected)
+    assert engine.counters.restarts == 1
+    # one that dies while nobody asks: /health names it, and it is replaced
+    victim = max(psutil.Process(server.process.pid).children(recursive=True), key=lambda one: one.memory_info().rss)
+    victim.kill()
+    seen, deadline = set(), time.monotonic() + 60
+    with server.client() as http:
+        while 200 not in seen or 503 not in seen:
+            reply = http.get("/health")
+            if reply.status_code == 503:
+                assert "engine 0" in reply.json()["detail"] or "process" in reply.json()["detail"]
+                seen.add(503)
+            elif 503 in seen:
+                seen.add(200)
+            assert time.monotonic() < deadline, seen
+            time.sleep(0.02)
+    server.family += psutil.Process(server.process.pid).children(recursive=True)
+    assert tokens(run(engine, many())) == expected
+    engine.close()
+
+
+@pytest.mark.slow
+def test_a_server_that_hangs_is_given_up_in_a_bounded_time_and_one_that_comes_back_is_used(own_server):
+    server = own_server()
+    engine = server.engine(timeouts=PATIENT)
+    expected = tokens(run(engine, many()))
+    done = []
+    for request in many():
+        engine.submit(request)
+    for completion in engine.stream():
+        done.append(completion)
+        if len(done) == 2:
+            os.kill(server.process.pid, signal.SIGSTOP)
+            threading.Timer(8.0, os.kill, (server.process.pid, signal.SIGCONT)).start()
+    assert tokens(done) == expected
+    assert len(done) == len(expected)
+    engine.timeouts = SHORT
+    for request in many():
+        engine.submit(request)
+    started = 0.0
+    with pytest.raises(EngineDead) as caught:
+        for _ in engine.stream():
+            if not started:
+                os.kill(server.process.pid, signal.SIGSTOP)
+                started = time.monotonic()
+    assert time.monotonic() - started < 20
+    assert server.url in str(caught.value)
+    engine.close()
+
+
+@pytest.mark.slow
+def test_a_pool_of_servers_goes_on_with_those_that_are_left(own_server):
+    one, two = own_server(), own_server()
+    model = with_noise(load(one.model), 7)
+    pool = EnginePool([server.engine(timeouts=SHORT, run_id="pool") for server in (one, two)])
+    pool.load_weights(PolicyWeights(model), 1)
+    expected = tokens(run(pool, many()))
+    done = []
+    for request in many():
+        pool.submit(request)
+    for completion in pool.stream():
+        done.append(completion)
+        if len(done) == 2:
+            one.kill()
+    assert tokens(done) == expected
+    assert len(done) == len(expected)
+    with_noise(model, 8)
+    pool.load_weights(PolicyWeights(model), 2)
+    last = run(pool, [ask("x", seed=3)])[0]
+    assert gap(model, PROMPT, last.token_ids, last.logprobs) < 1e-5
+    assert one.url in pool.health().detail
+    two.kill()
+    with pytest.raises(EngineDead):
+        run(pool, many())
+    pool.close()
+
+
+def test_a_second_trainer_is_told_who_holds_the_server(server):
+    first = server.engine()
+    assert first.capabilities.name == "transformers"
+    second = server.engine()
+    started = time.monotonic()
+    with pytest.raises(EngineError) as caught:
+        second.capabilities  # noqa: B018
+    assert f"held by run {first.run_id}" in str(caught.value)
+    assert f"process {os.getpid()}" in str(caught.value)
+    assert time.monotonic() - started < 10
+    first.close()
+    assert second.capabilities.name == "transformers"
+    second.close()
+
+
+def test_what_another_run_may_not_do_is_refused_with_the_holders_name(server, http):
+    engine = server.engine()
+    assert engine.capabilities.lora
+    other = {"X-Swift-Run": "other"}
+    for path in ("/weights/begin", "/pause", "/sleep", "/reset_prefix_cache", "/start_weight_update", "/reset"):
+        body = {"run_id": "other", "version": 1, "manifest": []}
+        for headers in (other, {}):
+            reply = http.post(path, json=body, headers=headers)
+            assert reply.status_code == 409, (path, reply.text)
+            assert engine.run_id in reply.json()["error"]["message"]
+    assert http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}).status_code == 200
+    engine.close()
+
+
+def test_no_server_at_all_is_one_line_with_address_seconds_and_what_to_do():
+    engine = RemoteEngine(
+        "http://127.0.0.1:9", spec=spec_of("/models/mine"), timeouts=RemoteTimeouts(server_s=0.5, poll_s=0.1)
+    )
+    started = time.monotonic()
+    with pytest.raises(EngineError) as caught:
+        engine.capabilities  # noqa: B018
+    assert time.monotonic() - started < 5
+    (line,) = caught.value.problems
+    for part in ("http://127.0.0.1:9", "0.5 s", "swift rollout --model /models/mine --host 127.0.0.1 --port 9"):
+        assert part in line
+    assert caught.value.exit_code == 4
+    engine.close()
+
+
+def test_a_wrong_key_is_said_at_once_and_not_shown(server):
+    engine = RemoteEngine(server.url, spec=spec_of(server.model), api_key="wrong one", timeouts=SHORT)
+    with pytest.raises(EngineError, match="--vllm_server_api_key") as caught:
+        engine.capabilities  # noqa: B018
+    assert "wrong one" not in str(caught.value)
+    engine.close()
+
+
+# --- a server that fails, without any engine --------------------------------------------------------------------------
+
+
+class Fake(BaseHTTPRequestHandler):
+    """Says it is well, and then does what `script` says with POST /infer/."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def answer(self, status, body, kind="application/json"):
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self):
+        self.answer(200, json.dumps(self.server.info).encode())
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
+        if self.path.startswith("/infer"):
+            self.server.calls += 1
+            self.server.script(self, body)
+        else:
+            self.answer(200, b'{"asleep": "", "version": 0, "released": true}')
+
+
+@pytest.fixture
+def fake(server, http):
+    """Makes fake servers that look like the real one."""
+    made = []
+
+    def make(script):
+        one = ThreadingHTTPServer(("127.0.0.1", 0), Fake)
+        one.daemon_threads = True
+        one.info = {**http.get("/info").json(), "alive": True, "weights_folder": None}
+        one.calls, one.script = 0, script
+        threading.Thread(target=one.serve_forever, daemon=True).start()
+        made.append(one)
+        return one, f"http://127.0.0.1:{one.server_address[1]}"
+
+    yield make
+    for one in made:
+        one.shutdown()
+        one.server_close()
+
+
+@pytest.fixture
+def no_backoff(monkeypatch):
+    monkeypatch.setattr(remote, "BACKOFF_S", (0.01, 0.01, 0.01))
+
+
+def said(body, *, end=True, count=None, times=1, **fields):
+    """The reply to POST /infer/ of a server that samples one token for each request."""
+    lines = [
+        {
+            "event": "completion",
+            "completion": {
+                "request_id": entry["id"],
+                "token_ids": [1],
+                "logprobs": [-0.5],
+                "finish_reason": "length",
+                "text": "",
+                "versions": [[0, 0, 1]],
+                **fields,
+            },
+        }
+        for entry in body["requests"][:count]
+    ]
+    return "".join(json.dumps(line) + "\n" for line in [*lines * times, *[{"event": "end"}] * end]).encode()
+
+
+def always_500(handler, _):
+    handler.answer(500, b"oops")
+
+
+def test_failures_without_progress_are_bounded(server, fake, no_backoff):
+    one, url = fake(always_500)
+    engine = RemoteEngine(url, spec=spec_of(server.model), timeouts=SHORT)
+    with pytest.raises(EngineDead, match="HTTP 500"):
+        run(engine, [ask("a")])
+    assert one.calls == len(remote.BACKOFF_S) + 1
+    assert not engine.health().alive
+    engine.close()
+
+
+def test_a_pool_quarantines_a_failing_server(server, fake, no_backoff):
+    _, url = fake(always_500)
+    bad = RemoteEngine(url, spec=spec_of(server.model), timeouts=SHORT)
+    pool = EnginePool([bad, server.engine()])
+    done = run(pool, many(8))
+    assert len(done) == 8
+    assert pool.engines == [pool.engines[0]]
+    assert url in pool.health().detail
+    pool.close()
+
+
+def test_a_failure_that_passes_is_tried_again(server, fake, no_backoff):
+    def sometimes(handler, body):
+        if one.calls <= 2:
+            always_500(handler, body)
+            return
+        handler.answer(200, said(body, times=2))
+
+    one, url = fake(sometimes)
+    engine = RemoteEngine(url, spec=spec_of(server.model), timeouts=SHORT)
+    assert [done.token_ids for done in run(engine, many(3))] == [[1]] * 3
+    engine.close()
+
+
+def test_a_stream_that_is_cut_off_is_no_end(server, fake, no_backoff):
+    def cut(handler, body):
+        handler.answer(200, said(body, count=1, end=False))
+
+    one, url = fake(cut)
+    engine = RemoteEngine(url, spec=spec_of(server.model), timeouts=SHORT)
+    assert len(run(engine, many(3))) == 3  # one at a time: each is progress
+    assert one.calls == 3
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "problem"),
+    [([0.5], "log-prob 0.5"), ([-0.5, -0.5], "2 log-probs for 1 tokens"), ([float("nan")], "nan")],
+)
+def test_a_completion_that_cannot_be_is_an_error(server, fake, logprobs, problem):
+    def wrong(handler, body):
+        handler.answer(200, said(body, logprobs=logprobs))
+
+    _, url = fake(wrong)
+    engine = RemoteEngine(url, spec=spec_of(server.model), timeouts=SHORT)
+    with pytest.raises(EngineError, match=problem):
+        run(engine, [ask("a")])
+    engine.close()
+
+
+def test_a_request_that_takes_too_long_is_tried_twice_and_then_an_error(server, fake):
+    aborted = threading.Event()
+
+    def slow(handler, body):
+        aborted.wait(10)
+        aborted.clear()
+        handler.answer(200, said(body, finish_reason="abort"))
+
+    one, url = fake(slow)
+    engine = RemoteEngine(
+        url, spec=spec_of(server.model), timeouts=RemoteTimeouts(server_s=2, request_s=0.5, reply_s=20.0)
+    )
+    tell, told = engine._tell_abort, []
+
+    def telling(ids):
+        told.append(ids)
+        tell(ids)
+        aborted.set()
+
+    engine._tell_abort = telling
+    done = run(engine, [ask("a")])[0]
+    assert (done.finish_reason, told, one.calls) == ("error", [["a"], ["a"]], 2)
+    engine.close()
+
+
+def test_a_full_queue_is_waited_for(server, fake, monkeypatch):
+    monkeypatch.setattr(remote, "BUSY_S", 0.05)
+    busy = json.dumps({"error": {"message": "queue: full", "type": "", "code": 429, "kind": "queue"}}).encode()
+
+    def full(handler, body):
+        if one.calls <= 10:
+            handler.answer(429, busy)
+            return
+        handler.answer(200, said(body))
+
+    one, url = fake(full)
+    engine = RemoteEngine(url, spec=spec_of(server.model), timeouts=SHORT)
+    assert run(engine, [ask("a")])[0].token_ids == [1]
+    engine.close()
+
+
+def test_close_ends_a_stream_of_another_thread(server):
+    engine = server.engine()
+    for request in many(32):
+        engine.submit(request)
+    ended = []
+
+    def stream():
+        try:
+            for _ in engine.stream():
+                pass
+        except EngineDead as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=stream)
+    thread.start()
+    time.sleep(0.3)
+    engine.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert len(ended) == 1

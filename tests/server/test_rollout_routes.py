@@ -1,0 +1,431 @@
+"""The routes of `swift rollout`, as clients of every kind use them."""
+
+import json
+import pickle
+from http.client import HTTPConnection
+
+import pytest
+from server_parts import PROMPT, ask, gap, load
+
+IDS = {"prompt": PROMPT, "return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": 0}
+
+
+@pytest.fixture(scope="module")
+def model(server):
+    return load(server.model)
+
+
+def ok(reply):
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def refused(reply, status):
+    assert reply.status_code == status, reply.text
+    error = reply.json()["error"]
+    assert error["code"] == status
+    return error["message"]
+
+
+def infer_lines(http, requests, **more):
+    prompts = [list(request.prompt_ids) for request in requests]
+    body = {
+        "prompts": prompts,
+        "requests": [
+            {"id": request.request_id, "prompt": index, "sampling": {"max_new_tokens": request.sampling.max_new_tokens}}
+            for index, request in enumerate(requests)
+        ],
+        **more,
+    }
+    return http.post("/infer/", json=body)
+
+
+# --- what it is ----------------------------------------------------------------------------------------------------
+
+
+def test_health_needs_no_key_and_everything_else_does(server, http):
+    import httpx
+
+    assert httpx.get(f"{server.url}/health", trust_env=False).json()["status"] == "ok"
+    assert httpx.get(f"{server.url}/health/", trust_env=False).status_code == 200
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": server.key}):
+        for path in ("/info", "/v1/models", "/infer/", "/nothing"):
+            reply = httpx.request(
+                "POST" if path == "/infer/" else "GET", server.url + path, headers=headers, trust_env=False
+            )
+            assert reply.status_code == 401
+            assert server.key not in reply.text
+    assert http.get("/info").status_code == 200
+
+
+def test_it_says_what_it_serves(server, http):
+    info = ok(http.get("/info"))
+    assert (info["model"], info["dtype"], info["tp"], info["dp"]) == (server.model, "float32", 1, 1)
+    assert info["max_model_len"] == 512
+    assert info["capabilities"]["name"] == "transformers"
+    assert len(info["checksum"]) == 32
+    assert ok(http.get("/v1/models"))["data"][0]["id"] == server.model
+    assert ok(http.get("/get_world_size")) == ok(http.get("/get_world_size/")) == {"world_size": 1}
+    assert "version" in ok(http.get("/version"))
+    assert ok(http.get("/server_info?config_format=json"))["vllm_config"]["model_config"]["dtype"] == "torch.float32"
+
+
+def test_an_unknown_route_and_a_wrong_method_are_json_errors(http):
+    assert "/nothing" in refused(http.get("/nothing"), 404)
+    assert "/infer/" in refused(http.get("/infer/"), 405)
+
+
+# --- /infer/ -------------------------------------------------------------------------------------------------------
+
+
+def test_infer_answers_every_request_once_in_lines_that_end_with_end(http, model):
+    requests = [ask(f"g/{i}", max_new_tokens=4 + i) for i in range(6)]
+    lines = [json.loads(line) for line in infer_lines(http, requests).text.splitlines()]
+    assert [line["event"] for line in lines[-1:]] == ["end"]
+    done = {line["completion"]["request_id"]: line["completion"] for line in lines if line["event"] == "completion"}
+    assert sorted(done) == sorted(request.request_id for request in requests)
+    for completion in done.values():
+        assert gap(model, PROMPT, completion["token_ids"], completion["logprobs"]) < 1e-5
+
+
+def test_infer_refuses_weights_that_the_caller_does_not_count_on(http):
+    assert "version 7 was counted on" in refused(infer_lines(http, [ask("a")], version=7), 412)
+
+
+def one_sample(prompt=0, prompts=((1,),), **sampling):
+    entry = {"id": "a", "prompt": prompt, "sampling": {"max_new_tokens": 1, **sampling}}
+    return {"prompts": [list(one) for one in prompts], "requests": [entry]}
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (one_sample(prompt=1), "prompt 1 of 1"),
+        ({"prompts": [], "requests": []}, "prompts: 0"),
+        (one_sample(prompts=((),)), "no tokens"),
+        (one_sample(prompts=((1,) * 600,)), "600 tokens"),
+        (one_sample(max_new_tokens=0), "max_new_tokens"),
+        (one_sample(top_p=0), "top_p"),
+        (one_sample(temperature="hot"), "temperature"),
+        ({"prompts": [[1]], "requests": [{"id": "a", "prompt": 0}]}, "sampling"),
+        ({"prompts": [["x"]], "requests": []}, "prompts.0.0"),
+        ({"prompts": [[1]], "requests": [], "code": "import os"}, "code"),
+    ],
+)
+def test_infer_refuses_what_makes_no_sense_before_anything_is_sampled(http, body, said):
+    reply = http.post("/infer/", json=body)
+    assert reply.status_code in (422, 500)
+    assert said in reply.json()["error"]["message"]
+
+
+def test_ids_outside_of_the_vocabulary_fail_alone(http):
+    lines = infer_lines(http, [ask("good"), ask("bad", [5, 10**6])]).text.splitlines()
+    events = {json.loads(line)["event"]: json.loads(line) for line in lines}
+    assert events["completion"]["completion"]["request_id"] == "good"
+    assert events["failed"]["ids"] == ["bad"]
+    assert "outside of 0.." in events["failed"]["error"]["message"]
+
+
+# --- OpenAI --------------------------------------------------------------------------------------------------------
+
+
+def test_completions_carry_ids_and_logprobs_of_the_sampled_tokens(http, model):
+    reply = ok(http.post("/v1/completions", json={**IDS, "n": 3, "seed": 5, "max_tokens": 8, "temperature": 0.7}))
+    assert reply["usage"]["prompt_tokens"] == len(PROMPT)
+    texts = set()
+    for choice in reply["choices"]:
+        ids = choice["token_ids"]
+        assert choice["prompt_token_ids"] == PROMPT
+        assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in ids]
+        assert gap(model, PROMPT, ids, choice["logprobs"]["token_logprobs"], 0.7) < 1e-5
+        texts.add(tuple(ids))
+    assert len(texts) == 3
+    again = ok(http.post("/v1/completions", json={**IDS, "n": 3, "seed": 5, "max_tokens": 8, "temperature": 0.7}))
+    assert [c["token_ids"] for c in again["choices"]] == [c["token_ids"] for c in reply["choices"]]
+    other = ok(http.post("/v1/completions", json={**IDS, "n": 3, "max_tokens": 8}))
+    assert {tuple(c["token_ids"]) for c in other["choices"]} != texts
+
+
+def test_completions_take_texts_ids_and_lists_of_both(http):
+    tokens = ok(http.post("/tokenize", json={"prompt": "The quick"}))["tokens"]
+    for prompt, count in (("The quick", 1), (["The quick", "The"], 2), (tokens, 1), ([tokens, tokens[:2]], 2)):
+        body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, "return_token_ids": True}
+        choices = ok(http.post("/v1/completions", json=body))["choices"]
+        assert len(choices) == count
+        assert choices[0]["prompt_token_ids"] == tokens
+
+
+def test_the_default_length_is_openais_and_a_stop_text_ends(http):
+    body = {"prompt": PROMPT, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
+    choice = ok(http.post("/v1/completions", json=body))["choices"][0]
+    assert (len(choice["token_ids"]), choice["finish_reason"]) == (16, "length")
+    third = choice["token_ids"][2]
+    stopped = ok(http.post("/v1/completions", json={**body, "stop_token_ids": [third]}))["choices"][0]
+    assert stopped["finish_reason"] == "stop"
+    assert stopped["token_ids"] == choice["token_ids"][: choice["token_ids"].index(third) + 1]
+
+
+def test_a_stream_has_a_chunk_per_completion_and_an_end(http):
+    body = {"prompt": PROMPT, "n": 2, "max_tokens": 4, "stream": True, "return_token_ids": True, "ignore_eos": True}
+    events = [line.removeprefix("data: ") for line in http.post("/v1/completions", json=body).text.splitlines() if line]
+    assert events[-1] == "[DONE]"
+    chunks = [json.loads(event) for event in events[:-1]]
+    assert sorted(chunk["choices"][0]["index"] for chunk in chunks) == [0, 1]
+    assert all(len(chunk["choices"][0]["token_ids"]) == 4 for chunk in chunks)
+
+
+def test_chats_are_rendered_by_the_models_template(server, http, model):
+    messages = [{"role": "user", "content": "Hello"}]
+    prompt = ok(http.post("/tokenize", json={"messages": messages}))["tokens"]
+    body = {"messages": messages, "max_tokens": 6, "logprobs": True, "top_logprobs": 0, "return_token_ids": True,
+            "return_tokens_as_token_ids": True, "model": server.model}  # fmt: skip
+    reply = ok(http.post("/v1/chat/completions", json=body))
+    assert reply["prompt_token_ids"] == prompt
+    choice = reply["choices"][0]
+    values = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    assert [entry["token"] for entry in choice["logprobs"]["content"]] == [f"token_id:{i}" for i in choice["token_ids"]]
+    assert gap(model, prompt, choice["token_ids"], values) < 1e-5
+    assert choice["message"]["role"] == "assistant"
+    streamed = http.post("/v1/chat/completions", json={**body, "stream": True}).text
+    assert '"delta"' in streamed
+    assert streamed.rstrip().endswith("[DONE]")
+
+
+def test_tokens_in_and_tokens_out(http, model):
+    body = {"request_id": "r1", "token_ids": PROMPT, "sampling_params": {"max_tokens": 5, "n": 2, "logprobs": 0}}
+    reply = ok(http.post("/inference/v1/generate", json=body))
+    assert (reply["request_id"], reply["prompt_token_ids"]) == ("r1", PROMPT)
+    for choice in reply["choices"]:
+        values = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        assert gap(model, PROMPT, choice["token_ids"], values) < 1e-5
+
+
+def test_texts_become_tokens_and_come_back(http):
+    reply = ok(http.post("/tokenize", json={"prompt": "héllo", "return_token_strs": True}))
+    assert reply["count"] == len(reply["tokens"]) == len(reply["token_strs"])
+    assert ok(http.post("/detokenize", json={"tokens": reply["tokens"]}))["prompt"] == "héllo"
+    assert "no token" in refused(http.post("/detokenize", json={"tokens": [10**7]}), 422)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("frequency_penalty", 0.5), ("logit_bias", {"1": 5}), ("prompt_logprobs", 1), ("best_of", 4), ("echo", True),
+     ("structured_outputs", {"regex": "a"}), ("logprobs", 5), ("chat_template", "{{ 1 }}"), ("min_tokens", 3)],
+)  # fmt: skip
+def test_what_the_server_does_not_have_is_refused_by_name(http, field, value):
+    said = refused(http.post("/v1/completions", json={"prompt": PROMPT, field: value}), 422)
+    assert said.startswith(f"{field}: ")
+
+
+def test_neutral_values_of_such_fields_change_nothing(http):
+    body = {"prompt": PROMPT, "max_tokens": 1, "frequency_penalty": 0, "best_of": 1, "echo": False, "user": "me"}
+    assert len(ok(http.post("/v1/completions", json=body))["choices"]) == 1
+
+
+def test_a_model_that_is_not_served_is_named(server, http):
+    said = refused(http.post("/v1/completions", json={"prompt": PROMPT, "model": "gpt"}), 404)
+    assert "gpt" in said
+    assert server.model in said
+
+
+# --- older shapes --------------------------------------------------------------------------------------------------
+
+
+def test_the_older_trl_shape(http, model):
+    body = {"prompts": ["abc", "The quick"], "n": 2, "max_tokens": 5, "temperature": 1.0, "top_k": -1, "logprobs": 0,
+            "generation_kwargs": {"seed": 3}}  # fmt: skip
+    reply = ok(http.post("/generate/", json=body))
+    assert [len(reply[name]) for name in ("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids")] == [
+        2,
+        4,
+        4,
+        4,
+    ]
+    for index, ids in enumerate(reply["completion_ids"]):
+        assert reply["logprob_token_ids"][index] == [[token] for token in ids]
+        values = [value[0] for value in reply["logprobs"][index]]
+        assert gap(model, reply["prompt_ids"][index // 2], ids, values) < 1e-5
+    chat = ok(http.post("/chat/", json={"messages": [[{"role": "user", "content": "Hi"}]], "n": 2, "max_tokens": 3}))
+    assert len(chat["completion_ids"]) == 2
+
+
+def test_the_plain_shape_without_a_slash(http, model):
+    body = {"prompt": {"prompt_token_ids": PROMPT}, "n": 2, "max_tokens": 5, "logprobs": 0, "temperature": 0.8}
+    reply = ok(http.post("/generate", json=body))
+    assert (len(reply["text"]), reply["prompt_token_ids"]) == (2, PROMPT)
+    for ids, entries in zip(reply["token_ids"], reply["logprobs"], strict=True):
+        assert [int(next(iter(entry[0]))) for entry in entries] == ids
+        values = [next(iter(entry[0].values())) for entry in entries]
+        assert gap(model, PROMPT, ids, values, 0.8) < 1e-5
+    text = ok(http.post("/generate", json={"prompt": "abc", "max_tokens": 2}))
+    assert text["prompt"] == "abc"
+    assert "logprobs" not in text
+
+
+# --- limits --------------------------------------------------------------------------------------------------------
+
+
+def test_a_body_over_the_limit_is_refused_whether_it_says_so_or_not(server, http):
+    limit = 64 << 20
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection.putrequest("POST", "/v1/completions")
+    connection.putheader("Authorization", f"Bearer {server.key}")
+    connection.putheader("Content-Length", str(limit + 1))
+    connection.endheaders()
+    answer = connection.getresponse()
+    assert answer.status == 413
+    assert str(limit) in json.loads(answer.read())["error"]["message"]
+    connection.close()
+
+    def chunks():
+        for _ in range(66):
+            yield b" " * (1 << 20)
+
+    reply = http.post("/v1/completions", content=chunks(), headers={"Content-Type": "application/json"})
+    assert str(limit) in refused(reply, 413)
+
+
+def test_prompts_samples_and_the_queue_have_limits_that_are_named(http):
+    assert "4096" in refused(http.post("/v1/completions", json={"prompt": [[1]] * 4097, "max_tokens": 1}), 422)
+    assert "1024" in refused(http.post("/v1/completions", json={"prompt": [1], "n": 1025, "max_tokens": 1}), 422)
+    assert "1024" in refused(http.post("/generate/", json={"prompts": [[1]], "n": 1025, "max_tokens": 1}), 422)
+    full = {"prompt": [[1]] * 40, "n": 512, "max_tokens": 1}
+    reply = http.post("/v1/completions", json=full)
+    assert "20000" in refused(reply, 429)
+    assert reply.headers["retry-after"] == "1"
+
+
+def test_only_json_and_safetensors_are_read(http):
+    class Bomb:
+        def __reduce__(self):
+            return exec, ("raise SystemExit('ran')",)
+
+    evil = pickle.dumps(Bomb())
+    reply = http.post("/v1/completions", content=evil, headers={"Content-Type": "application/json"})
+    assert reply.status_code in (400, 422)
+    params = {"lora_name": "x", "version": 1}
+    headers = {"Content-Type": "application/x-safetensors"}
+    reply = http.post("/v1/load_lora_adapter", params=params, content=evil, headers=headers)
+    assert "no safetensors file" in refused(reply, 500)
+    assert ok(http.get("/health"))["status"] == "ok"
+
+
+@pytest.mark.parametrize("how", ["dots", "absolute", "link", "link to a file", "the folder itself"])
+def test_paths_outside_of_the_weights_folder_are_refused(http, weights_folder, tmp_path, how):
+    secret = tmp_path / "adapter"
+    secret.mkdir()
+    (secret / "adapter_config.json").write_text("{}")
+    (secret / "adapter_model.safetensors").write_bytes(b"")
+    link = weights_folder / f"link-{how.replace(' ', '-')}"
+    if how == "link":
+        link.symlink_to(secret)
+    elif how == "link to a file":
+        link.mkdir()
+        for file in secret.iterdir():
+            (link / file.name).symlink_to(file)
+    path = {"dots": f"../{tmp_path.name}/adapter", "absolute": str(secret), "the folder itself": "."}.get(
+        how, link.name
+    )
+    reply = http.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": path})
+    message = refused(reply, 422)
+    assert "weights folder" in message or "of its own" in message
+
+
+# --- control -------------------------------------------------------------------------------------------------------
+
+
+def test_a_paused_server_answers_after_it_is_resumed(server, http):
+    import threading
+
+    ok(http.post("/pause?mode=wait"))
+    assert ok(http.get("/is_paused")) == {"is_paused": True}
+    answers = []
+    with server.client() as other:
+        body = {"prompt": PROMPT, "max_tokens": 2}
+        thread = threading.Thread(target=lambda: answers.append(other.post("/v1/completions", json=body)))
+        thread.start()
+        thread.join(1.0)
+        assert answers == []
+        ok(http.post("/resume"))
+        thread.join(30)
+    assert answers[0].status_code == 200
+
+
+def test_sleeping_engines_refuse_work_and_wake_up(http):
+    assert ok(http.post("/sleep?level=1"))["asleep"]
+    assert ok(http.get("/is_sleeping"))["is_sleeping"] is True
+    assert "asleep" in refused(http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}), 409)
+    assert "no such tag" in refused(http.post("/wake_up?tags=weights&tags=kv-cache"), 501)
+    assert ok(http.post("/wake_up"))["fully_awake"] is True
+    assert ok(http.get("/is_sleeping"))["is_sleeping"] is False
+    assert ok(http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}))["choices"]
+
+
+def test_a_client_that_hangs_up_leaves_nothing_behind(server, http):
+    import time
+
+    body = {"prompts": [PROMPT], "requests": [
+        {"id": f"g/{i}", "prompt": 0, "sampling": {"max_new_tokens": 400}} for i in range(64)]}  # fmt: skip
+    with server.client() as other, other.stream("POST", "/infer/", json=body) as reply:
+        next(reply.iter_lines())
+    deadline = time.monotonic() + 20
+    while ok(http.get("/info"))["running"] + ok(http.get("/info"))["waiting"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_abort_delivers_what_there_is(server, http):
+    import threading
+    import time
+
+    answers = []
+    with server.client() as other:
+        body = {"prompt": PROMPT, "max_tokens": 480, "n": 32, "ignore_eos": True, "return_token_ids": True}
+        thread = threading.Thread(target=lambda: answers.append(other.post("/v1/completions", json=body)))
+        thread.start()
+        deadline = time.monotonic() + 20
+        while ok(http.get("/info"))["running"] < 32:
+            assert time.monotonic() < deadline
+        assert ok(http.post("/abort_requests", json={}))["aborted"] == 32
+        thread.join(30)
+    choices = ok(answers[0])["choices"]
+    assert {choice["finish_reason"] for choice in choices} == {"abort"}
+
+
+def test_caches_are_reset_with_and_without_a_slash(http):
+    assert ok(http.post("/reset_prefix_cache")) == ok(http.post("/reset_prefix_cache/")) == {"success": True}
+
+
+# --- TRL's own client ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trl_client(server, monkeypatch):
+    pytest.importorskip("vllm", reason="TRL's client needs vLLM to be installed")
+    client_module = pytest.importorskip("trl.generation.vllm_client")
+    original = client_module.requests.Session.request
+
+    def with_key(self, method, url, **options):
+        headers = {**(options.pop("headers", None) or {}), "Authorization": f"Bearer {server.key}"}
+        return original(self, method, url, headers=headers, **options)
+
+    monkeypatch.setattr(client_module.requests.Session, "request", with_key)
+    return client_module.VLLMClient(base_url=server.url, connection_timeout=10)
+
+
+@pytest.mark.slow
+def test_trls_client_generates(server, trl_client, model):
+    assert trl_client.model == server.model
+    assert trl_client.get_world_size() == 1
+    assert trl_client.get_server_info()["weight_transfer_config"] is not None
+    trl_client.reset_prefix_cache()
+    reply = trl_client.generate([PROMPT, PROMPT[:4]], n=2, max_tokens=6, temperature=0.9, logprobs=0)
+    assert reply["prompt_ids"] == [PROMPT, PROMPT[:4]]
+    for index, ids in enumerate(reply["completion_ids"]):
+        assert reply["logprob_token_ids"][index] == [[token] for token in ids]
+        values = [value[0] for value in reply["logprobs"][index]]
+        assert gap(model, reply["prompt_ids"][index // 2], ids, values, 0.9) < 1e-5
+    chat = trl_client.chat([[{"role": "user", "content": "Hello"}]], n=2, max_tokens=4)
+    assert len(chat["completion_ids"]) == 2
+    features = trl_client.generate([PROMPT], features=[None], n=2, max_tokens=3)
+    assert len(features["completion_ids"]) == 2
