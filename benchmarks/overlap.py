@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import median
 from typing import Any
 
 from harness import record
@@ -142,18 +142,17 @@ def command(work: Work, options: argparse.Namespace, output_dir: str, *, ahead: 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Mean seconds of the steps of a run; `sampled` is what was trained on, in order."""
+    """Median seconds over the steps of a run; `sampled` is what was trained on, in order.
+
+    train_s: forward, backward, optimizer, logging: all that is neither waiting for samples nor publishing weights.
+    """
 
     step_s: float
     generate_s: float
     reward_s: float
     sync_s: float
+    train_s: float
     sampled: list[tuple[str, int, str]]
-
-    @property
-    def train_s(self) -> float:
-        """Forward, backward, optimizer, logging: all that is neither waiting for samples nor publishing weights."""
-        return self.step_s - self.generate_s - self.reward_s - self.sync_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,11 +196,14 @@ def read(folder: Path, *, last_step: int) -> Steps:
     sampled = [
         (row["group_id"], row["index"], row["completion"]) for row in json_rows(folder / "completions.jsonl")
     ]  # fmt: skip
+    phases = [[row.get(f"time/{name}", 0.0) for name in ("generate", "reward", "sync")] for row in rows]
+    generate_s, reward_s, sync_s = (median(seconds) for seconds in zip(*phases, strict=True))
     return Steps(
-        step_s=fmean(row["step_time"] for row in rows),
-        generate_s=fmean(row.get("time/generate", 0.0) for row in rows),
-        reward_s=fmean(row.get("time/reward", 0.0) for row in rows),
-        sync_s=fmean(row.get("time/sync", 0.0) for row in rows),
+        step_s=median(row["step_time"] for row in rows),
+        generate_s=generate_s,
+        reward_s=reward_s,
+        sync_s=sync_s,
+        train_s=median(row["step_time"] - sum(seconds) for row, seconds in zip(rows, phases, strict=True)),
         sampled=sampled,
     )
 

@@ -442,7 +442,6 @@ class GRPOTrainer(Trainer):
         values = {"loss": loss_total, **report.values()}
         window = unit.window(unit.window_index)
         values["tokens/trained"] = float(sum(unit.samples[i].num_trained for i in window))
-        values |= self.pipeline.staleness(self.state.global_step) | self.pipeline.engine_health()
         self.metrics.add_many(values)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -650,7 +649,10 @@ class PipelineCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """After every optimizer step, before Trainer logs, evaluates and saves."""
         trainer = self.trainer
-        trainer.pipeline.step_done(state.global_step)
+        pipeline = trainer.pipeline
+        if trainer.collectives.is_main:
+            trainer.metrics.add_many(pipeline.staleness(state.global_step - 1) | pipeline.engine_health())
+        pipeline.step_done(state.global_step)
         state.epoch = self.epoch()
         values = trainer.metrics.commit(state.global_step)
         control.should_log |= state.global_step >= state.max_steps

@@ -78,6 +78,22 @@ def test_two_nodes_train_one_policy_and_sample_on_both(settings, tmp_path):
     assert (tmp_path / "run" / "checkpoint-3").is_dir()
 
 
+def test_a_trainer_uses_a_server_on_another_host(settings, tmp_path):
+    variables, words = settings
+    variables |= {"SWIFT_API_KEY": "a-long-random-text", "PORT": 8123}
+    script = ["bash", str(SCRIPTS / "trainer_and_server.sh")]
+    with hosts.TwoHosts() as two:
+        small = ["--vllm_max_model_len", "128", "--use_vllm", "false"]  # vLLM has no kernel for heads as small as these
+        two.start(0, [*script, *small], folder=tmp_path, ROLE="server", **variables)
+        trainer = two.start(1, [*script, *words], folder=tmp_path, ROLE="trainer", SERVER=two.address(0), **variables)
+        codes, said = wait([trainer], tmp_path)
+    assert codes == [0], said
+    assert "ready http://" in said["host-0.log"]
+    assert f"generation by http://{two.address(0)}:8123" in said["host-1.log"]
+    logs = list(read_jsonl(tmp_path / "run" / "logging.jsonl"))
+    assert max(row["mismatch/logp_abs_diff_max"] for row in logs if row["off_policy/max"] == 0) < 1e-5
+
+
 def test_a_cut_cable_ends_both_sides_in_a_minute_with_a_line_that_names_the_other(settings, tmp_path):
     variables, words = settings
     words = [*words, "--use_vllm", "false", "--infer_backend", "transformers", "--max_steps", "100000"]

@@ -209,18 +209,21 @@ def test_a_second_trainer_is_told_who_holds_the_server(server):
     second.close()
 
 
-def test_what_another_run_may_not_do_is_refused_with_the_holders_name(server, http):
-    engine = server.engine()
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/weights/begin", {"version": 1, "manifest": []}),
+        ("/reset", {"run_id": "other"}),
+        *((path, {}) for path in ("/pause", "/sleep", "/reset_prefix_cache", "/start_weight_update", "/drop_adapter")),
+    ],
+)
+def test_what_another_run_may_not_do_is_refused_with_the_holders_name(server, http, engine, path, body):
     assert engine.capabilities.lora
-    other = {"X-Swift-Run": "other"}
-    for path in ("/weights/begin", "/pause", "/sleep", "/reset_prefix_cache", "/start_weight_update", "/reset"):
-        body = {"run_id": "other", "version": 1, "manifest": []}
-        for headers in (other, {}):
-            reply = http.post(path, json=body, headers=headers)
-            assert reply.status_code == 409, (path, reply.text)
-            assert engine.run_id in reply.json()["error"]["message"]
+    for headers in ({"X-Swift-Run": "other"}, {}):
+        reply = http.post(path, json=body, headers=headers)
+        assert reply.status_code == 409, reply.text
+        assert engine.run_id in reply.json()["error"]["message"]
     assert http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}).status_code == 200
-    engine.close()
 
 
 def test_no_server_at_all_is_one_line_with_address_seconds_and_what_to_do():
@@ -335,13 +338,13 @@ def test_failures_without_progress_are_bounded(server, fake, no_backoff):
     engine.close()
 
 
-def test_a_pool_quarantines_a_failing_server(server, fake, no_backoff):
+def test_a_pool_quarantines_a_failing_server(server, engine, fake, no_backoff):
     _, url = fake(always_500)
     bad = RemoteEngine(url, spec=spec_of(server.model), timeouts=SHORT)
-    pool = EnginePool([bad, server.engine()])
+    pool = EnginePool([bad, engine])
     done = run(pool, many(8))
     assert len(done) == 8
-    assert pool.engines == [pool.engines[0]]
+    assert pool.engines == [engine]
     assert url in pool.health().detail
     pool.close()
 
@@ -426,8 +429,7 @@ def test_a_full_queue_is_waited_for(server, fake, monkeypatch):
     engine.close()
 
 
-def test_close_ends_a_stream_of_another_thread(server):
-    engine = server.engine()
+def test_close_ends_a_stream_of_another_thread(engine):
     for request in many(32):
         engine.submit(request)
     ended = []

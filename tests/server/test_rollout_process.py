@@ -1,0 +1,153 @@
+"""The process of `swift rollout`: how it starts, what it refuses, and that nothing of it is left."""
+
+import signal
+import socket
+import threading
+import time
+
+import psutil
+import pytest
+from server_parts import END_LIMIT_S, KEY, PROMPT, Server
+
+from swift.cli.main import main
+
+
+def lines(capsys):
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("swift: error: ")]
+
+
+def test_the_ready_line_names_address_model_and_version(server):
+    (ready,) = [line for line in server.text().splitlines() if line.startswith("ready ")]
+    assert ready == f"ready {server.url} model={server.model} weight_version=0"
+    assert server.port > 0
+
+
+@pytest.mark.slow
+def test_a_signal_lets_requests_end_and_leaves_no_process(nano_folders, tmp_path):
+    server = Server(nano_folders["qwen2"], tmp_path, "--vllm_data_parallel_size", "2", key=KEY)
+    assert len(server.family) >= 2
+    answers = []
+
+    def long_request():
+        body = {"prompt": PROMPT, "max_tokens": 100, "n": 8, "ignore_eos": True}
+        with server.client() as http:
+            answers.append(http.post("/v1/completions", json=body))
+
+    thread = threading.Thread(target=long_request)
+    thread.start()
+    with server.client() as http:
+        while not http.get("/info").json()["running"]:
+            assert not answers
+    server.process.send_signal(signal.SIGTERM)
+    thread.join(END_LIMIT_S)
+    assert answers[0].status_code == 200
+    assert len(answers[0].json()["choices"]) == 8
+    assert server.process.wait(END_LIMIT_S) == 0
+    assert server.left() == []
+    assert "Traceback" not in server.text()
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", server.port), timeout=2)
+
+
+@pytest.mark.slow
+def test_engines_end_with_a_server_that_is_killed(nano_folders, tmp_path):
+    server = Server(nano_folders["qwen2"], tmp_path)
+    assert server.family
+    server.kill()
+    assert server.left() == []
+
+
+@pytest.mark.slow
+def test_a_signal_during_the_start_leaves_no_process(nano_folders, tmp_path):
+    server = Server(nano_folders["qwen2"], tmp_path, wait=False)
+    process = psutil.Process(server.process.pid)
+    deadline = time.monotonic() + 120
+    while not process.children(recursive=True):
+        assert time.monotonic() < deadline, server.text()
+        time.sleep(0.05)
+    server.family = process.children(recursive=True)
+    assert server.stop() == 0
+    assert server.left() == []
+    assert "stopped before it was ready" in server.text()
+    assert "Traceback" not in server.text()
+
+
+def test_a_port_in_use_is_named_before_a_model_is_loaded(server, nano_folders, capsys):
+    assert main(["rollout", "--model", str(nano_folders["qwen2"]), "--use_vllm", "false", "--port", str(server.port),
+                 "--dry_run", "true"]) == 3  # fmt: skip
+    (line,) = lines(capsys)
+    assert f"--port: {server.port}: cannot be used on 127.0.0.1 (Address already in use)" in line
+
+
+def test_a_missing_vllm_is_one_line_with_exit_code_3(nano_folders, capsys, monkeypatch):
+    from swift.rollout.engines import vllm_versions
+
+    monkeypatch.setattr(vllm_versions, "installed_version", lambda: None)
+    assert main(["rollout", "--model", str(nano_folders["qwen2"]), "--port", "0"]) == 3
+    (line,) = lines(capsys)
+    assert "No module named 'vllm'" in line
+    assert "--use_vllm false" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--host 0.0.0.0", "--host: 0.0.0.0: reachable by others without a key"),
+        ("--vllm_tensor_parallel_size 3", "does not divide the model's 4 attention heads"),
+        ("--vllm_data_parallel_size 3 --cpu_devices 2", "--vllm_data_parallel_size: 3: 3 engines of 1 devices need 3"),
+        ("--vllm_max_model_len 5000", "--vllm_max_model_len: 5000: longer than the model's context of 1024"),
+        ("--weights_folder /nowhere/at/all", "--weights_folder: /nowhere/at/all: is no folder"),
+        ("--host no.such.host.invalid --api_key x", "--host: no.such.host.invalid: no such address"),
+        ("--infer_backend vlm", "--infer_backend: vlm: no such backend; nearest: vllm"),
+        ("--use_vllm true --infer_backend transformers", "contradicts --use_vllm true"),
+    ],
+)
+def test_wrong_settings_are_named_before_weights_are_loaded(nano_folders, capsys, words, said):
+    more = [] if "--use_vllm" in words or "--infer_backend" in words else ["--use_vllm", "false"]
+    command = ["rollout", "--model", str(nano_folders["qwen2"]), "--port", "0", "--dry_run", "true", *more]
+    assert main([*command, *words.split()]) == 2
+    assert any(said in line for line in lines(capsys))
+
+
+def test_the_dry_run_shows_engines_and_warns_of_a_server_without_a_key(nano_folders, capsys):
+    words = ["--host", "0.0.0.0", "--allow_unauthenticated", "true", "--vllm_data_parallel_size", "2"]
+    command = ["rollout", "--model", str(nano_folders["qwen2"]), "--use_vllm", "false", "--port", "0"]
+    assert main([*command, "--dry_run", "true", *words]) == 0
+    out, err = capsys.readouterr()
+    assert "transformers, 2 engines on cpu:0, cpu:1" in out
+    assert "warning: --allow_unauthenticated" in err
+
+
+@pytest.mark.slow
+def test_two_servers_that_want_one_port_leave_one(nano_folders, tmp_path):
+    first = Server(nano_folders["qwen2"], tmp_path)
+    second = Server(nano_folders["qwen2"], tmp_path, port=first.port, wait=False)
+    assert second.process.wait(120) == 3
+    assert f"--port: {first.port}: cannot be used" in second.text()
+    assert first.stop() == 0
+    assert first.left() == []
+
+
+@pytest.mark.slow
+def test_a_vllm_server_samples_what_the_trainer_would(tmp_path, monkeypatch):
+    pytest.importorskip("vllm")
+    from server_parts import ask, gap, load, run, with_noise
+
+    from swift.models.tiny import build_tiny
+    from swift.rollout.weight_sync.policy import PolicyWeights
+
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    server = Server(
+        build_tiny(tmp_path / "model", size="tiny"), tmp_path, "--use_vllm", "true", "--vllm_enforce_eager", "true",
+        "--vllm_max_model_len", "256", key=KEY,
+    )  # fmt: skip
+    model, engine = load(server.model), server.engine()
+    for version in (1, 2):
+        with_noise(model, version)
+        engine.load_weights(PolicyWeights(model), version)
+        for one in run(engine, [ask(f"g/{i}", seed=i) for i in range(8)]):
+            assert one.versions == [(version, 0, len(one.token_ids))]
+            assert gap(model, PROMPT, one.token_ids, one.logprobs) < 1e-5
+    engine.close()
+    assert server.stop() == 0
+    assert server.left() == []

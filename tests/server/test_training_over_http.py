@@ -1,0 +1,127 @@
+"""`swift rlhf` with servers: a run whose server is killed and started again is the run of a server that lived."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from server_parts import KEY, Server
+
+pytestmark = pytest.mark.slow
+
+LIMIT_S = 240
+PLUGIN = '''
+from swift.plugin import ORM, orms
+
+
+class Odd(ORM):
+    """Share of odd characters."""
+
+    def __call__(self, completions, **kwargs):
+        return [sum(ord(c) % 2 for c in text) / max(1, len(text)) for text in completions]
+
+
+orms["odd"] = Odd
+'''
+
+
+@pytest.fixture(scope="module")
+def material(nano_folders, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("training")
+    rows = [{"prompt": f"question {n}" + "?" * (n % 4), "solution": str(n)} for n in range(1, 17)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "odd_over_http.py").write_text(PLUGIN)
+    return nano_folders["qwen2"], folder
+
+
+def start(material, output, urls, *words):
+    model, folder = material
+    command = [
+        sys.executable, "-m", "swift", "rlhf", "--rlhf_type", "grpo", "--model", str(model), "--dataset",
+        str(folder / "train.jsonl"), "--external_plugins", str(folder / "odd_over_http.py"), "--reward_funcs", "odd",
+        "--num_generations", "4", "--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "1",
+        "--max_length", "40", "--max_completion_length", "24", "--learning_rate", "1e-3", "--max_steps", "4",
+        "--logging_steps", "1", "--save_steps", "100", "--beta", "0", "--report_to", "none", "--add_version", "false",
+        "--gradient_checkpointing", "false", "--train_type", "full", "--reward_workers", "1", "--output_dir",
+        str(output), "--vllm_server_base_url", *urls, "--vllm_server_api_key", KEY, "--vllm_server_timeout", "120",
+        *words,
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with (output.parent / f"{output.name}.log").open("wb") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+
+
+def rows(output, name):
+    file = output / name
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def sampled(output):
+    return sorted(
+        (row["step"], row["group_id"], row["index"], row["completion"]) for row in rows(output, "completions.jsonl")
+    )
+
+
+def finish(process, output):
+    code = process.wait(LIMIT_S)
+    assert code == 0, (output.parent / f"{output.name}.log").read_text()[-3000:]
+    logs = rows(output, "logging.jsonl")
+    assert max(row["mismatch/logp_abs_diff_max"] for row in logs if "mismatch/logp_abs_diff_max" in row) < 1e-5
+    return logs
+
+
+def test_a_restarted_server_and_a_second_one_change_nothing(material, tmp_path):
+    servers = [Server(material[0], tmp_path, key=KEY)]
+    try:
+        quiet = tmp_path / "quiet"
+        finish(start(material, quiet, [servers[0].url]), quiet)
+        disturbed = tmp_path / "disturbed"
+        process = start(material, disturbed, [servers[0].url], "--log_completions", "true")
+        deadline = time.monotonic() + LIMIT_S
+        while len(rows(disturbed, "logging.jsonl")) < 1:
+            assert time.monotonic() < deadline
+            assert process.poll() is None, (tmp_path / "disturbed.log").read_text()[-3000:]
+            time.sleep(0.02)
+        servers[0].kill()
+        servers.append(Server(material[0], tmp_path, port=servers[0].port, key=KEY))
+        logs = finish(process, disturbed)
+        assert sampled(disturbed) == sampled(quiet)
+        assert max(row.get("health/engine_restarts", 0) for row in logs) == 1
+        servers.append(Server(material[0], tmp_path, key=KEY))
+        both = tmp_path / "both"
+        finish(start(material, both, [servers[1].url, servers[2].url]), both)
+        assert sampled(both) == sampled(quiet)
+        for server in servers[1:]:
+            with server.client() as http:
+                assert http.get("/info").json()["counters"]["decode_rows"] > 0
+    finally:
+        for server in servers:
+            server.kill()
+            assert server.left() == []
+
+
+def test_a_server_that_stays_away_ends_the_run_with_code_4_and_its_address(material, tmp_path):
+    server, output = Server(material[0], tmp_path, key=KEY), tmp_path / "run"
+    process = start(material, output, [server.url], "--vllm_server_timeout", "3", "--max_steps", "1000")
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while not rows(output, "logging.jsonl"):
+            assert time.monotonic() < deadline
+            assert process.poll() is None, (tmp_path / "run.log").read_text()[-3000:]
+            time.sleep(0.02)
+        server.kill()
+        killed = time.monotonic()
+        assert process.wait(LIMIT_S) == 4
+        assert time.monotonic() - killed < 60
+    finally:
+        threading.Timer(0, process.kill).start()
+        process.wait(10)
+        server.kill()
+    text = (tmp_path / "run.log").read_text()
+    assert f"swift: error: server {server.url}: not healthy within 3 s" in text
+    assert "swift rollout --model" in text
+    assert "Traceback" not in text
+    assert server.left() == []
