@@ -39,7 +39,8 @@ def summarise(
     Returns:
         several lines without an end of line at the end.
     """
-    parts = [_headline(rows), *_rewards(rows), *_time_table(rows), *_places(run_dir, best_checkpoint, last_checkpoint)]
+    parts = [_headline(rows), *_rewards(rows), *_sampler(rows), *_time_table(rows)]
+    parts += _places(run_dir, best_checkpoint, last_checkpoint)
     if resume_command:
         parts += ["", "To continue:", f"  {resume_command}"]
     return "\n".join(parts)
@@ -69,6 +70,22 @@ def _rewards(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             best = max(range(len(values)), key=values.__getitem__)
             row = f"{labels[name]:{width}}  {values[0]:8.4f}  {values[-1]:8.4f}  {values[best]:8.4f}"
             lines.append(f"{row}  (step {steps[best]})")
+    return lines
+
+
+def _sampler(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How far the log-probs of sampler and trainer were apart, and what may explain it."""
+    key = "mismatch/logp_abs_diff_max"
+    _, gaps = series(rows, key)
+    if not gaps:
+        return []
+    _, ages = series(rows, "off_policy/max")
+    _, restarts = series(rows, "health/engine_restarts")
+    lines = ["", "sampler against trainer", f"  {key}  {max(gaps):.1e}"]
+    if ages and max(ages) > 0:
+        lines[-1] += f"  (tokens were up to {max(ages):.0f} steps old)"
+    if sum(restarts):
+        lines.append(f"  health/engine_restarts  {sum(restarts):.0f}")
     return lines
 
 

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from swift.errors import ConfigError, join_problems
 
 Mode = Literal["in_process", "colocate", "dedicated", "server"]
+OFFLOADS = ("offload_model", "offload_optimizer", "gc_collect_after_offload")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,8 @@ class PlacementRequest:
     vllm_mode and num_infer_workers: None infers them. vllm_device: ["auto"] or one entry per inference device.
     servers: addresses given, if any. prefetch_given: `prefetch_depth` was set by the user.
     num_attention_heads: of the model, where known. use_vllm: completions come from an engine beside the trainer's
-    model, of whatever backend. shares_ranks: the backend can spread one engine over training processes.
+    model, of whatever backend. shares_ranks: the backend can spread one engine over training processes. offloads: the
+    flags given that move the trainer out of the engine's way.
     """
 
     use_vllm: bool
@@ -49,6 +51,7 @@ class PlacementRequest:
     sleep_level: Literal[0, 1, 2] = 0
     num_attention_heads: int | None = None
     shares_ranks: bool = True
+    offloads: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +92,7 @@ def request_from(
         "accelerators": accelerators,
         "accelerator_kind": accelerator_kind,
         "cores": cores,
+        "offloads": [name for name in OFFLOADS if getattr(args, name, False)],
     }
     if not has_own_engine(args):
         ahead = bool(getattr(args, "async_generate", False))
@@ -383,4 +387,7 @@ def _notes(request: PlacementRequest, mode: Mode, spare: tuple[str, ...]) -> lis
             notes.append(f"--vllm_device: {' '.join(request.vllm_device)}: ignored with a server")
     if request.sleep_level and mode != "colocate":
         notes.append(f"--sleep_level: {request.sleep_level}: acts in colocate mode only; 0 in {mode} mode")
+    if request.offloads and mode != "colocate":
+        given = ", ".join(f"--{name}" for name in request.offloads)
+        notes.append(f"{given}: true: acts in colocate mode only; without effect in {mode} mode")
     return notes

@@ -17,10 +17,11 @@ from safetensors.torch import save_file
 
 from swift.errors import ConfigError, EngineError, ResourceError
 from swift.rollout.engines import vllm_settings, vllm_start, vllm_versions
+from swift.rollout.engines.expected_weights import ExpectedWeights
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.engines.vllm_process import SharedGroups, remove_segments, same_environment, same_randomness
 from swift.rollout.engines.vllm_settings import CPU_KV_BYTES, CPU_KV_MINIMUM, KvShape
-from swift.rollout.engines.vllm_weights import ExpectedWeights, adapter_rank, loses_bits
+from swift.rollout.engines.vllm_weights import adapter_rank, loses_bits
 from swift.rollout.weight_sync.base import AdapterWeights, TensorInfo
 
 

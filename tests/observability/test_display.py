@@ -128,6 +128,15 @@ def test_the_summary_says_what_was_reached_and_where_it_lies(tmp_path):
     assert "completions.jsonl" not in text
 
 
+def test_the_summary_says_how_far_sampler_and_trainer_were_apart(tmp_path):
+    key = "mismatch/logp_abs_diff_max"
+    rows = [{"step": 1, key: 4e-6, "off_policy/max": 0.0}, {"step": 2, key: 1.4e-6}, {"step": 3}]
+    assert f"sampler against trainer\n  {key}  4.0e-06\n" in summarise(rows, run_dir=tmp_path)
+    rows[1] |= {key: 0.2, "off_policy/max": 1.0, "health/engine_restarts": 1.0}
+    text = summarise(rows, run_dir=tmp_path)
+    assert f"{key}  2.0e-01  (tokens were up to 1 steps old)\n  health/engine_restarts  1\n" in text
+
+
 def test_a_run_that_ended_before_its_first_log_has_a_summary(tmp_path):
     assert summarise([], run_dir=tmp_path).startswith("No step was logged.")
 

@@ -46,10 +46,10 @@ from swift.rollout.engines.base import (
     TensorInfo,
     WeightUpdate,
 )
+from swift.rollout.engines.expected_weights import ExpectedWeights
 from swift.rollout.engines.lmdeploy_api import load_api, require
 from swift.rollout.engines.lmdeploy_weights import FolderWeights, LMDeployUpdate, Pulse, PytorchUpdate, TurbomindUpdate
 from swift.rollout.engines.spec import EngineSpec
-from swift.rollout.engines.vllm_weights import ExpectedWeights
 from swift.types import Completion, FinishReason, Request, SamplingParams
 
 START_S, SYNC_S, SLEEP_S, CLOSE_S, HEALTH_S, STALL_S = 600.0, 300.0, 60.0, 30.0, 5.0, 300.0

@@ -50,6 +50,7 @@ from swift.rollout.engines.base import (
     SleepReport,
     Tag,
 )
+from swift.rollout.engines.expected_weights import ExpectedWeights
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.engines.vllm_process import (
     bind_to_cores,
@@ -60,7 +61,6 @@ from swift.rollout.engines.vllm_process import (
 from swift.rollout.engines.vllm_start import first_line
 from swift.rollout.engines.vllm_weights import (
     AdapterShelf,
-    ExpectedWeights,
     LoadedAdapter,
     ReloadUpdate,
     adapter_rank,

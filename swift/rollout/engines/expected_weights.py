@@ -1,0 +1,142 @@
+"""What a complete update of an engine's model consists of, read from the checkpoint that the engine was built from.
+
+Engines load whatever they are given: a tensor that is missing is at best logged. So completeness is checked before.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swift.errors import ConfigError, nearest
+from swift.rollout.weight_sync.base import AdapterWeights, TensorInfo
+
+HEAD = "lm_head.weight"
+"""Name of the output layer in checkpoints."""
+NOT_WEIGHTS = (r"rotary_emb\.inv_freq$", r"\.attn\.(masked_)?bias$")
+"""Tensors that old checkpoints carry and no model reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedWeights:
+    """What a complete update of an engine's model consists of.
+
+    shapes: by name, as in the checkpoint that the engine was built from. tied: the head's name when it shares the
+    embedding's weights and may be left out, or "". embedding: name of the embedding. prefix: of the decoder, which
+    some checkpoints write and some do not.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    tied: str = ""
+    embedding: str = ""
+    prefix: str = ""
+
+    @classmethod
+    def of_checkpoint(cls, folder: str | Path, *, model_class: Any, tied: bool) -> ExpectedWeights:
+        """Reads names and shapes of a folder's safetensors files, no data.
+
+        Args:
+            folder: of the checkpoint.
+            model_class: transformers' class of the model, or None; says what it ignores in checkpoints.
+            tied: the config ties the head to the embedding.
+
+        Raises:
+            ConfigError: the folder has no safetensors files.
+        """
+        from safetensors import safe_open
+
+        files = sorted(Path(folder).glob("*.safetensors"))
+        if not files:
+            raise ConfigError(f"--model: {folder}: has no safetensors files; weights cannot be synchronised without")
+        ignored = [*NOT_WEIGHTS, *(getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or [])]
+        shapes: dict[str, tuple[int, ...]] = {}
+        for file in _of_index(Path(folder), files):
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - not a dict
+                    if not any(re.search(pattern, name) for pattern in ignored):
+                        shapes[name] = tuple(tensors.get_slice(name).get_shape())
+        prefix = getattr(model_class, "base_model_prefix", "") or ""
+        embedding = _embedding(shapes) if tied else ""
+        head = HEAD if tied and embedding else ""
+        if head:
+            shapes.setdefault(head, shapes[embedding])
+        return cls(shapes, head, embedding, f"{prefix}." if prefix else "")
+
+    @property
+    def numbers(self) -> int:
+        """Parameters of the model, a tied head not counted twice."""
+        return sum(_count(shape) for name, shape in self.shapes.items() if name != self.tied)
+
+    def check(self, manifest: Sequence[TensorInfo]) -> list[str]:
+        """Why an update with this manifest would not be complete and fitting, one line each; [] when it would."""
+        wanted = {self._key(name): shape for name, shape in self.shapes.items()}
+        problems, seen = [], set()
+        for info in manifest:
+            key = self._key(info.name)
+            if key in seen:
+                problems.append(f"{info.name} comes twice")
+            elif key not in wanted:
+                near = nearest(info.name, self.shapes, 1)
+                problems.append(f"{info.name} is not one of the model's" + (f" (nearest: {near[0]})" if near else ""))
+            elif wanted[key] != info.shape:
+                problems.append(f"{info.name} has shape {list(info.shape)}, the engine's {list(wanted[key])}")
+            seen.add(key)
+        missing = [name for name in self.shapes if self._key(name) not in seen and name != self.tied]
+        return problems + [f"{name} is missing" for name in missing]
+
+    def check_adapter(self, adapter: AdapterWeights) -> list[str]:
+        """What of an adapter the engine would ignore or misread without a word, one line each; [] when nothing.
+
+        An adapter on modules that checkpoints store apart (experts) is checked by name only.
+        """
+        shapes = {self._key(name): shape for name, shape in self.shapes.items()}
+        problems = []
+        for name, tensor in adapter.tensors.items():
+            found = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])\.weight", name)
+            if found is None:
+                problems.append(f"{name} is not a low-rank matrix of a linear layer, the only thing that vLLM takes")
+                continue
+            module, side = self._key(found[1]), found[2]
+            whole = shapes.get(f"{module}.weight")
+            if whole is None:
+                if not any(other.startswith(f"{module}.") for other in shapes):
+                    problems.append(f"{name} belongs to no layer of the engine's model")
+            elif tensor.dim() == 2 and (tensor.shape[1] if side == "A" else tensor.shape[0]) not in whole:
+                problems.append(f"{name} has shape {list(tensor.shape)}, its layer {list(whole)}")
+        return problems
+
+    def lacks_head(self, manifest: Sequence[TensorInfo]) -> bool:
+        """Whether the tied head must be made from the embedding, as it does not come by itself."""
+        return bool(self.tied) and all(info.name != self.tied for info in manifest)
+
+    def is_embedding(self, name: str) -> bool:
+        """Whether this is the tensor that the head is tied to."""
+        return self._key(name) == self._key(self.embedding)
+
+    def _key(self, name: str) -> str:
+        return name.removeprefix(self.prefix)
+
+
+def _of_index(folder: Path, files: list[Path]) -> list[Path]:
+    """The files that an index names; folders sometimes hold the same weights twice."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        single = folder / "model.safetensors"
+        return [single] if single.exists() else files
+    return sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+
+
+def _embedding(shapes: dict[str, tuple[int, ...]]) -> str:
+    names = [name for name in shapes if re.search(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in)\.weight$", name)]
+    return names[0] if len(names) == 1 else ""
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
