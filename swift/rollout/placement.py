@@ -196,7 +196,8 @@ def describe(placement: Placement) -> str:
         engines = f"{len(p.engines)} {'engine' if len(p.engines) == 1 else 'engines'}"
         line += f"; {engines} on {_span(tuple(name for engine in p.engines for name in engine))}{width}"
     if p.cores and p.engines:
-        line += f"; {len({core for group in p.cores for core in group})} CPU cores in {len(p.cores)} groups"
+        count, groups = len({core for group in p.cores for core in group}), len(p.cores)
+        line += f"; {count} CPU {'core' if count == 1 else 'cores'} in {groups} {'group' if groups == 1 else 'groups'}"
     return line
 
 

@@ -7,10 +7,11 @@ loaded, and weights are loaded before the run's folder is made, so a start that 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -700,14 +701,30 @@ def training_arguments(args: Any, folder: Path, parts: Parts) -> Any:
     from swift.trainers.session import on_one_device, training_options
 
     options = training_options(args, folder, evaluates=parts.eval_prompts is not None)
-    arguments = TrainingArguments(
-        **{**options, **epochs_as_steps(options, parts.plan.steps_per_epoch)},
-        max_steps=parts.plan.max_steps,
-        gradient_accumulation_steps=1,
-        ignore_data_skip=True,
-        remove_unused_columns=False,
-    )
+    with _silent_about("torch.distributed process group is initialized"):  # by an engine in this process, for itself
+        arguments = TrainingArguments(
+            **{**options, **epochs_as_steps(options, parts.plan.steps_per_epoch)},
+            max_steps=parts.plan.max_steps,
+            gradient_accumulation_steps=1,
+            ignore_data_skip=True,
+            remove_unused_columns=False,
+        )
     return on_one_device(arguments)
+
+
+@contextmanager
+def _silent_about(beginning: str) -> Iterator[None]:
+    """Keep transformers from logging messages with this beginning about its arguments."""
+    logger = logging.getLogger("transformers.training_args")
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(beginning)
+
+    logger.addFilter(wanted)
+    try:
+        yield
+    finally:
+        logger.removeFilter(wanted)
 
 
 def epochs_as_steps(options: Mapping[str, Any], steps_per_epoch: int | None) -> dict[str, Any]:

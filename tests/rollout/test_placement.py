@@ -115,6 +115,10 @@ def test_sleeping_acts_in_colocate_only():
     made = placed(accelerators=2, local_ranks=1, sleep_level=1)
     assert made.sleep_level == 0
     assert made.notes == ("--sleep_level: 1: acts in colocate mode only; 0 in dedicated mode",)
+    assert placed(accelerators=1, offloads=["offload_model"]).notes == ()
+    made = placed(accelerators=2, local_ranks=1, offloads=["offload_model", "offload_optimizer"])
+    said = "--offload_model, --offload_optimizer: true: acts in colocate mode only; without effect in dedicated mode"
+    assert made.notes == (said,)
 
 
 @pytest.mark.parametrize(

@@ -314,7 +314,8 @@ class RemoteEngine(InferenceEngine):
             problems.append(f"it computes in {info['dtype']}, the run in {self.spec.dtype}; give both --torch_dtype")
         if self.spec.max_model_len is not None and info["max_model_len"] < self.spec.max_model_len:
             problems.append(
-                f"its --vllm_max_model_len is {info['max_model_len']}, the run needs {self.spec.max_model_len} tokens"
+                f"its --vllm_max_model_len is {info['max_model_len']}, the run needs {self.spec.max_model_len} tokens; "
+                f"start it with --vllm_max_model_len {self.spec.max_model_len}, or lower --max_length here"
             )
         if problems:
             raise EngineError(*(f"{self.name}: {problem}" for problem in problems))
