@@ -81,6 +81,14 @@ class SyncFailed(EngineError):
     """New weights did not arrive whole: the engine must be rebuilt before it samples again."""
 
 
+class RequestRefused(EngineError):
+    """An engine does not take one request, whose id is `request_id`; what else it has goes on."""
+
+    def __init__(self, request_id: str, *problems: str) -> None:
+        self.request_id = request_id
+        super().__init__(*problems)
+
+
 class Unsupported(EngineError):
     """An engine was asked for something that its `Capabilities` do not name."""
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -76,9 +76,13 @@ class MetricStore:
 
     Args:
         clock: monotonic seconds; a test passes its own.
+
+    Attributes:
+        around: entered in every phase that is timed, also inside of another one.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.around: Callable[[str], AbstractContextManager[None]] = lambda phase: nullcontext()
         self._clock = clock
         self._step: dict[str, _Value] = {}
         self._window: dict[str, _Value] = {}
@@ -132,12 +136,14 @@ class MetricStore:
         So phases never overlap, and what evaluation generates is time of "eval", not of "generate".
         """
         if self._timing:
-            yield
+            with self.around(phase):
+                yield
             return
         self._timing = True
         began = self._clock()
         try:
-            yield
+            with self.around(phase):
+                yield
         finally:
             self._timing = False
             self.add_phase(phase, self._clock() - began)

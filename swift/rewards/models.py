@@ -8,7 +8,7 @@ context lose tokens on the left, and are counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -142,8 +142,10 @@ class RewardModel:
         self._max_tokens = _context(self._model.config, tokenizer)
         self._padding = getattr(_text_config(self._model.config), "pad_token_id", None)
 
-    def score(self, chats: Sequence[Sequence[dict[str, Any]]]) -> list[float]:
-        """One score per chat; each chat ends with the assistant's turn."""
+    def score(
+        self, chats: Sequence[Sequence[dict[str, Any]]], on_progress: Callable[[], None] = lambda: None
+    ) -> list[float]:
+        """One score per chat; each chat ends with the assistant's turn. `on_progress` is called after each batch."""
         rows = [self.encode(chat) for chat in chats]
         scores = [0.0] * len(rows)
         # Without a pad token the head reads the last position, so rows cannot share a padded batch.
@@ -152,6 +154,7 @@ class RewardModel:
             values = self._forward([rows[index] for index in indexes])
             for index, value in zip(indexes, values, strict=True):
                 scores[index] = value
+            on_progress()
         return scores
 
     def encode(self, chat: Sequence[dict[str, Any]]) -> list[int]:
@@ -253,6 +256,8 @@ class RewardModels:
     def __init__(self, models: Sequence[RewardModel]) -> None:
         self._models = list(models)
         self._seconds = {model.name: 0.0 for model in self._models}
+        self.on_progress: Callable[[], None] = lambda: None
+        """Called after each batch of a model."""
 
     @property
     def names(self) -> list[str]:
@@ -271,7 +276,7 @@ class RewardModels:
         columns = []
         for model in self._models:
             began = time.monotonic()
-            columns.append(model.score(chats))
+            columns.append(model.score(chats, self.on_progress))
             self._seconds[model.name] += time.monotonic() - began
         rows = iter(zip(*columns, strict=True)) if columns else iter([()] * len(chats))
         return [[list(next(rows)) for _ in group.completions] for group in groups]

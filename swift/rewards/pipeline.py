@@ -114,6 +114,7 @@ class RewardPipeline:
         )
         workers = num_workers or worker_share(args.reward_workers)
         path = Path(log_path) if log_path is not None else None
+        self._on_progress: Callable[[], None] = lambda: None
         self._pool = WorkerPool(spec, num_workers=workers, log_path=path) if catalogue.functions else None
 
     @property
@@ -125,6 +126,12 @@ class RewardPipeline:
     def signatures(self) -> list[Signature]:
         """How the functions are called, in order."""
         return self._catalogue.signatures
+
+    def watch(self, on_progress: Callable[[], None]) -> None:
+        """From now on call this, from any thread, for each outcome of a function and each batch of a reward model."""
+        self._on_progress = on_progress
+        if self._models is not None:
+            self._models.on_progress = on_progress
 
     def start(self) -> None:
         """Starts the workers in the background; returns at once."""
@@ -361,6 +368,7 @@ class RewardPipeline:
         left = set(functions)
 
         def on_outcome(function: int, outcome: Outcome) -> None:
+            self._on_progress()
             left.discard(function)
             self._record(batch, place, function, samples, outcome)
             if outcome.kind == "ok":

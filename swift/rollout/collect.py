@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -25,6 +25,7 @@ from typing import Any, Protocol
 from swift.errors import EngineError
 from swift.rollout.batch import rank_slice
 from swift.rollout.engines.base import InferenceEngine
+from swift.rollout.request_limit import generate_within
 from swift.rollout.scheduler import Launch
 from swift.rollout.seeds import sample_seed
 from swift.types import (
@@ -129,6 +130,7 @@ class RolloutCollector:
     engine: this rank's engine, or None. sampling: the training distribution; the seed of each sample is filled in.
     decode: token ids to the text that rewards see. share: what of a round the engine samples.
     around: entered by every rank around sampling, also by one without requests (a policy spread over ranks needs it).
+    request_s: bound on each request, for an engine that has none of its own. progress: called for each completion.
     """
 
     engine: InferenceEngine | None
@@ -139,6 +141,10 @@ class RolloutCollector:
     collectives: Gatherer
     share: EngineShare | None = None
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    request_s: float | None = None
+    progress: Callable[[], None] = lambda: None
+    _late: int = 0
+    _late_told: int = 0
 
     def __post_init__(self) -> None:
         if self.share is None and self.engine is not None:
@@ -207,10 +213,24 @@ class RolloutCollector:
             if self.engine is None or not current.requests:
                 return
             try:
-                for completion in self.engine.generate(current.requests):
+                for completion in self._completions(self.engine, current.requests):
                     self.take(current, completion)
             except Exception as error:  # the other ranks wait in `finish` by now
                 current.failure = error
+
+    def _completions(self, engine: InferenceEngine, requests: Sequence[Request]) -> Iterator[Completion]:
+        if self.request_s is None:
+            return engine.generate(requests)
+        return generate_within(engine, requests, self.request_s, self._book_late)
+
+    def _book_late(self) -> None:
+        self._late += 1
+
+    def _new_late(self) -> int:
+        """Requests of this rank that were aborted for their time since the last call."""
+        late = self._late + getattr(self.engine, "late", 0)  # what an engine of another process counts itself
+        new, self._late_told = late - self._late_told, late
+        return new
 
     def take(self, current: Round, completion: Completion) -> None:
         """Add a finished completion; a group that is whole goes to the reward workers at once (rank 0).
@@ -220,6 +240,7 @@ class RolloutCollector:
         """
         if not current.expects(completion.request_id):
             raise stray(completion)
+        self.progress()
         completion.text = self.decode(completion.token_ids)
         current.done[completion.request_id] = completion
         group_id = completion.request_id.rpartition("/")[0]
@@ -239,9 +260,11 @@ class RolloutCollector:
             SwiftError: on every rank, what failed on any.
         """
         with timer("generate"):
-            self._exchange(current)
+            late = self._exchange(current)
         with timer("reward"):
             scores, metrics = self._agree(lambda: self._score(current))
+        if late:
+            metrics = {**metrics, "health/rollout_timeouts": float(late)}
         for group, score in zip(current.groups, scores, strict=True):
             score.excluded = [fault(one) or why for one, why in zip(group.completions, score.excluded, strict=True)]
             group.scores = score
@@ -262,16 +285,17 @@ class RolloutCollector:
         seed = sample_seed(self.seed, namespace + launch.prompt.prompt_id, launch.launch, sample)
         return replace(self.sampling, seed=seed)
 
-    def _exchange(self, current: Round) -> None:
-        """Give every rank the completions of all ranks, or the first failure."""
+    def _exchange(self, current: Round) -> int:
+        """Give every rank the completions of all ranks, or the first failure; returns how many requests were late."""
         everything: Any = current.done
-        failure = current.failure
+        failure, late = current.failure, self._new_late()
         if self.collectives.active:
             reports = self.share is not None and self.share.reports
-            parts = self.collectives.gather((_portable(failure), current.done if reports else {}))
-            failure = next((error for error, _ in parts or [] if error is not None), None)
-            merged = {name: completion for _, part in parts or [] for name, completion in part.items()}
-            failure, everything = self.collectives.broadcast((failure, merged))
+            parts = self.collectives.gather((_portable(failure), current.done if reports else {}, late))
+            failure = next((error for error, _, _ in parts or [] if error is not None), None)
+            merged = {name: completion for _, part, _ in parts or [] for name, completion in part.items()}
+            total = sum(count for _, _, count in parts or [])
+            failure, everything, late = self.collectives.broadcast((failure, merged, total))
         if failure is not None:
             if failure is not current.failure:
                 failure.__cause__ = current.failure  # the traceback of this rank's own
@@ -281,6 +305,7 @@ class RolloutCollector:
             if lost := [one for one in ids if one not in everything]:
                 raise EngineError(f"engine: request {lost[0]}: it never came back; this is a defect of the engine")
             group.completions = group.completions or [everything[one] for one in ids]
+        return late
 
     def _agree(self, work: Callable[[], Any]) -> Any:
         """Rank 0 works, every rank gets the result; a failure of rank 0 ends every rank with the same error."""

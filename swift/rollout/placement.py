@@ -135,7 +135,8 @@ def server_urls(base_urls: Sequence[str], hosts: Sequence[str], ports: Sequence[
         )
     if len(ports) == 1:
         ports = [*ports] * len(hosts)
-    return [f"http://{host}:{port}" for host, port in zip(hosts, ports, strict=False)]
+    names = [f"[{host}]" if ":" in host else host for host in hosts]  # an IPv6 address
+    return [f"http://{name}:{port}" for name, port in zip(names, ports, strict=False)]
 
 
 def place(request: PlacementRequest) -> Placement:

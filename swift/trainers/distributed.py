@@ -7,7 +7,8 @@ the main thread, by every rank, in the same order.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +21,9 @@ class Collectives:
 
     Args:
         timeout_s: bound on every collective, in seconds.
+
+    Attributes:
+        waiting: entered around every collective.
     """
 
     def __init__(self, timeout_s: float = 1800.0) -> None:
@@ -27,6 +31,7 @@ class Collectives:
         self.rank = dist.get_rank() if self.active else 0
         self.world_size = dist.get_world_size() if self.active else 1
         self._group: Any = None
+        self.waiting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         if self.active:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
@@ -40,7 +45,8 @@ class Collectives:
         if not self.active:
             return [value]
         values = [None] * self.world_size if self.is_main else None
-        dist.gather_object(value, values, dst=0, group=self._group)
+        with self.waiting():
+            dist.gather_object(value, values, dst=0, group=self._group)
         return values
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -52,7 +58,8 @@ class Collectives:
         if not self.active:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self._group)
+        with self.waiting():
+            dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
 
     def sum(self, values: list[float]) -> list[float]:
@@ -61,7 +68,8 @@ class Collectives:
             return values
         mine = torch.tensor(values, dtype=torch.float64)
         parts = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(parts, mine, group=self._group)
+        with self.waiting():
+            dist.all_gather(parts, mine, group=self._group)
         return torch.stack(parts).sum(0).tolist()
 
     def any(self, flag: bool) -> bool:
@@ -92,4 +100,5 @@ class Collectives:
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.active:
-            dist.barrier(group=self._group)
+            with self.waiting():
+                dist.barrier(group=self._group)

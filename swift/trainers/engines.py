@@ -28,6 +28,8 @@ from swift.rollout.placement import Placement, place, request_from
 if TYPE_CHECKING:
     from swift.models.template import Template
     from swift.rollout.engines.base import InferenceEngine
+    from swift.rollout.engines.remote import RemoteTimeouts
+    from swift.rollout.engines.worker.client import WorkerTimeouts
     from swift.trainers.distributed import Collectives
 
 
@@ -36,6 +38,8 @@ class EngineSetup:
     """The engine of this rank (None when another rank samples for it) and what follows from its place.
 
     share: what of a round it samples. placement: of the node. engine_logs: folder of the engines' own output.
+    own_limit_s: how long an engine of another process may be silent by the bounds that it has itself, a new start
+    included; 0 for one in this process, which has none.
     """
 
     engine: InferenceEngine | None
@@ -43,6 +47,7 @@ class EngineSetup:
     placement: Placement
     engine_logs: Path | None = None
     names: list[str] = field(default_factory=list)
+    own_limit_s: float = 0.0
 
     @property
     def colocated(self) -> bool:
@@ -169,6 +174,7 @@ def _make(
     in_trainer: Callable[[], InferenceEngine],
 ) -> None:
     placement, mode = setup.placement, setup.placement.mode
+    setup.own_limit_s = _own_limit(args, mode)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     node, nodes = collectives.rank // placement.local_ranks, collectives.world_size // placement.local_ranks
     if mode == "in_process":
@@ -249,11 +255,11 @@ def _cores(placement: Placement, device: str) -> tuple[int, ...]:
 def _dedicated(setup: EngineSetup, spec: EngineSpec, args: Any) -> InferenceEngine:
     """The engines of this node, each in a process of its own, behind one."""
     from swift.rollout.engines.pool import EnginePool
-    from swift.rollout.engines.worker.client import WorkerEngine, WorkerTimeouts
+    from swift.rollout.engines.worker.client import WorkerEngine
 
     placement, logs = setup.placement, setup.engine_logs
     assert logs is not None
-    timeouts = WorkerTimeouts(request_s=args.rollout_timeout, stall_s=args.stall_timeout)
+    timeouts = _worker_timeouts(args)
     workers = [
         WorkerEngine(
             _on_device(spec, placement, devices),
@@ -268,12 +274,35 @@ def _dedicated(setup: EngineSetup, spec: EngineSpec, args: Any) -> InferenceEngi
     return EnginePool(workers)
 
 
+def _worker_timeouts(args: Any) -> WorkerTimeouts:
+    from swift.rollout.engines.worker.client import WorkerTimeouts
+
+    return WorkerTimeouts(request_s=args.rollout_timeout, stall_s=args.stall_timeout)
+
+
+def _remote_timeouts(args: Any) -> RemoteTimeouts:
+    from swift.rollout.engines.remote import RemoteTimeouts
+
+    return RemoteTimeouts(server_s=args.vllm_server_timeout, request_s=args.rollout_timeout)
+
+
+def _own_limit(args: Any, mode: str) -> float:
+    """See `EngineSetup.own_limit_s`: it stands still as long as it may, is ended, made anew and given its weights."""
+    if mode == "dedicated":
+        worker = _worker_timeouts(args)
+        return worker.stall_s + worker.start_s + worker.sync_s + worker.sleep_s + worker.pause_s + 2 * worker.close_s
+    if mode == "server":
+        remote = _remote_timeouts(args)
+        return remote.request_s + remote.server_s + remote.start_s + remote.sync_s + remote.sleep_s + remote.pause_s
+    return 0.0
+
+
 def _servers(spec: EngineSpec, args: Any, placement: Placement) -> InferenceEngine:
     """The servers of `--vllm_server_host`, behind one."""
     from swift.rollout.engines.pool import EnginePool
-    from swift.rollout.engines.remote import RemoteEngine, RemoteTimeouts
+    from swift.rollout.engines.remote import RemoteEngine
 
-    timeouts = RemoteTimeouts(server_s=args.vllm_server_timeout, request_s=args.rollout_timeout)
+    timeouts = _remote_timeouts(args)
     run_id = secrets.token_hex(8)
     return EnginePool(
         [

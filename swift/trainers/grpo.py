@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from swift.trainers.engines import EngineSetup
     from swift.trainers.grpo_trainer import GRPOTrainer
     from swift.trainers.session import SignalTrap, Start
+    from swift.trainers.stall import StallWatch
+    from swift.trainers.watch import RankWatch
 
 
 @dataclass(slots=True)
@@ -54,6 +56,7 @@ class Parts:
     placement: Placement
     prefetch_depth: int
     lines: list[str]
+    rank_watch: RankWatch | None = None
 
 
 def run(resolved: Resolved) -> int:
@@ -90,7 +93,8 @@ def run(resolved: Resolved) -> int:
                 parts.rewards.self_check(parts.first_prompts, max_steps=parts.plan.max_steps)
             trap.check("rlhf", collectives, start)
             bind_trainer(placement, int(os.environ.get("LOCAL_RANK", "0")))
-            with RankWatch(collectives):
+            parts.rank_watch = RankWatch(collectives)
+            with parts.rank_watch:
                 return train(resolved, parts, trap)
         finally:
             parts.rewards.close()
@@ -337,6 +341,7 @@ class _Session:
                 diagnosis=parts.rewards.diagnosis,
             )
         self.setup = setup
+        self.stall = self._build_stall_watch(rank_log_file(folder, attempt, parts.collectives.rank))
         self.publisher = self._build_publisher(model)
         self.cycle = self._build_cycle()
         self.trainer = self._build_trainer(model, reference)
@@ -365,13 +370,16 @@ class _Session:
             if self.report is not None:
                 self.say(self.report.finish(best=self._best(), last=self._last()))
         finally:
+            self.stall.stop()
             if self.report is not None:
                 self.report.close()
             self.rank_log.close()
             self.trainer.pipeline.close()
 
     def _train(self, checkpoint: Path | None) -> None:
+        self.stall.start()
         self.check_parity()
+        self.stall.stop()
         self.trap.check("rlhf", self.parts.collectives, self.parts.start)
         if checkpoint is not None:
             self.trainer.load_pipeline_state(checkpoint)
@@ -435,6 +443,7 @@ class _Session:
         from swift.trainers.grpo_trainer import EveryFewSteps, GRPOTrainer, PipelineCallback
         from swift.trainers.reporting import ReportCallback
         from swift.trainers.session import tensorboard_callback
+        from swift.trainers.stall import StallCallback
 
         parts, args = self.parts, self.parts.args
         trainer = GRPOTrainer(
@@ -450,8 +459,10 @@ class _Session:
             checkpoint_extras=self._write_extras,
             report=self.report,
             save_total_limit=args.save_total_limit,
+            on_progress=self.stall.touch,
         )
         trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(StallCallback(self.stall))
         trainer.add_callback(
             PipelineCallback(trainer, stop_requested=lambda: self.trap.caught is not None, epoch=self._epoch)
         )
@@ -479,6 +490,8 @@ class _Session:
             collectives=parts.collectives,
             share=self.setup.share,
             around=self._sampling if self.setup.placement.mode == "in_process" else contextlib.nullcontext,
+            request_s=self._request_limit(),
+            progress=self.stall.touch,
         )
         config = PipelineConfig(
             num_generations=args.num_generations,
@@ -508,6 +521,45 @@ class _Session:
             phase=self.cycle,
         )
 
+    def _request_limit(self) -> float | None:
+        """`--rollout_timeout` for an engine that leaves it to its caller.
+
+        Ranks that hold parts of one engine would have to abort a request at the same token, so there it has no bound.
+        """
+        engine = self.setup.engine
+        if engine is None or self.setup.own_limit_s or engine.capabilities.tensor_parallel_size > 1:
+            return None
+        return float(self.parts.args.rollout_timeout)
+
+    def _build_stall_watch(self, log_file: Path) -> StallWatch:
+        """Ends the run when nothing moves in this process."""
+        from swift.trainers.stall import REBUILD_S, REWARD_MARGIN_S, StallWatch
+
+        parts, args, engine, own = self.parts, self.parts.args, self.setup.engine, self.setup.own_limit_s
+        ranks = parts.rank_watch
+        stall = StallWatch(
+            args.stall_timeout,
+            limits={
+                "generate": own,
+                "sync": own,
+                "rebuild": max(own, REBUILD_S),
+                "reward": args.reward_timeout + REWARD_MARGIN_S,
+                "save": args.ddp_timeout,
+            },
+            meters=(lambda: astuple(engine.counters),) if engine is not None else (),
+            log_file=log_file,
+            rank=parts.collectives.rank,
+            others=ranks.states if ranks is not None else dict,
+            engines=getattr(engine, "stacks", str),
+            farewell=ranks.tell_failure if ranks is not None else lambda line: None,
+        )
+        if ranks is not None:
+            ranks.state, ranks.before_end = stall.state, stall.dump
+        self.metrics.around = stall.phase
+        parts.collectives.waiting = stall.waiting
+        parts.rewards.watch(stall.touch)
+        return stall
+
     def _sampling(self) -> AbstractContextManager[None]:
         """What sampling with the trainer's own weights needs where ZeRO-3 or FSDP2 spread them over ranks."""
         from swift.models.spread_sampling import sampling_from
@@ -534,6 +586,7 @@ class _Session:
             interval=args.vllm_sync_interval,
             ranks=self.parts.collectives,
             timer=self.metrics.timer,
+            progress=self.stall.touch,
         )
 
     def _build_cycle(self) -> ColocateCycle | None:

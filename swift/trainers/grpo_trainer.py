@@ -147,6 +147,7 @@ class GRPOTrainer(Trainer):
         checkpoint_extras: called with the staging folder on rank 0 before a checkpoint is committed.
         save_total_limit: most checkpoints that stay.
         report: what is shown and written (rank 0 only); brought to the disk before a checkpoint counts.
+        on_progress: called after each micro-batch.
     """
 
     def __init__(
@@ -161,6 +162,7 @@ class GRPOTrainer(Trainer):
         checkpoint_extras: Callable[[Path], None] = lambda folder: None,
         report: RunReport | None = None,
         save_total_limit: int | None = None,
+        on_progress: Callable[[], None] = lambda: None,
         **trainer_arguments: Any,
     ) -> None:
         self.settings = settings
@@ -172,6 +174,7 @@ class GRPOTrainer(Trainer):
         self.checkpoint_extras = checkpoint_extras
         self.report = report
         self.save_total_limit = save_total_limit
+        self.on_progress = on_progress
         self.interrupted = False
         self._non_finite_in_a_row = 0
         self._staging: Path | None = None
@@ -300,6 +303,7 @@ class GRPOTrainer(Trainer):
             self._engine.backward(loss, last=last)
         else:
             self.accelerator.backward(loss)
+        self.on_progress()
         if part:
             _remember(batch, policy_logprobs_N if first_visit and unit.updates_per_rollout > 1 else None)
             self._observe_slice(report, batch, policy_logprobs_N, output, fresh=unit.position == 0)
@@ -382,6 +386,7 @@ class GRPOTrainer(Trainer):
                 with torch.no_grad():
                     logprobs_N = self._logprobs(model, batch)
                 _remember(batch, logprobs_N if own else None)
+                self.on_progress()
         model.train()
 
     def _own_batches(self, unit: TrainUnit, window: range) -> Iterator[tuple[MicroBatch, bool]]:

@@ -5,7 +5,9 @@ hour for good reasons (a checkpoint on a slow disk). So each rank writes a heart
 thread of its own, and reads those of the others. A rank whose beat stands still for `SILENT_S`, or that has ended with
 an error, ends this process too, with one line that names it.
 
-    beat   "<count>|<host>|<pid>"  every BEAT_S      "closed"  it has finished      "failed <line>"  it has failed
+    beat   "<count>|<host>|<pid>|<state>"  every BEAT_S    "closed"  it has finished    "failed <line>"  it has failed
+
+`state` says where a rank stands still, if it does (`swift.trainers.stall`).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -34,12 +37,18 @@ class RankWatch:
         collectives: the ranks.
         beat_s: seconds between two beats.
         silent_s: seconds without a beat after which a rank counts as lost.
+
+    Attributes:
+        state: of this rank; travels with its beats.
+        before_end: called before this process is ended for another rank's sake.
     """
 
     def __init__(self, collectives: Collectives, *, beat_s: float = BEAT_S, silent_s: float = SILENT_S) -> None:
         self.collectives = collectives
         self.beat_s = beat_s
         self.silent_s = silent_s
+        self.state: Callable[[], str] = str
+        self.before_end: Callable[[], None] = lambda: None
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._store: Any = None
@@ -68,6 +77,20 @@ class RankWatch:
         if self._say("closed" if finished else f"failed {line}") and self.collectives.is_main:
             self._linger(self.silent_s if finished else 2 * self.beat_s)
 
+    def tell_failure(self, line: str) -> None:
+        """Say to the others, from any thread, that this rank ends now, and why."""
+        if self._thread is None or self._closing.is_set():
+            return
+        self._closing.set()
+        self._thread.join(2 * STORE_LIMIT_S)
+        if self._say(f"failed {line}") and self.collectives.is_main:
+            self._linger(2 * self.beat_s)
+
+    def states(self) -> dict[int, str]:
+        """Where the other ranks said that they stand still, "" where they did not."""
+        texts = {rank: text for rank, (text, _) in self._seen.items()}
+        return {rank: text.split("|", 3)[3] if text.count("|") >= 3 else "" for rank, text in texts.items()}
+
     def _linger(self, limit_s: float) -> None:
         """Rank 0 holds the store: it stays until the others have read the end of it, within limits."""
         deadline = time.monotonic() + limit_s
@@ -82,7 +105,7 @@ class RankWatch:
     def _run(self) -> None:
         count = 0
         while True:
-            if self._say(f"{count}|{socket.gethostname()}|{os.getpid()}") and self._look():
+            if self._say(f"{count}|{socket.gethostname()}|{os.getpid()}|{self.state()}") and self._look():
                 self._reached = time.monotonic()
             count += 1
             if self._closing.wait(self.beat_s):
@@ -126,7 +149,7 @@ class RankWatch:
             elif text != last:
                 self._seen[rank] = (text, now)
             elif now - since > self.silent_s:
-                _, host, pid = text.split("|") if text else ("", "?", "?")
+                _, host, pid, _ = text.split("|", 3) if text else ("", "?", "?", "")
                 self._end(f"rank {rank}", f"gave no sign of life for {self.silent_s:.0f} s (process {pid} on {host})")
         return True
 
@@ -140,6 +163,7 @@ class RankWatch:
 
     def _end(self, who: str, what: str) -> None:
         if not self._closing.is_set():
+            self.before_end()
             end_process(
                 EngineError(
                     f"{who}: {what}; the other processes cannot go on without it; look at its log, then resume from "

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from scripted_engine import CountingSource, ScriptedEngine, lost, two_layers
 
-from swift.errors import EngineDead, EngineError, PromptTooLong, SyncFailed
+from swift.errors import EngineDead, EngineError, PromptTooLong, RequestRefused, SyncFailed
 from swift.rollout.engines.base import Capabilities, SleepReport
 from swift.rollout.engines.pool import EnginePool, common_capabilities
 from swift.rollout.weight_sync.base import Bucket
@@ -149,6 +149,66 @@ def test_another_failure_is_raised_and_leaves_a_usable_pool():
     list(pool.stream())
     failing.fail_after = None
     run(pool, [*group("a"), *group("b")])
+
+
+class Refusing(Member):
+    """Raises at its second completion once, and keeps what else it has, as an engine of another process does."""
+
+    refusal = None
+
+    def stream(self):
+        for completion in super().stream():
+            yield completion
+            if self.refusal is not None:
+                failure, self.refusal = self.refusal, None
+                raise failure
+
+
+def test_nothing_of_a_refused_round_is_left_in_the_engine():
+    refusing = Refusing()
+    refusing.refusal = EngineError("engine: scripted: one request was bad")
+    pool = EnginePool([refusing])
+    with pytest.raises(EngineError, match="one request was bad"):
+        run(pool, group("a", size=8))
+    assert not refusing._outstanding
+    pool.load_weights(CountingSource(two_layers(1)), 1)
+    run(pool, group("a", size=8))
+
+
+def test_a_refused_request_takes_no_other_with_it():
+    class Picky(Member):
+        def _step(self):
+            if self.counters.decode_steps == 1:
+                del self._outstanding["a/5"]
+                self.counters.decode_steps += 1
+                raise RequestRefused("a/5", "request: a/5: is not taken, as told")
+            self.counters.decode_steps += 1
+            return super()._step()
+
+    pool = EnginePool([Picky()])
+    wanted = group("a", size=8)
+    for request in wanted:
+        pool.submit(request)
+    done = []
+    with pytest.raises(RequestRefused, match="as told"):
+        done.extend(pool.stream())
+    assert pool.outstanding == set(names(wanted)) - {"a/5"} - {one.request_id for one in done}
+    done += pool.stream()
+    assert len(done) == 7
+    assert not pool.outstanding
+
+
+def test_a_pause_that_one_engine_refuses_pauses_none():
+    class Unwilling(Member):
+        def pause(self, mode="wait"):
+            raise EngineError("engine: scripted: cannot pause, as told")
+
+    pool = EnginePool([Member(), Unwilling()])
+    for request in [*group("a"), *group("b")]:
+        pool.submit(request)
+    with pytest.raises(EngineError, match="cannot pause"):
+        pool.pause("keep")
+    assert len(list(pool.stream())) == 8
 
 
 def test_a_prompt_that_is_too_long_for_one_engine_is_refused():

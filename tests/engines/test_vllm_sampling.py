@@ -13,7 +13,7 @@ import torch
 from vllm_parts import ENDS, LIMIT, drift, forward_logprobs, model_of, nudge, request, requests, require_vllm, sample
 from vllm_parts import spec_of as spec
 
-from swift.errors import ConfigError, EngineError, PromptTooLong
+from swift.errors import ConfigError, EngineError, PromptTooLong, RequestRefused
 from swift.models.tiny import build_tiny
 from swift.rollout.engines.spec import build_engine
 from swift.rollout.weight_sync.policy import PolicyWeights
@@ -138,8 +138,14 @@ def test_a_prompt_without_room_is_refused_and_the_engine_goes_on(engine):
     assert len(sample(engine, [request(tokens=3)])["r"].token_ids) == 3
 
 
+def test_what_vllm_does_not_sample_with_is_refused_before_it_is_submitted(engine):
+    with pytest.raises(RequestRefused, match=r"request: hot: vLLM refuses it \(temperature must") as refused:
+        engine.check_length(request("hot", temperature=2.5))
+    assert refused.value.request_id == "hot"
+
+
 def test_an_unknown_token_is_refused_by_name(engine):
-    with pytest.raises(EngineError, match="request: odd: vLLM refuses it"):
+    with pytest.raises(RequestRefused, match=r"request: odd: its prompt has token ids outside of 0\.\."):
         engine.submit(request("odd", [10**6]))
     assert list(engine.stream()) == []
 

@@ -26,7 +26,8 @@ from worker_parts import (
     wait_for,
 )
 
-from swift.errors import ConfigError, EngineDead, EngineError, ResourceError, SyncFailed
+from swift.errors import ConfigError, EngineDead, EngineError, RequestRefused, ResourceError, SyncFailed
+from swift.rollout.engines.pool import EnginePool
 from swift.rollout.engines.worker.client import WorkerEngine
 from swift.rollout.engines.worker.link import main_thread
 from swift.rollout.weight_sync.shared_memory import Segment
@@ -290,6 +291,15 @@ def test_an_engine_that_stands_still_is_named_with_its_stacks(start):
     assert worker.counters.restarts == 0
 
 
+def test_where_a_worker_is_can_be_asked_at_any_time(start):
+    worker = start()
+    worker.wait_ready()
+    assert wait_for(lambda: worker.stacks().startswith("engine 0 (cpu:0) was idle: its main thread is in "))
+    assert "engine 0 (cpu:0) was idle: its main thread is in " in EnginePool([worker]).stacks()
+    kill(worker)
+    assert wait_for(lambda: "gone (was killed by SIGKILL)" in worker.stacks())
+
+
 def test_a_request_that_takes_too_long_is_tried_twice_and_given_up_alone(start):
     worker = start(timeouts={"request_s": 1.5}, step_s=0.02, endless=["g/4"])
     done = {one.request_id: one for one in worker.generate(requests(8))}
@@ -297,6 +307,7 @@ def test_a_request_that_takes_too_long_is_tried_twice_and_given_up_alone(start):
     assert done["g/4"].finish_reason == "error"
     assert len(done["g/4"].token_ids) == len(done["g/4"].logprobs) > 0
     assert {one.finish_reason for name, one in done.items() if name != "g/4"} == {"stop"}
+    assert worker.late == 2
 
 
 # --- lies --------------------------------------------------------------------------------------------------------
@@ -364,6 +375,34 @@ def test_what_the_engine_refuses_at_its_start_arrives_as_it_is(start):
         worker.wait_ready()
     with pytest.raises(ConfigError):
         worker.submit(requests(1)[0])
+
+
+def test_a_request_that_the_engine_does_not_take_costs_no_other(start):
+    worker = start(step_s=0.02, refuse=["bad/0"])
+    good, (bad,) = requests(12), requests(1, group="bad")
+    for request in good:
+        worker.submit(request)
+    done = []
+    with pytest.raises(RequestRefused, match="is not taken, as told") as caught:
+        for completion in worker.stream():
+            done.append(completion)
+            if len(done) == 1:
+                worker.submit(bad)  # it fits, so it is noticed only when the engine is to take it
+    assert caught.value.request_id == "bad/0"
+    assert tokens([*done, *worker.stream()]) == expected_tokens(good)
+    assert worker.counters.restarts == 0
+
+
+def test_an_engine_that_cannot_be_made_again_is_dead_at_once(start, tmp_path):
+    worker = start(fail=str(tmp_path / "started"), step_s=0.05)
+    stream = worker.generate(requests(8))
+    next(stream)
+    kill(worker)
+    with pytest.raises(EngineDead, match=r"killed by SIGKILL, and cannot be replaced .*starts only once, as told"):
+        list(stream)
+    with pytest.raises(EngineDead):
+        worker.submit(requests(1, group="later")[0])
+    assert not worker.health().alive
 
 
 def test_a_process_that_ends_at_its_start_is_not_tried_again(start):

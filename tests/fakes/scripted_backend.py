@@ -2,8 +2,9 @@
 
 step_s: seconds of a step. nan: request ids whose first log-prob is NaN. frozen: request ids that make the engine stand
 still for good. endless: request ids that never end by themselves. bucket_s: seconds that a bucket takes. crash_on:
-request ids at which it raises something that is no error of ours. children: processes to start ("plain", "stubborn",
-"mapped"). fail: fails to start, "config" or "crash". old: cannot be paused in flight.
+request ids at which it raises something that is no error of ours. refuse: request ids that it does not take. children:
+processes to start ("plain", "stubborn", "mapped"). fail: fails to start, "config" or "crash", or at every start but the
+first, which leaves a file of that name. old: cannot be paused in flight.
 """
 
 import os
@@ -11,10 +12,11 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 from scripted_engine import ScriptedEngine
 
-from swift.errors import ConfigError
+from swift.errors import ConfigError, EngineError
 from swift.plugin import inference_backends
 
 STUBBORN = (
@@ -37,6 +39,10 @@ class ScriptedWorker(ScriptedEngine):
         if fail == "crash":
             print("about to crash, as told", flush=True)
             os._exit(3)
+        if fail is not None:
+            if Path(fail).exists():
+                raise ValueError("scripted: starts only once, as told")
+            Path(fail).touch()
         super().__init__(step_s=kwargs.get("step_s", 0.0), max_model_len=spec.max_model_len or 4096)
         if kwargs.get("old"):
             self.capabilities = replace(self.capabilities, in_flight_updates=False)
@@ -48,6 +54,11 @@ class ScriptedWorker(ScriptedEngine):
             child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
             child.stdout.readline()
             self.children.append(child)
+
+    def submit(self, request):
+        if request.request_id in self.kwargs.get("refuse", ()):
+            raise EngineError(f"request: {request.request_id}: scripted: is not taken, as told")
+        super().submit(request)
 
     def _step(self):
         self.counters.decode_steps += 1

@@ -189,6 +189,7 @@ def test_dedicated_devices_are_disjoint(ranks, workers, spare):
 
 def test_hosts_share_a_port_or_have_their_own():
     assert server_urls([], ["a", "b"], [8000]) == ["http://a:8000", "http://b:8000"]
+    assert server_urls([], ["::1", "10.0.0.1"], [8000]) == ["http://[::1]:8000", "http://10.0.0.1:8000"]
     assert server_urls([], ["a", "b"], [1, 2]) == ["http://a:1", "http://b:2"]
     assert server_urls(["https://x/v1"], ["a"], [8000]) == ["https://x/v1"]
     assert server_urls([], [], [8000]) == []

@@ -7,7 +7,7 @@ import pytest
 from scripted_engine import ScriptedEngine
 from server_parts import ask
 
-from swift.errors import EngineDead, EngineError, PromptTooLong
+from swift.errors import EngineDead, EngineError, PromptTooLong, RequestRefused
 from swift.rollout.engines.pool import EnginePool
 from swift.rollout.server.front import Front
 from swift.rollout.server.limits import Refused
@@ -110,6 +110,41 @@ def test_what_is_paused_in_flight_goes_on_after_jobs(made):
     assert len(box.wait(1)["g/0"].token_ids) > 1
 
 
+def test_a_pause_that_fails_leaves_nothing_paused(made):
+    class Unwilling(ScriptedEngine):
+        def pause(self, mode="wait"):
+            raise EngineError("engine: scripted: cannot pause, as told")
+
+    willing = ScriptedEngine(step_s=0.02)
+    front, box = made(willing, Unwilling(step_s=0.02)), Inbox()
+    front.open([ask(f"{group}/0", [group], seed=6, max_new_tokens=12) for group in range(4)], box)
+    time.sleep(0.1)
+    with pytest.raises(EngineError, match="cannot pause"):
+        front.pause_in_flight()
+    assert not front.paused
+    box.wait(4)
+    assert {one.finish_reason for one in box.completions} == {"stop"}
+    assert willing.overlaps == []
+
+
+def test_an_abort_during_submission_is_not_lost(made):
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Slow(ScriptedEngine):
+        def submit(self, request):
+            entered.set()
+            assert go_on.wait(LIMIT_S)
+            super().submit(request)
+
+    front, box = made(Slow(step_s=0.05)), Inbox()
+    front.open([ask("g/0", [1], seed=6, max_new_tokens=400)], box, owner="me")
+    assert entered.wait(LIMIT_S)
+    assert front.running_of == {"run me": 1}
+    assert front.abort_owned("me") == 1
+    go_on.set()
+    assert box.wait(1)["g/0"].finish_reason == "abort"
+
+
 def test_a_job_that_raises_hands_its_error_over_and_others_go_on(made):
     front = made()
 
@@ -175,6 +210,28 @@ def test_a_failure_reaches_exactly_those_it_concerns(made):
     assert 0 < len(failed) < 8
     front.open([ask("again/0", [9], max_new_tokens=2)], box)
     box.wait(9)
+
+
+def test_a_request_that_the_engine_does_not_take_fails_alone(made):
+    class Picky(ScriptedEngine):
+        def _step(self):
+            bad = next((name for name, row in self._outstanding.items() if row.request.prompt_ids == [66]), None)
+            if bad is not None:
+                del self._outstanding[bad]
+                raise RequestRefused(bad, "request: is not taken, as told")
+            return super()._step()
+
+    front, trainer, agent = made(Picky(step_s=0.02)), Inbox(), Inbox()
+    front.open(some(20), trainer)
+    time.sleep(0.03)
+    front.open([ask("g/0", [66], seed=6, max_new_tokens=40)], agent)
+    agent.wait(1)
+    assert len(trainer.wait(20)) == 20
+    assert trainer.failures == []
+    ((ids, error),) = agent.failures
+    assert ids == ["g/0"]
+    assert isinstance(error, RequestRefused)
+    assert front.load == (0, 0)
 
 
 def test_an_engine_that_dies_gives_its_requests_to_the_others(made):

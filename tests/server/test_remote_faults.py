@@ -194,6 +194,31 @@ def test_a_pool_of_servers_goes_on_with_those_that_are_left(own_server):
     pool.close()
 
 
+@pytest.mark.slow
+def test_the_files_of_a_pool_outlive_the_server_that_is_given_up(own_server, tmp_path):
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    one, two = (own_server("--weights_folder", str(folder)) for _ in range(2))
+    model = load(one.model)
+    pool = EnginePool([server.engine(timeouts=PATIENT, run_id="pool") for server in (one, two)])
+    for version in range(1, 4):
+        pool.load_weights(PolicyWeights(with_noise(model, version), bucket_bytes=50_000), version)
+    expected = tokens(run(pool, many()))
+    first = pool.engines[0]
+    first.timeouts = SHORT
+    one.kill()
+    assert tokens(run(pool, many())) == expected
+    assert len(pool.engines) == 1
+    port = two.port
+    two.kill()
+    own_server("--weights_folder", str(folder), port=port)
+    assert tokens(run(pool, many())) == expected
+    assert pool.engines[0].transport is None
+    assert pool.engines[0].weights_folder == folder
+    pool.close()
+    assert not list(folder.glob("run-*"))
+
+
 def test_a_second_trainer_is_told_who_holds_the_server(server):
     first = server.engine()
     assert first.capabilities.name == "transformers"
@@ -275,6 +300,8 @@ class Fake(BaseHTTPRequestHandler):
         if self.path.startswith("/infer"):
             self.server.calls += 1
             self.server.script(self, body)
+        elif self.path == "/reset" and self.server.held is not None:
+            self.answer(409, self.server.held)
         else:
             self.answer(200, b'{"asleep": "", "version": 0, "released": true}')
 
@@ -288,7 +315,7 @@ def fake(server, http):
         one = ThreadingHTTPServer(("127.0.0.1", 0), Fake)
         one.daemon_threads = True
         one.info = {**http.get("/info").json(), "alive": True, "weights_folder": None}
-        one.calls, one.script = 0, script
+        one.calls, one.script, one.held = 0, script, None
         threading.Thread(target=one.serve_forever, daemon=True).start()
         made.append(one)
         return one, f"http://127.0.0.1:{one.server_address[1]}"
@@ -347,6 +374,47 @@ def test_a_pool_quarantines_a_failing_server(server, engine, fake, no_backoff):
     assert pool.engines == [engine]
     assert url in pool.health().detail
     pool.close()
+
+
+def test_a_pool_quarantines_a_server_that_came_back_as_another(server, engine, fake, no_backoff):
+    def other(handler, body):
+        one.info = {**one.info, "boot_id": "another", "dtype": "bfloat16"}
+        always_500(handler, body)
+
+    one, url = fake(other)
+    pool = EnginePool([RemoteEngine(url, spec=spec_of(server.model), timeouts=SHORT), engine])
+    assert len(run(pool, many(8))) == 8
+    assert pool.engines == [engine]
+    assert "it computes in bfloat16" in pool.health().detail
+    pool.close()
+
+
+def test_a_pool_quarantines_a_server_that_another_run_has_taken(server, engine, fake, no_backoff):
+    held = {"message": "server: held by run x", "type": "", "code": 409, "kind": "held", "expires_in_s": 50.0}
+
+    def taken(handler, body):
+        one.held = json.dumps({"error": held}).encode()
+        one.info = {**one.info, "run_id": "x"}
+        handler.answer(409, one.held)
+
+    one, url = fake(taken)
+    pool = EnginePool([RemoteEngine(url, spec=spec_of(server.model), timeouts=SHORT), engine])
+    assert len(run(pool, many(8))) == 8
+    assert pool.engines == [engine]
+    assert "held by run x" in pool.health().detail
+    pool.close()
+
+
+def test_a_call_that_waits_in_vain_says_for_whose_requests(server, fake):
+    one, url = fake(lambda handler, _: time.sleep(1.5))
+    one.info = {**one.info, "running_of": {"run mine": 2, "clients without a run": 3}}
+    engine = RemoteEngine(url, run_id="mine", timeouts=RemoteTimeouts(reply_s=0.3))
+    with pytest.raises(remote._Lost) as caught:
+        engine._call("POST", "/infer/", 0.5, json={})
+    assert str(caught.value) == (
+        "no answer to /infer/ within 0.5 s; it waits for requests of others: 3 of clients without a run"
+    )
+    engine.close()
 
 
 def test_a_failure_that_passes_is_tried_again(server, fake, no_backoff):

@@ -415,6 +415,45 @@ def test_the_digest_of_a_file_is_that_of_the_update(tmp_path):
     assert entry == {"path": "run/v0000001/bucket-0001.safetensors", "digest": stream.hexdigest()}
 
 
+def in_threads(*work):
+    failures = []
+
+    def guarded(one):
+        try:
+            one()
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(one,)) for one in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert failures == []
+
+
+def test_servers_that_see_one_folder_share_the_files_of_a_version(tmp_path):
+    one, other = disk.open_run(tmp_path, "run-1"), disk.open_run(tmp_path / "x" / "..", "run-1")
+    buckets = [Bucket([(f"layer.{index}", torch.randn(4))]) for index in range(3)]
+    manifest = [TensorInfo.of(name, tensor) for bucket in buckets for name, tensor in bucket.tensors]
+    for version in range(1, 40):
+        writers = [one.writer(version), other.writer(version)]
+        entries = [writers[index % 2].add(bucket) for index, bucket in enumerate(buckets)]
+        in_threads(*(lambda writer=writer: writer.finish(manifest) for writer in writers))
+        other.writer(version + 1).abandon()  # an update that failed
+        for bucket, entry in zip(buckets, entries, strict=True):
+            read = disk.read_bucket(tmp_path / entry["path"], [TensorInfo.of(*bucket.tensors[0])], entry["digest"])
+            assert torch.equal(read.tensors[0][1], bucket.tensors[0][1])
+        written = json.loads((tmp_path / "run-1" / f"v{version:07d}" / "manifest.json").read_text())
+        assert written["buckets"] == entries
+    writers[1].abandon()  # one server has confirmed it, another failed after that
+    assert (tmp_path / entries[0]["path"]).exists()
+    one.close()
+    assert (tmp_path / entries[0]["path"]).exists()
+    other.close()
+    assert not (tmp_path / "run-1").exists()
+
+
 def test_another_model_than_the_runs_is_refused_with_both_names(server, nano_folders):
     engine = server.engine(spec=spec_of(nano_folders["llama"]))
     with pytest.raises(EngineError) as caught:

@@ -1,5 +1,6 @@
 """Every way of sending weights to a worker, by the same test: the sampler's log-probs are those of the trainer."""
 
+import contextlib
 import copy
 import os
 import signal
@@ -7,7 +8,9 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -17,9 +20,9 @@ from swift.rollout.engines.pool import EnginePool
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.engines.worker.client import WorkerEngine, WorkerTimeouts
 from swift.rollout.engines.worker.weights import choose_transport
-from swift.rollout.weight_sync import cuda_ipc, packing, shared_memory
+from swift.rollout.weight_sync import broadcast, cuda_ipc, packing, shared_memory
 from swift.rollout.weight_sync.base import AdapterWeights, Bucket, StreamDigest
-from swift.rollout.weight_sync.broadcast import BroadcastReceiver, BroadcastSender
+from swift.rollout.weight_sync.broadcast import BroadcastGroup, BroadcastReceiver, BroadcastSender
 from swift.rollout.weight_sync.policy import PolicyWeights
 from swift.types import Request, SamplingParams
 
@@ -385,6 +388,96 @@ def test_a_receiver_that_never_comes_is_waited_for_in_bounds():
             {"host": "127.0.0.1", "port": 1, "rank": 1, "size": 2, "backend": "gloo", "timeout_s": 0.5},
             torch.device("cpu"),
         )
+
+
+def test_the_place_to_meet_listens_at_its_own_address_only():
+    sender = BroadcastSender(1, timeout_s=1.0)
+    sender._prepare()
+    listening = {one.laddr.ip for one in psutil.Process().net_connections() if one.laddr.port == sender._store.port}
+    assert listening == {"127.0.0.1"}
+    sender.close()
+
+
+class FakeNccl:
+    """A process group whose communicator and collectives hang as told."""
+
+    made = ()
+    connects = completes = True
+
+    class Options:
+        _timeout = None
+
+    def __init__(self, store, rank, size, options):
+        self.seen = os.environ.get(broadcast.ERROR_HANDLING)
+        self.limit_s = options._timeout.total_seconds()
+        self.calls = []
+        FakeNccl.made.append(self)
+
+    def eager_connect_single_device(self, device):
+        self.calls.append("connect")
+        if not FakeNccl.connects:
+            time.sleep(60)
+
+    def broadcast(self, tensors, options):
+        self.calls.append("broadcast")
+        return SimpleNamespace(wait=lambda: None)
+
+    def abort(self):
+        self.calls.append("abort")
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    """NCCL of this test's making, without a GPU."""
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", FakeNccl, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    event = SimpleNamespace(record=lambda: None, query=lambda: FakeNccl.completes)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(FakeNccl, "made", [])
+    monkeypatch.setattr(FakeNccl, "connects", True)
+    monkeypatch.setattr(FakeNccl, "completes", True)
+    return FakeNccl
+
+
+def nccl_group(store, rank, *, timeout_s=0.5):
+    return BroadcastGroup(
+        store, rank, 2, backend="nccl", device=torch.device("cuda:0"), timeout_s=timeout_s, host="127.0.0.1"
+    )
+
+
+def test_a_failing_collective_does_not_end_the_process(nccl, monkeypatch):
+    monkeypatch.setenv(broadcast.ERROR_HANDLING, "3")
+    group = nccl_group(torch.distributed.HashStore(), 1)
+    assert (nccl.made[0].seen, nccl.made[0].limit_s > 1) == ("0", True)
+    assert os.environ[broadcast.ERROR_HANDLING] == "3"
+    nccl.completes = False
+    with pytest.raises(SyncFailed, match=r"nccl broadcast of 4 bytes: 0\.5 s passed"):
+        group.broadcast(torch.zeros(4, dtype=torch.uint8))
+    assert nccl.made[0].calls == ["connect", "broadcast", "abort"]
+    with pytest.raises(SyncFailed, match="its group is gone"):
+        group.broadcast(torch.zeros(4, dtype=torch.uint8))
+
+
+def test_the_trainer_does_not_connect_to_an_engine_that_never_joins(nccl):
+    with pytest.raises(SyncFailed, match="nccl group of 2: rank 0"):
+        nccl_group(torch.distributed.HashStore(), 0)
+    assert nccl.made[0].calls == ["abort"]
+
+
+def test_a_communicator_that_is_never_made_is_waited_for_in_bounds(nccl):
+    nccl.connects = False
+    began = time.monotonic()
+    with pytest.raises(SyncFailed, match=r"rank 1: the others did not connect within 0\.5 s"):
+        nccl_group(torch.distributed.HashStore(), 1)
+    assert time.monotonic() - began < 5
+    assert nccl.made[0].calls == ["connect", "abort"]
+
+
+def test_both_ends_of_a_group_find_each_other(nccl):
+    store = torch.distributed.HashStore()
+    trainer = in_thread(lambda: nccl_group(store, 0, timeout_s=10))
+    nccl_group(store, 1, timeout_s=10)
+    trainer().broadcast(torch.zeros(4, dtype=torch.uint8))
 
 
 # --- GPUs, as far as they can be seen from here ------------------------------------------------------------------

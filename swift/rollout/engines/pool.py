@@ -16,6 +16,7 @@ Members take `submit`, `abort`, `pause` and `close` while another thread is in t
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -25,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from swift.errors import EngineDead, EngineError, SwiftError, SyncFailed
+from swift.errors import EngineDead, EngineError, RequestRefused, SwiftError, SyncFailed
 from swift.rollout.engines.base import (
     ALL_TAGS,
     Ack,
@@ -110,6 +111,11 @@ class EnginePool(InferenceEngine):
         return EngineCounters(
             **{name: sum(getattr(one.engine.counters, name) for one in self._members) for name in names}
         )
+
+    @property
+    def late(self) -> int:
+        """Requests that its engines aborted because they took too long."""
+        return sum(getattr(member.engine, "late", 0) for member in self._members)
 
     @property
     def void(self) -> str:
@@ -221,6 +227,12 @@ class EnginePool(InferenceEngine):
                 self._aborted.discard(arrival.request_id)
         elif isinstance(arrival, EngineDead) and not self._closed:
             self._bury(member, arrival)
+        elif isinstance(arrival, RequestRefused):
+            with self._lock:
+                known = member.remove(arrival.request_id)
+                self._aborted.discard(arrival.request_id)
+            if known:
+                raise arrival
         else:
             self._disown(member)
             raise arrival
@@ -231,8 +243,12 @@ class EnginePool(InferenceEngine):
             self._aborted -= set(member.outstanding)
             member.outstanding.clear()
             member.tokens = 0
-        if not self._closed:
+        if self._closed:
+            return
+        with contextlib.suppress(SwiftError):  # an engine that fails here, too, says so at its next use
             member.engine.abort()
+            for _ in member.engine.stream():  # its own stream has ended: that was the failure
+                pass
 
     def _bury(self, member: _Member, error: EngineDead) -> None:
         """Leave an engine out; its requests begin anew on the others.
@@ -274,8 +290,14 @@ class EnginePool(InferenceEngine):
             self.abort()
         if mode in ("abort", "wait") and not self._paused:
             self._ready.extend(list(self.stream()))
-        self._paused = True  # no new streams
-        self._on_all(lambda engine: engine.pause("keep"))
+        before, self._paused = self._paused, True  # no new streams
+        try:
+            self._on_all(lambda engine: engine.pause("keep"))
+        except BaseException:
+            if not before:  # those that are paused go on
+                with contextlib.suppress(SwiftError):
+                    self.resume()
+            raise
 
     def resume(self) -> None:
         """See `InferenceEngine.resume`."""
@@ -397,6 +419,12 @@ class EnginePool(InferenceEngine):
             "version": self.version,
             "engines": [member.engine.info() for member in self._living()],
         }
+
+    def stacks(self) -> str:
+        """Where the main threads of those in processes of their own are, in one line."""
+        found = [member.engine for member in self._living() if hasattr(member.engine, "stacks")]
+        outcomes = in_parallel([engine.stacks for engine in found]) if found else []
+        return "; ".join(str(outcome) for outcome in outcomes)
 
     def close(self) -> None:
         """End all engines at the same time; a stream in another thread ends with `EngineDead`."""

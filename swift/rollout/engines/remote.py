@@ -20,7 +20,6 @@ import math
 import os
 import secrets
 import shlex
-import shutil
 import socket
 import threading
 import time
@@ -33,7 +32,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from swift.errors import EngineAsleep, EngineDead, EngineError, SwiftError, SyncFailed
+from swift.errors import ConfigError, EngineAsleep, EngineDead, EngineError, RequestRefused, SwiftError, SyncFailed
 from swift.rollout.engines.base import (
     ALL_TAGS,
     Ack,
@@ -174,6 +173,7 @@ class RemoteEngine(InferenceEngine):
         self.version = 0
         self.counters = EngineCounters()
         self.weights_folder: Path | None = None
+        self.files: disk.RunFolder | None = None
         self.broadcaster: BroadcastSender | None = None
         key = api_key or os.environ.get("SWIFT_API_KEY")
         headers = {wire.RUN_HEADER: self.run_id, **({"Authorization": f"Bearer {key}"} if key else {})}
@@ -236,6 +236,8 @@ class RemoteEngine(InferenceEngine):
         if self.spec is not None and self.spec.max_model_len is not None:
             limit = min(limit, self.spec.max_model_len)
         self.weights_folder = self._shared_folder(info)
+        if self.weights_folder is not None and self.files is None:
+            self.files = disk.open_run(self.weights_folder, self.run_folder)
         ways = ("disk", "http", "broadcast") if self.weights_folder is not None else ("http", "broadcast")
         self._capabilities = replace(Capabilities(**fields), max_model_len=limit, transports=ways, shares_weights=False)
         self._count_from(info["counters"])
@@ -357,6 +359,7 @@ class RemoteEngine(InferenceEngine):
 
         Raises:
             EngineDead: the server is gone, or failed too often.
+            RequestRefused: an engine does not take one request; another `stream` goes on with the rest.
             EngineError: what an engine raised there; a completion that cannot be.
             SyncFailed: requests wait, but the weights are void.
         """
@@ -372,7 +375,10 @@ class RemoteEngine(InferenceEngine):
                 self._take_events()
                 self._check_clocks()
             except (_Lost, _Failed) as lost:
-                self._recover(str(lost))
+                try:
+                    self._recover(str(lost))
+                except SyncFailed as error:  # others may take its requests
+                    raise self._die(error.problems[0].removeprefix(f"{self.name}: ")) from error
             except _Busy:
                 self._ending.wait(BUSY_S)
 
@@ -459,6 +465,10 @@ class RemoteEngine(InferenceEngine):
             return  # given up meanwhile
         if isinstance(content, Exception):
             self._end_batch(batch)
+            if isinstance(content, RequestRefused):
+                with self._changed:
+                    self._outstanding.pop(content.request_id, None)
+                    self._waiting.pop(content.request_id, None)
             raise content
         if "counters" in content:
             self._count(content["counters"])
@@ -485,6 +495,8 @@ class RemoteEngine(InferenceEngine):
                 self._outstanding.pop(name, None)
         if isinstance(error, SyncFailed):
             self._void = error.problems[0]
+        if isinstance(error, RequestRefused):
+            error.request_id = content["ids"][0]  # by its name here
         raise error
 
     def _arrive(self, batch: _Batch, completion: Completion) -> None:
@@ -765,8 +777,8 @@ class RemoteEngine(InferenceEngine):
         self._http.close()
         if self.broadcaster is not None:
             self.broadcaster.close()
-        if self.weights_folder is not None:
-            shutil.rmtree(self.weights_folder / self.run_folder, ignore_errors=True)
+        if self.files is not None:
+            self.files.close()
         self._kept = self._adapter = None
 
     @property
@@ -785,10 +797,22 @@ class RemoteEngine(InferenceEngine):
         try:
             return self._http.request(method, path, timeout=_bounds(timeout_s, self.timeouts), **options)
         except httpx.TimeoutException as error:
-            raise _Lost(f"no answer to {path.partition('?')[0]} within {timeout_s:g} s") from error
+            problem = f"no answer to {path.partition('?')[0]} within {timeout_s:g} s"
+            raise _Lost(problem + (self._in_the_way() if timeout_s > self.timeouts.reply_s else "")) from error
         except (httpx.HTTPError, RuntimeError) as error:
             self._check_open()
             raise _Lost(_first_line(error)) from error
+
+    def _in_the_way(self) -> str:
+        """What a call that is carried out at rest waits for, if that are requests of others."""
+        try:
+            reply = self._http.get("/info", timeout=_bounds(min(5.0, self.timeouts.reply_s), self.timeouts))
+            running = dict(reply.json()["running_of"])
+        except (httpx.HTTPError, RuntimeError, ValueError, KeyError, TypeError):
+            return ""
+        running.pop(f"run {self.run_id}", None)
+        said = ", ".join(f"{count} of {owner}" for owner, count in sorted(running.items()))
+        return f"; it waits for requests of others: {said}" if said else ""
 
     def _call(self, method: str, path: str, timeout_s: float, **options: Any) -> dict[str, Any]:
         """One request and its answer.
@@ -844,19 +868,29 @@ class RemoteEngine(InferenceEngine):
                 how = str(lost)
 
     def _find_again(self) -> None:
+        """Raises EngineDead also when what is found there is not what this run needs, or serves another run now."""
         with self._connecting:
             self._await_server()
-            info = self._call("GET", "/info", self.timeouts.reply_s)
-            same = info["boot_id"] == self._boot and info["run_id"] == self.run_id
-            if same and info["version"] == self.version and not self._void:
-                return
-            if info["boot_id"] != self._boot:
-                self.counters.restarts += 1
-            self._check_expected(info)
-            self._take_lease(rebuild=same)
-            self._boot = info["boot_id"]
-            self._count_from(info["counters"])
-            self._restore()
+            try:
+                self._take_back(self._call("GET", "/info", self.timeouts.reply_s))
+            except (EngineDead, SyncFailed):
+                raise
+            except (EngineError, ConfigError) as error:
+                problem = error.problems[0].removeprefix(f"{self.name}: ")
+                raise self._die(f"cannot be used again: {problem}") from error
+
+    def _take_back(self, info: dict[str, Any]) -> None:
+        """Bring a server up to date, unless it is the one of before, with all it had."""
+        same = info["boot_id"] == self._boot and info["run_id"] == self.run_id
+        if same and info["version"] == self.version and not self._void:
+            return
+        if info["boot_id"] != self._boot:
+            self.counters.restarts += 1
+        self._check_expected(info)
+        self._take_lease(rebuild=same)
+        self._boot = info["boot_id"]
+        self._count_from(info["counters"])
+        self._restore()
 
     def _restore(self) -> None:
         """Weights, adapter, sleep and pause of the server before."""
@@ -1008,7 +1042,7 @@ class RemoteUpdate(WeightUpdate):
     def _transfer(self, bucket: Bucket, index: int) -> None:
         owner = self._owner
         if self._way == "disk":
-            entry = staged(bucket, f"disk {owner.weights_folder}", lambda: self._write(bucket))
+            entry = self._written(bucket)
             part: Callable[[int, int], None] = lambda number, place: owner.send_file(number, place, entry)  # noqa: E731
         elif self._way == "http" or owner.keeps_weights:
             data = staged(bucket, "safetensors", lambda: disk.as_bytes(bucket.tensors))
@@ -1020,13 +1054,12 @@ class RemoteUpdate(WeightUpdate):
         if owner.keeps_weights:
             self._parts.append(part)
 
-    def _write(self, bucket: Bucket) -> dict[str, str]:
+    def _written(self, bucket: Bucket) -> dict[str, str]:
         """The file of a bucket; one server of a pool writes it for all that see the folder."""
-        if self._writer is None:
-            folder = self._owner.weights_folder
-            assert folder is not None
-            self._writer = disk.VersionWriter(folder, self._owner.run_folder, self.version)
-        return self._writer.add(bucket)
+        files = self._owner.files
+        assert files is not None
+        writer = self._writer = self._writer or files.writer(self.version)
+        return staged(bucket, f"disk {files.folder}", lambda: writer.add(bucket))
 
     def _broadcast(self, bucket: Bucket, index: int) -> None:
         owner = self._owner
@@ -1100,7 +1133,7 @@ def _problem(engine: RemoteEngine, reply: httpx.Response) -> Exception:
     said = body.get("error", {}) if isinstance(body, dict) else {}
     kind = said.get("kind") if isinstance(said, dict) else None
     message = said.get("message") if isinstance(said, dict) else None
-    if kind in ("no_lease", "version"):
+    if kind in ("no_lease", "held", "version"):
         return _Lost(str(message))
     if reply.status_code == 429:
         return _Busy(str(message))

@@ -34,6 +34,7 @@ from swift.errors import (
     EngineAsleep,
     EngineDead,
     EngineError,
+    RequestRefused,
     SwiftError,
     SyncFailed,
     Unsupported,
@@ -182,6 +183,23 @@ class VLLMEngine(InferenceEngine):
             logger.warning("vllm: adapters decode 5 to 10 times slower on a CPU; --vllm_enable_lora false merges them")
 
     # --- sampling ---------------------------------------------------------------------------------------------
+
+    def check_length(self, request: Request) -> None:
+        """Also refuses what vLLM would, as far as that can be known before it is submitted."""
+        super().check_length(request)
+        vocabulary = self._config.get_text_config().vocab_size
+        if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocabulary:
+            raise RequestRefused(
+                request.request_id,
+                f"request: {request.request_id}: its prompt has token ids outside of 0..{vocabulary - 1}; "
+                "tokenize it with the model's tokenizer",
+            )
+        try:
+            self._parameters(request)
+        except Exception as error:  # which types these are changes with vLLM
+            raise RequestRefused(
+                request.request_id, f"request: {request.request_id}: vLLM refuses it ({first_line(error)})"
+            ) from error
 
     def submit(self, request: Request) -> None:
         """See `InferenceEngine.submit`."""

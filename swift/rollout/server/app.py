@@ -13,7 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from swift.errors import ConfigError, EngineAsleep, EngineDead, PromptTooLong, SwiftError, Unsupported
+from swift.errors import ConfigError, EngineAsleep, EngineDead, PromptTooLong, RequestRefused, SwiftError, Unsupported
 from swift.rollout.server import (
     routes_control,
     routes_infer,
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 STATUS: tuple[tuple[type[SwiftError], int], ...] = (
     (PromptTooLong, 422),
+    (RequestRefused, 422),
     (ConfigError, 422),
     (EngineAsleep, 409),
     (Unsupported, 501),

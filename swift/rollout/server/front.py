@@ -16,13 +16,13 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from swift.errors import EngineDead, EngineError, SwiftError
+from swift.errors import EngineDead, EngineError, RequestRefused, SwiftError
 from swift.rollout.engines.pool import EnginePool
 from swift.rollout.server.limits import Refused
 from swift.types import Completion, Request
@@ -59,6 +59,7 @@ class _Entry:
     request: Request
     name: str
     submitted: bool = False
+    aborted: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -101,6 +102,13 @@ class Front:
     def load(self) -> tuple[int, int]:
         """Samples that run, and that wait in the queue."""
         return len(self._sent), len(self._inbox)
+
+    @property
+    def running_of(self) -> dict[str, int]:
+        """How many samples run, by whom."""
+        with self._changed:
+            owners = [entry.ticket.owner for entry in self._sent.values()]
+        return dict(Counter("clients without a run" if owner is None else f"run {owner}" for owner in owners))
 
     def open(self, requests: Sequence[Request], deliver: Callable[[Arrival], None], owner: str | None = None) -> Ticket:
         """Queue requests; all of them, or none.
@@ -154,6 +162,8 @@ class Front:
             running = [
                 one for one in self._sent.values() if belongs(one) and (ids is None or one.request.request_id in ids)
             ]
+            for entry in running:
+                entry.aborted = True  # one that is being submitted is not known to the engines yet
             gone = set(map(id, waiting))
             self._inbox = deque(one for one in self._inbox if id(one) not in gone)
             self._changed.notify_all()
@@ -193,8 +203,14 @@ class Front:
     def pause_in_flight(self) -> None:
         """Stop sampling where it is; from any thread. What runs is kept for `resume`."""
         with self._pausing:
+            before = self.holds("pause")
             self.hold("pause")
-            self.engine.pause("keep")
+            try:
+                self.engine.pause("keep")
+            except BaseException:
+                if not before:
+                    self.release("pause")
+                raise
             with self._changed:
                 self._kept = True
                 self._changed.notify_all()
@@ -268,6 +284,10 @@ class Front:
                 entry = self._remove(completion.request_id)
                 if entry is not None:
                     self._hand_over(entry, replace(completion, request_id=entry.request.request_id))
+        except RequestRefused as refused:  # the others go on
+            entry = self._remove(refused.request_id)
+            self._refuse([entry] if entry is not None else [], refused)
+            return
         except Exception as raised:
             if not isinstance(raised, SwiftError):
                 logger.exception("sampling failed")
@@ -330,7 +350,7 @@ class Front:
             with self._changed:
                 entry.submitted = True
                 self._changed.notify_all()
-            if entry.ticket.cancelled:
+            if entry.aborted:
                 self.engine.abort([entry.name])
 
     # --- the end ----------------------------------------------------------------------------------------------

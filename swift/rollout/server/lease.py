@@ -8,6 +8,8 @@ lease.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from swift.rollout.server.limits import Refused
@@ -35,6 +37,24 @@ class Lease:
     def __init__(self, lifetime_s: float = LIFETIME_S) -> None:
         self.lifetime_s = lifetime_s
         self.holder: Holder | None = None
+        self._resets = 0
+
+    @contextlib.contextmanager
+    def during_reset(self) -> Iterator[None]:
+        """The holder cannot give signs of life while it waits for the engines: until the end nothing expires."""
+        self._resets += 1
+        try:
+            yield
+        finally:
+            self._resets -= 1
+
+    def silent(self, now: float) -> Holder | None:
+        """The holder, when it has been silent for too long."""
+        holder = self.holder
+        return holder if holder is not None and not self._lasts(holder, now) else None
+
+    def _lasts(self, holder: Holder, now: float) -> bool:
+        return self._resets > 0 or holder.expires_at > now
 
     def take(self, run_id: str, name: str, now: float) -> bool:
         """Become the holder; returns whether it was another run before (or none).
@@ -43,7 +63,7 @@ class Lease:
             Refused: another run holds it.
         """
         before = self.holder
-        if before is not None and before.run_id != run_id and before.expires_at > now:
+        if before is not None and before.run_id != run_id and self._lasts(before, now):
             raise self._held(before, now)
         self.holder = Holder(run_id, name, now + self.lifetime_s)
         return before is None or before.run_id != run_id
@@ -57,7 +77,7 @@ class Lease:
         holder = self.holder
         if holder is not None and holder.run_id == run_id:
             holder.expires_at = now + self.lifetime_s
-        elif holder is not None and holder.expires_at > now:
+        elif holder is not None and self._lasts(holder, now):
             raise self._held(holder, now)
         elif run_id is not None:
             raise Refused(409, "no_lease", f"run {run_id}: does not hold this server; POST /reset first")
@@ -70,7 +90,7 @@ class Lease:
         return True
 
     def _held(self, holder: Holder, now: float) -> Refused:
-        left = holder.expires_at - now
+        left = max(0.0, holder.expires_at - now)
         return Refused(
             409,
             "held",

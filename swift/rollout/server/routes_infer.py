@@ -85,7 +85,7 @@ def _infer(routes: APIRouter, service: Service) -> None:
             service.authorize(run)
         _check_version(service, body.version)
         answers = service.open(requests, run)
-        return StreamingResponse(_lines(service, answers, len(requests), run), media_type="application/x-ndjson")
+        return StreamingResponse(_lines(service, answers, len(requests)), media_type="application/x-ndjson")
 
 
 def _requests(service: Service, body: InferRequest) -> list[Request]:
@@ -113,13 +113,11 @@ def _check_version(service: Service, expected: int | None) -> None:
         )
 
 
-async def _lines(service: Service, answers: Answers, count: int, run: str | None) -> AsyncIterator[bytes]:
-    """Completions as they finish; whoever hangs up aborts the rest."""
+async def _lines(service: Service, answers: Answers, count: int) -> AsyncIterator[bytes]:
+    """Completions as they finish; whoever hangs up aborts the rest. Only the client itself renews its lease."""
     async with answers:
         while count:
             arrival = await answers.next(wire.ALIVE_S)
-            if run is not None and service.lease.holder is not None and service.lease.holder.run_id == run:
-                service.authorize(run)
             if arrival is None:
                 yield wire.line("alive", counters=wire.counters_to_json(service.engine.counters))
             elif isinstance(arrival, Completion):

@@ -21,7 +21,7 @@ from swift.rollout.engines.pool import EnginePool
 from swift.rollout.seeds import sample_seed
 from swift.rollout.server import wire
 from swift.rollout.server.front import Arrival, Front, Ticket
-from swift.rollout.server.lease import Lease
+from swift.rollout.server.lease import Holder, Lease
 from swift.rollout.server.limits import Limits, Refused
 from swift.rollout.server.protocol import Sampling, check_sampling
 from swift.rollout.server.transfer import Transfer
@@ -117,6 +117,7 @@ class Service:
             "stop_token_ids": list(settings.stop_token_ids),
             "limits": asdict(settings.limits),
             "running": load[0],
+            "running_of": self.front.running_of,
             "waiting": load[1],
             "paused": self.front.paused,
             "counters": wire.counters_to_json(self.engine.counters),
@@ -171,12 +172,12 @@ class Service:
         waited = asyncio.wrap_future(future)
         done, _ = await asyncio.wait([waited], timeout=settings.drain_s)
         if not done and future.cancel():
-            running, waiting = self.front.load
+            running = ", ".join(f"{count} of {owner}" for owner, count in sorted(self.front.running_of.items()))
             raise Refused(
                 409,
                 "busy",
-                f"engine: {running} requests still run after {settings.drain_s:g} s and {waiting} wait; abort them, or "
-                "pause with keep",
+                f"engine: requests still run after {settings.drain_s:g} s ({running or 'none now'}) and "
+                f"{self.front.load[1]} wait; abort them, or pause with keep",
             )
         if not done:
             done, _ = await asyncio.wait([waited], timeout=settings.sync_s)
@@ -196,11 +197,12 @@ class Service:
         is_new = self.lease.take(run_id, name, time.monotonic())
         if is_new or rebuild:
             try:
-                await self._give_to(before)
+                with self.lease.during_reset():
+                    await self._give_to(before)
+                    self.authorize(run_id)
             except BaseException:
                 self.lease.release(run_id)  # whoever tries next begins anew
                 raise
-            self.authorize(run_id)
         return {"boot_id": self.boot_id, "new_run": is_new, **await asyncio.to_thread(self.state)}
 
     async def _give_to(self, before: str | None) -> None:
@@ -280,10 +282,19 @@ class Service:
                 if self.updates.expired():
                     logger.warning("an update of weights fell silent and is given up")
                     await self.job(lambda: self.updates.abort(None) if self.updates.expired() else None)
+                elif self.front.paused and (silent := self.lease.silent(time.monotonic())) is not None:
+                    await self._resume_without(silent)
                 elif not self.front.load[0] and any("its process" in one.detail for one in await self._looked()):
                     await self.job(self.engine.reset_caches)  # the first call to a dead process replaces it
             except (Refused, SwiftError) as error:
                 logger.warning("%s", error)
+
+    async def _resume_without(self, silent: Holder) -> None:
+        """A run that fell silent while the server was paused loses it: the others wait for it to go on."""
+        logger.warning("run %s (%s) fell silent while the engines were paused; they go on", silent.run_id, silent.name)
+        self.lease.release(silent.run_id)
+        self.front.abort_owned(silent.run_id)
+        await asyncio.to_thread(self.front.resume)
 
     async def _looked(self) -> list[Health]:
         return await asyncio.to_thread(self._workers)

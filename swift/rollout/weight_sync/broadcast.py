@@ -14,6 +14,8 @@ Every wait is bounded. A failure breaks the round for all of them, and the group
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Hashable
@@ -33,6 +35,10 @@ SOURCE = 0
 """The trainer's rank."""
 POLL_S = 0.001
 """How often a NCCL collective is looked at; its own wait has no bound."""
+ABORT_S = 10.0
+"""How long NCCL may take to abort a group."""
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""Variable that says what torch does when a collective fails; 0 is nothing."""
 
 Wait = Callable[[], object]
 """Waits for one engine's receipt; raises what went wrong there."""
@@ -68,53 +74,110 @@ class BroadcastGroup:
         self.device = device
         self.timeout_s = timeout_s
         self._backend = backend
-        limit = timedelta(seconds=timeout_s)
+        self._group: Any = None
         try:
             prefixed = dist.PrefixStore(f"swift-weights-{backend}", store)
             if backend == "gloo":
                 options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-                options._timeout = limit
+                options._timeout = timedelta(seconds=timeout_s)
                 options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-                self._group: Any = dist.ProcessGroupGloo(prefixed, rank, size, options)
+                self._group = dist.ProcessGroupGloo(prefixed, rank, size, options)
             else:
-                nccl = dist.ProcessGroupNCCL.Options()
-                nccl._timeout = limit
-                self._group = dist.ProcessGroupNCCL(prefixed, rank, size, nccl)
-                with torch.cuda.device(device):
-                    self._group.eager_connect_single_device(device)
-        except (RuntimeError, ValueError) as error:
+                self._group = _nccl_group(prefixed, rank, size, timeout_s)
+                self._connect(prefixed, rank, size)
+        except (RuntimeError, ValueError, SyncFailed) as error:
+            self.close()
             raise SyncFailed(f"weights: {backend} group of {size}: rank {rank}: {_first_line(error)}") from error
 
+    def _connect(self, store: dist.Store, rank: int, size: int) -> None:
+        """Make the communicator (NCCL), which has no bound of its own once it has begun.
+
+        So the trainer begins when every engine has said that it begins; what then hangs is left to its thread.
+        """
+        if rank != SOURCE:
+            store.set(f"joins/{rank}", "1")
+        else:
+            store.wait([f"joins/{one}" for one in range(size) if one != SOURCE], timedelta(seconds=self.timeout_s))
+        group, failures = self._group, []
+
+        def connect() -> None:
+            try:
+                with torch.cuda.device(self.device):
+                    group.eager_connect_single_device(self.device)
+            except Exception as error:  # raised below, in the thread that waits
+                failures.append(error)
+
+        if not _within(self.timeout_s, connect):
+            raise SyncFailed(f"the others did not connect within {self.timeout_s:g} s")
+        if failures:
+            raise failures[0]
+
     def broadcast(self, flat: Tensor) -> None:
-        """Send (trainer) or fill (engine) a tensor.
+        """Send (trainer) or fill (engine) a tensor. After a failure the group is gone.
 
         Raises:
             SyncFailed: another member is gone, or time is over.
         """
+        if self._group is None:
+            raise SyncFailed(f"weights: {self._backend} broadcast: its group is gone")
         options = dist.BroadcastOptions()
         options.rootRank = SOURCE
         try:
             if self._backend == "gloo":
                 self._group.broadcast([flat], options).wait()
-                return
-            with torch.cuda.device(self.device):
-                work = self._group.broadcast([flat], options)
-                deadline = time.monotonic() + self.timeout_s
-                while not work.is_completed():
-                    if time.monotonic() > deadline:
-                        raise SyncFailed(
-                            f"weights: nccl broadcast of {flat.numel()} bytes: {self.timeout_s:g} s passed"
-                        )
-                    time.sleep(POLL_S)
-                work.wait()
+            else:
+                self._broadcast_nccl(flat, options)
         except RuntimeError as error:
+            self.close()
             raise SyncFailed(f"weights: {self._backend} broadcast: {_first_line(error)}") from error
+        except SyncFailed:
+            self.close()
+            raise
+
+    def _broadcast_nccl(self, flat: Tensor, options: Any) -> None:
+        """Waits with a bound, which neither NCCL nor a stream has."""
+        with torch.cuda.device(self.device):
+            self._group.broadcast([flat], options).wait()  # this stream waits, not this thread
+            done = torch.cuda.Event()
+            done.record()
+            deadline = time.monotonic() + self.timeout_s
+            while not done.query():
+                if time.monotonic() > deadline:
+                    raise SyncFailed(f"weights: nccl broadcast of {flat.numel()} bytes: {self.timeout_s:g} s passed")
+                time.sleep(POLL_S)
 
     def close(self) -> None:
         """Leave; never waits for the others."""
         group, self._group = self._group, None
         if group is not None and self._backend == "nccl":
-            group.abort()
+            _within(ABORT_S, group.abort)
+
+
+def _nccl_group(store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
+    """A group that leaves it to us what a failure means.
+
+    By default torch ends the whole process when a collective of it fails or takes longer than the group's time-out: a
+    dead engine would take the trainer with it. The variable is read once, by the constructor.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=2 * timeout_s + 60)
+    former = os.environ.get(ERROR_HANDLING)
+    os.environ[ERROR_HANDLING] = "0"
+    try:
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        if former is None:
+            del os.environ[ERROR_HANDLING]
+        else:
+            os.environ[ERROR_HANDLING] = former
+
+
+def _within(limit_s: float, work: Callable[[], object]) -> bool:
+    """Whether `work` ended in time; otherwise its thread is left behind, for there is no way to end it."""
+    thread = threading.Thread(target=work, name="weights: nccl", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return not thread.is_alive()
 
 
 class BroadcastSender:
@@ -207,7 +270,7 @@ class BroadcastSender:
     def _meet(self, todo: Callable[[], None]) -> None:
         self._todo = todo  # the same in every thread of a round
         try:
-            self._rounds.wait(2 * self.timeout_s)
+            self._rounds.wait(3 * self.timeout_s)
         except threading.BrokenBarrierError as error:
             why = self._why or "another engine did not come"
             raise SyncFailed(f"weights: {self.backend} broadcast: {why}") from error
@@ -226,9 +289,7 @@ class BroadcastSender:
             return
         self._forget()
         self._members = here
-        self._store = dist.TCPStore(
-            self.host, 0, self._size, True, timeout=timedelta(seconds=self.timeout_s), wait_for_workers=False
-        )
+        self._store = _store(self.host, self._size, self.timeout_s)
 
     def _invitation(self, member: Hashable) -> dict[str, Any]:
         assert self._store is not None
@@ -262,6 +323,21 @@ class BroadcastSender:
         if self._group is not None:
             self._group.close()
         self._group, self._store, self._members, self._here, self._why = None, None, {}, {}, ""
+
+
+def _store(host: str, size: int, timeout_s: float) -> dist.TCPStore:
+    """A place to meet that listens at this address alone; torch's own socket would listen at all of them."""
+    family = socket.getaddrinfo(host, None)[0][0]
+    listener = socket.create_server((host, 0), family=family)
+    return dist.TCPStore(
+        host,
+        listener.getsockname()[1],
+        size,
+        True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 class BroadcastReceiver:

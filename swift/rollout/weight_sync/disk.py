@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import struct
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ def digest_of(tensors: Sequence[tuple[str, Tensor]], checksums: dict[str, int] |
 
 
 class VersionWriter:
-    """One version of the weights on its way to the disk.
+    """One version of the weights on its way to the disk; threads of several updates may share it.
 
     Args:
         folder: that both sides see.
@@ -119,34 +120,90 @@ class VersionWriter:
         self.root = folder / run
         self.path = self.root / f"v{version:07d}"
         self.version = version
+        self.over = False
         self._entries: list[dict[str, str]] = []
+        self._lock = threading.Lock()
         with _writing(self.path):
             shutil.rmtree(self.path, ignore_errors=True)
             self.path.mkdir(parents=True)
 
     def add(self, bucket: Bucket) -> dict[str, str]:
         """Write a bucket; returns its path below the folder and its digest, once the disk has it."""
-        name = f"bucket-{len(self._entries) + 1:04d}.safetensors"
-        with _writing(self.path / name):
-            write_whole(self.path / name, encoded(bucket.tensors))
-        entry = {
-            "path": str((self.path / name).relative_to(self.root.parent)),
-            "digest": digest_of(bucket.tensors, bucket.staged.get("checksums")),
-        }
-        self._entries.append(entry)
-        return entry
+        with self._lock:
+            name = f"bucket-{len(self._entries) + 1:04d}.safetensors"
+            with _writing(self.path / name):
+                write_whole(self.path / name, encoded(bucket.tensors))
+            entry = {
+                "path": str((self.path / name).relative_to(self.root.parent)),
+                "digest": digest_of(bucket.tensors, bucket.staged.get("checksums")),
+            }
+            self._entries.append(entry)
+            return entry
 
     def finish(self, manifest: Sequence[TensorInfo]) -> None:
-        """All buckets are there: say so, and forget the versions before the last ones."""
+        """All buckets are there: say so once, and forget the versions before the last ones."""
         listed = [[info.name, info.dtype, list(info.shape)] for info in manifest]
-        text = json.dumps({"version": self.version, "buckets": self._entries, "manifest": listed})
-        with _writing(self.path / "manifest.json"):
-            write_whole(self.path / "manifest.json", [text.encode()])
-        _forget_old(self.root)
+        with self._lock:
+            if self.over:
+                return
+            text = json.dumps({"version": self.version, "buckets": self._entries, "manifest": listed})
+            with _writing(self.path / "manifest.json"):
+                write_whole(self.path / "manifest.json", [text.encode()])
+            _forget_old(self.root)
+            self.over = True
 
     def abandon(self) -> None:
-        """It will not be finished."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """It will not be finished; one that is stays, for the servers that have confirmed it."""
+        with self._lock:
+            if not self.over:
+                self.over = True
+                shutil.rmtree(self.path, ignore_errors=True)
+
+
+class RunFolder:
+    """What a run has below a weights folder. All its servers that see the folder share one; see `open_run`.
+
+    Args:
+        folder: that both sides see.
+        run: id of the run.
+    """
+
+    def __init__(self, folder: Path, run: str) -> None:
+        self.folder, self.run = folder, run
+        self.users = 0
+        self._writer: VersionWriter | None = None
+
+    def writer(self, version: int) -> VersionWriter:
+        """Of the update to this version, the same for every server that takes part in it.
+
+        Raises:
+            ResourceError: the folder cannot be written.
+        """
+        with _sharing:
+            if self._writer is None or self._writer.over or self._writer.version != version:
+                self._writer = VersionWriter(self.folder, self.run, version)
+            return self._writer
+
+    def close(self) -> None:
+        """The last one to close removes the files: the others may have to send them again."""
+        with _sharing:
+            self.users -= 1
+            if self.users == 0:
+                del _runs[self.folder, self.run]
+                shutil.rmtree(self.folder / self.run, ignore_errors=True)
+
+
+_runs: dict[tuple[Path, str], RunFolder] = {}
+_sharing = threading.Lock()
+
+
+def open_run(folder: Path, run: str) -> RunFolder:
+    """The files of a run, shared within this process; every call needs a `close` of its own."""
+    key = (folder.resolve(), run)
+    with _sharing:
+        shared = _runs.setdefault(key, RunFolder(*key))
+        shared.users += 1
+        return shared
 
 
 def _forget_old(root: Path) -> None:

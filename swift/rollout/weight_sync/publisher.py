@@ -49,7 +49,8 @@ class WeightPublisher:
         interval: optimizer steps between publications (`--vllm_sync_interval`); 1 for an engine that shares the
             trainer's weights, since it never samples with older ones.
         ranks: the collectives.
-        timer: context manager factory; publications count as "sync".
+        timer: context manager factory; publications count as "sync", with "rebuild" inside where that is needed.
+        progress: called after each bucket.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class WeightPublisher:
         interval: int = 1,
         ranks: Ranks,
         timer: Callable[[str], AbstractContextManager[Any]] = lambda phase: contextlib.nullcontext(),
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
         self.engine = engine
         self.source = source
@@ -68,6 +70,7 @@ class WeightPublisher:
         self.interval = 1 if engine is not None and engine.capabilities.shares_weights else interval
         self.ranks = ranks
         self.timer = timer
+        self.progress = progress
         self.version = 0
         self.last_step = 0
         self.last_ack: Ack | None = None
@@ -155,7 +158,8 @@ class WeightPublisher:
     def _attempt(self, version: int, *, rebuild: bool = False) -> tuple[Ack | None, SwiftError | None]:
         """One try on this rank; it takes part in every gather even when its engine has failed."""
         if rebuild and self.engine is not None:
-            failure = _failure_of(version, self.engine.rebuild)
+            with self.timer("rebuild"):
+                failure = _failure_of(version, self.engine.rebuild)
             if failure is not None:
                 return self._send(version, None)[0], failure
         return self._send(version, self.engine)
@@ -181,6 +185,7 @@ class WeightPublisher:
         for bucket in source.buckets():  # to the end in any case: the other ranks gather along
             if updates and failure is None:
                 failure = _failure_of(version, partial(updates[0].send, bucket))
+            self.progress()
         receipts: list[Ack] = []
         if updates and failure is None:
             failure = _failure_of(version, lambda: receipts.append(updates[0].commit()))

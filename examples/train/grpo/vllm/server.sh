@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# The trainer on this machine, generation on others: start `bash examples/rollout/server.sh` there first.
+# The trainer on this machine, generation on others: start
+# `bash examples/rollout/server.sh --vllm_enable_lora true` there first.
 #
 #   SERVERS="10.0.0.1 10.0.0.2" SWIFT_API_KEY=... bash examples/train/grpo/vllm/server.sh
 #
 # Several servers share the prompts. A server that is restarted is found again, gets the present weights and its
-# requests once more; nothing is lost or trained twice. --async_generate true samples ahead while this machine trains.
+# requests once more; nothing is lost or trained twice. Only the adapter travels (--vllm_enable_lora true on both sides).
+# --async_generate true samples ahead while this machine trains.
 #
 # Batch: 4 completions per micro-batch x 4 micro-batches = 16 completions = 2 prompts x 8 completions per step.
 set -euo pipefail
@@ -28,6 +30,7 @@ swift rlhf \
     --lora_rank 8 \
     --lora_alpha 32 \
     --target_modules all-linear \
+    --vllm_enable_lora true \
     --torch_dtype bfloat16 \
     --num_generations 8 \
     --temperature 1.0 \

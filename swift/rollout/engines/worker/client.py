@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from swift.errors import ConfigError, EngineDead, EngineError, ResourceError, SwiftError, SyncFailed
+from swift.errors import EngineAsleep, EngineDead, EngineError, RequestRefused, SwiftError, SyncFailed
 from swift.rollout.engines.base import (
     ALL_TAGS,
     Ack,
@@ -119,6 +119,8 @@ class WorkerEngine(InferenceEngine):
         self.broadcaster: BroadcastSender | None = None
         self.version = 0
         self.counters = EngineCounters()
+        self.late = 0
+        """Requests that were aborted because they took too long."""
         self._before = EngineCounters()  # of the lives that are over
         self._capabilities: Capabilities | None = None
         self._outstanding: dict[str, _Pending] = {}
@@ -239,6 +241,7 @@ class WorkerEngine(InferenceEngine):
 
         Raises:
             EngineDead: the process ended once too often, or the engine was closed.
+            RequestRefused: the engine does not take one request; another `stream` goes on with the rest.
             EngineError: no progress for `stall_s`; a completion that cannot be; what the engine raised.
             SyncFailed: requests wait, but the weights are void.
         """
@@ -297,7 +300,10 @@ class WorkerEngine(InferenceEngine):
         with self._table:
             for name in event["lost"] if kind == "failed" else [event["request"]]:
                 self._outstanding.pop(name, None)
-        raise protocol.error_from_json(event["error"], self.name)
+        error = protocol.error_from_json(event["error"], self.name)
+        if kind == "refused" and not isinstance(error, EngineDead | EngineAsleep | SyncFailed):
+            raise RequestRefused(event["request"], *error.problems)
+        raise error
 
     def _arrive(self, completion: Completion) -> None:
         """Accept a completion once, if anybody waits for it."""
@@ -307,6 +313,7 @@ class WorkerEngine(InferenceEngine):
                 return  # given up meanwhile
             if completion.finish_reason == "abort" and pending.expired_at is not None and not pending.aborted:
                 begun = bool(completion.token_ids)
+                self.late += begun
                 if not begun or pending.tries < TRIES:
                     pending.tries += begun  # one that never had its turn is not at fault
                     self._send_again(pending, self._link)
@@ -353,6 +360,7 @@ class WorkerEngine(InferenceEngine):
 
     def _check_clocks(self, link: Link) -> None:
         """Requests that take too long, and an engine that does nothing."""
+        self._count()
         now = time.monotonic()
         with self._table:
             late = [one for one in self._outstanding.values() if one.link is link and self._is_late(one, now)]
@@ -580,6 +588,11 @@ class WorkerEngine(InferenceEngine):
                 facts["state"] = f"its process {error}"
         return {**facts, "version": self.version, "outstanding": len(self._outstanding)}
 
+    def stacks(self) -> str:
+        """Where its main thread is, in one line; the stacks of all its threads are in its log afterwards."""
+        link = self._link
+        return f"{self.name}: gone ({link.lost})" if link.lost else f"{self.name} was {link.phase}: {link.stacks()}"
+
     def close(self) -> None:
         """See `InferenceEngine.close`; a stream in another thread ends with `EngineDead`."""
         with self._replacing:
@@ -645,15 +658,17 @@ class WorkerEngine(InferenceEngine):
                 raise self._die(f"its process {how} while it started; {link.last_lines()}")
             while True:
                 self._count()
-                self._bury(how)
                 try:
+                    self._bury(how)
                     self._bring_up_to_date(self._link)
                     return
                 except (WorkerLost, CallTimeout, SyncFailed) as error:
                     self._check_alive()
                     how = str(error)
                     self._link.lose(how)
-                except (ConfigError, ResourceError) as error:
+                except EngineDead:
+                    raise
+                except SwiftError as error:  # it would fail again
                     raise self._die(f"its process {how}, and cannot be replaced ({error.problems[0]})") from error
 
     def _bury(self, how: str) -> None:

@@ -7,7 +7,8 @@
 Sampling begins when the parent streams, not with the first request: what was submitted together is batched together.
 A call waits for one decode step at most where the engine can be paused in flight, and for a completion elsewhere.
 
-An engine that fails while it samples is reported once, as "failed" with the ids that are lost; it says whether the
+A request that fits and that the engine does not take all the same is reported as "refused", and the others go on. An
+engine that fails while it samples is reported once, as "failed" with the ids that are lost; it says whether the
 engine can go on. The process ends with `close`, with its socket, and never leaves that to other threads.
 """
 
@@ -197,12 +198,17 @@ class Host:
 
     def _submit(self, message: Message, _: list[int]) -> None:
         request = protocol.request_from_json(message["request"])
-        self._live.submit(request)
-        with self._changed:
-            self._outstanding.add(request.request_id)
-            self._taking = ""
-            aborted = request.request_id in self._aborting
-            self._aborting.discard(request.request_id)
+        taken = False
+        try:
+            self._live.submit(request)
+            taken = True
+        finally:
+            with self._changed:
+                if taken:
+                    self._outstanding.add(request.request_id)
+                self._taking = ""
+                aborted = request.request_id in self._aborting
+                self._aborting.discard(request.request_id)
         if aborted:
             self._live.abort([request.request_id])
 

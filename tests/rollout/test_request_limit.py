@@ -1,0 +1,160 @@
+"""Requests of an engine in this process that take too long: once more, then out of training, and counted."""
+
+import time
+
+import pytest
+from scripted_engine import ScriptedEngine
+
+from swift.errors import EngineError
+from swift.rollout.collect import RolloutCollector, launches_of
+from swift.rollout.engines.transformers import TransformersEngine
+from swift.rollout.request_limit import generate_within
+from swift.types import Completion, GroupScores, Prompt, Request, SamplingParams, TrainerProgress
+
+
+class Endless(ScriptedEngine):
+    """Some requests never end by themselves, or only at their second try."""
+
+    def __init__(self, endless=(), once=(), **kwargs):
+        super().__init__(**kwargs)
+        self.endless, self.once = set(endless), set(once)
+
+    def submit(self, request):
+        super().submit(request)
+        if request.request_id in self.endless | self.once:
+            self._outstanding[request.request_id].length = 1 << 30
+        self.once.discard(request.request_id)
+
+    def _step(self):
+        ended = super()._step()
+        self._aborting -= {completion.request_id for completion in ended}  # an id may come again
+        return ended
+
+
+def requests(count):
+    return [Request(f"g/{i}", [1, 2, 3], SamplingParams(max_new_tokens=20, seed=i)) for i in range(count)]
+
+
+def sampled(engine, wanted, limit_s=0.5):
+    late = []
+    done = {}
+    for completion in generate_within(engine, wanted, limit_s, lambda: late.append(1)):
+        assert completion.request_id not in done
+        done[completion.request_id] = completion
+    assert set(done) == {request.request_id for request in wanted}
+    return done, len(late)
+
+
+def test_without_late_requests_nothing_changes():
+    done, late = sampled(ScriptedEngine(), requests(6))
+    plain = {one.request_id: one.token_ids for one in ScriptedEngine().generate(requests(6))}
+    assert ({name: one.token_ids for name, one in done.items()}, late) == (plain, 0)
+
+
+def test_a_late_request_is_sampled_once_more_with_the_same_seed():
+    done, late = sampled(Endless(once=["g/2"], step_s=0.01), requests(4))
+    plain = {one.request_id: one.token_ids for one in ScriptedEngine().generate(requests(4))}
+    assert ({name: one.token_ids for name, one in done.items()}, late) == (plain, 1)
+
+
+def test_one_that_is_late_twice_is_given_up_alone():
+    began = time.monotonic()
+    done, late = sampled(Endless(endless=["g/1"], step_s=0.01), requests(4))
+    assert time.monotonic() - began < 20
+    assert {name: one.finish_reason for name, one in done.items() if name != "g/1"} == {
+        "g/0": "stop", "g/2": "stop", "g/3": "stop",
+    }  # fmt: skip
+    assert (done["g/1"].finish_reason, late) == ("error", 2)
+
+
+def test_one_that_had_not_begun_is_not_at_fault():
+    class Queueing(Endless):
+        """Ends aborted requests before their first token, once."""
+
+        def _step(self):
+            ended = super()._step()
+            return [
+                Completion(one.request_id, [], [], "abort") if one.finish_reason == "abort" else one for one in ended
+            ]
+
+    engine = Queueing(once=["g/1"], step_s=0.01)
+    done, late = sampled(engine, requests(3))
+    assert ({one.finish_reason for one in done.values()}, late) == ({"stop"}, 0)
+    assert [event[1] for event in engine.events if event[0] == "submit"].count("g/1") == 2
+
+
+def test_an_abort_of_somebody_else_stays_one():
+    engine = Endless(endless=["g/0"], step_s=0.01)
+    stream = generate_within(engine, requests(3), 60.0, lambda: None)
+    first = next(stream)
+    engine.abort()
+    rest = {one.request_id: one.finish_reason for one in stream}
+    assert rest["g/0"] == "abort"
+    assert first.finish_reason == "stop"
+
+
+def test_the_failure_of_an_engine_ends_the_clock():
+    engine = Endless(fail_after=1, failure=EngineError("engine: scripted: broke"))
+    with pytest.raises(EngineError, match="broke"):
+        sampled(engine, requests(3))
+
+
+def test_a_model_in_this_process_is_bounded_as_well(nano_folder):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(nano_folder).eval()
+    slow = model.register_forward_pre_hook(lambda *_: time.sleep(0.05))
+    engine = TransformersEngine(model, eos_token_ids=[], max_rows=2)
+    wanted = [Request(f"g/{i}", [5, 6], SamplingParams(max_new_tokens=200 if i == 1 else 2, seed=i)) for i in range(4)]
+    done, late = sampled(engine, wanted, limit_s=1.0)
+    slow.remove()
+    assert {name: one.finish_reason for name, one in done.items()} == {
+        "g/0": "length", "g/1": "error", "g/2": "length", "g/3": "length",
+    }  # fmt: skip
+    assert late == 2
+    assert not engine._outstanding
+
+
+class Scorer:
+    needs_whole_batch = False
+
+    def submit(self, group, progress):
+        from concurrent.futures import Future
+
+        future = Future()
+        future.set_result(GroupScores([[1.0] for _ in group.completions], [None] * len(group.completions)))
+        return future
+
+    def add_model_scores(self, groups, scores):
+        return list(scores)
+
+    def end_batch(self, groups=None):
+        pass
+
+    def drain_metrics(self, groups=None):
+        return {}
+
+
+def test_a_round_leaves_what_was_given_up_out_and_counts():
+    from contextlib import nullcontext
+
+    from swift.trainers.distributed import Collectives
+
+    engine = Endless(endless=["g0/1"], step_s=0.01)
+    moved = []
+    collector = RolloutCollector(
+        engine, SamplingParams(20), 7, str, Scorer(), Collectives(), request_s=0.5, progress=lambda: moved.append(1)
+    )
+    launches = launches_of([Prompt("p", [], [1, 2, 3])])
+    engine.endless = {f"{launches[0].group_id}/1"}
+    ((group,), metrics) = collector.run(
+        launches, num_generations=4, progress=TrainerProgress(0, 1, 0.0), timer=lambda phase: nullcontext()
+    )
+    assert group.scores.excluded == [None, "engine: error", None, None]
+    assert metrics["health/rollout_timeouts"] == 2
+    assert len(moved) == 4
+    engine.endless = set()
+    _, metrics = collector.run(
+        launches, num_generations=4, progress=TrainerProgress(0, 1, 0.0), timer=lambda phase: nullcontext()
+    )
+    assert "health/rollout_timeouts" not in metrics

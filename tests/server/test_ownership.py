@@ -1,0 +1,147 @@
+"""Who owns a server while its engines are slow, and while its owner is silent; over scripted engines."""
+
+import asyncio
+import threading
+import time
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from scripted_engine import ScriptedEngine
+from server_parts import ask
+
+from swift.rollout.engines.pool import EnginePool
+from swift.rollout.server import wire
+from swift.rollout.server.app import make_app
+from swift.rollout.server.lease import Lease
+from swift.rollout.server.limits import Refused
+from swift.rollout.server.service import Service, Settings
+
+LIMIT_S = 20.0
+
+
+class Engine(ScriptedEngine):
+    """`slow` is set while it restores its caches, which lasts until `go_on` is set."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.slow, self.go_on = threading.Event(), threading.Event()
+        self.go_on.set()
+
+    def wake(self, tags=()):
+        return True
+
+    def reset_caches(self):
+        self.slow.set()
+        assert self.go_on.wait(LIMIT_S)
+
+
+@pytest.fixture
+def made(tmp_path):
+    services = []
+
+    def make(engine, *, lifetime_s=60.0, **settings):
+        template = SimpleNamespace(tokenizer=lambda text, add_special_tokens: {"input_ids": [1, 2, 3]})
+        service = Service(
+            EnginePool([engine]),
+            template,
+            Settings(
+                model="scripted",
+                folder=tmp_path,
+                dtype="float32",
+                tensor_parallel_size=1,
+                data_parallel_size=1,
+                stop_token_ids=(),
+                **settings,
+            ),
+        )
+        service.lease = Lease(lifetime_s)
+        services.append(service)
+        return service
+
+    yield make
+    for service in services:
+        service.close()
+
+
+def test_a_run_that_waits_for_its_reset_keeps_the_server(made):
+    engine = Engine()
+    service = made(engine, lifetime_s=0.1)
+
+    async def scene():
+        engine.go_on.clear()
+        reset = asyncio.create_task(service.reset("a", "host 1", rebuild=False))
+        assert await asyncio.to_thread(engine.slow.wait, LIMIT_S)
+        await asyncio.sleep(0.3)
+        with pytest.raises(Refused, match="held by run a"):
+            await service.reset("b", "host 2", rebuild=False)
+        engine.go_on.set()
+        return await reset
+
+    assert asyncio.run(scene())["new_run"] is True
+    service.authorize("a")
+
+
+def test_a_stream_is_no_sign_of_life_of_its_client(made):
+    service = made(Engine(step_s=0.1))
+    app = make_app(service)
+
+    async def scene():
+        await service.reset("a", "host 1", rebuild=False)
+        body = wire.infer_body([ask("g/0", [1], seed=6, max_new_tokens=12)], 0)
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+            began = time.monotonic()
+            reply = await http.post("/infer/", json=body, headers={wire.RUN_HEADER: "a"})
+            assert reply.status_code == 200, reply.text
+            return service.lease.holder.expires_at - service.lease.lifetime_s - began, time.monotonic() - began
+
+    renewed_after, lasted = asyncio.run(scene())
+    assert renewed_after < lasted / 2
+
+
+def test_engines_that_a_silent_run_has_paused_go_on_for_the_others(made):
+    service = made(Engine(), lifetime_s=0.1)
+
+    async def scene():
+        watching = asyncio.create_task(service.watch())
+        await service.reset("a", "host 1", rebuild=False)
+        service.front.pause_in_flight()
+        async with service.open([ask("g/0", [1], seed=1)]) as answers:
+            arrival = await answers.next(LIMIT_S)
+        watching.cancel()
+        return arrival
+
+    assert asyncio.run(scene()).finish_reason == "stop"
+    with pytest.raises(Refused, match="does not hold this server"):
+        service.authorize("a")  # comes back, and has to begin anew
+
+
+def test_engines_that_nobody_owns_stay_paused(made):
+    service = made(Engine(), lifetime_s=0.1)
+
+    async def scene():
+        watching = asyncio.create_task(service.watch())
+        await asyncio.to_thread(service.front.pause_in_flight)
+        await asyncio.sleep(1.5)
+        watching.cancel()
+
+    asyncio.run(scene())
+    assert service.front.paused
+
+
+def test_a_job_that_waits_too_long_says_for_whom(made):
+    service = made(Engine(step_s=0.2), drain_s=0.3)
+
+    async def scene():
+        wanted = [ask("g/0", [1], seed=6, max_new_tokens=12)]
+        async with service.open(wanted, "other"), service.open(wanted):
+            while service.front.load[0] < 2:
+                await asyncio.sleep(0.01)
+            with pytest.raises(Refused) as caught:
+                await service.job(lambda: None)
+        return caught.value.problem, service.info()["running_of"]
+
+    problem, running = asyncio.run(scene())
+    assert "1 of clients without a run, 1 of run other" in problem
+    assert running == {"clients without a run": 1, "run other": 1}
