@@ -11,10 +11,11 @@ import psutil
 import pytest
 from server_parts import KEY, PROMPT, Server, ask, gap, load, run, spec_of, with_noise
 
-from swift.errors import EngineDead, EngineError
+from swift.errors import EngineDead, EngineError, RequestRefused
 from swift.rollout.engines import remote
 from swift.rollout.engines.pool import EnginePool
 from swift.rollout.engines.remote import RemoteEngine, RemoteTimeouts
+from swift.rollout.server import wire
 from swift.rollout.weight_sync.policy import PolicyWeights
 
 SHORT = RemoteTimeouts(server_s=2.0, poll_s=0.2, reply_s=3.0, beat_s=0.5)
@@ -415,6 +416,34 @@ def test_a_call_that_waits_in_vain_says_for_whose_requests(server, fake):
         "no answer to /infer/ within 0.5 s; it waits for requests of others: 3 of clients without a run"
     )
     engine.close()
+
+
+@pytest.mark.parametrize("when", ["at once", "while others run"])
+def test_a_request_that_the_server_does_not_take_costs_no_other(server, fake, when):
+    def refuse(handler, body):
+        bad = [entry["id"] for entry in body["requests"]].index("bad") if one.calls == 1 else None
+        if bad is None:
+            handler.answer(200, said(body))
+        elif when == "at once":
+            handler.answer(
+                422, json.dumps(wire.error_body(RequestRefused("bad", "request: bad: is odd"), 422)).encode()
+            )
+        else:
+            del body["requests"][bad]
+            error = wire.error_body(RequestRefused("7:bad", "request: 7:bad: is odd"), 500)
+            line = json.dumps({"event": "failed", "ids": ["bad"], "fatal": False, **error}).encode()
+            handler.answer(200, line + b"\n" + said(body))
+
+    one, url = fake(refuse)
+    pool = EnginePool([RemoteEngine(url, spec=spec_of(server.model), timeouts=SHORT)])
+    for request in [*many(4), ask("bad")]:
+        pool.submit(request)
+    done = []
+    with pytest.raises(RequestRefused, match="is odd") as caught:
+        done.extend(pool.stream())
+    assert caught.value.request_id == "bad"
+    assert sorted(one.request_id for one in [*done, *pool.stream()]) == sorted(one.request_id for one in many(4))
+    pool.close()
 
 
 def test_a_failure_that_passes_is_tried_again(server, fake, no_backoff):
