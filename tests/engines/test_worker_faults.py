@@ -469,7 +469,7 @@ def test_named_memory_of_what_was_killed_is_removed(start):
     worker = start(children=["mapped"])
     assert worker.capabilities
     (child,) = worker.info()["children"]
-    segment = Path(f"/dev/shm/swift-test-{child}")
+    segment = Path(f"/dev/shm/psm_swift{child}")
     assert segment.exists()
     kill(worker)
     assert wait_for(lambda: not segment.exists(), 10)

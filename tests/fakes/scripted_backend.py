@@ -24,7 +24,7 @@ STUBBORN = (
 )
 MAPPED = (
     "import signal, time; from multiprocessing import resource_tracker as t, shared_memory as s;"
-    "m = s.SharedMemory('swift-test-%d' % __import__('os').getpid(), create=True, size=4096);"
+    "m = s.SharedMemory('psm_swift%d' % __import__('os').getpid(), create=True, size=4096);"
     "t.unregister(m._name, 'shared_memory'); print('up', flush=True); time.sleep(600)"
 )
 PLAIN = "print('up', flush=True); import time; time.sleep(600)"

@@ -8,7 +8,8 @@ while)
     * when the parent says "end", or is gone: its end of the pipe closes, also at SIGKILL.
 
 Named shared memory of libraries (vLLM's queues between tensor-parallel workers) outlives processes that are killed. The
-guard remembers what its descendants have mapped, and removes what nobody maps any more at the end.
+guard remembers what its descendants have mapped, and removes what nobody maps any more at the end: only what libraries
+name so, and what was not there before the worker. Models and data sets that users keep in /dev/shm are mapped as well.
 
 When the guard itself is killed the kernel kills the host (PDEATHSIG: that signal comes with the end of the parent's
 *thread*, and the guard has only one), and the parent kills the group.
@@ -22,8 +23,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import select
 import signal
+import stat
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -34,7 +37,9 @@ POLL_S = 0.02
 LOOK_S = 2.0
 """How often the guard looks whether the parent lives, as a forked sibling of ours may hold the pipe open, and at what
 its descendants have mapped."""
-SHARED_MEMORY = "/dev/shm/"
+SHARED_MEMORY = Path("/dev/shm")
+LIBRARIES_NAMES = re.compile(r"psm_\w+|sem\.\S+|nccl-\S+|torch_\d+_\S+|\S*-cpushm_\d+")
+"""Named memory of Python's multiprocessing, its semaphores, NCCL, torch's tensors between processes, vLLM on a CPU."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -50,7 +55,7 @@ def main(arguments: Sequence[str]) -> None:
     grace_s, cores = float(arguments[3]), [int(core) for core in arguments[4].split(",") if core]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    me = os.getpid()
+    me, before = os.getpid(), _named()
     host = os.fork()
     if host == 0:
         os.close(pipe)
@@ -58,7 +63,7 @@ def main(arguments: Sequence[str]) -> None:
     os.close(connection)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _say(pipe, f"host {host}\n")
-    _watch(pipe, parent, host, grace_s)
+    _watch(pipe, parent, host, grace_s, before)
 
 
 def _become_host(guard: int, connection: int, cores: Sequence[int]) -> None:
@@ -72,7 +77,7 @@ def _become_host(guard: int, connection: int, cores: Sequence[int]) -> None:
     serve(connection)
 
 
-def _watch(pipe: int, parent: int, host: int, grace_s: float) -> None:
+def _watch(pipe: int, parent: int, host: int, grace_s: float, before: dict[str, int]) -> None:
     """Until the host or the parent ends, or the parent says so; then nothing is left."""
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -94,7 +99,7 @@ def _watch(pipe: int, parent: int, host: int, grace_s: float) -> None:
         _say(pipe, f"ended {_codes[host]}\n")
     segments |= _mapped(descendants(os.getpid()))
     _end_group(pipe, kill=b"kill" in (word or b""), grace_s=grace_s)
-    _remove(segments)
+    _remove(segments, before)
     if word is not None:
         _say(pipe, f"ended {_codes.get(host, -signal.SIGKILL)}\n")
     os._exit(0)
@@ -116,25 +121,43 @@ def _end_group(pipe: int, *, kill: bool, grace_s: float) -> None:
 
 
 def _mapped(processes: Iterable[int]) -> set[str]:
-    """Named segments of shared memory that these processes use."""
+    """Names of the shared memory that these processes use; files in folders below it are no such memory."""
     found = set()
     for process in processes:
         with contextlib.suppress(OSError):  # it is gone, or somebody else's
             for line in Path(f"/proc/{process}/maps").read_text().splitlines():
-                at = line.find(SHARED_MEMORY)
-                if at >= 0 and not line.endswith("(deleted)"):
-                    found.add(line[at:])
+                path = Path("".join(line.split(maxsplit=5)[5:]))
+                if path.parent == SHARED_MEMORY and not path.name.endswith("(deleted)"):
+                    found.add(path.name)
     return found
 
 
-def _remove(segments: set[str]) -> None:
-    """Remove those that nobody uses any more."""
-    left = {one for one in segments if Path(one).exists()}
+def _named() -> dict[str, int]:
+    """Files directly in shared memory, with their inodes."""
+    try:
+        with os.scandir(SHARED_MEMORY) as entries:
+            return {entry.name: entry.inode() for entry in entries}
+    except OSError:  # this system has none
+        return {}
+
+
+def _remove(segments: set[str], before: dict[str, int]) -> None:
+    """Remove those that libraries have made since `before`, and that nobody uses any more."""
+    left = {name for name in segments if LIBRARIES_NAMES.fullmatch(name) and _is_new(name, before)}
     if left:
         left -= _mapped(int(entry.name) for entry in Path("/proc").glob("[0-9]*"))
-    for segment in left:
+    for name in left:
         with contextlib.suppress(OSError):  # gone meanwhile
-            Path(segment).unlink()
+            (SHARED_MEMORY / name).unlink()
+
+
+def _is_new(name: str, before: dict[str, int]) -> bool:
+    """Whether this user has made the file of that name since `before`."""
+    try:
+        found = (SHARED_MEMORY / name).lstat()
+    except OSError:  # gone meanwhile
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and before.get(name) != found.st_ino
 
 
 def _in_a_hurry(pipe: int) -> bool:
