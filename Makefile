@@ -3,7 +3,7 @@
 #   make install        torch (CPU), requirements/{base,hub,dev,deepspeed}.txt, vLLM's CPU build and this package, editable
 #   make demo           train a tiny model for real and show its curve
 #   make test           lint, types, tests              make test-fast   without the slow tests
-#   make test-engines   long runs with engines: every mode, the conformance suite, servers, two hosts
+#   make test-engines   only the long ones with engines: every mode, the conformance suite, servers, two hosts
 #   make bench          all benchmarks                  make clean       remove caches and build products
 #
 # PYTHON=python3.12 make install    chooses the interpreter (3.11 or 3.12)
@@ -74,7 +74,7 @@ lint: install
 	$(BIN)/mypy
 
 test: lint
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(addprefix --ignore=,$(ENGINE_RUNS))
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 test-engines: install
 	$(TEST_ENV) $(BIN)/python -m pytest $(wildcard $(ENGINE_RUNS))

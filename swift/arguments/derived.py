@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from swift.rollout.placement import has_own_engine
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -70,7 +72,8 @@ def _names_another_backend(args: Any, _: Machine) -> bool:
 
 
 def _is_off_policy(args: Any, _: Machine) -> bool:
-    return bool(args.async_generate or args.dynamic_sample or args.replay_buffer_size)
+    seldom = has_own_engine(args) and args.vllm_sync_interval > 1
+    return bool(args.async_generate or args.dynamic_sample or args.replay_buffer_size or seldom)
 
 
 RULES: tuple[Rule, ...] = (

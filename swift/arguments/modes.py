@@ -12,6 +12,7 @@ from swift.models.arguments import CheckpointArguments, ModelArguments, TunerArg
 from swift.rewards.arguments import RewardArguments
 from swift.rl.arguments import ObjectiveArguments
 from swift.rollout.arguments import EngineArguments, GenerationArguments, SamplingArguments
+from swift.rollout.placement import has_own_engine
 from swift.trainers.arguments import OptimizationArguments, RunArguments
 
 GROUPS = (
@@ -107,6 +108,9 @@ class RLHFArguments(
                 "--ds3_gather_for_generation: false: an inference engine needs the gathered weights; "
                 "use --ds3_gather_for_generation true"
             )
+        yield from self._adapter_problems()
+        yield from self._correction_problems()
+        yield from self._width_problems()
         start, colon, steps = self.parity_check.partition(":")
         if not (start == "every" and steps.isdigit() and int(steps) > 0) and (
             colon or start not in ("start", "warn", "off")
@@ -120,10 +124,53 @@ class RLHFArguments(
                     f"--max_completion_length {self.max_completion_length} = {total}; raise it, or lower these"
                 )
 
+    def _adapter_problems(self) -> Iterator[str]:
+        """An adapter that is to be sent alone must exist and fit."""
+        if not self.vllm_enable_lora or not has_own_engine(self):
+            return
+        if self.tuner_type == "full":
+            yield (
+                "--vllm_enable_lora: true: --tuner_type full trains no adapter that could be sent alone; "
+                "--tuner_type lora, or --vllm_enable_lora false"
+            )
+        elif self.vllm_max_lora_rank is not None and self.lora_rank > self.vllm_max_lora_rank:
+            yield (
+                f"--vllm_max_lora_rank: {self.vllm_max_lora_rank}: below --lora_rank {self.lora_rank}; "
+                "leave it out, or make them equal"
+            )
+
+    def _width_problems(self) -> Iterator[str]:
+        if self.vllm_tensor_parallel_size > 1 and self.infer_backend == "transformers" and has_own_engine(self):
+            yield (
+                f"--vllm_tensor_parallel_size: {self.vllm_tensor_parallel_size}: the transformers engine computes on "
+                "one device; --use_vllm true, or 1"
+            )
+
+    def _correction_problems(self) -> Iterator[str]:
+        """A sequence's ratio multiplies the bias of each of its tokens."""
+        mode = self.rollout_importance_sampling_mode or ""
+        if mode.startswith("sequence_") and (changes := [*self._truncations(), *self._penalties()]):
+            yield (
+                f"--rollout_importance_sampling_mode: {mode}: the sampler's log-probs are not those of the whole "
+                f"vocabulary with --{changes[0]} {getattr(self, changes[0])}; a token mode, or leave --{changes[0]} out"
+            )
+
+    def _truncations(self) -> list[str]:
+        return [name for name in ("top_p", "top_k", "min_p") if getattr(self, name) not in (1.0, -1, 0)]
+
+    def _penalties(self) -> list[str]:
+        return ["repetition_penalty"] if self.repetition_penalty != 1.0 else []
+
     def notes(self) -> Iterator[str]:
         """Remarks about settings that work but should be known about."""
-        truncated = [name for name in ("top_p", "top_k", "min_p") if getattr(self, name) not in (1.0, -1, 0)]
-        for name in truncated:
+        if not has_own_engine(self):
+            idle = {"vllm_sync_interval": self.vllm_sync_interval > 1, "vllm_enable_lora": self.vllm_enable_lora}
+            for name in (name for name, given in idle.items() if given):
+                yield (
+                    f"--{name}: {str(getattr(self, name)).lower()}: no effect where the trainer's own model "
+                    "samples; --use_vllm true, or --vllm_mode dedicated"
+                )
+        for name in self._truncations():
             yield (
                 f"--{name}: {getattr(self, name)}: truncated sampling biases the gradient, because the trainer uses "
                 "the whole vocabulary"

@@ -39,9 +39,10 @@ def rehearse_rlhf(resolved: Resolved) -> int:
     from swift.rollout.arithmetic import describe
     from swift.trainers.engines import require_backend
     from swift.trainers.grpo import first_prompts, max_prompt_length, plan_run, prefetch_depth
-    from swift.trainers.session import find_start
+    from swift.trainers.session import find_start, require_packages
 
     args: Any = resolved.args
+    require_packages(args)
     where = [*_place(resolved), *find_start(args, resolved.to_json()).notes]
     template = load_chat(args)
     limits = {
@@ -77,10 +78,11 @@ def rehearse_sft(resolved: Resolved) -> int:
         ConfigError: settings, data or rows.
     """
     from swift.models import load_chat
-    from swift.trainers.session import find_start
+    from swift.trainers.session import find_start, require_packages
     from swift.trainers.sft import encode, plan_line
 
     args: Any = resolved.args
+    require_packages(args)
     where = [*_place(resolved), *find_start(args, resolved.to_json()).notes]
     train, _, lines = encode(args, load_chat(args))
     plan = plan_line(args, len(train), launcher.world_size(os.environ))
@@ -90,6 +92,8 @@ def rehearse_sft(resolved: Resolved) -> int:
 
 def _place(resolved: Resolved) -> list[str]:
     """The placement plan and its notes."""
+    from swift.trainers.engines import attention_heads
+
     accelerators, kind = count_accelerators()
     request = placement.request_from(
         resolved.args,
@@ -98,6 +102,7 @@ def _place(resolved: Resolved) -> list[str]:
         accelerator_kind=kind,
         cores=allowed_cores(),
         prefetch_given=resolved.provenance.get("prefetch_depth", {}).get("source", "default") != "default",
+        heads=lambda: attention_heads(resolved.args),
     )
     plan = placement.place(request)
     return [placement.describe(plan), *plan.notes]

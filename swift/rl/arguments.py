@@ -132,8 +132,9 @@ class ObjectiveArguments:
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] | None = flag(everyday=False)
     """Add up the rewards and normalise the sum, or normalise each; the latter is `--scale_rewards gdpo`."""
 
-    prefetch_depth: int = flag(1, at_least=1, group=ASYNCHRONOUS, everyday=False)
-    """Generation batches made ahead with `--async_generate true`."""
+    prefetch_depth: int = flag(1, at_least=1, group=ASYNCHRONOUS, everyday=False, needs="async_generate")
+    """Generation batches made ahead. More than 1 pays only where weights are published less often than batches are made
+    (`--vllm_sync_interval`), or with `--in_flight_updates true`; else each batch waits for the one before it."""
 
     vllm_sync_interval: int = flag(1, at_least=1, group=ASYNCHRONOUS, everyday=False)
     """Optimizer steps between two publications of the weights."""
@@ -143,7 +144,7 @@ class ObjectiveArguments:
     )
     """Most optimizer steps between sampling and training."""
 
-    in_flight_updates: bool = flag(False, group=ASYNCHRONOUS, everyday=False)
+    in_flight_updates: bool = flag(False, group=ASYNCHRONOUS, everyday=False, needs="async_generate")
     """Swap weights between the tokens of running completions."""
 
     streaming_partial_batch: bool = flag(False, group=ASYNCHRONOUS, everyday=False)

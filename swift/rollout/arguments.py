@@ -158,10 +158,10 @@ class EngineArguments:
     vllm_server_api_key: str | None = flag(everyday=False, unset="the environment variable SWIFT_API_KEY, if set")
     """The servers' `--api_key`."""
 
-    vllm_enable_lora: bool = flag(False, aliases=("vllm_lora_sync",), needs="use_vllm", everyday=False)
+    vllm_enable_lora: bool = flag(False, aliases=("vllm_lora_sync",), everyday=False)
     """Send the adapter alone to the engine instead of the merged weights."""
 
-    vllm_max_lora_rank: int | None = flag(at_least=1, needs="use_vllm", everyday=False)
+    vllm_max_lora_rank: int | None = flag(at_least=1, needs="vllm_enable_lora", everyday=False)
     """Largest adapter rank that the engine accepts."""
 
     vllm_engine_kwargs: dict[str, Any] = flag({}, needs="use_vllm", everyday=False)

@@ -14,6 +14,7 @@ and `finish` are collective and belong to the main thread.
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -333,7 +334,7 @@ def fault(completion: Completion) -> str | None:
     """Why the engine's part of a completion is not to be trained on: it was given up, or its log-probs do not fit."""
     if completion.finish_reason in ("error", "abort"):
         return f"engine: {completion.finish_reason}"
-    if len(completion.logprobs) != len(completion.token_ids):
+    if len(completion.logprobs) != len(completion.token_ids) or not all(map(math.isfinite, completion.logprobs)):
         return "engine: log-probs"
     return None
 

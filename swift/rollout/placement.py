@@ -12,7 +12,7 @@ D contiguous groups `cpu:k`, so every mode runs on a laptop.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
@@ -85,8 +85,12 @@ def request_from(
     accelerator_kind: str,
     cores: Sequence[int],
     prefetch_given: bool = False,
+    heads: Callable[[], int | None] = lambda: None,
 ) -> PlacementRequest:
-    """The request of resolved arguments; modes without an engine (sft) ask for none."""
+    """The request of resolved arguments; modes without an engine (sft) ask for none.
+
+    heads: number of the model's attention heads, asked where it matters.
+    """
     machine: dict[str, Any] = {
         "local_ranks": local_ranks,
         "accelerators": accelerators,
@@ -109,6 +113,7 @@ def request_from(
         prefetch_given=prefetch_given,
         sleep_level=args.sleep_level,
         shares_ranks=not args.use_lmdeploy,
+        num_attention_heads=heads() if args.vllm_tensor_parallel_size > 1 else None,
         **machine,
     )
 

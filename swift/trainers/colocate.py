@@ -131,7 +131,7 @@ class ColocateCycle:
         self.sleep_level: SleepLevel = sleep_level
         self.device, self.ranks, self.metrics = device, ranks, metrics
         self.notes = _notes(device, can.name, can.shares_weights, offload_model, offload_optimizer, copies_on_host)
-        """What the flags do not do here, one line each."""
+        """What the flags do not do here, one line each; whoever owns the console shows them."""
         moves = device.type != "cpu" or copies_on_host
         self._offload_model = offload_model and moves and not can.shares_weights
         self._offload_optimizer = offload_optimizer and moves
@@ -167,8 +167,6 @@ class ColocateCycle:
         self._model = Offloader(of_models, self.device)
         self._optimizer = Offloader(lambda: optimizer_tensors(optimizer_of()), self.device, keep=of_models)
         self._spread = lambda: is_spread(model)
-        for note in self.notes:
-            self._tell(note)
 
     # --- the phases ---------------------------------------------------------------------------------------------
 
@@ -361,12 +359,20 @@ class ColocateCycle:
         return report.freed_bytes
 
     def _sleep_if_it_can(self, turn: _Turn) -> int:
-        """Step 7 after a failure, whose error is the one to show: an engine that cannot sleep keeps its memory."""
+        """Step 7 after a failure, whose error is the one to show: an engine that cannot sleep ends, for its memory."""
+        name = f"engine: {self.engine.capabilities.name}"
         try:
             return self._sleep(turn)
         except Exception as error:
-            self._log(f"engine: {self.engine.capabilities.name}: not put to sleep after a failure ({error})")
-            return 0
+            self._log(f"{name}: closed, as it cannot sleep after a failure ({error})")
+        before = measure(self.device)
+        try:
+            with _bounded(f"{name}: close"):
+                self.engine.close()
+        except Exception as error:
+            self._log(f"{name}: not closed after a failure ({error})")
+        _empty_cache(self.device)
+        return freed_between(before, measure(self.device))
 
     # --- figures ------------------------------------------------------------------------------------------------
 

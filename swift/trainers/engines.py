@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swift.errors import ConfigError
 from swift.rollout.collect import EngineShare
 from swift.rollout.engines.spec import EngineSpec, build_engine
 from swift.rollout.placement import Placement, place, request_from
@@ -101,6 +100,7 @@ def find_placement(args: Any, *, prefetch_given: bool = False) -> Placement:
             accelerator_kind=kind.type if kind is not None else "cpu",
             cores=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0],
             prefetch_given=prefetch_given,
+            heads=lambda: attention_heads(args),
         )
     )
 
@@ -203,10 +203,7 @@ def engine_spec(args: Any, template: Template, *, max_model_len: int | None, pla
     from swift.models.source import locate
 
     lmdeploy = bool(args.use_lmdeploy)
-    heads = _attention_heads(args)
     width = placement.tensor_parallel_size
-    if heads is not None and heads % width:
-        raise ConfigError(f"--vllm_tensor_parallel_size: {width}: does not divide the model's {heads} attention heads")
     return EngineSpec(
         backend=args.infer_backend,
         model=str(locate(args).base),
@@ -230,7 +227,8 @@ def engine_spec(args: Any, template: Template, *, max_model_len: int | None, pla
     )
 
 
-def _attention_heads(args: Any) -> int | None:
+def attention_heads(args: Any) -> int | None:
+    """Of the model of these settings, from its config; None where it has no such number."""
     from swift.models.policy import load_config
     from swift.models.source import locate
 

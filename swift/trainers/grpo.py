@@ -147,9 +147,11 @@ def prefetch_depth(args: Any, plan: BatchPlan) -> int:
     Raises:
         ConfigError: even without sampling ahead tokens would be older than `--max_staleness`.
     """
+    from swift.rollout.placement import has_own_engine
     from swift.rollout.staleness import bound, deepest
 
-    updates, interval = plan.updates_per_rollout, args.vllm_sync_interval
+    updates = plan.updates_per_rollout
+    interval = args.vllm_sync_interval if has_own_engine(args) else 1
     wanted = args.prefetch_depth if args.async_generate else 0
     depth = deepest(wanted, updates=updates, interval=interval, max_staleness=args.max_staleness)
     if depth is None:
@@ -713,6 +715,7 @@ def trainer_settings(args: Any, *, logprob_support: str = "full") -> Any:
         comparable_sampling=not args.sampling_params().truncates
         and args.repetition_penalty == 1.0
         and (logprob_support != "raw" or args.temperature == 1.0),
+        correctable_sampling=logprob_support != "raw" or args.temperature == 1.0,
         correction=CorrectionSettings(
             mode=args.rollout_importance_sampling_mode,
             threshold=args.rollout_importance_sampling_threshold,

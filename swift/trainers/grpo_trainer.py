@@ -11,6 +11,7 @@ What the subclass overrides, and why:
     _prepare_for_training  notes how the model was wrapped: DeepSpeed updates inside `training_step`, and a model spread
                            over ranks (ZeRO-3, FSDP2) needs the same number of forward passes on each
     evaluate               samples and scores held-out prompts
+    _load_best_model       its seconds count as saving
     log                    adds the window's own metrics to what Trainer logs
     _save_checkpoint       writes to a staging folder and renames it, with the pipeline's state in it
 
@@ -90,6 +91,8 @@ class GRPOSettings:
     skip_zero_advantage: leave samples out that cannot move the gradient; they count in the normaliser all the same.
     comparable_sampling: the sampler draws from the trainer's own distribution (no truncation, no penalty), so that
         their log-probs can be compared.
+    correctable_sampling: its log-probs are at the training temperature, so that their ratio to the trainer's can weigh
+        tokens; biased where they are not comparable too.
     """
 
     loss: LossConfig
@@ -100,6 +103,7 @@ class GRPOSettings:
     keep_dropout: bool = False
     skip_zero_advantage: bool = True
     comparable_sampling: bool = True
+    correctable_sampling: bool = True
     correction: CorrectionSettings = CorrectionSettings()
 
 
@@ -312,7 +316,7 @@ class GRPOTrainer(Trainer):
     def _correction(self, batch: MicroBatch, policy_logprobs_N: Tensor) -> SamplerCorrection | None:
         """Importance weights of the tokens for the gap between sampler and trainer; None when it is not corrected."""
         settings = self.settings.correction
-        if settings.mode == "none" or not self.settings.comparable_sampling:
+        if settings.mode == "none" or not self.settings.correctable_sampling:
             return None
         old_logprobs_N = batch.old_logprobs_N if batch.old_logprobs_N is not None else policy_logprobs_N.detach()
         mismatch = sampler_mismatch(old_logprobs_N, batch.sampler_logprobs_N, batch.mask_N)
@@ -418,7 +422,9 @@ class GRPOTrainer(Trainer):
             sample.ref_logprobs = values
 
     def _sync_only_last(self, model: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:
-        if last or self._engine is not None:  # DeepSpeed's boundary says the same
+        # DeepSpeed's boundary says the same; FSDP without a reduction would keep the gradients of the whole model on
+        # every rank, and sum them in the type of the computation
+        if last or self._engine is not None or self.is_fsdp_enabled:
             return contextlib.nullcontext()
         return self.accelerator.no_sync(model)
 
@@ -446,6 +452,8 @@ class GRPOTrainer(Trainer):
         loss_total, _ = report.sums.pop("loss")
         values = {"loss": loss_total, **report.values()}
         window = unit.window(unit.window_index)
+        if not self.settings.comparable_sampling:
+            values["mismatch/biased"] = 1.0
         values["tokens/trained"] = float(sum(unit.samples[i].num_trained for i in window))
         self.metrics.add_many(values)
 
@@ -489,6 +497,11 @@ class GRPOTrainer(Trainer):
         return norm
 
     # --- evaluation, logs, checkpoints ---------------------------------------------------------------------------
+
+    def _load_best_model(self) -> None:
+        """Trainer's; reading a large model is progress of its own kind, as saving it is."""
+        with self.metrics.timer("save"):
+            super()._load_best_model()
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict:
         """Sample and score the held-out prompts."""

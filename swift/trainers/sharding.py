@@ -241,7 +241,25 @@ def _read(name: str) -> dict[str, Any]:
         raise ConfigError(f"--deepspeed: {path}: not JSON ({error}); see docs/distributed_training.md") from error
     if not isinstance(content, dict):
         raise ConfigError(f"--deepspeed: {path}: not a JSON object; see docs/distributed_training.md")
+    join_problems([f"--deepspeed: {path}: {wrong}; see docs/distributed_training.md" for wrong in _mistyped(content)])
     return content
+
+
+def _mistyped(content: Mapping[str, Any]) -> list[str]:
+    """Entries that are read here and are not of the type that DeepSpeed wants."""
+    objects = ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler")
+    wrong = [
+        f"{key} {json.dumps(content[key])}: not an object"
+        for key in objects
+        if key in content and not isinstance(content[key], dict)
+    ]
+    if not wrong:
+        if not isinstance(content.get("optimizer", {}).get("params", {}), dict):
+            wrong.append("optimizer.params: not an object")
+        stage = content.get("zero_optimization", {}).get("stage", 0)
+        if type(stage) is not int or stage not in range(4):
+            wrong.append(f"zero_optimization.stage {json.dumps(stage)}: not a stage; valid: 0, 1, 2, 3")
+    return wrong
 
 
 def _problems(given: Mapping[str, Any], args: Any) -> list[str]:

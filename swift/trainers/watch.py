@@ -3,7 +3,9 @@
 A rank that is stopped, swapped out or cut off leaves the others in a collective until its time-out, which is half an
 hour for good reasons (a checkpoint on a slow disk). So each rank writes a heartbeat into the rendezvous store from a
 thread of its own, and reads those of the others. A rank whose beat stands still for `SILENT_S`, or that has ended with
-an error, ends this process too, with one line that names it.
+an error, ends this process too, with one line that names it. Time is counted in looks at the beats, not read from a
+clock: where all processes are suspended together (a container that is paused, a job that is preempted) nobody looks,
+and nobody is lost.
 
     beat   "<count>|<host>|<pid>|<state>"  every BEAT_S    "closed"  it has finished    "failed <line>"  it has failed
 
@@ -52,14 +54,14 @@ class RankWatch:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._store: Any = None
-        self._seen: dict[int, tuple[str, float]] = {}
-        self._reached = time.monotonic()
+        self._looks_allowed = silent_s / beat_s
+        self._seen: dict[int, tuple[str, int]] = {}
+        self._unreached = 0
 
     def __enter__(self) -> RankWatch:
         if self.collectives.active and os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"):
-            now = time.monotonic()
             others = (rank for rank in range(self.collectives.world_size) if rank != self.collectives.rank)
-            self._seen = dict.fromkeys(others, ("", now))
+            self._seen = dict.fromkeys(others, ("", 0))
             self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
             self._thread.start()
             threading.Thread(target=self._guard, name="rank-watch-guard", daemon=True).start()
@@ -106,7 +108,7 @@ class RankWatch:
         count = 0
         while True:
             if self._say(f"{count}|{socket.gethostname()}|{os.getpid()}|{self.state()}") and self._look():
-                self._reached = time.monotonic()
+                self._unreached = 0
             count += 1
             if self._closing.wait(self.beat_s):
                 return
@@ -114,7 +116,8 @@ class RankWatch:
     def _guard(self) -> None:
         """A store behind a cut cable does not fail, it is silent: the other thread may hang in it."""
         while not self._closing.wait(self.beat_s):
-            silent = time.monotonic() - self._reached > self.silent_s
+            self._unreached += 1
+            silent = self._unreached > self._looks_allowed
             if silent and not self.collectives.is_main and self._seen[0][0] != "closed":
                 self._end("rank 0", "cannot be reached")
 
@@ -137,18 +140,19 @@ class RankWatch:
 
     def _look(self) -> bool:
         """Read the beats of the others; whether the store answered."""
-        now = time.monotonic()
-        for rank, (last, since) in self._seen.items():
+        for rank, (last, looks) in self._seen.items():
             text = self._read(rank)
             if self._store is None:
                 return False
             if text == "closed":
-                self._seen[rank] = (text, now)
+                self._seen[rank] = (text, 0)
             elif text.startswith("failed "):
                 self._end(f"rank {rank}", f"has failed: {text.removeprefix('failed ')}")
             elif text != last:
-                self._seen[rank] = (text, now)
-            elif now - since > self.silent_s:
+                self._seen[rank] = (text, 0)
+            elif looks + 1 <= self._looks_allowed:
+                self._seen[rank] = (text, looks + 1)
+            else:
                 _, host, pid, _ = text.split("|", 3) if text else ("", "?", "?", "")
                 self._end(f"rank {rank}", f"gave no sign of life for {self.silent_s:.0f} s (process {pid} on {host})")
         return True

@@ -84,6 +84,20 @@ FLAGS = [
         "--use_vllm true --max_length 4000 --max_completion_length 97 --vllm_max_model_len 4096",
         ["--vllm_max_model_len: 4096:", "4000", "97", "4097"],
     ),
+    ("--use_vllm true --tuner_type full --vllm_enable_lora true", ["--vllm_enable_lora: true:", "trains no adapter"]),
+    (
+        "--use_vllm true --lora_rank 32 --vllm_enable_lora true --vllm_max_lora_rank 16",
+        ["--vllm_max_lora_rank: 16: below --lora_rank 32"],
+    ),
+    ("--vllm_mode dedicated --infer_backend transformers --vllm_tensor_parallel_size 2", ["one device; --use_vllm"]),
+    (
+        "--top_p 0.9 --rollout_importance_sampling_mode sequence_mask",
+        ["--rollout_importance_sampling_mode: sequence_mask:", "--top_p 0.9; a token mode"],
+    ),
+    (
+        "--repetition_penalty 1.1 --rollout_importance_sampling_mode sequence_truncate",
+        ["--rollout_importance_sampling_mode: sequence_truncate:", "--repetition_penalty 1.1"],
+    ),
     ("--load_best_model_at_end true", ["--load_best_model_at_end: true: nothing is evaluated"]),
     (
         "--load_best_model_at_end true --val_dataset v --save_steps 30 --eval_steps 20",

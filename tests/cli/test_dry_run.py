@@ -96,6 +96,21 @@ def test_sizes_that_do_not_fit_are_code_2(model, folder, capsys):
     assert "C=16 completions" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("mode", ["rlhf", "sft"])
+def test_what_is_needed_to_spread_the_model_is_checked_too(model, folder, capsys, mode):
+    sft = ["sft", "--model", str(model), "--dataset", "chats.jsonl", "--dry_run"]
+    words = rlhf(model) if mode == "rlhf" else sft
+    assert main([*words, "--deepspeed", "nonsense.json"]) == 2
+    assert "--deepspeed: nonsense.json: neither a preset nor a file" in capsys.readouterr().err
+
+
+def test_heads_that_a_tensor_parallel_group_cannot_share_are_code_2(model, folder, capsys):
+    words = ["--use_vllm", "true", "--vllm_mode", "dedicated"]
+    words += ["--vllm_tensor_parallel_size", "3", "--num_infer_workers", "3"]
+    assert main(rlhf(model, *words)) == 2
+    assert "--vllm_tensor_parallel_size: 3: does not divide the 4 attention heads" in capsys.readouterr().err
+
+
 def test_sft_has_one_too(model, folder, capsys):
     assert main(["sft", "--model", str(model), "--dataset", "chats.jsonl", "--dry_run"]) == 0
     text = capsys.readouterr().out

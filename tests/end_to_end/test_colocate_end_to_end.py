@@ -55,3 +55,18 @@ def test_a_run_that_sleeps_and_offloads_equals_the_plain_run(cli, model, plain, 
     assert ("weights stay resident" in log) == (level == 2)
     raw = [json.loads(line) for line in (folder / "logging.jsonl").read_text().splitlines()]
     assert all(row["memory/rss_mib_max"] > 100 for row in raw if "loss" in row)
+
+
+def test_adapters_alone_reach_an_engine_that_sleeps_between_steps(cli, model):
+    """They come while the weights are awake and the KV cache is not."""
+    settings = RUN | {
+        "max_steps": 2,
+        "save_steps": 2,
+        "vllm_enable_lora": "true",
+        "vllm_max_lora_rank": 8,
+        "model": model,
+    }
+    awake, _, _ = cli.finish("awake", **settings)
+    folder, _, _ = cli.finish("sleeping", **settings | FLAGS | {"sleep_level": 2, "move_model_batches": None})
+    assert_same_run(folder, awake)
+    assert "base weights are kept: only adapters are published" in rank_log(folder)

@@ -520,6 +520,25 @@ def test_c17_an_update_of_all_weights_ends_the_adapter(subject):
     assert gap(changed, request, run(subject.engine, [request])[0]) < TOLERANCE
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_c17_an_adapter_arrives_while_only_the_weights_are_awake(subject, level):
+    engine = subject.engine
+    need(subject, engine.capabilities.lora and level in engine.capabilities.sleep_levels, "LoRA adapters and sleep")
+    if level == 2 and not subject.spec.lora:
+        pytest.skip(f"{subject.backend.name}: drops its base weights")
+    request = ask("r")
+    (_, former), (policy, adapter) = (with_adapter(subject, seed=seed) for seed in (1, 2))
+    engine.load_adapter(former, subject.next_version())
+    run(engine, [request])  # its prompt is cached with the former adapter
+    engine.sleep(level)
+    assert engine.wake(["weights"]) is False
+    engine.load_adapter(adapter, subject.next_version())
+    assert engine.wake(["kv_cache"]) is True
+    completion = run(engine, [request])[0]
+    assert gap(policy, request, completion) < TOLERANCE
+    assert completion.versions[0][0] == subject.version
+
+
 def test_c17_without_the_capability_an_adapter_is_refused(subject):
     if subject.engine.capabilities.lora:
         pytest.skip(f"{subject.backend.name}: loads LoRA adapters")
@@ -565,6 +584,10 @@ def test_c19_weights_wake_first_and_a_wrong_tag_is_an_error(subject):
     assert engine.wake(["weights"]) is False
     with pytest.raises(EngineAsleep):
         engine.submit(ask("early"))
+    engine.sleep(1)  # half awake is not asleep
+    with pytest.raises(EngineAsleep):
+        engine.wake(["kv_cache"])
+    assert engine.wake(["weights"]) is False
     assert engine.wake(["kv_cache"]) is True
     assert run(engine, [ask("r")])[0].token_ids
 
@@ -603,6 +626,17 @@ def test_c20_a_sleeping_engine_neither_samples_nor_takes_weights(subject, level)
     assert gap(subject.model, ask("r"), run(engine, [ask("r")])[0]) < TOLERANCE
 
 
+def test_c20_a_sleeping_engine_takes_no_adapter(subject):
+    engine = subject.engine
+    need(subject, engine.capabilities.lora and 1 in engine.capabilities.sleep_levels, "LoRA adapters and sleep")
+    engine.sleep(1)
+    with pytest.raises(EngineAsleep):
+        engine.load_adapter(with_adapter(subject, seed=1)[1], subject.next_version())
+    engine.wake()
+    subject.publish(subject.model)
+    assert gap(subject.model, ask("r"), run(engine, [ask("r")])[0]) < TOLERANCE
+
+
 def test_c20_an_engine_with_work_does_not_fall_asleep(subject):
     need(subject, 1 in subject.engine.capabilities.sleep_levels, "sleep level 1")
     subject.engine.submit(ask("r"))
@@ -612,6 +646,14 @@ def test_c20_an_engine_with_work_does_not_fall_asleep(subject):
 
 
 # --- C23, C24: nothing and everything ------------------------------------------------------------------------------
+
+
+def test_c23_a_batch_that_is_refused_half_way_leaves_nothing(subject):
+    """Half of it would come out of somebody else's stream."""
+    with pytest.raises(EngineError):
+        list(subject.engine.generate([ask("a"), ask("b"), ask("a")]))
+    assert list(subject.engine.stream()) == []
+    assert [one.request_id for one in run(subject.engine, [ask("c")])] == ["c"]
 
 
 def test_c23_an_empty_batch_gives_nothing(subject):

@@ -487,7 +487,9 @@ def test_an_adapter_is_read_at_a_new_start_and_named_in_requests(start, tmp_path
     folders = [next(iter(one["config"].adapters.values())) for one in start.recorder.of("Pipeline")[1:]]
     assert [Path(one).is_dir() for one in folders] == [False, True, True]  # the one before stays
     engine.drop_adapter()
-    run(engine, requests(1))
+    assert engine.version == 0
+    (done,) = run(engine, requests(1)).values()
+    assert done.versions[0][0] == 0
     assert start.recorder.of("infer")[-1]["adapter"] is None
     engine.close()
     assert not any(Path(one).exists() for one in folders)
@@ -500,6 +502,18 @@ def test_adapters_need_the_setting_and_untouched_base_weights(start, nano_folder
     engine.load_weights(policy(nano_folders["qwen2"], 1.1), 1)
     with pytest.raises(SyncFailed, match="the base weights were replaced"):
         engine.load_adapter(adapter(), 2)
+
+
+def test_an_adapter_is_read_while_the_cache_sleeps_and_refused_while_the_weights_do(start):
+    engine = start(lora=True)
+    engine.sleep(1)
+    with pytest.raises(EngineAsleep, match="its weights sleep; wake them"):
+        engine.load_adapter(adapter(), 3)
+    assert engine.wake(["weights"]) is False
+    assert engine.load_adapter(adapter(), 3).version == 3
+    assert engine.wake(["kv_cache"]) is True
+    run(engine, requests(1))
+    assert start.recorder.of("infer")[-1]["adapter"] == "policy-v3"
 
 
 # --- memory ---------------------------------------------------------------------------------------------------
@@ -554,6 +568,29 @@ def test_sleep_goes_deeper_but_not_with_requests_outstanding(start):
     assert [one["level"] for one in start.recorder.of("sleep")] == [1, 2]
     with pytest.raises(Unsupported):
         engine.wake(["everything"])
+
+
+def test_a_look_at_an_engine_that_is_waking_up_does_not_end_it(start, monkeypatch):
+    monkeypatch.setattr(lmdeploy, "HEALTH_S", 0.1)
+    engine = start()
+    engine.sleep(1)
+    wakeup, began, go_on = engine._engine.wakeup, threading.Event(), threading.Event()
+
+    def slowly(tags):
+        began.set()
+        assert go_on.wait(20)
+        wakeup(tags)
+
+    monkeypatch.setattr(engine._engine, "wakeup", slowly)
+    waking = threading.Thread(target=engine.wake)
+    waking.start()
+    assert began.wait(20)
+    assert not engine.health().alive
+    assert "health did not end within" in engine.health().detail
+    go_on.set()
+    waking.join(20)
+    assert engine.health().alive
+    assert len(run(engine, requests())) == 3
 
 
 # --- the end --------------------------------------------------------------------------------------------------

@@ -107,6 +107,10 @@ def test_sleep_goes_deeper_but_not_back(engine, folder):
     engine.wake()
     with pytest.raises(EngineAsleep, match="publish"):
         engine.submit(request())
+    engine.sleep(1)  # what level 2 dropped does not come back by sleeping less deep
+    engine.wake()
+    with pytest.raises(EngineAsleep, match="publish"):
+        engine.submit(request())
     engine.load_weights(PolicyWeights(model_of(folder)), 5)
 
 
@@ -192,6 +196,7 @@ def test_closing_leaves_nothing_and_the_engine_says_so(folder, engine):
         with pytest.raises(EngineDead, match="closed"):
             attempt()
     assert made.info()["engine"] == "vllm"
+    assert not made._busy.locked()  # a call of another thread ends with the error above instead of waiting
     assert children_of(os.getpid()) == []
     assert set(Path("/dev/shm").iterdir()) <= segments
     assert len(sample(engine, [request(tokens=2)])["r"].token_ids) == 2  # the other engine goes on

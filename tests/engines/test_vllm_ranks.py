@@ -51,14 +51,20 @@ def two_ranks(mode, folder):
     return facts
 
 
+def weight_bytes(folder):
+    return sum(parameter.nbytes for parameter in model_of(folder).parameters())
+
+
 def test_two_ranks_with_an_engine_each(folder):
     first, second = two_ranks("own", folder)
     assert not set(first["tokens"]) & set(second["tokens"])
+    assert first["weights"] == second["weights"] == weight_bytes(folder)
 
 
 def test_two_ranks_with_one_engine_over_both(folder):
     first, second = two_ranks("split", folder)
     assert first["tokens"] == second["tokens"]
+    assert first["weights"] == second["weights"] == weight_bytes(folder) // 2
 
 
 def test_one_engine_over_processes_of_its_own(folder):

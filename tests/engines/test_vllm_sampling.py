@@ -305,6 +305,34 @@ def test_an_output_that_is_not_finite_is_an_error_that_names_the_request(engine,
     assert drift(engine, good) <= LIMIT
 
 
+def test_the_others_keep_their_tokens_when_one_output_is_not_finite(engine, monkeypatch):
+    """All of a step arrive together, and some of them end with it."""
+    wanted = [request(i, seed=i, tokens=3 + i % 2, stop_token_ids=()) for i in range(6)]
+    alone = sample(engine, wanted)
+    step, steps = engine._llm.step, []
+
+    def spoiled():
+        outputs = step()
+        steps.append(len(outputs))
+        for output in outputs:
+            if output.request_id == "2" and len(steps) == 3:
+                (token,) = output.outputs[0].token_ids
+                output.outputs[0].logprobs[0][token].logprob = math.nan
+        return outputs
+
+    monkeypatch.setattr(engine._llm, "step", spoiled)
+    for one in wanted:
+        engine.submit(one)
+    found = []
+    with pytest.raises(EngineError, match="request: 2: token 2 has log-prob nan"):
+        found.extend(engine.stream())
+    found.extend(engine.stream())
+    assert sorted(one.request_id for one in found) == ["0", "1", "3", "4", "5"]
+    assert {one.request_id: one.token_ids for one in found} == {
+        name: one.token_ids for name, one in alone.items() if name != "2"
+    }
+
+
 def test_nothing_submitted_gives_nothing(engine):
     assert list(engine.generate([])) == []
 

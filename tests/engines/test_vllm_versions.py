@@ -22,6 +22,7 @@ from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.engines.vllm_process import SharedGroups, remove_segments, same_environment, same_randomness
 from swift.rollout.engines.vllm_settings import CPU_KV_BYTES, CPU_KV_MINIMUM, KvShape
 from swift.rollout.engines.vllm_weights import adapter_rank, loses_bits
+from swift.rollout.engines.vllm_worker import WorkerExtension
 from swift.rollout.weight_sync.base import AdapterWeights, TensorInfo
 
 
@@ -77,7 +78,7 @@ def fake_vllm(monkeypatch, installed):
     def reset_prefix_cache(self, reset_running_requests=False):
         """Has the parameter."""
 
-    for module, names in {**vllm_versions.USED, "vllm.lora.layers.base": ()}.items():
+    for module, names in vllm_versions.USED.items():
         made = types.ModuleType(module)
         made.__spec__ = importlib.machinery.ModuleSpec(module, None)
         for name in names:
@@ -128,6 +129,43 @@ def test_a_vllm_that_does_not_import_is_refused_with_the_reason(installed, monke
     vllm_versions.load_vllm.cache_clear()
     with pytest.raises(ResourceError, match="does not import"):
         vllm_versions.load_vllm()
+
+
+def test_an_import_that_fails_in_any_way_is_a_refusal_too(fake_vllm, monkeypatch):
+    def undefined_symbol(name):
+        raise OSError(f"{name}: undefined symbol")
+
+    monkeypatch.setattr(vllm_versions.importlib, "import_module", undefined_symbol)
+    with pytest.raises(ResourceError, match=r"does not import \(OSError: .*undefined symbol\)"):
+        vllm_versions.load_vllm()
+
+
+def made_engine(of_engine=vllm_versions.OF_ENGINE, of_worker=vllm_versions.OF_WORKER):
+    """An engine and its two workers that have exactly these attributes."""
+
+    def with_names(names):
+        root = types.SimpleNamespace()
+        for name in names:
+            owner = root
+            for part in name.split("."):
+                owner.__dict__.setdefault(part, types.SimpleNamespace())
+                owner = getattr(owner, part)
+        return root
+
+    engine, worker = with_names(of_engine), with_names(of_worker)
+    engine.collective_rpc = lambda method: [getattr(WorkerExtension, method)(worker) for _ in range(2)]
+    return engine
+
+
+def test_an_engine_is_asked_for_what_is_used_of_it():
+    vllm_versions.check_engine(made_engine())
+    core = "engine_core.engine_core.scheduler.waiting"
+    engine = made_engine(
+        [one for one in vllm_versions.OF_ENGINE if one != core],
+        [one for one in vllm_versions.OF_WORKER if "kv_caches" not in one],
+    )
+    with pytest.raises(ResourceError, match=rf"has no \w+\.{core}, \w+\.model_runner\.kv_caches; install"):
+        vllm_versions.check_engine(engine)
 
 
 def test_logs_are_quiet_unless_asked_for(monkeypatch):
@@ -225,6 +263,7 @@ def test_processes_of_vllm_get_the_cores_and_devices_of_the_spec(monkeypatch):
     [
         (ValueError("To serve at least one request, 1 GiB KV cache is needed"), ResourceError, "--vllm_max_model_len"),
         (torch.OutOfMemoryError("CUDA out of memory"), ResourceError, "--vllm_gpu_memory_utilization"),
+        (AssertionError("Expandable segments are not compatible with memory pool"), ConfigError, "; unset it"),
         (ValueError("head size"), ConfigError, "--model: m: vLLM refuses it (head size)"),
         (AttributeError("no init_cpu_memory_env"), EngineError, "did not start (AttributeError"),
     ],

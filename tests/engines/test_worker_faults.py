@@ -1,5 +1,6 @@
 """A worker that dies, hangs, lies or stands still: what the trainer sees, and that nothing is left."""
 
+import mmap
 import os
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from worker_parts import (
 
 from swift.errors import ConfigError, EngineDead, EngineError, RequestRefused, ResourceError, SyncFailed
 from swift.rollout.engines.pool import EnginePool
+from swift.rollout.engines.worker import guard
 from swift.rollout.engines.worker.client import WorkerEngine
 from swift.rollout.engines.worker.link import main_thread
 from swift.rollout.weight_sync.shared_memory import Segment
@@ -473,6 +475,41 @@ def test_named_memory_of_what_was_killed_is_removed(start):
     assert segment.exists()
     kill(worker)
     assert wait_for(lambda: not segment.exists(), 10)
+
+
+def test_files_that_users_keep_in_shared_memory_stay():
+    shared = Path("/dev/shm")
+    mine = f"swift{os.getpid()}"
+    folder = shared / f"{mine}-model"
+    folder.mkdir()
+    kept = [folder / "model.safetensors", shared / f"{mine}.arrow", shared / f"psm_{mine}_before"]
+    made = [shared / f"psm_{mine}_new", shared / f"{mine}-tp:0-[0-1]-cpushm_0", shared / f"sem.{mine}"]
+    used = shared / f"psm_{mine}_used"
+    maps = {}
+    try:
+        for path in kept:
+            maps[path] = mapped_file(path)
+        before = guard._named()
+        for path in (*made, used):
+            maps[path] = mapped_file(path)
+        seen = guard._mapped([os.getpid()])
+        assert {path.name for path in (*made, used)} <= seen
+        for path in (*kept, *made):
+            maps[path].close()
+        guard._remove(seen, before)
+        assert [path for path in (*kept, used) if not path.exists()] == []
+        assert [path for path in made if path.exists()] == []
+    finally:
+        for path, one in maps.items():
+            one.close()
+            path.unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def mapped_file(path):
+    path.write_bytes(bytes(4096))
+    with path.open("r+b") as file:
+        return mmap.mmap(file.fileno(), 0)
 
 
 def test_twenty_workers_leave_no_descriptor_no_segment_and_no_process(tmp_path):

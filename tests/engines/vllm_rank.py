@@ -37,6 +37,7 @@ def main(mode, folder):
         facts["drifts"].append(drift(engine, model, wanted))
         facts["sums"].append(summed(rank))
     facts["tokens"] = {name: one.token_ids for name, one in sample(engine, wanted).items()}
+    facts["weights"] = engine.memory()["weights"]
     facts["freed"] = engine.sleep(1).freed_bytes
     facts["awake"] = engine.wake()
     facts["again"] = {name: one.token_ids for name, one in sample(engine, wanted).items()}

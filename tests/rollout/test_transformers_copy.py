@@ -245,7 +245,7 @@ def test_a_copy_that_cannot_be_loaded_again_is_dead(nano_folders, tmp_path):
     shutil.rmtree(folder)
     with pytest.raises(EngineDead, match="cannot be made again"):
         engine.rebuild()
-    with pytest.raises(EngineError):
+    with pytest.raises(SyncFailed, match="its weights are void: they could not be loaded again; rebuild it"):
         engine.submit(ask())
     assert not engine.health().alive
 
@@ -452,6 +452,33 @@ def test_an_adapter_on_one_of_two_tied_modules_is_refused(nano_folders):
     }
     with pytest.raises(Unsupported, match=r"embed_tokens.weight: the model ties it to lm_head.weight"):
         FoldedAdapter(model, AdapterWeights({"r": 4, "lora_alpha": 8}, tensors), 1)
+
+
+def test_an_adapter_that_fails_half_way_leaves_nothing_that_samples(nano_folders, monkeypatch):
+    model = load(nano_folders["qwen2"])
+    engine, policy = copy_engine(model), adapted(model)
+    adapter = adapter_of(policy)
+    copies = []
+
+    def full(target, source):
+        copies.append(target)
+        if len(copies) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return copy_(target, source)
+
+    copy_ = torch.Tensor.copy_
+    monkeypatch.setattr(torch.Tensor, "copy_", full)
+    with pytest.raises(SyncFailed, match="adapter version 3 for transformers: OutOfMemoryError: CUDA out of memory"):
+        engine.load_adapter(adapter, 3)
+    monkeypatch.undo()
+    assert not engine.health().alive
+    for attempt in (lambda: engine.submit(ask()), lambda: engine.load_adapter(adapter, 4), engine.drop_adapter):
+        with pytest.raises(SyncFailed, match="adapter version 3 is in them by half; rebuild it"):
+            attempt()
+    engine.rebuild()
+    assert gap(model, ask(), sampled(engine)) < 1e-5
+    engine.load_adapter(adapter, 5)
+    assert gap(policy, ask(), sampled(engine)) < 1e-5
 
 
 # --- memory ------------------------------------------------------------------------------------------------------

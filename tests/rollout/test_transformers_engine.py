@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from swift.errors import ConfigError, PromptTooLong
-from swift.models.forward import TokenSequence, padded_logits
+from swift.models.forward import Span, TokenSequence, padded_logits
+from swift.rollout.engines.decoding import _RowCache
 from swift.rollout.engines.transformers import TransformersEngine
 from swift.types import Request, SamplingParams
 
@@ -87,6 +88,45 @@ def test_a_small_cache_cuts_the_batch_and_changes_no_sample(nano_folder):
     whole = run(make_engine(nano_folder), requests)
     cut = run(make_engine(nano_folder, max_rows=3), requests)
     assert {k: c.token_ids for k, c in whole.items()} == {k: c.token_ids for k, c in cut.items()}
+
+
+def test_a_batch_never_takes_more_than_the_cache_it_may(nano_folder, monkeypatch):
+    """Long prompts with few tokens beside short prompts with many: every row is as wide as the widest of both."""
+    taken = []
+    made = _RowCache.__init__
+
+    def noting(cache, *args):
+        made(cache, *args)
+        taken.append(sum(part.nbytes for layer in cache.layers for part in layer))
+
+    monkeypatch.setattr(_RowCache, "__init__", noting)
+    requests = [
+        Request(f"{i}", [5 + i] * (100 if i % 2 else 4), SamplingParams(max_new_tokens=4 if i % 2 else 100, seed=i))
+        for i in range(12)
+    ]
+    limit = 1 << 18
+    run(make_engine(nano_folder, cache_bytes=limit), requests)
+    assert len(taken) > 1
+    assert max(taken) <= limit
+
+
+def test_rows_that_leave_never_double_the_cache():
+    class Layers(list):
+        """Notes how much is held whenever one layer is replaced."""
+
+        def __setitem__(self, index, value):
+            super().__setitem__(index, value)
+            sizes.append(sum(keys.nbytes for keys, _ in self))
+
+    states = torch.arange(2 * 4 * 3, dtype=torch.float32).view(1, 2, 4, 3)
+    cache = _RowCache([(states + i, states - i) for i in range(4)], [Span(0, 4)] * 8, steps=5)
+    whole, sizes = sum(keys.nbytes for keys, _ in cache.layers), []
+    expected = [(keys[[1, 6]], values[[1, 6]]) for keys, values in cache.layers]
+    cache.layers = Layers(cache.layers)
+    cache.keep(torch.tensor([1, 6]))
+    assert sizes == [whole - whole // 4 * 3 // 4 * (i + 1) for i in range(4)]
+    for (keys, values), (kept_keys, kept_values) in zip(expected, cache.layers, strict=True):
+        assert torch.equal(keys, kept_keys) and torch.equal(values, kept_values)
 
 
 def test_the_end_token_belongs_to_the_completion(nano_folder):

@@ -14,7 +14,7 @@ from grpo_parts import make_trainer
 from swift.rl.losses import LossConfig
 from swift.rollout.engines.spec import EngineSpec, build_engine
 from swift.rollout.phase import PublishPhase
-from swift.rollout.weight_sync.policy import PolicyWeights
+from swift.rollout.weight_sync.policy import PolicyWeights, adapter_weights
 from swift.rollout.weight_sync.publisher import WeightPublisher
 from swift.trainers.colocate import ColocateCycle
 
@@ -42,7 +42,7 @@ def policy(folder, *, lora, dtype):
     return model
 
 
-def train(folder, output, kind, *, flags=None, batches=None, evaluate=False):
+def train(folder, output, kind, *, flags=None, batches=None, evaluate=False, adapters=False):
     """The end of a run: weights, optimizer state, random states, log rows, what the cycle logged, tokens."""
     from swift.models.reference import AdapterOffReference
 
@@ -60,9 +60,13 @@ def train(folder, output, kind, *, flags=None, batches=None, evaluate=False):
         **({"eval_strategy": "steps", "eval_steps": 2, "eval_prompts": eval_prompts()} if evaluate else {}),
     )
     name = str(settings["dtype"]).removeprefix("torch.")
-    engine = build_engine(EngineSpec(model=str(folder), backend="transformers", dtype=name, eos_token_ids=()))
+    spec = EngineSpec(model=str(folder), backend="transformers", dtype=name, eos_token_ids=(), lora=adapters)
+    engine = build_engine(spec)
     publisher = WeightPublisher(
-        engine, source=lambda: PolicyWeights(model, move_model_batches=batches), ranks=trainer.collectives
+        engine,
+        source=lambda: PolicyWeights(model, move_model_batches=batches),
+        adapter=(lambda: adapter_weights(model)) if adapters else None,
+        ranks=trainer.collectives,
     )
     lines, out = [], []
     pipeline = trainer.pipeline
@@ -175,6 +179,15 @@ def test_everything_at_once_changes_no_bit(kind, nano_folders, tmp_path, plain):
     assert_equal(found, plain(kind))
     assert found["out"] == [(True, None)] + [(True, True)] * (STEPS - 1)
     assert sum(line.startswith("mem ") for line in found["lines"]) == 3 * STEPS
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_adapters_alone_reach_an_engine_whose_cache_still_sleeps(level, nano_folders, tmp_path):
+    kind, folder = "lora with dropout", nano_folders["qwen2"]
+    reference = train(folder, tmp_path / "plain", kind, adapters=True)
+    found = train(folder, tmp_path / "turns", kind, flags=EVERYTHING | {"sleep_level": level}, adapters=True)
+    assert_equal(found, reference)
+    assert found["out"][1:] == [(True, True)] * (STEPS - 1)
 
 
 def test_the_plain_run_trains_and_samples_something_new_each_step(plain):

@@ -9,10 +9,11 @@ from grpo_parts import make_trainer
 from swift.trainers.grpo_trainer import CorrectionSettings
 
 
-def gradients(folder, output_dir, *, shift, **correction):
+def gradients(folder, output_dir, *, shift, comparable=True, **correction):
     """Gradients of one window whose sampler log-probs are all moved by `shift`."""
     trainer = make_trainer(folder, output_dir)
-    trainer.settings = replace(trainer.settings, correction=CorrectionSettings(**correction))
+    settings = CorrectionSettings(**correction)
+    trainer.settings = replace(trainer.settings, correction=settings, comparable_sampling=comparable)
     trainer.create_optimizer()
     unit = next(trainer.pipeline.windows(trainer.progress))
     for sample in unit.samples:
@@ -42,8 +43,22 @@ def test_a_constant_gap_scales_the_gradient(nano_folders, tmp_path, shift, setti
         assert (corrected[name] - factor * gradient).abs().max() < 2e-5 * largest, name
 
 
-def test_truncated_sampling_is_not_corrected(nano_folders, tmp_path):
+def test_truncated_sampling_is_corrected_too_and_said_to_be_biased(nano_folders, tmp_path):
+    settings = {"shift": -0.3, "mode": "token_truncate"}
+    corrected = gradients(nano_folders["qwen2"], tmp_path / "whole", **settings)
+    biased = gradients(nano_folders["qwen2"], tmp_path / "truncated", comparable=False, **settings)
+    assert all((biased[name] == corrected[name]).all() for name in corrected)
+    trainer = make_trainer(nano_folders["qwen2"], tmp_path / "logged")
+    trainer.settings = replace(trainer.settings, comparable_sampling=False)
+    trainer.create_optimizer()
+    trainer.training_step(trainer.model, next(trainer.pipeline.windows(trainer.progress)))
+    values = trainer.metrics.commit(1)
+    assert values["mismatch/biased"] == 1.0
+    assert "mismatch/logp_abs_diff_max" not in values
+
+
+def test_log_probs_at_another_temperature_correct_nothing(nano_folders, tmp_path):
     trainer = make_trainer(nano_folders["qwen2"], tmp_path)
     settings = CorrectionSettings(mode="token_truncate")
-    trainer.settings = replace(trainer.settings, correction=settings, comparable_sampling=False)
+    trainer.settings = replace(trainer.settings, correction=settings, correctable_sampling=False)
     assert trainer._correction(None, None) is None

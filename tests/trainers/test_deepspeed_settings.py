@@ -131,6 +131,22 @@ def test_a_file_that_says_something_else_than_the_flags_is_refused(file, monkeyp
     assert line in found
 
 
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ({"bf16": True}, "bf16 true: not an object"),
+        ({"zero_optimization": True}, "zero_optimization true: not an object"),
+        ({"zero_optimization": {"stage": "auto"}}, 'zero_optimization.stage "auto": not a stage; valid: 0, 1, 2, 3'),
+        ({"zero_optimization": {"stage": True}}, "zero_optimization.stage true: not a stage"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage 4: not a stage"),
+        ({"optimizer": {"params": []}}, "optimizer.params: not an object"),
+    ],
+)
+def test_a_value_of_another_type_is_one_line(file, content, line):
+    (problem,) = problems(args(file(**content)))
+    assert line in problem and problem.startswith("--deepspeed: ")
+
+
 def test_a_name_that_is_no_preset_and_no_file(tmp_path):
     (line,) = problems(args("zero4"))
     assert line.startswith("--deepspeed: zero4: neither a preset nor a file; nearest: zero")

@@ -76,6 +76,17 @@ def test_a_stopped_rank_is_named_in_seconds(two_ranks):
     assert f"process {second.pid} on" in said
 
 
+def test_ranks_that_are_suspended_together_go_on(two_ranks):
+    ranks = two_ranks("waits")
+    for rank in ranks:
+        rank.send_signal(signal.SIGSTOP)
+    time.sleep(4)  # twice what one of them may be silent
+    for rank in ranks:
+        rank.send_signal(signal.SIGCONT)
+    time.sleep(3)
+    assert [rank.poll() for rank in ranks] == [None, None]
+
+
 def test_a_failed_rank_ends_the_one_that_waits_for_it(two_ranks):
     first, second = two_ranks("fails")
     _, said = first.communicate(timeout=20)

@@ -135,23 +135,35 @@ class InferenceEngine(ABC):
     def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """Sample every request; completions are yielded as they finish.
 
-        A caller that leaves early aborts the rest, which is not delivered to anybody.
+        A caller that leaves early aborts the rest, which is not delivered to anybody; so does a request that is refused
+        before sampling has begun.
 
         Raises:
             PromptTooLong: before anything is sampled.
         """
         for request in requests:
             self.check_length(request)
-        for request in requests:
-            self.submit(request)
+        submitted: list[str] = []
+        try:
+            for request in requests:
+                self.submit(request)
+                submitted.append(request.request_id)
+        except BaseException:
+            with contextlib.suppress(EngineError):  # the first error is the one to show
+                self._give_up(submitted)
+            raise
         try:
             yield from self.stream()
         except GeneratorExit:
             with contextlib.suppress(EngineDead):  # then nothing is left of them anyway
-                self.abort([request.request_id for request in requests])
-                for _ in self.stream():
-                    pass
+                self._give_up(submitted)
             raise
+
+    def _give_up(self, request_ids: Collection[str]) -> None:
+        """Abort requests that nobody waits for any more."""
+        self.abort(request_ids)
+        for _ in self.stream():
+            pass
 
     def check_length(self, request: Request) -> None:
         """Raises PromptTooLong when the prompt leaves no room for one token, EngineError when it is empty."""

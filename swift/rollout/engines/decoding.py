@@ -318,7 +318,8 @@ class _RowCache:
         return self.used - 1
 
     def keep(self, rows: Tensor) -> None:
-        """Keep only `rows`."""
-        self.layers = [(keys[rows], values[rows]) for keys, values in self.layers]
+        """Keep only `rows`; never more than one layer exists twice."""
+        for index, (keys, values) in enumerate(self.layers):
+            self.layers[index] = (keys[rows], values[rows])
         if self.visible is not None:
             self.visible = self.visible[rows]

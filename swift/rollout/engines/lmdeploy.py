@@ -117,6 +117,7 @@ class LMDeployEngine(InferenceEngine):
         self._closed = False
         self._update: LMDeployUpdate | None = None
         self._replaced = False  # base weights are no longer those of the folder
+        self._base_version = 0
         self._pulse = Pulse(self._probe)
         self._unconfirmed: tuple[str, int] | None = None
         self._adapter_name: str | None = None
@@ -242,6 +243,7 @@ class LMDeployEngine(InferenceEngine):
         self._update, self._unconfirmed = None, None
         self._asleep, self._level, self._paused = set(), 0, False
         self._dropped, self._replaced, self._void, self._dead = False, False, "", ""
+        self._base_version = 0
         self._pulse = Pulse(self._probe)
         if pipeline is not None:
             _bounded(pipeline.close, CLOSE_S, "close")
@@ -477,17 +479,21 @@ class LMDeployEngine(InferenceEngine):
         if why:
             self._void = f"{why}; the model may be half updated"
             return
-        self.version, self._replaced = version, True
+        self.version = self._base_version = version
+        self._replaced = True
         self._adapter_name = None
 
     def load_adapter(self, adapter: AdapterWeights, version: int) -> Ack:
-        """See `InferenceEngine.load_adapter`; starts LMDeploy's engine again, which reads adapters then only."""
+        """See `InferenceEngine.load_adapter`; starts LMDeploy's engine again, which reads adapters then only.
+
+        Its KV cache is awake afterwards.
+        """
         if not self.capabilities.lora:
             raise self._unsupported("LoRA adapters")
         self._require_open()
         self._require_quiet("an adapter")
-        if self._asleep:
-            raise EngineAsleep("engine: lmdeploy: it sleeps; wake it before an adapter is loaded")
+        if "weights" in self._asleep:
+            raise EngineAsleep("engine: lmdeploy: its weights sleep; wake them before an adapter is loaded")
         if self._replaced:
             raise SyncFailed(
                 f"weights: version {version} for lmdeploy: the base weights were replaced, and loading an adapter "
@@ -533,6 +539,7 @@ class LMDeployEngine(InferenceEngine):
             raise self._unsupported("LoRA adapters")
         self._require_quiet("dropping an adapter")
         self._adapter_name = None
+        self.version = self._base_version
 
     def reset_caches(self) -> None:
         """See `InferenceEngine.reset_caches`: nothing of a prompt outlives its request, as prefix caching is off."""
@@ -608,7 +615,7 @@ class LMDeployEngine(InferenceEngine):
         if self._dead or self._void:
             return Health(False, self.version, self._dead or self._void)
         try:
-            found = self._wait_for(self._engine.health_probe(STALL_S), HEALTH_S, "health")
+            found = self._wait_for(self._engine.health_probe(STALL_S), HEALTH_S, "health", fatal=False)
         except (EngineDead, RuntimeError) as error:
             return Health(False, self.version, _first_line(error))
         if found["status"] == "unhealthy":
@@ -633,15 +640,16 @@ class LMDeployEngine(InferenceEngine):
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
         return asyncio.run_coroutine_threadsafe(work, self._pipeline.internal_thread.loop)
 
-    def _wait_for(self, work: Coroutine[Any, Any, Any], seconds: float, what: str) -> Any:
-        """Run a coroutine on LMDeploy's loop, at most this long."""
+    def _wait_for(self, work: Coroutine[Any, Any, Any], seconds: float, what: str, *, fatal: bool = True) -> Any:
+        """Run a coroutine on LMDeploy's loop, at most this long; `fatal`: the engine is dead if it takes longer."""
         future = self._spawn(work)
         try:
             return future.result(seconds)
         except concurrent.futures.TimeoutError as error:
             future.cancel()
-            self._dead = f"{what} did not end within {seconds:.0f} s"
-            raise EngineDead(f"engine: lmdeploy: {self._dead}") from error
+            late = f"{what} did not end within {seconds:.0f} s"
+            self._dead = late if fatal else self._dead
+            raise EngineDead(f"engine: lmdeploy: {late}") from error
 
     def _on_loop(self, call: Callable[[], Any], seconds: float) -> Any:
         """Call a function on the loop's own thread: LMDeploy sets asyncio events in some of them."""

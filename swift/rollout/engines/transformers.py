@@ -13,6 +13,7 @@ weights that are there then.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import OrderedDict, deque
@@ -301,16 +302,16 @@ class TransformersEngine(InferenceEngine):
         for request in lengths_together:
             by_prompt.setdefault(tuple(request.prompt_ids), []).append(request)
         batch: list[Request] = []
-        slots = 0
+        widest = longest = 0  # the cache is as wide as the longest prompt, and goes on for the largest limit
         for prompt, group in by_prompt.items():
             for request in group:
-                wanted = max(slots, len(prompt) + request.sampling.max_new_tokens)
-                full = len(batch) >= self.max_rows or wanted * (len(batch) + 1) > self._cache_slots()
+                width, length = max(widest, len(prompt)), max(longest, self.room(request))
+                full = len(batch) >= self.max_rows or (width + length) * (len(batch) + 1) > self._cache_slots()
                 if batch and (full or not self._mixes(len(prompt), batch)):
                     yield batch
-                    batch, wanted = [], len(prompt) + request.sampling.max_new_tokens
+                    batch, width, length = [], len(prompt), self.room(request)
                 batch.append(request)
-                slots = wanted
+                widest, longest = width, length
         if batch:
             yield batch
 
@@ -361,12 +362,12 @@ class TransformersEngine(InferenceEngine):
         """Load the weights of version 0 again; requests that are outstanding stay so."""
         reload = self._own("rebuild")
         self._check_open()
+        self._void = "they could not be loaded again"
         if self._memory is not None:
             self._memory.drop()  # never two copies at once
         try:
             self.model = reload()
         except (SwiftError, OSError, RuntimeError) as error:
-            self._void = "they could not be loaded again"
             raise EngineDead(f"engine: transformers: cannot be made again ({str(error).splitlines()[0]})") from error
         self.obstacle = choose_attention(self.model)
         self._memory = WeightMemory(self.model)
@@ -376,12 +377,13 @@ class TransformersEngine(InferenceEngine):
     def load_adapter(self, adapter: AdapterWeights, version: int) -> Ack:
         """Fold a LoRA adapter into the base weights, in place of the former one."""
         self._own("LoRA adapters: the trainer's own is part of its model")
-        self._check_awake()
+        self._check_whole()
         self._check_at_rest("an adapter")
         started = time.monotonic()
         folded = FoldedAdapter(self.model, adapter, version)  # refuses before anything is changed
-        self._drop_adapter()
-        rounded = folded.fold()
+        with self._changing(f"adapter version {version}"):
+            self._drop_adapter()
+            rounded = folded.fold()
         self._adapter = folded
         self.version = version
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in adapter.tensors.values())
@@ -390,9 +392,23 @@ class TransformersEngine(InferenceEngine):
     def drop_adapter(self) -> None:
         """Sample with the base weights again."""
         self._own("LoRA adapters: the trainer's own is part of its model")
-        self._check_awake()
+        self._check_whole()
         self._check_at_rest("a change of adapter")
-        self._drop_adapter()
+        with self._changing("the base"):
+            self._drop_adapter()
+
+    @contextlib.contextmanager
+    def _changing(self, what: str) -> Iterator[None]:
+        """Weights are written inside; they are void unless it ends well."""
+        self._void = f"{what} is in them by half"
+        try:
+            yield
+        except Exception as error:
+            raise SyncFailed(
+                f"weights: {what} for transformers: {type(error).__name__}: {str(error).partition(chr(10))[0]}; "
+                "rebuild the engine"
+            ) from error
+        self._void = ""
 
     def _drop_adapter(self) -> None:
         if self._adapter is not None:
@@ -486,17 +502,23 @@ class TransformersEngine(InferenceEngine):
         if self._memory is not None and "weights" in self._memory.asleep:
             raise EngineAsleep(f"engine: transformers: {self._memory.state}; wake its weights first")
 
-    def _check_awake(self) -> None:
-        """Raises when it cannot sample."""
+    def _check_whole(self) -> None:
+        """Raises when its weights are not those of a version."""
         self._check_open()
-        if self._memory is not None and self._memory.state:
-            raise EngineAsleep(f"engine: transformers: {self._memory.state}; wake it, and publish what it dropped")
         if self._void:
             raise SyncFailed(f"engine: transformers: its weights are void: {self._void}; rebuild it")
+        if self._memory is not None and (self._memory.lost or "weights" in self._memory.asleep):
+            raise EngineAsleep(f"engine: transformers: {self._memory.state}; wake it, and publish what it dropped")
         if self._update is not None:
             raise SyncFailed(
                 f"engine: transformers: version {self._update.version} has arrived in part; commit it first"
             )
+
+    def _check_awake(self) -> None:
+        """Raises when it cannot sample."""
+        self._check_whole()
+        if self._memory is not None and self._memory.asleep:
+            raise EngineAsleep(f"engine: transformers: {self._memory.state}; wake it")
 
     def _check_at_rest(self, what: str) -> None:
         if self._outstanding and not self._paused:

@@ -25,14 +25,15 @@ class WeightMemory:
         self._parameters = list(model.parameters())
         self._shapes = [parameter.shape for parameter in self._parameters]
         self._device = self._parameters[0].device
-        self._lost = False
+        self.lost = False
+        """Level 2 has dropped the weights, and nothing has filled them since."""
 
     @property
     def state(self) -> str:
         """Why nothing can be sampled, in a few words; "" when something can."""
         if self.asleep:
             return f"asleep ({', '.join(sorted(self.asleep))})"
-        return "awake, but sleep(2) dropped its weights" if self._lost else ""
+        return "awake, but sleep(2) dropped its weights" if self.lost else ""
 
     def sleep(self, level: SleepLevel) -> SleepReport:
         """Release memory at level 1 or 2; deeper than before or as deep."""
@@ -55,7 +56,7 @@ class WeightMemory:
 
     def drop(self) -> None:
         """Give the parameters' memory up, whatever else holds on to them."""
-        self._lost = True
+        self.lost = True
         for one in self._parameters:
             one.data = torch.empty(0, dtype=one.dtype, device=self._device)
 
@@ -76,7 +77,7 @@ class WeightMemory:
 
     def filled(self) -> None:
         """An update has written every parameter."""
-        self._lost = False
+        self.lost = False
 
 
 def _reserved(device: torch.device) -> int:

@@ -254,10 +254,15 @@ class VLLMEngine(InferenceEngine):
             if not self._running or self._paused:
                 return
             self._check_usable()
-            self._ready.extend(self._step())
+            self._step()
 
-    def _step(self) -> list[Completion]:
-        """One token of every running request; those that ended with it."""
+    def _step(self) -> None:
+        """One token of every running request; those that ended with it are ready.
+
+        Raises:
+            EngineDead: vLLM failed.
+            EngineError: what it gave one request is no token; the other requests have theirs.
+        """
         started = time.monotonic()
         try:
             with self._busy, same_randomness():
@@ -271,7 +276,16 @@ class VLLMEngine(InferenceEngine):
         finally:
             self.counters.generate_s += time.monotonic() - started
         self.counters.decode_steps += bool(outputs)
-        return [done for output in outputs if (done := self._take(output)) is not None]
+        problem: Exception | None = None
+        for output in outputs:
+            try:
+                done = self._take(output)
+            except Exception as error:  # the tokens of the others come only once
+                problem = problem or error
+            else:
+                self._ready.extend([done] if done is not None else [])
+        if problem is not None:
+            raise problem
 
     def _take(self, output: Any) -> Completion | None:
         """Note what a step gave one request; its completion when that was the end.
@@ -333,7 +347,7 @@ class VLLMEngine(InferenceEngine):
             self._apply_aborts()
         while mode == "wait" and self._running:
             self._check_usable()
-            self._ready.extend(self._step())
+            self._step()
             self._apply_aborts()
         self._paused = True
 
@@ -383,8 +397,7 @@ class VLLMEngine(InferenceEngine):
     def _weights_arrived(self, version: int) -> None:
         """All weights are in: adapters and what was computed with the old ones are gone, then the version changes."""
         self._drop_adapters()
-        if "kv_cache" not in self._asleep:
-            self.reset_caches()
+        self._reset_awake_caches()
         self._dropped = False
         self.version = self._base_version = version
 
@@ -422,8 +435,8 @@ class VLLMEngine(InferenceEngine):
         if not self.spec.lora:
             raise self._unsupported("LoRA adapters (--vllm_enable_lora true)")
         self._check_whole()
-        if self._asleep:
-            raise EngineAsleep("engine: vllm: asleep: it takes no adapter; wake it first")
+        if "weights" in self._asleep:
+            raise EngineAsleep("engine: vllm: asleep: it takes no adapter; wake its weights first")
         self._check_idle("a new adapter")
         rank, limit = adapter_rank(adapter), self.capabilities.max_lora_rank
         if rank > limit:
@@ -447,7 +460,7 @@ class VLLMEngine(InferenceEngine):
         self._shelf.held.append(loaded)
         self._adapter = loaded
         self._drop_old_adapters()
-        self.reset_caches()
+        self._reset_awake_caches()
         self.version = version
         tensors = adapter.tensors.values()
         return Ack(
@@ -486,10 +499,11 @@ class VLLMEngine(InferenceEngine):
         if not self.spec.lora:
             raise self._unsupported("LoRA adapters (--vllm_enable_lora true)")
         self._check_whole()
+        if "weights" in self._asleep:
+            raise EngineAsleep("engine: vllm: asleep: it drops no adapter; wake its weights first")
         self._check_idle("the base weights")
         self._drop_adapters()
-        if not self._asleep:
-            self.reset_caches()
+        self._reset_awake_caches()
         self.version = self._base_version
 
     def _drop_adapters(self) -> None:
@@ -509,6 +523,11 @@ class VLLMEngine(InferenceEngine):
         self._llm.reset_encoder_cache()
         if not self._llm.reset_prefix_cache(reset_running_requests=bool(self._running)):
             raise EngineError("engine: vllm: the prefix cache was not reset: a request still holds a part of it")
+
+    def _reset_awake_caches(self) -> None:
+        """After a change of weights; a cache that sleeps was emptied before."""
+        if "kv_cache" not in self._asleep:
+            self.reset_caches()
 
     def _check_idle(self, what: str, *, kept: bool = True) -> None:
         """Raises EngineError when requests are outstanding; `kept`: those of a paused engine may be."""
@@ -553,14 +572,14 @@ class VLLMEngine(InferenceEngine):
         notes = []
         if level == 2 and self.spec.lora:  # only adapters are published: nothing would bring the base back
             level, notes = 1, ["base weights are kept: only adapters are published"]
-        if level == 0 or (self._asleep and (level == 1 or self._dropped)):
+        if level == 0 or (self._asleep == set(ALL_TAGS) and (level == 1 or self._dropped)):
             return SleepReport()
         self._check_idle(f"sleep({level})", kept=False)
         if self._asleep:
             self.wake()  # vLLM does not go from one level to the other
         self.reset_caches()
         freed, more = self._release_on_cpu(level) if self._on_cpu else self._release_on_device(level)
-        self._asleep, self._dropped = set(ALL_TAGS), level == 2
+        self._asleep, self._dropped = set(ALL_TAGS), self._dropped or level == 2
         return SleepReport(freed, "; ".join([*more, *notes]))
 
     def _release_on_cpu(self, level: int) -> tuple[int, list[str]]:
@@ -614,8 +633,9 @@ class VLLMEngine(InferenceEngine):
         }
 
     def _weight_bytes(self) -> int:
-        """Bytes of the weights in the engine's type; vLLM's parameters do not say once they are repacked."""
-        return self._expect().numbers * getattr(torch, self.capabilities.dtype).itemsize
+        """Bytes of this process's weights in the engine's type; vLLM's parameters do not say once they are repacked."""
+        whole = self._expect().numbers * getattr(torch, self.capabilities.dtype).itemsize
+        return whole // (self.spec.tensor_parallel_size if self._executor == "external_launcher" else 1)
 
     # --- watching ---------------------------------------------------------------------------------------------
 
@@ -654,15 +674,18 @@ class VLLMEngine(InferenceEngine):
         if self._closed:
             return
         self._closed = True
-        if not self._busy.acquire(timeout=CLOSE_S):
+        at_rest = self._busy.acquire(timeout=CLOSE_S)
+        if not at_rest:
             logger.warning("vllm: closed in the middle of a step that has taken %d s", CLOSE_S)
-        self._shelf.close()
-        self._running.clear()
-        self._ready.clear()
         try:
+            self._shelf.close()
+            self._running.clear()
+            self._ready.clear()
             self._shut_down()
         finally:
             groups.leave(self._vllm.destroy_model_parallel, self._vllm.destroy_distributed_environment)
+            if at_rest:
+                self._busy.release()
 
     # --- inside -----------------------------------------------------------------------------------------------
 
@@ -700,6 +723,7 @@ class VLLMEngine(InferenceEngine):
     def _new_llm(self) -> Any:
         """A new vLLM engine of the spec, first weights loaded."""
         llm = vllm_start.start(self._vllm, self.spec, self._config, on_cpu=self._on_cpu)
+        vllm_versions.check_engine(llm)
         self._segments |= {name for name in llm.collective_rpc("swift_segments") if name}
         return llm
 

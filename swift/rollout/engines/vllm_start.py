@@ -128,6 +128,8 @@ def device_indexes(spec: EngineSpec, visible: int) -> list[int]:
 def _start_error(spec: EngineSpec, error: Exception) -> SwiftError:
     """What a failure to start means."""
     line = first_line(error)
+    if re.search("expandable.segments", str(error), re.IGNORECASE):
+        return ConfigError(f"PYTORCH_CUDA_ALLOC_CONF: expandable_segments: vLLM refuses it ({line}); unset it")
     if re.search(r"\bmemory\b|kv cache", line, re.IGNORECASE) and not isinstance(error, AttributeError):
         return ResourceError(
             f"engine: vllm: {line}; lower --vllm_max_model_len, --vllm_max_num_seqs or --vllm_gpu_memory_utilization"

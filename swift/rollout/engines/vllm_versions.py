@@ -1,8 +1,9 @@
-"""Which vLLM is installed, and everything of it that we use: each name is looked up here, once, before weights load.
+"""Which vLLM is installed, and everything of it that we use: each name is looked up here, once, at the start.
 
-vLLM has no stable interface below its command line. What `swift` relies on is therefore listed in `USED`; a release
-that moved one of these names is refused at the start with that name, not in the middle of a run. The in-process
-engine uses nothing of vLLM that is not in this file.
+vLLM has no stable interface below its command line. What `swift` relies on is therefore listed: names of modules in
+`USED`, looked up before weights load, attributes of what vLLM has made in `OF_ENGINE` and `OF_WORKER`. A release that
+moved one of these is refused at the start with that name, not in the middle of a run. The in-process engine uses
+nothing of vLLM that is not in this file.
 
 How the versions differ, as far as it matters here:
 
@@ -28,7 +29,7 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,12 +59,26 @@ USED: dict[str, tuple[str, ...]] = {
     "vllm.v1.engine.core_client": ("InprocClient.get_output",),
     "vllm.sampling_params": ("SamplingParams", "RequestOutputKind.DELTA"),
     "vllm.lora.request": ("LoRARequest",),
+    "vllm.lora.layers.base": ("BaseLayerWithLoRA",),
     "vllm.config": ("set_current_vllm_config",),
     "vllm.platforms": ("current_platform",),
     "vllm.model_executor.model_loader.reload": ("initialize_layerwise_reload", "finalize_layerwise_reload"),
     "vllm.distributed.parallel_state": ("destroy_model_parallel", "destroy_distributed_environment"),
 }
 """Module -> names in it."""
+
+OF_ENGINE = (
+    "vllm_config.model_config",
+    "engine_core.engine_core.scheduler.running",
+    "engine_core.engine_core.scheduler.waiting",
+    "engine_core.engine_core.scheduler.shutdown",
+    "engine_core.engine_core.structured_output_manager.clear_backend",
+    "engine_core.engine_core.model_executor.shutdown",
+)
+"""Attributes of an `LLMEngine` in this process."""
+
+OF_WORKER = ("vllm_config", "model_runner.get_model", "model_runner.model_config", "model_runner.kv_caches")
+"""Attributes of a worker."""
 
 ENGINE_ARGS = (
     "model", "tokenizer", "dtype", "seed", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
@@ -137,8 +152,10 @@ def load_vllm() -> Vllm:
     with quiet_logs():
         try:
             found = {module: importlib.import_module(module) for module in USED}
-        except ImportError as error:
-            raise ResourceError(f"--use_vllm: true: vLLM {version} does not import ({error}); {HINT}") from error
+        except Exception as error:  # a build for another torch or device fails in many ways
+            raise ResourceError(
+                f"--use_vllm: true: vLLM {version} does not import ({type(error).__name__}: {error}); {HINT}"
+            ) from error
     missing = [f"{module}.{name}" for module, names in USED.items() for name in names if not _has(found[module], name)]
     missing += _missing_arguments(found)
     if missing:
@@ -153,8 +170,25 @@ def load_vllm() -> Vllm:
         platform=found["vllm.platforms"].current_platform,
         destroy_model_parallel=found["vllm.distributed.parallel_state"].destroy_model_parallel,
         destroy_distributed_environment=found["vllm.distributed.parallel_state"].destroy_distributed_environment,
-        reloads_under_adapters=_has(importlib.import_module("vllm.lora.layers.base"), "BaseLayerWithLoRA.load_weights"),
+        reloads_under_adapters=_has(found["vllm.lora.layers.base"], "BaseLayerWithLoRA.load_weights"),
     )
+
+
+def lacking(made: Any, names: Sequence[str]) -> list[str]:
+    """Those of `names` that something vLLM has made does not have."""
+    return [f"{type(made).__name__}.{name}" for name in names if not _has(made, name)]
+
+
+def check_engine(llm: Any) -> None:
+    """Looks up what is used of an engine and its workers.
+
+    Raises:
+        ResourceError: something is not there.
+    """
+    missing = lacking(llm, OF_ENGINE)
+    missing += sorted({name for reply in llm.collective_rpc("swift_lacking") for name in reply})
+    if missing:
+        raise ResourceError(f"--use_vllm: true: vLLM {installed_version()} has no {', '.join(missing)}; {HINT}")
 
 
 def _has(owner: Any, path: str) -> bool:

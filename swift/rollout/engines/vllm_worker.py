@@ -93,6 +93,10 @@ class WorkerExtension:
         size = sum(size for _, size in kv)
         return {"kv": size, "kv_resident": sum(starmap(pages_in_memory, kv)) if on_cpu else size}
 
+    def swift_lacking(self) -> list[str]:
+        """What is used of this worker and not there."""
+        return vllm_versions.lacking(self, vllm_versions.OF_WORKER)
+
     def swift_segments(self) -> str:
         """What the names of this worker's shared memory contain; workers that are killed leave it behind."""
         return os.environ.get("VLLM_DIST_IDENT", "")
