@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from swift.errors import SwiftError, end_process
 from swift.rollout.collect import EngineShare
 from swift.rollout.engines.spec import EngineSpec, build_engine
 from swift.rollout.placement import Placement, place, request_from
@@ -184,7 +185,7 @@ def _make(
     spec = engine_spec(args, template, max_model_len=max_model_len, placement=placement)
     if mode == "colocate":
         width = placement.tensor_parallel_size
-        setup.engine = build_engine(_on_device(spec, placement, placement.engines[local_rank // width], local_rank))
+        setup.engine = _build_here(_on_device(spec, placement, placement.engines[local_rank // width], local_rank))
         per_node = len(placement.engines)
         setup.share = EngineShare(
             node * per_node + local_rank // width, nodes * per_node, reports=local_rank % width == 0
@@ -233,6 +234,20 @@ def attention_heads(args: Any) -> int | None:
     from swift.models.source import locate
 
     return getattr(load_config(locate(args).base, args).get_text_config(), "num_attention_heads", None)
+
+
+def _build_here(spec: EngineSpec) -> InferenceEngine:
+    """The engine in this process.
+
+    Where it is shared with other ranks a failure ends the process: the others are in the engine's own start, waiting
+    for this one, where no exception would reach them.
+    """
+    try:
+        return build_engine(spec)
+    except SwiftError as error:
+        if spec.in_ranks:
+            end_process(error)
+        raise
 
 
 def _on_device(spec: EngineSpec, placement: Placement, devices: tuple[str, ...], local_rank: int = 0) -> EngineSpec:
