@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from scripted_engine import CountingSource, ScriptedEngine, lost, two_layers
 
-from swift.errors import EngineDead, EngineError, PromptTooLong, RequestRefused, SyncFailed
+from swift.errors import ConfigError, EngineDead, EngineError, PromptTooLong, RequestRefused, SyncFailed
 from swift.rollout.engines.base import Capabilities, SleepReport
 from swift.rollout.engines.pool import EnginePool, common_capabilities
 from swift.rollout.weight_sync.base import Bucket
@@ -419,3 +419,17 @@ def test_a_bucket_without_tensors_is_no_bucket_to_fail_on():
     for bucket in source.buckets():
         update.send(bucket)
     assert update.commit().version == 1
+
+
+def test_an_adapter_that_every_engine_refuses_changes_nothing(monkeypatch):
+    pool = EnginePool([Member(), Member()])
+
+    def refuse(adapter, version):
+        raise ConfigError("--vllm_max_lora_rank: 8: the adapter has rank 16; set it to 16")
+
+    for engine in pool.engines:
+        monkeypatch.setattr(engine, "load_adapter", refuse)
+    with pytest.raises(ConfigError, match="rank 16"):
+        pool.load_adapter(None, 1)
+    assert len(list(pool.generate(group("a")))) == 4
+    pool.close()

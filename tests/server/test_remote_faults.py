@@ -527,20 +527,20 @@ def test_a_full_queue_is_waited_for(server, fake, monkeypatch):
 
 
 def test_close_ends_a_stream_of_another_thread(engine):
-    for request in many(32):
+    for request in many(400):
         engine.submit(request)
-    ended = []
+    ended, begun = [], threading.Event()
 
     def stream():
         try:
             for _ in engine.stream():
-                pass
+                begun.set()
         except EngineDead as error:
             ended.append(error)
 
     thread = threading.Thread(target=stream)
     thread.start()
-    time.sleep(0.3)
+    assert begun.wait(60)
     engine.close()
     thread.join(10)
     assert not thread.is_alive()

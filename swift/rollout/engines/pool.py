@@ -26,7 +26,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from swift.errors import EngineDead, EngineError, RequestRefused, SwiftError, SyncFailed
+from swift.errors import (
+    ConfigError,
+    EngineAsleep,
+    EngineDead,
+    EngineError,
+    RequestRefused,
+    SwiftError,
+    SyncFailed,
+    Unsupported,
+)
 from swift.rollout.engines.base import (
     ALL_TAGS,
     Ack,
@@ -340,7 +349,12 @@ class EnginePool(InferenceEngine):
         self._check_whole()
         self._rest()
         self._void = f"the adapter of version {version} has not reached every engine"
-        acks = self._on_all(lambda engine: engine.load_adapter(adapter, version))
+        try:
+            acks = self._on_all(lambda engine: engine.load_adapter(adapter, version))
+        except (ConfigError, EngineAsleep, Unsupported):  # refused before anything was touched
+            if all(member.engine.version == self.version for member in self._alive()):
+                self._void = ""
+            raise
         self._void = ""
         self._follow()
         return joint_ack(acks)
