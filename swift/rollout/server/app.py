@@ -13,7 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from swift.errors import ConfigError, EngineAsleep, EngineDead, PromptTooLong, RequestRefused, SwiftError, Unsupported
+from swift.errors import ConfigError, EngineAsleep, EngineDead, PromptTooLong, RequestRefused, SwiftError, SyncFailed, Unsupported
 from swift.rollout.server import (
     routes_control,
     routes_infer,
@@ -33,11 +33,14 @@ STATUS: tuple[tuple[type[SwiftError], int], ...] = (
     (RequestRefused, 422),
     (ConfigError, 422),
     (EngineAsleep, 409),
+    (SyncFailed, 409),
     (Unsupported, 501),
     (EngineDead, 503),
     (SwiftError, 500),
 )
-"""First match wins."""
+"""First match wins. Weights that did not arrive are a conflict: clients repeat what answers 500, and a broadcast that
+nobody sends a second time would be waited for.
+"""
 
 
 def make_app(service: Service) -> Any:
@@ -88,6 +91,8 @@ async def _misshapen(_: Request, error: Exception) -> JSONResponse:
 
 async def _unknown(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
+    if error.status_code == 400:  # raised by the reading of bodies alone
+        return JSONResponse(Refused(422, "body", f"body: {error.detail}; send JSON").body(), 422)
     problem = f"{request.method} {request.url.path}: {error.detail}"
     return JSONResponse(Refused(error.status_code, "route", problem).body(), error.status_code)
 

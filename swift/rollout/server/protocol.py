@@ -7,9 +7,9 @@ other than the one asked for would be trained on as if it were right.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from swift.rollout.server.limits import Refused
 from swift.types import SamplingParams
@@ -17,7 +17,7 @@ from swift.types import SamplingParams
 HARMLESS = frozenset({
     "user", "metadata", "store", "request_id", "priority", "stream_options", "tool_choice", "output_kind", "detokenize",
     "echo", "service_tier", "truncation", "images", "parallel_tool_calls", "spaces_between_special_tokens", "kind",
-    "include_stop_str_in_output", "length_penalty", "add_generation_prompt", "cache_salt", "n_best",
+    "length_penalty", "add_generation_prompt", "cache_salt", "n_best",
 })  # fmt: skip
 """Fields that change nothing here; some only at the values that `NEUTRAL` names."""
 
@@ -29,6 +29,8 @@ NEUTRAL: dict[str, Sequence[Any]] = {
     "continue_final_message": (False,),
 }  # fmt: skip
 """Values of fields that this server does not have at which they ask for nothing."""
+
+Shape = TypeVar("Shape", bound=BaseModel)
 
 SEEDS = 2**63
 TOP_LOGPROBS = 1
@@ -57,6 +59,7 @@ class Sampling(Open):
     ignore_eos: bool = False
     seed: int | None = None
     skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
 
 
 class CompletionRequest(Sampling):
@@ -116,17 +119,19 @@ class DetokenizeRequest(Open):
 
 
 class LegacyGenerate(Sampling):
-    """POST /generate/ of `trl vllm-serve`."""
+    """POST /generate/ of `trl vllm-serve`. truncate_prompt_tokens: keeps that many of a prompt's last tokens."""
 
     prompts: list[str] | list[list[int]]
+    truncate_prompt_tokens: int | None = None
     logprobs: int | None = 0
     generation_kwargs: dict[str, Any] | None = None
 
 
 class LegacyChat(Sampling):
-    """POST /chat/ of `trl vllm-serve`."""
+    """POST /chat/ of `trl vllm-serve`. truncate_prompt_tokens: as in `LegacyGenerate`."""
 
     messages: list[list[dict[str, Any]]]
+    truncate_prompt_tokens: int | None = None
     logprobs: int | None = 0
     generation_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -234,11 +239,14 @@ class InitTransfer(BaseModel):
 
 
 class UpdateInfo(Open):
-    """What vLLM's trainers announce before they broadcast."""
+    """What vLLM's trainers announce before they broadcast. packed, ...: how; vLLM before 0.28 says it here."""
 
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
+    packed: bool | None = None
+    packed_buffer_size_bytes: int | None = Field(default=None, ge=1)
+    packed_num_buffers: int | None = Field(default=None, ge=1)
 
 
 class UpdateWeights(BaseModel):
@@ -248,7 +256,7 @@ class UpdateWeights(BaseModel):
 
 
 class FinishUpdate(BaseModel):
-    """POST /finish_weight_update."""
+    """POST /finish_weight_update. weight_version: a number is the version; another label is what /weight_info says."""
 
     weight_version: str | int | None = None
 
@@ -268,6 +276,20 @@ class LegacyParameter(Open):
     name: str
     dtype: str
     shape: list[int]
+
+
+def parsed(shape: type[Shape], data: bytes) -> Shape:
+    """A JSON body.
+
+    Raises:
+        Refused: it does not have this shape.
+    """
+    try:
+        return shape.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "body"
+        raise Refused(422, "field", f"{where}: {first['msg']}") from error
 
 
 def refuse_extras(request: Open, *more: str) -> None:

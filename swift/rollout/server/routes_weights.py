@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import asdict
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query
 from fastapi import Request as HttpRequest
-from pydantic import BaseModel, ValidationError
 from starlette.datastructures import UploadFile
 
 from swift.errors import ConfigError
@@ -26,6 +25,7 @@ from swift.rollout.server.protocol import (
     LoadAdapterRequest,
     UnloadAdapterRequest,
     UpdateRef,
+    parsed,
 )
 from swift.rollout.server.routes_infer import RunId
 from swift.rollout.server.service import Service
@@ -34,7 +34,6 @@ from swift.rollout.server.updates import Upload
 from swift.rollout.weight_sync import disk
 from swift.rollout.weight_sync.base import Ack, AdapterWeights
 
-Shape = TypeVar("Shape", bound=BaseModel)
 Position = Annotated[int | None, Query(ge=0)]
 Kind = Annotated[str, Header(alias="content-type")]
 
@@ -167,20 +166,6 @@ async def _deliver_named(service: Service, named: FileBucket) -> None:
         await service.job(lambda: updates.deliver_broadcast(named.update, named.bucket, header))
     else:
         raise Refused(422, "field", "bucket: one of path and broadcast is needed")
-
-
-def parsed(shape: type[Shape], data: bytes) -> Shape:
-    """A JSON body.
-
-    Raises:
-        Refused: it does not have this shape.
-    """
-    try:
-        return shape.model_validate_json(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "body"
-        raise Refused(422, "field", f"{where}: {first['msg']}") from error
 
 
 def _collected(

@@ -234,7 +234,7 @@ def load_whole(front: Front, tensors: Sequence[tuple[str, torch.Tensor]], versio
         SyncFailed: they are not the model's, or did not arrive.
     """
     if not tensors:
-        raise EngineError("weights: no tensor came; send them between start and finish")
+        raise SyncFailed("weights: no tensor came; send them between start and finish")
     update = front.engine.begin_update([TensorInfo.of(name, tensor) for name, tensor in tensors], version)
     try:
         for bucket in whole_layers(tensors):
