@@ -10,12 +10,14 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
+: "${SWIFT_API_KEY:?set SWIFT_API_KEY to a long random text, the same for server and trainer}"
+export SWIFT_API_KEY  # the server reads it there: a command line can be read by other users of the machine
+
 swift rollout \
     --model Qwen/Qwen2.5-7B-Instruct \
     --torch_dtype bfloat16 \
     --host 0.0.0.0 \
     --port "${PORT:-8000}" \
-    --api_key "${SWIFT_API_KEY:?set SWIFT_API_KEY to a long random text, the same for server and trainer}" \
     --vllm_max_model_len 3072 \
     --vllm_gpu_memory_utilization 0.9 \
     "$@"

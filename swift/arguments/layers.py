@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Source = Literal["file", "env", "command line"]
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
-VARIABLES = {"USE_HF": "use_hf", "SWIFT_DEBUG": "debug"}
+VARIABLES = {"USE_HF": "use_hf", "SWIFT_DEBUG": "debug", "SWIFT_API_KEY": "api_key"}
 """Environment variable -> the setting it is."""
 
 _FLAG = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)

@@ -295,7 +295,8 @@ class RolloutServerArguments(CommonArguments, EngineArguments, GenerationArgumen
     """Port to listen on; 0 takes a free one, which the ready line names."""
 
     api_key: str | None = flag(group="Run", unset="no authentication")
-    """Bearer token that clients must send."""
+    """Bearer token that clients must send. The environment variable SWIFT_API_KEY does the same, and other users of the
+    machine cannot read it."""
 
     allow_unauthenticated: bool = flag(False, group="Run", everyday=False)
     """Listen on a public address without a key."""
@@ -319,7 +320,7 @@ class RolloutServerArguments(CommonArguments, EngineArguments, GenerationArgumen
         yield from _backend_problems(self)
         if not self._is_local() and not self.api_key and not self.allow_unauthenticated:
             yield (
-                f"--host: {self.host}: reachable by others without a key; give --api_key, "
+                f"--host: {self.host}: reachable by others without a key; set SWIFT_API_KEY, or give --api_key, "
                 "or --allow_unauthenticated true"
             )
 

@@ -38,7 +38,7 @@ class Communicator:
 @pytest.fixture
 def transfer(monkeypatch):
     """Installs a vLLM of this test's making; returns what a test may change."""
-    state = SimpleNamespace(communicator=Communicator(2), joins_s=0.0)
+    state = SimpleNamespace(communicator=Communicator(2), joins_s=0.0, buffers=None)
 
     def stateless_init_process_group(master_address, master_port, rank, world_size, device):
         time.sleep(state.joins_s)
@@ -47,6 +47,7 @@ def transfer(monkeypatch):
     def packed_nccl_broadcast_consumer(
         iterator, group, src, post_unpack_func, buffer_size_bytes=0, num_buffers=2, device="cuda"
     ):
+        state.buffers = (buffer_size_bytes, num_buffers)
         for name, (shape, dtype) in iterator:
             tensor = torch.empty(shape, dtype=dtype)
             group.broadcast(tensor, src=src)
@@ -78,6 +79,19 @@ def test_tensors_arrive(transfer, packed):
     assert (came["a"].tolist(), came["b"].tolist()) == ([1.0] * 2, [0.0] * 3)
     receiver.close()
     assert transfer.communicator.destroyed.is_set()
+
+
+def test_an_announcement_says_how_its_tensors_are_packed_over_what_the_group_said(transfer):
+    transfer.communicator.delivers = 6
+    receiver = vllm_transfer.NcclReceiver({**INIT, "packed_num_buffers": 3})
+    receiver.receive(INFOS)
+    assert transfer.buffers is None
+    receiver.receive(INFOS, {"packed": True, "packed_buffer_size_bytes": 4096})
+    assert transfer.buffers == (4096, 3)
+    transfer.buffers = None
+    receiver.receive(INFOS)
+    assert transfer.buffers is None
+    receiver.close()
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -6,13 +6,16 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import httpx
 import psutil
 import torch
 
+from swift.rollout.engines.pool import EnginePool
 from swift.rollout.engines.remote import RemoteEngine, RemoteTimeouts
 from swift.rollout.engines.spec import EngineSpec
+from swift.rollout.server.service import Service, Settings
 from swift.types import Request, SamplingParams
 
 START_LIMIT_S = 240.0
@@ -84,6 +87,29 @@ class Server:
             if not alive or time.monotonic() > deadline:
                 return alive
             time.sleep(0.05)
+
+
+def scripted_service(engines, folder, **settings):
+    """What the routes share, over engines of this process."""
+    template = SimpleNamespace(
+        tokenizer=lambda text, add_special_tokens: {"input_ids": [1, 2, 3]},
+        decode=lambda ids, skip_special_tokens: "".join(f"<{one}>" for one in ids),
+    )
+    return Service(
+        EnginePool(engines),
+        template,
+        Settings(
+            **{
+                "model": "scripted",
+                "folder": folder,
+                "dtype": "float32",
+                "tensor_parallel_size": 1,
+                "data_parallel_size": len(engines),
+                "stop_token_ids": (),
+                **settings,
+            }
+        ),
+    )
 
 
 def spec_of(model, **fields):

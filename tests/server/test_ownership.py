@@ -3,19 +3,16 @@
 import asyncio
 import threading
 import time
-from types import SimpleNamespace
 
 import httpx
 import pytest
 from scripted_engine import ScriptedEngine
-from server_parts import ask
+from server_parts import ask, scripted_service
 
-from swift.rollout.engines.pool import EnginePool
 from swift.rollout.server import wire
 from swift.rollout.server.app import make_app
 from swift.rollout.server.lease import Lease
 from swift.rollout.server.limits import Refused
-from swift.rollout.server.service import Service, Settings
 
 LIMIT_S = 20.0
 
@@ -41,20 +38,7 @@ def made(tmp_path):
     services = []
 
     def make(engine, *, lifetime_s=60.0, **settings):
-        template = SimpleNamespace(tokenizer=lambda text, add_special_tokens: {"input_ids": [1, 2, 3]})
-        service = Service(
-            EnginePool([engine]),
-            template,
-            Settings(
-                model="scripted",
-                folder=tmp_path,
-                dtype="float32",
-                tensor_parallel_size=1,
-                data_parallel_size=1,
-                stop_token_ids=(),
-                **settings,
-            ),
-        )
+        service = scripted_service([engine], tmp_path, **settings)
         service.lease = Lease(lifetime_s)
         services.append(service)
         return service

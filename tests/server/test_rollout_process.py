@@ -102,7 +102,8 @@ def test_a_missing_vllm_is_one_line_with_exit_code_3(nano_folders, capsys, monke
         ("--use_vllm true --infer_backend transformers", "contradicts --use_vllm true"),
     ],
 )
-def test_wrong_settings_are_named_before_weights_are_loaded(nano_folders, capsys, words, said):
+def test_wrong_settings_are_named_before_weights_are_loaded(nano_folders, capsys, monkeypatch, words, said):
+    monkeypatch.delenv("SWIFT_API_KEY", raising=False)
     more = [] if "--use_vllm" in words or "--infer_backend" in words else ["--use_vllm", "false"]
     command = ["rollout", "--model", str(nano_folders["qwen2"]), "--port", "0", "--dry_run", "true", *more]
     assert main([*command, *words.split()]) == 2
@@ -116,6 +117,28 @@ def test_the_dry_run_shows_engines_and_warns_of_a_server_without_a_key(nano_fold
     out, err = capsys.readouterr()
     assert "transformers, 2 engines on cpu:0, cpu:1" in out
     assert "warning: --allow_unauthenticated" in err
+
+
+def test_the_key_comes_from_the_environment_and_is_not_shown(nano_folders, capsys, monkeypatch):
+    monkeypatch.setenv("SWIFT_API_KEY", "not-for-everybody")
+    command = ["rollout", "--model", str(nano_folders["qwen2"]), "--use_vllm", "false", "--port", "0"]
+    assert main([*command, "--dry_run", "true", "--host", "0.0.0.0"]) == 0
+    out, err = capsys.readouterr()
+    assert "transformers, 1 engine" in out
+    assert "not-for-everybody" not in out + err
+
+
+@pytest.mark.slow
+def test_a_server_whose_engines_may_not_be_started_again_ends_with_code_4(nano_folders, tmp_path):
+    server = Server(nano_folders["qwen2"], tmp_path, "--engine_restarts", "0")
+    worker = next(one for one in server.family if "swift.rollout.engines.worker" in one.cmdline())
+    worker.kill()
+    assert server.process.wait(END_LIMIT_S) == 4
+    (line,) = [line for line in server.text().splitlines() if line.startswith("swift: error: ")]
+    assert "engine 0 (cpu:0)" in line
+    assert "--engine_restarts 0 within an hour are used up" in line
+    assert "Traceback" not in server.text()
+    assert server.left() == []
 
 
 @pytest.mark.slow

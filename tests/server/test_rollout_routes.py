@@ -46,7 +46,8 @@ def infer_lines(http, requests, **more):
 def test_health_needs_no_key_and_everything_else_does(server, http):
     import httpx
 
-    assert httpx.get(f"{server.url}/health", trust_env=False).json()["status"] == "ok"
+    assert httpx.get(f"{server.url}/health", trust_env=False).json() == {"status": "ok", "alive": True}
+    assert {"detail", "boot_id", "counters"} <= set(http.get("/health").json())
     assert httpx.get(f"{server.url}/health/", trust_env=False).status_code == 200
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": server.key}):
         for path in ("/info", "/v1/models", "/infer/", "/nothing"):
@@ -67,7 +68,11 @@ def test_it_says_what_it_serves(server, http):
     assert ok(http.get("/v1/models"))["data"][0]["id"] == server.model
     assert ok(http.get("/get_world_size")) == ok(http.get("/get_world_size/")) == {"world_size": 1}
     assert "version" in ok(http.get("/version"))
-    assert ok(http.get("/server_info?config_format=json"))["vllm_config"]["model_config"]["dtype"] == "torch.float32"
+    said = ok(http.get("/server_info?config_format=json"))["vllm_config"]
+    assert said["model_config"]["dtype"] == "torch.float32"
+    assert said["model_config"]["logprobs_mode"] == "processed_logprobs"
+    assert said["lora_config"] is None
+    assert said["parallel_config"]["data_parallel_size"] == 1
 
 
 def test_an_unknown_route_and_a_wrong_method_are_json_errors(http):
@@ -165,6 +170,35 @@ def test_the_default_length_is_openais_and_a_stop_text_ends(http):
     assert stopped["token_ids"] == choice["token_ids"][: choice["token_ids"].index(third) + 1]
 
 
+def test_a_text_ends_before_its_stop_and_ids_and_logprobs_after_it(http, model):
+    body = {**IDS, "max_tokens": 32, "temperature": 0, "ignore_eos": True, "skip_special_tokens": False}
+    whole = ok(http.post("/v1/completions", json=body))["choices"][0]
+    stop = next(char for char in whole["text"][1:] if char != "\ufffd")
+    place = whole["text"].index(stop)
+    cut = ok(http.post("/v1/completions", json={**body, "stop": [stop, "never said"]}))["choices"][0]
+    assert (cut["text"], cut["finish_reason"], cut["stop_reason"]) == (whole["text"][:place], "stop", stop)
+    count = len(cut["token_ids"])
+    assert 0 < count <= len(whole["token_ids"])
+    assert cut["token_ids"] == whole["token_ids"][:count]
+    assert len(cut["logprobs"]["token_logprobs"]) == count
+    assert gap(model, PROMPT, cut["token_ids"], cut["logprobs"]["token_logprobs"], 1.0) < 1e-5
+    kept = ok(http.post("/v1/completions", json={**body, "stop": stop, "include_stop_str_in_output": True}))
+    assert kept["choices"][0]["text"].startswith(whole["text"][: place + 1])
+    plain = ok(http.post("/generate", json={**body, "prompt": {"prompt_token_ids": PROMPT}, "stop": stop,
+                                            "return_token_ids": None, "return_tokens_as_token_ids": None}))  # fmt: skip
+    assert plain["text"] == [whole["text"][:place]]
+    events = http.post("/v1/completions", json={**body, "stop": stop, "stream": True}).text.splitlines()
+    assert json.loads(events[0].removeprefix("data: "))["choices"][0]["text"] == whole["text"][:place]
+
+
+def test_a_stop_token_is_no_part_of_the_text(http):
+    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True,
+            "skip_special_tokens": False}  # fmt: skip
+    whole = ok(http.post("/v1/completions", json=body))["choices"][0]["token_ids"]
+    stopped = ok(http.post("/v1/completions", json={**body, "stop_token_ids": [whole[0]]}))["choices"][0]
+    assert (stopped["token_ids"], stopped["text"], stopped["finish_reason"]) == (whole[:1], "", "stop")
+
+
 def test_a_stream_has_a_chunk_per_completion_and_an_end(http):
     body = {"prompt": PROMPT, "n": 2, "max_tokens": 4, "stream": True, "return_token_ids": True, "ignore_eos": True}
     events = [line.removeprefix("data: ") for line in http.post("/v1/completions", json=body).text.splitlines() if line]
@@ -249,6 +283,22 @@ def test_the_older_trl_shape(http, model):
     assert len(chat["completion_ids"]) == 2
 
 
+def test_long_prompts_of_older_clients_are_cut_on_the_left(http):
+    ids = ok(http.post("/tokenize", json={"prompt": "The quick"}))["tokens"]
+    body = {"prompts": ["The quick", "a"], "max_tokens": 1}
+    for count, kept in ((3, ids[-3:]), (100, ids), (-1, ids), (None, ids)):
+        reply = ok(http.post("/generate/", json={**body, "truncate_prompt_tokens": count}))
+        assert reply["prompt_ids"][0] == kept
+    chat = {"messages": [[{"role": "user", "content": "Hi"}]], "max_tokens": 1}
+    whole = ok(http.post("/chat/", json=chat))["prompt_ids"][0]
+    assert ok(http.post("/chat/", json={**chat, "truncate_prompt_tokens": 2}))["prompt_ids"] == [whole[-2:]]
+    long = {"prompts": [PROMPT * 100], "max_tokens": 1}
+    assert len(ok(http.post("/generate/", json={**long, "truncate_prompt_tokens": 256}))["prompt_ids"][0]) == 256
+    assert "truncate_prompt_tokens: 0" in refused(
+        http.post("/generate/", json={**body, "truncate_prompt_tokens": 0}), 422
+    )
+
+
 def test_the_plain_shape_without_a_slash(http, model):
     body = {"prompt": {"prompt_token_ids": PROMPT}, "n": 2, "max_tokens": 5, "logprobs": 0, "temperature": 0.8}
     reply = ok(http.post("/generate", json=body))
@@ -302,11 +352,12 @@ def test_only_json_and_safetensors_are_read(http):
 
     evil = pickle.dumps(Bomb())
     reply = http.post("/v1/completions", content=evil, headers={"Content-Type": "application/json"})
-    assert reply.status_code in (400, 422)
+    assert refused(reply, 422).startswith("body: ")
+    assert refused(http.post("/v1/completions", content=b"{", headers={"Content-Type": "application/json"}), 422)
     params = {"lora_name": "x", "version": 1}
     headers = {"Content-Type": "application/x-safetensors"}
     reply = http.post("/v1/load_lora_adapter", params=params, content=evil, headers=headers)
-    assert "no safetensors file" in refused(reply, 500)
+    assert "no safetensors file" in refused(reply, 409)
     assert ok(http.get("/health"))["status"] == "ok"
 
 

@@ -103,7 +103,7 @@ def test_a_partial_update_leaves_void_weights_until_a_whole_one(server, http, wa
         engine.load_weights(Cut(model), 1)
     assert http.get("/health").status_code == 503
     assert "version 1" in http.get("/health").json()["detail"]
-    assert http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}).status_code == 500
+    assert http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}).status_code == 409
     with pytest.raises(EngineError):
         engine.submit(ask("a"))
     engine.load_weights(PolicyWeights(model), 2)
@@ -199,6 +199,10 @@ def test_an_adapter_is_effective_before_the_reply_and_bfloat16_is_bit_exact(serv
         ack = engine.load_adapter(adapter, version)
         assert (ack.version, ack.digest) == (version, adapter.digest())
         assert probe(engine, policy, seed=version) < TOLERANCE
+    body = {"prompt": PROMPT, "model": server.model, "max_tokens": 8, "return_token_ids": True, "logprobs": 0}
+    with server.client() as agent:  # an agent of the run asks for its model, however the weights have come
+        choice = agent.post("/v1/completions", json=body).json()["choices"][0]
+    assert gap(policy, PROMPT, choice["token_ids"], choice["logprobs"]["token_logprobs"]) < TOLERANCE
     engine.drop_adapter()
     assert probe(engine, model) < TOLERANCE
     engine.close()
@@ -228,6 +232,9 @@ def test_adapters_of_other_clients_come_as_a_folder_or_a_form(server, http, weig
     body = {"prompt": PROMPT, "model": "mine", "max_tokens": 8, "return_token_ids": True, "logprobs": 0}
     choice = http.post("/v1/completions", json=body).json()["choices"][0]
     assert gap(policy, PROMPT, choice["token_ids"], choice["logprobs"]["token_logprobs"]) < TOLERANCE
+    reply = http.post("/v1/completions", json={**body, "model": server.model})
+    assert reply.status_code == 409, "its answer would be the adapter's"
+    assert "the adapter mine" in reply.json()["error"]["message"]
     assert http.post("/v1/unload_lora_adapter", json={"lora_name": "other"}).status_code == 404
     assert http.post("/v1/unload_lora_adapter", json={"lora_name": "mine"}).status_code == 200
     choice = http.post("/v1/completions", json={**body, "model": server.model}).json()["choices"][0]
@@ -270,7 +277,9 @@ def choice_of(http):
     return http.post("/v1/completions", json=body).json()["choices"][0]
 
 
-def test_vllms_routes_take_a_broadcast(server, http):
+@pytest.mark.parametrize("label", ["5", "step-12"])
+def test_vllms_routes_take_a_broadcast(server, http, label):
+    before = http.get("/info").json()["version"]
     model, trainer = with_noise(load(server.model), 21), Trainer()
     init = {"master_address": "127.0.0.1", "master_port": trainer.store.port, "rank_offset": 1, "world_size": 2,
             "backend": "gloo"}  # fmt: skip
@@ -287,10 +296,12 @@ def test_vllms_routes_take_a_broadcast(server, http):
             lambda info=info: http.post("/update_weights", json={"update_info": info}),
             lambda half=half: trainer.send(one for _, one in half),
         )
-    reply = http.post("/finish_weight_update", json={"weight_version": "5"}).json()
-    assert reply["ack"]["version"] == 5
+    reply = http.post("/finish_weight_update", json={"weight_version": label}).json()
+    version = 5 if label == "5" else before + 1
+    assert reply["ack"]["version"] == version
+    assert http.get("/weight_info").json() == {"weight_version": label}
     choice = choice_of(http)
-    assert choice["weight_version"] == 5
+    assert choice["weight_version"] == version
     assert gap(model, PROMPT, choice["token_ids"], choice["logprobs"]["token_logprobs"]) < TOLERANCE
     assert http.post("/shutdown_weight_transfer_engine").status_code == 200
 
@@ -305,7 +316,7 @@ def test_an_update_over_vllms_routes_that_lacks_a_tensor_is_refused(server, http
     info = {"names": [name], "dtype_names": ["float32"], "shapes": [list(tensor.shape)]}
     trainer.together(lambda: http.post("/update_weights", json={"update_info": info}), lambda: trainer.send([tensor]))
     reply = http.post("/finish_weight_update")
-    assert reply.status_code == 500
+    assert reply.status_code == 409
     assert "missing" in reply.json()["error"]["message"]
 
 
@@ -337,12 +348,12 @@ def test_what_fails_after_the_reply_is_said_by_the_next_call_and_by_health(serve
     trainer.group.close()
     del trainer
     reply = http.post("/reset_prefix_cache/")
-    assert reply.status_code == 500
+    assert reply.status_code == 409
     assert reply.json()["error"]["message"].startswith("weights: ")
     health = http.get("/health")
     incomplete = "tensors came" in reply.json()["error"]["message"]
     assert health.status_code == (200 if incomplete else 503)
-    assert http.post("/generate/", json={"prompts": ["a"], "max_tokens": 1}).status_code == 500
+    assert http.post("/generate/", json={"prompts": ["a"], "max_tokens": 1}).status_code == 409
     http.post("/close_communicator/")
     assert http.post("/reset", json={"run_id": "next"}).status_code == 200
     assert http.get("/health").status_code == 200

@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,8 +73,13 @@ class NcclReceiver:
         self._bounded("nccl group", join, came)
         self._group = came[0]
 
-    def receive(self, infos: Sequence[TensorInfo]) -> list[tuple[str, Tensor]]:
+    def receive(self, infos: Sequence[TensorInfo], how: Mapping[str, Any] | None = None) -> list[tuple[str, Tensor]]:
         """The tensors of one announcement, in main memory.
+
+        Args:
+            infos: what comes.
+            how: packed, packed_buffer_size_bytes and packed_num_buffers as this announcement says; what it leaves out
+                is as in `init`.
 
         Raises:
             SyncFailed: they did not come; the group is gone then.
@@ -83,16 +88,20 @@ class NcclReceiver:
             raise SyncFailed("weights: nccl broadcast: its group is gone; initialise it again")
         came: list[tuple[str, Tensor]] = []
         group = self._group
+        how = how or {}
+        packed = bool(how.get("packed", self.packed))
+        buffer_bytes = int(how.get("packed_buffer_size_bytes", self.buffer_bytes))
+        buffers = int(how.get("packed_num_buffers", self.buffers))
 
         def receive() -> None:
-            if self.packed:
+            if packed:
                 self._packing.packed_nccl_broadcast_consumer(
                     iterator=iter([(info.name, (list(info.shape), torch_dtype(info.dtype))) for info in infos]),
                     group=group,
                     src=self.source,
                     post_unpack_func=lambda tensors: came.extend([(name, one.cpu()) for name, one in tensors]),
-                    buffer_size_bytes=self.buffer_bytes,
-                    num_buffers=self.buffers,
+                    buffer_size_bytes=buffer_bytes,
+                    num_buffers=buffers,
                     device=self.device,
                 )
                 return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,7 +13,16 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from swift.errors import ConfigError, EngineAsleep, EngineDead, PromptTooLong, RequestRefused, SwiftError, SyncFailed, Unsupported
+from swift.errors import (
+    ConfigError,
+    EngineAsleep,
+    EngineDead,
+    PromptTooLong,
+    RequestRefused,
+    SwiftError,
+    SyncFailed,
+    Unsupported,
+)
 from swift.rollout.server import (
     routes_control,
     routes_infer,
@@ -43,14 +52,22 @@ nobody sends a second time would be waited for.
 """
 
 
-def make_app(service: Service) -> Any:
-    """The application of a server, as ASGI."""
+def make_app(service: Service, give_up: Callable[[EngineDead], None] = lambda error: None) -> Any:
+    """The application of a server, as ASGI.
+
+    Args:
+        service: what it serves.
+        give_up: called once no engine is left that could be replaced.
+    """
+
+    async def watch() -> None:
+        give_up(await service.watch())
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        watch = asyncio.create_task(service.watch())
+        watching = asyncio.create_task(watch())
         yield
-        watch.cancel()
+        watching.cancel()
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     for module in (routes_infer, routes_control, routes_weights, routes_transfer, routes_openai, routes_trl):
@@ -92,7 +109,7 @@ async def _misshapen(_: Request, error: Exception) -> JSONResponse:
 async def _unknown(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     if error.status_code == 400:  # raised by the reading of bodies alone
-        return JSONResponse(Refused(422, "body", f"body: {error.detail}; send JSON").body(), 422)
+        return JSONResponse(Refused(422, "body", f"body: not what its content type says ({error.detail})").body(), 422)
     problem = f"{request.method} {request.url.path}: {error.detail}"
     return JSONResponse(Refused(error.status_code, "route", problem).body(), error.status_code)
 

@@ -18,6 +18,8 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = ("/health", "/health/")
 """Answered without a key."""
+KNOWN = "swift.known"
+"""Entry of a request's scope: it came with the key, or none is needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +78,19 @@ class Gate:
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        problem = self._stranger(scope["path"], headers) or self._too_long(headers)
+        scope[KNOWN] = self._knows_key(headers)
+        problem = self._stranger(scope) or self._too_long(headers)
         if problem is not None:
             await _reply(send, problem)
             return
         body = _Body(receive, send, self)
         await self.app(scope, body.receive, body.send)
 
-    def _stranger(self, path: str, headers: dict[bytes, bytes]) -> Refused | None:
-        if self.expected is None or path in OPEN_PATHS:
-            return None
-        if hmac.compare_digest(headers.get(b"authorization", b""), self.expected):
+    def _knows_key(self, headers: dict[bytes, bytes]) -> bool:
+        return self.expected is None or hmac.compare_digest(headers.get(b"authorization", b""), self.expected)
+
+    def _stranger(self, scope: Scope) -> Refused | None:
+        if scope[KNOWN] or scope["path"] in OPEN_PATHS:
             return None
         return Refused(401, "key", "Authorization: missing or wrong: this server needs its key as a bearer token")
 

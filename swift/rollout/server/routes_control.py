@@ -88,8 +88,10 @@ def _memory(routes: APIRouter, service: Service) -> None:
         await asyncio.to_thread(service.transfer.settle)
         if front.load[0] and not front.paused:  # a pause between two tokens is enough
             await asyncio.to_thread(front.pause_in_flight)
-            await service.job(engine.reset_caches)
-            await asyncio.to_thread(front.resume)
+            try:
+                await service.job(engine.reset_caches)
+            finally:
+                await asyncio.to_thread(front.resume)
         else:
             await service.job(engine.reset_caches)
         return {"success": True}

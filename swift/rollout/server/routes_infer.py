@@ -7,14 +7,15 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header
+from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, StreamingResponse
 
 import swift
 from swift.errors import SwiftError
 from swift.rollout.engines.worker.protocol import completion_to_json
 from swift.rollout.server import wire
-from swift.rollout.server.limits import Refused
-from swift.rollout.server.protocol import InferRequest, check_sampling
+from swift.rollout.server.limits import KNOWN, Refused
+from swift.rollout.server.protocol import InferRequest, check_sampling, parsed
 from swift.rollout.server.service import Answers, Service, check_count
 from swift.types import Completion, Request
 
@@ -34,11 +35,13 @@ def _facts(routes: APIRouter, service: Service) -> None:
 
     @routes.get("/health")
     @routes.get("/health/")
-    async def health(run: RunId = None) -> JSONResponse:
-        if run is not None and service.lease.holder is not None and service.lease.holder.run_id == run:
+    async def health(http: HttpRequest, run: RunId = None) -> JSONResponse:
+        known, holder = http.scope[KNOWN], service.lease.holder
+        if known and run is not None and holder is not None and holder.run_id == run:
             service.authorize(run)
-        good, body = await asyncio.to_thread(service.health)
-        return JSONResponse(body, 200 if good else 503)
+        good, body = await service.recent_health()
+        shown = body if known else {"status": body["status"], "alive": body["alive"]}
+        return JSONResponse(shown, 200 if good else 503)
 
     @routes.get("/info")
     async def info() -> dict[str, Any]:
@@ -50,7 +53,7 @@ def _facts(routes: APIRouter, service: Service) -> None:
 
     @routes.get("/weight_info")
     async def weight_info() -> dict[str, Any]:
-        return {"weight_version": str(service.engine.version)}
+        return {"weight_version": service.weight_version}
 
     @routes.get("/get_world_size")
     @routes.get("/get_world_size/")
@@ -60,7 +63,12 @@ def _facts(routes: APIRouter, service: Service) -> None:
     @routes.get("/server_info")
     async def server_info() -> dict[str, Any]:
         can, settings = service.engine.capabilities, service.settings
-        model = {"model": settings.model, "dtype": f"torch.{can.dtype}", "max_model_len": can.max_model_len}
+        model = {
+            "model": settings.model,
+            "dtype": f"torch.{can.dtype}",
+            "max_model_len": can.max_model_len,
+            "logprobs_mode": "raw_logprobs" if can.logprob_support == "raw" else "processed_logprobs",
+        }
         parallel = {
             "tensor_parallel_size": settings.tensor_parallel_size,
             "data_parallel_size": settings.data_parallel_size,
@@ -70,6 +78,7 @@ def _facts(routes: APIRouter, service: Service) -> None:
                 "model_config": model,
                 "parallel_config": parallel,
                 "weight_transfer_config": {"backend": "nccl"},
+                "lora_config": None,  # these trainers would name several adapters at once; they send merged weights
             }
         }
 
@@ -79,7 +88,9 @@ def _infer(routes: APIRouter, service: Service) -> None:
 
     @routes.post("/infer")
     @routes.post("/infer/")
-    async def infer(body: InferRequest, run: RunId = None) -> StreamingResponse:
+    async def infer(http: HttpRequest, run: RunId = None) -> StreamingResponse:
+        data = await http.body()
+        body = await asyncio.to_thread(parsed, InferRequest, data)
         requests = await asyncio.to_thread(_requests, service, body)
         if run is not None:
             service.authorize(run)

@@ -10,11 +10,12 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 
 from swift.errors import SwiftError
 from swift.models.template import RefusedChat
@@ -74,12 +75,11 @@ def _completions(routes: APIRouter, service: Service) -> None:
         refuse_extras(body)
         check_logprobs(body.logprobs)
         check_model(service, body.model)
-        prompts = _prompts(service, body)
-        requests = service.requests(prompts, body, max_tokens=DEFAULT_MAX_TOKENS)
+        prompts, requests = await service.texts(lambda: _requests(service, _prompts(service, body), body))
 
         def choice(index: int, request: Request, completion: Completion) -> dict[str, Any]:
-            made = _choice(service, index, completion, text=service.template.decode(
-                completion.token_ids, skip_special_tokens=body.skip_special_tokens))  # fmt: skip
+            text, stop = service.said(request, completion, body)
+            made = _choice(service, index, completion, stop, text=text)
             made["logprobs"] = None if body.logprobs is None else flat_logprobs(
                 service, completion, as_ids=bool(body.return_tokens_as_token_ids))  # fmt: skip
             if body.return_token_ids:
@@ -89,8 +89,9 @@ def _completions(routes: APIRouter, service: Service) -> None:
         if body.stream:
             return _stream(service, requests, choice, "text_completion", "cmpl")
         done = await service.all_of(requests, http.is_disconnected)
-        choices = [choice(i, request, one) for i, (request, one) in enumerate(zip(requests, done, strict=True))]
-        return _response(service, "text_completion", "cmpl", choices, prompts, done)
+        return await service.texts(
+            lambda: _response(service, "text_completion", "cmpl", _all(choice, requests, done), prompts, done)
+        )
 
     @routes.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, http: HttpRequest) -> Any:
@@ -99,13 +100,13 @@ def _completions(routes: APIRouter, service: Service) -> None:
         check_model(service, body.model)
         if body.max_completion_tokens is not None:
             body.max_tokens = body.max_completion_tokens
-        prompt = chat_ids(service, body.messages, body.tools, body.chat_template_kwargs)
+        prompt = await service.texts(lambda: chat_ids(service, body.messages, body.tools, body.chat_template_kwargs))
         requests = service.requests([prompt], body, max_tokens=service.engine.capabilities.max_model_len)
         said = "delta" if body.stream else "message"
 
         def choice(index: int, request: Request, completion: Completion) -> dict[str, Any]:
-            text = service.template.decode(completion.token_ids, skip_special_tokens=body.skip_special_tokens)
-            made = _choice(service, index, completion, **{said: {"role": "assistant", "content": text}})
+            text, stop = service.said(request, completion, body)
+            made = _choice(service, index, completion, stop, **{said: {"role": "assistant", "content": text}})
             as_ids = bool(body.return_tokens_as_token_ids)
             made["logprobs"] = content_logprobs(service, completion, as_ids=as_ids) if body.logprobs else None
             if body.return_token_ids:
@@ -116,15 +117,18 @@ def _completions(routes: APIRouter, service: Service) -> None:
         if body.stream:
             return _stream(service, requests, choice, "chat.completion.chunk", "chatcmpl", more)
         done = await service.all_of(requests, http.is_disconnected)
-        choices = [choice(i, request, one) for i, (request, one) in enumerate(zip(requests, done, strict=True))]
-        return _response(service, "chat.completion", "chatcmpl", choices, [prompt], done) | more
+        return await service.texts(
+            lambda: _response(
+                service, "chat.completion", "chatcmpl", _all(choice, requests, done), [prompt], done, more
+            )
+        )
 
 
 def _tokens(routes: APIRouter, service: Service) -> None:
     """Tokens from tokens, and from texts."""
 
     @routes.post("/inference/v1/generate")
-    async def generate(body: TokensRequest, http: HttpRequest) -> dict[str, Any]:
+    async def generate(body: TokensRequest, http: HttpRequest) -> JSONResponse:
         refuse_extras(body)
         refuse_extras(body.sampling_params, "logprobs")
         if body.features or body.stream:
@@ -145,7 +149,7 @@ def _tokens(routes: APIRouter, service: Service) -> None:
             }
             for index, one in enumerate(done)
         ]
-        return {
+        answer = {
             "request_id": body.request_id or f"generate-tokens-{secrets.token_hex(12)}",
             "model": service.settings.model,
             "created": int(time.time()),
@@ -154,19 +158,14 @@ def _tokens(routes: APIRouter, service: Service) -> None:
             "prompt_token_ids": body.token_ids,
             "weight_version": service.engine.version,
         }
+        return await service.texts(lambda: JSONResponse(answer))
 
     @routes.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         refuse_extras(body)
         if (body.prompt is None) == (body.messages is None):
             raise Refused(422, "field", "tokenize: one of prompt and messages is needed")
-        if body.messages is not None:
-            ids = chat_ids(
-                service, body.messages, body.tools, body.chat_template_kwargs, prompt=body.add_generation_prompt
-            )
-        else:
-            ids = service.tokenize(body.prompt or "", special=body.add_special_tokens is not False)
-        strings = service.template.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+        ids, strings = await service.texts(lambda: _tokenized(service, body))
         limit = service.engine.capabilities.max_model_len
         return {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings}
 
@@ -176,12 +175,25 @@ def _tokens(routes: APIRouter, service: Service) -> None:
         wrong = [token for token in body.tokens if not 0 <= token < size]
         if wrong:
             raise Refused(422, "field", f"tokens: {wrong[0]}: no token of this model; 0 to {size - 1}")
-        return {"prompt": service.template.decode(body.tokens, skip_special_tokens=False)}
+        text = await service.texts(lambda: service.template.decode(body.tokens, skip_special_tokens=False))
+        return {"prompt": text}
 
 
 def check_model(service: Service, name: str | None) -> None:
-    """Raises Refused (404) for a model that is not served; without a name, the one that is."""
-    served = [service.settings.model, service.adapter]
+    """Raises Refused for a model that is not served (404); without a name, the one that is.
+
+    Everything is sampled with the adapter that is loaded. One that the owning run has sent is the model that is served,
+    as whole weights are; beside one that another client has loaded, the base model is not to be had (409).
+    """
+    base = service.settings.model
+    if name == base and service.adapter not in ("", base) and not service.adapter_is_policy:
+        raise Refused(
+            409,
+            "adapter",
+            f"model: {name}: everything is sampled with the adapter {service.adapter} now; ask for that name, or POST "
+            "/v1/unload_lora_adapter first",
+        )
+    served = [base, service.adapter]
     if name and name not in served:
         raise Refused(404, "model", f"model: {name}: not served here; served: {', '.join(filter(None, served))}")
 
@@ -236,7 +248,22 @@ def content_logprobs(service: Service, completion: Completion, *, as_ids: bool) 
 
 def token_text(service: Service, token: int, *, as_ids: bool) -> str:
     """A token as text, which several tokens may share, or as `token_id:<id>`."""
-    return f"token_id:{token}" if as_ids else service.template.decode([token], skip_special_tokens=False)
+    return f"token_id:{token}" if as_ids else service.token_text(token)
+
+
+def _requests(
+    service: Service, prompts: list[list[int]], body: CompletionRequest
+) -> tuple[list[list[int]], list[Request]]:
+    return prompts, service.requests(prompts, body, max_tokens=DEFAULT_MAX_TOKENS)
+
+
+def _tokenized(service: Service, body: TokenizeRequest) -> tuple[list[int], list[str] | None]:
+    """Ids of a prompt or of messages, and their entries of the vocabulary when they are wanted."""
+    if body.messages is not None:
+        ids = chat_ids(service, body.messages, body.tools, body.chat_template_kwargs, prompt=body.add_generation_prompt)
+    else:
+        ids = service.tokenize(body.prompt or "", special=body.add_special_tokens is not False)
+    return ids, service.template.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
 
 
 def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
@@ -251,13 +278,17 @@ def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
     ]
 
 
-def _choice(service: Service, index: int, completion: Completion, **said: Any) -> dict[str, Any]:
+def _all(choice: Choice, requests: Sequence[Request], done: Sequence[Completion]) -> list[dict[str, Any]]:
+    return [choice(index, request, one) for index, (request, one) in enumerate(zip(requests, done, strict=True))]
+
+
+def _choice(service: Service, index: int, completion: Completion, stop: str | None, **said: Any) -> dict[str, Any]:
     versions = {version for version, _, _ in completion.versions} or {service.engine.version}
     return {
         "index": index,
         **said,
         "finish_reason": completion.finish_reason,
-        "stop_reason": None,
+        "stop_reason": stop,
         "weight_version": max(versions),
     }
 
@@ -274,10 +305,12 @@ def _response(
     choices: list[dict[str, Any]],
     prompts: Sequence[Sequence[int]],
     done: Sequence[Completion],
-) -> dict[str, Any]:
+    more: dict[str, Any] | None = None,
+) -> JSONResponse:
+    """The whole reply, as bytes already."""
     read, written = sum(map(len, prompts)), sum(len(one.token_ids) for one in done)
     usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-    return {**_head(service, kind, prefix), "choices": choices, "usage": usage}
+    return JSONResponse({**_head(service, kind, prefix), "choices": choices, "usage": usage, **(more or {})})
 
 
 def _stream(
@@ -302,7 +335,7 @@ def _stream(
                 elif isinstance(arrival, Completion):
                     left -= 1
                     index, request = places[arrival.request_id]
-                    yield _event({**head, "choices": [choice(index, request, arrival)]})
+                    yield await service.texts(partial(_chunk, head, partial(choice, index, request, arrival)))
                 else:
                     left -= len(arrival[0])
                     yield _event(wire.error_body(arrival[1], 500))
@@ -311,6 +344,10 @@ def _stream(
         yield b"data: [DONE]\n\n"
 
     return StreamingResponse(events(), media_type="text/event-stream")
+
+
+def _chunk(head: dict[str, Any], choice: Callable[[], dict[str, Any]]) -> bytes:
+    return _event({**head, "choices": [choice()]})
 
 
 def _event(content: dict[str, Any]) -> bytes:

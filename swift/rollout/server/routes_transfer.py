@@ -8,7 +8,6 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from swift.errors import SyncFailed
 from swift.rollout.engines.base import Ack
 from swift.rollout.server.protocol import (
     FinishUpdate,
@@ -20,6 +19,9 @@ from swift.rollout.server.protocol import (
 from swift.rollout.server.routes_infer import RunId
 from swift.rollout.server.service import Service
 from swift.rollout.server.transfer import infos_of, legacy_init
+
+HOW = {"packed", "packed_buffer_size_bytes", "packed_num_buffers"}
+"""Fields of an announcement that say how its tensors travel."""
 
 
 def router(service: Service) -> APIRouter:
@@ -57,15 +59,17 @@ def _current(routes: APIRouter, service: Service) -> None:
         service.authorize(run)
         info = body.update_info
         infos = infos_of(info.names, info.dtype_names, info.shapes)
-        await asyncio.to_thread(transfer.update, infos)
+        await asyncio.to_thread(transfer.update, infos, info.model_dump(include=HOW, exclude_none=True))
         return {"message": "Weights updated"}
 
     @routes.post("/finish_weight_update")
     async def finish_weight_update(body: FinishUpdate | None = None, run: RunId = None) -> dict[str, Any]:
         service.authorize(run)
-        version = _version(body.weight_version if body is not None else None)
-        ack = await asyncio.to_thread(transfer.finish, version)
+        given = body.weight_version if body is not None else None
+        ack = await asyncio.to_thread(transfer.finish, _number(given))
         assert isinstance(ack, Ack)
+        if given is not None:
+            service.call_version(ack.version, str(given))
         return {"message": "Weight update finished", "ack": asdict(ack)}
 
 
@@ -97,9 +101,8 @@ def _legacy(routes: APIRouter, service: Service) -> None:
         return {"message": "Request received, closing communicator"}
 
 
-def _version(given: str | int | None) -> int | None:
-    if given is None or isinstance(given, int):
-        return given
-    if not given.isdigit():
-        raise SyncFailed(f"weight_version: {given}: is no number; versions are counted here")
-    return int(given)
+def _number(given: str | int | None) -> int | None:
+    """The version that a trainer's label is; None counts on, as for a label that is no number."""
+    if isinstance(given, str):
+        return int(given) if given.isascii() and given.isdigit() else None
+    return given

@@ -137,7 +137,7 @@ def _adapters(routes: APIRouter, service: Service) -> None:
                 if whole is None:
                     return {"delivered": False}
                 name, adapter = lora_name, await asyncio.to_thread(_from_safetensors, whole)
-        ack: Ack = await service.job(lambda: service.load_adapter(name, adapter, version))
+        ack: Ack = await service.job(lambda: service.load_adapter(name, adapter, version, policy=run is not None))
         return {"delivered": True, "ack": asdict(ack), **await asyncio.to_thread(service.state)}
 
     @routes.post("/v1/unload_lora_adapter")

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import uvicorn
 
-from swift.errors import ConfigError, ResourceError
+from swift.errors import ConfigError, EngineDead, ResourceError
 from swift.models import context_length, load_chat
 from swift.models.policy import load_config
 from swift.models.source import locate
@@ -137,6 +137,7 @@ def serve(args: Any, plan: Plan) -> int:
 
     Raises:
         ResourceError: the port is taken, or memory does not suffice.
+        EngineDead: no engine is left, and none may be started again.
         SwiftError: an engine does not start.
     """
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
@@ -144,6 +145,7 @@ def serve(args: Any, plan: Plan) -> int:
         print(f"swift: {line}", file=sys.stderr, flush=True)
     logs = Path(tempfile.mkdtemp(prefix="swift-rollout-"))
     with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, logs, ignore_errors=True)
         listener = stack.enter_context(contextlib.closing(bind(args.host, args.port)))
         signals = stack.enter_context(_Signals())
         try:
@@ -151,8 +153,8 @@ def serve(args: Any, plan: Plan) -> int:
             _listen(service, listener, args.host, signals)
         except Stopped:
             print("swift: stopped before it was ready", file=sys.stderr)
-        signals.closing = True
-    shutil.rmtree(logs, ignore_errors=True)
+        finally:
+            signals.closing = True
     return 0
 
 
@@ -206,8 +208,14 @@ def _start(args: Any, plan: Plan, logs: Path, stack: contextlib.ExitStack) -> Se
 def _listen(service: Service, listener: socket.socket, host: str, signals: _Signals) -> None:
     port = listener.getsockname()[1]
     shown = f"[{host}]" if ":" in host else host
+    ended: list[EngineDead] = []
+
+    def give_up(error: EngineDead) -> None:
+        ended.append(error)
+        server.should_exit = True
+
     config = uvicorn.Config(
-        make_app(service),
+        make_app(service, give_up),
         log_level="warning",
         access_log=False,
         lifespan="on",
@@ -222,6 +230,8 @@ def _listen(service: Service, listener: socket.socket, host: str, signals: _Sign
     server = _Server(config, f"ready http://{shown}:{port} model={service.settings.model} weight_version=0")
     signals.server = server
     server.run([listener])
+    if ended:
+        raise ended[0]
 
 
 class _Server(uvicorn.Server):

@@ -8,7 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,7 +17,8 @@ import torch
 
 from swift.errors import EngineDead, EngineError, SwiftError, SyncFailed
 from swift.rollout.engines.base import Ack, Health
-from swift.rollout.engines.pool import EnginePool
+from swift.rollout.engines.expected_weights import ExpectedWeights
+from swift.rollout.engines.pool import EnginePool, in_parallel
 from swift.rollout.seeds import sample_seed
 from swift.rollout.server import wire
 from swift.rollout.server.front import Arrival, Front, Ticket
@@ -41,6 +42,10 @@ FINGERPRINT_TOLERANCE = {"float32": 1e-4}
 """Largest difference of their log-probs by type of the weights; other types round more."""
 FINGERPRINT_ROUNDED = 5e-2
 WATCH_S = 1.0
+HEALTH_S = 1.0
+"""How old an answer about the engines' health may be."""
+HEALTH_LIMIT_S = 4.0
+"""Bound on such an answer; clients wait 5 s for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +79,10 @@ class Service:
         engine: the engines, started.
         template: tokenizer and chat template of the model.
         settings: see `Settings`.
+
+    Attributes:
+        adapter: name of the one that is loaded, or "".
+        adapter_is_policy: it came from the run that owns the server, whose policy is the model that is served.
     """
 
     def __init__(self, engine: EnginePool, template: Template, settings: Settings) -> None:
@@ -86,6 +95,15 @@ class Service:
         self.lease = Lease()
         self.updates = Updates(self.front, weights_folder=settings.weights_folder, idle_s=settings.limits.upload_idle_s)
         self.adapter = ""
+        self.adapter_is_policy = False
+        self._label: tuple[int, str] | None = None
+        self._look: asyncio.Task[tuple[bool, dict[str, Any]]] | None = None
+        self._looked_at = 0.0
+        self._jobs = 0
+        self._look_of: tuple[int, str] | None = None
+        self._token_texts: dict[int, str] = {}
+        self._words = ThreadPoolExecutor(1, thread_name_prefix="texts")
+        self._fixed_prompt = self.tokenize("A fingerprint of these weights:")
         self.probe = self._place_probe()
         self.fingerprint = self.front.do(self._fingerprint).result(settings.sync_s)
         expected, tied = checkpoint_names(settings.folder)
@@ -126,27 +144,74 @@ class Service:
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         """GET /health: whether all is well, and what to say. `alive` says whether it samples at all."""
-        pool = self.engine.health()
         workers = self._workers()
         problem = f"weights: {self.transfer.failure}" if self.transfer.failure else ""
-        whole = len(workers) == self.settings.data_parallel_size and all(worker.alive for worker in workers)
-        good = pool.alive and whole and not problem
-        return good, {
+        void = self.engine.void
+        samples = any(worker.alive for worker in workers) and not void and not problem
+        answering = all(worker.alive for worker in workers)
+        whole = len(workers) == self.settings.data_parallel_size
+        details = [problem, void, *(worker.detail for worker in workers)]
+        if answering and not whole:  # the pool knows why the others are gone
+            details = [problem, self.engine.health().detail]
+        return samples and answering and whole, {
+            **self._health_head(samples and answering and whole, samples),
+            "void": bool(problem or void),
+            "detail": "; ".join(filter(None, details)),
+        }
+
+    def _health_head(self, good: bool, alive: bool) -> dict[str, Any]:
+        return {
             "status": "ok" if good else "failing",
-            "alive": pool.alive and not problem,
-            "void": bool(problem or self.engine.void),
-            "detail": "; ".join(text for text in (problem, pool.detail) if text),
+            "alive": alive,
             "version": self.engine.version,
             "boot_id": self.boot_id,
             "counters": wire.counters_to_json(self.engine.counters),
         }
 
+    async def recent_health(self) -> tuple[bool, dict[str, Any]]:
+        """`health` within `HEALTH_LIMIT_S`, by one look at a time, whoever asks.
+
+        A look is good for `HEALTH_S`, unless a job or a broadcast has ended since.
+        """
+        old = self._look is not None and self._look.done() and time.monotonic() - self._looked_at > HEALTH_S
+        present = (self._jobs, self.transfer.failure)
+        if self._look is None or old or self._look_of != present:
+            self._look_of = present
+            self._look = asyncio.create_task(self._look_at_health())
+        look = self._look
+        if not look.done():
+            await asyncio.wait([look], timeout=HEALTH_LIMIT_S)
+        if look.done():
+            return look.result()
+        detail = f"engines: no answer within {HEALTH_LIMIT_S:g} s"
+        return False, {**self._health_head(False, False), "void": bool(self.engine.void), "detail": detail}
+
+    async def _look_at_health(self) -> tuple[bool, dict[str, Any]]:
+        try:
+            return await asyncio.to_thread(self.health)
+        finally:
+            self._looked_at = time.monotonic()
+
     def _workers(self) -> list[Health]:
         """How the engines are that are not dead for good."""
         try:
-            return [member.health() for member in self.engine.engines]
+            engines = self.engine.engines
         except EngineDead:
             return []
+        return [
+            one if isinstance(one, Health) else Health(False, self.engine.version, str(one))
+            for one in in_parallel([engine.health for engine in engines])
+        ]
+
+    @property
+    def weight_version(self) -> str:
+        """GET /weight_info: the number of the present weights, or what their trainer called them."""
+        version = self.engine.version
+        return self._label[1] if self._label is not None and self._label[0] == version else str(version)
+
+    def call_version(self, version: int, label: str) -> None:
+        """The trainer's own name for a version."""
+        self._label = (version, label)
 
     def _place_probe(self) -> str | None:
         """A file by which a client sees whether its disk is this one."""
@@ -165,7 +230,10 @@ class Service:
         Raises:
             Refused: others' requests did not end in time; nothing was done (409).
         """
-        return await self._bounded(self.front.do(work))
+        try:
+            return await self._bounded(self.front.do(work))
+        finally:
+            self._jobs += 1
 
     async def _bounded(self, future: Future[T]) -> T:
         settings = self.settings
@@ -220,13 +288,19 @@ class Service:
         self.transfer.disconnect()
         self.transfer.failure = ""
         self.engine.wake()
-        if self.engine.version != 0 or not self.engine.health().alive or self.state()["asleep"]:
+        if (
+            self.updates.whole_came
+            or self.engine.version != 0
+            or not self.engine.health().alive
+            or self.state()["asleep"]
+        ):
             self.engine.rebuild()
+            self.updates.whole_came = False
         elif self.engine.capabilities.lora:
             self.engine.drop_adapter()
         self.engine.reset_caches()
         self.updates.digest, self.adapter = "", ""
-        self.updates.last = None
+        self.updates.last = self._label = None
         now = self._fingerprint()
         problem = self.fingerprint.difference(now, self.engine.capabilities.dtype)
         if problem:
@@ -234,7 +308,7 @@ class Service:
 
     def _fingerprint(self) -> Fingerprint:
         """A job: what the present weights answer to a fixed prompt."""
-        prompt = self.tokenize("A fingerprint of these weights:")
+        prompt = self._fixed_prompt
         room = self.engine.capabilities.max_model_len - len(prompt)
         prompt = prompt if room > FINGERPRINT_TOKENS else prompt[:1]
         sampling = SamplingParams(max_new_tokens=FINGERPRINT_TOKENS, temperature=0.0)
@@ -248,10 +322,10 @@ class Service:
         asleep = list(dict.fromkeys(worker.detail for worker in self._workers() if worker.alive and worker.detail))
         return {"version": self.engine.version, "asleep": "; ".join(asleep)}
 
-    def load_adapter(self, name: str, adapter: AdapterWeights, version: int | None) -> Ack:
-        """A job: sample with this adapter from now on."""
+    def load_adapter(self, name: str, adapter: AdapterWeights, version: int | None, *, policy: bool) -> Ack:
+        """A job: sample with this adapter from now on. policy: the run that owns the server sent it."""
         ack = self.engine.load_adapter(adapter, self.engine.version + 1 if version is None else version)
-        self.adapter, self.updates.digest = name, ack.digest
+        self.adapter, self.updates.digest, self.adapter_is_policy = name, ack.digest, policy
         return ack
 
     def drop_adapter(self) -> None:
@@ -267,17 +341,29 @@ class Service:
         """A job: replace all weights by these."""
         ack = load_whole(self.front, tensors, self.engine.version + 1 if version is None else version)
         self.adapter, self.updates.digest, self.transfer.failure = "", ack.digest, ""
+        self.updates.whole_came = True
         return ack
 
     def _load_transferred(self, tensors: list[tuple[str, torch.Tensor]], version: int | None) -> Ack:
         """For `Transfer`, on a thread of its own."""
         future = self.front.do(lambda: self.bring(tensors, version))
-        return future.result(self.settings.drain_s + self.settings.sync_s)
+        try:
+            return future.result(self.settings.drain_s + self.settings.sync_s)
+        finally:
+            self._jobs += 1
 
-    async def watch(self) -> None:
-        """Until cancelled: give up what silent clients left, and replace engines that died while nobody asked."""
+    async def watch(self) -> EngineDead:
+        """Give up what silent clients left, and replace engines that died while nobody asked.
+
+        Returns:
+            Why none is left that could be replaced; without end otherwise.
+        """
         while True:
             await asyncio.sleep(WATCH_S)
+            try:
+                _ = self.engine.engines
+            except EngineDead as error:
+                return error
             try:
                 if self.updates.expired():
                     logger.warning("an update of weights fell silent and is given up")
@@ -300,6 +386,35 @@ class Service:
         return await asyncio.to_thread(self._workers)
 
     # --- requests ---------------------------------------------------------------------------------------------
+
+    async def texts(self, work: Callable[[], T]) -> T:
+        """Work with tokenizer, template and long answers, off the event loop and one at a time.
+
+        The loop has other clients to serve, and tokenizers are not made for several threads.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._words, work)
+
+    def said(self, request: Request, completion: Completion, wanted: Sampling) -> tuple[str, str | None]:
+        """The text of a completion for clients of OpenAI's API, and the stop text that ended it.
+
+        Token ids and log-probs keep what ended them, as trainers need it; the text does so when it was asked for.
+        """
+        ids = completion.token_ids
+        ended = completion.finish_reason == "stop" and not wanted.include_stop_str_in_output
+        if ended and ids and ids[-1] in request.sampling.stop_token_ids:
+            ids = ids[:-1]
+        text = self.template.decode(ids, skip_special_tokens=wanted.skip_special_tokens)
+        found = [(text.find(stop), stop) for stop in request.sampling.stop if ended and stop in text]
+        if not found or len(ids) < len(completion.token_ids):
+            return text, None
+        place, stop = min(found)
+        return text[:place], stop
+
+    def token_text(self, token: int) -> str:
+        """One token as text, which several tokens may share."""
+        if token not in self._token_texts:
+            self._token_texts[token] = self.template.decode([token], skip_special_tokens=False)
+        return self._token_texts[token]
 
     def tokenize(self, text: str, *, special: bool = True) -> list[int]:
         """Text to ids, as the tokenizer does it."""
@@ -384,6 +499,7 @@ class Service:
     def close(self) -> None:
         """End engines and threads."""
         self.front.close()
+        self._words.shutdown(wait=False, cancel_futures=True)
         self.transfer.close()
         self.updates.disconnect()
         if self.probe is not None and self.settings.weights_folder is not None:
@@ -461,19 +577,17 @@ def check_count(name: str, seen: int, limit: int) -> None:
 
 def checkpoint_names(folder: Path) -> tuple[list[str], dict[str, str]]:
     """Tensors of a checkpoint, and those that its model ties to others (other name -> name)."""
-    from safetensors import safe_open
+    if not any(folder.glob("*.safetensors")):
+        return [], {}
+    import transformers
 
-    names: list[str] = []
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            names += opened.keys()
-    config = folder / "config.json"
-    parsed = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    ties = parsed.get("tie_word_embeddings", (parsed.get("text_config") or {}).get("tie_word_embeddings", False))
-    embedding = next((name for name in names if name.endswith("embed_tokens.weight")), None)
-    if not ties or embedding is None:
-        return names, {}
-    return [name for name in names if name != "lm_head.weight"], {"lm_head.weight": embedding}
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    tied = config.get("tie_word_embeddings", (config.get("text_config") or {}).get("tie_word_embeddings", False))
+    model_class = getattr(transformers, (config.get("architectures") or [""])[0], None)
+    expected = ExpectedWeights.of_checkpoint(folder, model_class=model_class, tied=bool(tied))
+    names = [name for name in expected.shapes if name != expected.tied]
+    return names, {expected.tied: expected.embedding} if expected.tied else {}
 
 
 def _seeded(sampling: SamplingParams, seed: int, index: int) -> SamplingParams:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -33,8 +33,8 @@ TIMEOUT_S = 120.0
 class Receiver(Protocol):
     """One member of a trainer's group."""
 
-    def receive(self, infos: Sequence[TensorInfo]) -> list[tuple[str, Tensor]]:
-        """The tensors of one announcement, in main memory."""
+    def receive(self, infos: Sequence[TensorInfo], how: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
+        """The tensors of one announcement, in main memory. how: what it says of the way, over what `init_info` said."""
         ...
 
     def close(self) -> None:
@@ -65,8 +65,10 @@ class GlooReceiver:
             store, rank, size, backend="gloo", device=torch.device("cpu"), timeout_s=TIMEOUT_S, host=host
         )
 
-    def receive(self, infos: Sequence[TensorInfo]) -> list[tuple[str, Tensor]]:
+    def receive(self, infos: Sequence[TensorInfo], how: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
         """See `Receiver.receive`."""
+        if how.get("packed"):
+            raise SyncFailed("update_info: packed: True: over gloo tensors come one by one; leave it out, or use nccl")
         return [(info.name, self._one(info)) for info in infos]
 
     def _one(self, info: TensorInfo) -> Tensor:
@@ -164,9 +166,9 @@ class Transfer:
         self._came: dict[str, Tensor] = {}
         self._collecting = False
         self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._busy = threading.Semaphore(0)
-        self._pending = 0
-        self._lock = threading.Lock()
+        self._announced = self._ended = 0
+        self._loading = False
+        self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
     @property
@@ -187,11 +189,11 @@ class Transfer:
         self._came.clear()
         self._collecting = True
 
-    def update(self, infos: Sequence[TensorInfo]) -> None:
-        """Receive the next tensors of the update."""
+    def update(self, infos: Sequence[TensorInfo], how: Mapping[str, Any] | None = None) -> None:
+        """Receive the next tensors of the update; see `Receiver.receive`."""
         if not self._collecting:
             raise SyncFailed("weights: no update has begun; POST /start_weight_update first")
-        self._receive(infos)
+        self._receive(infos, how or {})
 
     def finish(self, version: int | None) -> object:
         """All tensors came: the engines get them."""
@@ -222,16 +224,18 @@ class Transfer:
     def settle(self, timeout_s: float = TIMEOUT_S) -> None:
         """Until everything that was announced has come, and is in the engines when it is complete.
 
+        Args:
+            timeout_s: bound on each broadcast.
+
         Raises:
             SyncFailed: it failed, or is not complete.
         """
-        with self._lock:
-            pending = self._pending
-        for _ in range(pending):
-            if not self._busy.acquire(timeout=timeout_s):
-                raise SyncFailed(f"weights: a broadcast did not come within {timeout_s:g} s")
-            with self._lock:
-                self._pending -= 1
+        with self._changed:
+            while self._announced > self._ended:
+                ended = self._ended
+                moved = self._changed.wait_for(lambda ended=ended: self._ended > ended, timeout_s)  # type: ignore[misc]
+                if not moved and not self._loading:  # loading has a bound of its own
+                    raise SyncFailed(f"weights: a broadcast did not come within {timeout_s:g} s")
         self.check()
         if self._came and not self._collecting:
             missing = sorted(self.expected - set(self._came) - set(self.tied))
@@ -259,13 +263,13 @@ class Transfer:
 
     # --- inside -----------------------------------------------------------------------------------------------
 
-    def _receive(self, infos: Sequence[TensorInfo]) -> None:
+    def _receive(self, infos: Sequence[TensorInfo], how: Mapping[str, Any]) -> None:
         if self._receiver is None:
             raise SyncFailed("weights: there is no group; initialise it first")
-        self._came.update(self._receiver.receive(infos))
+        self._came.update(self._receiver.receive(infos, how))
 
     def _one_of_all(self, info: TensorInfo) -> None:
-        self._receive([info])
+        self._receive([info], {})
         if self.expected <= set(self._came) | set(self.tied):
             self._bring(None)
 
@@ -274,11 +278,15 @@ class Transfer:
         for name, other in self.tied.items():
             if name not in came and other in came:
                 came[name] = came[other]
-        return self.load(list(came.items()), version)
+        self._loading = True
+        try:
+            return self.load(list(came.items()), version)
+        finally:
+            self._loading = False
 
     def _later(self, work: Callable[[], None]) -> None:
-        with self._lock:
-            self._pending += 1
+        with self._changed:
+            self._announced += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="receiver of weights", daemon=True)
                 self._thread.start()
@@ -294,4 +302,6 @@ class Transfer:
             except Exception as error:  # shown by the next call and by /health
                 self.failure = f"{type(error).__name__}: {error}"
             finally:
-                self._busy.release()
+                with self._changed:
+                    self._ended += 1
+                    self._changed.notify_all()

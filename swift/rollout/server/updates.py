@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from swift.errors import EngineError, SyncFailed
+from swift.errors import SyncFailed
 from swift.rollout.server.front import Front
 from swift.rollout.server.limits import Refused
 from swift.rollout.weight_sync import disk
@@ -90,6 +90,10 @@ class Updates:
         front: the engines.
         weights_folder: below which files may be named.
         idle_s: silence after which an update is given up.
+
+    Attributes:
+        digest: of the present weights, "" while they are those of the start.
+        whole_came: engines have got a whole model since they were built, under whichever version.
     """
 
     def __init__(self, front: Front, *, weights_folder: Path | None, idle_s: float) -> None:
@@ -97,6 +101,7 @@ class Updates:
         self.weights_folder = weights_folder
         self.idle_s = idle_s
         self.digest = ""
+        self.whole_came = False
         self.last: Ack | None = None
         self.last_number = 0
         self._open: _Open | None = None
@@ -191,6 +196,7 @@ class Updates:
             self.abort(number)
             raise
         self._end()
+        self.whole_came = True
         self.digest, self.last, self.last_number = ack.digest, ack, number
         return ack
 

@@ -12,6 +12,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../../../.."
 
 : "${SWIFT_API_KEY:?set SWIFT_API_KEY to a long random text, the same on both machines}"
+export SWIFT_API_KEY  # server and trainer read it there: a command line can be read by other users of the machine
 MODEL=${MODEL:-Qwen/Qwen2.5-7B-Instruct}
 
 if [ "${ROLE:?server or trainer}" = server ]; then
@@ -19,7 +20,6 @@ if [ "${ROLE:?server or trainer}" = server ]; then
         --model "$MODEL" \
         --host 0.0.0.0 \
         --port "${PORT:-8000}" \
-        --api_key "$SWIFT_API_KEY" \
         --vllm_max_model_len 4096 \
         "$@"
 fi
