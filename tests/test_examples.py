@@ -57,7 +57,7 @@ class Call:
     environ: dict[str, str]
 
     def resolve(self) -> Resolved:
-        launch = {name: self.environ[name] for name in LAUNCH if name in self.environ}
+        launch = {name: self.environ[name] for name in (*LAUNCH, "SWIFT_API_KEY") if name in self.environ}
         return parse(self.words[0], self.words[1:], launch)
 
 
