@@ -339,18 +339,23 @@ def test_c13_weights_that_change_in_flight_show_in_the_version_spans(subject, en
     engine = subject.engine
     need(subject, engine.capabilities.in_flight_updates, "updates in flight")
     changed = noisy(subject)
-    long = ask("long", endless, temperature=0.0, max_new_tokens=LONG)
-    old = engine.version
-    engine.submit(long)
-    engine.submit(ask("short", max_new_tokens=4))
-    came = {}
-    for completion in engine.stream():
-        came[completion.request_id] = completion
-        if completion.request_id == "short":
-            engine.pause("keep")
-            subject.publish(changed)
-            engine.resume()
-    done = came["long"]
+    for attempt in range(4):  # on a busy machine the long one may have ended before the pause arrives
+        long = ask(f"long-{attempt}", endless, temperature=0.0, max_new_tokens=LONG)
+        short = ask(f"short-{attempt}", max_new_tokens=1)
+        old = engine.version
+        engine.submit(long)
+        engine.submit(short)
+        came = {}
+        for completion in engine.stream():
+            came[completion.request_id] = completion
+            if completion.request_id == short.request_id and long.request_id not in came:
+                engine.pause("keep")
+                subject.publish(changed)
+                engine.resume()
+        done = came[long.request_id]
+        if len(done.versions) > 1:
+            break
+        subject.publish(subject.model)
     (first, start, middle), (second, also_middle, stop) = done.versions
     assert (first, second) == (old, subject.version)
     assert start == 0 < middle == also_middle < stop == len(done.token_ids)
