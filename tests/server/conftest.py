@@ -9,7 +9,7 @@ def weights_folder(tmp_path_factory):
     return tmp_path_factory.mktemp("weights")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(nano_folders, weights_folder, tmp_path_factory):
     """qwen2 nano, whose head is its embedding."""
     one = Server(
