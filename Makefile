@@ -22,7 +22,7 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 VLLM ?= $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),yes,no)
 
-# Long, and what they cover is covered by shorter ones too: vLLM or spread models in whole runs.
+# Left out of `make test` for their time alone; run `make test-engines` after changes to colocate mode or sharded models.
 LONG_RUNS := tests/trainers/test_colocate_sharded.py tests/end_to_end/test_colocate_end_to_end.py \
 	tests/end_to_end/test_spread_models.py
 ENGINE_RUNS := tests/engines/test_conformance.py tests/server \

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from swift.errors import SwiftError, end_process
 from swift.rollout.collect import EngineShare
-from swift.rollout.engines.spec import EngineSpec, build_engine
+from swift.rollout.engines.spec import EngineSpec, build_engine, spec_from
 from swift.rollout.placement import Placement, place, request_from
 
 if TYPE_CHECKING:
@@ -205,26 +205,14 @@ def engine_spec(args: Any, template: Template, *, max_model_len: int | None, pla
 
     lmdeploy = bool(args.use_lmdeploy)
     width = placement.tensor_parallel_size
-    return EngineSpec(
-        backend=args.infer_backend,
+    return spec_from(
+        args,
         model=str(locate(args).base),
-        dtype=args.torch_dtype,
         eos_token_ids=tuple(template.stop_token_ids),
         max_model_len=(args.lmdeploy_session_len if lmdeploy else args.vllm_max_model_len) or max_model_len,
-        seed=args.seed,
         tensor_parallel_size=width,
         in_ranks=placement.mode == "colocate" and width > 1,
-        memory_share=args.lmdeploy_cache_max_entry_count if lmdeploy else args.vllm_gpu_memory_utilization,
-        max_num_seqs=args.vllm_max_num_seqs,
-        enforce_eager=args.vllm_enforce_eager,
-        prefix_caching=args.vllm_enable_prefix_caching,
-        lora=args.vllm_enable_lora,
-        max_lora_rank=args.vllm_max_lora_rank or 16,
         sleep=placement.sleep_level > 0,
-        trust_remote_code=args.trust_remote_code,
-        limit_mm_per_prompt=args.vllm_limit_mm_per_prompt,
-        engine_kwargs=dict(args.vllm_engine_kwargs),
-        plugins=tuple(str(Path(path).expanduser().resolve()) for path in args.external_plugins),
     )
 
 

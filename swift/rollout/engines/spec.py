@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError, suggest
@@ -70,6 +71,32 @@ class EngineSpec:
         """The inverse of `to_json`."""
         fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in state.items()}
         return cls(**fields)
+
+
+def spec_from(args: Any, **fields: Any) -> EngineSpec:
+    """The spec of an engine from settings, as a trainer and a server read them alike.
+
+    Args:
+        args: `EngineArguments` and those of the model, resolved.
+        fields: of the spec, what differs between the two: model, devices, lengths, sleep.
+    """
+    memory = args.lmdeploy_cache_max_entry_count if args.use_lmdeploy else args.vllm_gpu_memory_utilization
+    return EngineSpec(
+        backend=args.infer_backend,
+        dtype=args.torch_dtype,
+        seed=args.seed,
+        memory_share=memory,
+        max_num_seqs=args.vllm_max_num_seqs,
+        enforce_eager=args.vllm_enforce_eager,
+        prefix_caching=args.vllm_enable_prefix_caching,
+        lora=args.vllm_enable_lora,
+        max_lora_rank=args.vllm_max_lora_rank or 16,
+        trust_remote_code=args.trust_remote_code,
+        limit_mm_per_prompt=args.vllm_limit_mm_per_prompt,
+        engine_kwargs=dict(args.vllm_engine_kwargs),
+        plugins=tuple(str(Path(path).expanduser().resolve()) for path in args.external_plugins),
+        **fields,
+    )
 
 
 def build_engine(spec: EngineSpec) -> InferenceEngine:

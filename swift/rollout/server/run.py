@@ -31,7 +31,7 @@ from swift.models.policy import load_config
 from swift.models.source import locate
 from swift.models.template import Template
 from swift.rollout.engines.pool import EnginePool
-from swift.rollout.engines.spec import EngineSpec, factory
+from swift.rollout.engines.spec import EngineSpec, factory, spec_from
 from swift.rollout.engines.worker.client import WorkerEngine, WorkerTimeouts
 from swift.rollout.placement import PlacementRequest, place
 from swift.rollout.server.app import make_app
@@ -108,25 +108,13 @@ def check(args: Any, given: Collection[str]) -> Plan:
         api_key=args.api_key,
         weights_folder=folder,
     )
-    spec = EngineSpec(
-        backend=args.infer_backend,
+    spec = spec_from(
+        args,
         model=str(source.base),
         adapters=tuple(map(str, source.adapters)),
-        dtype=args.torch_dtype,
         max_model_len=limit,
-        seed=args.seed,
         tensor_parallel_size=width,
-        memory_share=args.lmdeploy_cache_max_entry_count if args.use_lmdeploy else args.vllm_gpu_memory_utilization,
-        max_num_seqs=args.vllm_max_num_seqs,
-        enforce_eager=args.vllm_enforce_eager,
-        prefix_caching=args.vllm_enable_prefix_caching,
-        lora=args.vllm_enable_lora,
-        max_lora_rank=args.vllm_max_lora_rank or 16,
         sleep=args.sleep_level > 0,
-        trust_remote_code=args.trust_remote_code,
-        limit_mm_per_prompt=args.vllm_limit_mm_per_prompt,
-        engine_kwargs=dict(args.vllm_engine_kwargs),
-        plugins=tuple(str(Path(path).expanduser().resolve()) for path in args.external_plugins),
     )
     specs = tuple(replace(spec, devices=own, cores=cores) for own, cores in devices)
     return Plan(settings, template, specs, tuple(notes))
