@@ -140,7 +140,6 @@ class ColocateCycle:
         self._model = self._optimizer = Offloader(tuple, device)
         self._spread: Callable[[], bool] = lambda: False
         self._turn: _Turn | None = None
-        self._kept = False
         self._asleep = False
         self._lost = False
         self._told: set[str] = set()
@@ -174,7 +173,7 @@ class ColocateCycle:
     def __call__(self, step: int, *, current: bool = False, trainer_stays: bool = False) -> Iterator[None]:
         """Collective context in which the engine may sample; see `GenerationPhase`.
 
-        Inside another one, or in `kept_awake`, the engine has the device already: only weights are looked after.
+        Inside another one the engine has the device already: only weights are looked after.
 
         Args:
             step: optimizer steps done.
@@ -196,26 +195,7 @@ class ColocateCycle:
         except BaseException:
             self._end(failed=True)
             raise
-        if not self._kept:
-            self._end(failed=False)
-
-    @contextlib.contextmanager
-    def kept_awake(self) -> Iterator[None]:
-        """The first phase inside wakes the engine, the end of this block puts it to sleep; nothing may train within."""
-        if self._kept or self._turn is not None:
-            yield
-            return
-        self._kept = True
-        try:
-            yield
-        except BaseException:
-            self._kept = False
-            if self._turn is not None:
-                self._end(failed=True)
-            raise
-        self._kept = False
-        if self._turn is not None:
-            self._end(failed=False)
+        self._end(failed=False)
 
     def rest(self) -> None:
         """Let an engine that was just built, or looked at, sleep until its first phase; collective."""

@@ -208,27 +208,6 @@ def test_a_phase_inside_another_reuses_the_awake_engine():
     assert trainer.is_whole()
 
 
-def test_an_engine_that_is_kept_awake_serves_several_phases():
-    trainer = Trainer(sleep_level=2, interval=10, **OFFLOAD)
-    with trainer.cycle.kept_awake():
-        assert trainer.events == []
-        with trainer.cycle(1):
-            sample(trainer.engine)
-        with trainer.cycle.kept_awake(), trainer.cycle(1, current=True):
-            sample(trainer.engine)
-            assert trainer.model_is_out
-    assert trainer.is_whole()
-    assert [event for event in trainer.events if "kv_cache" in event or "sleep" in event] == [
-        "wake kv_cache",
-        "sleep 2",
-    ]
-    with pytest.raises(KeyError), trainer.cycle.kept_awake():
-        with trainer.cycle(1):
-            pass
-        raise KeyError
-    assert trainer.is_whole() and trainer.engine.asleep
-
-
 def test_checks_can_have_both_at_once():
     trainer = Trainer(sleep_level=1, **OFFLOAD)
     with trainer.cycle(0, current=True, trainer_stays=True):
