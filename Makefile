@@ -2,7 +2,7 @@
 #
 #   make install        torch (CPU), requirements/{base,hub,dev,deepspeed}.txt, vLLM's CPU build and this package, editable
 #   make demo           train a tiny model for real and show its curve
-#   make test           lint, types, all tests but the longest      make test-fast   without the slow tests
+#   make test           lint, types, all tests                      make test-fast   without the slow tests
 #   make test-engines   only the long ones with engines: every mode, the conformance suite, servers, two hosts
 #   make bench          all benchmarks                  make clean       remove caches and build products
 #
@@ -22,11 +22,10 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 VLLM ?= $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),yes,no)
 
-# Left out of `make test` for their time alone; run `make test-engines` after changes to colocate mode or sharded models.
-LONG_RUNS := tests/trainers/test_colocate_sharded.py tests/end_to_end/test_colocate_end_to_end.py \
-	tests/end_to_end/test_spread_models.py
-ENGINE_RUNS := tests/engines/test_conformance.py tests/server \
-	$(addprefix tests/end_to_end/,test_engine_modes.py test_two_hosts.py test_asynchronous_runs.py) $(LONG_RUNS)
+# The long files with engines: whole runs of every mode, the conformance suite, servers, sharded models, two hosts.
+ENGINE_RUNS := tests/engines/test_conformance.py tests/server tests/trainers/test_colocate_sharded.py \
+	$(addprefix tests/end_to_end/,test_engine_modes.py test_two_hosts.py test_asynchronous_runs.py \
+	test_colocate_end_to_end.py test_spread_models.py)
 
 .PHONY: install demo test test-engines test-fast lint bench clean
 .DELETE_ON_ERROR:
@@ -76,10 +75,10 @@ lint: install
 	$(BIN)/mypy
 
 test: lint
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(addprefix --ignore=,$(LONG_RUNS))
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 test-engines: install
-	$(TEST_ENV) $(BIN)/python -m pytest $(wildcard $(ENGINE_RUNS))
+	$(TEST_ENV) $(BIN)/python -m pytest $(ENGINE_RUNS)
 
 test-fast: install
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(addprefix --ignore=,$(ENGINE_RUNS))
