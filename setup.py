@@ -29,6 +29,6 @@ setup(
     packages=find_packages(include=["swift", "swift.*"]),
     package_data={"swift": ["py.typed", "data/shipped/**/*"]},
     install_requires=requirements("base"),
-    extras_require={"hub": requirements("hub"), "loggers": requirements("loggers"), "dev": requirements("dev")},
+    extras_require={name: requirements(name) for name in ("hub", "loggers", "guided", "dev")},
     entry_points={"console_scripts": ["swift = swift.cli.main:main"]},
 )

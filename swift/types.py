@@ -6,7 +6,7 @@ trainer trains on; `text` exists for rewards and people and is never tokenised a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -33,6 +33,11 @@ class SamplingParams:
 
     `top_k` -1 or 0, `top_p` 1.0 and `min_p` 0.0 are off. `temperature` 0 is greedy (evaluation and
     `swift infer` only). `seed` is the counter-based seed of the sample (see `swift.rollout.seeds`).
+
+    `frequency_penalty` and `presence_penalty` count sampled tokens only, `repetition_penalty` those of the prompt too.
+    `min_tokens` keeps end tokens and stop texts from ending a completion before so many. `regex` is what the whole
+    completion must match, up to its end token. `extra` holds further fields by the names of one engine; its values
+    are JSON.
     """
 
     max_new_tokens: int
@@ -44,20 +49,48 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    min_tokens: int = 0
+    regex: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def truncates(self) -> bool:
         """Whether the engine samples from a renormalised part of the vocabulary."""
-        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+        narrowed = self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+        return narrowed or self.min_tokens > 0 or self.regex is not None
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the engine changes logits before it samples."""
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+    @property
+    def biased(self) -> bool:
+        """Whether log-probs of the sampler are not those of the policy over the whole vocabulary."""
+        return self.truncates or self.penalises or bool(self.extra)
+
+    def unusual(self) -> Iterator[str]:
+        """Names of the fields in use that an engine need not have; see `Capabilities.sampling_fields`."""
+        for name in ("frequency_penalty", "presence_penalty", "min_tokens"):
+            if getattr(self, name):
+                yield name
+        yield from self.extra
 
 
 @dataclass(slots=True, frozen=True)
 class Request:
-    """One sample to draw: training sends one request per sample, each with its own seed."""
+    """One sample to draw: training sends one request per sample, each with its own seed.
+
+    `prompt` is the row it belongs to, for rollout functions; engines see the ids alone, and it goes to no other
+    process.
+    """
 
     request_id: str
     prompt_ids: Sequence[int]
     sampling: SamplingParams
+    prompt: Prompt | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(slots=True)
@@ -66,7 +99,8 @@ class Completion:
 
     `token_ids` includes the end token; `logprobs[t]` is the log-prob of `token_ids[t]` under the
     distribution it was drawn from (natural log, <= 0), of equal length. `versions` is the policy version
-    of the tokens, run-length coded as (version, start, end).
+    of the tokens, run-length coded as (version, start, end). `columns` are what a rollout function says of it; reward
+    functions get them like the columns of its prompt.
     """
 
     request_id: str
@@ -75,6 +109,7 @@ class Completion:
     finish_reason: FinishReason
     text: str = ""
     versions: list[tuple[int, int, int]] = field(default_factory=list)
+    columns: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

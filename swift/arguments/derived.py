@@ -126,6 +126,12 @@ RULES: tuple[Rule, ...] = (
     _fixed("importance_sampling_level", "token", "else token"),
     _fixed(
         "rollout_importance_sampling_mode",
+        "none",
+        "none with old_logprobs sampler",
+        _when("old_logprobs", "sampler"),
+    ),
+    _fixed(
+        "rollout_importance_sampling_mode",
         "token_truncate",
         "token_truncate when tokens may be older than the policy that trains on them",
         _is_off_policy,

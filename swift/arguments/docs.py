@@ -1,4 +1,4 @@
-"""docs/arguments.md, generated from the fields: `python -m swift.arguments.docs --write`."""
+"""docs/arguments.md and the presets of docs/algorithms.md, generated: `python -m swift.arguments.docs --write`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from pathlib import Path
 from swift.arguments.help import default_text, type_text
 from swift.arguments.later import waits_for
 from swift.arguments.modes import GROUPS, MODES
+from swift.arguments.presets import table
 from swift.flags import Flag, flags_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "arguments.md"
+ALGORITHMS = PAGE.with_name("algorithms.md")
+PRESETS_BEGIN, PRESETS_END = "<!-- presets: generated -->\n", "<!-- end of presets -->\n"
 
 _HEAD = """# Arguments
 
@@ -21,7 +24,7 @@ This page is generated from the dataclasses by `python -m swift.arguments.docs -
   values. Names cannot be shortened.
 * `swift <mode> config.yaml` (or .yml, .json, or `--config FILE`) reads the same names as keys; a block `ENV:` sets
   environment variables that are not set yet.
-* default < file < environment < command line. `args.json` records where each value came from.
+* default < preset < file < environment < command line. `args.json` records where each value came from.
 * Where the default is a rule, it follows from other settings or from the machine.
 * *Part* names the part of swift that a setting waits for: until then only its default is accepted.
 * Flags of other versions that change nothing are accepted with a note; others say what they come with.
@@ -31,6 +34,12 @@ This page is generated from the dataclasses by `python -m swift.arguments.docs -
 def markdown() -> str:
     """The page: one table per group, one row per setting."""
     return "\n".join([_HEAD, *(_section(group) for group in GROUPS)])
+
+
+def with_presets(text: str) -> str:
+    """The page of the algorithms with the table of presets as it is now."""
+    head, rest = text.split(PRESETS_BEGIN)
+    return head + PRESETS_BEGIN + table() + PRESETS_END + rest.split(PRESETS_END)[1]
 
 
 def _section(group: str) -> str:
@@ -64,6 +73,7 @@ def _cells(flag: Flag, cls: type, modes: list[str]) -> list[str]:
 if __name__ == "__main__":
     if sys.argv[1:] == ["--write"]:
         PAGE.write_text(markdown(), encoding="utf-8")
-        print(f"written: {PAGE}")
+        ALGORITHMS.write_text(with_presets(ALGORITHMS.read_text(encoding="utf-8")), encoding="utf-8")
+        print(f"written: {PAGE}, {ALGORITHMS}")
     else:
         print(markdown(), end="")

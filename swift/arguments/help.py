@@ -10,6 +10,7 @@ from swift.arguments.derived import rule_texts
 from swift.arguments.later import waits_for
 from swift.arguments.layers import normalise
 from swift.arguments.modes import GROUPS, MODES
+from swift.arguments.presets import PRESETS
 from swift.arguments.vocabulary import known_flag
 from swift.errors import ConfigError, suggest
 from swift.flags import Flag, flags_of, spellings_of
@@ -66,6 +67,8 @@ def render_flag(mode: str, flag: str) -> str:
     }
     lines = [f"--{item.name} {metavar(item)}", "", *textwrap.wrap(item.help, WIDTH - 2), ""]
     lines += [f"{fact + ':':<12}{text}" for fact, text in facts.items() if text]
+    if item.name == "preset":
+        lines += ["", *_presets()]
     return "\n".join(lines) + "\n"
 
 
@@ -118,6 +121,18 @@ def _mode(mode: str) -> type:
 
 def _purpose(cls: type) -> str:
     return (cls.__doc__ or "").strip().splitlines()[0].replace("`", "")
+
+
+def _presets() -> list[str]:
+    """The values of each preset, as they could be typed."""
+    lines = []
+    for name, preset in PRESETS.items():
+        values = " ".join(f"--{setting} {item.shown}" for setting, item in preset.values.items())
+        lines += [
+            f"{name}: {preset.title}, {preset.paper}",
+            *textwrap.wrap(values, WIDTH - 4, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False),
+        ]
+    return lines
 
 
 def _entry(flag: Flag, cls: type) -> list[str]:

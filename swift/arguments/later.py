@@ -24,58 +24,6 @@ class Feature:
 
 
 FEATURES: tuple[Feature, ...] = (
-    Feature(
-        "Algorithms",
-        "this loss comes",
-        {
-            "loss_type": ("dapo", "grpo", "bnpo", "dr_grpo"),
-            "importance_sampling_level": ("token",),
-            "delta": (None,),
-        },
-    ),
-    Feature(
-        "Algorithms",
-        "this advantage estimate comes",
-        {
-            "advantage_estimator": ("grpo",),
-            "scale_rewards": ("group", "batch", "none"),
-            "multi_objective_aggregation": ("sum_then_normalize",),
-            "kl_in_reward": (False,),
-        },
-    ),
-    Feature("Algorithms", "the unbiased KL comes", {"kl_bias_correction": (False,)}),
-    Feature("Algorithms", "a moving reference model comes", {"sync_ref_model": (False,)}),
-    Feature(
-        "Algorithms",
-        "entropy control comes",
-        {
-            "entropy_coef": (0.0,),
-            "use_adaptive_entropy": (False,),
-            "top_entropy_quantile": (1.0,),
-            "log_entropy": (False,),
-        },
-    ),
-    Feature("Algorithms", "dynamic sampling comes", {"dynamic_sample": (False,)}),
-    Feature(
-        "Algorithms",
-        "masking sequences that have drifted comes",
-        {
-            "off_policy_sequence_mask_delta": (None,),
-            "log_rollout_offpolicy_metrics": (False,),
-        },
-    ),
-    Feature(
-        "Algorithms",
-        "training on parts of a batch comes",
-        {"streaming_partial_batch": (False,)},
-    ),
-    Feature("Algorithms", "the replay buffer comes", {"replay_buffer_size": (0,)}),
-    Feature(
-        "Algorithms",
-        "trying failed prompts again comes",
-        {"reroll_start_fraction": (1.0,), "reroll_max_groups": (1,), "reroll_fail_reward": (0.0,)},
-    ),
-    Feature("Algorithms", "presets come", {"preset": ("none",)}),
     Feature("Speed", "token budgets of micro-batches come", {"max_tokens_per_micro_batch": (None,)}),
     Feature("generative judges", "reward models of another type come", {"reward_model_type": ([],)}),
 )

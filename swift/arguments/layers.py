@@ -1,5 +1,7 @@
 """Where values come from: the command line, a config file, the environment. No types and no defaults here.
 
+The lowest layer above the defaults, a preset, is a table of typed values: `swift.arguments.presets`.
+
 Each layer is read into `Given`s, in the order in which they were written; names are normalised (`-` is `_`)
 and otherwise untouched.
 """
@@ -20,7 +22,7 @@ from swift.errors import ConfigError
 if TYPE_CHECKING:
     import yaml
 
-Source = Literal["file", "env", "command line"]
+Source = Literal["preset", "file", "env", "command line"]
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 VARIABLES = {"USE_HF": "use_hf", "SWIFT_DEBUG": "debug", "SWIFT_API_KEY": "api_key"}

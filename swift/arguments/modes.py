@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from swift.data.arguments import DataArguments
+from swift.data.arguments import DataArguments, PromptArguments
 from swift.flags import flag
 from swift.models.arguments import CheckpointArguments, ModelArguments, TunerArguments
 from swift.rewards.arguments import RewardArguments
@@ -84,7 +84,7 @@ class RLHFArguments(
     ObjectiveArguments,
     SamplingArguments,
     OptimizationArguments,
-    DataArguments,
+    PromptArguments,
     ModelArguments,
     MethodArguments,
 ):
@@ -92,6 +92,9 @@ class RLHFArguments(
 
     log_completions: bool = flag(False, group="Run")
     """Show sample completions in the trackers of `--report_to` too. completions.jsonl is always written."""
+
+    log_unique_prompts: bool = flag(False, group="Run", needs="log_completions", everyday=False)
+    """Show one completion of each prompt in the trackers, not several of the same. completions.jsonl has all."""
 
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one line each."""
@@ -110,7 +113,12 @@ class RLHFArguments(
             )
         yield from self._adapter_problems()
         yield from self._correction_problems()
+        yield from self._reference_problems()
+        yield from self._advantage_problems()
+        yield from self._dynamic_problems()
+        yield from self._streaming_problems()
         yield from self._width_problems()
+        yield from self._rollout_func_problems()
         start, colon, steps = self.parity_check.partition(":")
         if not (start == "every" and steps.isdigit() and int(steps) > 0) and (
             colon or start not in ("start", "warn", "off")
@@ -139,6 +147,22 @@ class RLHFArguments(
                 "leave it out, or make them equal"
             )
 
+    def _rollout_func_problems(self) -> Iterator[str]:
+        """Ranks that hold parts of one policy sample in step, and a function does as it likes."""
+        if self.rollout_func is None:
+            return
+        spread = f"--fsdp {self.fsdp}" if self.fsdp else f"--deepspeed {self.deepspeed}"
+        if not has_own_engine(self) and (self.fsdp or (self.deepspeed or "").startswith("zero3")):
+            yield (
+                f"--rollout_func: {self.rollout_func}: each rank calls it with its own prompts, and {spread} samples "
+                "on all ranks in step; --use_vllm true, --vllm_mode dedicated, or --deepspeed zero2"
+            )
+        if self.in_flight_updates:
+            yield (
+                f"--rollout_func: {self.rollout_func}: weights cannot change in the middle of a call; "
+                "--in_flight_updates false"
+            )
+
     def _width_problems(self) -> Iterator[str]:
         if self.vllm_tensor_parallel_size > 1 and self.infer_backend == "transformers" and has_own_engine(self):
             yield (
@@ -149,17 +173,94 @@ class RLHFArguments(
     def _correction_problems(self) -> Iterator[str]:
         """A sequence's ratio multiplies the bias of each of its tokens."""
         mode = self.rollout_importance_sampling_mode or ""
-        if mode.startswith("sequence_") and (changes := [*self._truncations(), *self._penalties()]):
+        changes = [*self._truncations(), *self._penalties()]
+        if self.old_logprobs == "sampler" and changes and self.importance_sampling_level != "token":
+            yield (
+                f"--old_logprobs: sampler: the sampler's log-probs are not those of the whole vocabulary with "
+                f"--{changes[0]} {getattr(self, changes[0])}, and a sequence's ratio multiplies that; "
+                f"--old_logprobs trainer, or leave --{changes[0]} out"
+            )
+        if mode.startswith("sequence_") and changes:
             yield (
                 f"--rollout_importance_sampling_mode: {mode}: the sampler's log-probs are not those of the whole "
                 f"vocabulary with --{changes[0]} {getattr(self, changes[0])}; a token mode, or leave --{changes[0]} out"
             )
 
+    def _reference_problems(self) -> Iterator[str]:
+        if self.sync_ref_model and self.tuner_type == "lora" and self.ref_model not in (None, self.model):
+            yield (
+                "--sync_ref_model: true: an adapter cannot be mixed into another model; leave --ref_model out, "
+                "or use --tuner_type full"
+            )
+
+    def _advantage_problems(self) -> Iterator[str]:
+        if self.scale_rewards != "gdpo":
+            return
+        if self.advantage_estimator != "grpo":
+            yield (
+                f"--scale_rewards: gdpo: normalises each reward function on its own, so there is no sum for "
+                f"--advantage_estimator {self.advantage_estimator}; --advantage_estimator grpo, or another scale"
+            )
+        elif self.kl_in_reward and self.beta > 0:
+            yield (
+                "--scale_rewards: gdpo: normalises each reward function on its own, so there is no sum to subtract the "
+                "KL from; --kl_in_reward false, or another scale"
+            )
+
+    def _dynamic_problems(self) -> Iterator[str]:
+        """Groups are judged while others decode, which not everything can."""
+        if not self.dynamic_sample:
+            return
+        if self.reward_model and self.async_generate:
+            yield (
+                f"--dynamic_sample: true: with --async_generate groups are judged while the trainer computes, and "
+                f"--reward_model {' '.join(self.reward_model)} needs the trainer's process; --async_generate false, "
+                "or a reward function"
+            )
+        if not self.ds3_gather_for_generation:
+            yield (
+                "--dynamic_sample: true: ranks that sample with weights spread over them decode in step, and could not "
+                "replace a group on their own; --ds3_gather_for_generation true"
+            )
+
+    def _streaming_problems(self) -> Iterator[str]:
+        """What cannot be known before the last group of a window is there, or is not made for parts of one."""
+        if not self.streaming_partial_batch:
+            return
+        batch_scaled = self.advantage_estimator == "reinforce_plus_plus" or self.scale_rewards in ("batch", "gdpo")
+        windows = (self.steps_per_generation or 0) > self.gradient_accumulation_steps
+        obstacles = {
+            f"--advantage_estimator {self.advantage_estimator} --scale_rewards {self.scale_rewards} needs the rewards "
+            "of the whole batch; use --scale_rewards group or none": batch_scaled,
+            "--loss_type bnpo normalises each nominal micro-batch; use dapo": self.loss_type == "bnpo",
+            "--kl_in_reward true needs the reference's log-probs before advantages; use --kl_in_reward false": (
+                self.kl_in_reward and self.beta > 0
+            ),
+            "--top_entropy_quantile ranks the tokens of the whole window; use 1.0": self.top_entropy_quantile < 1,
+            "an entropy bonus is a mean over the whole window; use --entropy_coef 0 --use_adaptive_entropy false": (
+                self.entropy_coef > 0 or self.use_adaptive_entropy
+            ),
+            "--lora_dropout needs a pass over the window before the first update; use 0": bool(self.lora_dropout),
+            "several optimizer steps per generation batch wait for its end anyway; use --steps_per_generation "
+            f"{self.gradient_accumulation_steps}": windows,
+            "--reward_model needs the trainer's process, which trains; use a reward function": bool(self.reward_model),
+            "--deepspeed and --fsdp cut gradients over ranks as they come, before the normaliser is known; use DDP": (
+                bool(self.deepspeed or self.fsdp)
+            ),
+        }
+        for obstacle in (text for text, given in obstacles.items() if given):
+            yield f"--streaming_partial_batch: true: {obstacle}, or --streaming_partial_batch false"
+
     def _truncations(self) -> list[str]:
         return [name for name in ("top_p", "top_k", "min_p") if getattr(self, name) not in (1.0, -1, 0)]
 
     def _penalties(self) -> list[str]:
-        return ["repetition_penalty"] if self.repetition_penalty != 1.0 else []
+        given = {
+            "repetition_penalty": self.repetition_penalty != 1.0,
+            "vllm_guided_decoding_regex": self.vllm_guided_decoding_regex is not None,
+            "generation_kwargs": self.biased_kwargs(),
+        }
+        return [name for name, is_given in given.items() if is_given]
 
     def notes(self) -> Iterator[str]:
         """Remarks about settings that work but should be known about."""
@@ -175,11 +276,8 @@ class RLHFArguments(
                 f"--{name}: {getattr(self, name)}: truncated sampling biases the gradient, because the trainer uses "
                 "the whole vocabulary"
             )
-        if self.repetition_penalty != 1.0:
-            yield (
-                f"--repetition_penalty: {self.repetition_penalty}: changes the sampled distribution, which biases "
-                "the gradient"
-            )
+        for name in self._penalties():
+            yield f"--{name}: {getattr(self, name)}: changes the sampled distribution, which biases the gradient"
 
 
 @dataclass(kw_only=True)
@@ -193,6 +291,11 @@ class SFTArguments(CommonArguments, RunArguments, OptimizationArguments, DataArg
         """What is wrong with these settings, one line each."""
         yield from _model_missing(self)
         yield from _training_data_missing(self)
+        if self.optim == "adamw_cpu" and self.torch_dtype == "float16":
+            yield (
+                "--optim: adamw_cpu: cannot undo the loss scaling of --torch_dtype float16; "
+                "use --torch_dtype bfloat16, or --optim adamw"
+            )
 
 
 @dataclass(kw_only=True)

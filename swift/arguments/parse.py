@@ -1,6 +1,6 @@
 """From command line, config file and environment to the settings of a mode: parsed, completed, checked.
 
-    default < file < environment < command line      after all spellings became canonical names
+    default < preset < file < environment < command line      after all spellings became canonical names
 
 Nothing is decided quietly: every value has a provenance, a flag that changes nothing has a note, and all
 problems are raised together. `swift.arguments.later` is no part of this: what a later version brings parses.
@@ -16,6 +16,7 @@ from swift.arguments import later
 from swift.arguments.derived import Machine, derive
 from swift.arguments.layers import ConfigFile, Given, read_command_line, read_config, read_environment
 from swift.arguments.modes import MODES
+from swift.arguments.presets import PRESETS, plan_lines, values_under
 from swift.arguments.values import convert, mask
 from swift.arguments.vocabulary import known_flag, later_value, replaced_flag
 from swift.errors import ConfigError, join_problems, nearest, suggest
@@ -27,8 +28,9 @@ class Resolved:
     """The settings of a run and where each comes from.
 
     args: an instance of the mode's dataclass.
-    provenance: canonical name -> source (default, file, env or command line), given_as (the spelling as
-        written, None for a default) and rule (why a derived value is what it is, else None).
+    provenance: canonical name -> source (default, preset, file, env or command line), given_as (the spelling as
+        written, None for a default) and rule (why a derived value is what it is, or which paper has a preset's
+        value, else None).
     notes: lines to print once.
     environment: variables of the config's ENV block that were not set; the caller sets them.
     config: path of the config file, if any.
@@ -43,8 +45,14 @@ class Resolved:
 
     @property
     def given(self) -> set[str]:
-        """Canonical names of the settings that the user wrote, wherever."""
+        """Canonical names of the settings that the user wrote, wherever, or chose with a preset."""
         return {name for name, origin in self.provenance.items() if origin["source"] != "default"}
+
+    @property
+    def preset_lines(self) -> list[str]:
+        """What the plan says about `--preset`: its values, where the paper has them, and which are overridden."""
+        chosen = getattr(self.args, "preset", "none") != "none"
+        return plan_lines(self.args, self.provenance) if chosen else []
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -79,10 +87,13 @@ def parse(mode: str, argv: Sequence[str], environ: Mapping[str, str]) -> Resolve
     reader.take(file.given)
     reader.take(given for given in read_environment(variables) if given.spelling in reader.flags)
     reader.take(line.given)
+    sources = reader.lay_preset()
 
     args = MODES[mode](**reader.values)
-    rules = _complete(args, reader, Machine.look(variables))
-    reader.problems += [problem for problem in _ask(args, "problems") if not reader.already_reported(problem)]
+    rules = {**sources, **_complete(args, reader, Machine.look(variables))}
+    reader.problems += [
+        reader.with_origin(problem) for problem in _ask(args, "problems") if not reader.already_reported(problem)
+    ]
     join_problems(reader.problems)
     return Resolved(
         mode=mode,
@@ -128,6 +139,22 @@ class _Reader:
             for given in (said[spelling] for spelling in said if spelling in repeated):
                 self.notes.append(f"{given.subject}: given more than once; the last value counts: {self.shown(given)}")
             self._settle(self.flags[name], list(said.values()))
+
+    def lay_preset(self) -> dict[str, str]:
+        """Values of the preset under those taken so far; returns setting -> the paper that has the value."""
+        name = self.values.get("preset", "none")
+        if name == "none":
+            return {}
+        values = values_under(name, {*self.values, *self.broken})
+        for setting, item in values.items():
+            self.values[setting] = item.value
+            self.origins[setting] = Given(setting, item.shown, "preset", f"preset {name}", f"preset {name}: {setting}")
+        return {setting: PRESETS[name].source(setting) for setting in values}
+
+    def with_origin(self, problem: str) -> str:
+        """A problem, with a remark where its value is one that the user did not write but chose with a preset."""
+        given = self.origins.get(problem.partition(":")[0].removeprefix("--"))
+        return f"{problem} (the value is that of {given.given_as})" if given and given.source == "preset" else problem
 
     def already_reported(self, problem: str) -> bool:
         """Whether a problem is about a setting whose value could not be read in the first place."""
@@ -220,7 +247,7 @@ def _is_default(cls: type, given: Given) -> bool:
 
 def _complete(args: Any, reader: _Reader, machine: Machine) -> dict[str, str]:
     """Fills derived values; returns name -> rule."""
-    rules = {**_implied_engine(args, reader), **derive(args, machine)}
+    rules = {**_implied_engine(args, reader), **_from_kwargs(args, reader), **derive(args, machine)}
     evaluates = getattr(args, "eval_strategy", "no") != "no"
     if evaluates and not args.val_dataset and not args.split_dataset_ratio:
         args.eval_strategy = "no"
@@ -251,6 +278,23 @@ def _implied_engine(args: Any, reader: _Reader) -> dict[str, str]:
     if args.vllm_mode is None and (args.vllm_server_host or args.vllm_server_base_url):
         args.vllm_mode = "server"
         rules["vllm_mode"] = "server because its address is given"
+    return rules
+
+
+def _from_kwargs(args: Any, reader: _Reader) -> dict[str, str]:
+    """Entries of `--generation_kwargs` that have a flag become its value; name -> rule."""
+    rules: dict[str, str] = {}
+    for name, value in args.flags_in_kwargs().items() if hasattr(args, "flags_in_kwargs") else ():
+        raw = [str(item) for item in value] if isinstance(value, list) else str(value)
+        try:
+            converted = convert(reader.flags[name], raw)
+        except ValueError as error:
+            reader.problems.append(f"--generation_kwargs: {name}: {value}: {error}")
+            continue
+        if name in reader.origins and getattr(args, name) != converted:
+            reader.notes.append(f"--generation_kwargs: {name}: {value}: beats {reader.origins[name].subject}")
+        setattr(args, name, converted)
+        rules[name] = "from --generation_kwargs"
     return rules
 
 

@@ -57,9 +57,7 @@ _TABLE: Mapping[str, Mapping[str, Sequence[str]]] = {
         "on_prefix_break": ("exclude",), "loss_scale": ("", "default", "last_round"),
     },
     "Algorithms": {
-        "real_tau": (), "structured_outputs_regex": _NONE, "vllm_guided_decoding_regex": _NONE,
-        "chat_template_kwargs": _NONE, "generation_kwargs": _NONE, "rollout_func": _NONE,
-        "log_unique_prompts": _OFF, "top_entropy": _NONE, "advantage_norm": ("sample",), "dynamic_sampling": _OFF,
+        "real_tau": (), "top_entropy": _NONE, "advantage_norm": ("sample",), "dynamic_sampling": _OFF,
         "liger_loss": _OFF,
     },
     "teachers": {
@@ -99,7 +97,7 @@ _TABLE: Mapping[str, Mapping[str, Sequence[str]]] = {
         "rope_scaling": _NONE, "new_special_tokens": _NONE, "max_model_len": _NONE,
     },
     "more ways to load data": {
-        "custom_dataset_info": _NONE, "interleave_prob": _NONE, "stopping_strategy": ("first_exhausted",),
+        "custom_dataset_info": _NONE,
         "download_mode": ("reuse_dataset_if_exists",), "model_kwargs": _NONE, "hub_token": _NONE,
         "load_from_cache_file": ("true", "false"), "remove_unused_columns": ("true", "false"), "lazy_tokenize": _NONE,
         "val_dataset_shuffle": _OFF, "train_dataset_sample": ("", "-1"), "dataset_sample": ("", "-1"),

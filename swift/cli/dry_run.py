@@ -37,6 +37,7 @@ def rehearse_rlhf(resolved: Resolved) -> int:
     from swift.models import load_chat
     from swift.rewards import RewardPipeline
     from swift.rollout.arithmetic import describe
+    from swift.rollout.custom_rollout import load_rollout_func
     from swift.trainers.engines import require_backend
     from swift.trainers.grpo import first_prompts, max_prompt_length, plan_run, prefetch_depth
     from swift.trainers.session import find_start, require_packages
@@ -64,10 +65,12 @@ def rehearse_rlhf(resolved: Resolved) -> int:
     )
     prefetch_depth(args, plan)
     require_backend(args)
+    if args.rollout_func is not None:
+        load_rollout_func(args.rollout_func)
     with rewards:
         rewards.self_check(prompts, max_steps=plan.max_steps)
         lines += [_lengths(prompts), *_rewards(rewards, prompts)]
-    show(resolved, [*where, describe(plan), *lines])
+    show(resolved, [*resolved.preset_lines, *where, describe(plan), *lines])
     return 0
 
 
@@ -158,7 +161,8 @@ def show(resolved: Resolved, lines: Sequence[str]) -> None:
     width = max(map(len, [*given, *derived]))
     print("given:")
     for name, origin in given.items():
-        print(f"  {name:<{width}} = {_text(values[name])}  ({origin['source']}: {origin['given_as']})")
+        whence = origin["rule"] if origin["source"] == "preset" else origin["given_as"]
+        print(f"  {name:<{width}} = {_text(values[name])}  ({origin['source']}: {whence})")
     print("derived:")
     for name, origin in derived.items():
         print(f"  {name:<{width}} = {_text(values[name])}  ({origin['rule']})")

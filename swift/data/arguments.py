@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from swift.flags import flag
 
@@ -50,6 +51,15 @@ class DataArguments(HubArguments):
     dataset_shuffle: bool = flag(True)
     """Visit the rows in random order, new in each epoch. false also makes `#n` take the first n rows."""
 
+    interleave_prob: list[float] = flag([], above=0, at_most=1, everyday=False)
+    """Shares of the rows that come from each `--dataset`, adding up to 1; without it all rows of all are used."""
+
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = flag(
+        "first_exhausted", everyday=False, needs="interleave_prob"
+    )
+    """Where mixed datasets end: with the first one that has no row left, or once every row of all was used, the
+    shorter ones repeated."""
+
     streaming: bool = flag(False, everyday=False)
     """Read rows while training instead of before it. Needs `--max_steps`."""
 
@@ -64,3 +74,40 @@ class DataArguments(HubArguments):
 
     data_seed: int | None = flag(at_least=0, group="Optimization", everyday=False)
     """Seed of row selection and row order."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with these settings, one line each."""
+        shares = self.interleave_prob
+        shown = " ".join(f"{share:g}" for share in shares)
+        if shares and self.dataset and len(shares) != len(self.dataset):
+            yield (
+                f"--interleave_prob: {shown}: {len(shares)} shares for {len(self.dataset)} entries of --dataset; "
+                "give one each"
+            )
+        elif shares and abs(sum(shares) - 1) > 1e-6:
+            yield f"--interleave_prob: {shown}: adds up to {sum(shares):g}; shares add up to 1"
+
+
+@dataclass(kw_only=True)
+class PromptArguments(DataArguments):
+    """Rows that completions are sampled for, and the order in which they are used."""
+
+    curriculum_column: str | None = flag(everyday=False, unset="no curriculum")
+    """Column of numbers by which the rows of each epoch are ordered, such as a difficulty. With `--dataset_shuffle`
+    rows of one stage are in random order, new in each epoch."""
+
+    curriculum_order: Literal["ascending", "descending"] = flag("ascending", everyday=False, needs="curriculum_column")
+    """Whether small or large numbers of `--curriculum_column` come first."""
+
+    curriculum_bins: int | None = flag(
+        at_least=1, everyday=False, needs="curriculum_column", unset="each different number is a stage"
+    )
+    """Stages of about equally many rows, instead of one for each different number."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with these settings, one line each."""
+        if self.curriculum_column is not None and self.streaming:
+            yield (
+                f"--curriculum_column: {self.curriculum_column}: a stream is not known before it is read, so it cannot "
+                "be ordered; use --streaming false, or sort the file and give --dataset_shuffle false"
+            )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from swift.data.columns import ColumnPlan, Purpose, check_renames, plan_columns
 from swift.data.files import read_local
 from swift.data.hub import load_hub
+from swift.data.interleave import interleave
 from swift.data.messages import Message
 from swift.data.procedural import read_procedural
 from swift.data.records import BadRow, Record, RowError, Table, table_of
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "val"]
 
+_MIX_COUNTER = 2**32 - 2
 _SPLIT_COUNTER = 2**32 - 1  # keeps the split's random numbers apart from those of any dataset's sampling
 
 
@@ -218,7 +220,7 @@ def _load(args: DataArguments, split: Split, purpose: Purpose) -> Rows:
         lambda pair: plan_columns(pair[1].columns, renames, purpose=purpose, flag=flag, name=pair[0].name),
     )
     report.notes += _procedural_notes(specs, split)
-    examples: list[Example] = []
+    parts: list[list[Example]] = []
     bad: list[BadRow] = []
     for index, (spec, table, plan) in enumerate(zip(specs, tables, plans, strict=True)):
         report.mappings[spec.name] = plan.line
@@ -226,13 +228,34 @@ def _load(args: DataArguments, split: Split, purpose: Purpose) -> Rows:
         bad += refused
         if not found:
             raise _no_rows(spec, table, refused)
-        examples += _oversampled(found, spec, args, seed, index)
+        parts.append(_oversampled(found, spec, args, seed, index))
     if bad and args.strict:
         raise ConfigError(*first_few(bad))
     for row in bad:
         report.skip(row)
+    if split == "train" and len(parts) > 1 and args.interleave_prob:
+        examples = _mixed(parts, specs, args, report)
+    else:
+        examples = [example for part in parts for example in part]
     report.num_rows = len(examples)
     return Rows(examples, report)
+
+
+def _mixed(
+    parts: Sequence[Sequence[Example]], specs: Sequence[DatasetSpec], args: DataArguments, report: DataReport
+) -> list[Example]:
+    """Rows of several datasets in the shares of `--interleave_prob`; each in random order unless that is off."""
+    seed = data_seed(args)
+    places = interleave([len(part) for part in parts], args.interleave_prob, seed=seed, strategy=args.stopping_strategy)
+    orders = [
+        generator(seed, index, _MIX_COUNTER).permutation(len(part)) if args.dataset_shuffle else range(len(part))
+        for index, part in enumerate(parts)
+    ]
+    taken = [sum(source == index for source, _ in places) for index in range(len(parts))]
+    of_each = zip(taken, specs, parts, strict=True)
+    counts = ", ".join(f"{count} of {spec.name} ({len(part)} rows)" for count, spec, part in of_each)
+    report.notes.append(f"mixture: {len(places)} rows: {counts}; ended with {args.stopping_strategy}")
+    return [parts[source][int(orders[source][place])] for source, place in places]
 
 
 def _check_not_empty(spec: DatasetSpec, table: Table) -> None:

@@ -112,6 +112,10 @@ class PromptDataset(Sequence[Prompt]):
         """The columns that reach rewards, in order of appearance."""
         return list(dict.fromkeys(name for example in self._examples for name in example.columns))
 
+    def columns(self, index: int) -> dict[str, Any]:
+        """What of a row reaches rewards; unlike the prompt it needs no tokenizer."""
+        return self._examples[index].columns
+
     def origin(self, index: int) -> str:
         """Where a row stands, as `file:line`."""
         return self._examples[index].origin

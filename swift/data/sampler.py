@@ -7,6 +7,7 @@ rows of an epoch that fill no batch is the caller's decision (`remaining`, `skip
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from swift.errors import ConfigError
@@ -30,15 +31,18 @@ class PromptStream:
         size: number of rows, at least 1.
         seed: any integer.
         shuffle: False gives 0 .. size-1 in every epoch.
+        stages: of a curriculum, one number per row: rows of smaller ones come first in every epoch, and shuffling
+            stays inside of a stage.
 
     Raises:
         ConfigError: there are no rows.
     """
 
-    def __init__(self, size: int, *, seed: int, shuffle: bool) -> None:
+    def __init__(self, size: int, *, seed: int, shuffle: bool, stages: np.ndarray | None = None) -> None:
         if size < 1:
             raise ConfigError("--dataset: 0 rows: there is nothing to train on; check the dataset and its filters")
         self.size, self.seed, self.shuffle = size, seed, shuffle
+        self.stages = stages
         self.epoch, self.cursor = 0, 0
         self._order = self._permutation(0)
 
@@ -71,15 +75,24 @@ class PromptStream:
             "size": self.size,
             "seed": self.seed,
             "shuffle": self.shuffle,
+            "curriculum": self.curriculum,
         }
+
+    @property
+    def curriculum(self) -> str | None:
+        """A digest of the stages; None without any."""
+        if self.stages is None:
+            return None
+        return hashlib.blake2b(self.stages.astype("<i8").tobytes(), digest_size=8).hexdigest()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes to a saved position.
 
         Raises:
-            ConfigError: the state belongs to another number of rows, seed or shuffle setting.
+            ConfigError: the state belongs to another number of rows, seed, shuffle setting or curriculum.
         """
-        check_same(state, {"size": self.size, "seed": self.seed, "shuffle": self.shuffle})
+        mine = {"size": self.size, "seed": self.seed, "shuffle": self.shuffle, "curriculum": self.curriculum}
+        check_same(state, mine)
         self._enter(int(state["epoch"]), int(state["cursor"]))
 
     def _enter(self, epoch: int, cursor: int) -> None:
@@ -90,7 +103,8 @@ class PromptStream:
     def _permutation(self, epoch: int) -> np.ndarray:
         import numpy as np
 
-        return generator(self.seed, epoch).permutation(self.size) if self.shuffle else np.arange(self.size)
+        order = generator(self.seed, epoch).permutation(self.size) if self.shuffle else np.arange(self.size)
+        return order if self.stages is None else order[np.argsort(self.stages[order], kind="stable")]
 
 
 def generator(seed: int, *counters: int) -> np.random.Generator:
@@ -103,7 +117,8 @@ def generator(seed: int, *counters: int) -> np.random.Generator:
 def check_same(state: dict[str, Any], mine: dict[str, Any]) -> None:
     """Raises ConfigError naming each setting in which a saved position differs from this run."""
     flags = {"size": "rows of --dataset", "seed": "--data_seed", "shuffle": "--dataset_shuffle"}
-    flags |= {"buffer": "--shuffle_buffer_size", "fingerprint": "content of --dataset"}
+    flags |= {"buffer": "--shuffle_buffer_size", "fingerprint": "content of --dataset", "mixture": "--interleave_prob"}
+    flags |= {"curriculum": "stages of --curriculum_column"}
     problems = [
         f"--resume_from_checkpoint: {flags[name]}: {state.get(name)} in the checkpoint, {value} now; "
         "resume with the settings of the run"

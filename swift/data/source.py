@@ -11,9 +11,12 @@ import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from swift.data.arguments import PromptArguments
 from swift.data.columns import ColumnPlan, check_renames, plan_columns
+from swift.data.curriculum import curriculum_stages
 from swift.data.files import read_local
 from swift.data.hub import stream_hub
+from swift.data.interleave import mixed_stream, mixture_name
 from swift.data.loading import Example, Split, data_seed, first_few, iterate_understood, renames_of
 from swift.data.procedural import read_procedural
 from swift.data.prompts import PromptDataset, Tokenize, Tokenizer, load_prompts
@@ -26,6 +29,8 @@ from swift.errors import ConfigError
 from swift.types import Prompt
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from swift.data.arguments import DataArguments
 
 PEEKED_ROWS = 64
@@ -79,14 +84,15 @@ class IndexedPrompts:
         dataset: at least one prompt.
         seed: of the epochs' permutations.
         shuffle: False keeps the order of the dataset.
+        stages: of a curriculum; see `PromptStream`.
 
     Raises:
         ConfigError: the dataset is empty.
     """
 
-    def __init__(self, dataset: PromptDataset, seed: int, shuffle: bool) -> None:
+    def __init__(self, dataset: PromptDataset, seed: int, shuffle: bool, stages: np.ndarray | None = None) -> None:
         self.dataset, self.report = dataset, dataset.report
-        self._stream = PromptStream(len(dataset), seed=seed, shuffle=shuffle)
+        self._stream = PromptStream(len(dataset), seed=seed, shuffle=shuffle, stages=stages)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -217,6 +223,7 @@ class StreamingPrompts:
             "seed": self._seed,
             "shuffle": self._args.dataset_shuffle,
             "buffer": self._buffer,
+            "mixture": mixture_name(self._args),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -226,7 +233,7 @@ class StreamingPrompts:
             ConfigError: other settings, or fewer rows than the saved run had read.
         """
         mine = self.state_dict()
-        check_same(state, {name: mine[name] for name in ("seed", "shuffle", "buffer")})
+        check_same(state, {name: mine[name] for name in ("seed", "shuffle", "buffer", "mixture")})
         self._enter(int(state["epoch"]), int(state["cursor"]))
         self._given = int(state["given"])
 
@@ -249,13 +256,21 @@ class StreamingPrompts:
             )
 
     def _ordered(self, epoch: int) -> Iterator[Example]:
-        rows = self._examples()
+        rows = self._examples(epoch)
         return shuffled(rows, self._buffer, self._seed, epoch) if self._buffer > 1 else rows
 
-    def _examples(self) -> Iterator[Example]:
-        for spec, plan in zip(self._specs, self._plans, strict=True):
-            rows = iterate_understood(self._records(spec), plan, self._system, self._on_bad)
-            yield from itertools.islice(rows, spec.count)
+    def _examples(self, epoch: int) -> Iterator[Example]:
+        """The rows of an epoch: one dataset after the other, or mixed."""
+        shares = self._args.interleave_prob
+        if self._split != "train" or len(self._specs) < 2 or not shares:
+            return itertools.chain.from_iterable(map(self._examples_of, range(len(self._specs))))
+        return mixed_stream(
+            self._examples_of, shares, seed=self._seed, epoch=epoch, strategy=self._args.stopping_strategy
+        )
+
+    def _examples_of(self, index: int) -> Iterator[Example]:
+        rows = iterate_understood(self._records(self._specs[index]), self._plans[index], self._system, self._on_bad)
+        return itertools.islice(rows, self._specs[index].count)
 
     def _records(self, spec: DatasetSpec) -> Iterator[Record]:
         if spec.kind == "local":
@@ -329,7 +344,8 @@ def open_prompts(
             truncation_strategy=truncation_strategy,
             split=split,
         )
-        return IndexedPrompts(dataset, data_seed(args), args.dataset_shuffle)
+        stages = curriculum_stages(args, dataset) if isinstance(args, PromptArguments) else None
+        return IndexedPrompts(dataset, data_seed(args), args.dataset_shuffle, stages)
     if split == "train" and max_steps < 1:
         raise ConfigError(f"--max_steps: {max_steps}: a stream has no length; give --max_steps with --streaming true")
     return StreamingPrompts(

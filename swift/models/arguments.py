@@ -28,6 +28,10 @@ class CheckpointArguments(HubArguments):
     template: str | None = flag(unset="the tokenizer's own")
     """Chat template by name, instead of the one that comes with the tokenizer."""
 
+    chat_template_kwargs: dict[str, Any] = flag({}, everyday=False)
+    """Variables for the chat template, as JSON such as `{"enable_thinking": false}`; used wherever a chat becomes
+    tokens."""
+
     torch_dtype: Literal["bfloat16", "float16", "float32"] | None = flag(
         aliases=("dtype",), values={"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
     )

@@ -3,13 +3,17 @@
 What it costs depends on the tuner: a LoRA policy is its own reference with the adapter switched off (or,
 when it started from an adapter, with the starting adapter put back for the moment); a fully tuned policy
 needs a frozen copy of itself. `--ref_model` always loads that model.
+
+A reference that is moved towards the policy (`--sync_ref_model`, TR-DPO, arXiv:2404.09656) needs numbers of its own:
+the frozen copy, or for LoRA a second copy of the adapter, which starts as the policy's does. What has moved is part of
+a checkpoint (`state`, `load_state`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError
@@ -37,13 +41,73 @@ class ReferenceModel:
         raise NotImplementedError
         yield
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What `blend` moves, by the names that the policy has for it; whole tensors, the same on every rank.
+
+        Raises:
+            ConfigError: the reference has no numbers of its own (LoRA with the adapter off), so it cannot move.
+        """
+        raise ConfigError(
+            "--sync_ref_model: true: this reference is the policy without its adapter and cannot move; "
+            "use --sync_ref_model false"
+        )
+
+    def require_movable(self, policy: nn.Module) -> None:
+        """Find out before the run whether `blend` will work.
+
+        Raises:
+            ConfigError: no numbers of its own, or those of another architecture.
+        """
+        from swift.models.sharded import whole_shape
+
+        theirs = {name: whole_shape(parameter) for name, parameter in policy.named_parameters()}
+        for name, tensor in self.weights().items():
+            if theirs.get(name) != tuple(tensor.shape):
+                raise ConfigError(
+                    "--sync_ref_model: true: the reference has another architecture than the policy "
+                    f"({name} differs); leave --ref_model out, or --sync_ref_model false"
+                )
+
     def blend(self, policy: nn.Module, alpha: float) -> None:
         """Moves the reference towards the policy: ref := alpha policy + (1 - alpha) ref.
 
+        A collective where the policy is spread over ranks (ZeRO-3, FSDP2); whole parameters exist one at a time.
+        The sum is formed in float32 at least. For LoRA the two factors of an update are mixed one by one, so for alpha
+        below 1 the mixture is that of the adapters, not of the matrices they stand for.
+
+        Args:
+            policy: the unwrapped policy.
+            alpha: share of the policy, 0 to 1.
+
         Raises:
-            ConfigError: the reference shares its weights with the policy (LoRA), so it cannot move alone.
+            ConfigError: see `weights`.
         """
-        raise ConfigError("--sync_ref_model: true: a LoRA policy is its own reference; use --tuner_type full")
+        import torch
+
+        from swift.models.sharded import gathered
+
+        parameters = dict(policy.named_parameters())
+        with torch.no_grad():
+            for name, mine in self.weights().items():
+                with gathered([parameters[name]]) as whole:
+                    exact = torch.promote_types(mine.dtype, torch.float32)
+                    other = whole(parameters[name]).to(device=mine.device, dtype=exact)
+                    mine.copy_(torch.lerp(mine.to(exact), other, alpha))
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """A moved reference, on the CPU; see `load_state`."""
+        return {name: tensor.detach().cpu() for name, tensor in self.weights().items()}
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take over what `state` gave, exact to the last bit."""
+        import torch
+
+        mine = self.weights()
+        if mine.keys() != state.keys():
+            raise ConfigError("--resume_from_checkpoint: the checkpoint's reference is that of another model")
+        with torch.no_grad():
+            for name, tensor in mine.items():
+                tensor.copy_(state[name])
 
 
 class FrozenReference(ReferenceModel):
@@ -60,17 +124,9 @@ class FrozenReference(ReferenceModel):
         with torch.no_grad():
             yield self.module
 
-    def blend(self, policy: nn.Module, alpha: float) -> None:
-        """See `ReferenceModel.blend`; `policy` is the unwrapped module with the same parameter names."""
-        import torch
-
-        ours = dict(self.module.named_parameters())
-        theirs = dict(policy.named_parameters())
-        if ours.keys() != theirs.keys():
-            raise ConfigError("--sync_ref_model: true: the reference has another architecture than the policy")
-        with torch.no_grad():
-            for name, parameter in ours.items():
-                parameter.lerp_(theirs[name].detach().to(parameter), alpha)
+    def weights(self) -> dict[str, torch.Tensor]:
+        """See `ReferenceModel.weights`."""
+        return {name: parameter.data for name, parameter in self.module.named_parameters()}
 
 
 class AdapterOffReference(ReferenceModel):
@@ -89,7 +145,7 @@ class AdapterOffReference(ReferenceModel):
 
 
 class StartAdapterReference(ReferenceModel):
-    """A LoRA policy with the adapter it started from: the base model and one frozen copy of the adapter.
+    """A LoRA policy with the adapter it started from: the base model and a copy of the adapter of its own.
 
     The trained tensors are exchanged, not overwritten, so a graph recorded before the block stays valid; where they are
     spread over ranks their values are exchanged, and no graph may be alive.
@@ -113,9 +169,13 @@ class StartAdapterReference(ReferenceModel):
         with exchanged(parameters, self.start), torch.no_grad(), _evaluating(self.policy):
             yield self.policy
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        """See `ReferenceModel.weights`."""
+        return self.start
+
 
 def load_reference(
-    args: ModelArguments, policy: nn.Module, *, device: torch.device | str | None = None
+    args: ModelArguments, policy: nn.Module, *, device: torch.device | str | None = None, moves: bool = False
 ) -> ReferenceModel:
     """The KL reference of a policy that was just loaded and not yet trained or resumed.
 
@@ -126,16 +186,24 @@ def load_reference(
         args: the settings the policy was loaded with.
         policy: what `load_policy` returned, not wrapped.
         device: for a separate model; None means the policy's.
+        moves: it will be moved towards the policy, so it needs numbers of its own.
 
     Raises:
-        ConfigError, ResourceError: as `load_policy`, about `--ref_model`.
+        ConfigError, ResourceError: as `load_policy`, about `--ref_model`; it is to move and cannot.
     """
+    reference = _load_reference(args, policy, device, moves)
+    if moves:
+        reference.require_movable(policy)
+    return reference
+
+
+def _load_reference(args: ModelArguments, policy: nn.Module, device: Any, moves: bool) -> ReferenceModel:
     device = device if device is not None else next(policy.parameters()).device
     if args.ref_model and args.ref_model != args.model:
         return FrozenReference(_load_other(args, device))
     if args.tuner_type == "full":
         return FrozenReference(copy.deepcopy(policy).to(device))
-    return StartAdapterReference(policy) if locate(args).adapters else AdapterOffReference(policy)
+    return StartAdapterReference(policy) if moves or locate(args).adapters else AdapterOffReference(policy)
 
 
 def _load_other(args: ModelArguments, device: Any) -> nn.Module:

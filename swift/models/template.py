@@ -12,20 +12,32 @@ turn by turn, which is only accepted when each rendering is a prefix of the whol
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swift.errors import ConfigError
+from swift.errors import ConfigError, join_problems, nearest
 from swift.models.source import read_json
 from swift.models.templates import TEMPLATES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger("swift.models")
+
 Message = dict[str, Any]
 
+OWN_VARIABLES = frozenset(
+    {
+        "messages", "conversations", "tools", "add_generation_prompt", "continue_final_message", "chat_template",
+        "tokenize", "return_assistant_tokens_mask",
+    }
+)  # fmt: skip
+"""Variables that a rendering sets itself."""
+
+_GENERATION_TAGS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE_ANSWER = "a probe answer"
 _PROBE: list[Message] = [
@@ -44,18 +56,26 @@ class Template:
     Args:
         tokenizer: with a chat template.
         stop_token_ids: further end tokens, such as those of the model's generation_config.json.
+        kwargs: variables that the template reads in every rendering, such as `enable_thinking`.
 
     Raises:
-        ConfigError: the tokenizer has no chat template.
+        ConfigError: the tokenizer has no chat template, or a variable is one that swift sets itself.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_token_ids: Iterable[int] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         if not tokenizer.chat_template:
             raise ConfigError(
                 f"--template: none: the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat "
                 f"template; valid: {', '.join(TEMPLATES)}, or a Jinja file"
             )
         self.tokenizer = tokenizer
+        self.kwargs = dict(kwargs or {})
+        _check_kwargs(self.kwargs, tokenizer)
         self._marked = bool(_GENERATION.search(tokenizer.get_chat_template()))
         self.stop_token_ids: tuple[int, ...] = _stop_ids(self, stop_token_ids)
         """Tokens that end a completion, ascending: end of text, end of turn, and those given."""
@@ -65,13 +85,27 @@ class Template:
         """The id that fills rows to equal length; never trained on."""
         return int(self.tokenizer.pad_token_id)
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
         """The text of a chat, without tokenising it.
+
+        Args:
+            messages: the chat.
+            add_generation_prompt: end where the assistant is to speak.
+            tools: functions that the template shows to the model, as JSON schemas.
+            kwargs: variables of this rendering; they beat those of the template. Names that swift sets are ignored.
 
         Raises:
             RefusedChat: the template refuses the messages (unknown role, wrong order, missing content).
         """
-        return self._render(messages, add_generation_prompt, marks=False)[0]
+        more = {name: value for name, value in (kwargs or {}).items() if name not in OWN_VARIABLES}
+        return self._render(messages, add_generation_prompt, marks=False, tools=tools, kwargs=more)[0]
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of `messages`, ready for the assistant to continue."""
@@ -103,7 +137,13 @@ class Template:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
     def _render(
-        self, messages: Sequence[Message], add_generation_prompt: bool, *, marks: bool
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        *,
+        marks: bool,
+        tools: Sequence[dict[str, Any]] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> tuple[str, list[tuple[int, int]]]:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -111,10 +151,11 @@ class Template:
         try:
             rendered, spans = render_jinja_template(
                 conversations=[list(messages)],
+                tools=list(tools) if tools else None,
                 chat_template=self.tokenizer.get_chat_template(),
                 add_generation_prompt=add_generation_prompt,
                 return_assistant_tokens_mask=marks,
-                **self.tokenizer.special_tokens_map,
+                **{**self.tokenizer.special_tokens_map, **self.kwargs, **(kwargs or {})},
             )
         except (TemplateError, TypeError) as error:
             raise RefusedChat(f"messages: the chat template refuses them: {error}") from error
@@ -146,13 +187,40 @@ class Template:
         return ids + rest, mask + [0] * len(rest)
 
 
-def load_template(tokenizer: PreTrainedTokenizerBase, folder: str | Path | None = None) -> Template:
-    """The template of a tokenizer; a model folder's generation_config.json adds its end tokens."""
+def load_template(
+    tokenizer: PreTrainedTokenizerBase, folder: str | Path | None = None, kwargs: Mapping[str, Any] | None = None
+) -> Template:
+    """The template of a tokenizer; a model folder's generation_config.json adds its end tokens. kwargs: see there."""
     stops: list[int] = []
     file = Path(folder) / "generation_config.json" if folder is not None else None
     if file is not None and file.is_file():
         stops = _as_list(read_json(file).get("eos_token_id"))
-    return Template(tokenizer, stops)
+    return Template(tokenizer, stops, kwargs)
+
+
+def _check_kwargs(kwargs: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuses variables that swift sets; says so of those that the template never reads."""
+    flag = "--chat_template_kwargs"
+    own = [name for name in kwargs if name in OWN_VARIABLES]
+    join_problems([f"{flag}: {name}: is set by swift itself; leave it out" for name in own])
+    read = variables_of(str(tokenizer.get_chat_template())) if kwargs else None
+    for name in kwargs:
+        if read is not None and name not in read:  # not an error: one command serves models with and without it
+            near = nearest(name, sorted(read - OWN_VARIABLES))
+            end = f"; nearest: {', '.join(near)}" if near else ""
+            logger.warning("note: %s: %s: the chat template does not read it, so it changes nothing%s", flag, name, end)
+
+
+def variables_of(template: str) -> set[str] | None:
+    """Names that a Jinja text reads from outside; None when it cannot be told."""
+    from jinja2 import Environment, TemplateError
+    from jinja2.meta import find_undeclared_variables
+
+    plain = _GENERATION_TAGS.sub("", template)
+    try:
+        return find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain))
+    except TemplateError:
+        return None
 
 
 def _assistant_turns(messages: Sequence[Message]) -> list[int]:

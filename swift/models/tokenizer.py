@@ -31,7 +31,7 @@ def load_tokenizer(args: CheckpointArguments) -> PreTrainedTokenizerBase:
 def load_chat(args: CheckpointArguments) -> Template:
     """Tokenizer and template of `--model` in one step, with the end tokens of its generation_config.json."""
     source = locate(args)
-    return load_template(load_tokenizer(args), source.base)
+    return load_template(load_tokenizer(args), source.base, args.chat_template_kwargs)
 
 
 def read_tokenizer(

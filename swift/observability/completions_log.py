@@ -89,7 +89,7 @@ def completion_rows(
                     "advantage": advantages[number],
                     "used": bool(flags[number]) and reasons[number] is None,
                     "excluded": reasons[number],
-                    "columns": group.prompt.columns,
+                    "columns": {**group.prompt.columns, **completion.columns},
                 }
             )
     return rows

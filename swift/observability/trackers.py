@@ -22,15 +22,22 @@ class CompletionTrackers:
     Args:
         names: of `--report_to`: tensorboard, wandb, swanlab; others are left alone.
         tensorboard_dir: where TensorBoard files go.
+        unique_prompts: show the first completion of each prompt only.
     """
 
-    def __init__(self, names: Sequence[str], tensorboard_dir: Path) -> None:
+    def __init__(self, names: Sequence[str], tensorboard_dir: Path, *, unique_prompts: bool = False) -> None:
         self._names = list(names)
         self._tensorboard_dir = tensorboard_dir
+        self._unique_prompts = unique_prompts
         self._writer: Any = None
 
     def show(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Send the first few rows of completions.jsonl's form."""
+        if self._unique_prompts:
+            firsts: dict[str, Mapping[str, Any]] = {}
+            for row in rows:
+                firsts.setdefault(row["prompt"], row)
+            rows = list(firsts.values())
         table = [[row[name] for name in COLUMNS] for row in rows[:SHOWN_ROWS]]
         for name in self._names:
             send = getattr(self, f"_to_{name}", None)

@@ -13,9 +13,9 @@ A plugin file is plain Python. It imports what it extends and assigns to a regis
 `--external_plugins my_plugin.py --reward_funcs short` then uses it. Nothing in this package imports torch.
 """
 
-from swift.plugin.registry import ORM, AsyncORM, Registry, inference_backends, orms
+from swift.plugin.registry import ORM, AsyncORM, Registry, inference_backends, orms, rollout_funcs
 
 from swift.plugin.loader import load_external_plugins  # isort: skip
 import swift.rewards.functions  # noqa: F401  registers the built-in functions
 
-__all__ = ["ORM", "AsyncORM", "Registry", "inference_backends", "load_external_plugins", "orms"]
+__all__ = ["ORM", "AsyncORM", "Registry", "inference_backends", "load_external_plugins", "orms", "rollout_funcs"]

@@ -107,3 +107,6 @@ orms = Registry("reward function")
 
 inference_backends = Registry("inference backend")
 """Inference backends by name: functions that take an `EngineSpec` and return an `InferenceEngine`."""
+
+rollout_funcs = Registry("rollout function")
+"""Rollout functions by name: `function(prompts, rollout)`; see `swift.rollout.custom_rollout`."""

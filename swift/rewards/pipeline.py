@@ -516,8 +516,9 @@ def group_keywords(groups: Sequence[RolloutGroup], opens_think: Sequence[bool]) 
     rows = [
         (group, item, opened) for group, opened in zip(groups, opens_think, strict=True) for item in group.completions
     ]
-    columns = {name: None for group in groups for name in group.prompt.columns}
-    keywords: dict[str, Any] = {name: [group.prompt.columns.get(name) for group, _, _ in rows] for name in columns}
+    values = [{**group.prompt.columns, **item.columns} for group, item, _ in rows]  # a rollout function's win
+    columns = {name: None for row in values for name in row}
+    keywords: dict[str, Any] = {name: [row.get(name) for row in values] for name in columns}
     keywords["messages"] = [group.prompt.messages for group, _, _ in rows]
     keywords["prompt_id"] = [group.prompt.prompt_id for group, _, _ in rows]
     keywords["group_id"] = [group.group_id for group, _, _ in rows]

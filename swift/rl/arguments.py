@@ -17,10 +17,12 @@ class ObjectiveArguments:
 
     GROUP: ClassVar[str] = "Objective"
 
-    preset: Literal["none", "grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "luspo", "vespo"] = flag(
-        "none", everyday=False
-    )
-    """Values of a paper, each of which can still be overridden."""
+    preset: Literal[
+        "none", "grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "luspo", "vespo", "rloo", "reinforce_plus_plus",
+        "gdpo",
+    ] = flag("none", everyday=False)  # fmt: skip
+    """Values of a paper for the objective, each of which a file, the environment or the command line overrides. The
+    plan of a run prints them with their sources."""
 
     beta: float = flag(0.04, at_least=0)
     """Weight of the KL to the reference model (k3); 0 needs no reference and saves its forward pass."""
@@ -67,10 +69,11 @@ class ObjectiveArguments:
     """Most extra launches per generation batch, as a multiple of its groups."""
 
     log_entropy: bool = flag(False, everyday=False)
-    """Log the entropy of the policy."""
+    """Log the entropy of the policy at the temperature of sampling, over the tokens that are passed through."""
 
     top_entropy_quantile: float = flag(1.0, above=0, at_most=1, everyday=False)
-    """Train on this share of the tokens, those of the highest entropy (arXiv:2506.01939); 1.0 is all."""
+    """Train on this share of the tokens of a step, those of the highest entropy (0.2 in arXiv:2506.01939); 1.0 is all.
+    Where a step has several passes or processes, it costs a forward pass more."""
 
     rollout_importance_sampling_mode: (
         Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None
@@ -87,14 +90,21 @@ class ObjectiveArguments:
     rollout_importance_sampling_ratio: Literal["mean", "sum"] = flag("mean", everyday=False)
     """Length rule of the sequence ratio."""
 
+    old_logprobs: Literal["trainer", "sampler"] = flag("trainer", everyday=False)
+    """What the ratio compares the policy with. trainer: its own log-probs when it starts on a batch
+    (arXiv:2505.24298). sampler: those recorded at sampling, whatever weights those were; then the ratio alone bears the
+    difference between engine and trainer, so it excludes `--rollout_importance_sampling_mode`."""
+
     log_rollout_offpolicy_metrics: bool = flag(False, everyday=False)
-    """Log how far engine and trainer are apart."""
+    """Log how far engine and trainer are apart (`rollout_ratio/...`, `logp/...`). With a correction the former are
+    logged anyway."""
 
     off_policy_sequence_mask_delta: float | None = flag(everyday=False, unset="off")
     """Mute sequences of negative advantage that are further than this from the policy (arXiv:2512.02556)."""
 
     sync_ref_model: bool = flag(False, everyday=False)
-    """Move the reference model towards the policy from time to time."""
+    """Move the reference model towards the policy from time to time (arXiv:2404.09656). With LoRA the reference gets a
+    copy of the adapter for it."""
 
     ref_model_sync_steps: int = flag(512, at_least=1, everyday=False, needs="sync_ref_model")
     """Steps between two moves of the reference model."""
@@ -202,6 +212,28 @@ class ObjectiveArguments:
             yield (
                 f"--rollout_importance_sampling_lower: {self.rollout_importance_sampling_lower:g}: above "
                 f"--rollout_importance_sampling_threshold {self.rollout_importance_sampling_threshold:g}; lower it"
+            )
+        if self.old_logprobs == "sampler" and self.rollout_importance_sampling_mode not in (None, "none"):
+            yield (
+                f"--old_logprobs: sampler: the ratio compares with the sampler already, so --rollout_importance_"
+                f"sampling_mode {self.rollout_importance_sampling_mode} would correct nothing; drop one of the two"
+            )
+        if self.sync_ref_model and self.beta == 0:
+            yield "--sync_ref_model: true: there is no reference with --beta 0; raise --beta, or drop --sync_ref_model"
+        if self.kl_bias_correction and self.beta == 0:
+            yield "--kl_bias_correction: true: there is no KL with --beta 0; raise --beta, or drop --kl_bias_correction"
+        if self.kl_bias_correction and self.kl_in_reward and self.beta > 0:
+            yield (
+                "--kl_bias_correction: true: the KL is in the reward, and the loss has none; --kl_in_reward false, or "
+                "drop --kl_bias_correction"
+            )
+        yield from self._entropy_problems()
+
+    def _entropy_problems(self) -> Iterator[str]:
+        if self.use_adaptive_entropy and not self.entropy_coef_min <= self.entropy_coef <= self.entropy_coef_max:
+            yield (
+                f"--entropy_coef: {self.entropy_coef:g}: the controller starts there, and its bounds are "
+                f"--entropy_coef_min {self.entropy_coef_min:g} and --entropy_coef_max {self.entropy_coef_max:g}"
             )
         if self.entropy_coef_min > self.entropy_coef_max:
             yield (

@@ -36,8 +36,8 @@ LOG_FLOOR = math.log(1e-8)
 class Mismatch:
     """Log-ratios trainer/sampler of a micro-batch.
 
-    eta_T: clipped to +-20, 0 where the mask is 0 or the sampler's log-prob is NaN.
-    num_missing: trained tokens without a sampler log-prob; more than 1 % of them is the caller's error.
+    eta_T: clipped to +-20, 0 where the mask is 0 or the sampler has no finite log-prob.
+    num_missing: trained tokens without a finite sampler log-prob; more than 1 % of them is the caller's error.
     """
 
     eta_T: Tensor
@@ -48,7 +48,7 @@ class Mismatch:
 def sampler_mismatch(old_logprobs_T: Tensor, sampler_logprobs_T: Tensor, mask_T: Tensor) -> Mismatch:
     """Compare the trainer's old log-probs with those recorded at sampling."""
     trained_T = mask_T.bool()
-    missing_T = sampler_logprobs_T.isnan() & trained_T
+    missing_T = ~sampler_logprobs_T.isfinite() & trained_T
     difference_T = (old_logprobs_T - sampler_logprobs_T).clamp(-LOG_LIMIT, LOG_LIMIT)
     return Mismatch(torch.where(trained_T & ~missing_T, difference_T, 0.0), missing_T.sum())
 
@@ -122,7 +122,8 @@ def off_policy_sequence_mask(
     A sequence drifted when the mean of `lp_s - lp` over its trained tokens exceeds `delta`; tokens without a
     sampler log-prob (NaN) count as no drift. A forward mask: it never changes a normaliser.
     """
-    drift_T = torch.where(mask_T.bool(), sampler_logprobs_T - policy_logprobs_T, 0.0).nan_to_num(nan=0.0)
+    known_T = mask_T.bool() & sampler_logprobs_T.isfinite()
+    drift_T = torch.where(known_T, sampler_logprobs_T - policy_logprobs_T, 0.0)
     drift_S = segment_mean(drift_T, mask_T, sequence_index_T, num_sequences)
     return ((advantages_T >= 0) | spread(drift_S <= delta, sequence_index_T)).to(policy_logprobs_T.dtype)
 
@@ -143,7 +144,7 @@ def mismatch_statistics(
         (`.../min` by minimum). The effective sample size is `(sum w)^2 / (n sum w^2)`, from `ratio` and
         `ratio_squared` after the reduction: `effective_sample_size`.
     """
-    eta = (old_logprobs_T - sampler_logprobs_T)[mask_T.bool() & ~sampler_logprobs_T.isnan()].double()
+    eta = (old_logprobs_T - sampler_logprobs_T)[mask_T.bool() & sampler_logprobs_T.isfinite()].double()
     ratio = torch.exp(eta)
     outside = (ratio < lower) | (ratio > threshold)
     columns = {

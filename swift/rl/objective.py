@@ -11,6 +11,10 @@ KL       neither corrected by w nor muted by o, h; shares the normaliser of the 
 The sum over all micro-batches of the window is the window's loss, for every cut into micro-batches. A
 trainer whose gradients are averaged over W ranks back-propagates W times this value and divides by nothing.
 
+The options of the Atropos example trainer are settings of the same function: its KL to the reference is `beta`, its
+ratio against the inference log-probs is `old_logprobs_T` from the sampler (`--old_logprobs sampler`, without w), and
+its mean per sequence is the normaliser of `--loss_type grpo`.
+
 T packed tokens, S sequences of the micro-batch.
 """
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+import json
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -45,8 +49,23 @@ class GenerationArguments:
     stop_words: list[str] = flag([], everyday=False)
     """Texts that end a completion, besides the end token."""
 
+    generation_kwargs: dict[str, Any] = flag({}, everyday=False)
+    """More sampling settings, as JSON such as `{"presence_penalty": 0.5, "min_tokens": 8}`. Those that have a flag of
+    their own beat it; other names must be ones that the engine takes. Most of them bias the gradient like `--top_p`."""
+
+    vllm_guided_decoding_regex: str | None = flag(
+        aliases=("structured_outputs_regex",), everyday=False, unset="completions are free"
+    )
+    """Regular expression that completions must match, from their first token to their end token. Biases the gradient
+    like `--top_p`. The transformers engine needs the package xgrammar for it."""
+
     def sampling_params(self) -> SamplingParams:
         """These settings as a request carries them; the seed is filled in per sample."""
+        given = {name: value for name, value in self.generation_kwargs.items() if name not in FLAGS_IN_KWARGS}
+        more = {SAMPLING_NAMES.get(name, name): value for name, value in given.items()}
+        own = {name: more.pop(name) for name in COMMON_FIELDS if name in more}
+        if "stop_token_ids" in own:
+            own["stop_token_ids"] = tuple(own["stop_token_ids"])
         return SamplingParams(
             max_new_tokens=self.max_completion_length,
             temperature=self.temperature,
@@ -55,12 +74,142 @@ class GenerationArguments:
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
             stop=tuple(self.stop_words),
+            regex=self.vllm_guided_decoding_regex,
+            extra=more,
+            **own,
         )
+
+    def flags_in_kwargs(self) -> dict[str, Any]:
+        """Entries of `--generation_kwargs` that have a flag of their own, by the flag's name."""
+        given = self.generation_kwargs
+        return {FLAGS_IN_KWARGS[name]: value for name, value in given.items() if name in FLAGS_IN_KWARGS}
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with these settings, one line each."""
+        for name, value in self.generation_kwargs.items():
+            if name not in FLAGS_IN_KWARGS and (problem := self._kwarg_problem(SAMPLING_NAMES.get(name, name), value)):
+                yield f"--generation_kwargs: {name}: {problem}"
+        regex = self.vllm_guided_decoding_regex
+        if regex is not None and (problem := regex_problem(regex)):
+            yield f"--vllm_guided_decoding_regex: {regex}: {problem}"
+
+    def _kwarg_problem(self, name: str, value: Any) -> str:
+        """What is wrong with an entry that has no flag; "" when nothing is."""
+        if name in OWN_FIELDS:
+            return f"is set by swift itself{OWN_FIELDS[name]}"
+        if name in COMMON_FIELDS:
+            return COMMON_FIELDS[name](value)
+        backend = getattr(self, "infer_backend", None) or "transformers"
+        if getattr(self, "vllm_mode", None) == "server":  # the server says what its engine takes
+            known = sorted({field for fields in EXTRA_FIELDS.values() for field in fields})
+        elif backend in EXTRA_FIELDS:
+            known = list(EXTRA_FIELDS[backend])
+        else:  # of a plugin, whose engine checks requests itself
+            return ""
+        if name in known:
+            return ""
+        choices = sorted({*known, *COMMON_FIELDS, *FLAGS_IN_KWARGS})
+        near = difflib.get_close_matches(name, choices, n=3, cutoff=0.5)
+        fix = f"nearest: {', '.join(near)}" if near else f"valid: {', '.join(choices)}"
+        return f"the engine {backend} has no such setting; {fix}"
+
+    def biased_kwargs(self) -> bool:
+        """Whether `--generation_kwargs` has an entry without a flag that changes the sampled distribution."""
+        return any(
+            name not in FLAGS_IN_KWARGS and name != "stop_token_ids" and value not in (0, None)
+            for name, value in self.generation_kwargs.items()
+        )
+
+
+def regex_problem(regex: str) -> str:
+    r"""Why no engine can hold completions to an expression; "" when one may.
+
+    Engines walk an automaton: what depends on other text than the token's own place has none. Classes such as `\p{L}`
+    are passed over, because some engines have them and Python does not.
+    """
+    try:
+        re.compile(re.sub(r"\\[pP](\{\^?\w+\}|\w)", "x", regex))
+    except re.error as error:
+        return f"not a regular expression ({error}); correct it"
+    parts = re.findall(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:<?[=!]|P=|\()|.", regex, re.DOTALL)
+    for part in parts:
+        if part.startswith("(?"):
+            kind = "refers to an earlier group" if part in ("(?P=", "(?(") else "looks at text around it"
+            return f"{part} {kind}, which guided decoding cannot; write the expression without it"
+        if re.fullmatch(r"\\[1-9]", part):
+            return f"{part} refers to an earlier group, which guided decoding cannot; write the expression without it"
+        if part in ("\\b", "\\B"):
+            return f"{part} looks at text around it, which guided decoding cannot; write the expression without it"
+    return ""
+
+
+def _number(low: float, high: float) -> Callable[[Any], str]:
+    def problem(value: Any) -> str:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return f"{json.dumps(value)}: not a number; valid: {low:g} to {high:g}"
+        return "" if low <= value <= high else f"{value:g}: out of range; valid: {low:g} to {high:g}"
+
+    return problem
+
+
+def _count(value: Any) -> str:
+    good = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return "" if good else f"{json.dumps(value)}: not a count; give a whole number from 0"
+
+
+def _token_ids(value: Any) -> str:
+    good = isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
+    return "" if good else f"{json.dumps(value)}: no list of token ids; give one such as [2, 7]"
+
+
+COMMON_FIELDS: dict[str, Callable[[Any], str]] = {
+    "frequency_penalty": _number(-2, 2),
+    "presence_penalty": _number(-2, 2),
+    "min_tokens": _count,
+    "stop_token_ids": _token_ids,
+}
+"""Fields of `SamplingParams` without a flag, and what is wrong with a value ("" for nothing)."""
+
+SAMPLING_NAMES = {"min_new_tokens": "min_tokens"}
+"""Other spellings in `--generation_kwargs`."""
+
+FLAGS_IN_KWARGS = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop_words")},
+    **dict.fromkeys(("max_tokens", "max_new_tokens", "max_completion_length"), "max_completion_length"),
+    "stop": "stop_words",
+}
+"""Names in `--generation_kwargs` that have a flag -> the flag."""
+
+OWN_FIELDS = {
+    **dict.fromkeys(
+        ("logprobs", "prompt_logprobs", "detokenize", "output_kind", "ignore_eos", "include_stop_str_in_output",
+         "skip_special_tokens", "do_sample", "num_return_sequences"), ""),
+    "n": "; use --num_generations",
+    "seed": "; use --seed",
+    "regex": "; use --vllm_guided_decoding_regex",
+    "guided_regex": "; use --vllm_guided_decoding_regex",
+    "structured_outputs_regex": "; use --vllm_guided_decoding_regex",
+}  # fmt: skip
+"""Names in `--generation_kwargs` that are refused, and what to use instead."""
+
+EXTRA_FIELDS: dict[str, tuple[str, ...]] = {
+    "transformers": (),
+    "vllm": (
+        "bad_words", "logit_bias", "allowed_token_ids", "structured_outputs", "thinking_token_budget",
+        "repetition_detection",
+    ),
+    "lmdeploy": ("bad_token_ids", "repetition_ngram_size", "repetition_ngram_threshold"),
+}  # fmt: skip
+"""Further names in `--generation_kwargs` by backend."""
 
 
 @dataclass(kw_only=True)
 class SamplingArguments(GenerationArguments):
     """Groups of completions, and how they fill generation batches."""
+
+    rollout_func: str | None = flag(everyday=False, unset="the engine samples each completion once")
+    """Function that makes the completions, with the engine as its tool: a name that a plugin registers in
+    `rollout_funcs`, or `path.py:function`."""
 
     num_generations: int = flag(8, at_least=2)
     """Completions per prompt, the G of GRPO (arXiv:2402.03300). Must divide the completions of an optimizer

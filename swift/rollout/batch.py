@@ -13,7 +13,7 @@ Normalisers count the whole window before anything is left out, so no cut change
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,11 +77,21 @@ class TrainSample:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Samples of a unit that have arrived, as indexes; `last` of them all."""
+
+    samples: range
+    last: bool
+
+
 @dataclass(slots=True)
 class TrainUnit:
     """The samples of one round of generation and how far training has come with them.
 
-    `position` counts the optimizer steps taken on the unit, of `num_windows * num_iterations`.
+    `position` counts the optimizer steps taken on the unit, of `num_windows * num_iterations`. A unit that is trained
+    on while it is sampled hands out its samples by `arriving`, which adds them to `samples`; until its end the unit
+    holds a part of its samples only. It is used up in the first step, before any checkpoint.
     """
 
     samples: list[TrainSample]
@@ -89,6 +99,7 @@ class TrainUnit:
     num_iterations: int
     position: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
+    arriving: Iterator[Part] | None = None
 
     @property
     def exhausted(self) -> bool:

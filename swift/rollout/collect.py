@@ -9,6 +9,9 @@ the statistics of their group, with the reason.
 
 `sample` touches the engine and the reward workers only, so it may run on another thread than the trainer's; `prepare`
 and `finish` are collective and belong to the main thread.
+
+With dynamic sampling a round has no fixed groups (`prepare_live`, `finish_live`): it draws launches while it is
+sampled, until enough groups teach something (`swift.rollout.live`).
 """
 
 from __future__ import annotations
@@ -21,13 +24,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
-from swift.errors import EngineError
+from swift.errors import EngineError, SwiftError
+from swift.rollout.admission import Admission
 from swift.rollout.batch import rank_slice
 from swift.rollout.engines.base import InferenceEngine
-from swift.rollout.request_limit import generate_within
-from swift.rollout.scheduler import Launch
+from swift.rollout.live import Board, LiveRound, OtherRankFailed, Seat
+from swift.rollout.request_limit import RequestClock, generate_within
+from swift.rollout.saved_groups import group_from_json, group_to_json, prompt_from_json, prompt_to_json
+from swift.rollout.scheduler import Intake, Launch, RolloutScheduler
 from swift.rollout.seeds import sample_seed
 from swift.types import (
     Completion,
@@ -115,13 +122,69 @@ class Round:
     failure: Exception | None = None
 
     @property
+    def samples_here(self) -> bool:
+        """Whether this rank has anything to sample."""
+        return bool(self.requests)
+
+    @property
     def complete(self) -> bool:
         """Whether every request of this rank has come back."""
         return len(self.done) == len(self.requests)
 
+    @property
+    def outstanding(self) -> list[str]:
+        """Requests that have not come back."""
+        return [one.request_id for one in self.requests if one.request_id not in self.done]
+
     def expects(self, request_id: str) -> bool:
         """Whether this rank asked for it and does not have it yet."""
         return self.waiting.get(request_id.rpartition("/")[0], 0) > 0 and request_id not in self.done
+
+
+@dataclass(slots=True)
+class RoundResult:
+    """How a round ended, the same on every rank but for `dropped`.
+
+    groups: to train on, those carried in included, in launch order. The rest is of dynamic sampling. carried: for the
+    next unit. dropped: rank 0 only, for the log; `num_dropped` of them were scored, `num_excluded` had no score at all.
+    failed: prompts of dropped groups on which every completion failed. launched, informative: of this round.
+    carried_in: how many of `groups`, the first ones, were scored in an earlier round.
+    """
+
+    groups: list[RolloutGroup]
+    metrics: dict[str, float]
+    carried: list[RolloutGroup] = field(default_factory=list)
+    dropped: list[RolloutGroup] = field(default_factory=list)
+    failed: list[Prompt] = field(default_factory=list)
+    launched: int = 0
+    informative: int = 0
+    num_dropped: int = 0
+    num_excluded: int = 0
+    carried_in: int = 0
+
+    def sampled(self) -> list[RolloutGroup]:
+        """The groups that this round sampled and scored itself; of dropped ones, those that this rank knows."""
+        return [*self.groups[self.carried_in :], *self.carried, *self.dropped]
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-safe copy."""
+        return {
+            "groups": [group_to_json(group) for group in self.groups],
+            "metrics": self.metrics,
+            "carried": [group_to_json(group) for group in self.carried],
+            "dropped": [group_to_json(group) for group in self.dropped],
+            "failed": [prompt_to_json(prompt) for prompt in self.failed],
+            "counts": [self.launched, self.informative, self.num_dropped, self.num_excluded, self.carried_in],
+        }
+
+    @classmethod
+    def from_json(cls, state: dict[str, Any]) -> RoundResult:
+        """The inverse of `to_json`."""
+        groups, carried, dropped = (
+            [group_from_json(group) for group in state[name]] for name in ("groups", "carried", "dropped")
+        )
+        failed = [prompt_from_json(prompt) for prompt in state["failed"]]
+        return cls(groups, state["metrics"], carried, dropped, failed, *state["counts"])
 
 
 @dataclass(slots=True)
@@ -132,6 +195,7 @@ class RolloutCollector:
     decode: token ids to the text that rewards see. share: what of a round the engine samples.
     around: entered by every rank around sampling, also by one without requests (a policy spread over ranks needs it).
     request_s: bound on each request, for an engine that has none of its own. progress: called for each completion.
+    board: messages between the ranks while they sample; needed for dynamic sampling on several.
     """
 
     engine: InferenceEngine | None
@@ -144,6 +208,7 @@ class RolloutCollector:
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     request_s: float | None = None
     progress: Callable[[], None] = lambda: None
+    board: Board | None = None
     _late: int = 0
     _late_told: int = 0
 
@@ -194,6 +259,7 @@ class RolloutCollector:
                 f"{launch.group_id}/{sample}",
                 launch.prompt.token_ids,
                 self._sampling(launch, sample, seed_namespace),
+                launch.prompt,
             )
             for launch in launches
             for sample in range(num_generations)
@@ -208,16 +274,114 @@ class RolloutCollector:
             return range(0)
         return rank_slice(num_groups * num_generations, self.share.index, self.share.count)
 
-    def sample(self, current: Round) -> None:
+    def prepare_live(
+        self,
+        admission: Admission,
+        scheduler: RolloutScheduler,
+        intake: Intake,
+        *,
+        num_generations: int,
+        progress: TrainerProgress,
+        informative: Callable[[RolloutGroup], bool],
+        failed: Callable[[RolloutGroup], bool] = lambda group: False,
+    ) -> LiveRound:
+        """A round of dynamic sampling.
+
+        Args:
+            admission: decides what is launched, kept and dropped.
+            scheduler: where launches come from.
+            intake: what the round begins with.
+            num_generations: G.
+            progress: what reward functions see as `trainer_state`.
+            informative: whether a scored group teaches something.
+            failed: whether every completion of a scored group failed, so that its prompt is tried again later.
+        """
+
+        def judged(group: RolloutGroup) -> bool:
+            self._exclude_faults(group)
+            return informative(group)
+
+        return LiveRound(
+            admission=admission,
+            scheduler=scheduler,
+            intake=intake,
+            num_generations=num_generations,
+            progress=progress,
+            request=lambda launch, sample: Request(
+                f"{launch.group_id}/{sample}",
+                launch.prompt.token_ids,
+                self._sampling(launch, sample, ""),
+                launch.prompt,
+            ),
+            informative=judged,
+            failed=failed,
+            scorer=self.scorer,
+            seat=self._seat(),
+            board=self.board,
+            touch=self.progress,
+        )
+
+    def _seat(self) -> Seat:
+        """Where this rank sits in a round of dynamic sampling; collective."""
+        mine = self.share.count if self.share is not None else 0
+        engines = max((self.collectives.broadcast(mine), mine))
+        if self.share is None:
+            return Seat(rank=self.collectives.rank, engine=None, engines=engines)
+        assert self.engine is not None
+        return Seat(
+            rank=self.collectives.rank,
+            engine=self.share.index,
+            engines=engines,
+            reports=self.share.reports,
+            lockstep=self.engine.capabilities.tensor_parallel_size > 1,
+        )
+
+    def sample(self, current: Round | LiveRound) -> None:
         """Sample this rank's requests; a failure is kept for `finish`, where every rank learns of it."""
         with self.around():
-            if self.engine is None or not current.requests:
+            if self.engine is None or not current.samples_here:
                 return
             try:
+                if isinstance(current, LiveRound):
+                    self._sample_live(self.engine, current)
+                    return
                 for completion in self._completions(self.engine, current.requests):
                     self.take(current, completion)
             except Exception as error:  # the other ranks wait in `finish` by now
+                if isinstance(current, LiveRound):
+                    with contextlib.suppress(SwiftError):  # the first error is the one to show
+                        empty(self.engine)
+                    current.fail(error)
                 current.failure = error
+
+    def _sample_live(self, engine: InferenceEngine, current: LiveRound) -> None:
+        """Sample until the round has what it wants; what it asks for meanwhile joins the engine's running batch."""
+        with contextlib.ExitStack() as stack:
+            clock = None
+            if self.request_s is not None:
+                clock = stack.enter_context(RequestClock(engine, (), self.request_s, self._book_late))
+            submit = partial(self.submit_due, engine, current, clock)
+            current.begin()
+            stack.enter_context(between_steps(engine, submit))
+            while not current.complete:
+                if not submit():
+                    current.rest()
+                for completion in engine.stream():
+                    if clock is None or clock.takes(completion):
+                        self.take(current, completion)
+                if current.outstanding:
+                    raise lost(current.outstanding[0])
+
+    def submit_due(self, engine: InferenceEngine, current: LiveRound, clock: RequestClock | None = None) -> bool:
+        """Give the engine what a round wants sampled now; whether there was anything."""
+        requests = current.due()
+        for request in requests:
+            engine.check_length(request)
+        for request in requests:
+            if clock is not None:
+                clock.add(request)
+            engine.submit(request)
+        return bool(requests)
 
     def _completions(self, engine: InferenceEngine, requests: Sequence[Request]) -> Iterator[Completion]:
         if self.request_s is None:
@@ -233,7 +397,7 @@ class RolloutCollector:
         new, self._late_told = late - self._late_told, late
         return new
 
-    def take(self, current: Round, completion: Completion) -> None:
+    def take(self, current: Round | LiveRound, completion: Completion) -> None:
         """Add a finished completion; a group that is whole goes to the reward workers at once (rank 0).
 
         Raises:
@@ -243,6 +407,9 @@ class RolloutCollector:
             raise stray(completion)
         self.progress()
         completion.text = self.decode(completion.token_ids)
+        if isinstance(current, LiveRound):
+            current.take(completion)
+            return
         current.done[completion.request_id] = completion
         group_id = completion.request_id.rpartition("/")[0]
         current.waiting[group_id] -= 1
@@ -253,6 +420,32 @@ class RolloutCollector:
         if all(one in current.done for one in ids):  # else another engine has a part of it
             group.completions = [current.done[one] for one in ids]
             current.futures[group_id] = self.scorer.submit(group, current.progress)
+
+    def arrived(self, current: Round | LiveRound) -> list[RolloutGroup]:
+        """Groups of a round that are scored, before the round is over, in launch order; rank 0 only.
+
+        In launch order means that the list ends before the first group that is not scored yet. Groups that this rank
+        learns of at the end of the round only are left out.
+        """
+        if isinstance(current, LiveRound):
+            return current.judged()
+        groups = []
+        for group in current.groups:
+            if group.group_id not in current.waiting:
+                continue
+            future = current.futures.get(group.group_id)
+            if future is None or not future.done() or future.exception() is not None:
+                break
+            if group.scores is None:
+                group.scores = future.result()
+                self._exclude_faults(group)
+            groups.append(group)
+        return groups
+
+    @staticmethod
+    def all_scored(current: Round | LiveRound) -> bool:
+        """Whether nothing that was given to the reward workers so far is still with them; rank 0 only."""
+        return isinstance(current, LiveRound) or all(future.done() for future in current.futures.values())
 
     def finish(self, current: Round, *, timer: Callable[[str], Any]) -> tuple[list[RolloutGroup], dict[str, float]]:
         """Bring the parts of all ranks together and wait for the scores; see `run`.
@@ -267,9 +460,90 @@ class RolloutCollector:
         if late:
             metrics = {**metrics, "health/rollout_timeouts": float(late)}
         for group, score in zip(current.groups, scores, strict=True):
-            score.excluded = [fault(one) or why for one, why in zip(group.completions, score.excluded, strict=True)]
             group.scores = score
+            self._exclude_faults(group)
         return current.groups, metrics
+
+    def finish_live(self, current: LiveRound, *, timer: Callable[[str], Any]) -> RoundResult:
+        """Bring a round of dynamic sampling to every rank.
+
+        Raises:
+            SwiftError: on every rank, what failed on any.
+        """
+        with timer("generate"):
+            failures = self.collectives.gather((_portable(current.failure), self._new_late()))
+            failure, late = self.collectives.broadcast(_first_failure(failures or []))
+        if failure is not None:
+            if failure is not current.failure:
+                failure.__cause__ = current.failure
+            raise failure
+        with timer("reward"):
+            ended = self._agree(lambda: self._ended_live(current))
+        if self.board is not None:
+            self.board.sweep()
+        if current.before is None:  # this rank has no engine
+            current.begin()
+        current.catch_up(ended["upto"])
+        kept = {}
+        for index, (completions, scores) in ended["kept"].items():
+            kept[index] = current.groups.get(index) or current.group(index, completions)
+            kept[index].scores = scores
+        groups = [*current.intake.carried, *(kept[index] for index in ended["trained"])]
+        if late:
+            ended["metrics"]["health/rollout_timeouts"] = float(late)
+        return RoundResult(
+            groups=sorted(groups, key=lambda group: group.launch_index),
+            metrics=ended["metrics"],
+            carried=[kept[index] for index in ended["carried"]],
+            dropped=[current.groups[index] for index in ended["dropped"] if index in current.groups],
+            failed=[current.group(index, []).prompt for index in ended["failed"]],
+            launched=ended["launched"],
+            informative=ended["informative"],
+            num_dropped=ended["num_dropped"],
+            num_excluded=len(ended["dropped"]) - ended["num_dropped"],
+            carried_in=len(current.intake.carried),
+        )
+
+    def _ended_live(self, current: LiveRound) -> dict[str, Any]:
+        """What the other ranks need to know of a round; rank 0 only."""
+        admission = current.admission
+        outcome = admission.outcome()
+        groups = [current.groups[index] for index in sorted(current.groups)]
+        if groups:
+            self.scorer.end_batch(groups)
+        metrics = self.scorer.drain_metrics(groups)
+        metrics |= {
+            "dynamic_sample/launched": float(admission.launched),
+            "dynamic_sample/informative": float(admission.informative),
+            "dynamic_sample/zero_variance": float(admission.launched - admission.informative),
+            "dynamic_sample/filled": float(len(outcome.filled)),
+            "dynamic_sample/budget_exhausted": float(admission.budget_exhausted),
+            "dynamic_sample/carried_in": float(len(current.intake.carried)),
+            "dynamic_sample/carried_out": float(len(outcome.carried)),
+            "dynamic_sample/dropped_tokens": float(
+                sum(len(one.token_ids) for index in outcome.dropped for one in current.groups[index].completions)
+            ),
+        }
+        kept = sorted({*outcome.trained, *outcome.filled, *outcome.carried})
+        return {
+            "upto": current.scheduler.launched,
+            "kept": {index: (current.groups[index].completions, current.groups[index].scores) for index in kept},
+            "trained": sorted({*outcome.trained, *outcome.filled}),
+            "carried": list(outcome.carried),
+            "dropped": list(outcome.dropped),
+            "failed": [index for index in outcome.dropped if current.failed(current.groups[index])],
+            "num_dropped": sum(is_scored(current.groups[index]) for index in outcome.dropped),
+            "launched": admission.launched,
+            "informative": admission.informative,
+            "metrics": metrics,
+        }
+
+    @staticmethod
+    def _exclude_faults(group: RolloutGroup) -> None:
+        """Note with the scores which completions the engine gave up."""
+        scores = group.scores
+        assert scores is not None
+        scores.excluded = [fault(one) or why for one, why in zip(group.completions, scores.excluded, strict=True)]
 
     def _score(self, current: Round) -> tuple[list[GroupScores], dict[str, float]]:
         """Wait for what was submitted while decoding, or submit now; rank 0 only."""
@@ -303,8 +577,8 @@ class RolloutCollector:
             raise failure
         for group in current.groups:
             ids = [f"{group.group_id}/{sample}" for sample in range(current.num_generations)]
-            if lost := [one for one in ids if one not in everything]:
-                raise EngineError(f"engine: request {lost[0]}: it never came back; this is a defect of the engine")
+            if missing := [one for one in ids if one not in everything]:
+                raise lost(missing[0])
             group.completions = group.completions or [everything[one] for one in ids]
         return late
 
@@ -330,6 +604,11 @@ def stray(completion: Completion) -> EngineError:
     )
 
 
+def lost(request_id: str) -> EngineError:
+    """What is wrong when an engine has ended its stream without a request."""
+    return EngineError(f"engine: request {request_id}: it never came back; this is a defect of the engine")
+
+
 def fault(completion: Completion) -> str | None:
     """Why the engine's part of a completion is not to be trained on: it was given up, or its log-probs do not fit."""
     if completion.finish_reason in ("error", "abort"):
@@ -337,6 +616,35 @@ def fault(completion: Completion) -> str | None:
     if len(completion.logprobs) != len(completion.token_ids) or not all(map(math.isfinite, completion.logprobs)):
         return "engine: log-probs"
     return None
+
+
+def is_scored(group: RolloutGroup) -> bool:
+    """Whether any completion of a group takes part in anything."""
+    return group.scores is not None and any(reason is None for reason in group.scores.excluded)
+
+
+def empty(engine: InferenceEngine) -> None:
+    """Give up what is still in an engine."""
+    engine.abort()
+    for _ in engine.stream():
+        pass
+
+
+@contextlib.contextmanager
+def between_steps(engine: InferenceEngine, work: Callable[[], Any]) -> Iterator[None]:
+    """Have an engine call `work` between its decode steps."""
+    engine.between_steps = work
+    try:
+        yield
+    finally:
+        engine.between_steps = None
+
+
+def _first_failure(parts: Sequence[tuple[Exception | None, int]]) -> tuple[Exception | None, int]:
+    """The failure that counts, one with a reason of its own if there is any, and how many requests were late."""
+    failures = [error for error, _ in parts if error is not None]
+    own = [error for error in failures if not isinstance(error, OtherRankFailed)]
+    return next(iter([*own, *failures]), None), sum(late for _, late in parts)
 
 
 def _portable(error: Exception | None) -> Exception | None:

@@ -42,6 +42,10 @@ def run(resolved: Resolved) -> int:
     asked = bool(args.val_dataset or args.dataset)
     if not asked and os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError(f"NPROC_PER_NODE: {os.environ['WORLD_SIZE']}: a chat runs in one process; unset it")
+    if args.vllm_guided_decoding_regex is not None:
+        from swift.rollout.engines.guided import require
+
+        require("transformers", args.vllm_guided_decoding_regex)
     result_path = _new_file(args.result_path, args) if asked else None
     template, engine = load_engine(args)
     if result_path is not None:

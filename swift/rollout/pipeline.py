@@ -10,53 +10,59 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import takewhile
-from statistics import fmean
 from typing import Any
 
-import numpy as np
 import torch
 
 from swift.errors import SwiftError
-from swift.rl.advantages import Advantages, Estimator, Scale, compute_advantages, reward_matrix
-from swift.rollout.batch import TrainSample, TrainUnit
-from swift.rollout.collect import RolloutCollector, Round, launches_of
+from swift.rl.advantages import Advantages
+from swift.rollout.admission import Admission
+from swift.rollout.batch import Part, TrainUnit
+from swift.rollout.collect import RolloutCollector, Round, RoundResult, launches_of
+from swift.rollout.live import LiveRound
 from swift.rollout.phase import GenerationPhase, PublishPhase
 from swift.rollout.prefetch import GenerationThread
-from swift.rollout.scheduler import Launch, RolloutScheduler
+from swift.rollout.replay import ReplayBuffer
+from swift.rollout.scheduler import Intake, RolloutScheduler
+from swift.rollout.units import MadeUnit, UnitConfig, UnitMaker, round_metrics
 from swift.rollout.weight_sync.publisher import WeightPublisher
-from swift.types import Completion, GroupScores, Prompt, RolloutGroup, TrainerProgress
+from swift.types import Prompt, RolloutGroup, TrainerProgress
+
+ARRIVAL_S = 0.005
+"""Time between two looks at what has been scored."""
 
 Timer = Callable[[str], AbstractContextManager[Any]]
 Observer = Callable[["ScoredRound"], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineConfig:
-    """How a unit is made of groups.
+class PipelineConfig(UnitConfig):
+    """How rounds are sampled and made into units.
 
-    generation_batches: generation batches of a unit, each with its own batch statistics.
-    num_windows: optimizer windows that a unit feeds; num_iterations: how often.
     prefetch_depth: units sampled ahead of the one that trains; 0 generates, then trains.
     in_flight_updates: weights may change while completions are being sampled.
+    streaming_groups: train on so many informative groups as soon as they are scored, while others are sampled; 0 waits
+        for the whole round. Needs one window per unit, advantages that are a matter of single groups, and an engine
+        that does not keep this thread busy.
+    dynamic_sample: groups that teach nothing are replaced while others are sampled, within
+        `max_resample_times` times as many extra launches as a unit has groups.
+    reroll_fail_reward: a prompt all of whose completions have at most this reward, without a difference between them,
+        is tried again where the scheduler does that.
     """
 
-    num_generations: int
     num_generations_eval: int
-    generation_batches: int
-    num_windows: int
-    num_iterations: int
-    max_completion_length: int
-    advantage_estimator: Estimator = "grpo"
-    scale_rewards: Scale | None = None
-    reward_weights: Sequence[float] = ()
-    overlong_filter: bool = False
     prefetch_depth: int = 0
     in_flight_updates: bool = False
+    streaming_groups: int = 0
+    dynamic_sample: bool = False
+    max_resample_times: int = 3
+    reroll_fail_reward: float = 0.0
 
 
 @dataclass(slots=True)
@@ -65,6 +71,7 @@ class ScoredRound:
 
     advantages: as trained on, in the order of the completions; None for excluded completions.
     excluded: why a completion takes no part, beyond the faults of reward functions ("overlong"), or None.
+    used: false for completions of groups that were replaced.
     """
 
     split: str
@@ -75,21 +82,28 @@ class ScoredRound:
     excluded: list[str | None]
     version: int
     metrics: dict[str, float] = field(default_factory=dict)
+    used: list[bool] | None = None
 
 
 @dataclass(slots=True)
 class _Ahead:
     """A round that was asked for and not yet trained on.
 
-    before: the scheduler's state before its launches: what a checkpoint falls back to when the round is not saved.
-    result: its scored groups and reward metrics once they are on every rank. failure: why there will be none.
+    intake: what it began with. before: where launching stood before its launches; one of dynamic sampling notes that
+    itself, when it begins. result: its scored groups once they are on every rank. failure: why there will be none.
     """
 
-    launches: list[Launch]
-    before: dict[str, Any]
-    current: Round | None = None
-    result: tuple[list[RolloutGroup], dict[str, float]] | None = None
+    intake: Intake
+    before: dict[str, Any] | None = None
+    current: Round | LiveRound | None = None
+    live: LiveRound | None = None
+    result: RoundResult | None = None
     failure: SwiftError | None = None
+
+    @property
+    def since(self) -> dict[str, Any] | None:
+        """Where launching stood before this round launched anything; None when it has not."""
+        return self.live.before if self.live is not None else self.before
 
 
 class RolloutPipeline:
@@ -103,6 +117,7 @@ class RolloutPipeline:
         observer: gets every scored round, on every rank.
         publisher: gives the sampler new weights.
         phase: makes the engine ready for generation; None publishes and nothing else.
+        replay: groups to stand in for those that teach nothing.
 
     With `config.prefetch_depth` > 0 the next rounds are sampled on a thread while this one trains. Every decision
     (what is launched, when weights are published) still falls on the main thread, at points that depend on step
@@ -119,10 +134,12 @@ class RolloutPipeline:
         observer: Observer,
         publisher: WeightPublisher,
         phase: GenerationPhase | None = None,
+        replay: ReplayBuffer | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.collector = collector
         self.config = config
+        self.units = UnitMaker(config, replay=replay)
         self.timer = timer
         self.observer = observer
         self.publisher = publisher
@@ -131,7 +148,9 @@ class RolloutPipeline:
         self.epoch = 0.0
         self._ahead: deque[_Ahead] = deque()
         self._restarts = 0
-        self._thread = GenerationThread(collector, overlap=config.in_flight_updates)
+        # with dynamic sampling the next prompts of the stream belong to the round that is sampled now
+        overlap = config.in_flight_updates and not config.dynamic_sample
+        self._thread = GenerationThread(collector, overlap=overlap)
 
     def windows(self, progress: Callable[[], TrainerProgress]) -> Iterator[TrainUnit]:
         """For each optimizer step the unit to train on; `unit.window_index` says which window of it.
@@ -160,41 +179,103 @@ class RolloutPipeline:
 
     def _next_unit(self, progress: TrainerProgress) -> None:
         """Make the unit to train on, and ask for the rounds that are sampled meanwhile."""
+        streams = self.config.streaming_groups > 0
         if not self._ahead:
-            self._ahead.append(self._ask(progress, wait=True))
+            self._ahead.append(self._ask(progress, wait=not streams))
+        if streams:
+            self.unit = TrainUnit([], self.config.num_windows, self.config.num_iterations)
+            self.unit.arriving = self._parts(self.unit, progress)
+            return
+        self.unit = self._make_unit(self._first_result(), progress).unit
+        self._ask_ahead(progress)
+
+    def _parts(self, unit: TrainUnit, progress: TrainerProgress) -> Iterator[Part]:
+        """The samples of a unit as they arrive; collective. Informative groups in launch order, then all others.
+
+        Only the last part is of another size than `streaming_groups`, so what a part holds depends on no clock.
+        """
+        known: dict[str, int] = {}
+        while groups := self._arrived(self._ahead[0], known):
+            first, start = len(known), len(unit.samples)
+            known |= {group.group_id: first + i for i, group in enumerate(groups)}
+            unit.samples += self.units.samples(groups, first)
+            yield Part(range(start, len(unit.samples)), last=False)
         try:
-            groups, reward_metrics = self._result(self._ahead[0])
+            made = self._make_unit(self._first_result(), progress)
+        except SwiftError:
+            self.unit = None  # a part of it is nothing that could be saved
+            raise
+        unit.arriving = None
+        start, size = len(unit.samples), self.config.num_generations
+        order = sorted(range(len(made.group_ids)), key=lambda i: not made.informative[i])
+        for number in (number for number in order if made.group_ids[number] not in known):
+            rest = made.unit.samples[number * size : (number + 1) * size]
+            for sample in rest:
+                sample.group = len(unit.samples) // size
+            unit.samples += rest
+        self._ask_ahead(progress)
+        yield Part(range(start, len(unit.samples)), last=True)
+
+    def _arrived(self, one: _Ahead, known: Collection[str]) -> list[RolloutGroup]:
+        """The next informative groups, waited for; none when too few are left for a part; collective."""
+        ranks, size = self.collector.collectives, self.config.streaming_groups
+        ready: list[RolloutGroup] = []
+        if ranks.rank == 0:
+            with self.timer("generate"):
+                while True:
+                    over, scored = self._scored_so_far(one)
+                    ready = [group for group in scored if group.group_id not in known and self.units.informative(group)]
+                    if over or len(ready) >= size:
+                        break
+                    time.sleep(ARRIVAL_S)
+        return list(ranks.broadcast(ready[:size] if len(ready) >= size else []))
+
+    def _scored_so_far(self, one: _Ahead) -> tuple[bool, list[RolloutGroup]]:
+        """Whether no more will come before the round is finished, and what this rank has, in launch order."""
+        if one.current is None:
+            return True, one.result.groups[one.result.carried_in :] if one.result is not None else []
+        over = not self._thread.samples(one.current) and self.collector.all_scored(one.current)
+        return over, self.collector.arrived(one.current)
+
+    def _first_result(self) -> RoundResult:
+        """The result of the next round, which leaves those ahead; collective."""
+        try:
+            result = self._result(self._ahead[0])
         except SwiftError:  # nothing of this round was trained on: a checkpoint saved now draws it again
-            self.scheduler.load_state_dict(self._without_ahead())
+            self.scheduler.load_state_dict(self._without(list(self._ahead)))
             self._ahead.clear()
             raise
         self._ahead.popleft()
-        self.unit = self._make_unit(groups, reward_metrics, progress)
+        self.scheduler.rate = self.scheduler.rate.updated(result.informative, result.launched)
+        self.scheduler.carry(result.carried)
+        return result
+
+    def _ask_ahead(self, progress: TrainerProgress) -> None:
+        """Have the rounds sampled that may be."""
         while len(self._ahead) < self.config.prefetch_depth and self._wants_more(progress):
             self._ahead.append(self._ask(progress, wait=False))
 
-    def _without_ahead(self) -> dict[str, Any]:
-        """The scheduler's state as if the rounds ahead had not been launched; what has ended meanwhile stays ended."""
-        now = self.scheduler.state_dict()
-        if not self._ahead:
-            return now
-        return {**self._ahead[0].before, **{name: now[name] for name in ("trained", "excluded", "dropped")}}
+    def _without(self, rounds: Sequence[_Ahead]) -> dict[str, Any]:
+        """The scheduler's state as if these last rounds had not been asked for; what has ended stays ended."""
+        since = next((one.since for one in rounds if one.since is not None), None)
+        return self.scheduler.state_dict(since=since, units=len(rounds), intakes=[one.intake for one in rounds])
+
+    @property
+    def _updates(self) -> int:
+        """Optimizer steps that a unit feeds."""
+        return self.config.num_windows * self.config.num_iterations
 
     def _wants_more(self, progress: TrainerProgress) -> bool:
         """Whether a further unit will be trained on."""
-        updates = self.config.num_windows * self.config.num_iterations
-        return progress.max_steps <= 0 or self.scheduler.units < math.ceil(progress.max_steps / updates)
+        return progress.max_steps <= 0 or self.scheduler.units < math.ceil(progress.max_steps / self._updates)
 
     def _ask(self, progress: TrainerProgress, *, wait: bool) -> _Ahead:
         """Launch a round with the weights of now, if a publication is due, and sample it or start to.
 
         Weights change when nothing is in flight, or, with `in_flight_updates`, between two tokens.
         """
-        before = self.scheduler.state_dict()
-        one = _Ahead(self.scheduler.launch_unit(), before)
-        one.current = self.collector.prepare(
-            one.launches, num_generations=self.config.num_generations, progress=progress
-        )
+        one = self._new_round(progress)
+        assert one.current is not None
         try:
             if not self.publisher.due(progress.global_step) or not self._in_flight():
                 with self.phase(progress.global_step):
@@ -208,15 +289,51 @@ class RolloutPipeline:
                 with self.phase(progress.global_step):
                     self._sample(one.current, wait=wait)
         except SwiftError:
-            self.scheduler.load_state_dict(before)
+            self.scheduler.load_state_dict(self._without([one]))
             raise
         return one
+
+    def _new_round(self, progress: TrainerProgress) -> _Ahead:
+        """The next round, with its launches where they do not depend on how it goes."""
+        step = self.scheduler.units * self._updates + 1
+        last = progress.max_steps > 0 and step + self._updates > progress.max_steps
+        if not self.config.dynamic_sample:
+            before = self.scheduler.launch_state()
+            intake = self.scheduler.begin_unit(step)
+            launches = self.scheduler.launch_unit(intake)
+            generations = self.config.num_generations
+            current = self.collector.prepare(launches, num_generations=generations, progress=progress)
+            return _Ahead(intake, before, current)
+        intake = self.scheduler.begin_unit(step)
+        admission = Admission(
+            quota=self.scheduler.groups_per_unit,
+            carried=len(intake.carried),
+            max_resample_times=self.config.max_resample_times,
+            # nothing is left over at the end of the run, and what is trained on as it arrives is never too much
+            rate=1.0 if last or self.config.streaming_groups else self.scheduler.rate.clipped,
+        )
+        live = self.collector.prepare_live(
+            admission,
+            self.scheduler,
+            intake,
+            num_generations=self.config.num_generations,
+            progress=progress,
+            informative=self.units.informative,
+            failed=self._has_failed,
+        )
+        return _Ahead(intake, current=live, live=live)
+
+    def _has_failed(self, group: RolloutGroup) -> bool:
+        """Whether the prompt of a group is to be tried again later: scored, without a difference, and never well."""
+        totals = [total for total in self.units.totals(group) if total == total]
+        limit = self.config.reroll_fail_reward
+        return bool(totals) and max(totals) <= limit and not self.units.informative(group)
 
     def _in_flight(self) -> bool:
         """Whether a round that was asked for has not been collected; the same answer on every rank."""
         return any(one.current is not None for one in self._ahead)
 
-    def _sample(self, current: Round, *, wait: bool) -> None:
+    def _sample(self, current: Round | LiveRound, *, wait: bool) -> None:
         if not wait:
             self._thread.start(current)
             return
@@ -244,7 +361,7 @@ class RolloutPipeline:
         if failures:
             raise failure or failures[0]
 
-    def _result(self, one: _Ahead) -> tuple[list[RolloutGroup], dict[str, float]]:
+    def _result(self, one: _Ahead) -> RoundResult:
         """The scored groups of a round, waited for; collective.
 
         Raises:
@@ -254,7 +371,7 @@ class RolloutPipeline:
             try:
                 with self.timer("generate"):
                     self._thread.wait(one.current)
-                one.result = self.collector.finish(one.current, timer=self.timer)
+                one.result = self._finished(one.current, one.intake)
             except SwiftError as error:
                 one.failure = error
             one.current = None
@@ -263,26 +380,40 @@ class RolloutPipeline:
         assert one.result is not None
         return one.result
 
+    def _finished(self, current: Round | LiveRound, intake: Intake) -> RoundResult:
+        if isinstance(current, LiveRound):
+            return self.collector.finish_live(current, timer=self.timer)
+        groups, metrics = self.collector.finish(current, timer=self.timer)
+        return RoundResult([*intake.carried, *groups], metrics, carried_in=len(intake.carried))
+
     def _settle(self) -> None:
         """Wait for the rounds ahead, so that the engine is free; collective. A failure is raised at its turn."""
         for one in self._ahead:
             with contextlib.suppress(SwiftError):
                 self._result(one)
 
-    def _make_unit(
-        self, groups: list[RolloutGroup], reward_metrics: dict[str, float], progress: TrainerProgress
-    ) -> TrainUnit:
-        results = [self._advantages(part) for part in self._batches(groups)]
-        advantages = torch.cat([result.advantages_S for result in results]).tolist()
-        samples = list(self._samples(groups, advantages))
-        used = [sample.num_trained > 0 for sample in samples]
-        excluded = sum(
-            not any(used[i * self.config.num_generations : (i + 1) * self.config.num_generations])
-            for i in range(len(groups))
+    def _make_unit(self, result: RoundResult, progress: TrainerProgress) -> MadeUnit:
+        made = self.units.make(result.groups, progress.global_step)
+        self.scheduler.end_unit(
+            trained=made.trained,
+            excluded=made.excluded + result.num_excluded,
+            dropped=len(made.replayed) + result.num_dropped,
         )
-        self.scheduler.end_unit(trained=len(groups) - excluded, excluded=excluded)
-        self._observe("train", progress.global_step + 1, groups, results, advantages, reward_metrics)
-        return TrainUnit(samples, self.config.num_windows, self.config.num_iterations)
+        for prompt in [*result.failed, *(group.prompt for group in result.groups if self._has_failed(group))]:
+            self.scheduler.try_again(prompt)
+        sampled = result.sampled() or result.groups  # a round of nothing but carried groups sampled none
+        metrics = {**round_metrics(sampled, [self.units.advantages(sampled)]), **result.metrics, **made.metrics}
+        if self.scheduler.reroll is not None:
+            metrics["reroll/waiting"] = float(self.scheduler.waiting_again)
+        plain, advantages = made.plain, made.advantages
+        if result.dropped:
+            dropped = self.units.advantages(result.dropped)
+            plain, advantages = [*plain, dropped], [*advantages, *dropped.advantages_S.tolist()]
+        unused = {group.group_id for group in result.dropped}
+        unused |= {result.groups[number].group_id for number in made.replayed}
+        step, groups = progress.global_step + 1, [*result.groups, *result.dropped]
+        self._observe("train", step, groups, plain, advantages, metrics, unused=unused)
+        return made
 
     def staleness(self, step: int) -> dict[str, float]:
         """How many optimizer steps the weights that sampled the current window are behind those trained now, per token.
@@ -329,61 +460,16 @@ class RolloutPipeline:
                 timer=self.timer,
                 seed_namespace="eval:",
             )
-        result = self._advantages(groups)
-        return self._observe(
-            "eval", progress.global_step, groups, [result], result.advantages_S.tolist(), reward_metrics
-        )
+        result = self.units.advantages(groups)
+        metrics = {**round_metrics(groups, [result]), **reward_metrics}
+        self._observe("eval", progress.global_step, groups, [result], result.advantages_S.tolist(), metrics)
+        return metrics
 
     def inspect(self, step: int, work: Callable[[], None]) -> None:
         """Let `work` look at the engine, which then has the weights of now and nothing to do; collective."""
         self._settle()
         with self.phase(step, current=True, trainer_stays=True):
             work()
-
-    def _batches(self, groups: list[RolloutGroup]) -> list[list[RolloutGroup]]:
-        size = len(groups) // self.config.generation_batches
-        return [groups[i : i + size] for i in range(0, len(groups), size)]
-
-    def _advantages(self, groups: Sequence[RolloutGroup]) -> Advantages:
-        values: list[list[float | None]] = []
-        excluded: list[bool] = []
-        index: list[int] = []
-        for number, group in enumerate(groups):
-            assert group.scores is not None
-            values += group.scores.values
-            excluded += [reason is not None for reason in group.scores.excluded]
-            index += [number] * len(group.completions)
-        return compute_advantages(
-            reward_matrix(values),
-            torch.tensor(index),
-            weights_K=torch.tensor(list(self.config.reward_weights), dtype=torch.float64),
-            excluded_S=torch.tensor(excluded),
-            estimator=self.config.advantage_estimator,
-            scale=self.config.scale_rewards,
-        )
-
-    def _samples(self, groups: Sequence[RolloutGroup], advantages: Sequence[float]) -> Iterator[TrainSample]:
-        position = 0
-        for number, group in enumerate(groups):
-            assert group.scores is not None
-            prompt = np.asarray(group.prompt.token_ids, dtype=np.int32)
-            for completion, reason in zip(group.completions, group.scores.excluded, strict=True):
-                counts = reason is None and bool(completion.token_ids) and not self._cut(completion)
-                trained = np.full(len(completion.token_ids), counts, dtype=np.bool_)
-                yield TrainSample(
-                    group=number,
-                    prompt_ids=prompt,
-                    token_ids=np.asarray(completion.token_ids, dtype=np.int32),
-                    sampler_logprobs=np.asarray(completion.logprobs, dtype=np.float32),
-                    trained=trained,
-                    advantage=advantages[position],
-                    versions=list(completion.versions),
-                )
-                position += 1
-
-    def _cut(self, completion: Completion) -> bool:
-        """Whether the overlong filter takes a completion out of the loss; it stays in the group's statistics."""
-        return self.config.overlong_filter and completion.finish_reason == "length"
 
     def _observe(
         self,
@@ -392,16 +478,18 @@ class RolloutPipeline:
         groups: list[RolloutGroup],
         results: Sequence[Advantages],
         advantages: Sequence[float],
-        reward_metrics: dict[str, float],
-    ) -> dict[str, float]:
+        metrics: dict[str, float],
+        *,
+        unused: Collection[str] = (),
+    ) -> None:
         totals = torch.cat([result.rewards_S for result in results]).tolist()
         rewards = [None if total != total else total for total in totals]
         shown = [None if reward is None else value for reward, value in zip(rewards, advantages, strict=True)]
-        metrics = {**round_metrics(groups, results), **reward_metrics}
         version = self.publisher.version
-        excluded = ["overlong" if self._cut(completion) else None for g in groups for completion in g.completions]
-        self.observer(ScoredRound(split, step, groups, rewards, shown, excluded, version, metrics))
-        return metrics
+        cut = self.units.cut
+        excluded = ["overlong" if cut(completion) else None for g in groups for completion in g.completions]
+        used = [group.group_id not in unused for group in groups for _ in group.completions]
+        self.observer(ScoredRound(split, step, groups, rewards, shown, excluded, version, metrics, used))
 
     def state_dict(self) -> dict[str, Any]:
         """A JSON-safe state: scheduler, publisher, what is left of the current unit, and the rounds asked for.
@@ -412,62 +500,21 @@ class RolloutPipeline:
         self._settle()
         whole = list(takewhile(lambda one: one.result is not None, self._ahead))
         pending = self.unit is not None and not self.unit.exhausted
+        replay = self.units.replay
         return {
-            "scheduler": self._without_ahead(),
+            "scheduler": self._without(list(self._ahead)[len(whole) :]),
             "publisher": self.publisher.state_dict(),
             "unit": self.unit.to_json() if pending and self.unit is not None else None,
-            "ahead": [_result_to_json(*one.result) for one in whole if one.result is not None],
+            "ahead": [one.result.to_json() for one in whole if one.result is not None],
+            "replay": replay.state_dict() if replay is not None else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly after `state`; the sampler gets the policy's weights before it is used again."""
         self.scheduler.load_state_dict(state["scheduler"])
         self.unit = TrainUnit.from_json(state["unit"]) if state["unit"] is not None else None
-        self._ahead.clear()
-        for saved in state.get("ahead", []):
-            before = self.scheduler.state_dict()
-            launches = self.scheduler.launch_unit()
-            groups = [_scored_from_json(*pair) for pair in zip(launches, saved["groups"], strict=True)]
-            self._ahead.append(_Ahead(launches, before, result=(groups, saved["metrics"])))
+        self._ahead = deque(_Ahead(Intake(), result=RoundResult.from_json(saved)) for saved in state.get("ahead", []))
+        if self.units.replay is not None and state.get("replay") is not None:
+            self.units.replay.load_state_dict(state["replay"])
         if "publisher" in state:
             self.publisher.load_state_dict(state["publisher"])
-
-
-def _result_to_json(groups: Sequence[RolloutGroup], metrics: dict[str, float]) -> dict[str, Any]:
-    return {"groups": [_scored_to_json(group) for group in groups], "metrics": metrics}
-
-
-def _scored_to_json(group: RolloutGroup) -> dict[str, Any]:
-    """Completions and scores of a group; its prompt is launched again when it is read."""
-    assert group.scores is not None
-    return {"completions": [asdict(one) for one in group.completions], "scores": asdict(group.scores)}
-
-
-def _scored_from_json(launch: Launch, state: dict[str, Any]) -> RolloutGroup:
-    completions = [
-        Completion(**{**one, "versions": [tuple(v) for v in one["versions"]]}) for one in state["completions"]
-    ]
-    scores = GroupScores(**state["scores"])
-    return RolloutGroup(launch.group_id, launch.index, launch.launch, launch.prompt, completions, scores)
-
-
-def round_metrics(groups: Sequence[RolloutGroup], results: Sequence[Advantages]) -> dict[str, float]:
-    """What a round of rollouts says in numbers; see docs/output_files.md for each name."""
-    completions = [completion for group in groups for completion in group.completions]
-    lengths = [len(completion.token_ids) for completion in completions]
-    rewards = torch.cat([result.rewards_S for result in results])
-    scored = rewards[~rewards.isnan()]
-    stds = torch.cat([result.std_P for result in results])
-    informative = torch.cat([result.informative_P for result in results])
-    metrics = {
-        "completions/mean_length": fmean(lengths),
-        "completions/min_length": float(min(lengths)),
-        "completions/max_length": float(max(lengths)),
-        "completions/clipped_ratio": fmean(c.finish_reason == "length" for c in completions),
-        "reward_std": float(stds.mean()),
-        "frac_reward_zero_std": 1.0 - float(informative.double().mean()),
-        "excluded": float(rewards.isnan().sum()),
-    }
-    if scored.numel():
-        metrics["reward"] = float(scored.mean())
-    return metrics

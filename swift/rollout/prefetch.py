@@ -24,11 +24,14 @@ from collections import deque
 from collections.abc import Callable
 
 from swift.errors import EngineError, SwiftError
-from swift.rollout.collect import RolloutCollector, Round, stray
+from swift.rollout.collect import RolloutCollector, Round, between_steps, empty, lost, stray
+from swift.rollout.live import LiveRound
 from swift.types import Completion
 
 POLL_S = 1.0
 """How often a waiting thread looks whether the other one still lives."""
+
+AnyRound = Round | LiveRound
 
 CLOSE_S = 10.0
 """How long `close` waits for the thread; what is still in the engine then ends with the engine."""
@@ -47,8 +50,8 @@ class GenerationThread:
         self.overlap = overlap
         self.busy_s = 0.0
         self._changed = threading.Condition()
-        self._new: deque[Round] = deque()
-        self._running: list[Round] = []
+        self._new: deque[AnyRound] = deque()
+        self._running: list[AnyRound] = []
         self._wants_hold = False
         self._at_rest = True
         self._closing = False
@@ -61,9 +64,14 @@ class GenerationThread:
         with self._changed:
             return bool(self._new or self._running)
 
-    def start(self, current: Round) -> None:
+    def samples(self, current: AnyRound) -> bool:
+        """Whether a round is under way or waits for its turn."""
+        with self._changed:
+            return current in self._new or current in self._running
+
+    def start(self, current: AnyRound) -> None:
         """Sample a round from now on; returns at once."""
-        if self.collector.engine is None or not current.requests:
+        if self.collector.engine is None or not current.samples_here:
             return
         with self._changed:
             if self._failure is not None:
@@ -75,7 +83,7 @@ class GenerationThread:
             self._new.append(current)
             self._changed.notify_all()
 
-    def wait(self, current: Round) -> None:
+    def wait(self, current: AnyRound) -> None:
         """Until the round is complete or has failed, and the engine is free unless other rounds are under way."""
         with self._changed:
             self._wait_until(lambda: current not in self._new and current not in self._running and self._rests())
@@ -161,15 +169,20 @@ class GenerationThread:
         engine = self.collector.engine
         assert engine is not None
         self._submit_new()
-        for completion in engine.stream():
-            if self._closing:
-                return
-            self._deliver(completion)
-            if self.overlap:
-                self._submit_new()
-        if self._running and not self._wants_hold and not self._closing:
-            missing = next(r.request_id for c in self._running for r in c.requests if r.request_id not in c.done)
-            raise EngineError(f"engine: request {missing}: it never came back; this is a defect of the engine")
+        with between_steps(engine, self._move_along):
+            self._move_along()
+            for completion in engine.stream():
+                if self._closing:
+                    return
+                self._deliver(completion)
+                if self.overlap:
+                    self._submit_new()
+        if self._wants_hold or self._closing:
+            return
+        if missing := [name for one in self._running for name in one.outstanding]:
+            raise lost(missing[0])
+        for current in [one for one in self._running if isinstance(one, LiveRound)]:
+            current.rest()
 
     def _submit_new(self) -> None:
         engine = self.collector.engine
@@ -180,16 +193,31 @@ class GenerationThread:
                     return
                 current = self._new.popleft()
                 self._running.append(current)
+            if isinstance(current, LiveRound):
+                current.begin()
+                continue
             for request in current.requests:
                 engine.check_length(request)
             for request in current.requests:
                 engine.submit(request)
+
+    def _move_along(self) -> None:
+        """Submit what rounds of dynamic sampling ask for now; those that have ended leave."""
+        engine = self.collector.engine
+        assert engine is not None
+        for current in [one for one in self._running if isinstance(one, LiveRound)]:
+            if not self._wants_hold and not self._closing:
+                self.collector.submit_due(engine, current)
+            self._leave_if_complete(current)
 
     def _deliver(self, completion: Completion) -> None:
         current = next((one for one in self._running if one.expects(completion.request_id)), None)
         if current is None:
             raise stray(completion)
         self.collector.take(current, completion)
+        self._leave_if_complete(current)
+
+    def _leave_if_complete(self, current: AnyRound) -> None:
         if current.complete:
             with self._changed:
                 self._running.remove(current)
@@ -197,12 +225,9 @@ class GenerationThread:
 
     def _empty_engine(self) -> None:
         """Nobody waits for what is still in it; evaluation may need it before the failure is raised."""
-        engine = self.collector.engine
-        assert engine is not None
+        assert self.collector.engine is not None
         with contextlib.suppress(SwiftError):  # it is the engine that failed
-            engine.abort()
-            for _ in engine.stream():
-                pass
+            empty(self.collector.engine)
 
     def _fail(self, error: Exception) -> None:
         with self._changed:
@@ -212,6 +237,8 @@ class GenerationThread:
     def _end_all(self, error: Exception) -> None:
         """Holding the lock: every round carries the failure."""
         for current in [*self._running, *self._new]:
+            if isinstance(current, LiveRound):
+                current.fail(error)
             current.failure = current.failure or error
         self._running.clear()
         self._new.clear()

@@ -3,6 +3,8 @@
 As with engines in processes of their own: a request that takes too long is aborted and sampled once more, with the same
 seed; then it ends with "error", which leaves it out of training. One that had not begun is not at fault, and only waits
 again. Time is counted in ticks, so that a process that was stopped blames nobody.
+
+What joins a running stream is bounded once the clock is told of it (`RequestClock.add`).
 """
 
 from __future__ import annotations
@@ -53,6 +55,11 @@ class RequestClock:
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="request clock", daemon=True)
+
+    def add(self, request: Request) -> None:
+        """Count one more request, from now on; before it is submitted."""
+        with self._lock:
+            self._pending[request.request_id] = _Pending(request, self._now)
 
     def __enter__(self) -> RequestClock:
         self._thread.start()

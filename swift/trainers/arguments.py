@@ -22,9 +22,9 @@ Optimizer = Literal[
     "rmsprop_bnb_32bit", "galore_adamw", "galore_adamw_8bit", "galore_adafactor", "galore_adamw_layerwise",
     "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise", "lomo", "adalomo", "grokadamw",
     "schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd", "apollo_adamw", "apollo_adamw_layerwise",
-    "stable_adamw",
+    "stable_adamw", "adamw_cpu",
 ]  # fmt: skip
-"""The optimizers of transformers."""
+"""The optimizers of transformers, and swift's own."""
 
 
 @dataclass(kw_only=True)
@@ -51,8 +51,10 @@ class OptimizationArguments:
     weight_decay: float = flag(0.1, at_least=0, everyday=False)
     """Decoupled weight decay."""
 
-    optim: Optimizer = flag("adamw_torch", everyday=False)
-    """Optimizer, in transformers' words. The 8-bit, paged, galore and similar ones need their packages."""
+    optim: Optimizer = flag("adamw_torch", values={"adamw": "adamw_torch"}, everyday=False)
+    """Optimizer, in transformers' words; adamw is adamw_torch. adamw_8bit keeps its state in 8 bits and needs
+    bitsandbytes, adafactor keeps sums of rows and columns only, adamw_cpu keeps its state in the host's memory and
+    updates there. The other 8-bit, paged, galore and similar ones need their packages."""
 
     optim_args: str | None = flag(everyday=False, unset="the optimizer's defaults")
     """More settings of the optimizer, written `name=value,name=value`."""
@@ -105,6 +107,19 @@ class OptimizationArguments:
 
     full_determinism: bool = flag(False, everyday=False)
     """Use deterministic kernels only: reproducible on GPUs, and slower."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with these settings, one line each."""
+        if self.optim == "adamw_cpu" and self.deepspeed:
+            yield (
+                f"--optim: adamw_cpu: --deepspeed {self.deepspeed} keeps the optimizer's state itself; use "
+                "--optim adamw with --deepspeed zero2_offload, which updates on the CPU too"
+            )
+        if self.optim == "adamw_cpu" and self.fsdp:
+            yield (
+                f"--optim: adamw_cpu: --fsdp {self.fsdp} spreads the optimizer's state over the devices; use --optim "
+                "adamw, or --deepspeed zero2_offload, which updates on the CPU too"
+            )
 
 
 @dataclass(kw_only=True)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from swift.errors import SwiftError, end_process
 from swift.rollout.collect import EngineShare
+from swift.rollout.engines.guided import require as require_guidance
 from swift.rollout.engines.spec import EngineSpec, build_engine, spec_from
 from swift.rollout.placement import Placement, place, request_from
 
@@ -120,6 +121,8 @@ def require_backend(args: Any) -> None:
     check = getattr(importlib.import_module(make.__module__), "require", None)
     if check is not None and has_own_engine(args) and args.vllm_mode != "server":
         check()
+    if args.vllm_guided_decoding_regex is not None and args.vllm_mode != "server":
+        require_guidance(args.infer_backend, args.vllm_guided_decoding_regex)
 
 
 def bind_trainer(placement: Placement, local_rank: int) -> None:
@@ -163,6 +166,12 @@ def setup_engines(
     setup = EngineSetup(None, None, placement)
     with collectives.together():
         _make(setup, args, collectives, template, max_model_len, in_trainer)
+        if setup.engine is not None:
+            try:
+                setup.engine.check_sampling(args.sampling_params())
+            except SwiftError:
+                setup.close()
+                raise
     return setup
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -26,18 +27,24 @@ if TYPE_CHECKING:
     from swift.data import PromptDataset, PromptSource
     from swift.models.template import Template
     from swift.rewards import RewardPipeline
+    from swift.rl.losses import LossConfig
     from swift.rollout.arithmetic import BatchPlan
+    from swift.rollout.custom_rollout import RolloutFunc
     from swift.rollout.engines.base import InferenceEngine
     from swift.rollout.parity import ParityCheck, ParityReport
     from swift.rollout.placement import Placement
+    from swift.rollout.replay import ReplayBuffer
+    from swift.rollout.scheduler import RerollConfig
     from swift.rollout.weight_sync.publisher import WeightPublisher
+    from swift.trainers.board import StoreBoard
     from swift.trainers.colocate import ColocateCycle
     from swift.trainers.distributed import Collectives
     from swift.trainers.engines import EngineSetup
-    from swift.trainers.grpo_trainer import GRPOTrainer
+    from swift.trainers.grpo_trainer import GRPOSettings, GRPOTrainer
     from swift.trainers.session import SignalTrap, Start
     from swift.trainers.stall import StallWatch
     from swift.trainers.watch import RankWatch
+    from swift.trainers.window_entropy import EntropySettings
 
 
 @dataclass(slots=True)
@@ -56,6 +63,7 @@ class Parts:
     placement: Placement
     prefetch_depth: int
     lines: list[str]
+    rollout_func: RolloutFunc | None = None
     rank_watch: RankWatch | None = None
 
 
@@ -123,6 +131,19 @@ def prepare(args: Any, collectives: Collectives, start: Start, placement: Placem
         "truncation_strategy": args.truncation_strategy,
     }
 
+    if args.streaming_partial_batch and placement.mode in ("in_process", "colocate"):
+        raise ConfigError(
+            "--streaming_partial_batch: true: the engine samples in the trainer's own process, which cannot train "
+            "meanwhile; --vllm_mode dedicated or server, or --streaming_partial_batch false"
+        )
+    if (args.dynamic_sample or args.streaming_partial_batch) and rewards.needs_whole_batch:
+        flag = "dynamic_sample" if args.dynamic_sample else "streaming_partial_batch"
+        names = [one.name for one in rewards.signatures if one.scope == "batch"]
+        raise ConfigError(
+            f"--{flag}: true: groups are scored one by one, but {', '.join(names)} must see the whole batch; "
+            f"--{flag} false, or a function of scope group"
+        )
+
     def open_source() -> PromptSource:
         return open_prompts(args, split="train", max_steps=args.max_steps, **limits)
 
@@ -136,9 +157,29 @@ def prepare(args: Any, collectives: Collectives, start: Start, placement: Placem
     lines = list(dict.fromkeys(lines))  # one mapping line when both data sets have the same columns
     depth = prefetch_depth(args, plan)
     require_backend(args)
+    function = find_rollout_func(args, placement)
     return Parts(
-        args, collectives, template, source, first, eval_prompts, rewards, plan, start, placement, depth, lines
-    )
+        args, collectives, template, source, first, eval_prompts, rewards, plan, start, placement, depth, lines,
+        rollout_func=function,
+    )  # fmt: skip
+
+
+def find_rollout_func(args: Any, placement: Placement) -> RolloutFunc | None:
+    """The function of `--rollout_func`, if one is given.
+
+    Raises:
+        ConfigError: it cannot be found, or ranks that hold parts of one engine would have to call it in step.
+    """
+    from swift.rollout.custom_rollout import load_rollout_func
+
+    if args.rollout_func is None:
+        return None
+    if placement.mode == "colocate" and placement.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"--vllm_tensor_parallel_size: {placement.tensor_parallel_size}: in colocate the ranks of an engine sample "
+            "in step, and a rollout function does as it likes; use 1, or --vllm_mode dedicated"
+        )
+    return load_rollout_func(args.rollout_func)
 
 
 def prefetch_depth(args: Any, plan: BatchPlan) -> int:
@@ -290,7 +331,7 @@ def load_models(args: Any) -> tuple[Any, Any]:
     device = own_device()
     set_seed(args.seed)  # fresh adapter weights depend on the seed only
     policy = load_policy(args, device=device)
-    reference = load_reference(args, policy, device=device) if args.beta > 0 else None
+    reference = load_reference(args, policy, device=device, moves=args.sync_ref_model) if args.beta > 0 else None
     return policy, reference
 
 
@@ -338,7 +379,9 @@ class _Session:
                 progress=progress,
                 rank_log=self.rank_log,
                 reward_names=parts.rewards.names,
-                trackers=CompletionTrackers(args.report_to, folder / "runs") if args.log_completions else None,
+                trackers=CompletionTrackers(args.report_to, folder / "runs", unique_prompts=args.log_unique_prompts)
+                if args.log_completions
+                else None,
                 beta=args.beta,
                 diagnosis=parts.rewards.diagnosis,
             )
@@ -363,7 +406,8 @@ class _Session:
         try:
             notes = self.cycle.notes if self.cycle is not None else []
             slow = slow_path_lines(self.setup.engine)
-            for line in [*parts.lines, *parts.start.notes, *plan_lines(parts), *slow, *notes]:
+            about = [*self.resolved.preset_lines, *plan_lines(parts)]
+            for line in [*parts.lines, *parts.start.notes, *about, *slow, *notes]:
                 self.say(line)
             if parts.start.step >= parts.plan.max_steps:
                 self.say(f"{checkpoint} is the last of {parts.plan.max_steps} steps; raise --max_steps to go on")
@@ -444,13 +488,16 @@ class _Session:
 
         from swift.trainers.grpo_trainer import EveryFewSteps, GRPOTrainer, PipelineCallback
         from swift.trainers.reporting import ReportCallback
-        from swift.trainers.session import tensorboard_callback
+        from swift.trainers.reward_kl import RewardKL
+        from swift.trainers.session import finish_own_optimizer, own_optimizer, tensorboard_callback
         from swift.trainers.stall import StallCallback
 
         parts, args = self.parts, self.parts.args
+        arguments = training_arguments(args, self.folder, parts)
         trainer = GRPOTrainer(
             model=model,
-            args=training_arguments(args, self.folder, parts),
+            args=arguments,
+            optimizer_cls_and_kwargs=own_optimizer(args, arguments),
             processing_class=parts.template.tokenizer,
             settings=trainer_settings(args, logprob_support=self._logprob_support()),
             pipeline=self._build_pipeline(),
@@ -463,6 +510,7 @@ class _Session:
             save_total_limit=args.save_total_limit,
             on_progress=self.stall.touch,
         )
+        finish_own_optimizer(args, trainer)
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(StallCallback(self.stall))
         trainer.add_callback(
@@ -471,10 +519,15 @@ class _Session:
         kind, _, interval = args.parity_check.partition(":")
         if kind == "every":
             trainer.add_callback(EveryFewSteps(int(interval), self.check_parity_again))
+        if args.sync_ref_model and args.beta > 0:
+            alpha = args.ref_model_mixup_alpha
+            trainer.add_callback(EveryFewSteps(args.ref_model_sync_steps, lambda step: trainer.move_reference(alpha)))
         if self.report is not None:
             trainer.add_callback(ReportCallback(self.report))
         if (board := tensorboard_callback(args, self.folder)) is not None:
             trainer.add_callback(board)
+        if args.kl_in_reward and args.beta > 0:
+            trainer.pipeline.units.kl_of = RewardKL(trainer)
         return trainer
 
     def _build_pipeline(self) -> Any:
@@ -484,7 +537,7 @@ class _Session:
 
         parts, args, plan = self.parts, self.parts.args, self.parts.plan
         collector = RolloutCollector(
-            engine=self.setup.engine,
+            engine=self._sampling_engine(),
             sampling=args.sampling_params(),
             seed=args.seed,
             decode=parts.template.decode,
@@ -494,6 +547,7 @@ class _Session:
             around=self._sampling if self.setup.placement.mode == "in_process" else contextlib.nullcontext,
             request_s=self._request_limit(),
             progress=self.stall.touch,
+            board=self._board(),
         )
         config = PipelineConfig(
             num_generations=args.num_generations,
@@ -501,16 +555,23 @@ class _Session:
             generation_batches=plan.generations_per_window,
             num_windows=plan.windows_per_generation,
             num_iterations=plan.num_iterations,
-            max_completion_length=args.max_completion_length,
             advantage_estimator=args.advantage_estimator,
             scale_rewards=args.scale_rewards,
             reward_weights=parts.rewards.weights,
             overlong_filter=args.overlong_filter,
+            reward_kl=args.beta if args.kl_in_reward else 0.0,
             prefetch_depth=parts.prefetch_depth,
             in_flight_updates=args.in_flight_updates,
+            streaming_groups=args.streaming_min_groups if args.streaming_partial_batch else 0,
+            dynamic_sample=args.dynamic_sample,
+            max_resample_times=args.max_resample_times,
+            reroll_fail_reward=args.reroll_fail_reward,
         )
         scheduler = RolloutScheduler(
-            parts.source, groups_per_unit=plan.unit_prompts, units_per_epoch=plan.units_per_epoch
+            parts.source,
+            groups_per_unit=plan.unit_prompts,
+            units_per_epoch=None if args.dynamic_sample else plan.units_per_epoch,
+            reroll=self._reroll(),
         )
         report = self.report
         return RolloutPipeline(
@@ -521,6 +582,57 @@ class _Session:
             observer=report.on_round if report is not None else (lambda scored: None),
             publisher=self.publisher,
             phase=self.cycle,
+            replay=self._replay(),
+        )
+
+    def _reroll(self) -> RerollConfig | None:
+        """From when on failed prompts are tried again, and how many at a time."""
+        from swift.rollout.scheduler import RerollConfig
+
+        args = self.parts.args
+        if args.reroll_start_fraction >= 1.0:
+            return None
+        start = max(1, math.floor(self.parts.plan.max_steps * args.reroll_start_fraction))
+        return RerollConfig(start_step=start, max_groups=args.reroll_max_groups)
+
+    def _replay(self) -> ReplayBuffer | None:
+        from swift.rollout.replay import ReplayBuffer
+
+        args = self.parts.args
+        if not args.replay_buffer_size:
+            return None
+        return ReplayBuffer(
+            args.replay_buffer_size,
+            max_age=args.replay_max_age,
+            seed=args.seed,
+            recompute=args.replay_recompute_logps,
+        )
+
+    def _board(self) -> StoreBoard | None:
+        """Where ranks leave messages while they sample."""
+        from swift.trainers.board import StoreBoard
+
+        parts = self.parts
+        return StoreBoard(parts.collectives) if parts.args.dynamic_sample and parts.collectives.active else None
+
+    def _sampling_engine(self) -> InferenceEngine | None:
+        """What rounds are sampled with: the engine of this rank, or a function of the user around it."""
+        from swift.models.policy import load_config
+        from swift.models.source import locate
+        from swift.rollout.custom_rollout import CustomRolloutEngine
+
+        parts, args, engine = self.parts, self.parts.args, self.setup.engine
+        if parts.rollout_func is None or engine is None:
+            return engine
+        return CustomRolloutEngine(
+            engine,
+            parts.rollout_func,
+            name=args.rollout_func,
+            args=args,
+            tokenizer=parts.template.tokenizer,
+            end_token_ids=parts.template.stop_token_ids,
+            vocab_size=load_config(locate(args).base, args).get_text_config().vocab_size,
+            limit_s=args.rollout_timeout,
         )
 
     def _request_limit(self) -> float | None:
@@ -665,7 +777,7 @@ def build_engines(args: Any, parts: Parts, model: Any) -> EngineSetup:
         )
 
     longest = max_prompt_length(args)
-    return setup_engines(
+    setup = setup_engines(
         args,
         placement=parts.placement,
         collectives=parts.collectives,
@@ -673,6 +785,9 @@ def build_engines(args: Any, parts: Parts, model: Any) -> EngineSetup:
         max_model_len=longest + args.max_completion_length if longest is not None else None,
         in_trainer=in_trainer,
     )
+    if parts.rollout_func is not None:  # a call may take so long beside what the engine takes
+        setup.own_limit_s += args.rollout_timeout
+    return setup
 
 
 def cache_bytes(device: torch.device) -> int:
@@ -685,48 +800,90 @@ def cache_bytes(device: torch.device) -> int:
     return psutil.virtual_memory().total // 8
 
 
-def trainer_settings(args: Any, *, logprob_support: str = "full") -> Any:
-    """The step's settings; `logprob_support` is that of the engines (`swift.rollout.engines.base`)."""
+def loss_settings(args: Any) -> LossConfig:
+    """The policy loss; a KL that lowers the rewards is no term of it.
+
+    Raises:
+        ConfigError: a value that the loss refuses.
+    """
     from swift.rl.losses import LossConfig
-    from swift.trainers.grpo_trainer import CorrectionSettings, GRPOSettings
 
     try:
-        loss = LossConfig(
+        return LossConfig(
             loss_type=args.loss_type,
             importance_sampling_level=args.importance_sampling_level,
             epsilon=args.epsilon,
             epsilon_high=args.epsilon_high,
             delta=args.delta,
-            beta=args.beta,
+            beta=0.0 if args.kl_in_reward else args.beta,
             kl_bias_correction=args.kl_bias_correction,
             tau_pos=args.tau_pos,
             tau_neg=args.tau_neg,
         )
     except ValueError as error:
         raise ConfigError(f"--{error}") from error
+
+
+def entropy_settings(args: Any) -> EntropySettings:
+    """What the step does with the policy's entropy."""
+    from swift.rl.entropy import AdaptiveEntropy
+    from swift.trainers.window_entropy import EntropySettings
+
+    controller = AdaptiveEntropy(
+        coefficient=args.entropy_coef,
+        target=args.entropy_target,
+        step=args.entropy_coef_delta,
+        minimum=args.entropy_coef_min,
+        maximum=args.entropy_coef_max,
+    )
+    return EntropySettings(
+        coefficient=args.entropy_coef,
+        adaptive=controller if args.use_adaptive_entropy else None,
+        quantile=args.top_entropy_quantile,
+        log=args.log_entropy,
+    )
+
+
+def trainer_settings(args: Any, *, logprob_support: str = "full") -> GRPOSettings:
+    """The step's settings; `logprob_support` is that of the engines (`swift.rollout.engines.base`).
+
+    Raises:
+        ConfigError: the ratio is to be taken against log-probs that the engine does not have.
+    """
+    from swift.trainers.grpo_trainer import CorrectionSettings, GRPOSettings
+
+    correctable = logprob_support != "raw" or args.temperature == 1.0
+    if args.old_logprobs == "sampler" and not correctable:
+        raise ConfigError(
+            f"--old_logprobs: sampler: this engine returns log-probs at temperature 1, not at --temperature "
+            f"{args.temperature:g}; use --old_logprobs trainer, or --temperature 1"
+        )
     return GRPOSettings(
-        loss=loss,
+        loss=loss_settings(args),
         temperature=args.temperature,
         max_completion_length=args.max_completion_length,
         per_device=args.per_device_train_batch_size,
         slice_size=args.mini_batch_size or args.per_device_train_batch_size,
         keep_dropout=args.lora_dropout > 0 and args.tuner_type == "lora",
         skip_zero_advantage=args.skip_zero_advantage_batches,
-        comparable_sampling=not args.sampling_params().truncates
-        and args.repetition_penalty == 1.0
-        and (logprob_support != "raw" or args.temperature == 1.0),
-        correctable_sampling=logprob_support != "raw" or args.temperature == 1.0,
+        comparable_sampling=not args.sampling_params().biased and (logprob_support != "raw" or args.temperature == 1.0),
+        correctable_sampling=correctable,
         correction=CorrectionSettings(
             mode=args.rollout_importance_sampling_mode,
             threshold=args.rollout_importance_sampling_threshold,
             lower=args.rollout_importance_sampling_lower,
             sequence_ratio=args.rollout_importance_sampling_ratio,
         ),
+        log_offpolicy=args.log_rollout_offpolicy_metrics,
+        off_policy_delta=args.off_policy_sequence_mask_delta,
+        old_logprobs=args.old_logprobs,
+        entropy=entropy_settings(args),
     )
 
 
 def plan_lines(parts: Parts) -> list[str]:
     """The plan in words: devices, mode, batches, steps."""
+    from swift.rl.losses import describe as describe_loss
     from swift.rollout.arithmetic import describe
     from swift.rollout.placement import describe as describe_placement
     from swift.trainers.sharding import describe as describe_spreading
@@ -735,7 +892,10 @@ def plan_lines(parts: Parts) -> list[str]:
     world = parts.collectives.world_size
     where = (f"{world} x {device.type}" if world > 1 else str(device)) + describe_spreading(parts.args)
     backend = parts.args.infer_backend
-    lines = [f"plan: train on {where}; generate with {backend}; {describe(parts.plan)}"]
+    lines = [
+        f"plan: train on {where}; generate with {backend}; {describe(parts.plan)}",
+        f"loss: {describe_loss(loss_settings(parts.args))}",
+    ]
     if parts.placement.mode == "in_process":
         return lines
     ahead = f"; {parts.prefetch_depth} generation batches ahead" if parts.prefetch_depth else ""

@@ -29,8 +29,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
@@ -47,19 +48,36 @@ from swift.models.forward import (
 )
 from swift.models.sharded import is_spread
 from swift.observability.files import disk_full_is_an_error
-from swift.rl.correction import CorrectionMode, SequenceRatio, sampler_correction, sampler_mismatch
-from swift.rl.logprobs import selected_logprobs
+from swift.observability.metrics import kind_of
+from swift.rl.correction import (
+    CorrectionMode,
+    SequenceRatio,
+    effective_sample_size,
+    mismatch_statistics,
+    off_policy_sequence_mask,
+    sampler_correction,
+    sampler_mismatch,
+)
+from swift.rl.entropy import entropy_bonus
+from swift.rl.logprobs import selected_logprobs, selected_logprobs_and_entropy
 from swift.rl.losses import LossConfig, get_loss, sequence_weights
 from swift.rl.objective import SamplerCorrection, policy_loss
 from swift.rl.segments import spread
-from swift.rl.window import count_window, nominal_batch_tokens, nominal_batches
-from swift.rollout.batch import TrainSample, TrainUnit, plan_window
+from swift.rl.window import WindowCounts, count_window, nominal_batch_tokens, nominal_batches
+from swift.rollout.batch import Part, TrainSample, TrainUnit, WindowPlan, plan_window
 from swift.rollout.pipeline import RolloutPipeline
 from swift.trainers.checkpoint import commit_checkpoint, rotate, staging_folder, write_json
 from swift.trainers.distributed import Collectives
 from swift.trainers.master_weights import keep_master_weights
 from swift.trainers.microbatch import MicroBatch, collate, split_by_sample
 from swift.trainers.sharding import DeepSpeedSteps
+from swift.trainers.window_entropy import (
+    EntropySettings,
+    TopEntropy,
+    controller_state,
+    restored_controller,
+    top_entropy,
+)
 from swift.types import Prompt, TrainerProgress
 
 if TYPE_CHECKING:
@@ -68,8 +86,14 @@ if TYPE_CHECKING:
     from swift.trainers.reporting import RunReport
 
 PIPELINE_STATE = "pipeline_state.json"
+REFERENCE_STATE = "reference.pt"
+"""A reference that has moved. No safetensors: whoever reads a checkpoint as a model takes all of those."""
+
 NON_FINITE_LIMIT = 10
 """Updates in a row that may be skipped for a non-finite gradient before the run ends (exit 6)."""
+
+MISSING_LIMIT = 0.01
+"""Share of a window's trained tokens that may lack a sampler log-prob before the run ends (exit 6)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +117,11 @@ class GRPOSettings:
         their log-probs can be compared.
     correctable_sampling: its log-probs are at the training temperature, so that their ratio to the trainer's can weigh
         tokens; biased where they are not comparable too.
+    correction: weights for tokens that another policy sampled. log_offpolicy: log their statistics without it too.
+    off_policy_delta: mute sequences of negative advantage that have drifted further than this; None is off.
+    old_logprobs: what the ratio compares the policy with: the trainer's log-probs at the start of the unit, or those
+        that the sampler recorded (the ratio of the Atropos example trainer), for which no forward pass is needed.
+    entropy: bonus, choice of tokens, logs.
     """
 
     loss: LossConfig
@@ -105,35 +134,74 @@ class GRPOSettings:
     comparable_sampling: bool = True
     correctable_sampling: bool = True
     correction: CorrectionSettings = CorrectionSettings()
+    log_offpolicy: bool = False
+    off_policy_delta: float | None = None
+    old_logprobs: Literal["trainer", "sampler"] = "trainer"
+    entropy: EntropySettings = field(default_factory=EntropySettings)
+
+    @property
+    def watches_sampler(self) -> bool:
+        """Whether the ratio of sampler and trainer is logged."""
+        return self.correctable_sampling and (self.log_offpolicy or self.correction.mode != "none")
+
+    @property
+    def needs_sampler(self) -> bool:
+        """Whether anything depends on the sampler's log-probs."""
+        return self.watches_sampler or self.off_policy_delta is not None or self.old_logprobs == "sampler"
 
 
 @dataclass(slots=True)
 class StepMetrics:
-    """Sums of one optimizer step on one rank; merged over ranks once, by rank 0."""
+    """Sums and extremes of one optimizer step on one rank; merged over ranks once, by rank 0."""
 
     sums: dict[str, tuple[float, float]] = field(default_factory=dict)
-    maxima: dict[str, float] = field(default_factory=dict)
+    extremes: dict[str, float] = field(default_factory=dict)
 
     def add(self, name: str, total: float, count: float) -> None:
         """Add to a mean."""
         old_total, old_count = self.sums.get(name, (0.0, 0.0))
         self.sums[name] = (old_total + total, old_count + count)
 
-    def add_max(self, name: str, value: float) -> None:
-        """Raise a maximum."""
-        self.maxima[name] = max(value, self.maxima.get(name, -math.inf))
+    def add_extreme(self, name: str, value: float) -> None:
+        """Widen a maximum or a minimum; its name says which (`kind_of`)."""
+        choose = min if kind_of(name) == "min" else max
+        self.extremes[name] = choose(value, self.extremes.get(name, value))
+
+    def add_pairs(self, pairs: dict[str, Tensor]) -> None:
+        """Add to means; a value is (sum, count)."""
+        for name, pair in pairs.items():
+            self.add(name, *pair.tolist())
 
     def merge(self, other: StepMetrics) -> None:
         """Add another rank's sums."""
         for name, (total, count) in other.sums.items():
             self.add(name, total, count)
-        for name, value in other.maxima.items():
-            self.add_max(name, value)
+        for name, value in other.extremes.items():
+            self.add_extreme(name, value)
 
     def values(self) -> dict[str, float]:
-        """Means and maxima."""
+        """Means and extremes."""
         means = {name: total / count for name, (total, count) in self.sums.items() if count}
-        return {**means, **self.maxima}
+        return {**means, **self.extremes}
+
+
+@dataclass(slots=True)
+class _Step:
+    """What the passes of one optimizer step share.
+
+    weights: loss weight of each trained token, by sample. filler: a sample for ranks that have none left.
+    coefficient: weight of the entropy bonus. top: the mask of a window that was looked at before; None leaves it to the
+    one pass that holds the whole window. num_tokens: trained tokens of the window. entropies: sum and count so far.
+    """
+
+    unit: TrainUnit
+    weights: dict[int, float]
+    filler: int
+    report: StepMetrics
+    coefficient: float
+    top: TopEntropy | None
+    num_tokens: int
+    entropies: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
 
 class GRPOTrainer(Trainer):
@@ -180,6 +248,8 @@ class GRPOTrainer(Trainer):
         self.save_total_limit = save_total_limit
         self.on_progress = on_progress
         self.interrupted = False
+        self._entropy_controller = settings.entropy.adaptive
+        self._reference_moved = False
         self._non_finite_in_a_row = 0
         self._staging: Path | None = None
         self._saved_step = -1
@@ -240,8 +310,11 @@ class GRPOTrainer(Trainer):
             this rank's share of the window loss times the number of ranks (their mean is the loss).
         """
         report = StepMetrics()
-        with self.metrics.timer("train"):
-            loss = self._backward_window(model, inputs, report)
+        if inputs.arriving is not None:
+            loss = self._backward_arriving(model, inputs, inputs.arriving, report)
+        else:
+            with self.metrics.timer("train"):
+                loss = self._backward_window(model, inputs, report)
         self._report(report, float(loss), inputs)
         return loss
 
@@ -249,68 +322,150 @@ class GRPOTrainer(Trainer):
         model.train()
         if self._engine is not None:
             self._engine.begin()
+        self._check_sampler_logprobs(unit, report)
         self._prepare_old_logprobs(unit)
         window = unit.window(unit.window_index)
-        samples = [unit.samples[i] for i in window]
-        weights = dict(zip(window, self._weights(samples), strict=True))
-        plan = plan_window(
-            window,
-            world_size=self.collectives.world_size,
-            slice_size=self.settings.slice_size,
-            useful=[weights[i] > 0 and self._contributes(unit.samples[i]) for i in window],
-        )
+        weights = dict(zip(window, self._weights([unit.samples[i] for i in window]), strict=True))
+        useful = [weights[i] > 0 and self._contributes(unit.samples[i]) for i in window]
         loss = torch.zeros((), device=self.args.device)
-        if not plan.num_samples:  # no gradient at all: the optimizer leaves every weight alone
+        if not any(useful):  # no gradient at all: the optimizer leaves every weight alone
             report.add("health/steps_without_signal", 1.0, 1.0)
             return loss
+        top, useful = self._look_at_entropy(unit, window, useful)
+        plan = self._plan(window, useful)
+        step = _Step(
+            unit,
+            weights,
+            filler=_first(plan),
+            report=report,
+            coefficient=self._entropy_coefficient(),
+            top=top,
+            num_tokens=sum(unit.samples[i].num_trained for i in window),
+        )
         slices = plan.slices[self.collectives.rank]
-        filler = next(i for parts in plan.slices for part in parts for i in part)
         for number, part in enumerate(slices):
             last = number == len(slices) - 1
             with self._sync_only_last(model, last):
-                loss += self._slice(model, unit, part, weights, filler, report, last=last)
+                loss += self._slice(model, step, part, last=last)
         if self._engine is not None:
             self._engine.step()
+        self._steer_entropy(step)
         return loss
 
-    def _slice(
-        self,
-        model: nn.Module,
-        unit: TrainUnit,
-        part: Sequence[int],
-        weights: dict[int, float],
-        filler: int,
-        report: StepMetrics,
-        *,
-        last: bool,
+    def _backward_arriving(
+        self, model: nn.Module, unit: TrainUnit, parts: Iterator[Part], report: StepMetrics
     ) -> Tensor:
-        """One forward/backward pass; a rank with nothing left passes over `filler` with weight 0."""
-        samples = [unit.samples[i] for i in part or [filler]]
-        batch = collate(samples, [weights[i] for i in part] or [0.0], device=self.args.device)
+        """The same for a window whose samples are still being sampled: its counts are known at the end only.
+
+        Each part is weighed as if the window were full of the longest completions; at the end the gradients are
+        multiplied by that normaliser over the true one. That is the gradient of the whole window, up to rounding.
+        """
+        model.train()
+        loss, ran = torch.zeros((), device=self.args.device), False
+        try:
+            for part in parts:
+                with self.metrics.timer("train"):
+                    share, has_run = self._backward_part(model, unit, part, report, ran=ran)
+                loss, ran = loss + share, ran or has_run
+        except RewardError:
+            model.zero_grad(set_to_none=True)
+            if self.state.global_step > 0:
+                self._save_checkpoint(self.model, None)
+            raise
+        self._check_sampler_logprobs(unit, report)
+        if not ran:
+            report.add("health/steps_without_signal", 1.0, 1.0)
+            return loss
+        total, limit = get_loss(self.settings.loss.loss_type).normaliser.total, self.settings.max_completion_length
+        exact = total(count_window([sample.num_trained for sample in unit.samples]), limit)
+        factor = total(self._fullest(), limit) / exact
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+        return loss * factor
+
+    def _fullest(self) -> WindowCounts:
+        """The counts of a window full of the longest completions."""
+        num_sequences = self.pipeline.scheduler.groups_per_unit * self.pipeline.config.num_generations
+        return count_window([self.settings.max_completion_length] * num_sequences)
+
+    def _backward_part(
+        self, model: nn.Module, unit: TrainUnit, part: Part, report: StepMetrics, *, ran: bool
+    ) -> tuple[Tensor, bool]:
+        """One part of such a window: its loss, and whether any pass was made; `ran`: one was before."""
+        if self.settings.old_logprobs == "sampler":
+            _take_sampler_logprobs([unit.samples[i] for i in part.samples])
+        tokens = [unit.samples[i].num_trained for i in part.samples]
+        weights = sequence_weights(
+            get_loss(self.settings.loss.loss_type),
+            self._fullest(),
+            tokens,
+            max_completion_length=self.settings.max_completion_length,
+        )
+        step = _Step(
+            unit,
+            dict(zip(part.samples, weights, strict=True)),
+            filler=0,
+            report=report,
+            coefficient=0.0,
+            top=None,
+            num_tokens=sum(tokens),
+        )
+        useful = [weights[n] > 0 and self._contributes(unit.samples[i]) for n, i in enumerate(part.samples)]
+        slices = self._plan(part.samples, useful).slices[self.collectives.rank]
+        if part.last and ran and not slices and self.collectives.active:
+            slices = [[]]  # the pass that brings the ranks' gradients together
+        loss = torch.zeros((), device=self.args.device)
+        for number, piece in enumerate(slices):
+            last = part.last and number == len(slices) - 1
+            with self._sync_only_last(model, last):
+                loss += self._slice(model, step, piece, last=last)
+        return loss, bool(slices)
+
+    def _slice(self, model: nn.Module, step: _Step, part: Sequence[int], *, last: bool) -> Tensor:
+        """One forward/backward pass; a rank with nothing left passes over the filler with weight 0."""
+        unit = step.unit
+        samples = [unit.samples[i] for i in part or [step.filler]]
+        batch = collate(samples, [step.weights[i] for i in part] or [0.0], device=self.args.device)
+        if not part:
+            batch.mask_N = torch.zeros_like(batch.mask_N)
         self._ensure_ref_logprobs(batch, keep=bool(part))
-        policy_logprobs_N = self._logprobs(model, batch)
-        first_visit = batch.old_logprobs_N is None
+        policy_logprobs_N, entropy_N = self._policy(model, batch)
+        top_N, top_tokens = self._top_mask(step, part, batch, entropy_N)
         output = policy_loss(
             policy_logprobs_N,
             config=self.settings.loss,
             advantages_T=spread(batch.advantages_S, batch.tokens.sequence_index),
-            mask_T=batch.mask_N & (batch.weights_N > 0) if part else torch.zeros_like(batch.mask_N),
+            mask_T=batch.mask_N,
             token_weights_T=batch.weights_N,
             sequence_index_T=batch.tokens.sequence_index,
             num_sequences=batch.tokens.num_sequences,
-            old_logprobs_T=batch.old_logprobs_N,
+            old_logprobs_T=batch.old_or(policy_logprobs_N),
             ref_logprobs_T=batch.ref_logprobs_N,
             correction=self._correction(batch, policy_logprobs_N),
+            keep_T=_product(top_N, self._off_policy_mask(step.report, batch, policy_logprobs_N)),
+            entropy_T=entropy_N,
         )
-        loss = output.loss * self.collectives.world_size
+        loss = output.loss
+        if entropy_N is not None and self.settings.entropy.has_bonus:
+            loss = loss + entropy_bonus(
+                entropy_N,
+                batch.mask_N,
+                coefficient=step.coefficient,
+                num_window_tokens=top_tokens,
+                keep_T=top_N,
+            )
+            _count_entropy(step, entropy_N, batch.mask_N, top_N)
+        loss = loss * self.collectives.world_size
         if self._engine is not None:
             self._engine.backward(loss, last=last)
         else:
             self.accelerator.backward(loss)
         self.on_progress()
         if part:
-            _remember(batch, policy_logprobs_N if first_visit and unit.updates_per_rollout > 1 else None)
-            self._observe_slice(report, batch, policy_logprobs_N, output, fresh=unit.position == 0)
+            if unit.updates_per_rollout > 1:
+                _remember(batch, policy_logprobs_N)
+            self._observe_slice(step.report, batch, policy_logprobs_N, output, fresh=unit.position == 0)
         return loss.detach()
 
     def _correction(self, batch: MicroBatch, policy_logprobs_N: Tensor) -> SamplerCorrection | None:
@@ -318,8 +473,7 @@ class GRPOTrainer(Trainer):
         settings = self.settings.correction
         if settings.mode == "none" or not self.settings.correctable_sampling:
             return None
-        old_logprobs_N = batch.old_logprobs_N if batch.old_logprobs_N is not None else policy_logprobs_N.detach()
-        mismatch = sampler_mismatch(old_logprobs_N, batch.sampler_logprobs_N, batch.mask_N)
+        mismatch = sampler_mismatch(batch.old_or(policy_logprobs_N), batch.sampler_logprobs_N, batch.mask_N)
         return sampler_correction(
             mismatch.eta_T,
             mask_T=batch.mask_N,
@@ -330,6 +484,45 @@ class GRPOTrainer(Trainer):
             lower=settings.lower,
             sequence_ratio=settings.sequence_ratio,
         )
+
+    def _off_policy_mask(self, report: StepMetrics, batch: MicroBatch, policy_logprobs_N: Tensor) -> Tensor | None:
+        """The forward mask o: 0 in sequences of negative advantage that have drifted; None when it is off."""
+        delta = self.settings.off_policy_delta
+        if delta is None:
+            return None
+        recorded = self.settings.correctable_sampling  # else the nearest thing is the policy at the unit's start
+        keep_N = off_policy_sequence_mask(
+            spread(batch.advantages_S, batch.tokens.sequence_index),
+            policy_logprobs_N,
+            batch.sampler_logprobs_N if recorded else batch.old_or(policy_logprobs_N),
+            mask_T=batch.mask_N,
+            sequence_index_T=batch.tokens.sequence_index,
+            num_sequences=batch.tokens.num_sequences,
+            delta=delta,
+        )
+        muted = ((keep_N == 0) & batch.mask_N).sum()
+        report.add("off_policy_mask/muted_frac", float(muted), float(batch.mask_N.sum()))
+        return keep_N
+
+    def _check_sampler_logprobs(self, unit: TrainUnit, report: StepMetrics) -> None:
+        """Count trained tokens of the window without a finite sampler log-prob; the same on every rank.
+
+        Raises:
+            NumericError: they are more than 1 %.
+        """
+        if not self.settings.needs_sampler:
+            return
+        samples = [unit.samples[i] for i in unit.window(unit.window_index)]
+        total = sum(sample.num_trained for sample in samples)
+        missing = sum(int((sample.trained & ~np.isfinite(sample.sampler_logprobs)).sum()) for sample in samples)
+        if missing > MISSING_LIMIT * total:
+            raise NumericError(
+                f"sampler log-probs: {missing} of {total} trained tokens of step {self.state.global_step + 1} have "
+                "none; check what the engine returns, or train without them: --rollout_importance_sampling_mode none "
+                "--old_logprobs trainer, no --off_policy_sequence_mask_delta"
+            )
+        if missing and self.collectives.is_main:
+            report.add("health/missing_sampler_logprobs", float(missing), 1.0)
 
     def _weights(self, samples: Sequence[TrainSample]) -> list[float]:
         """The loss weight of each trained token of each sample of the window (exact over the whole window)."""
@@ -347,16 +540,36 @@ class GRPOTrainer(Trainer):
         )
 
     def _contributes(self, sample: TrainSample) -> bool:
-        """Whether a sample can move the gradient: with beta 0 an advantage of 0 cannot."""
-        return sample.advantage != 0.0 or self.settings.loss.beta > 0 or not self.settings.skip_zero_advantage
+        """Whether a sample can move the gradient: one without advantage only by its KL or its entropy."""
+        settings = self.settings
+        others = settings.loss.beta > 0 or settings.entropy.has_bonus
+        return sample.advantage != 0.0 or others or not settings.skip_zero_advantage
+
+    def _plan(self, window: Sequence[int], useful: Sequence[bool]) -> WindowPlan:
+        return plan_window(
+            window, world_size=self.collectives.world_size, slice_size=self.settings.slice_size, useful=useful
+        )
+
+    def _policy(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        """Log-prob and, where a setting asks for it, entropy of each completion token [N] from one forward pass."""
+        if self.settings.entropy.observed:
+            return self._logprobs_and_entropy(model, batch)
+        return self._logprobs(model, batch), None
 
     def _logprobs(self, model: nn.Module, batch: MicroBatch) -> Tensor:
         """Log-prob of each completion token [N] at the sampling temperature, fp32."""
-        if is_packed(model):
-            logits = packed_logits(model, batch.tokens)
-        else:
-            logits = padded_logits(model, batch.sequences(), device=self.args.device)
+        logits = self._logits(model, batch)
         return selected_logprobs(logits, batch.tokens.target_ids, temperature=self.settings.temperature)
+
+    def _logprobs_and_entropy(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """The same with the entropy of the tempered distribution."""
+        logits = self._logits(model, batch)
+        return selected_logprobs_and_entropy(logits, batch.tokens.target_ids, temperature=self.settings.temperature)
+
+    def _logits(self, model: nn.Module, batch: MicroBatch) -> Tensor:
+        if is_packed(model):
+            return packed_logits(model, batch.tokens)
+        return padded_logits(model, batch.sequences(), device=self.args.device)
 
     def score(self, sequences: Sequence[TokenSequence], *, temperature: float | None = None) -> Tensor:
         """The trainer's log-probs [N] of all completion tokens, without gradient; for checks.
@@ -375,36 +588,118 @@ class GRPOTrainer(Trainer):
                 targets = torch.tensor([t for s in sequences for t in s.completion_ids], device=self.args.device)
             return selected_logprobs(logits, targets, temperature=temperature or self.settings.temperature)
 
+    # --- entropy ------------------------------------------------------------------------------------------------
+
+    def _look_at_entropy(
+        self, unit: TrainUnit, window: range, useful: list[bool]
+    ) -> tuple[TopEntropy | None, list[bool]]:
+        """The mask of the top entropies, as far as it has to be known before the first pass, and who is passed over.
+
+        All trained tokens of the window have a say in the threshold, those without advantage too. Where one pass holds
+        them all, the mask is made from its own entropies.
+        """
+        if not self.settings.entropy.selects:
+            return None, useful
+        trained = [unit.samples[i].num_trained > 0 for i in window]
+        plan = self._plan(window, trained)
+        if self.collectives.world_size == 1 and len(plan.slices[0]) == 1:
+            return None, trained
+        model = self.accelerator.unwrap_model(self.model_wrapped)
+        model.eval()
+        mine: dict[int, np.ndarray] = {}
+        for batch, part in self._own_batches(unit, plan, lambda i: True):
+            with torch.no_grad():
+                _, entropy_N = self._logprobs_and_entropy(model, batch)
+            if part:
+                mine |= dict(zip(part, split_by_sample(entropy_N, batch.samples), strict=True))
+            self.on_progress()
+        model.train()
+        entropies = {i: values for part in self.collectives.all_gather(mine) for i, values in part.items()}
+        return self._choose(unit, entropies), useful
+
+    def _choose(self, unit: TrainUnit, entropies: dict[int, np.ndarray]) -> TopEntropy:
+        trained = {i: unit.samples[i].trained for i in entropies}
+        return top_entropy(entropies, trained, self.settings.entropy.quantile)
+
+    def _top_mask(
+        self, step: _Step, part: Sequence[int], batch: MicroBatch, entropy_N: Tensor | None
+    ) -> tuple[Tensor | None, float]:
+        """The forward mask h of a pass, or None when all tokens are trained on; and how many the window keeps."""
+        if entropy_N is None or not self.settings.entropy.selects:
+            return None, float(step.num_tokens)
+        top = step.top
+        if top is None:
+            entropies = dict(zip(part, split_by_sample(entropy_N, batch.samples), strict=True))
+            top = self._choose(step.unit, entropies)
+        if not part:
+            return torch.zeros_like(batch.mask_N), float(top.num_tokens)
+        if part[0] == step.filler:  # one pass of the window
+            step.report.add("entropy_threshold", top.threshold, 1.0)
+        keep = np.concatenate([top.keep[i] for i in part])
+        return torch.from_numpy(keep).to(batch.mask_N.device), float(top.num_tokens)
+
+    def _entropy_coefficient(self) -> float:
+        controller = self._entropy_controller
+        return self.settings.entropy.coefficient if controller is None else controller.applied
+
+    def _steer_entropy(self, step: _Step) -> None:
+        """Book the coefficient, and let the controller see the mean over the window, the same on every rank."""
+        if not self.settings.entropy.has_bonus:
+            return
+        if self.collectives.is_main:
+            step.report.add("entropy_coef", step.coefficient, 1.0)
+        if self._entropy_controller is None:
+            return
+        total, count = self.collectives.sum(step.entropies)
+        if count and math.isfinite(total):  # else the update is skipped, and there is nothing to learn from
+            self._entropy_controller = self._entropy_controller.updated(total / count)
+
+    # --- log-probs of other policies ----------------------------------------------------------------------------
+
     def _prepare_old_logprobs(self, unit: TrainUnit) -> None:
         """Before the first update on a unit: what later windows (or dropout) need from the weights as they are now."""
-        if unit.position == 0:
-            first = 0 if self.settings.keep_dropout else 1
-            self._fill_old_logprobs(unit, range(first, unit.num_windows))
+        if unit.position > 0:
+            return
+        if self.settings.old_logprobs == "sampler":
+            _take_sampler_logprobs(unit.samples)
+            return
+        first = 0 if self.settings.keep_dropout else 1
+        self._fill_old_logprobs(unit, range(first, unit.num_windows))
 
     def _fill_old_logprobs(self, unit: TrainUnit, windows: range) -> None:
         """Log-probs under the weights with which the unit is first consumed, for this rank's samples."""
         model = self.accelerator.unwrap_model(self.model_wrapped)
         model.eval()
         for number in windows:
-            for batch, own in self._own_batches(unit, unit.window(number)):
+            window = unit.window(number)
+            # the plan is that of the window's training passes, so that a rank fills what it will need
+            useful = [unit.samples[i].num_trained > 0 and self._contributes(unit.samples[i]) for i in window]
+            plan = self._plan(window, useful)
+            for batch, part in self._own_batches(unit, plan, lambda i: unit.samples[i].old_logprobs is None):
                 with torch.no_grad():
                     logprobs_N = self._logprobs(model, batch)
-                _remember(batch, logprobs_N if own else None)
+                if part:
+                    _remember(batch, logprobs_N)
                 self.on_progress()
         model.train()
 
-    def _own_batches(self, unit: TrainUnit, window: range) -> Iterator[tuple[MicroBatch, bool]]:
-        """This rank's part, and with a spread model what keeps it in step with ranks that have more."""
-        samples = [unit.samples[i] for i in window]
-        useful = [s.num_trained > 0 and self._contributes(s) and s.old_logprobs is None for s in samples]
-        plan = plan_window(
-            window, world_size=self.collectives.world_size, slice_size=self.settings.slice_size, useful=useful
-        )
-        filler = [i for parts in plan.slices for part in parts for i in part][:1]
-        for part in plan.slices[self.collectives.rank]:
-            if part or self._in_step:
-                mine = [unit.samples[i] for i in part or filler]
-                yield collate(mine, [0.0] * len(mine), device=self.args.device), bool(part)
+    def _own_batches(
+        self, unit: TrainUnit, plan: WindowPlan, wanted: Callable[[int], bool]
+    ) -> Iterator[tuple[MicroBatch, list[int]]]:
+        """This rank's passes of a plan with something wanted in them, and what each holds.
+
+        With a spread model there is one in each turn in which any rank has one, if need be over a filler.
+        """
+        needs = {i for parts in plan.slices for part in parts for i in part if wanted(i)}
+        for turn, part in enumerate(plan.slices[self.collectives.rank]):
+            if not needs.isdisjoint(part):
+                mine = part
+            elif self._in_step and any(not needs.isdisjoint(parts[turn]) for parts in plan.slices):
+                mine = []
+            else:
+                continue
+            samples = [unit.samples[i] for i in mine or [_first(plan)]]
+            yield collate(samples, [0.0] * len(samples), device=self.args.device), mine
 
     def _ensure_ref_logprobs(self, batch: MicroBatch, *, keep: bool) -> None:
         """Fill in the reference's log-probs; with `keep`, on the rank that owns the samples, for later visits too."""
@@ -431,15 +726,37 @@ class GRPOTrainer(Trainer):
     def _observe_slice(
         self, report: StepMetrics, batch: MicroBatch, policy_logprobs_N: Tensor, output: Any, *, fresh: bool
     ) -> None:
-        for name, pair in output.means.items():
-            report.add(name, *pair.tolist())
+        report.add_pairs(output.means)
         for name, value in output.maxima.items():
-            report.add_max(name, float(value))
+            report.add_extreme(name, float(value))
+        if self.settings.watches_sampler:
+            self._observe_sampler(report, batch, policy_logprobs_N)
+        if self.settings.log_offpolicy:
+            advantages_N = spread(batch.advantages_S, batch.tokens.sequence_index)
+            for name, chosen_N in (("positive", advantages_N > 0), ("negative", advantages_N < 0)):
+                values = policy_logprobs_N.detach()[batch.mask_N & chosen_N]
+                report.add(f"logp/{name}_advantage_mean", float(values.double().sum()), values.numel())
         if fresh and self.settings.comparable_sampling:
-            gap = (policy_logprobs_N.detach() - batch.sampler_logprobs_N).abs()[batch.mask_N]
+            known_N = batch.mask_N & batch.sampler_logprobs_N.isfinite()
+            gap = (policy_logprobs_N.detach() - batch.sampler_logprobs_N)[known_N]
             if gap.numel():
-                report.add("mismatch/logp_abs_diff", float(gap.double().sum()), gap.numel())
-                report.add_max("mismatch/logp_abs_diff_max", float(gap.max()))
+                report.add("mismatch/logp_diff_mean", float(gap.double().sum()), gap.numel())
+                report.add("mismatch/logp_abs_diff", float(gap.abs().double().sum()), gap.numel())
+                report.add_extreme("mismatch/logp_abs_diff_max", float(gap.abs().max()))
+
+    def _observe_sampler(self, report: StepMetrics, batch: MicroBatch, policy_logprobs_N: Tensor) -> None:
+        """Ratios of trainer and sampler as they are, whatever the correction makes of them."""
+        from_sampler = self.settings.old_logprobs == "sampler"  # then only the policy of now says how far they are
+        pairs, extremes = mismatch_statistics(
+            policy_logprobs_N.detach() if from_sampler else batch.old_or(policy_logprobs_N),
+            batch.sampler_logprobs_N,
+            batch.mask_N,
+            threshold=self.settings.correction.threshold,
+            lower=self.settings.correction.lower,
+        )
+        report.add_pairs(pairs)
+        for name, value in extremes.items():
+            report.add_extreme(name, float(value))
 
     def _report(self, report: StepMetrics, loss: float, unit: TrainUnit) -> None:
         """Merge the ranks' sums on rank 0 and hand them to the metric store."""
@@ -451,6 +768,9 @@ class GRPOTrainer(Trainer):
             report.merge(other)
         loss_total, _ = report.sums.pop("loss")
         values = {"loss": loss_total, **report.values()}
+        if values.pop("rollout_ratio/squared", None) is not None:
+            sums = {name: torch.tensor(report.sums[f"rollout_ratio/{name}"]) for name in ("mean", "squared")}
+            values["rollout_ratio/ess"] = effective_sample_size(sums["mean"].double(), sums["squared"].double())
         window = unit.window(unit.window_index)
         if not self.settings.comparable_sampling:
             values["mismatch/biased"] = 1.0
@@ -495,6 +815,18 @@ class GRPOTrainer(Trainer):
                 f"{self.state.global_step + 1}; lower --learning_rate, or use --torch_dtype float32"
             )
         return norm
+
+    def move_reference(self, alpha: float) -> None:
+        """Mix `alpha` of the policy into the reference; what the former one said about this unit is forgotten.
+
+        Collective where the policy is spread over ranks.
+        """
+        assert self.reference is not None, "there is no reference to move"
+        self.reference.blend(self.accelerator.unwrap_model(self.model_wrapped), alpha)
+        self._reference_moved = True
+        if self.pipeline.unit is not None:
+            for sample in self.pipeline.unit.samples:
+                sample.ref_logprobs = None
 
     # --- evaluation, logs, checkpoints ---------------------------------------------------------------------------
 
@@ -580,6 +912,8 @@ class GRPOTrainer(Trainer):
         """What a checkpoint holds beyond Trainer's files; rank 0 only."""
         self.state.save_to_json(str(folder / "trainer_state.json"))
         write_json(folder / PIPELINE_STATE, state)
+        if self._reference_moved and self.reference is not None and not self.args.save_only_model:
+            torch.save(self.reference.state(), folder / REFERENCE_STATE)
         self.checkpoint_extras(folder)
         if self.report is not None:
             self.report.on_save()
@@ -620,24 +954,60 @@ class GRPOTrainer(Trainer):
         return {
             "pipeline": self.pipeline.state_dict(),
             "metrics": self.metrics.state_dict(),
+            "entropy": controller_state(self._entropy_controller),
             "report": self.report.state_dict() if self.report is not None else None,
         }
 
     def load_pipeline_state(self, checkpoint: Path) -> None:
-        """Continue the pipeline and the open log window where the checkpoint left them."""
+        """Continue the pipeline, the reference and the open log window where the checkpoint left them."""
         state = json.loads((checkpoint / PIPELINE_STATE).read_text(encoding="utf-8"))
         self.pipeline.load_state_dict(state["pipeline"])
         self.metrics.load_state_dict(state["metrics"])
+        self._entropy_controller = restored_controller(self.settings.entropy.adaptive, state["entropy"])
+        if self.reference is not None and (checkpoint / REFERENCE_STATE).exists():
+            moved = torch.load(checkpoint / REFERENCE_STATE, map_location="cpu", weights_only=True)
+            self.reference.load_state(moved)
+            self._reference_moved = True
         if self.report is not None and state["report"] is not None:
             self.report.load_state_dict(state["report"])
 
 
-def _remember(batch: MicroBatch, logprobs_N: Tensor | None) -> None:
-    """Keep per-token log-probs with their samples, for later updates on the same unit."""
-    if logprobs_N is None:
+def _remember(batch: MicroBatch, logprobs_N: Tensor) -> None:
+    """Keep log-probs with the samples that have none yet, for later updates on the same unit."""
+    if all(sample.old_logprobs is not None for sample in batch.samples):
         return
     for sample, values in zip(batch.samples, split_by_sample(logprobs_N, batch.samples), strict=True):
-        sample.old_logprobs = values
+        if sample.old_logprobs is None:
+            sample.old_logprobs = values
+
+
+def _take_sampler_logprobs(samples: Sequence[TrainSample]) -> None:
+    """Let what the sampler recorded stand in for old log-probs, except where samples bring theirs."""
+    for sample in samples:
+        if sample.old_logprobs is None:
+            sample.old_logprobs = sample.sampler_logprobs
+
+
+def _first(plan: WindowPlan) -> int:
+    """The first sample that any rank passes over."""
+    return next(i for parts in plan.slices for part in parts for i in part)
+
+
+def _product(*masks: Tensor | None) -> Tensor | None:
+    """The product of the forward masks that are on."""
+    product = None
+    for mask in masks:
+        if mask is not None:
+            product = mask if product is None else product * mask
+    return product
+
+
+def _count_entropy(step: _Step, entropy_N: Tensor, mask_N: Tensor, top_N: Tensor | None) -> None:
+    """Add to the sums of the window's mean: the tokens that the bonus acts on."""
+    chosen_N = mask_N if top_N is None else mask_N & top_N
+    values = entropy_N.detach()[chosen_N]
+    step.entropies[0] += float(values.double().sum())
+    step.entropies[1] += values.numel()
 
 
 class _Windows:

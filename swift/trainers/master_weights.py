@@ -5,6 +5,9 @@ A bfloat16 number has 8 significant bits, so a weight of 0.02 only moves in step
 16-bit weight, updates the master, and the weight is the master rounded. Costs 8 bytes more per trained 16-bit
 weight with Adam (4 for the master, 8 instead of 4 for its two moments). The masters are part of the optimizer's
 state, so a resumed run goes on exactly.
+
+A master may also live on another device than its weight (`swift.trainers.cpu_adamw`): then the update takes place
+there, and only gradients and new weights travel.
 """
 
 from __future__ import annotations
@@ -19,25 +22,31 @@ MASTER = "master"
 """Where a master stands in the optimizer's state."""
 
 
-def keep_master_weights(optimizer: Optimizer) -> int:
+def keep_master_weights(optimizer: Optimizer, *, on: torch.device | None = None) -> int:
     """Let `optimizer`, which has not stepped yet, update 16-bit weights through float32 masters.
+
+    Args:
+        optimizer: any that updates the `params` of its groups from their `grad`.
+        on: where masters live, for weights of any precision that are elsewhere too; None is beside the weights.
 
     Returns:
         how many parameters have a master; 0 leaves the optimizer as it was.
     """
     masters: list[tuple[Tensor, Tensor]] = []  # (weight, master)
     for group in optimizer.param_groups:
-        group["params"] = [_with_master(weight, masters) for weight in group["params"]]
+        group["params"] = [_with_master(weight, masters, on) for weight in group["params"]]
     if not masters:
         return 0
 
     def before(optimizer: Optimizer, *_: Any) -> None:
         for weight, master in masters:
             saved = optimizer.state[master].get(MASTER) if master in optimizer.state else None
-            if saved is not None and saved.data_ptr() != master.data_ptr():  # a loaded checkpoint
+            if saved is None and weight.grad is not None:  # never stepped: weights may have been loaded since
+                master.data.copy_(weight.data)
+            elif saved is not None and saved.data_ptr() != master.data_ptr():  # a loaded checkpoint
                 master.data.copy_(saved)
                 optimizer.state[master][MASTER] = master.data
-            master.grad = None if weight.grad is None else weight.grad.float()
+            master.grad = None if weight.grad is None else weight.grad.to(master.device).float()
 
     @torch.no_grad()
     def after(optimizer: Optimizer, *_: Any) -> None:
@@ -52,9 +61,13 @@ def keep_master_weights(optimizer: Optimizer) -> int:
     return len(masters)
 
 
-def _with_master(weight: Tensor, masters: list[tuple[Tensor, Tensor]]) -> Tensor:
-    if weight.dtype not in (torch.bfloat16, torch.float16):
+def _with_master(weight: Tensor, masters: list[tuple[Tensor, Tensor]], on: torch.device | None) -> Tensor:
+    if not _needs_master(weight, on):
         return weight
-    master = torch.nn.Parameter(weight.detach().float())
+    master = torch.nn.Parameter(weight.detach().to(on or weight.device, torch.float32, copy=True))
     masters.append((weight, master))
     return master
+
+
+def _needs_master(weight: Tensor, on: torch.device | None) -> bool:
+    return weight.dtype in (torch.bfloat16, torch.float16) or (on is not None and weight.device.type != on.type)

@@ -18,7 +18,8 @@ class MicroBatch:
     """S completions with N completion tokens in all, packed.
 
     weights_N: the loss weight of each token (0 outside of the data mask); window loss = sum of weight * objective.
-    mask_N: the data mask. old_logprobs_N and ref_logprobs_N are None where no forward pass has made them (yet).
+    mask_N: the data mask. old_logprobs_N: NaN where none is known yet, None where none is known at all.
+    ref_logprobs_N: None unless every sample has them.
     """
 
     samples: list[TrainSample]
@@ -29,6 +30,14 @@ class MicroBatch:
     sampler_logprobs_N: Tensor
     old_logprobs_N: Tensor | None
     ref_logprobs_N: Tensor | None
+
+    def old_or(self, policy_logprobs_N: Tensor) -> Tensor:
+        """The old log-probs; where none is known the policy's own, because then this is its first visit."""
+        current_N = policy_logprobs_N.detach()
+        if self.old_logprobs_N is None:
+            return current_N
+        old_N = self.old_logprobs_N.to(current_N.dtype)
+        return torch.where(old_N.isnan(), current_N, old_N)
 
     def sequences(self) -> list[TokenSequence]:
         """The token ids, one entry per sample."""
@@ -59,9 +68,13 @@ def collate(
     def join(parts: Sequence[np.ndarray]) -> Tensor:
         return torch.from_numpy(np.concatenate(parts)).to(device)
 
-    def join_known(name: str) -> Tensor | None:
-        parts = [getattr(sample, name) for sample in samples]
-        return None if any(part is None for part in parts) else join(parts)
+    def join_old() -> Tensor | None:
+        if all(sample.old_logprobs is None for sample in samples):
+            return None
+        unknown = [np.full(sample.token_ids.size, np.nan, dtype=np.float32) for sample in samples]
+        return join([u if s.old_logprobs is None else s.old_logprobs for s, u in zip(samples, unknown, strict=True)])
+
+    references = [sample.ref_logprobs for sample in samples if sample.ref_logprobs is not None]
 
     mask_N = join([sample.trained for sample in samples])
     lengths = torch.tensor([sample.token_ids.size for sample in samples])
@@ -73,8 +86,8 @@ def collate(
         weights_N=weights_N * mask_N,
         mask_N=mask_N,
         sampler_logprobs_N=join([sample.sampler_logprobs for sample in samples]),
-        old_logprobs_N=join_known("old_logprobs"),
-        ref_logprobs_N=join_known("ref_logprobs"),
+        old_logprobs_N=join_old(),
+        ref_logprobs_N=join(references) if len(references) == len(samples) else None,
     )
 
 

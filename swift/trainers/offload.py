@@ -11,13 +11,17 @@ While a tensor is away nothing may read or write it; `copies` gives its bytes on
     on device --leave--> away --come_back--> on device       (come_back after half a leave brings back that half)
 
 Host memory is page-locked where there is an accelerator, which makes the copies several times faster, and is kept for
-the next time. It takes what the moved tensors take, rounded up to slabs.
+the next time. It takes what the moved tensors take: it is laid out for all of them together (`arrange`), and locked as
+it is, since torch's own page-locked memory would be rounded up to powers of two.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import mmap
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +32,10 @@ from swift.errors import ResourceError
 
 logger = logging.getLogger(__name__)
 
-SLAB_BYTES = 64 << 20
-"""Host memory is taken in pieces of this size, or of one larger tensor."""
+SLAB_BYTES = 4 << 30
+"""Host memory is taken in slabs of at most this size, or of one larger tensor."""
+PORTABLE = 1
+"""`cudaHostRegisterPortable`: locked for every device of this process."""
 ALIGNMENT = 64
 """Copies begin at multiples of so many bytes, so that they can be read as any type."""
 PARTITIONS = (
@@ -88,14 +94,13 @@ class Offloader:
             ResourceError: the host has no room; `come_back` undoes what was done so far.
         """
         assert not self._absent, "already away"
-        self._slabs.rewind()
         kept = {key for key, _ in self._storages(self._keep())}
+        found = [(k, one) for k, one in self._storages(self._tensors()) if k not in kept and one.resizable()]
+        places = self._slabs.take([storage.nbytes() for _, storage in found])
         leaving: list[tuple[int, _Absent]] = []
-        for key, storage in self._storages(self._tensors()):
-            if key not in kept and storage.resizable():
-                one = _Absent(storage, storage.nbytes(), self._slabs.take(storage.nbytes()))
-                one.host.copy_(_bytes_of(storage), non_blocking=True)
-                leaving.append((key, one))
+        for (key, storage), host in zip(found, places, strict=True):
+            host.copy_(_bytes_of(storage), non_blocking=True)
+            leaving.append((key, _Absent(storage, storage.nbytes(), host)))
         _synchronize(self.device)
         for key, one in leaving:
             self._absent[key] = one
@@ -166,8 +171,43 @@ class Offloader:
                     yield storage._cdata, storage
 
 
+def arrange(
+    sizes: Sequence[int], slabs: Sequence[int], *, slab_bytes: int = SLAB_BYTES
+) -> tuple[list[tuple[int, int]], list[int]]:
+    """Where tensors lie in host memory: the largest first, each in the first slab with room, the rest in new slabs.
+
+    Args:
+        sizes: bytes of the tensors.
+        slabs: bytes of the slabs that are there.
+        slab_bytes: most bytes of a new slab that holds more than one tensor.
+
+    Returns:
+        for each tensor (slab, first byte), and the sizes of the new slabs, which follow those that are there. New ones
+        have no byte more than the tensors in them, up to alignment, so the same tensors find the same places again.
+
+    Example:
+        >>> arrange([64, 128, 64], [128])
+        ([(1, 0), (0, 0), (1, 64)], [128])
+    """
+    used = [0] * len(slabs)
+    new: list[int] = []
+    places = [(0, 0)] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda one: -sizes[one]):
+        nbytes = -(-sizes[index] // ALIGNMENT) * ALIGNMENT
+        slab = next((one for one, size in enumerate(slabs) if used[one] + nbytes <= size), None)
+        if slab is not None:
+            places[index] = slab, used[slab]
+            used[slab] += nbytes
+            continue
+        if not new or new[-1] + nbytes > slab_bytes:
+            new.append(0)
+        places[index] = len(slabs) + len(new) - 1, new[-1]
+        new[-1] += nbytes
+    return places, new
+
+
 class HostSlabs:
-    """Host memory that is given out from the beginning again after every `rewind`.
+    """Host memory that is given out anew at every `take`, and grows when it does not suffice.
 
     Args:
         pin: page-locked; where the system refuses, ordinary memory is taken and a warning says so.
@@ -176,45 +216,70 @@ class HostSlabs:
     def __init__(self, *, pin: bool) -> None:
         self.pin = pin
         self._slabs: list[Tensor] = []
-        self._next = 0, 0  # slab, first free byte
+        self._locked: list[Tensor] = []  # those of them that we locked: to be unlocked before their memory is freed
+        weakref.finalize(self, _unlock, self._locked).atexit = False
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
         return sum(slab.numel() for slab in self._slabs)
 
-    def rewind(self) -> None:
-        """All of it may be given out anew."""
-        self._next = 0, 0
-
-    def take(self, nbytes: int) -> Tensor:
-        """Consecutive bytes [nbytes], aligned.
+    def take(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Consecutive bytes [n], aligned, for each of the sizes; what was given out before is given out again.
 
         Raises:
             ResourceError: the host has no room.
         """
-        number, start = self._next
-        while number < len(self._slabs) and self._slabs[number].numel() - start < nbytes:
-            number, start = number + 1, 0
-        if number == len(self._slabs):
-            self._slabs.append(self._new(max(SLAB_BYTES, nbytes)))
-        self._next = number, start + -(-nbytes // ALIGNMENT) * ALIGNMENT
-        return self._slabs[number][start : start + nbytes]
+        places, new = arrange(sizes, [slab.numel() for slab in self._slabs], slab_bytes=SLAB_BYTES)
+        for nbytes in new:
+            self._slabs.append(self._new(nbytes))
+        return [self._slabs[slab][start : start + n] for (slab, start), n in zip(places, sizes, strict=True)]
 
     def _new(self, nbytes: int) -> Tensor:
-        if self.pin:
-            try:
-                return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-            except RuntimeError as error:
-                self.pin = False
-                logger.warning("offload: %s; moving through ordinary host memory, which is slower", error)
         try:
-            return torch.empty(nbytes, dtype=torch.uint8)
-        except RuntimeError as error:
+            return self._new_locked(nbytes) if self.pin else torch.empty(nbytes, dtype=torch.uint8)
+        except (RuntimeError, OSError, ValueError, OverflowError) as error:
             raise ResourceError(
                 f"memory: host: no room for {nbytes >> 20} MiB of the trainer; --offload_optimizer false, or "
                 "--offload_model false"
             ) from error
+
+    def _new_locked(self, nbytes: int) -> Tensor:
+        """Page-locked memory of this very size; torch's own, which is rounded up, where ours cannot be locked."""
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # pages that nobody shares
+        memory.madvise(mmap.MADV_DONTFORK)  # nor a child, whose birth would move what the device writes to
+        pages = torch.frombuffer(memory, dtype=torch.uint8)
+        if _lock(pages):
+            self._locked.append(pages)
+            return pages
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            self.pin = False
+            logger.warning("offload: %s; moving through ordinary host memory, which is slower", error)
+            return pages
+
+
+def _lock(memory: Tensor) -> bool:
+    """Page-lock memory that is there already; whether that was possible."""
+    if not torch.cuda.is_available():
+        return False
+    failure = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), PORTABLE)
+    if int(failure) == 0:
+        return True
+    _forget_error()
+    return False
+
+
+def _forget_error() -> None:
+    """CUDA reports a failed call once more, to whoever starts the next kernel."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+
+
+def _unlock(locked: Sequence[Tensor]) -> None:
+    for memory in locked:
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def model_tensors(model: nn.Module) -> Iterator[Tensor]:

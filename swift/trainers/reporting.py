@@ -79,7 +79,8 @@ class RunReport:
     def on_round(self, scored: ScoredRound) -> None:
         """A round of rollouts was scored."""
         if scored.split == "train":
-            self.metrics.add_many(scored.metrics)
+            prompts = {group.prompt.prompt_id for group in scored.groups}
+            self.metrics.add_many({**scored.metrics, "completions/unique_prompts": float(len(prompts))})
         rows = completion_rows(
             scored.groups,
             attempt=self.attempt,
@@ -90,6 +91,7 @@ class RunReport:
             rewards=scored.rewards,
             advantages=scored.advantages,
             excluded=scored.excluded,
+            used=scored.used,
         )
         self.completions.write(rows)
         self._last_rows = rows

@@ -2,7 +2,8 @@
 
 A setting is of one of three kinds. *Fixed* ones decide what is in the checkpoint (weights, adapters, data order,
 batches, pipeline state): changing one would continue another run, so it is an error. *Free* ones decide where the
-run is watched and how fast it goes, not what it computes. All others may change, with a note: the run goes on, but
+run is watched and how fast it goes, not what it computes; some of them only while weights are published after every
+update. All others may change, with a note: the run goes on, but
 from there it is no longer the run that was started.
 """
 
@@ -19,10 +20,11 @@ FIXED = frozenset(
         "rlhf_type", "model", "model_revision", "model_type", "template", "torch_dtype", "tuner_type",
         "lora_rank", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save", "adapters",
         "ref_model", "dataset", "columns", "system", "dataset_shuffle", "split_dataset_ratio", "streaming",
-        "shuffle_buffer_size", "strict", "max_length", "truncation_strategy", "seed", "data_seed",
+        "shuffle_buffer_size", "interleave_prob", "stopping_strategy", "curriculum_column", "curriculum_order",
+        "curriculum_bins", "chat_template_kwargs", "strict", "max_length", "truncation_strategy", "seed", "data_seed",
         "num_generations", "per_device_train_batch_size", "gradient_accumulation_steps",
         "steps_per_generation", "generation_batch_size", "num_iterations", "world_size",
-        "advantage_estimator", "dynamic_sample", "optim", "optim_args", "optim_target_modules",
+        "advantage_estimator", "dynamic_sample", "sync_ref_model", "optim", "optim_args", "optim_target_modules",
         "deepspeed", "fsdp", "reward_funcs", "reward_model",
     }
 )
@@ -32,7 +34,7 @@ FREE = frozenset(
     {
         "output_dir", "add_version", "resume_from_checkpoint", "logging_steps", "report_to", "save_steps",
         "save_total_limit", "save_only_model", "eval_strategy", "eval_steps", "per_device_eval_batch_size",
-        "num_generations_eval", "val_dataset", "log_completions", "log_entropy", "dry_run", "debug", "json",
+        "num_generations_eval", "val_dataset", "log_completions", "log_unique_prompts", "log_entropy", "dry_run", "debug", "json",
         "external_plugins", "reward_workers", "dataset_num_proc", "dataloader_num_workers", "ddp_timeout",
         "engine_restarts", "rollout_timeout", "stall_timeout", "parity_check", "use_hf",
         "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "cpu_devices",
@@ -43,6 +45,17 @@ FREE = frozenset(
     }
 )
 """Changing one of these does not change what is computed."""
+
+OUT_OF_TURN = frozenset(
+    {
+        "eval_strategy", "eval_steps", "val_dataset", "save_strategy", "save_steps", "save_only_model", "parity_check",
+        "sleep_level",
+    }
+)
+"""Those of the free ones that give the sampler new weights before `--vllm_sync_interval` is over: evaluation and the
+repeated parity check need the weights of then, the first generation after a checkpoint or a sleep of level 2 gets them,
+and the interval counts from there. Free only while weights are published after every update anyway.
+"""
 # fmt: on
 
 MASK = "***"
@@ -69,9 +82,11 @@ def compare_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Se
         current: of the command that resumes.
 
     Example:
-        num_generations 8 -> 4 is a problem, learning_rate 1e-5 -> 1e-6 a note, save_steps neither.
+        num_generations 8 -> 4 is a problem, learning_rate 1e-5 -> 1e-6 a note, save_steps neither unless
+        vllm_sync_interval is above 1.
     """
     change = SettingsChange()
+    interval = _sync_interval(saved, current)
     for name, now in current.items():
         if name.startswith("_") or name not in saved or MASK in (saved[name], now):
             continue
@@ -91,7 +106,17 @@ def compare_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Se
             )
         elif name not in FREE:
             change.notes.append(f"resume: {name} changes from {_shown(then)} to {_shown(now)} at this step")
+        elif interval > 1 and name in OUT_OF_TURN:
+            change.notes.append(
+                f"resume: {name} changes from {_shown(then)} to {_shown(now)} at this step; with --vllm_sync_interval "
+                f"{interval} it also decides when the sampler gets new weights"
+            )
     return change
+
+
+def _sync_interval(saved: Mapping[str, Any], current: Mapping[str, Any]) -> int:
+    """The longer of the two intervals between publications."""
+    return max(int(settings.get("vllm_sync_interval") or 1) for settings in (saved, current))
 
 
 def _same(then: Any, now: Any) -> bool:

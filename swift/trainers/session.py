@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from swift.errors import Interrupted, ResourceError, SwiftError, join_problems
 
 if TYPE_CHECKING:
-    from transformers import TrainerCallback, TrainingArguments
+    from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from swift.trainers.distributed import Collectives
 
@@ -67,11 +67,17 @@ OPTIMIZER_PACKAGES = {
 }
 """Part of an `--optim` name -> the package it needs; the first that fits counts."""
 
+CPU_ADAMW = "adamw_cpu"
+"""The one `--optim` that transformers does not have: `swift.trainers.cpu_adamw`."""
+
 BUILT_IN_OPTIMIZERS = (
     "adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused",
-    "adafactor", "sgd", "adagrad", "rmsprop",
+    "adafactor", "sgd", "adagrad", "rmsprop", CPU_ADAMW,
 )  # fmt: skip
-"""Those of torch (or of its device's own build) and transformers."""
+"""Those of torch (or of its device's own build), transformers and swift."""
+
+
+_WITHOUT = {"--report_to": "leave the name out", "--optim": "use --optim adamw"}
 
 
 def optimizer_package(name: str) -> str | None:
@@ -98,7 +104,11 @@ def require_packages(args: Any) -> None:
         needs.append((f"--optim: {args.optim}", package))
     missing = [(subject, package) for subject, package in needs if importlib.util.find_spec(package) is None]
     join_problems(
-        [f"{subject}: needs the package {package}, which is not installed" for subject, package in missing],
+        [
+            f"{subject}: needs the package {package}, which is not installed; install it, or "
+            f"{_WITHOUT[subject.partition(':')[0]]}"
+            for subject, package in missing
+        ],
         ResourceError,
     )
 
@@ -275,7 +285,7 @@ def training_options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, A
         "adam_beta2": args.adam_beta2,
         "adam_epsilon": args.adam_epsilon,
         "max_grad_norm": args.max_grad_norm,
-        "optim": args.optim,
+        "optim": "adamw_torch" if args.optim == CPU_ADAMW else args.optim,  # then see `own_optimizer`
         "optim_args": args.optim_args,
         "optim_target_modules": args.optim_target_modules or None,
         "num_train_epochs": args.num_train_epochs,
@@ -311,6 +321,31 @@ def training_options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, A
         "disable_tqdm": True,
         **spread_options(args),
     }
+
+
+def own_optimizer(args: Any, arguments: TrainingArguments) -> tuple[type, dict[str, Any]] | None:
+    """What Trainer takes as `optimizer_cls_and_kwargs`: an optimizer that transformers does not have, else None.
+
+    Args:
+        args: the resolved settings.
+        arguments: those of transformers, made from `training_options`.
+    """
+    if args.optim != CPU_ADAMW:
+        return None
+    from transformers import Trainer
+
+    from swift.trainers.cpu_adamw import CPUAdamW
+
+    _, options = Trainer.get_optimizer_cls_and_kwargs(arguments)
+    return CPUAdamW, options
+
+
+def finish_own_optimizer(args: Any, trainer: Trainer) -> None:
+    """What `own_optimizer` needs of the trainer that got it."""
+    if args.optim == CPU_ADAMW:
+        from swift.trainers.cpu_adamw import load_on_host
+
+        load_on_host(trainer)
 
 
 def on_one_device(arguments: TrainingArguments) -> TrainingArguments:

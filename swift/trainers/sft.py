@@ -19,8 +19,10 @@ from swift.trainers.session import (
     SignalTrap,
     checkpoint_settings,
     find_start,
+    finish_own_optimizer,
     join_processes,
     on_one_device,
+    own_optimizer,
     require_packages,
     resume_command,
     tensorboard_callback,
@@ -195,14 +197,17 @@ def build_trainer(
 
     from swift.trainers.master_weights import keep_master_weights
 
+    arguments = on_one_device(SFTConfig(**sft_options(args, folder, evaluates=val is not None)))
     trainer = SFTTrainer(
         model=model,
-        args=on_one_device(SFTConfig(**sft_options(args, folder, evaluates=val is not None))),
+        args=arguments,
+        optimizer_cls_and_kwargs=own_optimizer(args, arguments),
         train_dataset=train,
         eval_dataset=val,
         processing_class=template.tokenizer,
         callbacks=callbacks,
     )
+    finish_own_optimizer(args, trainer)
     trainer.remove_callback(PrinterCallback)  # `LogLines` speaks instead
     # fp16's loss scaling needs gradients at the very weights that the optimizer holds; ZeRO and FSDP have own masters
     if not trainer.args.fp16 and not args.deepspeed and not args.fsdp:

@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from swift.arguments import later, parse
-from swift.arguments.later import FEATURES
+from swift.arguments.later import FEATURES, Feature
 from swift.arguments.modes import MODES
 from swift.flags import flags_of
 
@@ -57,7 +57,7 @@ COMMANDS = {
         --dataset_num_proc 4 --num_generations 8 --temperature 1.0 --top_p 1.0 --deepspeed zero2
         --log_completions true --num_iterations 1 --report_to tensorboard wandb --beta 0.0
         """,
-        ["--dynamic_sample"],
+        [],
     ),
     "external server": (
         COMMON + ONE_GPU + "--vllm_server_host 10.0.0.1 --vllm_server_port 8001 --vllm_server_timeout 60",
@@ -89,36 +89,49 @@ def test_following_the_advice_makes_the_command_run_today(command, waiting):
     assert resolved.later() == []
 
 
+@pytest.fixture
+def unfinished(monkeypatch):
+    """A table of its own, because the real one becomes shorter."""
+    monkeypatch.setattr(
+        later,
+        "FEATURES",
+        (
+            Feature(
+                "Speed", "so many things come", {"entropy_coef": (0.0,), "log_entropy": (False,), "delta": (None,)}
+            ),
+            Feature("Engines", "another loss comes", {"loss_type": ("dapo", "grpo")}),
+        ),
+    )
+
+
+@pytest.mark.usefixtures("unfinished")
 def test_one_line_lists_everything_that_turns_a_feature_off():
-    words = "--entropy_coef 0.1 --log_entropy true --top_entropy_quantile 0.2"
+    words = "--entropy_coef 0.1 --log_entropy true --delta 4 --loss_type sapo"
     resolved = parse("rlhf", shlex.split(f"{COMMANDS['one device, vLLM'][0]} {words}"), {})
     assert resolved.later() == [
-        "--entropy_coef: 0.1: entropy control comes with the Algorithms part of swift; use --entropy_coef 0.0 "
-        "--top_entropy_quantile 1.0 --log_entropy false"
+        "--entropy_coef: 0.1: so many things come with the Speed part of swift; use --entropy_coef 0.0 "
+        "--log_entropy false and drop --delta",
+        "--loss_type: sapo: another loss comes with the Engines part of swift; use --loss_type dapo",
     ]
 
 
-@pytest.mark.parametrize(
-    ("words", "flag", "part"),
-    [
-        ("--loss_type sapo", "--loss_type", "Algorithms"),
-        ("--loss_type gspo", "--loss_type", "Algorithms"),
-        ("--importance_sampling_level sequence", "--importance_sampling_level", "Algorithms"),
-        ("--advantage_estimator rloo", "--advantage_estimator", "Algorithms"),
-        ("--scale_rewards gdpo", "--scale_rewards", "Algorithms"),
-        ("--replay_buffer_size 4", "--replay_buffer_size", "Algorithms"),
-        ("--off_policy_sequence_mask_delta 0.1", "--off_policy_sequence_mask_delta", "Algorithms"),
-        ("--entropy_coef 0.1", "--entropy_coef", "Algorithms"),
-        ("--preset dapo", "--preset", "Algorithms"),
-        ("--max_tokens_per_micro_batch 64", "--max_tokens_per_micro_batch", "Speed"),
-    ],
-)
-def test_what_comes_later_parses_and_is_refused_in_one_line(words, flag, part):
+@pytest.mark.usefixtures("unfinished")
+def test_a_value_of_a_preset_that_comes_later_is_refused_under_its_own_name():
+    (line,) = parse("rlhf", shlex.split(f"{COMMANDS['one device, vLLM'][0]} --preset sapo"), {}).later()
+    assert line.startswith("--loss_type: sapo: ")
+
+
+@pytest.mark.parametrize(("feature", "name"), [(item, name) for item in FEATURES for name in item.off])
+def test_what_comes_later_parses_and_is_refused_in_one_line(feature, name):
+    flag, off = flags_of(MODES["rlhf"])[name], feature.off[name]
+    given = {"bool": "true", "int": "7", "float": "0.5", "str": "x"}
+    text = next((str(one) for one in flag.choices if one not in off), given[flag.kind])
     good = ["--rlhf_type", "grpo", "--model", "m", "--dataset", "d", "--reward_funcs", "accuracy"]
-    lines = parse("rlhf", [*good, *words.split()], {}).later()
+    models = ["--reward_model", "r"] if name.startswith("reward_model") else []
+    lines = parse("rlhf", [*good, *models, f"--{name}", text], {}).later()
     assert len(lines) == 1
-    assert lines[0].startswith(f"{flag}: ")
-    assert f"with the {part} part of swift" in lines[0]
+    assert lines[0].startswith(f"--{name}: ")
+    assert f"with the {feature.part} part of swift" in lines[0]
 
 
 def test_the_defaults_need_nothing_of_a_later_part():

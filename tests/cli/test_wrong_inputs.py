@@ -187,9 +187,40 @@ FLAGS = {
     ),
     "strange parity check": (lambda d: d.rlhf("--parity_check", "often"), 2, ["--parity_check: often", "every:N"]),
     "part of a later version": (
-        lambda d: d.rlhf("--replay_buffer_size", "4"),
+        lambda d: d.rlhf("--max_tokens_per_micro_batch", "4096"),
         2,
-        ["--replay_buffer_size: 4", "Algorithms"],
+        ["--max_tokens_per_micro_batch: 4096", "Speed"],
+    ),
+    "training on parts in one process": (
+        lambda d: d.rlhf("--streaming_partial_batch", "true"),
+        2,
+        ["--streaming_partial_batch: true", "--vllm_mode dedicated or server"],
+    ),
+    "training on parts with a batch's statistics": (
+        lambda d: d.rlhf("--streaming_partial_batch", "true", "--scale_rewards", "batch", "--loss_type", "bnpo"),
+        2,
+        ["--scale_rewards batch", "--loss_type bnpo"],
+    ),
+    "gdpo with another estimator": (
+        lambda d: d.rlhf("--scale_rewards", "gdpo", "--advantage_estimator", "rloo"),
+        2,
+        ["--scale_rewards: gdpo", "--advantage_estimator grpo"],
+    ),
+    "replacing groups ahead with a reward model": (
+        lambda d: d.rlhf(
+            "--dynamic_sample",
+            "true",
+            "--async_generate",
+            "true",
+            "--vllm_mode",
+            "dedicated",
+            "--infer_backend",
+            "transformers",
+            "--reward_model",
+            d.model,
+        ),
+        2,
+        ["--dynamic_sample: true", "--async_generate false"],
     ),
     "unknown backend": (lambda d: d.rlhf("--infer_backend", "vlm"), 2, ["--infer_backend: vlm", "nearest: vllm"]),
     "backend against use_vllm": (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 import time
 from dataclasses import replace
 
@@ -294,6 +295,121 @@ def test_c11_a_caller_that_leaves_early_leaves_nothing_behind(subject):
     stream = subject.engine.generate([ask(i, seed=i, max_new_tokens=4 + 20 * i) for i in range(6)])
     next(stream)
     stream.close()
+    assert list(subject.engine.stream()) == []
+    assert run(subject.engine, [ask("next")])[0].token_ids
+
+
+# --- C25: between two steps -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hooked(subject):
+    """Sets the engine's `between_steps`, and takes it away after the case."""
+
+    def hook(work):
+        subject.engine.between_steps = work
+
+    yield hook
+    if subject.engine is not None:
+        subject.engine.between_steps = None
+
+
+def test_c25_the_hook_is_called_while_it_decodes_in_the_thread_that_streams(subject, hooked, endless):
+    calls, threads = [], set()
+
+    def look():
+        calls.append(time.monotonic())
+        threads.add(threading.get_ident())
+        if len(calls) == 30:
+            subject.engine.abort()
+
+    hooked(look)
+    subject.engine.submit(ask("long", endless, temperature=0.0, max_new_tokens=LONG))
+    (completion,) = subject.engine.stream()
+    assert threads == {threading.get_ident()}
+    assert len(calls) >= 3
+    assert (completion.finish_reason == "abort") == (len(calls) > 30)
+    assert gap(subject.model, ask("long", endless), completion) < TOLERANCE
+
+
+def test_c25_what_the_hook_submits_comes_out_of_the_same_stream(subject, hooked):
+    """Also when it comes as the last one has ended: as long as the hook adds, the stream goes on."""
+    waves = [[ask(f"{wave}/{i}", seed=10 * wave + i, max_new_tokens=6) for i in range(2)] for wave in range(4)]
+    came, todo = [], waves[1:]
+
+    def look():
+        if todo and len(came) == 2 * (4 - len(todo)):
+            for request in todo.pop(0):
+                subject.engine.submit(request)
+
+    hooked(look)
+    done = {}
+    for completion in subject.engine.generate(waves[0]):
+        came.append(completion.request_id)
+        done[completion.request_id] = completion
+    assert sorted(came) == [request.request_id for wave in waves for request in wave]
+    for request in (request for wave in waves for request in wave):
+        assert gap(subject.model, request, done[request.request_id]) < TOLERANCE
+    assert list(subject.engine.stream()) == []
+
+
+def test_c25_a_hook_may_submit_and_abort_while_others_decode(subject, hooked, endless):
+    engine, calls = subject.engine, []
+
+    def look():
+        calls.append(1)
+        if len(calls) == 2:
+            engine.submit(ask("added", max_new_tokens=4))
+        if len(calls) == 4:
+            engine.abort(["long"])
+
+    hooked(look)
+    requests = [ask("long", endless, temperature=0.0, max_new_tokens=LONG), ask("short", max_new_tokens=4)]
+    reasons = {completion.request_id: completion.finish_reason for completion in engine.generate(requests)}
+    assert set(reasons) == {"long", "short", "added"}
+    assert reasons["long"] in ("abort", "length")  # a fast engine has ended it by then
+    assert reasons["added"] in ("length", "stop")
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_c25_what_the_hook_raises_ends_the_stream_and_the_engine_goes_on(subject, hooked, endless, call):
+    class Odd(Exception):
+        pass
+
+    calls = []
+
+    def look():
+        calls.append(1)
+        if len(calls) == call:
+            raise Odd("as told")
+
+    hooked(look)
+    with pytest.raises(Odd, match="as told"):
+        list(subject.engine.generate([ask("long", endless, temperature=0.0, max_new_tokens=LONG), ask("short")]))
+    subject.engine.between_steps = None
+    subject.engine.abort()
+    assert {completion.finish_reason for completion in subject.engine.stream()} <= {"abort", "length", "stop"}
+    assert list(subject.engine.stream()) == []
+    request = ask("next")
+    assert gap(subject.model, request, run(subject.engine, [request])[0]) < TOLERANCE
+
+
+def test_c25_a_caller_that_leaves_early_leaves_nothing_of_the_hook_behind(subject, hooked, endless):
+    todo = [ask("added", endless, temperature=0.0, max_new_tokens=LONG)]
+    calls = []
+
+    def look():
+        calls.append(1)
+        if todo:
+            subject.engine.submit(todo.pop())
+
+    hooked(look)
+    stream = subject.engine.generate([ask("a", max_new_tokens=2), ask("b", max_new_tokens=100)])
+    next(stream)
+    before = len(calls)
+    stream.close()
+    assert len(calls) == before
+    hooked(None)
     assert list(subject.engine.stream()) == []
     assert run(subject.engine, [ask("next")])[0].token_ids
 

@@ -337,6 +337,28 @@ def test_pause_waits_or_aborts_and_holds_new_requests_back(start):
         engine.pause("keep")
 
 
+def test_what_a_hook_submits_between_two_steps_joins_the_stream(start):
+    engine = start(step_s=0.02)
+    calls, todo = [], [Request("added", [5, 6, 7], replace(PLAIN, max_new_tokens=2))]
+
+    def look():
+        calls.append(1)
+        if todo and not engine._running:  # as the last one has ended
+            engine.submit(todo.pop())
+
+    engine.between_steps = look
+    assert set(run(engine, requests(2))) == {"r0", "r1", "added"}
+    assert len(calls) > 4  # three ends, the begin, and the time between
+
+    engine.between_steps = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        run(engine, requests(2))
+    engine.between_steps = None
+    engine.abort()
+    assert {one.request_id for one in engine.stream()} == {"r0", "r1"}
+    assert set(run(engine, requests(2))) == {"r0", "r1"}
+
+
 # --- weights --------------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import re
 import threading
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from vllm_parts import ENDS, LIMIT, drift, forward_logprobs, model_of, nudge, request, requests, require_vllm, sample
 from vllm_parts import spec_of as spec
 
-from swift.errors import ConfigError, EngineError, PromptTooLong, RequestRefused
+from swift.errors import ConfigError, EngineError, PromptTooLong, RequestRefused, Unsupported
 from swift.models.tiny import build_tiny
 from swift.rollout.engines.spec import build_engine
 from swift.rollout.weight_sync.policy import PolicyWeights
@@ -185,6 +186,52 @@ def test_min_p_leaves_the_likely_tokens_only(engine, model):
     done = sample(engine, [one])["m"]
     full = forward_logprobs(model, one, done)
     assert all(part >= float(whole) - LIMIT for part, whole in zip(done.logprobs, full, strict=True))
+
+
+def test_a_regular_expression_holds_for_those_requests_that_have_one(engine, folder, model):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    expression = r"(yes|no): \d{2,3}"
+    held = requests(4, regex=expression)
+    free = [request(f"free/{i}", seed=i) for i in range(2)]
+    found = sample(engine, [*held, *free])
+    for one in held:
+        *body, end = found[one.request_id].token_ids
+        assert end in ENDS
+        assert re.fullmatch(expression, tokenizer.decode(body))
+        assert all(math.isfinite(value) and value <= 0 for value in found[one.request_id].logprobs)
+    for one in free:
+        assert (
+            forward_logprobs(model, one, found[one.request_id]) - torch.tensor(found[one.request_id].logprobs)
+        ).abs().max() < LIMIT
+
+
+def test_a_wrong_expression_costs_its_own_request_only(engine):
+    with pytest.raises(EngineError, match="vLLM refuses it"):
+        sample(engine, [request(regex="(?=a)b"), *requests(1)])
+    assert len(sample(engine, requests(2))) == 2
+
+
+def test_counting_penalties_and_least_lengths_reach_vllm(engine):
+    plain = sample(engine, requests(6, temperature=0.3))
+    varied = sample(engine, requests(6, temperature=0.3, presence_penalty=2.0, frequency_penalty=2.0))
+    assert sum(len(set(one.token_ids)) for one in varied.values()) > sum(
+        len(set(one.token_ids)) for one in plain.values()
+    )
+    others = tuple(token for token in range(250) if token != 9)
+    ends = sample(engine, requests(4, stop_token_ids=others))
+    held = sample(engine, requests(4, stop_token_ids=others, min_tokens=6))
+    assert max(len(one.token_ids) for one in ends.values()) <= 6 < min(len(one.token_ids) for one in held.values())
+
+
+def test_vllms_own_fields_pass_through_and_others_are_refused(engine):
+    only = sample(engine, requests(2, extra={"allowed_token_ids": [7, 8]}))
+    assert {token for one in only.values() for token in one.token_ids} <= {7, 8}
+    pushed = sample(engine, requests(2, extra={"logit_bias": {"11": 90.0}}))
+    assert {token for one in pushed.values() for token in one.token_ids} == {11}
+    with pytest.raises(Unsupported, match=r"--generation_kwargs: bad_wrods: .*nearest: bad_words"):
+        sample(engine, requests(1, extra={"bad_wrods": ["x"]}))
 
 
 def test_mixed_lengths_equal_single_runs(engine):

@@ -76,7 +76,7 @@ class ScriptedEngine(InferenceEngine):
         """What was asked of it: ("submit", id, version), ("update", version), ("rebuild",), ("pause",), ..."""
         self.overlaps = []
         """Calls that came while another thread was inside: there must be none."""
-        self.delivered = 0
+        self.delivered = self.streams = 0
         self._outstanding = {}
         self._aborting = set()
         self._paused = False
@@ -95,7 +95,9 @@ class ScriptedEngine(InferenceEngine):
             self._outstanding[request.request_id] = _Row(request, self.room(request))
 
     def stream(self):
+        self.streams += 1
         while True:
+            self._between()
             with self._alone("stream"):
                 if self._paused or not self._outstanding:
                     return

@@ -59,12 +59,15 @@ class OneRank:
 
 
 class SlowScorer:
-    """Scores groups on threads of its own, after `delay()` seconds; `fail_at` is a group that cannot be scored."""
+    """Scores groups on threads of its own, after `delay()` seconds; `fail_at` is a group that cannot be scored.
+
+    dull: group -> whether all of its rewards are 0.
+    """
 
     needs_whole_batch = False
 
-    def __init__(self, delay=lambda: 0.0, fail_at=None, failure=None):
-        self.delay, self.fail_at, self.failure = delay, fail_at, failure
+    def __init__(self, delay=lambda: 0.0, fail_at=None, failure=None, dull=lambda group: False):
+        self.delay, self.fail_at, self.failure, self.dull = delay, fail_at, failure, dull
         self.pool = ThreadPoolExecutor(2)
         self.submitted = []
         """(group id, monotonic seconds)."""
@@ -78,6 +81,8 @@ class SlowScorer:
         time.sleep(self.delay())
         if group.group_id == self.fail_at:
             raise self.failure
+        if self.dull(group):
+            return GroupScores([[0.0] for _ in group.completions], [None] * len(group.completions))
         values = [[sum(token * (t + 1) for t, token in enumerate(c.token_ids)) / 1000] for c in group.completions]
         return GroupScores(values, [None] * len(values))
 
@@ -110,7 +115,8 @@ class Step:
 class SmallRun:
     """A run of `windows` x `iterations` optimizer steps per round; units hold `groups` groups of G = 2.
 
-    depth, interval, in_flight: as in the settings of a run. source: makes the weight source of a value.
+    depth, interval, in_flight: as in the settings of a run. dynamic: `max_resample_times` of dynamic sampling, or
+    None. source: makes the weight source of a value.
     """
 
     def __init__(
@@ -128,12 +134,19 @@ class SmallRun:
         share=None,
         max_tokens=16,
         prompts=7,
+        dynamic=None,
+        replay=None,
+        reroll=None,
+        board=None,
+        streaming=0,
     ):
-        self.engine, self.value, self.steps, self.rounds = engine, 1.0, [], []
+        self.engine, self.value, self.steps, self.rounds, self.parts = engine, 1.0, [], [], []
         self.ranks = ranks or OneRank()
         self.scorer = scorer or SlowScorer()
-        self.updates = windows * iterations
-        collector = RolloutCollector(engine, SamplingParams(max_tokens), 7, str, self.scorer, self.ranks, share)
+        self.updates, self.dynamic = windows * iterations, dynamic is not None
+        collector = RolloutCollector(
+            engine, SamplingParams(max_tokens), 7, str, self.scorer, self.ranks, share, board=board
+        )
         self.publisher = WeightPublisher(
             engine, source=lambda: CountingSource(two_layers(self.value)), interval=interval, ranks=self.ranks
         )
@@ -143,12 +156,16 @@ class SmallRun:
             generation_batches=1,
             num_windows=windows,
             num_iterations=iterations,
-            max_completion_length=max_tokens,
             reward_weights=[1.0],
             prefetch_depth=depth,
             in_flight_updates=in_flight,
+            streaming_groups=streaming,
+            dynamic_sample=dynamic is not None,
+            max_resample_times=dynamic or 0,
         )
-        self.scheduler = RolloutScheduler(NumberedPrompts(prompts), groups_per_unit=groups, units_per_epoch=None)
+        self.scheduler = RolloutScheduler(
+            NumberedPrompts(prompts), groups_per_unit=groups, units_per_epoch=None, reroll=reroll
+        )
         self.published = []
         self._note_publications()
         self.pipeline = RolloutPipeline(
@@ -158,6 +175,7 @@ class SmallRun:
             timer=lambda phase: contextlib.nullcontext(),
             observer=self.rounds.append,
             publisher=self.publisher,
+            replay=replay,
         )
 
     def _note_publications(self):
@@ -185,14 +203,19 @@ class SmallRun:
 
     def _one_step(self, unit, pause):
         time.sleep(pause())
+        parts = []
+        for part in unit.arriving or ():
+            parts.append([unit.samples[i].group for i in part.samples])
+            time.sleep(pause())
+        self.parts.append(parts)
         samples = [unit.samples[i] for i in unit.window(unit.window_index)]
         staleness = self.pipeline.staleness(self.step)
         text = repr([(self.value, s.token_ids.tolist(), s.advantage) for s in samples])
         self.value = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=3).digest()) / 64
         books = self.scheduler
-        assert books.launched == books.trained + books.excluded + books.dropped + books.in_flight
-        asked = sum(len(one.launches) for one in self.pipeline._ahead)
-        assert books.in_flight == asked, "a launch is neither ended nor on its way"
+        assert books.launched == books.trained + books.excluded + books.dropped + len(books.carried) + books.in_flight
+        asked = len(self.pipeline._ahead) * books.groups_per_unit
+        assert self.dynamic or books.in_flight == asked, "a launch is neither ended nor on its way"
         done = Step(
             self.step + 1,
             [s.versions for s in samples],

@@ -61,3 +61,24 @@ def on_ranks(size, work):
         assert not thread.is_alive(), "a rank hangs"
     assert not any(isinstance(end, threading.BrokenBarrierError) for end in ends), f"a rank was left alone: {ends}"
     return ends
+
+
+class ThreadedBoard:
+    """The board of ranks in one process; one object per rank, which share `channels`."""
+
+    def __init__(self, channels):
+        self.channels, self.read_of = channels, {}
+
+    def post(self, channel, message):
+        self.channels.setdefault(channel, []).append(pickle.dumps(message))
+
+    def read(self, channel):
+        at = self.read_of.get(channel, 0)
+        messages = self.channels.get(channel, [])
+        if at >= len(messages):
+            return None
+        self.read_of[channel] = at + 1
+        return pickle.loads(messages[at])
+
+    def sweep(self):
+        pass

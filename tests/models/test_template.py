@@ -153,3 +153,58 @@ def test_a_folder_without_tokenizer_says_so(qwen2, tmp_path):
         shutil.copy(f"{qwen2}/{name}", tmp_path)
     with pytest.raises(ConfigError, match=r"sought tokenizer\.json there and found none"):
         load_tokenizer(ModelArguments(model=str(tmp_path)))
+
+
+# --- variables of the template ------------------------------------------------------------------------------
+
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"
+)
+
+
+def thinking(**kwargs):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = THINKING
+    return Template(tokenizer, kwargs=kwargs)
+
+
+def test_variables_reach_every_rendering():
+    off, on = thinking(enable_thinking=False), thinking()
+    assert off.render([USER], add_generation_prompt=True).endswith("assistant\n<think></think>")
+    assert on.render([USER], add_generation_prompt=True).endswith("assistant\n")
+    ids = off.encode_prompt([USER])
+    assert off.decode(ids, skip_special_tokens=False).endswith("<think></think>")
+    assert masked_text(off, [USER, ANSWER]) == "5<|im_end|>"
+
+
+def test_a_rendering_may_have_variables_of_its_own_and_never_those_of_swift():
+    text = thinking(enable_thinking=False).render(
+        [USER], kwargs={"enable_thinking": True, "add_generation_prompt": False, "messages": []},
+        add_generation_prompt=True,
+    )  # fmt: skip
+    assert text.endswith("2+3?<|im_end|><|im_start|>assistant\n")
+
+
+def test_the_flag_reads_the_variables(qwen2, tmp_path):
+    file = tmp_path / "chat.jinja"
+    file.write_text(THINKING)
+    args = ModelArguments(model=qwen2, template=str(file), chat_template_kwargs={"enable_thinking": False})
+    assert load_chat(args).render([USER], add_generation_prompt=True).endswith("<think></think>")
+
+
+def test_a_variable_that_swift_sets_is_refused():
+    with pytest.raises(ConfigError, match="--chat_template_kwargs: messages: is set by swift itself"):
+        thinking(messages=[])
+
+
+def test_a_variable_that_the_template_never_reads_is_noted_with_the_nearest(caplog):
+    thinking(enable_thinkng=False)
+    assert "enable_thinkng: the chat template does not read it, so it changes nothing; nearest: enable_thinking" in (
+        caplog.text
+    )
+    caplog.clear()
+    thinking(enable_thinking=False)
+    assert not caplog.text

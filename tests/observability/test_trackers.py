@@ -27,6 +27,14 @@ def test_tensorboard_gets_the_first_rows_as_text(tmp_path):
     assert text.count("<br>") == SHOWN_ROWS
 
 
+def test_one_completion_of_each_prompt_is_shown_where_that_is_asked_for(tmp_path, monkeypatch):
+    shown = []
+    trackers = CompletionTrackers(["tensorboard"], tmp_path, unique_prompts=True)
+    monkeypatch.setattr(trackers, "_to_tensorboard", lambda step, table: shown.append(table))
+    trackers.show(3, [{**ROWS[0], "prompt": prompt, "reward": n} for n, prompt in enumerate("aaabbca")])
+    assert [(row[1], row[3]) for row in shown[0]] == [("a", 0), ("b", 3), ("c", 5)]
+
+
 def test_without_trackers_nothing_is_written(tmp_path):
     trackers = CompletionTrackers([], tmp_path)
     trackers.show(3, ROWS)

@@ -8,7 +8,7 @@ from scripted_engine import ScriptedEngine
 from swift.errors import EngineError
 from swift.rollout.collect import RolloutCollector, launches_of
 from swift.rollout.engines.transformers import TransformersEngine
-from swift.rollout.request_limit import generate_within
+from swift.rollout.request_limit import RequestClock, generate_within
 from swift.types import Completion, GroupScores, Prompt, Request, SamplingParams, TrainerProgress
 
 
@@ -91,6 +91,24 @@ def test_an_abort_of_somebody_else_stays_one():
     rest = {one.request_id: one.finish_reason for one in stream}
     assert rest["g/0"] == "abort"
     assert first.finish_reason == "stop"
+
+
+def test_what_is_submitted_between_two_steps_is_bounded_once_the_clock_knows_of_it():
+    late, engine = [], Endless(endless=["later/0"], step_s=0.01)
+    todo = [Request("later/0", [1, 2, 3], SamplingParams(max_new_tokens=20, seed=9))]
+    done = {}
+    with RequestClock(engine, requests(1), 0.5, lambda: late.append(1)) as clock:
+
+        def add():
+            if todo:
+                clock.add(todo[0])
+                engine.submit(todo.pop())
+
+        engine.between_steps = add
+        for completion in engine.generate(requests(1)):
+            if clock.takes(completion):
+                done[completion.request_id] = completion.finish_reason
+    assert (done, len(late)) == ({"g/0": "stop", "later/0": "error"}, 2)
 
 
 def test_the_failure_of_an_engine_ends_the_clock():

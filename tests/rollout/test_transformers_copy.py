@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 
-from swift.errors import ConfigError, EngineAsleep, EngineDead, EngineError, SyncFailed, Unsupported
+from swift.errors import ConfigError, EngineAsleep, EngineDead, EngineError, RequestRefused, SyncFailed, Unsupported
 from swift.models.forward import TokenSequence, padded_logits
 from swift.rollout.engines.spec import EngineSpec, build_engine
 from swift.rollout.engines.transformers import TransformersEngine
@@ -261,6 +261,42 @@ def test_a_row_without_a_distribution_names_request_and_version(nano_folders):
         sampled(engine, ask("odd"))
     engine.load_weights(PolicyWeights(model), 6)
     assert gap(model, ask("odd"), sampled(engine, ask("odd"))) < 1e-5
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_one_row_without_a_distribution_ends_alone(nano_folders, caplog, first):
+    """Tokens without an embedding are only the end of the rows that meet them."""
+    model = load(nano_folders["llama"])
+    assert not model.config.tie_word_embeddings
+    engine = copy_engine(model)
+    plain = {one.request_id: one for one in engine.generate(asked_eight())}
+    poison = plain["r3"].token_ids[4]  # the other rows of this prompt may meet it, too
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        broken.model.embed_tokens.weight[[poison, 250]] = torch.nan
+    engine.load_weights(PolicyWeights(broken), 5)
+    bad_prompt = Request("bad", [*PROMPT[:3], 250, *PROMPT[3:]], SamplingParams(max_new_tokens=6))
+    asked = [bad_prompt, *asked_eight()] if first else [*asked_eight(), bad_prompt]
+    done = {one.request_id: one for one in engine.generate(asked)}
+    assert len(done) == 9
+    assert (done["bad"].finish_reason, done["bad"].token_ids, done["bad"].versions) == ("error", [], [])
+    reasons = {}
+    for name, before in plain.items():
+        after, ids = done[name], before.token_ids
+        met = ids.index(poison) + 1 if poison in ids[:-1] else None
+        assert after.token_ids == ids[:met]
+        assert after.logprobs == pytest.approx(before.logprobs[:met], abs=1e-5)
+        assert after.versions == [(5, 0, len(after.token_ids))]
+        assert after.finish_reason == (before.finish_reason if met is None else "error")
+        reasons[name] = after.finish_reason
+    assert reasons["r3"] == "error"
+    assert {"error", "length"} <= set(reasons.values())
+    assert "cannot be sampled with the weights of version 5: their logits are not finite; it is left out" in caplog.text
+    assert not engine._outstanding
+
+
+def asked_eight():
+    return [Request(f"r{i}", PROMPT, SamplingParams(max_new_tokens=12, seed=i)) for i in range(8)]
 
 
 def test_weights_that_change_in_flight_act_on_the_tokens_after_them(nano_folders):
@@ -637,6 +673,7 @@ def test_a_failed_step_leaves_no_requests_behind(nano_folders):
 )
 def test_requests_that_cannot_be_sampled_are_refused_by_name(nano_folders, request_, line):
     engine = copy_engine(load(nano_folders["llama"]))
-    with pytest.raises(EngineError, match=f"request: {request_.request_id}.*{line}"):
+    with pytest.raises(RequestRefused, match=f"request: {request_.request_id}.*{line}") as caught:
         list(engine.generate([ask("fine"), request_]))
+    assert caught.value.request_id == request_.request_id
     assert list(engine.stream()) == []

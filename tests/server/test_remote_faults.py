@@ -410,7 +410,7 @@ def test_a_call_that_waits_in_vain_says_for_whose_requests(server, fake):
     one, url = fake(lambda handler, _: time.sleep(1.5))
     one.info = {**one.info, "running_of": {"run mine": 2, "clients without a run": 3}}
     engine = RemoteEngine(url, run_id="mine", timeouts=RemoteTimeouts(reply_s=0.3))
-    with pytest.raises(remote._Lost) as caught:
+    with pytest.raises(remote.Lost) as caught:
         engine._call("POST", "/infer/", 0.5, json={})
     assert str(caught.value) == (
         "no answer to /infer/ within 0.5 s; it waits for requests of others: 3 of clients without a run"
@@ -507,6 +507,7 @@ def test_a_request_that_takes_too_long_is_tried_twice_and_then_an_error(server, 
     engine._tell_abort = telling
     done = run(engine, [ask("a")])[0]
     assert (done.finish_reason, told, one.calls) == ("error", [["a"], ["a"]], 2)
+    assert (engine.late, EnginePool([engine]).late) == (2, 2)
     engine.close()
 
 

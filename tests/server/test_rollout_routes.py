@@ -2,11 +2,16 @@
 
 import json
 import pickle
+import re
 from http.client import HTTPConnection
+from importlib.util import find_spec
 
 import pytest
-from server_parts import PROMPT, ask, gap, load
+from server_parts import PROMPT, ask, gap, load, run
 
+from swift.errors import Unsupported
+
+XGRAMMAR = pytest.mark.skipif(find_spec("xgrammar") is None, reason="the package xgrammar is not installed")
 IDS = {"prompt": PROMPT, "return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": 0}
 
 
@@ -119,8 +124,7 @@ def one_sample(prompt=0, prompts=((1,),), **sampling):
 )
 def test_infer_refuses_what_makes_no_sense_before_anything_is_sampled(http, body, said):
     reply = http.post("/infer/", json=body)
-    assert reply.status_code in (422, 500)
-    assert said in reply.json()["error"]["message"]
+    assert said in refused(reply, 422)
 
 
 def test_ids_outside_of_the_vocabulary_fail_alone(http):
@@ -129,6 +133,19 @@ def test_ids_outside_of_the_vocabulary_fail_alone(http):
     assert events["completion"]["completion"]["request_id"] == "good"
     assert events["failed"]["ids"] == ["bad"]
     assert "outside of 0.." in events["failed"]["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/completions", {"prompt": [5, 10**6], "max_tokens": 1}),
+        ("/generate/", {"prompts": [[5, 10**6]], "max_tokens": 1}),
+        ("/generate", {"prompt": {"prompt_token_ids": [5, 10**6]}, "max_tokens": 1}),
+    ],
+)
+def test_ids_outside_of_the_vocabulary_are_the_fault_of_the_caller(http, route, body):
+    assert "outside of 0.." in refused(http.post(route, json=body), 422)
+    assert ok(http.get("/health"))["alive"]
 
 
 # --- OpenAI --------------------------------------------------------------------------------------------------------
@@ -243,8 +260,8 @@ def test_texts_become_tokens_and_come_back(http):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("frequency_penalty", 0.5), ("logit_bias", {"1": 5}), ("prompt_logprobs", 1), ("best_of", 4), ("echo", True),
-     ("structured_outputs", {"regex": "a"}), ("logprobs", 5), ("chat_template", "{{ 1 }}"), ("min_tokens", 3)],
+    [("frequency_penalty", 3), ("logit_bias", {"1": 5}), ("prompt_logprobs", 1), ("best_of", 4), ("echo", True),
+     ("logprobs", 5), ("chat_template", "{{ 1 }}"), ("min_tokens", -1)],
 )  # fmt: skip
 def test_what_the_server_does_not_have_is_refused_by_name(http, field, value):
     said = refused(http.post("/v1/completions", json={"prompt": PROMPT, field: value}), 422)
@@ -254,6 +271,82 @@ def test_what_the_server_does_not_have_is_refused_by_name(http, field, value):
 def test_neutral_values_of_such_fields_change_nothing(http):
     body = {"prompt": PROMPT, "max_tokens": 1, "frequency_penalty": 0, "best_of": 1, "echo": False, "user": "me"}
     assert len(ok(http.post("/v1/completions", json=body))["choices"]) == 1
+
+
+@XGRAMMAR
+@pytest.mark.parametrize(
+    "field",
+    [{"structured_outputs": {"regex": "(a|b){3}"}}, {"guided_regex": "(a|b){3}"},
+     {"structured_outputs_regex": "(a|b){3}"}],
+)  # fmt: skip
+@pytest.mark.parametrize("route", ["/v1/completions", "/inference/v1/generate", "/generate/", "/generate"])
+def test_every_family_of_routes_holds_completions_to_an_expression(http, route, field):
+    settings = {"max_tokens": 12, "seed": 3, **field}
+    body, ids = {
+        "/v1/completions": (
+            {"prompt": PROMPT, "return_token_ids": True, **settings}, lambda reply: reply["choices"][0]["token_ids"]
+        ),
+        "/inference/v1/generate": (
+            {"token_ids": PROMPT, "sampling_params": settings}, lambda reply: reply["choices"][0]["token_ids"]
+        ),
+        "/generate/": ({"prompts": [PROMPT], **settings}, lambda reply: reply["completion_ids"][0]),
+        "/generate": ({"prompt": {"prompt_token_ids": PROMPT}, **settings}, lambda reply: reply["token_ids"][0]),
+    }[route]  # fmt: skip
+    tokens = ids(ok(http.post(route, json=body)))
+    assert re.fullmatch("(a|b){3}<.*>", ok(http.post("/detokenize", json={"tokens": tokens}))["prompt"])
+
+
+@XGRAMMAR
+def test_trls_generation_kwargs_may_hold_the_expression_too(http):
+    body = {"prompts": [PROMPT], "max_tokens": 8, "generation_kwargs": {"structured_outputs": {"regex": "z{2}"}}}
+    ids = ok(http.post("/generate/", json=body))["completion_ids"][0]
+    assert ok(http.post("/detokenize", json={"tokens": ids}))["prompt"].startswith("zz<")
+
+
+@XGRAMMAR
+@pytest.mark.parametrize(
+    ("field", "status", "said"),
+    [
+        ({"guided_regex": "(a"}, 422, "parenthesis"),
+        ({"guided_regex": "a", "structured_outputs": {"regex": "b"}}, 422, "different expressions"),
+        ({"structured_outputs": {"json": {"type": "object"}}}, 501, "structured_outputs: the engine transformers"),
+    ],
+)
+def test_guidance_that_cannot_be_given_is_refused(http, field, status, said):
+    assert said in refused(http.post("/v1/completions", json={"prompt": PROMPT, **field}), status)
+
+
+def test_counting_penalties_and_least_lengths_are_taken(http):
+    body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0.2, "seed": 1, "return_token_ids": True, "n": 4}
+    plain = ok(http.post("/v1/completions", json=body))["choices"]
+    more = {"presence_penalty": 2, "frequency_penalty": 2, "min_tokens": 24}
+    varied = ok(http.post("/v1/completions", json=body | more))["choices"]
+    assert sum(len(set(one["token_ids"])) for one in varied) > sum(len(set(one["token_ids"])) for one in plain)
+    assert {len(one["token_ids"]) for one in varied} == {24}
+
+
+@XGRAMMAR
+def test_a_trainer_samples_with_them_over_http(engine, server):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(server.model)
+    assert engine.capabilities.guided
+    assert engine.capabilities.sampling_fields == ("frequency_penalty", "presence_penalty", "min_tokens")
+    for one in run(engine, [ask(n, seed=n, regex="(a|b){4}") for n in range(3)]):
+        assert re.fullmatch("(a|b){4}", tokenizer.decode(one.token_ids[:-1]))
+    with pytest.raises(Unsupported, match="--generation_kwargs: bad_words"):
+        run(engine, [ask("x", extra={"bad_words": ["a"]})])
+
+
+def test_what_the_server_was_told_about_sampling_beats_the_apis_defaults():
+    from swift.arguments import parse
+    from swift.rollout.server.run import _sampling_defaults
+
+    words = ["--model", "m", "--generation_kwargs", '{"temperature": 0.5, "min_tokens": 3, "stop_token_ids": [7]}']
+    told = parse("rollout", [*words, "--top_p", "0.9", "--vllm_guided_decoding_regex", "a+"], {})
+    assert _sampling_defaults(told.args, told.given) == {
+        "temperature": 0.5, "top_p": 0.9, "min_tokens": 3, "stop_token_ids": (7,), "regex": "a+"
+    }  # fmt: skip
 
 
 def test_a_model_that_is_not_served_is_named(server, http):

@@ -100,12 +100,13 @@ def make_trainer(
     scorer=None,
     depth=0,
     interval=1,
+    settings=None,
     **arguments,
 ):
     """A trainer whose window has `window` completions; `arguments` go to TrainingArguments.
 
     `engine` has weights of its own, which are published to it every `interval` steps; without it the model samples
-    itself. `depth`: rounds sampled ahead on a thread.
+    itself. `depth`: rounds sampled ahead on a thread. `settings`: more of `GRPOSettings`.
     """
     from transformers import AutoModelForCausalLM, TrainingArguments
 
@@ -128,7 +129,6 @@ def make_trainer(
         generation_batches=1,
         num_windows=windows,
         num_iterations=iterations,
-        max_completion_length=max_tokens,
         reward_weights=[1.0],
         overlong_filter=overlong_filter,
         prefetch_depth=depth,
@@ -160,11 +160,14 @@ def make_trainer(
         model=model,
         args=TrainingArguments(str(output_dir), **options),
         settings=GRPOSettings(
-            loss=loss or LossConfig(),
-            temperature=1.0,
-            max_completion_length=max_tokens,
-            per_device=per_device,
-            slice_size=slice_size,
+            **{
+                "loss": loss or LossConfig(),
+                "temperature": 1.0,
+                "max_completion_length": max_tokens,
+                "per_device": per_device,
+                "slice_size": slice_size,
+                **(settings or {}),
+            }
         ),
         pipeline=pipeline,
         collectives=collectives,

@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,10 +23,13 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from swift.models.reference import AdapterOffReference, FrozenReference, StartAdapterReference
 from swift.models.sharded import gathered
 from swift.models.spread_sampling import sampling_from
+from swift.rl.entropy import AdaptiveEntropy
 from swift.rollout.weight_sync.base import TensorInfo
 from swift.rollout.weight_sync.policy import PolicyWeights, adapter_weights
+from swift.trainers.grpo_trainer import EveryFewSteps
 from swift.trainers.session import join_processes
 from swift.trainers.sharding import spread_options
+from swift.trainers.window_entropy import EntropySettings
 
 LIMIT_S = 500
 """Ten times what the longest takes on an idle machine; workers that lose each other end by themselves sooner."""
@@ -95,7 +99,7 @@ def load(task: dict[str, Any]) -> tuple[Any, Any]:
         model = PeftModel.from_pretrained(base(), task["adapter"], is_trainable=True)
         return model, StartAdapterReference(model)
     model = get_peft_model(base(), LoraConfig(target_modules="all-linear", lora_dropout=0.0, lora_alpha=32))
-    return model, AdapterOffReference(model)
+    return model, StartAdapterReference(model) if "moves" in task else AdapterOffReference(model)
 
 
 def build(task: dict[str, Any]) -> Any:
@@ -114,16 +118,31 @@ def build(task: dict[str, Any]) -> Any:
         task["output"],
         model=model,
         reference=reference if beta else None,
-        loss=LossConfig(beta=beta),
+        loss=LossConfig(beta=beta, **task.get("loss", {})),
+        settings=objective(task),
         reward=lambda completion, prompt: reward(completion, prompt, flat),
         **task.get("parts", {}),
         **task.get("arguments", {}),
         **spread_options(args),
     )
     around(trainer, gather=task.get("gather", True))
+    if "moves" in task:
+        every, alpha = task["moves"]
+        trainer.add_callback(EveryFewSteps(every, lambda step: trainer.move_reference(alpha)))
     if poisoned is not None:
         poison(trainer, poisoned)
     return trainer
+
+
+def objective(task: dict[str, Any]) -> dict[str, Any]:
+    """More settings of the step; the entropy's are nested."""
+    given = dict(task.get("settings", {}))
+    if "entropy" in given:
+        entropy = dict(given["entropy"])
+        adaptive = entropy.pop("adaptive", None)
+        controller = AdaptiveEntropy(**adaptive) if adaptive is not None else None
+        given["entropy"] = EntropySettings(**entropy, adaptive=controller)
+    return given
 
 
 def around(trainer: Any, *, gather: bool) -> None:
@@ -178,8 +197,20 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
         "state": whole_state(trainer.model_wrapped),
         "published": published,
         "adapter": adapter,
+        "reference": reference_weights(trainer),
+        "controller": asdict(controller) if (controller := trainer._entropy_controller) is not None else None,
         "lengths": [len(c.token_ids) for one in trainer.rounds for group in one.groups for c in group.completions],
     }
+
+
+def reference_weights(trainer: Any) -> dict[str, torch.Tensor]:
+    """Copies of the reference's own numbers, where it has any."""
+    if not isinstance(trainer.reference, FrozenReference | StartAdapterReference):
+        return {}
+    mine = trainer.reference.state()
+    for theirs in trainer.collectives.all_gather(mine):
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine), "ranks have different references"
+    return {name: tensor.float().clone() for name, tensor in mine.items()}
 
 
 def main(path: str) -> None:

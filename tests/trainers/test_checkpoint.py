@@ -25,6 +25,7 @@ from swift.trainers.checkpoint import (
     staging_folder,
     verify,
 )
+from swift.trainers.resume_settings import FREE, OUT_OF_TURN
 
 FILES = {"model.safetensors": b"weights" * 100, "optimizer.pt": b"moments", "sub/rng.json": b"{}"}
 
@@ -238,6 +239,21 @@ def test_settings_are_fixed_free_or_noted(tmp_path):
     (problem,) = change.problems
     assert problem.startswith("--num_generations: 4: the checkpoint was made with 8")
     assert change.notes == ["resume: learning_rate changes from 1e-05 to 1e-06 at this step"]
+
+
+@pytest.mark.parametrize("then, now", [(1, 4), (4, 1), (4, 4)])
+def test_what_publishes_weights_out_of_turn_is_free_only_with_a_publication_per_update(then, now):
+    saved = {"eval_steps": 10, "save_steps": 10, "sleep_level": 1, "logging_steps": 1}
+    current = {"eval_steps": 20, "save_steps": 20, "sleep_level": 2, "logging_steps": 5}
+    assert compare_settings(saved | {"vllm_sync_interval": 1}, current | {"vllm_sync_interval": 1}).notes == []
+    change = compare_settings(saved | {"vllm_sync_interval": then}, current | {"vllm_sync_interval": now})
+    noted = [note.split()[1] for note in change.notes if "--vllm_sync_interval 4 it also decides" in note]
+    assert noted == ["eval_steps", "save_steps", "sleep_level"]
+    assert change.problems == []
+
+
+def test_settings_that_publish_out_of_turn_are_listed_as_free():
+    assert OUT_OF_TURN <= FREE
 
 
 def test_two_spellings_of_one_path_are_the_same_setting(tmp_path, monkeypatch):

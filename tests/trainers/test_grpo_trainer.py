@@ -61,17 +61,17 @@ def test_samples_without_advantage_are_left_out_and_still_counted(nano_folders, 
 
 def count_forwards(trainer, calls, action):
     """Run `action`; `calls` gets the number of sequences of each trainer forward."""
-    original = trainer._logprobs
+    original = trainer._logits
 
     def counting(model, batch):
         calls.append(len(batch.samples))
         return original(model, batch)
 
-    trainer._logprobs = counting
+    trainer._logits = counting
     try:
         return action()
     finally:
-        trainer._logprobs = original
+        trainer._logits = original
 
 
 def test_one_update_per_rollout_needs_one_forward(nano_folders, tmp_path):

@@ -13,7 +13,7 @@ from swift.rl.losses.base import (
     token_weights,
 )
 from swift.rl.losses.bnpo import BNPO
-from swift.rl.losses.cispo import CISPO
+from swift.rl.losses.cispo import CISPO, ratio_cap
 from swift.rl.losses.dapo import DAPO
 from swift.rl.losses.dr_grpo import DR_GRPO
 from swift.rl.losses.grpo import GRPO
@@ -36,6 +36,28 @@ def get_loss(name: str) -> Loss:
     return LOSSES[name]
 
 
+def describe(config: LossConfig) -> str:
+    """One line: the loss with its paper, its normaliser, and the bounds of the ratio as they act.
+
+    Example:
+        cispo with epsilon_high 5: "cispo (arXiv:2506.13585): sum m f / N; token ratio, capped at 5".
+    """
+    loss = get_loss(config.loss_type)
+    level = config.importance_sampling_level or loss.default_level
+    if loss is CISPO:
+        bounds = f"{level} ratio, capped at {ratio_cap(config):g}"
+    elif loss is SAPO:
+        bounds = f"{level} ratio, gated with temperatures {config.tau_pos:g} and {config.tau_neg:g}"
+    elif loss is VESPO:
+        bounds = "ratio of whole sequences, weighted by a gamma kernel"
+    else:
+        bounds = f"{level} ratio, clipped to {1 - config.epsilon:g}..{1 + config.clip_high:g}"
+        if config.delta is not None:
+            bounds += f", unclipped at most {config.delta:g}"
+    kl = f"; {config.beta:g} KL" + ", bias-corrected" * config.kl_bias_correction if config.beta > 0 else ""
+    return f"{loss.name} ({loss.paper}): {loss.normaliser.formula}; {bounds}{kl}"
+
+
 __all__ = [
     "LOSSES",
     "Loss",
@@ -43,6 +65,7 @@ __all__ = [
     "Normaliser",
     "Objective",
     "TokenInputs",
+    "describe",
     "get_loss",
     "sequence_weights",
     "token_weights",

@@ -25,19 +25,21 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from swift.errors import EngineDead, EngineError, PromptTooLong, Unsupported
+from swift.errors import EngineDead, EngineError, PromptTooLong, RequestRefused, Unsupported, suggest
 from swift.rollout.weight_sync.base import Ack, AdapterWeights, TensorInfo, WeightSource, WeightUpdate
-from swift.types import Completion, Request
+from swift.types import Completion, Request, SamplingParams
 
 LogprobSupport = Literal["full", "truncated", "raw"]
 PauseMode = Literal["abort", "wait", "keep"]
 SleepLevel = Literal[0, 1, 2]
 Tag = Literal["weights", "kv_cache"]
 ALL_TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
+BETWEEN_S = 0.1
+"""Longest time between two calls of `between_steps` while a stream waits for other processes."""
 
 
 @dataclass(slots=True)
@@ -62,7 +64,8 @@ class Capabilities:
     "truncated" renormalises after top-k, top-p, min-p and penalties (equal to "full" when none is on), "raw" is at
     temperature 1. seeded: equal seeds give equal samples. shares_weights: reads the trainer's own parameters, so that
     publishing copies nothing. transports: ways in which it takes weights, best first. sleep_levels: those that
-    release memory. kv_release: whether sleeping gives the KV cache back. dtype: of its weights.
+    release memory. kv_release: whether sleeping gives the KV cache back. dtype: of its weights. guided: holds
+    completions to a regular expression. sampling_fields: what of `SamplingParams.unusual` it takes.
     """
 
     name: str
@@ -79,6 +82,8 @@ class Capabilities:
     kv_release: bool = False
     in_flight_updates: bool = False
     transports: tuple[str, ...] = ("in_process",)
+    guided: bool = False
+    sampling_fields: tuple[str, ...] = ()
     extra: dict[str, str] = field(default_factory=dict)
 
 
@@ -104,11 +109,20 @@ class InferenceEngine(ABC):
 
     Attributes:
         version: policy version it samples with; 0 are the weights it was built with.
+        late: requests that it aborted itself because they took too long, once for each try.
+        between_steps: called by `stream`, and so by `generate`, in the thread that streams: between two decode steps,
+            at least every `BETWEEN_S` while other processes decode, and once more before the stream ends. It may
+            `submit` and `abort`; what it submits joins the stream, also when nothing else is left of it. What it raises
+            ends the stream and reaches the caller; requests stay outstanding then, until `abort` and another `stream`.
+            Not called while an engine's process is replaced or its server is found again, nor in the streams that
+            `pause` and a `generate` that is left early need to come to an end.
     """
 
     capabilities: Capabilities
     counters: EngineCounters
     version: int = 0
+    late: int = 0
+    between_steps: Callable[[], None] | None = None
 
     # --- sampling ---------------------------------------------------------------------------------------------
 
@@ -121,22 +135,24 @@ class InferenceEngine(ABC):
             EngineAsleep: between `sleep` and a full `wake`, and after level 2 until weights were published.
             SyncFailed: its weights are void.
             EngineDead: it cannot be used any more.
-            EngineError: an empty prompt, or an id that is outstanding already; the engine stays usable.
+            RequestRefused: an empty prompt, or one with ids that are no tokens; the engine stays usable.
+            Unsupported: a distribution that it does not have; the engine stays usable.
+            EngineError: an id that is outstanding already; the engine stays usable.
         """
 
     @abstractmethod
     def stream(self) -> Iterator[Completion]:
         """Completions as they finish, until nothing submitted is outstanding; ends at once when nothing is.
 
-        What is submitted meanwhile joins in. On a paused engine it ends once what has finished is delivered; what
-        `pause("keep")` kept comes out of the stream after `resume`.
+        What is submitted meanwhile joins in, also by `between_steps`. On a paused engine it ends once what has finished
+        is delivered; what `pause("keep")` kept comes out of the stream after `resume`.
         """
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """Sample every request; completions are yielded as they finish.
 
-        A caller that leaves early aborts the rest, which is not delivered to anybody; so does a request that is refused
-        before sampling has begun.
+        A caller that leaves early aborts the rest, which is not delivered to anybody, nor is what `between_steps`
+        submitted; so does a request that is refused before sampling has begun.
 
         Raises:
             PromptTooLong: before anything is sampled.
@@ -156,22 +172,60 @@ class InferenceEngine(ABC):
             yield from self.stream()
         except GeneratorExit:
             with contextlib.suppress(EngineDead):  # then nothing is left of them anyway
-                self._give_up(submitted)
+                self._give_up(None)
             raise
 
-    def _give_up(self, request_ids: Collection[str]) -> None:
+    def _give_up(self, request_ids: Collection[str] | None) -> None:
         """Abort requests that nobody waits for any more."""
         self.abort(request_ids)
-        for _ in self.stream():
-            pass
+        with self._undisturbed():
+            for _ in self.stream():
+                pass
+
+    def _between(self) -> None:
+        """Call `between_steps`, if there is one."""
+        if self.between_steps is not None:
+            self.between_steps()
+
+    def _patience(self, usual_s: float) -> float:
+        """How long a stream may wait for other processes before it looks around."""
+        return usual_s if self.between_steps is None else min(usual_s, BETWEEN_S)
+
+    @contextlib.contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """Streams inside do not call `between_steps`."""
+        hook, self.between_steps = self.between_steps, None
+        try:
+            yield
+        finally:
+            self.between_steps = hook
 
     def check_length(self, request: Request) -> None:
-        """Raises PromptTooLong when the prompt leaves no room for one token, EngineError when it is empty."""
+        """Raises PromptTooLong when the prompt leaves no room for one token, RequestRefused when it is empty.
+
+        Also raises Unsupported for a distribution that it cannot sample from; see `check_sampling`.
+        """
+        self.check_sampling(request.sampling)
         limit = self.capabilities.max_model_len
         if not len(request.prompt_ids):
-            raise EngineError(f"request: {request.request_id}: its prompt has no tokens; give at least one")
+            raise RequestRefused(
+                request.request_id, f"request: {request.request_id}: its prompt has no tokens; give at least one"
+            )
         if len(request.prompt_ids) >= limit:
             raise PromptTooLong(len(request.prompt_ids), limit)
+
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        """Raises Unsupported when the distribution asked for is one that this engine does not have."""
+        can = self.capabilities
+        if sampling.regex is not None and not can.guided:
+            raise Unsupported(
+                f"--vllm_guided_decoding_regex: {sampling.regex}: the engine {can.name} cannot hold completions to a "
+                "regular expression here; --use_vllm true, or pip install xgrammar for the transformers engine"
+            )
+        for name in sampling.unusual():
+            if name not in can.sampling_fields:
+                has = suggest(name, can.sampling_fields) if can.sampling_fields else "it has no such settings"
+                raise Unsupported(f"--generation_kwargs: {name}: the engine {can.name} does not have it; {has}")
 
     def room(self, request: Request) -> int:
         """Most new tokens of a request: its own limit, or what the prompt leaves."""
@@ -297,6 +351,6 @@ class InferenceEngine(ABC):
 
 
 __all__ = [
-    "ALL_TAGS", "Ack", "AdapterWeights", "Capabilities", "EngineCounters", "Health", "InferenceEngine",
+    "ALL_TAGS", "BETWEEN_S", "Ack", "AdapterWeights", "Capabilities", "EngineCounters", "Health", "InferenceEngine",
     "LogprobSupport", "PauseMode", "SleepLevel", "SleepReport", "Tag", "TensorInfo", "WeightSource", "WeightUpdate",
 ]  # fmt: skip

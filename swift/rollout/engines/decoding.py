@@ -13,7 +13,9 @@ batches hold prompts of one length, so that nothing is padded and nothing can de
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,10 +25,13 @@ from torch import Tensor, nn
 from swift.errors import EngineError
 from swift.models.forward import DecodeLayout, GroupSpans, SegmentLayout, Span
 from swift.rollout.engines.base import EngineCounters
+from swift.rollout.engines.guided import GuideFactory, Guides
 from swift.rollout.engines.sampling import BatchSampler
 from swift.rollout.engines.stopping import StopText
 from swift.rollout.seeds import sample_uniforms
 from swift.types import Completion, FinishReason, Request
+
+logger = logging.getLogger(__name__)
 
 COMPACT_WHEN_FINISHED = 0.25
 """Share of finished rows at which they leave the batch: compaction copies the cache, so not at every row."""
@@ -42,6 +47,7 @@ class BatchRun:
         tokenizer: for textual stop words.
         device: of the model.
         counters: what is done is counted there.
+        guides: compiles regular expressions; needed when a request has one.
     """
 
     def __init__(
@@ -53,6 +59,7 @@ class BatchRun:
         tokenizer: Any,
         device: torch.device,
         counters: EngineCounters,
+        guides: GuideFactory | None = None,
     ) -> None:
         self.requests = requests
         self.device = device
@@ -65,11 +72,14 @@ class BatchRun:
         self.budget_R = torch.tensor(budgets, device=device)
         self.ends_RE = _end_tokens(requests, eos_token_ids).to(device)
         uniforms = np.stack([sample_uniforms(r.sampling.seed, self.longest) for r in requests])
-        self.sampler = BatchSampler(requests, torch.from_numpy(uniforms).to(device))
+        self.sampler = BatchSampler(requests, torch.from_numpy(uniforms).to(device), self.ends_RE)
+        self.guides = Guides(requests, [[*eos_token_ids, *r.sampling.stop_token_ids] for r in requests], guides)
         self.stop_text = StopText(requests, tokenizer)
         self.finished_R = torch.zeros(len(requests), dtype=torch.bool, device=device)
         self.cache: Any = None
         self.lengths_R = torch.tensor([len(r.prompt_ids) for r in requests], device=device)
+        self.num_broken = 0
+        """Rows that ended because they had no distribution to sample from."""
         self._versions: list[tuple[int, int]] = []  # (version, first step that was sampled with it)
 
     @property
@@ -84,12 +94,14 @@ class BatchRun:
     def step(self, model: nn.Module, version: int) -> list[Completion]:
         """Sample one token per live row; the completions that end with it, in request order.
 
+        A row without a distribution to sample from (its logits are not numbers) ends alone, with "error".
+
         Args:
             model: may hold other weights than at the step before.
             version: of its weights.
 
         Raises:
-            EngineError: a row has no distribution to sample from (its logits are not numbers).
+            EngineError: that happened to every row of the batch.
         """
         if not self._versions or self._versions[-1][0] != version:
             self._versions.append((version, self.step_count))
@@ -145,7 +157,8 @@ class BatchRun:
     def _sample(self, logits: Tensor) -> list[Completion]:
         """Draw one token per live row, note the rows that end, and compact when enough have ended."""
         rows = self.rows.to(self.device)
-        token_R, logprob_R = self.sampler.draw(logits, self.step_count)
+        token_R, logprob_R = self.sampler.draw(self.guides.mask(logits, self.rows), self.step_count)
+        self.guides.advance(token_R, self.rows)
         self.tokens[rows, self.step_count] = token_R
         self.logprobs[rows, self.step_count] = logprob_R
         self.counters.decode_rows += int((~self.finished_R).sum())
@@ -157,22 +170,37 @@ class BatchRun:
         ended_R = (stopped_R | broken_R | (self.step_count >= self.budget_R)) & ~self.finished_R
         if not bool(ended_R.any()):
             return []
-        self._refuse_broken(broken_R & ended_R)
+        self._note_broken(broken_R & ended_R)
         finished = [
-            self._completion(int(self.rows[i]), "stop" if bool(stopped_R[i]) else "length")
+            self._broken_completion(int(self.rows[i]))
+            if bool(broken_R[i])
+            else self._completion(int(self.rows[i]), "stop" if bool(stopped_R[i]) else "length")
             for i in ended_R.nonzero()[:, 0].tolist()
         ]
         self.finished_R |= ended_R
         self._compact()
         return finished
 
-    def _refuse_broken(self, broken_R: Tensor) -> None:
-        if bool(broken_R.any()):
-            request = self.requests[int(self.rows[int(broken_R.nonzero()[0, 0])])]
-            raise EngineError(
-                f"request: {request.request_id}: token {self.step_count} cannot be sampled with the weights of version "
-                f"{self._versions[-1][0]}: their logits are not finite; the policy has diverged, lower --learning_rate"
-            )
+    def _note_broken(self, broken_R: Tensor) -> None:
+        """Count the rows that have no distribution to sample from; raises when that is every row of the batch."""
+        if not bool(broken_R.any()):
+            return
+        self.num_broken += int(broken_R.sum())
+        request = self.requests[int(self.rows[int(broken_R.nonzero()[0, 0])])]
+        problem = (
+            f"request: {request.request_id}: token {self.step_count} cannot be sampled with the weights of version "
+            f"{self._versions[-1][0]}: their logits are not finite"
+        )
+        if self.num_broken == len(self.requests):
+            raise EngineError(f"{problem}; the policy has diverged, lower --learning_rate")
+        logger.warning("%s; it is left out, with %d of %d completions", problem, self.num_broken, len(self.requests))
+
+    def _broken_completion(self, request: int) -> Completion:
+        """What a row has that cannot go on: everything but the token that was no draw from a distribution."""
+        whole = self._completion(request, "error")
+        length = len(whole.token_ids) - 1
+        versions = [(version, start, min(stop, length)) for version, start, stop in whole.versions if start < length]
+        return replace(whole, token_ids=whole.token_ids[:length], logprobs=whole.logprobs[:length], versions=versions)
 
     def _completion(self, request: int, reason: FinishReason) -> Completion:
         ids, logprobs = self.row(request)
@@ -291,14 +319,16 @@ class _RowCache:
         source = (torch.tensor([span.start for span in spans])[:, None] + slots - offsets[:, None]).clamp(min=0)
         device = captured[0][0].device
         source = source.to(device)
-        self.layers = [(self._rows(key, source), self._rows(value, source)) for key, value in captured]
         self.visible: Tensor | None = None
         if bool((offsets > 0).any()):
             self.visible = (torch.arange(self.capacity)[None] >= offsets[:, None]).to(device)
+        self.layers = [(self._rows(key, source), self._rows(value, source)) for key, value in captured]
 
     def _rows(self, states: Tensor, source: Tensor) -> Tensor:
         rows = states.new_zeros(source.shape[0], states.shape[1], self.capacity, states.shape[3])
         rows[:, :, : self.width] = states[0][:, source].transpose(0, 1)
+        if self.visible is not None:  # padding holds nothing of a neighbour: a mask does not keep NaN away
+            rows[:, :, : self.width].masked_fill_(~self.visible[:, None, : self.width, None], 0.0)
         return rows
 
     def begin_step(self) -> Tensor | None:

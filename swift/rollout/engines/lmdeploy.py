@@ -203,6 +203,8 @@ class LMDeployEngine(InferenceEngine):
             sleep_levels=(0, 1, 2),
             kv_release=True,
             transports=("cuda_ipc",) if self.kind == "pytorch" else ("in_process",),
+            guided=True,
+            sampling_fields=settings.SAMPLING_FIELDS,
             extra={"lmdeploy": self._api.version, "engine": self.kind},
         )
 
@@ -367,10 +369,11 @@ class LMDeployEngine(InferenceEngine):
     def stream(self) -> Iterator[Completion]:
         """See `InferenceEngine.stream`."""
         while True:
+            self._between()
             started = time.monotonic()
             idle = self._idle()
             try:
-                done = self._ready.get(timeout=0.0 if idle else 0.5)
+                done = self._ready.get(timeout=0.0 if idle else self._patience(0.5))
             except queue.Empty:
                 if idle:
                     return

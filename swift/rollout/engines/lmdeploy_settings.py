@@ -129,6 +129,10 @@ def _refusal(spec: EngineSpec, kind: Kind, error: Exception) -> str:
     return f"--use_lmdeploy: true: LMDeploy refuses its configuration ({error or type(error).__name__})"
 
 
+SAMPLING_FIELDS = ("min_tokens", "bad_token_ids", "repetition_ngram_size", "repetition_ngram_threshold")
+"""What of `SamplingParams.unusual` LMDeploy takes; it has no frequency or presence penalty."""
+
+
 def generation_config(api: LMDeploy, sampling: SamplingParams, *, room: int, end_token_ids: tuple[int, ...]) -> Any:
     """A request's sampling in LMDeploy's words, with each of its defaults that would change it set.
 
@@ -151,6 +155,9 @@ def generation_config(api: LMDeploy, sampling: SamplingParams, *, room: int, end
         include_stop_str_in_output=True,
         skip_special_tokens=False,
         logprobs=1,
+        min_new_tokens=sampling.min_tokens or None,
+        response_format=None if sampling.regex is None else {"type": "regex_schema", "regex_schema": sampling.regex},
+        **sampling.extra,
     )
 
 

@@ -2,7 +2,8 @@
 
     submit      a group (consecutive requests "<group>/<sample>" with the same prompt) goes to one engine, which
                 prefills its prompt once: the one with the fewest outstanding tokens, prompt and longest completion
-    stream      one thread per engine that has work; completions come out as they finish
+    stream      one thread per engine that has work; completions come out as they finish; `between_steps` of the pool
+                is called in the thread that streams from it, and those of its engines are not used
     updates     in parallel; each bucket is staged once for all; every receipt must be the same
     the rest    in parallel on all engines; what they can do is what each of them can do
 
@@ -122,9 +123,9 @@ class EnginePool(InferenceEngine):
         )
 
     @property
-    def late(self) -> int:
-        """Requests that its engines aborted because they took too long."""
-        return sum(getattr(member.engine, "late", 0) for member in self._members)
+    def late(self) -> int:  # type: ignore[override]
+        """Sum over the engines."""
+        return sum(member.engine.late for member in self._members)
 
     @property
     def void(self) -> str:
@@ -192,6 +193,7 @@ class EnginePool(InferenceEngine):
             self._check_open()
             while self._ready:
                 yield self._ready.popleft()
+            self._between()
             with self._lock:
                 if any(member.outstanding for member in self._alive()):
                     self._check_whole()
@@ -221,7 +223,7 @@ class EnginePool(InferenceEngine):
     def _receive(self) -> None:
         """Wait a moment for what the threads bring."""
         try:
-            came = self._arrivals.get(timeout=LOOK_S)
+            came = self._arrivals.get(timeout=self._patience(LOOK_S))
         except queue.Empty:
             return
         if came is None:
@@ -298,7 +300,8 @@ class EnginePool(InferenceEngine):
         if mode == "abort":
             self.abort()
         if mode in ("abort", "wait") and not self._paused:
-            self._ready.extend(list(self.stream()))
+            with self._undisturbed():
+                self._ready.extend(list(self.stream()))
         before, self._paused = self._paused, True  # no new streams
         try:
             self._on_all(lambda engine: engine.pause("keep"))
@@ -563,6 +566,10 @@ def common_capabilities(all_of_them: Sequence[Capabilities]) -> Capabilities:
         kv_release=all(one.kv_release for one in all_of_them),
         in_flight_updates=all(one.in_flight_updates for one in all_of_them),
         transports=tuple(way for way in first.transports if all(way in one.transports for one in all_of_them)),
+        guided=all(one.guided for one in all_of_them),
+        sampling_fields=tuple(
+            name for name in first.sampling_fields if all(name in one.sampling_fields for one in all_of_them)
+        ),
         extra={**first.extra, "engines": str(len(all_of_them))},
     )
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import secrets
 import shlex
@@ -24,10 +23,10 @@ import socket
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httpx
@@ -40,7 +39,6 @@ from swift.rollout.engines.base import (
     Capabilities,
     EngineCounters,
     Health,
-    InferenceEngine,
     PauseMode,
     SleepLevel,
     SleepReport,
@@ -48,22 +46,28 @@ from swift.rollout.engines.base import (
     TensorInfo,
     WeightUpdate,
 )
+from swift.rollout.engines.elsewhere import EngineElsewhere, Pending, fields_of, impossible
+from swift.rollout.engines.remote_replies import (
+    Busy,
+    Failed,
+    Lost,
+    first_line,
+    kind_of,
+    problem_of,
+    shut,
+    without_secrets,
+)
+from swift.rollout.engines.remote_update import Kept, RemoteTransport, RemoteUpdate
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.engines.worker.protocol import completion_from_json
 from swift.rollout.engines.worker.weights import as_json
 from swift.rollout.server import wire
 from swift.rollout.weight_sync import disk
-from swift.rollout.weight_sync.base import Bucket
 from swift.rollout.weight_sync.broadcast import BroadcastSender
-from swift.rollout.weight_sync.packing import staged
 from swift.types import Completion, Request
-
-RemoteTransport = Literal["http", "disk", "broadcast"]
 
 LOOK_S = 1.0
 """How often a waiting stream looks at the clocks of its requests."""
-TRIES = 2
-"""How often a request that takes too long is sampled."""
 BATCH = 1024
 """Most samples of one POST."""
 BATCH_TOKENS = 4_000_000
@@ -96,28 +100,11 @@ class RemoteTimeouts:
     beat_s: float = 10.0
 
 
-class _Lost(Exception):
-    """The server cannot be reached, or is not the one of before; the text says how."""
-
-
-class _Failed(Exception):
-    """The server answered that it failed, not saying how."""
-
-
-class _Busy(Exception):
-    """Its queue is full."""
-
-
 @dataclass(slots=True)
-class _Pending:
-    """A request that has not come back. See `WorkerEngine`, which treats time the same way."""
+class _Pending(Pending):
+    """batch: that it travelled with, and whose stream will bring it."""
 
-    request: Request
     batch: _Batch | None = None
-    sent_at: float = 0.0
-    tries: int = 1
-    expired_at: float | None = None
-    aborted: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -129,17 +116,7 @@ class _Batch:
     response: httpx.Response | None = None
 
 
-@dataclass(slots=True)
-class _Kept:
-    """The last full update: what it takes to send it again."""
-
-    version: int
-    manifest: tuple[TensorInfo, ...]
-    digest: str
-    parts: list[Callable[[int, int], None]] = field(default_factory=list)
-
-
-class RemoteEngine(InferenceEngine):
+class RemoteEngine(EngineElsewhere):
     """See the module's docstring; connects when it is first needed.
 
     Args:
@@ -164,14 +141,12 @@ class RemoteEngine(InferenceEngine):
         keeps_weights: bool = True,
     ) -> None:
         self.url = url.rstrip("/")
+        super().__init__(f"server {without_secrets(self.url)}")
         self.spec = spec
         self.timeouts = timeouts or RemoteTimeouts()
         self.run_id = run_id or secrets.token_hex(8)
         self.transport = transport
         self.keeps_weights = keeps_weights
-        self.name = f"server {_without_secrets(self.url)}"
-        self.version = 0
-        self.counters = EngineCounters()
         self.weights_folder: Path | None = None
         self.files: disk.RunFolder | None = None
         self.broadcaster: BroadcastSender | None = None
@@ -187,20 +162,14 @@ class RemoteEngine(InferenceEngine):
         self._outstanding: dict[str, _Pending] = {}
         self._batches: set[_Batch] = set()
         self._events: deque[tuple[_Batch, Any]] = deque()
-        self._ready: deque[Completion] = deque()
-        self._before = EngineCounters()  # of the servers that are gone
         self._base = EngineCounters()
         self._failures = 0
-        self._kept: _Kept | None = None
+        self._kept: Kept | None = None
         self._adapter: tuple[int, AdapterWeights] | None = None
         self._published = False
         self._asleep = ""
         self._slept: tuple[SleepLevel, set[Tag]] = (0, set())
-        self._void = ""
-        self._paused_at: float | None = None
         self._paused_there = False
-        self._dead: SwiftError | None = None
-        self._closed = False
         self._ending = threading.Event()
         self._beating: threading.Thread | None = None
 
@@ -229,9 +198,7 @@ class RemoteEngine(InferenceEngine):
         self._check_expected(info)
         self._take_lease()
         self._boot = info["boot_id"]
-        fields: dict[str, Any] = {
-            name: tuple(v) if isinstance(v, list) else v for name, v in info["capabilities"].items()
-        }
+        fields = fields_of(info["capabilities"])
         limit = info["max_model_len"]
         if self.spec is not None and self.spec.max_model_len is not None:
             limit = min(limit, self.spec.max_model_len)
@@ -262,7 +229,7 @@ class RemoteEngine(InferenceEngine):
                     return
                 seen = f"HTTP {reply.status_code} {state.get('detail', '')}".strip()
             except (httpx.HTTPError, ValueError) as error:
-                seen = _first_line(error)
+                seen = first_line(error)
             if time.monotonic() + self.timeouts.poll_s > deadline:
                 break
             self._ending.wait(self.timeouts.poll_s)
@@ -286,7 +253,7 @@ class RemoteEngine(InferenceEngine):
         while True:
             body = {"run_id": self.run_id, "name": me, "rebuild": rebuild}
             reply = self._request("POST", "/reset", self.timeouts.start_s, json=body)
-            if not (reply.status_code == 409 and _kind(reply) == "held"):
+            if not (reply.status_code == 409 and kind_of(reply) == "held"):
                 self._asleep = self._answer(reply)["asleep"]
                 return
             now = float(reply.json()["error"]["expires_in_s"])
@@ -341,6 +308,10 @@ class RemoteEngine(InferenceEngine):
 
     # --- sampling ---------------------------------------------------------------------------------------------
 
+    @property
+    def _pending(self) -> Mapping[str, Pending]:
+        return self._outstanding
+
     def submit(self, request: Request) -> None:
         """See `InferenceEngine.submit`; it travels when `stream` is asked for."""
         self._check_alive()
@@ -366,6 +337,7 @@ class RemoteEngine(InferenceEngine):
         while True:
             while self._ready:
                 yield self._ready.popleft()
+            self._between()
             if not self._outstanding or self._paused_at is not None:
                 return
             self._check_alive()
@@ -374,13 +346,19 @@ class RemoteEngine(InferenceEngine):
                 self._post_waiting()
                 self._take_events()
                 self._check_clocks()
-            except (_Lost, _Failed) as lost:
+            except (Lost, Failed) as lost:
                 try:
                     self._recover(str(lost))
                 except SyncFailed as error:  # others may take its requests
                     raise self._die(error.problems[0].removeprefix(f"{self.name}: ")) from error
-            except _Busy:
-                self._ending.wait(BUSY_S)
+            except Busy:
+                self._wait_streaming(BUSY_S)
+
+    def _wait_streaming(self, seconds: float) -> None:
+        """A pause of a stream, which `close` ends."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0 and not self._ending.wait(self._patience(left)):
+            self._between()
 
     def _post_waiting(self) -> None:
         """Everything that waits, in as few batches as fit, each read by a thread of its own."""
@@ -427,16 +405,16 @@ class RemoteEngine(InferenceEngine):
                 batch.response = reply
                 if reply.status_code != 200:
                     reply.read()
-                    self._event(batch, _problem(self, reply))
+                    self._event(batch, problem_of(self.name, reply))
                     return
                 for text in reply.iter_lines():
                     if batch.closed:
                         return
                     if text:
                         self._event(batch, json.loads(text))
-            self._event(batch, _Lost("its stream was cut off"))
+            self._event(batch, Lost("its stream was cut off"))
         except (httpx.HTTPError, httpx.StreamError, ValueError, RuntimeError) as error:
-            self._event(batch, _Lost(_first_line(error)))
+            self._event(batch, Lost(first_line(error)))
 
     def _event(self, batch: _Batch, content: Any) -> None:
         with self._changed:
@@ -448,7 +426,7 @@ class RemoteEngine(InferenceEngine):
         with self._changed:
             self._changed.wait_for(
                 lambda: self._events or self._waiting or self._closed or self._paused_at is not None or self._ready,
-                LOOK_S,
+                self._patience(LOOK_S),
             )
             events = list(self._events)
             self._events.clear()
@@ -489,7 +467,7 @@ class RemoteEngine(InferenceEngine):
                 for name in content["ids"]:
                     if name in self._outstanding and self._outstanding[name].batch is batch:
                         self._again(self._outstanding[name])
-            raise _Lost(f"failed: {what}")
+            raise Lost(f"failed: {what}")
         with self._changed:
             for name in content["ids"]:
                 self._outstanding.pop(name, None)
@@ -505,13 +483,10 @@ class RemoteEngine(InferenceEngine):
             pending = self._outstanding.get(completion.request_id)
             if pending is None or pending.batch is not batch:
                 return
-            if completion.finish_reason == "abort" and not pending.aborted and pending.expired_at is not None:
-                begun = bool(completion.token_ids)
-                if not begun or pending.tries < TRIES:
-                    pending.tries += begun
+            if completion.finish_reason == "abort" and pending.expired:
+                if self._comes_again(pending, completion):
                     self._again(pending)
                     return
-                completion.finish_reason = "error"
             elif completion.finish_reason == "abort" and not pending.aborted:
                 self._again(pending)  # somebody else's doing
                 return
@@ -547,7 +522,7 @@ class RemoteEngine(InferenceEngine):
             batch.closed = True
             if batch.response is not None:
                 with contextlib.suppress(httpx.HTTPError, RuntimeError, OSError):  # its thread may be in it
-                    _shut(batch.response)
+                    shut(batch.response)
 
     def _check_clocks(self) -> None:
         """Requests that take too long are aborted; a server that does not even do that is given up."""
@@ -564,7 +539,7 @@ class RemoteEngine(InferenceEngine):
             self._tell_abort([one.request.request_id for one in late])
 
     def _tell_abort(self, ids: list[str]) -> None:
-        with contextlib.suppress(_Lost, _Failed, EngineError):  # then the stream sees it, or the clock
+        with contextlib.suppress(Lost, Failed, EngineError):  # then the stream sees it, or the clock
             self._call("POST", "/abort_requests", self.timeouts.reply_s, json={"request_ids": ids})
 
     def _count(self, said: dict[str, Any]) -> None:
@@ -610,12 +585,6 @@ class RemoteEngine(InferenceEngine):
             self._paused_at = self._paused_at or time.monotonic()
             self._changed.notify_all()
 
-    def _finish_outstanding(self) -> None:
-        """Stream to the end, for a later `stream` to deliver."""
-        if self._paused_at is None:
-            held = list(self.stream())
-            self._ready.extendleft(reversed(held))
-
     def resume(self) -> None:
         """Go on after `pause`."""
         self._check_alive()
@@ -642,7 +611,7 @@ class RemoteEngine(InferenceEngine):
         self._void = why
         self._kept = self._adapter = None
 
-    def weights_arrived(self, kept: _Kept, asleep: str) -> None:
+    def weights_arrived(self, kept: Kept, asleep: str) -> None:
         """For `RemoteUpdate`: they are whole again."""
         self._kept = kept if self.keeps_weights else None
         self._adapter = None
@@ -716,8 +685,7 @@ class RemoteEngine(InferenceEngine):
         self._check_alive()
         if level == 0:
             return SleepReport()
-        if self._outstanding:
-            raise EngineError(f"{self.name}: sleep while {len(self._outstanding)} requests are outstanding; abort them")
+        self._check_idle("sleep")
         path = f"/sleep?level={level}&mode=wait"
         state = self._guarded(lambda: self._call("POST", path, self.timeouts.sleep_s))
         self._asleep = state["asleep"]
@@ -739,24 +707,22 @@ class RemoteEngine(InferenceEngine):
 
     def health(self) -> Health:
         """See `InferenceEngine.health`."""
-        if self._closed or self._dead is not None:
-            return Health(False, self.version, self._dead.problems[0] if self._dead is not None else "closed")
-        if self._void:
-            return Health(False, self.version, f"its weights are void: {self._void}")
+        if (known := self._no_health()) is not None:
+            return known
         try:
             reply = self._http.get("/health", timeout=_bounds(5.0, self.timeouts))
             state = reply.json()
             return Health(bool(state["alive"]), self.version, str(state["detail"]))
         except (httpx.HTTPError, ValueError, KeyError) as error:
-            return Health(False, self.version, f"{self.name}: {_first_line(error)}")
+            return Health(False, self.version, f"{self.name}: {first_line(error)}")
 
     def info(self) -> dict[str, Any]:
         """See `InferenceEngine.info`; what the server says of itself as far as it answers."""
-        facts: dict[str, Any] = {"engine": "remote", "server": _without_secrets(self.url), "run_id": self.run_id}
+        facts: dict[str, Any] = {"engine": "remote", "server": without_secrets(self.url), "run_id": self.run_id}
         if not self._closed and self._dead is None:
             try:
                 facts |= {"state": self._call("GET", "/info", 5.0)}
-            except (_Lost, _Failed, EngineError) as error:
+            except (Lost, Failed, EngineError) as error:
                 facts["state"] = str(error)
         return {**facts, "version": self.version, "outstanding": len(self._outstanding)}
 
@@ -792,16 +758,16 @@ class RemoteEngine(InferenceEngine):
         """One request.
 
         Raises:
-            _Lost: no answer.
+            Lost: no answer.
         """
         try:
             return self._http.request(method, path, timeout=_bounds(timeout_s, self.timeouts), **options)
         except httpx.TimeoutException as error:
             problem = f"no answer to {path.partition('?')[0]} within {timeout_s:g} s"
-            raise _Lost(problem + (self._in_the_way() if timeout_s > self.timeouts.reply_s else "")) from error
+            raise Lost(problem + (self._in_the_way() if timeout_s > self.timeouts.reply_s else "")) from error
         except (httpx.HTTPError, RuntimeError) as error:
             self._check_open()
-            raise _Lost(_first_line(error)) from error
+            raise Lost(first_line(error)) from error
 
     def _in_the_way(self) -> str:
         """What a call that is carried out at rest waits for, if that are requests of others."""
@@ -818,7 +784,7 @@ class RemoteEngine(InferenceEngine):
         """One request and its answer.
 
         Raises:
-            _Lost, _Failed.
+            Lost, Failed.
             SwiftError: what the server raised, or that it refuses us.
         """
         return self._answer(self._request(method, path, timeout_s, **options))
@@ -831,14 +797,14 @@ class RemoteEngine(InferenceEngine):
         if reply.status_code == 200:
             answer: dict[str, Any] = reply.json()
             return answer
-        raise _problem(self, reply)
+        raise problem_of(self.name, reply)
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
         """A call that may be repeated on the server that replaced this one."""
         while True:
             try:
                 done = work()
-            except (_Lost, _Failed) as lost:
+            except (Lost, Failed) as lost:
                 self._recover(str(lost))
             else:
                 self._failures = 0
@@ -864,7 +830,7 @@ class RemoteEngine(InferenceEngine):
             try:
                 self._find_again()
                 return
-            except (_Lost, _Failed) as lost:
+            except (Lost, Failed) as lost:
                 how = str(lost)
 
     def _find_again(self) -> None:
@@ -912,7 +878,7 @@ class RemoteEngine(InferenceEngine):
                 self._asleep = self._call("POST", f"/wake_up?{awake}", self.timeouts.sleep_s)["asleep"]
         self._paused_there = False
 
-    def _resend(self, kept: _Kept) -> None:
+    def _resend(self, kept: Kept) -> None:
         number = self.begin_there(kept.manifest, kept.version)
         for index, part in enumerate(kept.parts):
             part(number, index)
@@ -948,7 +914,7 @@ class RemoteEngine(InferenceEngine):
 
     def abort_there(self, number: int) -> None:
         """POST /weights/abort; never raises."""
-        with contextlib.suppress(_Lost, _Failed, SwiftError):
+        with contextlib.suppress(Lost, Failed, SwiftError):
             self._call("POST", "/weights/abort", self.timeouts.reply_s, json={"update": number})
 
     def post_aside(self, path: str, body: dict[str, Any]) -> Callable[[], Any]:
@@ -976,29 +942,9 @@ class RemoteEngine(InferenceEngine):
 
     # --- states -----------------------------------------------------------------------------------------------
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineDead(f"{self.name}: it is closed; make a new one")
-
-    def _check_alive(self) -> None:
-        self._check_open()
-        if self._dead is not None:
-            raise self._dead
-
     def _check_awake(self) -> None:
         if self._asleep:
             raise EngineAsleep(f"{self.name}: {self._asleep}; wake it, and publish what it dropped")
-
-    def _check_whole(self) -> None:
-        if self._void:
-            raise SyncFailed(f"{self.name}: its weights are void: {self._void}; publish again, or rebuild it")
-
-    def _check_at_rest(self, what: str) -> None:
-        if self._outstanding and self._paused_at is None:
-            raise EngineError(
-                f"{self.name}: {what} while {len(self._outstanding)} requests are outstanding; wait for them, or pause "
-                "with keep"
-            )
 
     def _die(self, problem: str) -> EngineDead:
         """Nothing more is expected of this server."""
@@ -1008,176 +954,8 @@ class RemoteEngine(InferenceEngine):
         return error
 
 
-class RemoteUpdate(WeightUpdate):
-    """One update on its way to a server.
-
-    Args:
-        owner: the engine.
-        manifest: every tensor that will come.
-        version: of the policy.
-    """
-
-    def __init__(self, owner: RemoteEngine, manifest: Sequence[TensorInfo], version: int) -> None:
-        super().__init__(owner.name, manifest, version)
-        self._owner = owner
-        self._number = 0
-        self._way: RemoteTransport = owner.transport or ("disk" if owner.weights_folder is not None else "http")
-        self._buckets = 0
-        self._parts: list[Callable[[int, int], None]] = []
-        self._writer: disk.VersionWriter | None = None
-        self._asleep = ""
-        self._open = True
-
-    def begin(self) -> None:
-        """Announce it."""
-        self._number = self._owner.begin_there(self.manifest, self.version)
-
-    def _deliver(self, bucket: Bucket) -> None:
-        if not self._open:
-            raise SyncFailed(f"weights: version {self.version} for {self.engine}: the update is over; begin another")
-        self._owner.weights_change(f"the update to version {self.version} has not arrived whole")
-        index, self._buckets = self._buckets, self._buckets + 1
-        self._guarded(f"bucket {index + 1}", lambda: self._transfer(bucket, index))
-
-    def _transfer(self, bucket: Bucket, index: int) -> None:
-        owner = self._owner
-        if self._way == "disk":
-            entry = self._written(bucket)
-            part: Callable[[int, int], None] = lambda number, place: owner.send_file(number, place, entry)  # noqa: E731
-        elif self._way == "http" or owner.keeps_weights:
-            data = staged(bucket, "safetensors", lambda: disk.as_bytes(bucket.tensors))
-            part = lambda number, place: owner.send_bytes(number, place, data)  # noqa: E731
-        if self._way == "broadcast":
-            self._broadcast(bucket, index)
-        else:
-            part(self._number, index)
-        if owner.keeps_weights:
-            self._parts.append(part)
-
-    def _written(self, bucket: Bucket) -> dict[str, str]:
-        """The file of a bucket; one server of a pool writes it for all that see the folder."""
-        files = self._owner.files
-        assert files is not None
-        writer = self._writer = self._writer or files.writer(self.version)
-        return staged(bucket, f"disk {files.folder}", lambda: writer.add(bucket))
-
-    def _broadcast(self, bucket: Bucket, index: int) -> None:
-        owner = self._owner
-        if owner.broadcaster is None:
-            host = _address_towards(owner.url)
-            owner.broadcaster = BroadcastSender(1, timeout_s=owner.timeouts.sync_s, host=host)
-        invite = lambda invitation: owner.post_aside("/weights/connect", {"invitation": invitation})  # noqa: E731
-        owner.broadcaster.connect(owner.name, owner._boot, invite)
-
-        def announce(header: dict[str, Any]) -> Callable[[], Any]:
-            return owner.post_aside("/weights/bucket", {"update": self._number, "bucket": index, "broadcast": header})
-
-        owner.broadcaster.transmit(bucket, announce)
-
-    def _finish(self) -> Ack:
-        ack, self._asleep = self._guarded("commit", lambda: self._owner.commit_there(self._number))
-        return cast("Ack", ack)
-
-    def commit(self) -> Ack:
-        """The server switches to the weights, and they are kept; see `WeightUpdate.commit`."""
-        ack = super().commit()
-        self._open = False
-        if self._writer is not None:
-            self._writer.finish(self.manifest)
-        self._owner.weights_arrived(_Kept(self.version, self.manifest, ack.digest, self._parts), self._asleep)
-        return ack
-
-    def abort(self) -> None:
-        """Give up; never raises."""
-        if not self._open:
-            return
-        self._open = False
-        self._parts.clear()
-        self._owner.abort_there(self._number)
-        if self._writer is not None:
-            self._writer.abandon()
-
-    def _guarded(self, phase: str, work: Callable[[], Any]) -> Any:
-        """Whatever goes wrong is a `SyncFailed` that names server, version and phase; what the disk refuses is said."""
-        try:
-            return work()
-        except (_Lost, _Failed) as lost:
-            problem = str(lost)
-        except (SyncFailed, EngineError) as error:
-            problem = error.problems[0].removeprefix(f"{self.engine}: ")
-        if self._way == "broadcast" and self._owner.broadcaster is not None:
-            self._owner.broadcaster.close()
-            self._owner.broadcaster = None
-        raise SyncFailed(f"weights: version {self.version} for {self.engine}: {phase}: {problem}")
-
-
-def impossible(completion: Completion) -> str:
-    """Why a completion's log-probs cannot be; "" when they can."""
-    if len(completion.logprobs) != len(completion.token_ids):
-        return f"{len(completion.logprobs)} log-probs for {len(completion.token_ids)} tokens"
-    for place, logprob in enumerate(completion.logprobs):
-        if not (logprob <= 0 and math.isfinite(logprob)):
-            return f"token {place} has log-prob {logprob}"
-    return ""
-
-
-def _problem(engine: RemoteEngine, reply: httpx.Response) -> Exception:
-    """What an answer other than 200 means to us."""
-    try:
-        body = reply.json()
-    except ValueError:
-        body = None
-    error = wire.error_from_body(body, engine.name)
-    if error is not None:
-        return _Lost(str(error)) if isinstance(error, EngineDead) else error
-    said = body.get("error", {}) if isinstance(body, dict) else {}
-    kind = said.get("kind") if isinstance(said, dict) else None
-    message = said.get("message") if isinstance(said, dict) else None
-    if kind in ("no_lease", "held", "version"):
-        return _Lost(str(message))
-    if reply.status_code == 429:
-        return _Busy(str(message))
-    if reply.status_code == 401:
-        return EngineError(f"{engine.name}: it does not accept the key; give its --api_key as --vllm_server_api_key")
-    if reply.status_code >= 500:
-        return _Failed(f"HTTP {reply.status_code}{': ' + str(message) if message else ''}")
-    what = message or f"HTTP {reply.status_code}; is this a `swift rollout` server?"
-    return EngineError(f"{engine.name}: {what}")
-
-
-def _kind(reply: httpx.Response) -> str:
-    try:
-        return str(reply.json()["error"].get("kind", ""))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return ""
-
-
 def _bounds(timeout_s: float, timeouts: RemoteTimeouts) -> httpx.Timeout:
     return httpx.Timeout(timeout_s, connect=min(timeouts.connect_s, timeout_s))
-
-
-def _shut(response: httpx.Response) -> None:
-    """End a stream that another thread may be reading: its socket is shut, and that thread sees the end."""
-    stream = response.extensions.get("network_stream")
-    raw = stream.get_extra_info("socket") if stream is not None else None
-    if raw is not None:
-        raw.shutdown(socket.SHUT_RDWR)
-
-
-def _address_towards(url: str) -> str:
-    """The address of this host that the server reaches."""
-    parts = urlsplit(url)
-    with socket.create_connection((parts.hostname or "127.0.0.1", parts.port or 80), timeout=5.0) as one:
-        return str(one.getsockname()[0])
-
-
-def _without_secrets(url: str) -> str:
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0] or type(error).__name__
 
 
 def _plain(value: Any) -> Any:

@@ -1,8 +1,9 @@
 """Drawing tokens: temperature, penalties, truncation, and inverse-CDF sampling from given uniforms.
 
-The order is that of the other engines: repetition penalty on the raw logits, temperature, then top-k, top-p and
-min-p on the tempered distribution. The returned log-prob is that of the distribution drawn from: over the whole
-vocabulary without truncation, renormalised over the surviving tokens with it.
+The order is that of the other engines: end tokens that come too early (`min_tokens`), repetition, frequency and
+presence penalty on the raw logits, temperature, then top-k, top-p and min-p on the tempered distribution. The returned
+log-prob is that of the distribution drawn from: over the whole vocabulary without truncation, renormalised over the
+surviving tokens with it.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ class BatchSampler:
     Args:
         requests: R requests, one row each.
         uniforms_RT: [R, T] float64 in [0, 1); column t draws token t.
+        ends_RE: [R, E] end tokens of each row, -1 for none; None when no row has any.
     """
 
-    def __init__(self, requests: Sequence[Request], uniforms_RT: Tensor) -> None:
+    def __init__(self, requests: Sequence[Request], uniforms_RT: Tensor, ends_RE: Tensor | None = None) -> None:
         sampling = [request.sampling for request in requests]
         device = uniforms_RT.device
 
@@ -36,13 +38,20 @@ class BatchSampler:
         self.min_p_R1 = column([s.min_p for s in sampling])
         self.top_k_R1 = column([s.top_k for s in sampling])
         self.penalty_R1 = column([s.repetition_penalty for s in sampling])
+        self.frequency_R1 = column([s.frequency_penalty for s in sampling])
+        self.presence_R1 = column([s.presence_penalty for s in sampling])
+        self.min_tokens_R1 = column([s.min_tokens for s in sampling])
+        self.ends_RE = ends_RE if ends_RE is not None else torch.full((len(sampling), 1), -1, device=device)
         self.seen_RV: Tensor | None = None
+        self.counts_RV: Tensor | None = None  # how often each token was sampled
         self.prompts = [list(request.prompt_ids) for request in requests]
         self._look()
 
     def _look(self) -> None:
         """Note which steps any row needs, so that plain sampling pays for none of them."""
         self.any_penalty = bool((self.penalty_R1 != 1.0).any())
+        self.any_count = bool((self.frequency_R1 != 0.0).any() or (self.presence_R1 != 0.0).any())
+        self.longest_minimum = int(self.min_tokens_R1.max()) if len(self.min_tokens_R1) else 0
         self.any_greedy = bool((self.temperature_R1 == 0.0).any())
         self.any_top_k = bool((self.top_k_R1 > 0).any())
         self.any_top_p = bool((self.top_p_R1 < 1.0).any())
@@ -50,18 +59,22 @@ class BatchSampler:
 
     def keep(self, rows: Tensor) -> None:
         """Keep only `rows`."""
-        for name in ("uniforms_RT", "temperature_R1", "top_p_R1", "min_p_R1", "top_k_R1", "penalty_R1"):
+        for name in _PER_ROW:
             setattr(self, name, getattr(self, name)[rows])
-        if self.seen_RV is not None:
-            self.seen_RV = self.seen_RV[rows]
+        self.seen_RV = self.seen_RV[rows] if self.seen_RV is not None else None
+        self.counts_RV = self.counts_RV[rows] if self.counts_RV is not None else None
         self.prompts = [self.prompts[i] for i in rows.tolist()]
         self._look()
 
     def draw(self, logits_RV: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Token ids [R] and their log-probs [R] (fp32) for decode step `step`."""
         logits_RV = logits_RV.float()
+        if step < self.longest_minimum:
+            logits_RV = self._without_ends(logits_RV, step)
         if self.any_penalty:
             logits_RV = self._penalise(logits_RV)
+        if self.any_count:
+            logits_RV = self._discount(logits_RV)
         tempered_RV = logits_RV / torch.where(self.temperature_R1 > 0, self.temperature_R1, 1.0)
         logprobs_RV = tempered_RV.log_softmax(-1)
         if self.any_top_k or self.any_top_p or self.any_min_p:
@@ -71,6 +84,8 @@ class BatchSampler:
             token_R = torch.where(self.temperature_R1[:, 0] > 0, token_R, logits_RV.argmax(-1))
         if self.seen_RV is not None:
             self.seen_RV.scatter_(1, token_R[:, None], True)
+        if self.counts_RV is not None:
+            self.counts_RV.scatter_add_(1, token_R[:, None], torch.ones_like(token_R, dtype=torch.float32)[:, None])
         return token_R, logprobs_RV.gather(1, token_R[:, None])[:, 0]
 
     def _penalise(self, logits_RV: Tensor) -> Tensor:
@@ -81,6 +96,21 @@ class BatchSampler:
                 self.seen_RV[row, torch.tensor(prompt, device=logits_RV.device)] = True
         penalised = torch.where(logits_RV > 0, logits_RV / self.penalty_R1, logits_RV * self.penalty_R1)
         return torch.where(self.seen_RV, penalised, logits_RV)
+
+    def _discount(self, logits_RV: Tensor) -> Tensor:
+        """Subtract the frequency penalty per sampled occurrence and the presence penalty once, as OpenAI's API does."""
+        if self.counts_RV is None:
+            self.counts_RV = torch.zeros_like(logits_RV)
+        return logits_RV - self.frequency_R1 * self.counts_RV - self.presence_R1 * (self.counts_RV > 0)
+
+    def _without_ends(self, logits_RV: Tensor, step: int) -> Tensor:
+        """No end token before a row's minimum, unless nothing else may follow (an expression that is complete)."""
+        early_R1 = self.min_tokens_R1 > step
+        ends_RV = torch.zeros_like(logits_RV, dtype=torch.bool)
+        ends_RV.scatter_(1, self.ends_RE.clamp(min=0), self.ends_RE >= 0)
+        ends_RV[:, 0] = (self.ends_RE == 0).any(1)  # what clamping has written there
+        without_RV = logits_RV.masked_fill(ends_RV & early_R1, -torch.inf)
+        return torch.where(without_RV.isneginf().all(1, keepdim=True), logits_RV, without_RV)
 
     def _truncate(self, logprobs_RV: Tensor) -> Tensor:
         """Renormalised log-probs with -inf outside of top-k, top-p (arXiv:1904.09751) and min-p (2407.01082)."""
@@ -97,6 +127,12 @@ class BatchSampler:
         keep_RV[:, 0] = True
         kept_RV = torch.zeros_like(keep_RV).scatter_(1, order_RV, keep_RV)
         return logprobs_RV.masked_fill(~kept_RV, -torch.inf).log_softmax(-1)
+
+
+_PER_ROW = (
+    "uniforms_RT", "temperature_R1", "top_p_R1", "min_p_R1", "top_k_R1", "penalty_R1", "frequency_R1", "presence_R1",
+    "min_tokens_R1", "ends_RE",
+)  # fmt: skip
 
 
 def _inverse_cdf(logprobs_RV: Tensor, uniform_R: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ class StopText:
 
     def __init__(self, requests: Sequence[Request], tokenizer: Any) -> None:
         self.words = [request.sampling.stop for request in requests]
+        self.minimum = [request.sampling.min_tokens for request in requests]
         self.active = any(self.words)
         if self.active and tokenizer is None:
             raise ValueError("stop strings need a tokenizer")
@@ -41,7 +42,7 @@ class StopText:
         if self.active:
             for row, request in enumerate(rows.tolist()):
                 words = self.words[request]
-                if words:
+                if words and step >= self.minimum[request]:
                     tail = max(len(word) for word in words) + TAIL_SLACK_TOKENS
                     ids = tokens[request, max(0, step - tail) : step].tolist()
                     text = self.tokenizer.decode(ids, skip_special_tokens=False)

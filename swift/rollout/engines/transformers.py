@@ -25,9 +25,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from swift.errors import ConfigError, EngineAsleep, EngineDead, EngineError, SwiftError, SyncFailed, Unsupported
+from swift.errors import (
+    ConfigError,
+    EngineAsleep,
+    EngineDead,
+    EngineError,
+    RequestRefused,
+    SwiftError,
+    SyncFailed,
+    Unsupported,
+)
 from swift.models.forward import choose_attention
 from swift.models.sharded import is_spread
+from swift.rollout.engines import guided
 from swift.rollout.engines.base import (
     ALL_TAGS,
     Ack,
@@ -99,6 +109,7 @@ class TransformersEngine(InferenceEngine):
         self.counters = EngineCounters()
         self._config = model.config.get_text_config()  # type: ignore[union-attr, operator]
         self._size = sum(parameter.numel() for parameter in model.parameters())
+        self._guides: guided.GuideFactory | None = None
         self._reload = reload
         self._keeps_base = keeps_base
         self._memory = WeightMemory(model) if reload is not None else None
@@ -138,6 +149,8 @@ class TransformersEngine(InferenceEngine):
             sleep_levels=(0, 1, 2) if own else (0,),
             kv_release=True,
             in_flight_updates=True,
+            guided=self.tokenizer is not None and guided.available(),
+            sampling_fields=("frequency_penalty", "presence_penalty", "min_tokens"),
         )
 
     @property
@@ -161,25 +174,41 @@ class TransformersEngine(InferenceEngine):
         while True:
             while self._finished:
                 yield self._finished.popleft()
+            self._between()
             if self._paused or not self._outstanding:
                 return
-            self._advance()
+            self._advance(one_step=self.between_steps is not None)
 
     def check_length(self, request: Request) -> None:
-        """Also refuses what the model cannot read and stop words without a tokenizer, as EngineError."""
+        """Also refuses what the model cannot read, and stop words without a tokenizer."""
         super().check_length(request)
         vocabulary = self._config.vocab_size
+        problem = ""
         if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocabulary:
-            raise EngineError(
-                f"request: {request.request_id}: its prompt has token ids outside of 0..{vocabulary - 1}; "
-                "tokenize it with the model's tokenizer"
+            problem = f"its prompt has token ids outside of 0..{vocabulary - 1}; tokenize it with the model's tokenizer"
+        elif request.sampling.stop and self.tokenizer is None:
+            problem = "stop strings need a tokenizer; use stop_token_ids"
+        elif request.sampling.max_new_tokens < 1:
+            problem = f"max_new_tokens {request.sampling.max_new_tokens}: below 1"
+        if problem:
+            raise RequestRefused(request.request_id, f"request: {request.request_id}: {problem}")
+        if request.sampling.regex is not None:
+            self._check_regex(request)
+
+    def _check_regex(self, request: Request) -> None:
+        """Raises RequestRefused for an expression that cannot be compiled, or whose end no token could mark."""
+        if not self.eos_token_ids and not request.sampling.stop_token_ids:
+            raise RequestRefused(
+                request.request_id,
+                f"request: {request.request_id}: regex: there is no end token that could follow a match; "
+                "name one in stop_token_ids",
             )
-        if request.sampling.stop and self.tokenizer is None:
-            raise EngineError(f"request: {request.request_id}: stop strings need a tokenizer; use stop_token_ids")
-        if request.sampling.max_new_tokens < 1:
-            raise EngineError(
-                f"request: {request.request_id}: max_new_tokens {request.sampling.max_new_tokens}: below 1"
-            )
+        if self._guides is None:
+            self._guides = guided.GuideFactory(self.tokenizer, self._config.vocab_size)
+        try:
+            self._guides.compiled(request.sampling.regex)
+        except EngineError as error:
+            raise RequestRefused(request.request_id, *error.problems) from error
 
     def stream_tokens(self, request: Request) -> Iterator[tuple[int, float]]:
         """Sample one request and yield (token id, log-prob) as they come; the last one ends the completion."""
@@ -222,7 +251,7 @@ class TransformersEngine(InferenceEngine):
     def _outstanding(self) -> int:
         return len(self._waiting) + len(self._running)
 
-    def _advance(self) -> None:
+    def _advance(self, *, one_step: bool = False) -> None:
         """Decode until a row ends, or somebody wants something; what ended is in `_finished`."""
         self._check_awake()
         started = time.monotonic()
@@ -235,6 +264,8 @@ class TransformersEngine(InferenceEngine):
                 while self._outstanding and not ended and not self._paused and not self._closed:
                     with self._step:
                         ended = self._one_step()
+                    if one_step:
+                        break
         except BaseException:
             self._forget()  # the batch is in no state to go on from
             raise
@@ -277,6 +308,7 @@ class TransformersEngine(InferenceEngine):
             "tokenizer": self.tokenizer,
             "device": self.device,
             "counters": self.counters,
+            "guides": self._guides,
         }
         budgets = [self.room(request) for request in batch]
         if self.obstacle is None:

@@ -242,6 +242,7 @@ class VLLMEngine(InferenceEngine):
             skip_special_tokens=False,
             logprobs=0,
             output_kind=self._vllm.DELTA,
+            **vllm_settings.unusual_sampling(self._vllm, wanted),
         )
 
     def stream(self) -> Iterator[Completion]:
@@ -251,6 +252,7 @@ class VLLMEngine(InferenceEngine):
             self._apply_aborts()
             while self._ready:
                 yield self._ready.popleft()
+            self._between()
             if not self._running or self._paused:
                 return
             self._check_usable()
@@ -771,6 +773,8 @@ class VLLMEngine(InferenceEngine):
             kv_release=sleeps and not obstacle,
             in_flight_updates=True,
             transports=("in_process",),
+            guided=True,
+            sampling_fields=vllm_settings.sampling_fields(self._vllm),
             extra={"vllm": self._vllm.version},
         )
 

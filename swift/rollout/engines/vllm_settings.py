@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from swift.rollout.engines import vllm_versions
 from swift.rollout.engines.spec import EngineSpec
+from swift.types import SamplingParams
 
 CPU_BLOCK_TOKENS = 32
 """KV block on a CPU: vLLM's default of 128 would share no prompt shorter than that."""
@@ -106,6 +108,39 @@ def engine_arguments(
     if spec.limit_mm_per_prompt is not None:
         arguments["limit_mm_per_prompt"] = spec.limit_mm_per_prompt
     return arguments | _own_names(spec.engine_kwargs)
+
+
+OWN_SAMPLING_FIELDS = (
+    "bad_words", "logit_bias", "allowed_token_ids", "structured_outputs", "thinking_token_budget",
+    "repetition_detection",
+)  # fmt: skip
+"""Fields of vLLM's `SamplingParams` that requests may set besides ours; some versions lack the last ones."""
+
+
+def sampling_fields(vllm: vllm_versions.Vllm) -> tuple[str, ...]:
+    """What of `SamplingParams.unusual` the installed vLLM takes."""
+    own = set(inspect.signature(vllm.SamplingParams).parameters)
+    common = ("frequency_penalty", "presence_penalty", "min_tokens")
+    return (*common, *(name for name in OWN_SAMPLING_FIELDS if name in own))
+
+
+def unusual_sampling(vllm: vllm_versions.Vllm, wanted: SamplingParams) -> dict[str, Any]:
+    """Keyword arguments of vLLM's `SamplingParams` for what most requests do not use.
+
+    A regular expression beats what `structured_outputs` asks for.
+
+    Raises:
+        TypeError, ValueError: values that vLLM refuses.
+    """
+    given: dict[str, Any] = {name: getattr(wanted, name) for name in ("frequency_penalty", "presence_penalty")}
+    given |= {"min_tokens": wanted.min_tokens, **wanted.extra}
+    if "logit_bias" in given:  # the keys of a JSON object are texts
+        given["logit_bias"] = {int(token): float(bias) for token, bias in given["logit_bias"].items()}
+    if "structured_outputs" in given:
+        given["structured_outputs"] = vllm.StructuredOutputsParams(**given["structured_outputs"])
+    if wanted.regex is not None:
+        given["structured_outputs"] = vllm.StructuredOutputsParams(regex=wanted.regex)
+    return given
 
 
 def _own_names(kwargs: Mapping[str, Any]) -> dict[str, Any]:

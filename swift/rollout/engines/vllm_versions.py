@@ -57,7 +57,7 @@ USED: dict[str, tuple[str, ...]] = {
     ),
     "vllm.v1.engine.core": ("EngineCore.shutdown",),
     "vllm.v1.engine.core_client": ("InprocClient.get_output",),
-    "vllm.sampling_params": ("SamplingParams", "RequestOutputKind.DELTA"),
+    "vllm.sampling_params": ("SamplingParams", "RequestOutputKind.DELTA", "StructuredOutputsParams"),
     "vllm.lora.request": ("LoRARequest",),
     "vllm.lora.layers.base": ("BaseLayerWithLoRA",),
     "vllm.config": ("set_current_vllm_config",),
@@ -108,6 +108,7 @@ class Vllm:
     LLMEngine: Any
     SamplingParams: Any
     DELTA: Any
+    StructuredOutputsParams: Any
     LoRARequest: Any
     platform: Any
     destroy_model_parallel: Any
@@ -166,6 +167,7 @@ def load_vllm() -> Vllm:
         LLMEngine=found["vllm.v1.engine.llm_engine"].LLMEngine,
         SamplingParams=found["vllm.sampling_params"].SamplingParams,
         DELTA=found["vllm.sampling_params"].RequestOutputKind.DELTA,
+        StructuredOutputsParams=found["vllm.sampling_params"].StructuredOutputsParams,
         LoRARequest=found["vllm.lora.request"].LoRARequest,
         platform=found["vllm.platforms"].current_platform,
         destroy_model_parallel=found["vllm.distributed.parallel_state"].destroy_model_parallel,

@@ -365,8 +365,8 @@ class ParityCheck:
     def _make_requests(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Request]:
         tokens = min(TOKENS, sampling.max_new_tokens, self.capabilities.max_model_len // 2)
         room = self.capabilities.max_model_len - tokens
-        plain = replace(
-            sampling, top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0, stop=(), max_new_tokens=tokens
+        plain = SamplingParams(
+            max_new_tokens=tokens, temperature=sampling.temperature, stop_token_ids=sampling.stop_token_ids
         )
         chosen = choose_prompts([list(prompt.token_ids) for prompt in prompts], room)
         return [

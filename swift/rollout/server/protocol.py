@@ -24,7 +24,7 @@ HARMLESS = frozenset({
 NEUTRAL: dict[str, Sequence[Any]] = {
     "echo": (False,), "tool_choice": ("none", "auto"), "images": ([],), "truncation": (False,),
     "add_generation_prompt": (True,), "length_penalty": (1.0,), "output_kind": (2,),
-    "frequency_penalty": (0,), "presence_penalty": (0,), "best_of": (1,), "min_tokens": (0,), "suffix": ("",),
+    "best_of": (1,), "suffix": ("",),
     "use_beam_search": (False,), "response_format": ({"type": "text"},), "truncate_prompt_tokens": (-1,),
     "continue_final_message": (False,),
 }  # fmt: skip
@@ -44,7 +44,11 @@ class Open(BaseModel):
 
 
 class Sampling(Open):
-    """What the families of routes have in common; None is the server's default."""
+    """What the families of routes have in common; None is the server's default.
+
+    guided_regex, structured_outputs_regex: a regular expression, as older vLLM and TRL spell it.
+    structured_outputs: vLLM's own, of which every engine that guides takes {"regex": ...}.
+    """
 
     model: str | None = None
     n: int | None = None
@@ -53,6 +57,12 @@ class Sampling(Open):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    min_tokens: int | None = None
+    structured_outputs: dict[str, Any] | None = None
+    structured_outputs_regex: str | None = None
+    guided_regex: str | None = None
     max_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -327,6 +337,9 @@ RANGES: dict[str, tuple[Literal["above", "from"], float, float]] = {
     "top_k": ("from", -1, 2**31 - 1),
     "min_p": ("from", 0, 1),
     "repetition_penalty": ("above", 0, 1e6),
+    "frequency_penalty": ("from", -2, 2),
+    "presence_penalty": ("from", -2, 2),
+    "min_tokens": ("from", 0, 2**31 - 1),
     "max_new_tokens": ("from", 1, 2**31 - 1),
     "seed": ("from", 0, SEEDS - 1),
 }

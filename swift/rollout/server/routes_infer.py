@@ -14,8 +14,9 @@ import swift
 from swift.errors import SwiftError
 from swift.rollout.engines.worker.protocol import completion_to_json
 from swift.rollout.server import wire
+from swift.rollout.server.bodies import json_body
 from swift.rollout.server.limits import KNOWN, Refused
-from swift.rollout.server.protocol import InferRequest, check_sampling, parsed
+from swift.rollout.server.protocol import InferRequest, check_sampling
 from swift.rollout.server.service import Answers, Service, check_count
 from swift.types import Completion, Request
 
@@ -88,9 +89,7 @@ def _infer(routes: APIRouter, service: Service) -> None:
 
     @routes.post("/infer")
     @routes.post("/infer/")
-    async def infer(http: HttpRequest, run: RunId = None) -> StreamingResponse:
-        data = await http.body()
-        body = await asyncio.to_thread(parsed, InferRequest, data)
+    async def infer(body: Annotated[InferRequest, json_body(InferRequest)], run: RunId = None) -> StreamingResponse:
         requests = await asyncio.to_thread(_requests, service, body)
         if run is not None:
             service.authorize(run)

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
@@ -20,6 +20,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from swift.errors import SwiftError
 from swift.models.template import RefusedChat
 from swift.rollout.server import wire
+from swift.rollout.server.bodies import json_body
 from swift.rollout.server.limits import Refused
 from swift.rollout.server.protocol import (
     ChatRequest,
@@ -71,7 +72,7 @@ def _completions(routes: APIRouter, service: Service) -> None:
         }
 
     @routes.post("/v1/completions")
-    async def completions(body: CompletionRequest, http: HttpRequest) -> Any:
+    async def completions(body: Annotated[CompletionRequest, json_body(CompletionRequest)], http: HttpRequest) -> Any:
         refuse_extras(body)
         check_logprobs(body.logprobs)
         check_model(service, body.model)
@@ -94,7 +95,7 @@ def _completions(routes: APIRouter, service: Service) -> None:
         )
 
     @routes.post("/v1/chat/completions")
-    async def chat_completions(body: ChatRequest, http: HttpRequest) -> Any:
+    async def chat_completions(body: Annotated[ChatRequest, json_body(ChatRequest)], http: HttpRequest) -> Any:
         refuse_extras(body)
         check_logprobs(body.top_logprobs, "top_logprobs")
         check_model(service, body.model)
@@ -128,7 +129,7 @@ def _tokens(routes: APIRouter, service: Service) -> None:
     """Tokens from tokens, and from texts."""
 
     @routes.post("/inference/v1/generate")
-    async def generate(body: TokensRequest, http: HttpRequest) -> JSONResponse:
+    async def generate(body: Annotated[TokensRequest, json_body(TokensRequest)], http: HttpRequest) -> JSONResponse:
         refuse_extras(body)
         refuse_extras(body.sampling_params, "logprobs")
         if body.features or body.stream:
@@ -161,7 +162,7 @@ def _tokens(routes: APIRouter, service: Service) -> None:
         return await service.texts(lambda: JSONResponse(answer))
 
     @routes.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: Annotated[TokenizeRequest, json_body(TokenizeRequest)]) -> dict[str, Any]:
         refuse_extras(body)
         if (body.prompt is None) == (body.messages is None):
             raise Refused(422, "field", "tokenize: one of prompt and messages is needed")
@@ -170,7 +171,7 @@ def _tokens(routes: APIRouter, service: Service) -> None:
         return {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings}
 
     @routes.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+    async def detokenize(body: Annotated[DetokenizeRequest, json_body(DetokenizeRequest)]) -> dict[str, Any]:
         size = len(service.template.tokenizer)
         wrong = [token for token in body.tokens if not 0 <= token < size]
         if wrong:
@@ -213,13 +214,8 @@ def chat_ids(
     """
     template = service.template
     try:
-        if not tools and not kwargs:
-            return service.tokenize(template.render(messages, add_generation_prompt=prompt), special=False)
-        text = template.tokenizer.apply_chat_template(
-            list(messages), tools=list(tools or []) or None, add_generation_prompt=prompt, tokenize=False,
-            **{name: value for name, value in (kwargs or {}).items() if name not in ("chat_template", "tokenize")},
-        )  # fmt: skip
-        return service.tokenize(str(text), special=False)
+        text = template.render(messages, add_generation_prompt=prompt, tools=tools, kwargs=kwargs)
+        return service.tokenize(text, special=False)
     except RefusedChat as error:
         raise Refused(422, "messages", error.problems[0]) from error
     except Exception as error:  # the template is a program; what it raises is about these messages

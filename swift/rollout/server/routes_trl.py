@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse
 
+from swift.rollout.server.bodies import json_body
 from swift.rollout.server.limits import Refused
 from swift.rollout.server.protocol import (
     LegacyChat,
@@ -30,13 +31,13 @@ def router(service: Service) -> APIRouter:
     routes = APIRouter()
 
     @routes.post("/generate/")
-    async def generate(body: LegacyGenerate, http: HttpRequest) -> JSONResponse:
+    async def generate(body: Annotated[LegacyGenerate, json_body(LegacyGenerate)], http: HttpRequest) -> JSONResponse:
         wanted = _with_kwargs(body)
         prompts = await service.texts(lambda: [_ids(service, one) for one in wanted.prompts])
         return await _answer(service, prompts, wanted, http)
 
     @routes.post("/chat/")
-    async def chat(body: LegacyChat, http: HttpRequest) -> JSONResponse:
+    async def chat(body: Annotated[LegacyChat, json_body(LegacyChat)], http: HttpRequest) -> JSONResponse:
         wanted = _with_kwargs(body)
         prompts = await service.texts(
             lambda: [chat_ids(service, one, wanted.tools, wanted.chat_template_kwargs) for one in wanted.messages]
@@ -44,7 +45,9 @@ def router(service: Service) -> APIRouter:
         return await _answer(service, prompts, wanted, http)
 
     @routes.post("/generate")
-    async def plain_generate(body: PlainGenerate, http: HttpRequest) -> JSONResponse:
+    async def plain_generate(
+        body: Annotated[PlainGenerate, json_body(PlainGenerate)], http: HttpRequest
+    ) -> JSONResponse:
         refuse_extras(body)
         check_logprobs(body.logprobs)
         if body.stream:

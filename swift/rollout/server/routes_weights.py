@@ -17,6 +17,7 @@ from starlette.datastructures import UploadFile
 
 from swift.errors import ConfigError
 from swift.rollout.server import wire
+from swift.rollout.server.bodies import json_body
 from swift.rollout.server.limits import Refused
 from swift.rollout.server.protocol import (
     BeginRequest,
@@ -51,7 +52,7 @@ def _updates(routes: APIRouter, service: Service) -> None:
     updates = service.updates
 
     @routes.post("/weights/begin")
-    async def begin(body: BeginRequest, run: RunId = None) -> dict[str, Any]:
+    async def begin(body: Annotated[BeginRequest, json_body(BeginRequest)], run: RunId = None) -> dict[str, Any]:
         service.authorize(run)
         names, dtypes, shapes = zip(*body.manifest, strict=True) if body.manifest else ((), (), ())
         manifest = infos_of(names, dtypes, shapes)

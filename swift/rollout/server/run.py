@@ -30,12 +30,14 @@ from swift.models import context_length, load_chat
 from swift.models.policy import load_config
 from swift.models.source import locate
 from swift.models.template import Template
+from swift.rollout.engines.guided import require as require_guidance
 from swift.rollout.engines.pool import EnginePool
 from swift.rollout.engines.spec import EngineSpec, factory, spec_from
 from swift.rollout.engines.worker.client import WorkerEngine, WorkerTimeouts
 from swift.rollout.placement import PlacementRequest, place
 from swift.rollout.server.app import make_app
 from swift.rollout.server.service import Service, Settings
+from swift.types import SamplingParams
 
 DRAIN_S = 10
 """How long requests in flight may take to end after a signal."""
@@ -82,6 +84,9 @@ def check(args: Any, given: Collection[str]) -> Plan:
         ResourceError: the backend's package is missing.
     """
     _require(args)
+    regex = args.vllm_guided_decoding_regex
+    if regex is not None:
+        require_guidance(args.infer_backend, regex)
     source = locate(args)
     template = load_chat(args)
     config = load_config(source.base, args)
@@ -104,7 +109,7 @@ def check(args: Any, given: Collection[str]) -> Plan:
         tensor_parallel_size=width,
         data_parallel_size=count,
         stop_token_ids=tuple(template.stop_token_ids),
-        defaults={name: _plain(getattr(args, flag)) for flag, name in SAMPLING.items() if flag in given},
+        defaults=_sampling_defaults(args, given),
         api_key=args.api_key,
         weights_folder=folder,
     )
@@ -331,6 +336,15 @@ def _devices(args: Any, width: int, count: int) -> tuple[list[tuple[tuple[str, .
     return made, notes + (
         [f"warning: {', '.join(spare)}: used by nobody; raise --vllm_data_parallel_size"] if spare else []
     )
+
+
+def _sampling_defaults(args: Any, given: Collection[str]) -> dict[str, Any]:
+    """What the server was told about sampling, by fields of `SamplingParams`."""
+    named = {*given, *args.flags_in_kwargs()}
+    told = {name: _plain(getattr(args, flag)) for flag, name in SAMPLING.items() if flag in named}
+    wanted, plain = args.sampling_params(), SamplingParams(max_new_tokens=1)
+    more = ("frequency_penalty", "presence_penalty", "min_tokens", "regex", "stop_token_ids", "extra")
+    return told | {name: getattr(wanted, name) for name in more if getattr(wanted, name) != getattr(plain, name)}
 
 
 def _plain(value: Any) -> Any:

@@ -72,6 +72,13 @@ class Settings:
     drain_s: float = 600.0
 
 
+NUMBERS = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
+    "min_tokens",
+)  # fmt: skip
+"""Fields of `SamplingParams` that clients give under the same name."""
+
+
 class Service:
     """See the module's docstring.
 
@@ -446,13 +453,14 @@ class Service:
         ]
 
     def _sampling(self, wanted: Sampling, max_tokens: int) -> SamplingParams:
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        given = {name: getattr(wanted, name) for name in names if getattr(wanted, name) is not None}
+        given = {name: getattr(wanted, name) for name in NUMBERS if getattr(wanted, name) is not None}
+        given |= _guidance(wanted)
         stops = [wanted.stop] if isinstance(wanted.stop, str) else wanted.stop
         ends = () if wanted.ignore_eos else self.settings.stop_token_ids
         defaults = dict(self.settings.defaults)
         limit = defaults.pop("max_new_tokens", max_tokens)
         default_stop = tuple(defaults.pop("stop", ()))
+        ends = (*ends, *defaults.pop("stop_token_ids", ()))
         return SamplingParams(
             **{
                 "max_new_tokens": limit if wanted.max_tokens is None else wanted.max_tokens,
@@ -592,3 +600,23 @@ def checkpoint_names(folder: Path) -> tuple[list[str], dict[str, str]]:
 
 def _seeded(sampling: SamplingParams, seed: int, index: int) -> SamplingParams:
     return replace(sampling, seed=seed if index == 0 else sample_seed(seed, "request", 0, index))
+
+
+def _guidance(wanted: Sampling) -> dict[str, Any]:
+    """Fields of `SamplingParams` for the regular expression that a client gave in one of its spellings.
+
+    Raises:
+        Refused: two spellings with different expressions.
+    """
+    own = {name: value for name, value in (wanted.structured_outputs or {}).items() if value is not None}
+    spelled = {
+        "structured_outputs": own.get("regex"),
+        "structured_outputs_regex": wanted.structured_outputs_regex,
+        "guided_regex": wanted.guided_regex,
+    }
+    given = {name: regex for name, regex in spelled.items() if regex is not None}
+    if len(set(given.values())) > 1:
+        raise Refused(422, "field", f"{', '.join(given)}: different expressions for one completion; give one")
+    if given:
+        return {"regex": next(iter(given.values()))}
+    return {"extra": {"structured_outputs": own}} if own else {}

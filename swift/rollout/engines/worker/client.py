@@ -16,11 +16,10 @@ Nothing here waits without a bound; see `WorkerTimeouts`.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,9 +30,7 @@ from swift.rollout.engines.base import (
     Ack,
     AdapterWeights,
     Capabilities,
-    EngineCounters,
     Health,
-    InferenceEngine,
     PauseMode,
     SleepLevel,
     SleepReport,
@@ -41,6 +38,7 @@ from swift.rollout.engines.base import (
     TensorInfo,
     WeightUpdate,
 )
+from swift.rollout.engines.elsewhere import EngineElsewhere, Pending, fields_of, impossible
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.engines.worker import protocol
 from swift.rollout.engines.worker.link import Call, CallTimeout, Link, WorkerLost, WorkerTimeouts
@@ -55,30 +53,19 @@ HEALTH_S = 5.0
 """Bound on `health` and `info`."""
 RESTART_WINDOW_S = 3600.0
 """`restarts` are counted over so long."""
-TRIES = 2
-"""How often a request that takes too long is sampled."""
 TRANSPORTS = ("shared_memory", "cuda_ipc", "broadcast")
 
 __all__ = ["WorkerEngine", "WorkerTimeouts"]
 
 
 @dataclass(slots=True)
-class _Pending:
-    """A request that has not come back.
+class _Pending(Pending):
+    """link: the life of the worker that has it."""
 
-    link: the life of the worker that has it. expired_at: when it was aborted for taking too long. aborted: by the
-    caller.
-    """
-
-    request: Request
     link: Link | None = None
-    sent_at: float = 0.0
-    tries: int = 1
-    expired_at: float | None = None
-    aborted: bool = False
 
 
-class WorkerEngine(InferenceEngine):
+class WorkerEngine(EngineElsewhere):
     """Runs a backend in a child process; the process is launched at once, and waited for when it is first needed.
 
     Args:
@@ -108,8 +95,8 @@ class WorkerEngine(InferenceEngine):
         keeps_weights: bool = True,
         staging: Path | None = None,
     ) -> None:
+        super().__init__(name)
         self.spec = spec
-        self.name = name
         self.log_file = Path(log_file)
         self.timeouts = timeouts or WorkerTimeouts()
         self.restarts = restarts
@@ -117,27 +104,17 @@ class WorkerEngine(InferenceEngine):
         self.keeps_weights = keeps_weights
         self.staging = staging
         self.broadcaster: BroadcastSender | None = None
-        self.version = 0
-        self.counters = EngineCounters()
-        self.late = 0
-        """Requests that were aborted because they took too long."""
-        self._before = EngineCounters()  # of the lives that are over
         self._capabilities: Capabilities | None = None
         self._outstanding: dict[str, _Pending] = {}
-        self._ready: deque[Completion] = deque()
-        self._table = threading.RLock()  # of the two above
+        self._table = threading.RLock()  # of it, and of `_ready`
         self._life = threading.RLock()  # held while a process is replaced
         self._replacing = threading.Lock()  # of `_link` and `_closed`
         self._restarted: deque[float] = deque()
         self._kept: KeptWeights | None = None
         self._adapter: KeptAdapter | None = None
-        self._void = ""
         self._lost_weights = 0  # version that a new process could not be given
         self._asleep: tuple[SleepLevel, set[Tag]] = (0, set())
         self._pausing = False  # wanted, and what a new process is told
-        self._paused_at: float | None = None
-        self._dead: SwiftError | None = None
-        self._closed = False
         self._link = Link(spec, name=name, log_file=self.log_file, timeouts=self.timeouts)
 
     # --- start ------------------------------------------------------------------------------------------------
@@ -168,10 +145,9 @@ class WorkerEngine(InferenceEngine):
             self._capabilities = self._described(state)
 
     def _described(self, state: Message) -> Capabilities:
-        fields: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in state.items()
-        }
-        return replace(Capabilities(**fields), devices=self.spec.devices, transports=TRANSPORTS, shares_weights=False)
+        return replace(
+            Capabilities(**fields_of(state)), devices=self.spec.devices, transports=TRANSPORTS, shares_weights=False
+        )
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
@@ -187,6 +163,10 @@ class WorkerEngine(InferenceEngine):
         return self._link.host_pid
 
     # --- sampling ---------------------------------------------------------------------------------------------
+
+    @property
+    def _pending(self) -> Mapping[str, Pending]:
+        return self._outstanding
 
     def submit(self, request: Request) -> None:
         """See `InferenceEngine.submit`."""
@@ -258,6 +238,7 @@ class WorkerEngine(InferenceEngine):
                 continue
             while self._ready:
                 yield self._ready.popleft()
+            self._between()
             if not self._outstanding or paused:
                 link.tell("rest")
                 return
@@ -274,7 +255,7 @@ class WorkerEngine(InferenceEngine):
 
     def _await_event(self, link: Link, wakes: int) -> None:
         """Until something came, somebody paused since `wakes`, or it is time to look at the clocks."""
-        event = link.next_event(LOOK_S, wakes=wakes)
+        event = link.next_event(self._patience(LOOK_S), wakes=wakes)
         if event is not None:
             self._take(event)
         else:
@@ -311,16 +292,12 @@ class WorkerEngine(InferenceEngine):
             pending = self._outstanding.get(completion.request_id)
             if pending is None:
                 return  # given up meanwhile
-            if completion.finish_reason == "abort" and pending.expired_at is not None and not pending.aborted:
-                begun = bool(completion.token_ids)
-                self.late += begun
-                if not begun or pending.tries < TRIES:
-                    pending.tries += begun  # one that never had its turn is not at fault
-                    self._send_again(pending, self._link)
-                    return
-                completion.finish_reason = "error"
+            expired = completion.finish_reason == "abort" and pending.expired
+            if expired and self._comes_again(pending, completion):
+                self._send_again(pending, self._link)
+                return
             del self._outstanding[completion.request_id]
-        problem = _impossible(completion)
+        problem = impossible(completion)
         if problem:
             self._give_up_all()
             raise EngineError(
@@ -431,16 +408,6 @@ class WorkerEngine(InferenceEngine):
             self.abort()
             link.ask("pause", self.timeouts.pause_s)
 
-    def _finish_outstanding(self) -> None:
-        """Stream to the end, for a later `stream` to deliver."""
-        if self._paused_at is not None:
-            return
-        held: list[Completion] = []
-        try:
-            held.extend(self.stream())
-        finally:
-            self._ready.extendleft(reversed(held))
-
     def resume(self) -> None:
         """See `InferenceEngine.resume`."""
         self._check_alive()
@@ -541,8 +508,8 @@ class WorkerEngine(InferenceEngine):
     def sleep(self, level: SleepLevel) -> SleepReport:
         """See `InferenceEngine.sleep`."""
         self._check_alive()
-        if level and self._outstanding:
-            raise EngineError(f"{self.name}: sleep while {len(self._outstanding)} requests are outstanding; abort them")
+        if level:
+            self._check_idle("sleep")
         report = SleepReport(**self._ask("sleep", self.timeouts.sleep_s, level=level))
         if level:
             self._asleep = (max(level, self._asleep[0]), set(ALL_TAGS))
@@ -561,10 +528,8 @@ class WorkerEngine(InferenceEngine):
 
     def health(self) -> Health:
         """See `InferenceEngine.health`; a process that is gone and can be replaced is healthy again after that."""
-        if self._closed or self._dead is not None:
-            return Health(False, self.version, self._dead.problems[0] if self._dead is not None else "closed")
-        if self._void:
-            return Health(False, self.version, f"its weights are void: {self._void}")
+        if (known := self._no_health()) is not None:
+            return known
         link = self._link
         if self._capabilities is None and not link.lost:
             return Health(False, self.version, "starting")
@@ -617,23 +582,6 @@ class WorkerEngine(InferenceEngine):
                 return link.ask(name, timeout_s, **fields)
             except (WorkerLost, CallTimeout) as lost:
                 self._recover(link, lost)
-
-    def _check_alive(self) -> None:
-        if self._closed:
-            raise EngineDead(f"{self.name}: it is closed; make a new one")
-        if self._dead is not None:
-            raise self._dead
-
-    def _check_whole(self) -> None:
-        if self._void:
-            raise SyncFailed(f"{self.name}: its weights are void: {self._void}; publish again, or rebuild it")
-
-    def _check_at_rest(self, what: str) -> None:
-        if self._outstanding and self._paused_at is None:
-            raise EngineError(
-                f"{self.name}: {what} while {len(self._outstanding)} requests are outstanding; wait for them, or "
-                "pause with keep"
-            )
 
     def _die(self, problem: str) -> EngineDead:
         """No process is left of this engine, and none will come."""
@@ -715,13 +663,3 @@ class WorkerEngine(InferenceEngine):
             awake = [tag for tag in ALL_TAGS if tag not in asleep]
             if awake:
                 link.ask("wake", self.timeouts.sleep_s, tags=awake)
-
-
-def _impossible(completion: Completion) -> str:
-    """Why a completion's log-probs cannot be; "" when they can."""
-    if len(completion.logprobs) != len(completion.token_ids):
-        return f"{len(completion.logprobs)} log-probs for {len(completion.token_ids)} tokens"
-    for place, logprob in enumerate(completion.logprobs):
-        if not (logprob <= 0 and math.isfinite(logprob)):
-            return f"token {place} has log-prob {logprob}"
-    return ""

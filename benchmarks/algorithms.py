@@ -1,0 +1,306 @@
+"""Every algorithm option on the demo's task: what is learned in a few steps, and the metric that shows that it acts.
+
+    python benchmarks/algorithms.py [--only baseline sapo] [--seeds 0 1] [--steps 40] [--keep FOLDER] [--page FILE]
+    python benchmarks/algorithms.py --quick            # one option, two steps
+
+Each row is one `swift rlhf --rlhf_type grpo` per seed with the demo's model, problems and rewards, and the flags of that
+row besides. The table says that an option runs end to end and does what it is for; which one is better it cannot say:
+the task is tiny, the runs are short, the seeds few. `--keep` leaves the runs in a folder and takes up those that are
+complete there already. `--page` writes the table into docs/algorithms_measured.md (or another page with its marks).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from harness import record
+from harness.demo import ROOT, demo_model, environment, make_problems
+
+RUN_LIMIT_S = 900.0
+LAST = 10
+"""Steps whose mean reward counts."""
+START, END = "<!-- measured: generated -->", "<!-- end of measured -->"
+
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A row: a name, the flags that make it, and the metric that shows that it acts.
+
+    how: what is made of the metric over the steps of a run: its mean, its largest value or that of the last step.
+    """
+
+    name: str
+    flags: str
+    metric: str
+    how: str = "mean"
+
+
+TWICE = "--num_iterations 2 "
+AHEAD = (
+    "--vllm_mode dedicated --async_generate true --prefetch_depth 2 --log_rollout_offpolicy_metrics true "
+    "--rollout_importance_sampling_mode "
+)
+OPTIONS = (
+    Option("baseline", "", "frac_reward_zero_std"),
+    Option("dapo, two updates", TWICE, "clip_ratio/region_mean"),
+    Option("dapo, clip-higher", TWICE + "--epsilon_high 0.28", "clip_ratio/high_mean"),
+    Option("grpo", TWICE + "--loss_type grpo", "clip_ratio/region_mean"),
+    Option("dr_grpo", TWICE + "--loss_type dr_grpo --scale_rewards none", "clip_ratio/region_mean"),
+    Option("bnpo", TWICE + "--loss_type bnpo", "clip_ratio/region_mean"),
+    Option("gspo", TWICE + "--loss_type gspo --epsilon 3e-4 --epsilon_high 4e-4", "clip_ratio/region_mean"),
+    Option("luspo", TWICE + "--loss_type luspo --epsilon 0.002 --epsilon_high 0.0025", "clip_ratio/region_mean"),
+    Option("cispo", TWICE + "--loss_type cispo --epsilon_high 5", "clip_ratio/high_mean"),
+    Option("sapo", TWICE + "--loss_type sapo", "ratio/max", "max"),
+    Option("vespo", TWICE + "--loss_type vespo", "vespo/phi_mean"),
+    Option("two-sided clip", TWICE + "--delta 1.5", "ratio/max", "max"),
+    Option("rloo", "--advantage_estimator rloo", "grad_norm"),
+    Option("reinforce_plus_plus", "--advantage_estimator reinforce_plus_plus", "grad_norm"),
+    Option("gdpo", "--scale_rewards gdpo", "grad_norm"),
+    Option("KL in the loss", "--beta 0.04 --kl_bias_correction true", "kl", "last"),
+    Option("KL in the reward", "--beta 0.04 --kl_in_reward true", "time/reference"),
+    Option(
+        "sync_ref_model", "--beta 0.04 --kl_bias_correction true --sync_ref_model true --ref_model_sync_steps 10",
+        "kl", "last",
+    ),
+    Option("dynamic_sample", "--dynamic_sample true", "dynamic_sample/zero_variance", "sum"),
+    Option("replay", "--replay_buffer_size 64", "replay/groups", "sum"),
+    Option(
+        "re-roll", "--reroll_start_fraction 0.1 --reroll_max_groups 2 --reroll_fail_reward 1", "reroll/waiting", "max"
+    ),
+    Option("curriculum", "--curriculum_column carries", "completions/unique_prompts"),
+    Option("async, no correction", AHEAD + "none", "rollout_ratio/ess", "min"),
+    Option("async, token_truncate", AHEAD + "token_truncate", "rollout_ratio/clipped_frac"),
+    Option("async, token_mask", AHEAD + "token_mask", "rollout_ratio/clipped_frac"),
+    Option("async, sequence_truncate", AHEAD + "sequence_truncate", "rollout_ratio/clipped_frac"),
+    Option("async, sequence_mask", AHEAD + "sequence_mask", "rollout_ratio/clipped_frac"),
+    Option("async, OPSM", AHEAD + "none --off_policy_sequence_mask_delta 0.01", "off_policy_mask/muted_frac"),
+    Option(
+        "streaming_partial_batch",
+        "--vllm_mode dedicated --async_generate true --streaming_partial_batch true --streaming_min_groups 4",
+        "off_policy/mean",
+    ),
+    Option("entropy bonus, adaptive", "--use_adaptive_entropy true --entropy_target 0.1", "entropy_coef", "max"),
+    Option("top-entropy tokens", "--top_entropy_quantile 0.2", "entropy_threshold"),
+)  # fmt: skip
+
+
+def command(option: Option, model: Path, data: tuple[Path, Path], folder: Path, steps: int, seed: int) -> list[str]:
+    """One run."""
+    train, held_out = data
+    words = {
+        "model": model,
+        "dataset": train,
+        "val_dataset": held_out,
+        "eval_strategy": "steps",
+        "eval_steps": steps,
+        "num_generations_eval": 1,
+        "reward_funcs": "accuracy format",
+        "train_type": "full",
+        "gradient_checkpointing": "false",
+        "num_generations": 8,
+        "temperature": 1.0,
+        "max_completion_length": 48,
+        "per_device_train_batch_size": 128,
+        "max_steps": steps,
+        "learning_rate": 3e-4,
+        "warmup_ratio": 0.05,
+        "beta": 0,
+        "log_entropy": "true",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "parity_check": "off",
+        "seed": seed,
+        "add_version": "false",
+        "output_dir": folder,
+    }
+    of_option = option.flags.split()
+    base = [word for name, value in words.items() if f"--{name}" not in of_option for word in (f"--{name}", value)]
+    split = (str(part) for word in base for part in (word.split() if isinstance(word, str) else [word]))
+    return [sys.executable, "-m", "swift", "rlhf", "--rlhf_type", "grpo", *split, *of_option]
+
+
+def problems(folder: Path) -> tuple[Path, Path]:
+    """What is trained on, and what is held out; made once."""
+    train, held_out = folder / "train_with_carries.jsonl", folder / "held_out.jsonl"
+    if not train.exists():
+        train, held_out = make_problems(folder)
+        train = with_carries(train)
+    return train, held_out
+
+
+def with_carries(file: Path) -> Path:
+    """The problems of a file with a column that says how hard they are: how many carries and borrows they need."""
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    for row in rows:
+        left, right = row["query"].rstrip("=").replace("-", "+").split("+")
+        units = int(left) % 10 - int(right) % 10 if "-" in row["query"] else 9 - int(left) % 10 - int(right) % 10
+        row["carries"] = int(units < 0)
+    made = file.with_name("train_with_carries.jsonl")
+    made.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return made
+
+
+def execute(words: list[str], folder: Path) -> float:
+    """Run a command to its end; its seconds.
+
+    Raises:
+        RuntimeError: it failed, with the end of what it printed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    done = subprocess.run(
+        words,
+        env=environment(PYTHONPATH=str(ROOT), OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1")),
+        capture_output=True,
+        text=True,
+        timeout=RUN_LIMIT_S,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{folder.name} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    return time.monotonic() - began
+
+
+def json_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a JSONL file."""
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            yield json.loads(line)
+
+
+def read(option: Option, folder: Path) -> dict[str, Any]:
+    """What one run says of itself.
+
+    Raises:
+        RuntimeError: the metric that shows that the option acts is not in its log.
+    """
+    rows = list(json_rows(folder / "logging.jsonl"))
+    steps = [row for row in rows if "reward" in row]
+    values = [row[option.metric] for row in steps if option.metric in row]
+    if not values:
+        raise RuntimeError(f"{option.name}: its log has no {option.metric}")
+    combine = {"mean": fmean, "max": max, "min": min, "sum": sum, "last": lambda numbers: numbers[-1]}[option.how]
+    sampled = [row for row in json_rows(folder / "completions.jsonl") if row["split"] == "train"]
+    return {
+        "reward": fmean(row["reward"] for row in steps[-LAST:]),
+        "reward_first": steps[0]["reward"],
+        "held_out_accuracy": next(row for row in rows if "eval_reward" in row)["eval_rewards/accuracy/mean"],
+        "dropped_tokens": sum(row["completion_tokens"] for row in sampled if not row["used"]),
+        "sampled_tokens": sum(row["completion_tokens"] for row in sampled),
+        "steps_without_signal": max(row.get("health/steps_without_signal", 0.0) for row in steps),
+        "entropy_last": steps[-1].get("entropy"),
+        "metric_value": combine(values),
+    }
+
+
+def measure(option: Option, options: argparse.Namespace, model: Path, data: tuple[Path, Path], home: Path) -> dict:
+    """All seeds of an option, as a row."""
+    runs = []
+    for seed in options.seeds:
+        folder = home / f"{option.name.replace(', ', '-').replace(' ', '_')}-{options.steps}-{seed}"
+        done = folder / "seconds.json"
+        if not done.exists():
+            seconds = execute(command(option, model, data, folder, options.steps, seed), folder)
+            done.write_text(json.dumps(seconds), encoding="utf-8")
+        runs.append({"seed": seed, "seconds": json.loads(done.read_text(encoding="utf-8")), **read(option, folder)})
+        print(f"{option.name}, seed {seed}: reward {runs[-1]['reward']:.3f}", flush=True)
+    return {
+        "option": option.name,
+        "flags": " ".join(option.flags.split()),
+        "steps": options.steps,
+        "metric": option.metric,
+        "how": option.how,
+        "runs": runs,
+    }
+
+
+HEADER = [
+    "option", "flags", "reward", "held-out accuracy", "dropped tokens", "steps without signal", "metric", "value",
+]  # fmt: skip
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A line of the table: means over the seeds; reward and accuracy with the extremes."""
+
+    def of(name: str) -> list[float]:
+        return [float(run[name]) for run in row["runs"]]
+
+    def spread(name: str) -> str:
+        values = of(name)
+        between = f" ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else ""
+        return f"{fmean(values):.3f}{between}"
+
+    return [
+        row["option"],
+        f"`{row['flags']}`" if row["flags"] else "",
+        spread("reward"),
+        spread("held_out_accuracy"),
+        f"{fmean(of('dropped_tokens')):.0f}",
+        f"{fmean(of('steps_without_signal')):g}",
+        f"`{row['metric']}`, {row['how']}",
+        f"{fmean(of('metric_value')):.4g}",
+    ]
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """The table of the page."""
+    lines = [HEADER, ["---"] * len(HEADER), *map(cells, rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def write_page(page: Path, table: str, source: str) -> None:
+    """Put the table between the marks of a page."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(START)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{START}\nFrom `benchmarks/results/{source}`.\n\n{table}\n{END}{after}", encoding="utf-8")
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """The options."""
+    names = [option.name for option in OPTIONS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
+    parser.add_argument("--steps", type=int, default=40, help="optimizer steps of a run")
+    parser.add_argument("--quick", action="store_true", help="dynamic_sample alone, two steps, one seed")
+    parser.add_argument("--keep", type=Path, help="folder of the runs; complete ones are not made again")
+    parser.add_argument("--page", type=Path, help="page to write the table into")
+    parser.add_argument("--results", type=Path, help="folder of the JSON file")
+    options = parser.parse_args(words)
+    if options.quick:
+        options.only, options.seeds, options.steps = ["dynamic_sample"], [0], 2
+    return options
+
+
+def main() -> int:
+    """Measure, print, record; the exit code."""
+    options = parse(sys.argv[1:])
+    with tempfile.TemporaryDirectory() as temporary:
+        home = options.keep or Path(temporary)
+        model = demo_model(Path(temporary))
+        data = problems(home / "data")
+        chosen = [option for option in OPTIONS if option.name in options.only]
+        rows = [measure(option, options, model, data, home) for option in chosen]
+    print(record.table(HEADER, [cells(row) for row in rows]))
+    path = record.write("algorithms", rows, options.results)
+    print(f"recorded in {path}")
+    if options.page is not None:
+        write_page(options.page, markdown(rows), path.name)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Easy rows before hard ones: stages of a curriculum from a column of numbers.
+
+A stage is a set of rows that are visited before those of the next one; inside a stage the order is that of the epoch.
+Each epoch goes through all stages anew. Rows of equal difficulty are always in one stage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from swift.data.report import SHOWN
+from swift.errors import ConfigError, suggest
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from swift.data.arguments import PromptArguments
+    from swift.data.prompts import PromptDataset
+
+FLAG = "--curriculum_column"
+
+
+def curriculum_stages(args: PromptArguments, dataset: PromptDataset) -> np.ndarray | None:
+    """The stage of every row; None without a curriculum.
+
+    Raises:
+        ConfigError: no such column, or rows without a number in it; the first ones are named.
+    """
+    column = args.curriculum_column
+    if column is None:
+        return None
+    if column not in dataset.column_names:
+        seen = dataset.column_names
+        fix = suggest(column, seen) if seen else "the dataset has no columns beside the prompt"
+        raise ConfigError(f"{FLAG}: {column}: no dataset has this column; {fix}")
+    numbers, problems = [], []
+    for index in range(len(dataset)):
+        number = as_number(dataset.columns(index).get(column))
+        if number is None:
+            shown = dataset.columns(index).get(column, "no value")
+            problems.append(f"{FLAG}: {column}: {dataset.origin(index)}: {shown!r} is no number; give every row one")
+        numbers.append(number or 0.0)
+    if problems:
+        more = [f"{FLAG}: {column}: {len(problems)} rows without a number: the first {SHOWN} are listed"]
+        raise ConfigError(*problems[:SHOWN], *(more if len(problems) > SHOWN else []))
+    return stages(numbers, descending=args.curriculum_order == "descending", bins=args.curriculum_bins)
+
+
+def as_number(value: Any) -> float | None:
+    """A finite number, also as text (the cells of csv files are); None for everything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def stages(numbers: Sequence[float], *, descending: bool = False, bins: int | None = None) -> np.ndarray:
+    """The stage of each row, from 0.
+
+    Args:
+        numbers: difficulty of each row.
+        descending: the largest numbers come first.
+        bins: stages of about equally many rows; None makes a stage of each different number.
+
+    >>> stages([3, 1, 2, 2], bins=2).tolist()
+    [1, 0, 0, 0]
+    """
+    import numpy as np
+
+    keys = np.asarray(numbers, dtype=np.float64) * (-1.0 if descending else 1.0)
+    first = np.searchsorted(np.sort(keys), keys, side="left")  # rows before the first one of equal difficulty
+    return first if bins is None else first * bins // len(keys)

@@ -1,0 +1,78 @@
+"""Messages between ranks outside of collectives: through the rendezvous store, in order, from any one thread.
+
+A collective needs every rank at the same point. While groups are sampled ranks are busy for different times, so what
+they tell each other then (a group is finished, sample this one next) goes into the store instead. A channel is written
+by any rank and read by those that need it, each at its own pace:
+
+    post   ticket = add(channel)      key channel/ticket = message
+    read   the key after the last one that this rank has read, if it is there
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+
+from swift.errors import EngineError
+from swift.trainers.distributed import Collectives
+
+STORE_LIMIT_S = 60.0
+
+
+class StoreBoard:
+    """A `swift.rollout.live.Board` on the store that the ranks met at.
+
+    Args:
+        collectives: the ranks; they join the store at MASTER_ADDR:MASTER_PORT.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        import torch.distributed as dist
+
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self._store: Any = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STORE_LIMIT_S))
+        self._read: Counter[str] = Counter()
+        self._posted: list[str] = []
+
+    def post(self, channel: str, message: Any) -> None:
+        """Add a message.
+
+        Raises:
+            EngineError: the store is gone, and with it rank 0.
+        """
+        try:
+            ticket = self._store.add(f"swift/board/{channel}", 1)
+            key = f"swift/board/{channel}/{ticket}"
+            self._store.set(key, pickle.dumps(message))
+        except RuntimeError as error:
+            raise _gone(error) from error
+        self._posted.append(key)
+
+    def read(self, channel: str) -> Any | None:
+        """The next message that this rank has not read, or None; never waits for one.
+
+        Raises:
+            EngineError: the store is gone, and with it rank 0.
+        """
+        key = f"swift/board/{channel}/{self._read[channel] + 1}"
+        try:
+            if not self._store.check([key]):
+                return None
+            content = self._store.get(key)
+        except RuntimeError as error:
+            raise _gone(error) from error
+        self._read[channel] += 1
+        return pickle.loads(content)
+
+    def sweep(self) -> None:
+        """Delete the messages that this rank posted; the ranks have met since, so all have been read."""
+        for key in self._posted:
+            self._store.delete_key(key)
+        self._posted.clear()
+
+
+def _gone(error: RuntimeError) -> EngineError:
+    return EngineError(f"rank 0: its store cannot be reached ({str(error).splitlines()[0]}); look at its log")

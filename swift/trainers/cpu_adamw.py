@@ -1,0 +1,61 @@
+"""`--optim adamw_cpu`: AdamW whose state lies in the host's memory and whose update the CPU computes.
+
+Adam needs 8 bytes per trained weight for its moments and 4 for a float32 master; with full tuning that is more than
+the model itself. Here they live on the CPU while the model stays on its device: after each backward pass the gradients
+travel to the host, the CPU updates float32 masters, and the rounded weights travel back. A step takes longer (a copy
+each way, and the CPU's arithmetic); the device holds weights, gradients and activations only.
+
+On a machine without accelerator there is nothing to move, and the numbers are those of `adamw_torch`, bit for bit.
+On one, torch's fused kernel for CPUs does the update: one pass over memory instead of ten, and roundings of its own.
+Clipping and schedule act as ever, because they see the gradients of the model and the groups of this optimizer.
+Masters and moments are its state, so a resumed run goes on exactly. Each process keeps a copy of its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import AdamW
+from torch.optim.optimizer import ParamsT
+from transformers import Trainer
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+
+from swift.trainers.master_weights import keep_master_weights
+
+HOST = torch.device("cpu")
+
+
+class CPUAdamW(AdamW):
+    """torch's AdamW on float32 masters in the host's memory.
+
+    Args:
+        params: as for `torch.optim.AdamW`; those of the device and those of 16 bits get a master, float32 weights on
+            the CPU are updated in place.
+        options: as for `torch.optim.AdamW`; `fused` is chosen here.
+    """
+
+    def __init__(self, params: ParamsT, **options: Any) -> None:
+        super().__init__(params, **options)
+        away = any(weight.device != HOST for group in self.param_groups for weight in group["params"])
+        keep_master_weights(self, on=HOST)
+        if away:
+            for group in self.param_groups:
+                group["fused"] = True
+
+
+def load_on_host(trainer: Trainer) -> None:
+    """Let `trainer`, whose optimizer this is, read a checkpoint's state into the host's memory.
+
+    Trainer reads it onto the device where several processes train, and there is no room for it.
+    """
+
+    def load(checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        state = torch.load(Path(checkpoint, OPTIMIZER_NAME), map_location=HOST, weights_only=True, mmap=True)
+        trainer.optimizer.load_state_dict(state)
+        trainer.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
+
+    trainer._load_optimizer_and_scheduler = load

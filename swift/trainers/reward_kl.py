@@ -1,0 +1,76 @@
+"""The KL that is subtracted from rewards (`--kl_in_reward`): one pass of the reference over a round, before advantages.
+
+As RLOO (arXiv:2402.14740) and REINFORCE++ (arXiv:2501.03262) have it: the reward of a completion is lowered by
+beta * sum_t (lp_s - lp_r), the on-policy k1 estimate, and the loss has no KL. Ranks share the samples, and every rank
+learns all sums, because advantages are computed everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from swift.models.sharded import is_spread
+from swift.rl.kl import sequence_k1
+from swift.rollout.batch import TrainSample, plan_window
+from swift.trainers.microbatch import MicroBatch, collate
+
+if TYPE_CHECKING:
+    from swift.trainers.grpo_trainer import GRPOTrainer
+
+
+class RewardKL:
+    """Computes `sum_t m (lp_s - lp_r)` of samples; collective.
+
+    Args:
+        trainer: whose reference, ranks and slices are used.
+    """
+
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        self.trainer = trainer
+
+    def __call__(self, samples: Sequence[TrainSample]) -> list[float]:
+        """The estimate of each sample in nats, 0 for one without a trained token, the same on every rank."""
+        trainer = self.trainer
+        with trainer.metrics.timer("reference"):
+            mine = self._mine(samples)
+        everything: dict[int, float] = {}
+        for part in trainer.collectives.all_gather(mine):
+            everything |= part
+        return [everything.get(i, 0.0) for i in range(len(samples))]
+
+    def _mine(self, samples: Sequence[TrainSample]) -> dict[int, float]:
+        """Those of this rank's share."""
+        trainer = self.trainer
+        plan = plan_window(
+            range(len(samples)),
+            world_size=trainer.collectives.world_size,
+            slice_size=trainer.settings.slice_size,
+            useful=[sample.num_trained > 0 for sample in samples],
+        )
+        filler = [i for parts in plan.slices for part in parts for i in part][:1]
+        sums: dict[int, float] = {}
+        for part in plan.slices[trainer.collectives.rank]:
+            if not part and not is_spread(trainer.model):
+                continue
+            batch = collate(
+                [samples[i] for i in part or filler], [0.0] * len(part or filler), device=trainer.args.device
+            )
+            sums |= dict(zip(part, self._k1(batch), strict=False))
+            trainer.on_progress()
+        return sums
+
+    def _k1(self, batch: MicroBatch) -> list[float]:
+        trainer = self.trainer
+        assert trainer.reference is not None, "a KL in the reward without a reference"
+        with trainer.reference.active() as module, torch.no_grad():
+            ref_logprobs_N = trainer._logprobs(module, batch)
+        return sequence_k1(
+            batch.sampler_logprobs_N,
+            ref_logprobs_N,
+            mask_T=batch.mask_N,
+            sequence_index_T=batch.tokens.sequence_index,
+            num_sequences=batch.tokens.num_sequences,
+        ).tolist()

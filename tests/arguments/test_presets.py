@@ -1,0 +1,163 @@
+"""Presets: the values of papers, under everything the user writes."""
+
+import json
+
+import pytest
+
+from swift.arguments import parse, presets
+from swift.arguments.help import render_flag
+from swift.arguments.modes import MODES
+from swift.arguments.presets import PRESETS
+from swift.cli.dry_run import show
+from swift.errors import ConfigError
+from swift.flags import flags_of
+
+RLHF = ["--rlhf_type", "grpo", "--model", "org/tiny", "--dataset", "d.jsonl", "--reward_funcs", "accuracy"]
+
+
+def rlhf(*words, environ=None, config=None):
+    argv = [config] if config else []
+    return parse("rlhf", [*argv, *RLHF, *words], {"CUDA_VISIBLE_DEVICES": "", **(environ or {})})
+
+
+@pytest.fixture
+def config(tmp_path):
+    def write(text):
+        path = tmp_path / "run.yaml"
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+PAPERS = {
+    "grpo": {"loss_type": "grpo", "beta": 0.04, "scale_rewards": "group", "epsilon": 0.2, "num_iterations": 1},
+    "dapo": {
+        "loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "beta": 0.0, "dynamic_sample": True,
+        "overlong_filter": True, "importance_sampling_level": "token", "reward_funcs": ["accuracy"],
+    },
+    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0, "epsilon": 0.2},
+    "gspo": {
+        "loss_type": "gspo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4,
+        "beta": 0.0,
+    },
+    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0, "beta": 0.0, "dynamic_sample": True},
+    "sapo": {"loss_type": "sapo", "tau_pos": 1.0, "tau_neg": 1.05, "importance_sampling_level": "token"},
+    "luspo": {
+        "loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 2e-3, "epsilon_high": 2.5e-3,
+    },
+    "vespo": {"loss_type": "vespo", "beta": 0.0},
+    "rloo": {"advantage_estimator": "rloo", "scale_rewards": "none", "kl_in_reward": True, "beta": 0.03},
+    "reinforce_plus_plus": {
+        "advantage_estimator": "reinforce_plus_plus", "scale_rewards": "batch", "kl_in_reward": True, "beta": 0.001,
+    },
+    "gdpo": {"scale_rewards": "gdpo", "multi_objective_aggregation": "normalize_then_sum"},
+}  # fmt: skip
+
+
+def test_every_preset_is_a_choice_and_every_choice_a_preset():
+    assert set(flags_of(MODES["rlhf"])["preset"].choices) == {"none", *PRESETS} == {"none", *PAPERS}
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_a_preset_gives_the_values_of_its_paper(name):
+    args = rlhf("--preset", name).args
+    assert {setting: getattr(args, setting) for setting in PAPERS[name]} == PAPERS[name]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_value_is_valid_has_a_source_and_belongs_to_the_objective(name):
+    resolved, flags = rlhf("--preset", name), flags_of(MODES["rlhf"])
+    for setting, item in PRESETS[name].values.items():
+        flag = flags[setting]
+        assert flag.group == "Objective"
+        assert not flag.choices or item.value in flag.choices
+        assert resolved.provenance[setting] == {
+            "source": "preset",
+            "given_as": f"preset {name}",
+            "rule": f"{PRESETS[name].title}, {PRESETS[name].paper}, {item.where}",
+        }
+        assert type(getattr(resolved.args, setting)) is type(item.value)
+
+
+def test_every_value_can_be_overridden_by_every_layer_wherever_the_preset_stands(config):
+    path = config("preset: gspo\nepsilon: 0.001\nloss_type: grpo\n")
+    resolved = rlhf("--loss_type", "luspo", config=path)
+    assert (resolved.args.epsilon, resolved.args.loss_type, resolved.args.epsilon_high) == (0.001, "luspo", 4e-4)
+    sources = [resolved.provenance[name]["source"] for name in ("epsilon", "loss_type", "epsilon_high")]
+    assert sources == ["file", "command line", "preset"]
+    assert rlhf("--preset", "dapo", config=path).args.epsilon_high == 0.28
+
+
+def test_what_follows_from_other_settings_follows_from_those_of_the_preset():
+    resolved = rlhf("--preset", "dr_grpo")
+    assert resolved.args.epsilon_high == 0.2
+    assert resolved.provenance["epsilon_high"]["rule"] == "= epsilon"
+    assert rlhf("--preset", "gspo", "--epsilon_high", "none").args.epsilon_high == 3e-4
+
+
+def test_two_names_of_one_choice_do_not_contradict_each_other():
+    args = rlhf("--preset", "grpo", "--multi_objective_aggregation", "normalize_then_sum").args
+    assert args.scale_rewards == "gdpo"
+    assert rlhf("--preset", "gdpo", "--scale_rewards", "batch").args.multi_objective_aggregation == "sum_then_normalize"
+
+
+def test_an_overridden_loss_brings_its_own_ratio():
+    assert rlhf("--preset", "dapo", "--loss_type", "gspo").args.importance_sampling_level == "sequence"
+
+
+def test_without_a_preset_nothing_changes():
+    resolved = rlhf()
+    assert resolved.preset_lines == rlhf("--preset", "none").preset_lines == []
+    assert "preset" not in {origin["source"] for origin in resolved.provenance.values()}
+    assert parse("sft", ["--model", "m", "--dataset", "d"], {}).preset_lines == []
+
+
+def test_an_unknown_preset_names_its_neighbours():
+    with pytest.raises(ConfigError) as error:
+        rlhf("--preset", "dapoo")
+    assert error.value.problems == ["--preset: dapoo: not a choice; nearest: dapo, sapo, gdpo"]
+
+
+def test_a_problem_with_a_value_of_the_preset_says_so():
+    with pytest.raises(ConfigError) as error:
+        rlhf("--preset", "dapo", "--loss_type", "cispo")
+    (line,) = error.value.problems
+    assert line.startswith("--epsilon_high: 0.28: for cispo") and line.endswith("(the value is that of preset dapo)")
+
+
+def test_the_plan_has_a_line_with_values_sources_and_marks():
+    line, beside = rlhf("--preset", "dapo", "--epsilon_high", "0.3", "--beta", "0").preset_lines
+    assert line.startswith(
+        "preset dapo (DAPO, arXiv:2503.14476): loss_type dapo (section 3.3), epsilon 0.2 (section 4.1)"
+    )
+    assert "epsilon_high 0.28 (section 4.1; OVERRIDDEN: 0.3 by --epsilon_high)" in line
+    assert line.count("OVERRIDDEN") == 1, "the same value again is no other value"
+    assert "dynamic_sample true (section 3.2)" in line
+    assert beside.startswith("beside preset dapo: The final run has the reward soft_overlong too")
+
+
+def test_the_dry_run_shows_where_a_value_comes_from(capsys):
+    resolved = rlhf("--preset", "gspo")
+    show(resolved, resolved.preset_lines)
+    out = capsys.readouterr().out
+    assert "(preset: GSPO, arXiv:2507.18071, section 5.1)" in out
+    assert "preset gspo (GSPO, arXiv:2507.18071): loss_type gspo (equation 5)" in out
+
+
+def test_args_json_holds_the_preset_and_repeats_the_run(tmp_path):
+    first = rlhf("--preset", "cispo", "--epsilon_high", "4")
+    path = tmp_path / "args.json"
+    path.write_text(json.dumps(first.to_json()))
+    assert first.to_json()["_provenance"]["dynamic_sample"]["source"] == "preset"
+    assert parse("rlhf", [str(path)], {"CUDA_VISIBLE_DEVICES": ""}).args == first.args
+
+
+def test_the_help_of_the_flag_lists_them():
+    text = render_flag("rlhf", "preset")
+    assert "gspo: GSPO, arXiv:2507.18071\n    --loss_type gspo" in text
+    assert all(f"\n{name}: " in text for name in PRESETS)
+
+
+def test_the_plan_of_a_preset_needs_no_values_beyond_the_table():
+    assert all(len(presets.table().split(f"| {name} |")) == 2 for name in PRESETS)

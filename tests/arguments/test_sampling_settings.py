@@ -1,0 +1,175 @@
+"""Guided decoding, further sampling settings, curricula and mixtures on the command line: what is refused and noted."""
+
+from __future__ import annotations
+
+import pytest
+
+from swift.arguments import parse
+from swift.errors import ConfigError
+from swift.rollout.arguments import EXTRA_FIELDS, regex_problem
+
+BASE = ["--rlhf_type", "grpo", "--model", "m", "--dataset", "d", "--reward_funcs", "accuracy"]
+
+
+def rlhf(*words):
+    return parse("rlhf", [*BASE, *words], {})
+
+
+def problems(*words, mode="rlhf"):
+    with pytest.raises(ConfigError) as raised:
+        parse(mode, [*BASE, *words], {}) if mode == "rlhf" else parse(mode, ["--model", "m", *words], {})
+    return raised.value.problems
+
+
+# --- generation_kwargs --------------------------------------------------------------------------------------
+
+
+def test_entries_with_a_flag_become_its_value_wherever_it_is_read():
+    resolved = rlhf("--generation_kwargs", '{"temperature": 0.7, "max_tokens": 99, "stop": ["X", "Y"], "top_k": 5}')
+    args = resolved.args
+    assert (args.temperature, args.max_completion_length, args.stop_words, args.top_k) == (0.7, 99, ["X", "Y"], 5)
+    sampling = args.sampling_params()
+    assert (sampling.temperature, sampling.max_new_tokens, sampling.stop, sampling.extra) == (0.7, 99, ("X", "Y"), {})
+    assert resolved.provenance["temperature"]["rule"] == "from --generation_kwargs"
+
+
+def test_an_entry_beats_its_flag_and_says_so():
+    resolved = rlhf("--temperature", "1.2", "--generation_kwargs", '{"temperature": 0.7}')
+    assert resolved.args.temperature == 0.7
+    assert "--generation_kwargs: temperature: 0.7: beats --temperature" in resolved.notes
+
+
+def test_entries_without_a_flag_reach_the_request():
+    words = '{"presence_penalty": 0.5, "frequency_penalty": -1, "min_new_tokens": 4, "stop_token_ids": [3, 4]}'
+    sampling = rlhf("--generation_kwargs", words).args.sampling_params()
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.min_tokens) == (0.5, -1, 4)
+    assert sampling.stop_token_ids == (3, 4)
+    assert sampling.biased
+
+
+def test_fields_of_an_engine_are_taken_for_that_engine_only():
+    words = ["--generation_kwargs", '{"bad_words": ["x"]}']
+    assert rlhf("--use_vllm", "true", *words).args.sampling_params().extra == {"bad_words": ["x"]}
+    assert rlhf("--vllm_server_host", "h", *words).args.sampling_params().extra == {"bad_words": ["x"]}
+    assert problems(*words)[0].startswith("--generation_kwargs: bad_words: the engine transformers has no such setting")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ('{"temperature": 0}', "temperature: 0: out of range; valid: above 0"),
+        ('{"top_p": "high"}', "top_p: high: not a number"),
+        (
+            '{"presense_penalty": 1}',
+            "presense_penalty: the engine transformers has no such setting; nearest: presence_",
+        ),
+        ('{"presence_penalty": 3}', "presence_penalty: 3: out of range; valid: -2 to 2"),
+        ('{"frequency_penalty": "a"}', 'frequency_penalty: "a": not a number'),
+        ('{"min_tokens": -1}', "min_tokens: -1: not a count"),
+        ('{"stop_token_ids": "x"}', 'stop_token_ids: "x": no list of token ids'),
+        ('{"n": 4}', "n: is set by swift itself; use --num_generations"),
+        ('{"guided_regex": "a"}', "guided_regex: is set by swift itself; use --vllm_guided_decoding_regex"),
+        ('{"logprobs": 5}', "logprobs: is set by swift itself"),
+    ],
+)
+def test_a_wrong_entry_is_named(words, said):
+    assert problems("--generation_kwargs", words)[0].startswith(f"--generation_kwargs: {said}")
+
+
+def test_what_vllm_takes_is_what_the_installed_one_has():
+    from swift.errors import ResourceError
+    from swift.rollout.engines import vllm_settings, vllm_versions
+
+    assert EXTRA_FIELDS["vllm"] == vllm_settings.OWN_SAMPLING_FIELDS
+    try:
+        vllm = vllm_versions.load_vllm()
+    except ResourceError as error:
+        pytest.skip(str(error))
+    assert set(EXTRA_FIELDS["vllm"]) <= set(vllm_settings.sampling_fields(vllm))
+
+
+# --- regular expressions ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("regex", [r"\d+", "(a|b)*", r"[(?=]", r"\\b", r"\p{L}+", r"(?:ab)+", r"[\b]", r"\(\?=x"])
+def test_expressions_that_an_automaton_can_walk_pass(regex):
+    assert regex_problem(regex) == ""
+
+
+@pytest.mark.parametrize(
+    ("regex", "said"),
+    [
+        ("(a", "not a regular expression (missing ), unterminated subpattern at position 0); correct it"),
+        ("a(?=b)", "(?= looks at text around it"),
+        ("a(?<!b)", "(?<! looks at text around it"),
+        (r"(a)\1", r"\1 refers to an earlier group"),
+        (r"(?P<x>a)(?P=x)", "(?P= refers to an earlier group"),
+        (r"\bword", r"\b looks at text around it"),
+    ],
+)
+def test_what_no_automaton_has_is_refused_by_name(regex, said):
+    (line,) = problems("--vllm_guided_decoding_regex", regex)
+    assert line.startswith(f"--vllm_guided_decoding_regex: {regex}: {said}")
+
+
+def test_trls_spelling_is_the_same_setting():
+    assert rlhf("--structured_outputs_regex", "a+").args.vllm_guided_decoding_regex == "a+"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--vllm_guided_decoding_regex", "a+"), ("--generation_kwargs", '{"min_tokens": 3}')],
+)
+def test_biased_sampling_is_noted_and_refused_for_sequence_ratios(words):
+    assert any(note.startswith(words[0]) and "biases the gradient" in note for note in rlhf(*words).notes)
+    (line,) = problems(*words, "--rollout_importance_sampling_mode", "sequence_mask")
+    assert line.startswith("--rollout_importance_sampling_mode: sequence_mask")
+    assert words[0] in line
+
+
+def test_neutral_entries_are_not_called_biased():
+    resolved = rlhf("--generation_kwargs", '{"presence_penalty": 0, "stop_token_ids": [3]}')
+    assert not resolved.args.sampling_params().biased
+    assert not [note for note in resolved.notes if "biases" in note]
+
+
+# --- the rest -----------------------------------------------------------------------------------------------
+
+
+def test_data_settings_are_checked_together():
+    found = problems("--interleave_prob", "0.5", "0.4", "--curriculum_column", "level", "--streaming", "true")
+    assert {line.partition(":")[0] for line in found} == {"--max_steps", "--interleave_prob", "--curriculum_column"}
+
+
+def test_settings_that_need_another_one_say_so():
+    notes = rlhf("--stopping_strategy", "all_exhausted", "--curriculum_bins", "3", "--log_unique_prompts", "true").notes
+    assert [note.partition(":")[0] for note in notes if "no effect without" in note] == [
+        "--stopping_strategy", "--curriculum_bins", "--log_unique_prompts"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--fsdp", "full_shard"), "samples on all ranks in step"),
+        (("--deepspeed", "zero3"), "samples on all ranks in step"),
+        (
+            ("--vllm_mode", "dedicated", "--async_generate", "true", "--in_flight_updates", "true"),
+            "--in_flight_updates",
+        ),
+    ],
+)
+def test_a_rollout_function_is_refused_where_it_cannot_work(words, said):
+    lines = [line for line in problems("--rollout_func", "f.py:g", *words) if line.startswith("--rollout_func: f.py:g")]
+    assert said in lines[0]
+
+
+def test_a_rollout_function_goes_with_weights_that_every_rank_holds_whole():
+    assert rlhf("--rollout_func", "f.py:g", "--deepspeed", "zero2").args.rollout_func == "f.py:g"
+
+
+@pytest.mark.parametrize("mode", ["sft", "infer", "rollout", "rlhf"])
+def test_the_chat_templates_variables_are_a_setting_of_every_mode_that_renders(mode):
+    words = ["--model", "m", "--chat_template_kwargs", '{"enable_thinking": false}']
+    words += {"sft": ["--dataset", "d"], "rlhf": BASE[:2] + BASE[4:]}.get(mode, [])
+    assert parse(mode, words, {}).args.chat_template_kwargs == {"enable_thinking": False}

@@ -1,0 +1,107 @@
+"""Whole runs with dynamic sampling, training on parts, the replay buffer, second tries and the KL in the reward."""
+
+from collections import Counter
+
+import pytest
+from cli_runs import attempts, completion_rows, log_rows
+
+pytestmark = pytest.mark.slow
+
+TWO = {"NPROC_PER_NODE": 2}
+BASE = {
+    "beta": 0,
+    "per_device_train_batch_size": 16,
+    "max_steps": 5,
+    "save_steps": 3,
+    "optim": "sgd",
+    "max_grad_norm": 0,
+}
+BASE |= {"learning_rate": 0.2}
+HALF = {**BASE, "per_device_train_batch_size": 8}
+DEDICATED = {"infer_backend": "transformers", "vllm_mode": "dedicated", "parity_check": "off"}
+
+
+def trained(folder):
+    rows = [row for row in completion_rows(folder) if row["used"]]
+    return [(row["step"], row["group_id"], row["index"], row["completion"], row["reward"]) for row in rows]
+
+
+def assert_close(ours, theirs, *names):
+    mine, others = log_rows(ours), log_rows(theirs)
+    assert len(mine) == len(others)
+    for one, other in zip(mine, others, strict=True):
+        for name in names:
+            assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), (name, one["step"])
+
+
+def test_groups_without_signal_are_replaced_and_two_processes_train_on_what_one_does(cli):
+    one, _, _ = cli.finish("one", **BASE, dynamic_sample=True)
+    two, _, _ = cli.finish("two", **HALF, dynamic_sample=True, variables=TWO)
+    assert trained(two) == trained(one)
+    assert_close(two, one, "loss", "grad_norm", "reward", "dynamic_sample/launched", "dynamic_sample/dropped_tokens")
+    rows = completion_rows(one)
+    per_step = Counter(row["step"] for row in rows if row["used"])
+    spread = {}
+    for row in (row for row in rows if row["excluded"] is None):
+        spread.setdefault((row["used"], row["group_id"]), set()).add(row["reward"])
+    assert all(len(rewards) > 1 for (used, _), rewards in spread.items() if used)
+    dropped = [group for used, group in spread if not used]
+    assert dropped and all(len(spread[False, group]) == 1 for group in dropped)
+    assert set(per_step) == {1, 2, 3, 4, 5} and max(per_step.values()) == 32
+    launched = sum(row["dynamic_sample/launched"] for row in log_rows(one))
+    assert launched == len({row["group_id"] for row in rows})
+
+
+def test_a_run_with_everything_that_replaces_groups_resumes_with_the_same_groups(cli):
+    flags = {**BASE, "dynamic_sample": True, "max_resample_times": 0, "replay_buffer_size": 4, "async_generate": True}
+    flags |= {**DEDICATED, "reroll_start_fraction": 0.2, "reroll_fail_reward": 0.5}
+    whole, _, _ = cli.finish("whole", **flags)
+    cut, _, _ = cli.finish("cut", **{**flags, "save_total_limit": None})
+    cli.finish("cut", **{**flags, "resume_from_checkpoint": cut / "checkpoint-3"})
+    assert sum(row["replay/groups"] for row in log_rows(whole)) > 0
+    assert any(row["group_id"].endswith("-1") for row in completion_rows(whole)), "no prompt was tried again"
+    assert [one["attempt"] for one in attempts(cut)] == [1, 2]
+    key = lambda row: (row["step"], row["group_id"], row["index"], row["completion"], row["used"])  # noqa: E731
+    assert list(map(key, completion_rows(cut))) == list(map(key, completion_rows(whole)))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_training_on_parts_is_training_on_the_whole(cli, processes):
+    flags = {**BASE, **DEDICATED}
+    whole, _, _ = cli.finish("whole", **flags)
+    flags["per_device_train_batch_size"] = 16 // processes
+    variables = {"NPROC_PER_NODE": processes}
+    if processes == 2:
+        flags |= {"num_infer_workers": 1, "cpu_devices": 3}
+    parts, _, _ = cli.finish("parts", **flags, streaming_partial_batch=True, variables=variables)
+    assert trained(parts) == trained(whole)
+    assert_close(parts, whole, "loss", "grad_norm", "reward", "tokens/trained")
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "reinforce_plus_plus"])
+def test_the_kl_in_the_reward_is_the_same_on_two_processes(cli, estimator):
+    flags = {"advantage_estimator": estimator, "beta": 0.5}
+    one, _, _ = cli.finish("one", **{**BASE, **flags})
+    two, _, _ = cli.finish("two", **{**HALF, **flags}, variables=TWO)
+    none, _, _ = cli.finish("none", **{**BASE, **flags, "kl_in_reward": False, "beta": 0})
+    assert trained(two)[:24] == trained(one)[:24] == trained(none)[:24]
+    assert_close(two, one, "loss", "grad_norm", "reward")
+    first, last = (
+        [[row["advantage"] for row in completion_rows(folder) if row["step"] == step] for folder in (one, none)]
+        for step in (1, 5)
+    )
+    assert first[0] == pytest.approx(first[1], abs=1e-3), "at the first step policy and reference are one"
+    assert last[0] != pytest.approx(last[1], abs=1e-3)
+    assert not any("kl" in row for row in log_rows(one)), "the loss has no KL"
+
+
+def test_each_reward_on_its_own_scale(cli):
+    folder, _, _ = cli.finish(
+        "gdpo", **BASE, multi_objective_aggregation="normalize_then_sum", max_completion_length=12
+    )
+    rows = completion_rows(folder)
+    steps = {row["step"] for row in rows}
+    for step in steps:
+        advantages = [row["advantage"] for row in rows if row["step"] == step and row["advantage"] is not None]
+        assert sum(advantages) == pytest.approx(0.0, abs=1.0)
+    assert max(abs(row["advantage"] or 0.0) for row in rows) > 0.1

@@ -1,0 +1,117 @@
+"""Whole runs with guided decoding, further sampling settings, ordered and mixed rows, and a rollout function."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.util import find_spec
+
+import pytest
+from cli_runs import assert_same_run, completion_rows, error_lines, log_rows
+
+pytestmark = pytest.mark.slow
+
+FUNCTIONS = """
+import os
+
+
+def passing(prompts, rollout):
+    assert [turn["role"] for turn in prompts[0]] == ["user"]
+    done = rollout.generate(rollout.repeated_prompt_ids)
+    return {"completion_ids": [one.token_ids for one in done], "logprobs": [one.logprobs for one in done]}
+
+
+def counting(prompts, rollout):
+    half = len(prompts) * rollout.num_generations
+    return {**passing(prompts, rollout), "place": list(range(half)), "asked": [c["solution"] for c in rollout.columns
+                                                                             for _ in range(rollout.num_generations)]}
+
+
+def broken(prompts, rollout):
+    return {"completion_ids": []}
+"""
+
+REWARD = """
+from swift.plugin import orms
+
+
+def placed(completions, place=None, asked=None, solution=None, **kwargs):
+    if place is None:  # the call at the start, without a rollout function
+        return [0.0] * len(completions)
+    assert list(asked) == list(solution)
+    return [float(one) for one in place]
+
+
+orms["placed"] = placed
+"""
+
+
+@pytest.fixture
+def functions(tmp_path):
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    (tmp_path / "placed.py").write_text(REWARD)
+    return tmp_path
+
+
+def test_a_function_that_passes_everything_on_is_the_run_without_it_bit_for_bit(cli, functions):
+    flags = {"max_steps": 3, "steps_per_generation": 4, "save_steps": 3}
+    plain, _, _ = cli.finish("plain", **flags)
+    own, _, _ = cli.finish("own", **flags, rollout_func=functions / "functions.py:passing")
+    assert_same_run(own, plain)
+
+
+def test_columns_of_a_function_reach_rewards_and_the_log_on_every_rank(cli, functions):
+    folder, _, _ = cli.finish(
+        "ranks", max_steps=2, rollout_func=functions / "functions.py:counting", reward_funcs="placed",
+        external_plugins=functions / "placed.py", per_device_train_batch_size=2, variables={"NPROC_PER_NODE": 2},
+    )  # fmt: skip
+    rows = completion_rows(folder)
+    assert {row["columns"]["asked"] == row["columns"]["solution"] for row in rows} == {True}
+    assert [row["reward"] for row in rows] == [row["columns"]["place"] for row in rows]
+    assert len({row["reward"] for row in rows}) > 1
+
+
+def test_a_wrong_result_ends_the_run_with_its_place(cli, functions):
+    code, _, err = cli.start("broken", max_steps=2, rollout_func=functions / "functions.py:broken").wait()
+    assert code == 4
+    assert "functions.py:broken: returned no logprobs" in error_lines(err)[0]
+
+
+@pytest.mark.skipif(find_spec("xgrammar") is None, reason="the package xgrammar is not installed")
+def test_all_extras_together_train_and_are_seen_in_what_was_sampled(cli):
+    """Answers match the expression, rows come by difficulty out of two datasets, metrics are marked as biased."""
+    rows = {
+        name: [{"prompt": f"{name}{n}", "solution": str(n), "level": n % 3, "from": name} for n in range(1, 13)]
+        for name in "ab"
+    }
+    for name, part in rows.items():
+        (cli.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    words = {
+        "dataset": None,
+        "max_steps": 3,
+        "vllm_guided_decoding_regex": r"[ab]{3,8}",
+        "generation_kwargs": '{"presence_penalty": 0.5, "temperature": 1.5, "min_new_tokens": 4}',
+        "curriculum_column": "level",
+        "log_completions": "true",
+        "log_unique_prompts": "true",
+        "report_to": "tensorboard",
+    }
+    run = cli._popen(
+        [*cli.words("extras", **words), "--dataset", str(cli.folder / "a.jsonl"), str(cli.folder / "b.jsonl"),
+         "--interleave_prob", "0.5", "0.5"],
+        cli.folder / "extras", {},
+    )  # fmt: skip
+    code, _, err = run.wait()
+    assert code == 0, err
+    found = completion_rows(run.folder)
+    assert all(re.fullmatch("[ab]{4,8}", row["completion"]) for row in found)
+    levels = [row["columns"]["level"] for row in found]
+    assert levels == sorted(levels)
+    assert {row["columns"]["from"] for row in found} == {"a", "b"}
+    logged = log_rows(run.folder)
+    assert {row["mismatch/biased"] for row in logged} == {1.0}
+    assert {row["completions/unique_prompts"] for row in logged} == {2.0}
+    settings = json.loads((run.folder / "args.json").read_text())
+    assert settings["temperature"] == 1.5
+    assert settings["_provenance"]["temperature"]["rule"] == "from --generation_kwargs"
+    assert "biases the gradient" in err

@@ -1,0 +1,284 @@
+"""Rounds of dynamic sampling through the whole pipeline: scripted engine, scripted rewards, one rank and two."""
+
+import random
+
+import pytest
+from scripted_engine import ScriptedEngine
+from small_runs import SlowScorer, SmallRun
+from threaded_ranks import ThreadedBoard, on_ranks
+
+from swift.errors import EngineDead, EngineError
+from swift.rollout.batch import TrainSample
+from swift.rollout.collect import EngineShare
+from swift.rollout.replay import ReplayBuffer
+from swift.rollout.scheduler import RerollConfig
+
+
+def dull_by(period, least=1):
+    """Of every `period` groups the first `least` teach nothing, by launch index."""
+    return lambda group: group.launch_index % period < least
+
+
+@pytest.fixture
+def run():
+    made = []
+
+    def make(engine=None, *, dull=None, delay=lambda: 0.0, **settings):
+        dull = dull or dull_by(2)
+        scorer = settings.pop("scorer", None) or SlowScorer(delay=delay, dull=dull)
+        settings = {"dynamic": 3, "groups": 4, "prompts": 50, **settings}
+        made.append(SmallRun(engine or ScriptedEngine(), scorer=scorer, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def data(small):
+    return [(step.tokens, step.versions) for step in small.steps]
+
+
+def used_groups(scored):
+    return [group for i, group in enumerate(scored.groups) if scored.used[2 * i]]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_every_window_is_full_of_groups_that_teach(run, depth):
+    small = run(depth=depth).train(6, max_steps=6)
+    for scored in small.rounds:
+        groups = used_groups(scored)
+        assert len(groups) == 4 and not any(group.launch_index % 2 == 0 for group in groups)
+    books = small.scheduler
+    assert books.launched == books.trained + books.dropped and not books.carried
+    assert books.trained == 24
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_surplus_groups_are_carried_to_the_next_window_and_none_is_lost(run, depth):
+    dull = lambda index: index % 20 < 10  # noqa: E731
+    small = run(depth=depth, dull=lambda group: dull(group.launch_index)).train(12, max_steps=12)
+    indexes = [[group.launch_index for group in used_groups(scored)] for scored in small.rounds]
+    flat = [index for unit in indexes for index in unit]
+    assert flat == sorted(flat) == [i for i in range(small.scheduler.launched) if not dull(i)]
+    carried = [scored.metrics["dynamic_sample/carried_out"] for scored in small.rounds]
+    assert max(carried) > 0 and carried[-1] == 0.0
+    assert [scored.metrics["dynamic_sample/carried_in"] for scored in small.rounds[1:]] == carried[:-1]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_delays_change_nothing_that_is_trained_on(run, depth, seed):
+    quiet = run(depth=depth).train(5)
+    chance = random.Random(seed)
+    order = lambda ended: chance.sample(ended, len(ended))  # noqa: E731
+    engine = ScriptedEngine(step_s=lambda: chance.random() / 500, order=order)
+    noisy = run(engine, depth=depth, delay=lambda: chance.random() / 100)
+    noisy.train(5, pause=lambda: chance.random() / 100)
+    assert data(noisy) == data(quiet)
+    assert [s.value for s in noisy.steps] == [s.value for s in quiet.steps]
+
+
+def test_dropped_groups_are_logged_as_unused_and_counted(run):
+    small = run().train(1)
+    [scored] = small.rounds
+    unused = [group.launch_index for i, group in enumerate(scored.groups) if not scored.used[2 * i]]
+    assert unused == [0, 2, 4, 6]
+    metrics = scored.metrics
+    assert metrics["dynamic_sample/launched"] == 8 and metrics["dynamic_sample/zero_variance"] == 4
+    assert metrics["frac_reward_zero_std"] == 0.5
+    assert metrics["dynamic_sample/dropped_tokens"] == sum(
+        len(one.token_ids) for group in scored.groups if group.launch_index in unused for one in group.completions
+    )
+
+
+def test_a_spent_budget_trains_what_there_is(run):
+    small = run(dull=lambda group: True, dynamic=1).train(2)
+    for scored in small.rounds:
+        assert scored.metrics["dynamic_sample/budget_exhausted"] == 1.0
+        assert scored.metrics["dynamic_sample/filled"] == 4.0
+        assert scored.metrics["dynamic_sample/launched"] == 8.0
+    assert small.scheduler.trained == 8 and small.scheduler.dropped == 8
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("at", [1, 3, 4])
+def test_a_resumed_run_trains_on_the_same_groups(run, depth, at):
+    whole = run(depth=depth).train(7, max_steps=7)
+    first = run(depth=depth).train(at, max_steps=7)
+    state = first.save()
+    second = run(depth=depth).load(state).train(7, max_steps=7)
+    assert data(first) + data(second) == data(whole)
+    assert second.scheduler.launched == whole.scheduler.launched
+    assert second.scheduler.dropped == whole.scheduler.dropped
+
+
+def test_replacements_are_sampled_while_other_groups_decode(run):
+    engine = ScriptedEngine(step_s=0.002)
+    small = run(engine, dull=dull_by(4), groups=8).train(1)
+    submitted = [event[1] for event in engine.events if event[0] == "submit"]
+    steps = len(submitted)
+    assert steps == 2 * small.scheduler.launched
+    assert engine.streams < 1 + small.scheduler.dropped, "each replacement waited for the batch to drain"
+
+
+def test_a_death_of_the_engine_ends_the_round_and_a_checkpoint_draws_it_again(run):
+    small = run(ScriptedEngine(fail_after=40))
+    with pytest.raises(EngineDead):
+        small.train(20)
+    assert small.steps
+    books = small.scheduler
+    state = small.save()
+    assert state["pipeline"]["scheduler"]["launched"] == books.trained + books.dropped + len(books.carried)
+    again = run().load(state).train(8, max_steps=8)
+    whole = run().train(8, max_steps=8)
+    assert data(small) + data(again) == data(whole)
+
+
+def test_a_death_ahead_of_training_leaves_nothing_launched_and_nothing_lost(run):
+    small = run(ScriptedEngine(fail_after=40), depth=2)
+    with pytest.raises(EngineDead):
+        small.train(20)
+    again = run(depth=2).load(small.save()).train(8, max_steps=8)
+    indexes = [g.launch_index for one in (small, again) for scored in one.rounds for g in scored.groups]
+    assert sorted(indexes) == list(range(again.scheduler.launched))
+
+
+def test_scores_that_cannot_be_had_end_the_round(run):
+    scorer = SlowScorer(dull=dull_by(2), fail_at="p5-0", failure=EngineError("reward: broken"))
+    small = run(scorer=scorer)
+    with pytest.raises(EngineError, match="broken"):
+        small.train(3)
+
+
+def test_a_request_that_never_comes_back_is_named(run):
+    small = run(ScriptedEngine(lose=["p1-0/1"]))
+    with pytest.raises(EngineError, match="p1-0/1"):
+        small.train(2)
+
+
+def test_rewards_that_are_slower_than_decoding_are_waited_for(run):
+    small = run(delay=lambda: 0.03).train(2, max_steps=2)
+    assert [len(used_groups(scored)) for scored in small.rounds] == [4, 4]
+
+
+# --- several ranks ------------------------------------------------------------------------------------------------
+
+
+def on_two(work, *, lockstep=False, engines=2):
+    channels = {}
+
+    def rank(ranks):
+        share = EngineShare(0, 1, reports=ranks.rank == 0) if lockstep else EngineShare(ranks.rank, 2)
+        if engines == 1 and not lockstep:
+            share = EngineShare(0, 1) if ranks.rank == 0 else None
+        size = 2 if lockstep else 1
+        engine = ScriptedEngine(tensor_parallel_size=size) if share is not None else None
+        scorer = SlowScorer(dull=dull_by(2), delay=lambda: random.random() / 200)
+        small = SmallRun(
+            engine, ranks=ranks, share=share, scorer=scorer, dynamic=3, groups=4, prompts=50,
+            board=ThreadedBoard(channels), depth=work["depth"],
+        )  # fmt: skip
+        try:
+            small.train(5, max_steps=5)
+            return data(small), small.scheduler.launched, small.scheduler.dropped, engine and engine.events
+        finally:
+            small.close()
+
+    return on_ranks(2, rank)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("kind", ["an engine each", "one engine for both", "parts of one engine"])
+def test_two_ranks_train_on_what_one_does(run, depth, kind):
+    alone = run(depth=depth).train(5, max_steps=5)
+    lockstep, engines = kind == "parts of one engine", 2 if kind == "an engine each" else 1
+    ends = on_two({"depth": depth}, lockstep=lockstep, engines=engines)
+    for end in ends:
+        assert not isinstance(end, Exception), end
+        tokens, launched, dropped, _ = end
+        assert tokens == data(alone)
+        assert (launched, dropped) == (alone.scheduler.launched, alone.scheduler.dropped)
+    if lockstep:
+        first, second = ([event for event in end[3] if event[0] == "submit"] for end in ends)
+        assert first == second, "ranks that hold parts of one engine must ask it for the same"
+
+
+def test_a_failure_on_either_rank_ends_both():
+    channels = {}
+
+    def rank(ranks):
+        engine = ScriptedEngine(fail_after=5 if ranks.rank == 1 else None)
+        small = SmallRun(
+            engine, ranks=ranks, scorer=SlowScorer(dull=dull_by(2)), dynamic=3, groups=4, prompts=50,
+            board=ThreadedBoard(channels),
+        )  # fmt: skip
+        try:
+            small.train(9)
+        finally:
+            small.close()
+
+    for end in on_ranks(2, rank):
+        assert isinstance(end, EngineDead), end
+
+
+# --- replay and second tries --------------------------------------------------------------------------------------
+
+
+def test_replayed_groups_take_the_slots_of_groups_that_teach_nothing(run):
+    replay = ReplayBuffer(8, max_age=32, seed=1)
+    small = run(dynamic=None, replay=replay, dull=lambda group: group.launch_index in (5, 6)).train(2)
+    first, second = small.steps
+    assert second.tokens[:2] != first.tokens[:2]
+    filled = second.tokens[2:6]
+    assert [filled[:2], filled[2:]].count(first.tokens[0:2]) + all(pair in first.tokens for pair in filled) >= 1
+    assert small.rounds[1].metrics["replay/groups"] == 2.0
+    assert small.scheduler.dropped == 2 and small.scheduler.trained == 6
+    assert second.staleness["off_policy/max"] == 1.0
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_resumed_run_replays_the_same_groups(run, depth):
+    def make():
+        return run(dynamic=None, depth=depth, replay=ReplayBuffer(3, max_age=4, seed=1), dull=dull_by(3))
+
+    whole = make().train(8, max_steps=8)
+    first = make().train(5, max_steps=8)
+    second = make().load(first.save()).train(8, max_steps=8)
+    assert data(first) + data(second) == data(whole)
+
+
+def test_failed_prompts_are_tried_again_late_in_the_run_and_displaced_ones_come_next(run):
+    dull = lambda group: group.launch_index == 1  # noqa: E731
+    small = run(dynamic=None, dull=dull, reroll=RerollConfig(start_step=3)).train(4)
+    prompts = [[group.prompt.prompt_id for group in scored.groups] for scored in small.rounds]
+    assert prompts[:2] == [["p0", "p1", "p2", "p3"], ["p4", "p5", "p6", "p7"]]
+    assert prompts[2] == ["p8", "p9", "p10", "p1"]
+    assert prompts[3] == ["p11", "p12", "p13", "p14"]
+    assert small.rounds[2].groups[3].group_id == "p1-1", "its samples have seeds of their own"
+
+
+@pytest.mark.parametrize("dynamic", [None, 3])
+def test_a_resumed_run_tries_the_same_prompts_again(run, dynamic):
+    def make():
+        return run(dynamic=dynamic, dull=dull_by(3), reroll=RerollConfig(start_step=3, max_groups=2))
+
+    whole = make().train(7, max_steps=7)
+    first = make().train(4, max_steps=7)
+    second = make().load(first.save()).train(7, max_steps=7)
+    assert data(first) + data(second) == data(whole)
+
+
+def test_samples_of_the_buffer_leave_nothing_of_an_older_policy():
+    import numpy as np
+
+    buffer = ReplayBuffer(2, max_age=3, seed=0)
+    sample = TrainSample(
+        0, np.array([1]), np.array([2]), np.array([-1.0], dtype=np.float32), np.array([True]), 0.5,
+        old_logprobs=np.array([-2.0]), ref_logprobs=np.array([-3.0]),
+    )  # fmt: skip
+    buffer.store("a", 0, 1.0, [sample])
+    [entry] = buffer.draw(1, 1)
+    [replayed] = buffer.samples_of(entry, 4)
+    assert replayed.old_logprobs is None and replayed.ref_logprobs is None and replayed.advantage == 0.5
+    assert replayed.group == 4 and sample.group == 0

@@ -1,0 +1,228 @@
+"""Guided decoding, counting penalties and least lengths in the transformers engine, and what engines refuse."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from swift.errors import ConfigError, RequestRefused, ResourceError, Unsupported
+from swift.rollout.engines import guided
+from swift.rollout.engines.sampling import BatchSampler
+from swift.rollout.engines.transformers import TransformersEngine
+from swift.types import Request, SamplingParams
+
+PLAIN = SamplingParams(max_new_tokens=24, temperature=1.0)
+XGRAMMAR = pytest.mark.skipif(not guided.available(), reason="the package xgrammar is not installed")
+DIGITS = r"(\+|-)?\d{2,4}( \w{3})?"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(nano_folders):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(nano_folders["qwen2"])
+
+
+@pytest.fixture(scope="module")
+def engine(nano_folders, tokenizer):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(nano_folders["qwen2"])
+    return TransformersEngine(model, eos_token_ids=[tokenizer.eos_token_id], tokenizer=tokenizer)
+
+
+def run(engine, sampling, *, count=8, prompt=(5, 6, 7)):
+    requests = [Request(f"g/{seed}", list(prompt), replace(sampling, seed=seed)) for seed in range(count)]
+    done = {one.request_id: one for one in engine.generate(requests)}
+    return [done[request.request_id] for request in requests]
+
+
+# --- regular expressions ------------------------------------------------------------------------------------
+
+
+@XGRAMMAR
+def test_every_completion_matches_the_expression_and_ends_by_itself(engine, tokenizer):
+    for completion in run(engine, replace(PLAIN, regex=DIGITS)):
+        assert completion.token_ids[-1] == tokenizer.eos_token_id
+        assert re.fullmatch(DIGITS, tokenizer.decode(completion.token_ids[:-1])), completion
+        assert completion.finish_reason == "stop"
+
+
+@XGRAMMAR
+def test_a_cut_completion_is_the_beginning_of_a_match(engine, tokenizer):
+    for completion in run(engine, replace(PLAIN, regex=r"a{9}", max_new_tokens=4)):
+        assert tokenizer.decode(completion.token_ids) == "aaaa"
+        assert (completion.finish_reason, completion.logprobs) == ("length", [0.0] * 4)
+
+
+@XGRAMMAR
+def test_log_probs_are_renormalised_over_what_the_expression_allows(engine):
+    """Two tokens may start: their probabilities, from the plain distribution, add up to 1."""
+    first = {one.token_ids[0]: one.logprobs[0] for one in run(engine, replace(PLAIN, regex="[ab]"), count=40)}
+    assert len(first) == 2
+    assert sum(torch.tensor(list(first.values())).exp()).item() == pytest.approx(1.0, abs=1e-6)
+
+
+@XGRAMMAR
+def test_rows_without_an_expression_are_what_they_are_without_the_others(engine):
+    alone = run(engine, PLAIN, count=2)
+    mixed = [Request(f"free/{s}", [5, 6, 7], replace(PLAIN, seed=s)) for s in range(2)]
+    mixed += [Request(f"held/{s}", [5, 6, 7], replace(PLAIN, seed=s, regex=r"\d+")) for s in range(2)]
+    done = {one.request_id: one for one in engine.generate(mixed)}
+    assert [done[f"free/{s}"].token_ids for s in range(2)] == [one.token_ids for one in alone]
+    assert all(done[f"held/{s}"].token_ids != alone[s].token_ids for s in range(2))
+
+
+@XGRAMMAR
+def test_an_expression_holds_for_greedy_sampling_and_over_compaction(engine, tokenizer):
+    """Short matches leave the batch while long ones go on."""
+    sampling = replace(PLAIN, regex=r"a|b{12}")
+    texts = {tokenizer.decode(one.token_ids[:-1]) for one in run(engine, sampling, count=24)}
+    assert texts == {"a", "b" * 12}
+    greedy = run(engine, replace(sampling, temperature=0.0), count=2)
+    assert greedy[0].token_ids == greedy[1].token_ids
+    assert tokenizer.decode(greedy[0].token_ids[:-1]) in texts
+
+
+@XGRAMMAR
+def test_an_expression_that_xgrammar_refuses_is_refused_with_its_request_only(engine):
+    with pytest.raises(RequestRefused, match=r"--vllm_guided_decoding_regex: \(a: .*parenthesis"):
+        run(engine, replace(PLAIN, regex="(a"))
+    assert len(run(engine, PLAIN, count=1)) == 1
+
+
+@XGRAMMAR
+def test_an_expression_without_any_end_token_is_refused(nano_folders, tokenizer):
+    from transformers import AutoModelForCausalLM
+
+    endless = TransformersEngine(
+        AutoModelForCausalLM.from_pretrained(nano_folders["qwen2"]), eos_token_ids=[], tokenizer=tokenizer
+    )
+    with pytest.raises(RequestRefused, match="no end token that could follow"):
+        run(endless, replace(PLAIN, regex="a"))
+
+
+def test_without_xgrammar_the_engine_says_so_before_and_while_sampling(nano_folders, tokenizer, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    monkeypatch.setattr(guided.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ResourceError, match="pip install xgrammar"):
+        guided.require("transformers", "a")
+    engine = TransformersEngine(
+        AutoModelForCausalLM.from_pretrained(nano_folders["qwen2"]), eos_token_ids=[258], tokenizer=tokenizer
+    )
+    assert not engine.capabilities.guided
+    with pytest.raises(Unsupported, match="pip install xgrammar"):
+        run(engine, replace(PLAIN, regex="a"))
+
+
+@XGRAMMAR
+@pytest.mark.parametrize("backend", ["transformers", "lmdeploy", "vllm"])
+def test_what_the_engines_library_refuses_is_an_error_before_weights_load(backend):
+    with pytest.raises(ConfigError, match=r"--vllm_guided_decoding_regex: a\{3,1\}: .*Lower bound"):
+        guided.require(backend, "a{3,1}")
+    guided.require(backend, DIGITS)
+
+
+# --- penalties and least lengths ----------------------------------------------------------------------------
+
+
+def sampler(requests, steps=4, ends=None):
+    return BatchSampler(requests, torch.full((len(requests), steps), 0.5, dtype=torch.float64), ends)
+
+
+def one_row(**sampling):
+    return [Request("r", [0], replace(PLAIN, **sampling))]
+
+
+def test_frequency_counts_each_occurrence_and_presence_only_the_first():
+    """Logits 0 everywhere; token 2 was drawn twice: its logit falls by 2 x 0.5 + 0.25."""
+    drawn = sampler(one_row(frequency_penalty=0.5, presence_penalty=0.25))
+    only = torch.full((1, 4), -torch.inf)
+    only[0, 2] = 0.0
+    for step in range(2):
+        assert drawn.draw(only, step)[0].tolist() == [2]
+    assert drawn._discount(torch.zeros(1, 4)).tolist() == [[0.0, 0.0, -1.25, 0.0]]
+
+
+def test_counting_penalties_leave_the_prompt_alone():
+    """Token 0 is the prompt's: the first draw is that of plain sampling."""
+    penalised, plain = sampler(one_row(frequency_penalty=2.0, presence_penalty=2.0)), sampler(one_row())
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
+    assert penalised.draw(logits, 0)[1].tolist() == plain.draw(logits, 0)[1].tolist()
+
+
+def test_a_negative_infinite_penalty_history_survives_compaction():
+    drawn = sampler([*one_row(), *one_row(presence_penalty=1.0)])
+    drawn.draw(torch.tensor([[9.0, 0.0], [0.0, 99.0]]), 0)
+    drawn.keep(torch.tensor([1]))
+    assert drawn._discount(torch.zeros(1, 2)).tolist() == [[0.0, -1.0]]
+
+
+def test_presence_penalties_make_completions_more_varied(engine):
+    def variety(**sampling):
+        return sum(len(set(one.token_ids)) for one in run(engine, replace(PLAIN, temperature=0.3, **sampling)))
+
+    assert variety(presence_penalty=2.0, frequency_penalty=2.0) > variety()
+
+
+def test_no_end_token_comes_before_the_least_length(engine, tokenizer):
+    """Every token but one ends a completion, so that without a minimum nearly all end at once."""
+    others = tuple(i for i in range(250) if i != 9)
+    base = replace(PLAIN, stop_token_ids=others)
+    assert max(len(one.token_ids) for one in run(engine, base)) < 6
+    held = run(engine, replace(base, min_tokens=6))
+    assert min(len(one.token_ids) for one in held) >= 7
+    assert all(set(one.token_ids[:6]).isdisjoint({*others, tokenizer.eos_token_id}) for one in held)
+
+
+def test_a_minimum_also_holds_for_stop_texts(engine):
+    words = tuple(chr(code) for code in range(32, 127))
+    stops = replace(PLAIN, stop=words)
+    short = run(engine, stops)
+    long = run(engine, replace(stops, min_tokens=10))
+    assert min(len(one.token_ids) for one in long) >= 10 > min(len(one.token_ids) for one in short)
+
+
+@XGRAMMAR
+def test_an_expression_that_is_complete_beats_a_minimum(engine, tokenizer):
+    (completion,) = run(engine, replace(PLAIN, regex="a", min_tokens=8), count=1)
+    assert tokenizer.decode(completion.token_ids) == "a<|im_end|>"
+
+
+def test_an_end_token_of_id_0_is_held_back_and_no_other_one():
+    held = sampler(one_row(min_tokens=2), ends=torch.tensor([[0, -1]]))
+    assert held._without_ends(torch.zeros(1, 3), 0).tolist() == [[-torch.inf, 0.0, 0.0]]
+    none = sampler(one_row(min_tokens=2), ends=torch.tensor([[2, -1]]))
+    assert none._without_ends(torch.zeros(1, 3), 0).tolist() == [[0.0, 0.0, -torch.inf]]
+
+
+# --- what an engine does not have ---------------------------------------------------------------------------
+
+
+def test_an_engine_refuses_fields_that_it_would_ignore(engine):
+    with pytest.raises(Unsupported, match="--generation_kwargs: bad_words: the engine transformers does not have it"):
+        run(engine, replace(PLAIN, extra={"bad_words": ["x"]}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "truncates", "penalises"),
+    [
+        ({}, False, False),
+        ({"regex": "a"}, True, False),
+        ({"min_tokens": 1}, True, False),
+        ({"frequency_penalty": 0.1}, False, True),
+        ({"presence_penalty": -0.1}, False, True),
+        ({"repetition_penalty": 1.1}, False, True),
+    ],
+)
+def test_what_changes_the_distribution_counts_as_biased(changes, truncates, penalises):
+    sampling = replace(PLAIN, **changes)
+    assert (sampling.truncates, sampling.penalises) == (truncates, penalises)
+    assert sampling.biased == (truncates or penalises)
+    assert replace(sampling, extra={"logit_bias": {"5": 1.0}}).biased

@@ -1,0 +1,277 @@
+"""Gradients of one frozen rollout, cut and laid out in many ways: `python invariance_worker.py <folder> <rank>`.
+
+`measure` runs in the test's own process and, by `on_two_ranks`, in each of two. A run is a setting (what is computed)
+and a layout (how): the number of micro-batches of a rank, packed with or without shared prompts, or padded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from grpo_parts import make_trainer
+
+import swift.trainers.grpo_trainer as trainer_module
+from swift.models.forward import TokenSequence, enable_packed_attention
+from swift.rl.losses import LOSSES, LossConfig
+from swift.rollout.batch import TrainSample, TrainUnit
+from swift.trainers.grpo_trainer import CorrectionSettings
+from swift.trainers.microbatch import collate
+from swift.trainers.window_entropy import EntropySettings
+
+GROUPS, GENERATIONS = 6, 4
+SAMPLES = GROUPS * GENERATIONS
+LONGEST = 12
+FILTERED = (2, 9, 17)
+"""Samples without a trained token."""
+FLAT = (1, 12, 13, 14, 15)
+"""Samples with an advantage of 0: one, and a whole group."""
+NOMINAL = 4
+"""Completions of a nominal micro-batch."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is computed: the loss, fields of GRPOSettings, and which update on the unit is looked at, the last.
+
+    `start` is the first update that is made: 0 is that on a fresh rollout, a later one finds the unit's old log-probs.
+    Between two updates every weight moves.
+    """
+
+    loss: LossConfig
+    fields: dict = field(default_factory=dict)
+    windows: int = 1
+    iterations: int = 1
+    start: int = 0
+
+    @property
+    def moves(self) -> bool:
+        """Whether the weights move before the update that is looked at."""
+        return self.windows * self.iterations - self.start > 1
+
+    @property
+    def num_useful(self) -> int:
+        """Samples of the (last) window that a forward pass has to see."""
+        first = SAMPLES - SAMPLES // self.windows
+        idle = [i for i in FILTERED if i >= first]
+        entropy = self.fields.get("entropy", EntropySettings())
+        if not self.loss.beta and not entropy.has_bonus:
+            idle += [i for i in FLAT if i >= first]
+        return SAMPLES - first - len(idle)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How it is computed. `passes`: forward/backward passes of a rank."""
+
+    passes: int
+    kind: str = "shared"  # prompts; or "single": each completion with a prompt of its own; or "padded"
+
+
+def loss_of(name: str, **changes) -> LossConfig:
+    high = {"cispo": 1.3, "gspo": 0.04, "luspo": 0.04}.get(name, 0.28)
+    low = {"gspo": 0.03, "luspo": 0.03}.get(name, 0.2)
+    return LossConfig(**{"loss_type": name, "epsilon": low, "epsilon_high": high, **changes})
+
+
+def settings() -> dict[str, Setting]:
+    """Every loss in four situations, and the options that look at the whole window."""
+    made = {}
+    later = {"iterations": 2, "start": 1}
+    correction = {"correction": CorrectionSettings(mode="token_truncate", threshold=1.2), "off_policy_delta": 0.02}
+    for name in LOSSES:
+        made[f"{name}, first update"] = Setting(loss_of(name))
+        made[f"{name}, later update"] = Setting(loss_of(name), **later)
+        made[f"{name}, with KL"] = Setting(loss_of(name, beta=0.05, kl_bias_correction=True), **later)
+        made[f"{name}, corrected"] = Setting(loss_of(name), correction, **later)
+    dapo = loss_of("dapo")
+    for mode in ("sequence_truncate", "sequence_mask"):
+        fields = {"correction": CorrectionSettings(mode=mode, threshold=1.05, lower=0.95)}
+        made[f"dapo, {mode}"] = Setting(dapo, fields, **later)
+    for level in ("sequence", "sequence_token"):
+        made[f"dapo, {level}"] = Setting(loss_of("dapo", importance_sampling_level=level), **later)
+    made["dapo, two-sided"] = Setting(loss_of("dapo", delta=1.4), **later)
+    made["dapo, entropy bonus"] = Setting(dapo, {"entropy": EntropySettings(coefficient=0.01)}, **later)
+    made["dapo, top entropy"] = Setting(dapo, {"entropy": EntropySettings(coefficient=0.01, quantile=0.4)}, **later)
+    made["dapo, second iteration"] = Setting(dapo, iterations=2)
+    made["dapo, second window"] = Setting(dapo, windows=2)
+    return made
+
+
+def rollout(trainer) -> TrainUnit:
+    """A frozen unit: ragged completions, cut by tool calls, of prompts of several lengths, on a policy that moved."""
+    random = np.random.default_rng(7)
+    samples = []
+    for number in range(SAMPLES):
+        group = number // GENERATIONS
+        length = int(random.integers(1, LONGEST + 1)) if number else LONGEST
+        trained = random.random(length) < 0.85
+        trained[0] = True
+        advantage = float(random.normal()) if number not in FLAT else 0.0
+        samples.append(
+            TrainSample(
+                group=group,
+                prompt_ids=np.full(3 + 2 * group, 40 + group, dtype=np.int32),
+                token_ids=random.integers(0, 250, length).astype(np.int32),
+                sampler_logprobs=np.zeros(length, dtype=np.float32),
+                trained=trained & (number not in FILTERED),
+                advantage=advantage,
+            )
+        )
+    scores = trainer.score([TokenSequence(one.prompt_ids.tolist(), one.token_ids.tolist()) for one in samples])
+    ends = np.cumsum([one.token_ids.size for one in samples])[:-1]
+    for sample, values in zip(samples, np.split(scores.float().numpy(), ends), strict=True):
+
+        def near(scale, values=values):
+            return (values + scale * random.normal(size=values.size)).astype(np.float32)
+
+        sample.old_logprobs, sample.ref_logprobs = near(0.25), near(0.25)
+        sample.sampler_logprobs = (sample.old_logprobs + 0.2 * random.normal(size=values.size)).astype(np.float32)
+    return TrainUnit(samples, num_windows=1, num_iterations=1)
+
+
+class Bench:
+    """A trainer whose settings and layout change from run to run.
+
+    In float64 the normalisation layers are kept from computing in float32, as they do in every other precision.
+    """
+
+    def __init__(self, folder, output, dtype=torch.float32):
+        self.trainer = make_trainer(folder, output, max_tokens=LONGEST)
+        self.trainer.model.to(dtype)
+        if dtype == torch.float64:
+            for module in self.trainer.model.modules():
+                if type(module).__name__.endswith("RMSNorm"):
+                    module.forward = partial(_norm, module)
+        self.trainer.create_optimizer()
+        ranks = self.trainer.collectives
+        self.model = self.trainer.accelerator.prepare_model(self.trainer.model) if ranks.active else self.trainer.model
+        self.trainer.model_wrapped = self.model
+        self.ranks = ranks.world_size
+        self.passes = 0
+        self.trainer.on_progress = self._count
+
+    def _count(self):
+        self.passes += 1
+
+    def gradient(self, unit: TrainUnit, setting: Setting, layout: Layout, *, nominal: int = NOMINAL) -> torch.Tensor:
+        """All parameters' gradients as one float64 vector; `passes` is how many passes made it."""
+        trainer, before = self.trainer, self.trainer.settings
+        share = -(-setting.num_useful // self.ranks)
+        fields = {"loss": setting.loss, "per_device": nominal, "slice_size": math.ceil(share / layout.passes)}
+        trainer.settings = replace(before, **fields, **setting.fields)
+        unit = TrainUnit.from_json(unit.to_json())
+        unit.num_windows, unit.num_iterations = setting.windows, setting.iterations
+        if setting.start == 0:
+            for sample in unit.samples:
+                sample.old_logprobs = None
+        weights = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+        with laid_out(trainer.model, layout.kind):
+            for position in range(setting.start, unit.updates_per_rollout):
+                if position > setting.start:
+                    self._move(weights)
+                unit.position = position
+                self.model.zero_grad(set_to_none=True)
+                self.passes = 0
+                trainer.training_step(self.model, unit)
+        self._set(weights)
+        trainer.settings = before
+        return torch.cat([parameter.grad.flatten().double() for parameter in trainer.model.parameters()])
+
+    def _move(self, weights):
+        generator = torch.Generator().manual_seed(3)
+        self._set([one + 0.02 * torch.randn(one.shape, generator=generator).to(one.dtype) for one in weights])
+
+    @torch.no_grad()
+    def _set(self, weights):
+        for parameter, value in zip(self.trainer.model.parameters(), weights, strict=True):
+            parameter.copy_(value)
+
+
+def _norm(module, states):
+    scale = torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)
+    return module.weight * (states * scale)
+
+
+@contextlib.contextmanager
+def laid_out(model, kind):
+    """The trainer's own ways of packing, by what it chooses them from."""
+    if kind == "shared":
+        yield
+    elif kind == "single":
+        trainer_module.collate = lambda *values, **named: collate(*values, **named, share_prompts=False)
+        try:
+            yield
+        finally:
+            trainer_module.collate = collate
+    else:
+        model.set_attn_implementation("sdpa")
+        try:
+            yield
+        finally:
+            enable_packed_attention(model)
+
+
+def measure(bench: Bench, unit: TrainUnit, layouts: list[Layout]) -> dict:
+    """Gradient and passes of every setting and layout."""
+    return {
+        (name, layout.passes, layout.kind): (bench.gradient(unit, setting, layout), bench.passes)
+        for name, setting in settings().items()
+        for layout in layouts
+    }
+
+
+def on_two_ranks(folder: Path, model: str, unit: TrainUnit, layouts: list[Layout]) -> dict:
+    """`measure` in two processes."""
+    folder.mkdir()
+    layouts = [[layout.passes, layout.kind] for layout in layouts]
+    (folder / "task.json").write_text(json.dumps({"model": str(model), "unit": unit.to_json(), "layouts": layouts}))
+    here = Path(__file__).parent
+    paths = os.pathsep.join(map(str, (here, here.parent / "fakes", here.parents[1])))
+    workers = []
+    for rank in range(2):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+        place |= {"PYTHONPATH": paths, "OMP_NUM_THREADS": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+        with (folder / f"rank-{rank}.log").open("w") as log:
+            command = [sys.executable, __file__, str(folder), str(rank)]
+            env = {**os.environ, **{name: str(value) for name, value in place.items()}}
+            workers.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        codes = [worker.wait(timeout=300) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    assert not any(codes), "\n".join((folder / f"rank-{rank}.log").read_text()[-3000:] for rank in range(2))
+    return torch.load(folder / "found")
+
+
+def main(folder: str, rank: str) -> None:
+    """One of two ranks; rank 0 writes what came out."""
+    place = Path(folder)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{place}/meeting", rank=int(rank), world_size=2, timeout=timedelta(seconds=120)
+    )
+    task = json.loads((place / "task.json").read_text())
+    bench = Bench(task["model"], place / f"rank-{rank}")
+    found = measure(bench, TrainUnit.from_json(task["unit"]), [Layout(*layout) for layout in task["layouts"]])
+    if rank == "0":
+        torch.save(found, place / "found")
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # the destructor of DDP hangs on gloo now and then; what counts is on the disk
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,519 @@
+"""Every setting of the objective acts in a training step as its formula says, whatever the cut into passes."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from grpo_parts import gradients_of_one_step, logs_of, make_trainer
+from test_grpo_trainer import count_forwards, relative_difference
+from transformers import AutoModelForCausalLM
+
+from swift.errors import NumericError
+from swift.models.reference import FrozenReference, StartAdapterReference
+from swift.rl.entropy import AdaptiveEntropy
+from swift.rl.losses import LossConfig, get_loss, sequence_weights
+from swift.rl.objective import policy_loss
+from swift.rl.window import count_window
+from swift.trainers.grpo_trainer import CorrectionSettings
+from swift.trainers.window_entropy import EntropySettings
+
+SETTINGS = {
+    "gspo": {"loss_type": "gspo", "epsilon": 3e-2, "epsilon_high": 4e-2},
+    "luspo": {"loss_type": "luspo"},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.1},
+    "sapo": {"loss_type": "sapo"},
+    "vespo": {"loss_type": "vespo"},
+    "sequence_token": {"loss_type": "dapo", "importance_sampling_level": "sequence_token"},
+    "delta": {"loss_type": "dapo", "delta": 1.25},
+    "biased-kl": {"loss_type": "dapo", "beta": 0.3},
+    "unbiased-kl": {"loss_type": "gspo", "beta": 0.3, "kl_bias_correction": True},
+}
+
+
+@pytest.fixture
+def folder(nano_folders):
+    return nano_folders["qwen2"]
+
+
+class ByHand:
+    """A window under the weights of a trainer's model, in one piece, with plain torch."""
+
+    def __init__(self, trainer, folder, samples, temperature=1.0):
+        self.model = AutoModelForCausalLM.from_pretrained(folder)
+        self.model.load_state_dict(trainer.model.state_dict())
+        self.samples, rows, entropies = samples, [], []
+        for one in samples:
+            ids = torch.tensor([*one.prompt_ids, *one.token_ids])
+            logits = self.model(input_ids=ids[None]).logits[0, one.prompt_ids.size - 1 : -1] / temperature
+            logprobs = logits.log_softmax(-1)
+            rows.append(logprobs.gather(1, torch.tensor(one.token_ids).long()[:, None])[:, 0])
+            entropies.append(-(logprobs.exp() * logprobs).sum(-1))
+        self.logprobs, self.entropy = torch.cat(rows), torch.cat(entropies)
+        self.mask = torch.from_numpy(np.concatenate([one.trained for one in samples]))
+        self.index = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor([len(row) for row in rows]))
+
+    def join(self, name):
+        return torch.from_numpy(np.concatenate([getattr(one, name) for one in self.samples]))
+
+    def loss(self, config, **more):
+        """The loss of the window by the pure functions."""
+        lengths = [one.num_trained for one in self.samples]
+        weights = sequence_weights(get_loss(config.loss_type), count_window(lengths), lengths, max_completion_length=8)
+        output = policy_loss(
+            self.logprobs,
+            config=config,
+            advantages_T=torch.tensor([one.advantage for one in self.samples])[self.index],
+            mask_T=self.mask,
+            token_weights_T=self.mask * torch.tensor(weights)[self.index],
+            sequence_index_T=self.index,
+            num_sequences=len(self.samples),
+            **more,
+        )
+        return output.loss
+
+    def gradients(self, loss):
+        self.model.zero_grad()
+        loss.backward()
+        return {name: parameter.grad for name, parameter in self.model.named_parameters()}
+
+
+def one_step(trainer, prepare=lambda samples: None):
+    """Gradients, reported values and samples of a window that `prepare` may change."""
+    trainer.create_optimizer()
+    unit = next(trainer.pipeline.windows(trainer.progress))
+    prepare(unit.samples)
+    trainer.training_step(trainer.model, unit)
+    gradients = {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
+    return gradients, trainer.metrics.commit(1), unit.samples
+
+
+def stale(samples):
+    """Old log-probs that come with the samples, up to .3 away from what the policy says now."""
+    rng = np.random.default_rng(0)
+    for one in samples:
+        gap = rng.uniform(-0.3, 0.3, one.token_ids.size).astype(np.float32)
+        one.old_logprobs = one.sampler_logprobs + gap
+        one.trained = one.trained & (rng.random(one.token_ids.size) > 0.2)
+
+
+@pytest.mark.parametrize("slice_size", [8, 3])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_gradient_of_a_step_is_that_of_the_window_loss(folder, tmp_path, name, slice_size):
+    config = LossConfig(**SETTINGS[name])
+    frozen = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for parameter in frozen.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    reference = FrozenReference(frozen) if config.beta else None
+    trainer = make_trainer(folder, tmp_path, loss=config, slice_size=slice_size, reference=reference)
+    ours, _, samples = one_step(trainer, stale)
+    window = ByHand(trainer, folder, samples)
+    more = {"ref_logprobs_T": window.join("ref_logprobs")} if config.beta else {}
+    assert (window.join("old_logprobs") - window.logprobs).abs().max() > 0.1, "presets are not replaced"
+    loss = window.loss(config, old_logprobs_T=window.join("old_logprobs"), **more)
+    assert relative_difference(ours, window.gradients(loss)) < 1e-5
+
+
+def test_reference_log_probs_are_those_of_the_reference(folder, tmp_path):
+    other = AutoModelForCausalLM.from_pretrained(folder)
+    other.model.norm.weight.data.mul_(1.5)
+    trainer = make_trainer(folder, tmp_path, loss=LossConfig(beta=0.1), reference=FrozenReference(other))
+    _, values, samples = one_step(trainer)
+    window = ByHand(trainer, folder, samples)
+    gap = window.join("ref_logprobs") - window.logprobs.detach()
+    assert values["kl"] == pytest.approx(float((gap.exp() - gap - 1).mean()), rel=1e-4)
+    assert values["kl"] > 1e-3
+
+
+# --- entropy ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slice_size", [8, 3])
+def test_the_bonus_is_the_mean_entropy_of_the_window(folder, tmp_path, slice_size):
+    settings = {"entropy": EntropySettings(coefficient=0.7), "temperature": 1.3}
+    trainer = make_trainer(folder, tmp_path, slice_size=slice_size, settings=settings)
+    ours, values, samples = one_step(trainer, stale)
+    window = ByHand(trainer, folder, samples, temperature=1.3)
+    mean = window.entropy[window.mask].mean()
+    loss = window.loss(LossConfig(), old_logprobs_T=window.join("old_logprobs")) - 0.7 * mean
+    assert relative_difference(ours, window.gradients(loss)) < 1e-5
+    assert values["entropy"] == pytest.approx(mean.item(), rel=1e-5)
+    assert values["entropy_coef"] == 0.7
+
+
+@pytest.mark.parametrize(("slice_size", "forwards"), [(8, [8]), (3, [3, 3, 2] * 2)])
+def test_only_the_most_uncertain_tokens_of_the_window_train(folder, tmp_path, slice_size, forwards):
+    settings = {"entropy": EntropySettings(quantile=0.3, coefficient=0.5)}
+    trainer = make_trainer(folder, tmp_path, slice_size=slice_size, settings=settings)
+    calls = []
+    ours, values, samples = count_forwards(trainer, calls, lambda: one_step(trainer, stale))
+    assert calls == forwards, "a pass of its own where no pass holds the window"
+    window = ByHand(trainer, folder, samples)
+    entropies = window.entropy[window.mask].detach().sort().values
+    rank = math.ceil(0.7 * (len(entropies) - 1) - 1e-9)
+    keep = window.entropy.detach() >= (entropies[rank] + entropies[rank - 1]) / 2  # between two tokens
+    assert int((keep & window.mask).sum()) == len(entropies) - rank
+    loss = window.loss(LossConfig(), old_logprobs_T=window.join("old_logprobs"), keep_T=keep)
+    loss = loss - 0.5 * window.entropy[keep & window.mask].mean()
+    assert relative_difference(ours, window.gradients(loss)) < 1e-5
+    assert values["entropy_threshold"] == pytest.approx(float(entropies[rank]), rel=1e-5)
+
+
+def test_samples_without_advantage_have_a_say_in_the_threshold(folder, tmp_path):
+    def reward(completion, prompt):
+        return 1.0 if prompt.prompt_id == "p0" else float(completion.token_ids[0] % 2)
+
+    settings = {"entropy": EntropySettings(quantile=0.5)}
+    thresholds, gradients = [], []
+    for size in (8, 4):
+        trainer = make_trainer(folder, tmp_path, reward=reward, slice_size=size, settings=settings)
+        ours, values, samples = one_step(trainer)
+        assert {one.advantage == 0 for one in samples} == {True, False}
+        thresholds.append(values["entropy_threshold"])
+        gradients.append(ours)
+    window = ByHand(trainer, folder, samples)
+    assert thresholds == pytest.approx([window.entropy.median().item()] * 2, abs=0.02)
+    assert relative_difference(*gradients) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("entropy", "forwards"),
+    [
+        (EntropySettings(), 4),
+        (EntropySettings(log=True), 4),
+        (EntropySettings(coefficient=0.1), 8),
+        (EntropySettings(adaptive=AdaptiveEntropy()), 8),
+    ],
+)
+def test_samples_without_advantage_are_passed_over_exactly_when_they_cannot_matter(folder, tmp_path, entropy, forwards):
+    def reward(completion, prompt):
+        return 1.0 if prompt.prompt_id == "p0" else float(completion.token_ids[0] % 2)
+
+    calls = []
+    trainer = make_trainer(folder, tmp_path, reward=reward, settings={"entropy": entropy})
+    count_forwards(trainer, calls, lambda: one_step(trainer))
+    assert calls == [forwards]
+
+
+def test_the_controller_sees_each_window_once(folder, tmp_path):
+    start = AdaptiveEntropy(coefficient=0.1, target=100.0, step=0.02, maximum=0.15)
+    settings = {"entropy": EntropySettings(coefficient=0.1, adaptive=start)}
+    trainer = make_trainer(folder, tmp_path, iterations=2, slice_size=2, max_steps=4, settings=settings)
+    trainer.train()
+    rows = logs_of(trainer)
+    assert [row["entropy_coef"] for row in rows] == pytest.approx([0.0, 0.12, 0.14, 0.15])
+    controller = start
+    for row in rows:
+        controller = controller.updated(row["entropy"])
+    assert trainer._entropy_controller.coefficient == pytest.approx(controller.coefficient)
+    assert trainer._entropy_controller.last_entropy == pytest.approx(controller.last_entropy, rel=1e-6)
+
+
+def test_above_the_target_the_bonus_rests(folder, tmp_path):
+    start = AdaptiveEntropy(coefficient=0.1, target=0.01, step=0.04)
+    settings = {"entropy": EntropySettings(coefficient=0.1, adaptive=start)}
+    trainer = make_trainer(folder, tmp_path, max_steps=3, settings=settings)
+    trainer.train()
+    assert [row["entropy_coef"] for row in logs_of(trainer)] == [0, 0, 0]
+    assert trainer._entropy_controller.coefficient == 0.0
+
+
+# --- sampler and trainer ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slice_size", [8, 3])
+def test_sequences_that_drifted_lose_their_policy_term_and_nothing_else(folder, tmp_path, slice_size):
+    def drift(samples):
+        stale(samples)
+        for one in samples[::2]:
+            one.sampler_logprobs = one.sampler_logprobs + 0.5
+
+    trainer = make_trainer(folder, tmp_path, slice_size=slice_size, settings={"off_policy_delta": 0.2})
+    ours, values, samples = one_step(trainer, drift)
+    window = ByHand(trainer, folder, samples)
+    kept = torch.tensor([i % 2 == 1 or one.advantage >= 0 for i, one in enumerate(samples)])
+    assert 0 < int((~kept).sum()) < 4
+    loss = window.loss(LossConfig(), old_logprobs_T=window.join("old_logprobs"), keep_T=kept[window.index])
+    assert relative_difference(ours, window.gradients(loss)) < 1e-5
+    muted = int((window.mask & ~kept[window.index]).sum())
+    assert values["off_policy_mask/muted_frac"] == pytest.approx(muted / int(window.mask.sum()))
+
+
+def test_both_forward_masks_multiply(folder, tmp_path):
+    def drift(samples):
+        for one in samples[::2]:
+            one.sampler_logprobs = one.sampler_logprobs + 0.5
+
+    settings = {"off_policy_delta": 0.2, "entropy": EntropySettings(quantile=0.3)}
+    trainer = make_trainer(folder, tmp_path, slice_size=8, settings=settings)
+    ours, values, samples = one_step(trainer, drift)
+    window = ByHand(trainer, folder, samples)
+    kept = torch.tensor([i % 2 == 1 or one.advantage >= 0 for i, one in enumerate(samples)])[window.index]
+    top = window.entropy.detach() >= values["entropy_threshold"] - 1e-5
+    assert relative_difference(ours, window.gradients(window.loss(LossConfig(), keep_T=kept & top))) < 1e-5
+
+
+@pytest.mark.parametrize("settings", [{"log_offpolicy": True}, {"correction": CorrectionSettings(mode="token_mask")}])
+@pytest.mark.parametrize("slice_size", [8, 3])
+def test_unclamped_ratios_are_logged_with_their_effective_sample_size(folder, tmp_path, settings, slice_size):
+    def shift(samples):
+        for number, one in enumerate(samples):
+            one.sampler_logprobs = one.sampler_logprobs - np.float32(0.25 * number)
+
+    trainer = make_trainer(folder, tmp_path, slice_size=slice_size, settings=settings)
+    _, values, samples = one_step(trainer, shift)
+    window = ByHand(trainer, folder, samples)
+    eta = (window.logprobs.detach() - window.join("sampler_logprobs")).double()
+    ratio = eta.exp()
+    expected = {
+        "mean": ratio.mean(),
+        "min": ratio.min(),
+        "max": ratio.max(),
+        "clipped_frac": (ratio > 2).double().mean(),
+        "k3": (ratio - eta - 1).mean(),
+        "abs_log_mean": eta.abs().mean(),
+        "abs_log_max": eta.abs().max(),
+        "ess": ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()),
+    }
+    logged = {name.split("/")[1]: value for name, value in values.items() if name.startswith("rollout_ratio/")}
+    assert logged == pytest.approx({name: float(value) for name, value in expected.items()}, rel=1e-4)
+    assert values["mismatch/logp_diff_mean"] == pytest.approx(float(eta.mean()), rel=1e-4)
+    if "log_offpolicy" in settings:
+        gain = torch.tensor([one.advantage > 0 for one in samples])[window.index]
+        assert values["logp/positive_advantage_mean"] == pytest.approx(window.logprobs[gain].mean().item(), rel=1e-4)
+        assert values["logp/negative_advantage_mean"] == pytest.approx(window.logprobs[~gain].mean().item(), rel=1e-4)
+
+
+def test_nothing_of_this_is_logged_unasked(folder, tmp_path):
+    _, values, _ = one_step(make_trainer(folder, tmp_path))
+    assert not [name for name in values if name.startswith(("rollout_ratio/", "logp/", "entropy", "off_policy_mask"))]
+
+
+def forget_tokens(count):
+    def forget(samples):
+        samples[0].sampler_logprobs[:count] = [math.nan, math.inf, math.nan][:count]
+
+    return forget
+
+
+def test_a_few_missing_sampler_log_probs_are_counted_and_neither_correct_nor_mute(folder, tmp_path):
+    settings = {"correction": CorrectionSettings(mode="token_truncate"), "off_policy_delta": 0.1}
+    parts = {"window": 32, "max_tokens": 7, "settings": settings}
+    ours, values, _ = one_step(make_trainer(folder, tmp_path, **parts), forget_tokens(2))
+    plain, _, _ = one_step(make_trainer(folder, tmp_path, **parts))
+    assert values["health/missing_sampler_logprobs"] == 2
+    assert relative_difference(ours, plain) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"correction": CorrectionSettings(mode="token_truncate")},
+        {"log_offpolicy": True},
+        {"off_policy_delta": 0.1},
+        {"old_logprobs": "sampler"},
+    ],
+)
+def test_many_missing_sampler_log_probs_end_the_run(folder, tmp_path, settings):
+    trainer = make_trainer(folder, tmp_path, settings=settings)
+    with pytest.raises(NumericError, match="1 of 64 trained tokens of step 1 have none"):
+        one_step(trainer, forget_tokens(1))
+
+
+def test_missing_sampler_log_probs_do_not_matter_where_nothing_uses_them(folder, tmp_path):
+    ours, values, _ = one_step(make_trainer(folder, tmp_path), forget_tokens(3))
+    plain, _, _ = one_step(make_trainer(folder, tmp_path))
+    assert relative_difference(ours, plain) < 1e-6
+    assert math.isfinite(values["mismatch/logp_abs_diff"])
+
+
+# --- what the ratio compares with ---------------------------------------------------------------------------------
+
+
+def test_the_ratio_may_be_taken_against_the_sampler(folder, tmp_path):
+    def shift(samples):
+        rng = np.random.default_rng(0)
+        for one in samples:
+            one.sampler_logprobs = one.sampler_logprobs + rng.uniform(-0.4, 0.4, 8).astype(np.float32)
+
+    trainer = make_trainer(folder, tmp_path, slice_size=3, settings={"old_logprobs": "sampler", "log_offpolicy": True})
+    ours, values, samples = one_step(trainer, shift)
+    window = ByHand(trainer, folder, samples)
+    loss = window.loss(LossConfig(), old_logprobs_T=window.join("sampler_logprobs"))
+    assert relative_difference(ours, window.gradients(loss)) < 1e-5
+    assert values["ratio/max"] == pytest.approx(values["rollout_ratio/max"], rel=1e-5)
+
+
+def test_the_samplers_log_probs_spare_later_windows_their_pass(folder, tmp_path):
+    calls = []
+    settings = {"old_logprobs": "sampler"}
+    trainer = make_trainer(folder, tmp_path, windows=3, iterations=2, max_steps=6, settings=settings)
+    count_forwards(trainer, calls, trainer.train)
+    assert calls == [8] * 6
+
+
+def test_parts_of_a_window_are_compared_with_the_sampler_too(folder, tmp_path):
+    from swift.rollout.batch import Part
+
+    def gradients(parts):
+        trainer = make_trainer(folder, tmp_path, settings={"old_logprobs": "sampler"})
+        trainer.create_optimizer()
+        unit = next(trainer.pipeline.windows(trainer.progress))
+        for one in unit.samples[::2]:
+            one.sampler_logprobs = one.sampler_logprobs - np.float32(0.1)
+        unit.arriving = parts
+        trainer.training_step(trainer.model, unit)
+        return {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
+
+    arriving = iter([Part(range(3), last=False), Part(range(3, 8), last=True)])
+    assert relative_difference(gradients(arriving), gradients(None)) < 1e-5
+
+
+def test_old_log_probs_that_come_with_samples_are_kept_and_others_filled_in(folder, tmp_path):
+    calls = []
+    trainer = make_trainer(folder, tmp_path, windows=2, iterations=2, slice_size=4, max_steps=4)
+    windows = trainer.pipeline.windows
+    preset = {}
+
+    def with_replayed(progress):
+        for unit in windows(progress):
+            if unit.position == 0:
+                for i in (1, 2, 8, 9, 10, 11):
+                    one = unit.samples[i]
+                    one.old_logprobs = one.sampler_logprobs - np.float32(0.1)
+                    preset[i] = one.old_logprobs.copy()
+            trainer.seen = unit
+            yield unit
+
+    trainer.pipeline.windows = with_replayed
+    count_forwards(trainer, calls, trainer.train)
+    assert calls == [4] * 9, "one pass of window 2 has none yet; then two passes of each window, twice"
+    rows = logs_of(trainer)
+    assert rows[0]["ratio/max"] == pytest.approx(math.exp(0.1), rel=1e-4)
+    for i, one in enumerate(trainer.seen.samples):
+        kept = preset.get(i, one.old_logprobs)
+        assert np.array_equal(one.old_logprobs, kept)
+        gap = one.old_logprobs - one.sampler_logprobs
+        assert np.allclose(gap, -0.1 if i in preset else 0.0, atol=1e-4), i
+
+
+# --- a reference that moves ---------------------------------------------------------------------------------------
+
+
+def lora_policy(folder):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    return get_peft_model(base, LoraConfig(target_modules="all-linear", lora_dropout=0.0))
+
+
+def moving_run(folder, output, kind, **arguments):
+    """A run with everything that has a state of its own; the reference moves after every third step."""
+    from swift.trainers.grpo_trainer import EveryFewSteps
+
+    if kind == "lora":
+        model = lora_policy(folder)
+        reference = StartAdapterReference(model)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        reference = FrozenReference(AutoModelForCausalLM.from_pretrained(folder))
+    start = AdaptiveEntropy(coefficient=0.05, target=5.452, step=0.02)
+    trainer = make_trainer(
+        folder,
+        output,
+        model=model,
+        reference=reference,
+        loss=LossConfig(beta=0.1),
+        windows=2,
+        iterations=2,
+        slice_size=3,
+        learning_rate=1e-2,
+        settings={"entropy": EntropySettings(adaptive=start, quantile=0.8)},
+        **arguments,
+    )
+    trainer.add_callback(EveryFewSteps(3, lambda step: trainer.move_reference(0.6)))
+    return trainer
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_the_reference_becomes_the_mixture_and_old_answers_of_it_are_forgotten(folder, tmp_path, kind):
+    trainer = moving_run(folder, tmp_path, kind, max_steps=3)
+    start = {name: tensor.clone() for name, tensor in trainer.reference.weights().items()}
+    trainer.train()
+    policy = dict(trainer.model.named_parameters())
+    moved = trainer.reference.weights()
+    assert max(float((moved[name] - start[name]).abs().max()) for name in start) > 1e-3
+    for name, tensor in moved.items():
+        assert torch.allclose(tensor, 0.6 * policy[name] + 0.4 * start[name], atol=1e-6), name
+    assert all(one.ref_logprobs is None for one in trainer.pipeline.unit.samples)
+
+
+def test_with_alpha_1_a_lora_reference_is_the_policy_itself(folder, tmp_path):
+    from swift.trainers.grpo_trainer import EveryFewSteps
+
+    model = lora_policy(folder)
+    trainer = make_trainer(
+        folder,
+        tmp_path,
+        model=model,
+        reference=StartAdapterReference(model),
+        loss=LossConfig(beta=0.1),
+        learning_rate=1e-1,
+        max_steps=4,
+    )
+    trainer.add_callback(EveryFewSteps(2, lambda step: trainer.move_reference(1.0)))
+    trainer.train()
+    distances = [row["kl"] for row in logs_of(trainer)]
+    assert distances[1] > 1e-6
+    assert distances[3] > 1e-6
+    assert distances[0] == pytest.approx(0.0, abs=1e-9)
+    assert distances[2] == pytest.approx(0.0, abs=1e-9), "it was moved after step 2"
+
+
+SAVING = {"max_steps": 7, "save_strategy": "steps", "save_steps": 1}
+
+
+@pytest.fixture(scope="module", params=["full", "lora"])
+def straight(request, nano_folders, tmp_path_factory):
+    """A run that was not interrupted, its kind, and where its checkpoints are."""
+    folder = tmp_path_factory.mktemp("straight")
+    trainer = moving_run(nano_folders["qwen2"], folder, request.param, **SAVING)
+    trainer.train()
+    return trainer, request.param, folder
+
+
+@pytest.mark.parametrize("step", [2, 3, 5])
+def test_a_resumed_run_has_the_controller_and_the_reference_of_the_straight_one(folder, tmp_path, straight, step):
+    expected, kind, saved = straight
+    checkpoint = saved / f"checkpoint-{step}"
+    assert (checkpoint / "reference.pt").exists() == (step >= 3)
+    resumed = moving_run(folder, tmp_path, kind, **SAVING)
+    resumed.load_pipeline_state(checkpoint)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert resumed._entropy_controller == expected._entropy_controller
+    for ours, theirs in (
+        (resumed.model.state_dict(), expected.model.state_dict()),
+        (resumed.reference.weights(), expected.reference.weights()),
+    ):
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    names = ("loss", "grad_norm", "kl", "entropy", "entropy_coef", "entropy_threshold")
+    ours, theirs = ([[row[name] for name in names] for row in logs_of(one)] for one in (resumed, expected))
+    assert ours[-(7 - step) :] == theirs[step:]
+    assert len({row[names.index("entropy_coef")] for row in theirs}) > 1, "the controller does something"
+
+
+def test_a_reference_that_never_moved_is_not_saved(folder, tmp_path):
+    trainer = moving_run(folder, tmp_path, "full", max_steps=2, save_strategy="steps", save_steps=2)
+    trainer.train()
+    assert not (tmp_path / "checkpoint-2" / "reference.pt").exists()
+
+
+def test_gradients_do_not_depend_on_what_is_merely_logged(folder, tmp_path):
+    plain = gradients_of_one_step(make_trainer(folder, tmp_path))
+    settings = {"entropy": EntropySettings(log=True), "log_offpolicy": True}
+    watched = gradients_of_one_step(make_trainer(folder, tmp_path, settings=settings))
+    assert all(torch.equal(watched[name], gradient) for name, gradient in plain.items())
