@@ -3,8 +3,8 @@
     python benchmarks/algorithms.py [--only baseline sapo] [--seeds 0 1] [--steps 40] [--keep FOLDER] [--page FILE]
     python benchmarks/algorithms.py --quick            # one option, two steps
 
-Each row is one `swift rlhf --rlhf_type grpo` per seed with the demo's model, problems and rewards, and the flags of that
-row besides. The table says that an option runs end to end and does what it is for; which one is better it cannot say:
+Each row is one `swift rlhf --rlhf_type grpo` per seed with the demo's model, problems and rewards, and the flags of
+that row besides. The table says that an option runs end to end and does what it is for; which is better it cannot say:
 the task is tiny, the runs are short, the seeds few. `--keep` leaves the runs in a folder and takes up those that are
 complete there already. `--page` writes the table into docs/algorithms_measured.md (or another page with its marks).
 """
@@ -31,7 +31,6 @@ RUN_LIMIT_S = 900.0
 LAST = 10
 """Steps whose mean reward counts."""
 START, END = "<!-- measured: generated -->", "<!-- end of measured -->"
-
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +111,7 @@ def command(option: Option, model: Path, data: tuple[Path, Path], folder: Path, 
         "num_generations": 8,
         "temperature": 1.0,
         "max_completion_length": 48,
-        "per_device_train_batch_size": 128,
+        "per_device_train_batch_size": 64,
         "max_steps": steps,
         "learning_rate": 3e-4,
         "warmup_ratio": 0.05,

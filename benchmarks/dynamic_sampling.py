@@ -1,17 +1,18 @@
 """What does streaming dynamic sampling save against drawing whole batches again? Half of all prompts teach nothing.
 
-    python benchmarks/dynamic_sampling.py [--only simulated simulated-full transformers] [--steps 20] [--results DIR]
+    python benchmarks/dynamic_sampling.py [--only simulated transformers] [--steps 40] [--results DIR]
 
 Both sides want 16 groups of 8 completions that teach something, and nothing is trained on in between.
 
     streaming   `swift.rollout.RolloutPipeline` with `dynamic_sample`: what a run of `swift rlhf` does
-    batchwise   draw 16 groups, keep those that teach something, draw 16 more until 16 are kept, at most 4 draws; what is
-                left over is thrown away. Trainers that filter after a batch do this.
+    batchwise   draw 16 groups, keep those that teach something, draw 16 more until 16 are kept, at most 4 draws;
+                what is left over is thrown away. Trainers that filter after a batch do this.
 
 The same engine, the same collector, the same rewards, the same stream of prompts and seeds. The sides take turns, one
 unit each. `simulated` has an engine with a clock in place of a model, and room for two draws at once; `simulated-full`
-has room for one; `transformers` decodes the demo's model. The script fails when the median unit takes more than 0.6
-times as long as with batches, in `simulated` or in `transformers`.
+has room for one; `transformers` decodes the demo's model; `transformers-few` the same with 4 groups of 4, so few rows
+that a decode step costs the same for twice as many. The script fails when the median unit takes more than 0.6 times as
+long as with batches, in `simulated` or in `transformers`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from swift.types import GroupScores, Prompt, RolloutGroup, SamplingParams, Train
 
 WANTED = 0.6
 JUDGED = ("simulated", "transformers")
-GROUPS, GENERATIONS, MAX_RESAMPLE_TIMES = 16, 8, 3
+MAX_RESAMPLE_TIMES = 3
 SEED = 0
 PROMPTS = 4000
 """More than any run here draws."""
@@ -90,8 +91,8 @@ class Scorer:
 
     @staticmethod
     def _score(group: RolloutGroup) -> GroupScores:
-        differ = teaches(group.prompt.prompt_id)
-        return GroupScores([[float(differ and i % 2)] for i in range(GENERATIONS)], [None] * GENERATIONS)
+        differ, size = teaches(group.prompt.prompt_id), len(group.completions)
+        return GroupScores([[float(differ and i % 2)] for i in range(size)], [None] * size)
 
     def submit_batch(self, groups: Sequence[RolloutGroup], progress: TrainerProgress) -> list[Future[GroupScores]]:
         """Score the groups of a round off the main thread."""
@@ -152,11 +153,13 @@ class Stream:
 
 @dataclass(slots=True)
 class Bench:
-    """What both sides share."""
+    """What both sides share: an engine, prompts, rewards, and the size of a unit."""
 
     engine: InferenceEngine
     prompts: list[Prompt]
     most_tokens: int
+    groups: int = 16
+    generations: int = 8
     scorer: Scorer = field(default_factory=Scorer)
 
     def collector(self) -> RolloutCollector:
@@ -166,21 +169,23 @@ class Bench:
 
     def scheduler(self) -> RolloutScheduler:
         """The scheduler of one side."""
-        return RolloutScheduler(Stream(self.prompts), groups_per_unit=GROUPS, units_per_epoch=None)
+        return RolloutScheduler(Stream(self.prompts), groups_per_unit=self.groups, units_per_epoch=None)
+
+    @property
+    def unit(self) -> dict[str, Any]:
+        """How groups become units."""
+        return {
+            "num_generations": self.generations,
+            "generation_batches": 1,
+            "num_windows": 1,
+            "num_iterations": 1,
+            "reward_weights": [1.0],
+        }
 
     def close(self) -> None:
         """End the engine and the reward thread."""
         self.engine.close()
         self.scorer.pool.shutdown()
-
-
-UNITS = {
-    "num_generations": GENERATIONS,
-    "generation_batches": 1,
-    "num_windows": 1,
-    "num_iterations": 1,
-    "reward_weights": [1.0],
-}
 
 
 def progress(step: int) -> TrainerProgress:
@@ -196,7 +201,7 @@ def streaming(bench: Bench) -> Iterator[Turn]:
         scheduler,
         bench.collector(),
         PipelineConfig(
-            **UNITS, num_generations_eval=1, dynamic_sample=True, max_resample_times=MAX_RESAMPLE_TIMES
+            **bench.unit, num_generations_eval=1, dynamic_sample=True, max_resample_times=MAX_RESAMPLE_TIMES
         ),
         timer=lambda phase: contextlib.nullcontext(),
         observer=rounds.append,
@@ -211,14 +216,16 @@ def streaming(bench: Bench) -> Iterator[Turn]:
             unit = next(windows)
             seconds, processor_s = watch.read()
             [scored] = rounds
-            used = [group for i, group in enumerate(scored.groups) if scored.used and scored.used[i * GENERATIONS]]
+            used = [
+                group for i, group in enumerate(scored.groups) if scored.used and scored.used[i * bench.generations]
+            ]
             dropped = [group for group in scored.groups if group not in used]
             new = [group for group in [*used, *scheduler.carried] if group.group_id not in carried]
             yield Turn(
                 seconds,
                 processor_s,
                 scheduler.launched - launched,
-                len(unit.samples) // GENERATIONS,
+                len(unit.samples) // bench.generations,
                 sum(lengths(dropped)),
                 lengths(used),
                 lengths(group for group in new if teaches(group.prompt.prompt_id)),
@@ -232,31 +239,31 @@ def streaming(bench: Bench) -> Iterator[Turn]:
 def batchwise(bench: Bench) -> Iterator[Turn]:
     """Units of whole batches, drawn again until enough groups teach something."""
     collector, scheduler, step = bench.collector(), bench.scheduler(), 0
-    units = UnitMaker(UnitConfig(**UNITS))
+    units = UnitMaker(UnitConfig(**bench.unit))
     while True:
         kept: list[RolloutGroup] = []
         dull: list[RolloutGroup] = []
         launched, watch = scheduler.launched, Watch()
         for _ in range(1 + MAX_RESAMPLE_TIMES):
             groups, _ = collector.run(
-                scheduler.launch(GROUPS),
-                num_generations=GENERATIONS,
+                scheduler.launch(bench.groups),
+                num_generations=bench.generations,
                 progress=progress(step),
                 timer=lambda phase: contextlib.nullcontext(),
             )
             for group in groups:
                 (kept if units.informative(group) else dull).append(group)
-            if len(kept) >= GROUPS:
+            if len(kept) >= bench.groups:
                 break
-        made = units.make([*kept, *dull][:GROUPS], step)
+        made = units.make([*kept, *dull][: bench.groups], step)
         seconds, processor_s = watch.read()
         yield Turn(
             seconds,
             processor_s,
             scheduler.launched - launched,
-            len(made.unit.samples) // GENERATIONS,
-            sum(lengths([*kept, *dull][GROUPS:])),
-            lengths(kept[:GROUPS]),
+            len(made.unit.samples) // bench.generations,
+            sum(lengths([*kept, *dull][bench.groups :])),
+            lengths(kept[: bench.groups]),
             lengths(kept),
         )
         step += 1
@@ -288,7 +295,7 @@ def simulated(slots: int) -> Bench:
     return Bench(engine, [Prompt(f"p{i}", [], [i]) for i in range(PROMPTS)], MOST_TOKENS)
 
 
-def transformers() -> Bench:
+def transformers(groups: int = 16, generations: int = 8) -> Bench:
     """The demo's model and problems."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -309,13 +316,14 @@ def transformers() -> Bench:
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         prompts.append(Prompt(problem.query, messages, list(ids)))
     engine = TransformersEngine(model, eos_token_ids=ends if isinstance(ends, list) else [ends])
-    return Bench(engine, prompts, 48)
+    return Bench(engine, prompts, 48, groups, generations)
 
 
 BENCHES: dict[str, Callable[[], Bench]] = {
-    "simulated": lambda: simulated(2 * GROUPS * GENERATIONS),
-    "simulated-full": lambda: simulated(GROUPS * GENERATIONS),
+    "simulated": lambda: simulated(256),
+    "simulated-full": lambda: simulated(128),
     "transformers": transformers,
+    "transformers-few": lambda: transformers(4, 4),
 }
 
 
@@ -339,8 +347,8 @@ def measure(name: str, steps: int, warmup: int) -> dict[str, Any]:
         "engine": name,
         "steps": steps,
         "warmup": warmup,
-        "groups": GROUPS,
-        "num_generations": GENERATIONS,
+        "groups": bench.groups,
+        "num_generations": bench.generations,
         "ratio": ratio.value,
         "ratio_95": [ratio.low, ratio.high],
         "ratio_of_means": fmean(seconds["streaming"]) / fmean(seconds["batchwise"]),
@@ -368,7 +376,10 @@ def summary(turns: list[Turn], warmup: int) -> dict[str, Any]:
     }
 
 
-HEADER = ["engine", "streaming s", "batchwise s", "ratio [95 %]", "processor", "launches", "dropped tokens", "length"]
+HEADER = [
+    "engine", "streaming s", "batchwise s", "ratio [95 %]", "of means", "processor", "launches", "dropped tokens",
+    "length",
+]  # fmt: skip
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -380,6 +391,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         f"{a['median']:.3f}",
         f"{b['median']:.3f}",
         f"{row['ratio']:.2f} [{low:.2f}, {high:.2f}]",
+        f"{row['ratio_of_means']:.2f}",
         f"{row['processor_ratio']:.2f}",
         f"{a['launched']:.1f} : {b['launched']:.1f}",
         f"{a['dropped_tokens']:.0f} : {b['dropped_tokens']:.0f}",
@@ -400,8 +412,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=list(BENCHES), choices=list(BENCHES))
-    parser.add_argument("--steps", type=int, default=30, help="units of each side that count")
-    parser.add_argument("--warmup", type=int, default=8, help="units before; the informative rate is learned in them")
+    parser.add_argument("--steps", type=int, default=40, help="units of each side that count")
+    parser.add_argument("--warmup", type=int, default=12, help="units before; the informative rate is learned in them")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--no_verdict", action="store_true", help="exit with 0 whatever comes out")
     parser.add_argument("--results", type=Path, help="folder of the JSON file")

@@ -726,8 +726,14 @@ class _Session:
         )
 
     def _epoch(self) -> float:
-        """Passes over the data set so far, by optimizer steps; 0 for a stream."""
+        """Passes over the data set so far, by optimizer steps, or by launches where a step draws what it needs.
+
+        0 for a stream.
+        """
         plan, step = self.parts.plan, self.trainer.state.global_step
+        if plan.num_rows and self.parts.args.dynamic_sample:
+            scheduler = self.trainer.pipeline.scheduler
+            return (scheduler.launched - scheduler.in_flight) / plan.num_rows
         if plan.steps_per_epoch:
             return step / plan.steps_per_epoch
         if not plan.num_rows:
