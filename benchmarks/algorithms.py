@@ -29,7 +29,7 @@ from harness.demo import ROOT, demo_model, environment, make_problems
 
 RUN_LIMIT_S = 900.0
 LAST = 10
-"""Steps whose mean reward counts."""
+"""Rollouts whose mean reward counts."""
 START, END = "<!-- measured: generated -->", "<!-- end of measured -->"
 
 
@@ -113,7 +113,7 @@ def command(option: Option, model: Path, data: tuple[Path, Path], folder: Path, 
         "max_completion_length": 48,
         "per_device_train_batch_size": 64,
         "max_steps": steps,
-        "learning_rate": 3e-4,
+        "learning_rate": 1e-4,
         "warmup_ratio": 0.05,
         "beta": 0,
         "log_entropy": "true",

@@ -34,7 +34,8 @@ FREE = frozenset(
     {
         "output_dir", "add_version", "resume_from_checkpoint", "logging_steps", "report_to", "save_steps",
         "save_total_limit", "save_only_model", "eval_strategy", "eval_steps", "per_device_eval_batch_size",
-        "num_generations_eval", "val_dataset", "log_completions", "log_unique_prompts", "log_entropy", "dry_run", "debug", "json",
+        "num_generations_eval", "val_dataset", "log_completions", "log_unique_prompts", "log_entropy",
+        "dry_run", "debug", "json",
         "external_plugins", "reward_workers", "dataset_num_proc", "dataloader_num_workers", "ddp_timeout",
         "engine_restarts", "rollout_timeout", "stall_timeout", "parity_check", "use_hf",
         "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "cpu_devices",

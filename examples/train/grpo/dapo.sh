@@ -1,13 +1,11 @@
 #!/usr/bin/env bash
-# needs the Algorithms part of swift, not in this version: --dynamic_sample
-#
-# DAPO (arXiv:2503.14476) in full. Everything but dynamic sampling works today: leave `--dynamic_sample true` and
-# `--max_resample_times 3` out, and this runs; with them it stops at the start and says so.
+# DAPO (arXiv:2503.14476) in full; `--preset dapo` sets the first four of these lines.
 #
 # What each line of DAPO is:
 #   --loss_type dapo                           the loss is averaged over all tokens of the step, not per completion
 #   --epsilon 0.2 --epsilon_high 0.28          clip higher: unlikely tokens may grow
-#   --dynamic_sample true                      groups whose rewards are all equal teach nothing and are drawn again
+#   --dynamic_sample true                      groups whose rewards are all equal teach nothing and are replaced while
+#                                              the others still decode; dynamic_sample/launched says how many it took
 #   --overlong_filter true, soft_overlong      cut completions are left out of the loss; long ones pay a growing price,
 #                                              from 4096 - 819 tokens on
 #   --beta 0                                   no KL to a reference model
