@@ -24,13 +24,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from harness import record
+from harness import page, record
 from harness.demo import ROOT, demo_model, environment, make_problems
 
 RUN_LIMIT_S = 900.0
 LAST = 10
 """Rollouts whose mean reward counts."""
-START, END = "<!-- measured: generated -->", "<!-- end of measured -->"
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,15 +255,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """The table of the page."""
-    lines = [HEADER, ["---"] * len(HEADER), *map(cells, rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def write_page(page: Path, table: str, source: str) -> None:
-    """Put the table between the marks of a page."""
-    before, _, rest = page.read_text(encoding="utf-8").partition(START)
-    _, _, after = rest.partition(END)
-    page.write_text(f"{before}{START}\nFrom `benchmarks/results/{source}`.\n\n{table}\n{END}{after}", encoding="utf-8")
+    return page.table(HEADER, [cells(row) for row in rows])
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -297,7 +288,7 @@ def main() -> int:
     path = record.write("algorithms", rows, options.results)
     print(f"recorded in {path}")
     if options.page is not None:
-        write_page(options.page, markdown(rows), path.name)
+        page.write(options.page, "algorithms", markdown(rows), path.name)
     return 0
 
 

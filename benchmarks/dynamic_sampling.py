@@ -30,7 +30,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from harness import record
+from harness import page, record
 from harness.contest import set_threads
 from harness.demo import ROOT, demo_model
 from harness.ratios import ratio_of_medians, spread
@@ -59,12 +59,15 @@ TYPICAL_TOKENS, MOST_TOKENS = 60.0, 400
 class Turn:
     """One unit: how long it took, and what became of what was sampled.
 
-    lengths: of the completions that are trained on. informative_lengths: of all completions of this turn's informative
-    groups, whether these are trained on now, later or never.
+    decode_steps, decode_rows: of the engine; a row counts once for each step that it was in.
+    lengths: of the completions that are trained on.
+    informative_lengths: of all completions of this turn's informative groups, trained on now, later or never.
     """
 
     seconds: float
     processor_s: float
+    decode_steps: int
+    decode_rows: int
     launched: int
     trained_groups: int
     dropped_tokens: int
@@ -212,9 +215,9 @@ def streaming(bench: Bench) -> Iterator[Turn]:
         while True:
             rounds.clear()
             launched, carried = scheduler.launched, {group.group_id for group in scheduler.carried}
-            watch = Watch()
+            watch = Watch(bench.engine)
             unit = next(windows)
-            seconds, processor_s = watch.read()
+            cost = watch.read()
             [scored] = rounds
             used = [
                 group for i, group in enumerate(scored.groups) if scored.used and scored.used[i * bench.generations]
@@ -222,8 +225,7 @@ def streaming(bench: Bench) -> Iterator[Turn]:
             dropped = [group for group in scored.groups if group not in used]
             new = [group for group in [*used, *scheduler.carried] if group.group_id not in carried]
             yield Turn(
-                seconds,
-                processor_s,
+                *cost,
                 scheduler.launched - launched,
                 len(unit.samples) // bench.generations,
                 sum(lengths(dropped)),
@@ -243,7 +245,7 @@ def batchwise(bench: Bench) -> Iterator[Turn]:
     while True:
         kept: list[RolloutGroup] = []
         dull: list[RolloutGroup] = []
-        launched, watch = scheduler.launched, Watch()
+        launched, watch = scheduler.launched, Watch(bench.engine)
         for _ in range(1 + MAX_RESAMPLE_TIMES):
             groups, _ = collector.run(
                 scheduler.launch(bench.groups),
@@ -256,10 +258,9 @@ def batchwise(bench: Bench) -> Iterator[Turn]:
             if len(kept) >= bench.groups:
                 break
         made = units.make([*kept, *dull][: bench.groups], step)
-        seconds, processor_s = watch.read()
+        cost = watch.read()
         yield Turn(
-            seconds,
-            processor_s,
+            *cost,
             scheduler.launched - launched,
             len(made.unit.samples) // bench.generations,
             sum(lengths([*kept, *dull][bench.groups :])),
@@ -274,14 +275,20 @@ def _no_weights() -> Any:
 
 
 class Watch:
-    """Seconds by the clock and seconds that this process computed."""
+    """Seconds by the clock, seconds that this process computed, decode steps and rows of an engine."""
 
-    def __init__(self) -> None:
-        self.clock, self.processor = time.perf_counter(), time.process_time()
+    def __init__(self, engine: InferenceEngine) -> None:
+        self.engine = engine
+        self.began = self._now()
 
-    def read(self) -> tuple[float, float]:
-        """Both, so far."""
-        return time.perf_counter() - self.clock, time.process_time() - self.processor
+    def _now(self) -> tuple[float, float, int, int]:
+        counters = self.engine.counters
+        return time.perf_counter(), time.process_time(), counters.decode_steps, counters.decode_rows
+
+    def read(self) -> tuple[float, float, int, int]:
+        """What it has been since the watch was made."""
+        wall, processor, steps, rows = (now - then for now, then in zip(self._now(), self.began, strict=True))
+        return wall, processor, int(steps), int(rows)
 
 
 def lengths(groups: Any) -> list[int]:
@@ -368,6 +375,9 @@ def summary(turns: list[Turn], warmup: int) -> dict[str, Any]:
         "mean": fmean(turn.seconds for turn in counted),
         "all_seconds": [round(turn.seconds, 4) for turn in turns],
         "all_processor_s": [round(turn.processor_s, 4) for turn in turns],
+        "decode_steps": fmean(turn.decode_steps for turn in counted),
+        "decode_rows": fmean(turn.decode_rows for turn in counted),
+        "all_decode_steps": [turn.decode_steps for turn in turns],
         "launched": fmean(turn.launched for turn in counted),
         "trained": fmean(turn.trained_groups for turn in counted),
         "dropped_tokens": fmean(turn.dropped_tokens for turn in counted),
@@ -377,8 +387,8 @@ def summary(turns: list[Turn], warmup: int) -> dict[str, Any]:
 
 
 HEADER = [
-    "engine", "streaming s", "batchwise s", "ratio [95 %]", "of means", "processor", "launches", "dropped tokens",
-    "length",
+    "engine", "streaming s", "batchwise s", "ratio [95 %]", "of means", "processor", "decode steps", "launches",
+    "dropped tokens", "length",
 ]  # fmt: skip
 
 
@@ -393,10 +403,16 @@ def cells(row: dict[str, Any]) -> list[str]:
         f"{row['ratio']:.2f} [{low:.2f}, {high:.2f}]",
         f"{row['ratio_of_means']:.2f}",
         f"{row['processor_ratio']:.2f}",
+        f"{a['decode_steps']:.0f} : {b['decode_steps']:.0f}",
         f"{a['launched']:.1f} : {b['launched']:.1f}",
         f"{a['dropped_tokens']:.0f} : {b['dropped_tokens']:.0f}",
         f"{a['mean_length_trained']:.1f} of {a['mean_length_informative']:.1f}",
     ]
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """The table of the page."""
+    return page.table(HEADER, [cells(row) for row in rows])
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -416,6 +432,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=12, help="units before; the informative rate is learned in them")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--no_verdict", action="store_true", help="exit with 0 whatever comes out")
+    parser.add_argument("--page", type=Path, help="page to write the table into")
     parser.add_argument("--results", type=Path, help="folder of the JSON file")
     return parser.parse_args(words)
 
@@ -426,7 +443,10 @@ def main() -> int:
     set_threads(options.threads)
     rows = [measure(name, options.steps, options.warmup) for name in options.only]
     print(record.table(HEADER, [cells(row) for row in rows]))
-    print(f"recorded in {record.write('dynamic_sampling', rows, options.results)}")
+    path = record.write("dynamic_sampling", rows, options.results)
+    print(f"recorded in {path}")
+    if options.page is not None:
+        page.write(options.page, "dynamic_sampling", markdown(rows), path.name)
     failures = verdict(rows)
     for failure in failures:
         print(f"FAILED {failure}", file=sys.stderr)

@@ -1,5 +1,6 @@
 """The benchmark of the algorithm options: its commands are what swift accepts, its page is what was measured."""
 
+import importlib
 import json
 from pathlib import Path
 
@@ -73,18 +74,26 @@ def test_a_table_shows_means_and_extremes_over_the_seeds(algorithms):
     ]  # fmt: skip
 
 
-def test_the_page_holds_the_table_of_the_results_it_names(algorithms):
-    text = PAGE.read_text(encoding="utf-8")
-    inside = text.partition(algorithms.START)[2].partition(algorithms.END)[0]
-    source = inside.split("`")[1]
-    rows = json.loads((ROOT / source).read_text(encoding="utf-8"))["rows"]
-    assert inside.strip().splitlines()[2:] == algorithms.markdown(rows).splitlines()
-    assert [row["option"] for row in rows] == [option.name for option in algorithms.OPTIONS]
+@pytest.mark.parametrize("name", ["algorithms", "dynamic_sampling"])
+def test_the_page_holds_the_tables_of_the_results_it_names(algorithms, name):
+    from harness import page
+
+    module = importlib.import_module(name)
+    inside = page.content(PAGE, name)
+    rows = json.loads((ROOT / inside.split("`")[1]).read_text(encoding="utf-8"))["rows"]
+    assert inside.strip().splitlines()[2:] == module.markdown(rows).splitlines()
+    options = [option.name for option in algorithms.OPTIONS]
+    assert name != "algorithms" or [row["option"] for row in rows] == options
 
 
 def test_a_table_is_written_between_the_marks_and_nothing_else_changes(algorithms, tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{algorithms.START}\nold\n{algorithms.END}\nafter\n")
-    algorithms.write_page(page, "| new |", "x.json")
-    text = page.read_text()
+    from harness import page
+
+    file = tmp_path / "page.md"
+    start, end = page.marks("x")
+    file.write_text(f"before\n{start}\nold\n{end}\nafter\n")
+    page.write(file, "x", "| new |", "x.json")
+    text = file.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text and "| new |" in text
+    with pytest.raises(ValueError, match="no place for a table"):
+        page.write(file, "y", "| new |", "y.json")

@@ -76,7 +76,7 @@ class ReplayBuffer:
         generator = np.random.Generator(np.random.Philox(key=[self.seed % 2**64, self._draws]))
         self._draws += 1
         # exponential race: the smallest arrival times of rates `score` are a draw without replacement
-        arrivals = generator.exponential(size=len(candidates)) / scores
+        arrivals = np.log(generator.exponential(size=len(candidates))) - np.log(scores)
         return [candidates[i] for i in np.argsort(arrivals, kind="stable")[:count]]
 
     def samples_of(self, entry: ReplayEntry, group: int) -> list[TrainSample]:

@@ -65,22 +65,16 @@ def test_a_run_with_everything_that_replaces_groups_resumes_with_the_same_groups
     assert list(map(key, completion_rows(cut))) == list(map(key, completion_rows(whole)))
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_training_on_parts_is_training_on_the_whole(cli, processes):
-    flags = {**BASE, **DEDICATED}
-    whole, _, _ = cli.finish("whole", **flags)
-    flags["per_device_train_batch_size"] = 16 // processes
-    variables = {"NPROC_PER_NODE": processes}
-    if processes == 2:
-        flags |= {"num_infer_workers": 1, "cpu_devices": 3}
-    parts, _, _ = cli.finish("parts", **flags, streaming_partial_batch=True, variables=variables)
+def test_two_processes_training_on_parts_train_what_one_does_on_the_whole(cli):
+    whole, _, _ = cli.finish("whole", **BASE, parity_check="off")
+    flags = {**HALF, **DEDICATED, "num_infer_workers": 1, "cpu_devices": 3, "streaming_partial_batch": True}
+    parts, _, _ = cli.finish("parts", **flags, variables=TWO)
     assert trained(parts) == trained(whole)
     assert_close(parts, whole, "loss", "grad_norm", "reward", "tokens/trained")
 
 
-@pytest.mark.parametrize("estimator", ["rloo", "reinforce_plus_plus"])
-def test_the_kl_in_the_reward_is_the_same_on_two_processes(cli, estimator):
-    flags = {"advantage_estimator": estimator, "beta": 0.5}
+def test_the_kl_in_the_reward_is_the_same_on_two_processes(cli):
+    flags = {"advantage_estimator": "rloo", "beta": 0.5}
     one, _, _ = cli.finish("one", **{**BASE, **flags})
     two, _, _ = cli.finish("two", **{**HALF, **flags}, variables=TWO)
     none, _, _ = cli.finish("none", **{**BASE, **flags, "kl_in_reward": False, "beta": 0})
@@ -93,15 +87,3 @@ def test_the_kl_in_the_reward_is_the_same_on_two_processes(cli, estimator):
     assert first[0] == pytest.approx(first[1], abs=1e-3), "at the first step policy and reference are one"
     assert last[0] != pytest.approx(last[1], abs=1e-3)
     assert not any("kl" in row for row in log_rows(one)), "the loss has no KL"
-
-
-def test_each_reward_on_its_own_scale(cli):
-    folder, _, _ = cli.finish(
-        "gdpo", **BASE, multi_objective_aggregation="normalize_then_sum", max_completion_length=12
-    )
-    rows = completion_rows(folder)
-    steps = {row["step"] for row in rows}
-    for step in steps:
-        advantages = [row["advantage"] for row in rows if row["step"] == step and row["advantage"] is not None]
-        assert sum(advantages) == pytest.approx(0.0, abs=1.0)
-    assert max(abs(row["advantage"] or 0.0) for row in rows) > 0.1
