@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -36,7 +36,8 @@ LAST = 10
 class Option:
     """A row: a name, the flags that make it, and the metric that shows that it acts.
 
-    how: what is made of the metric over the steps of a run: its mean, its largest value or that of the last step.
+    how: what is made of the metric over the steps of a run, a key of `COMBINE`. `metric` may also be a column of the
+    problems; then it is what was sampled that counts.
     """
 
     name: str
@@ -45,6 +46,13 @@ class Option:
     how: str = "mean"
 
 
+COMBINE: dict[str, Callable[[list[float]], float]] = {
+    "mean": fmean,
+    "max": max,
+    "min": min,
+    "sum": sum,
+    "last": lambda values: values[-1],
+}
 TWICE = "--num_iterations 2 "
 AHEAD = (
     "--vllm_mode dedicated --async_generate true --prefetch_depth 2 --log_rollout_offpolicy_metrics true "
@@ -77,7 +85,7 @@ OPTIONS = (
     Option(
         "re-roll", "--reroll_start_fraction 0.1 --reroll_max_groups 2 --reroll_fail_reward 1", "reroll/waiting", "max"
     ),
-    Option("curriculum", "--curriculum_column carries", "completions/unique_prompts"),
+    Option("curriculum", "--curriculum_column carries", "carries"),
     Option("async, no correction", AHEAD + "none", "rollout_ratio/ess", "min"),
     Option("async, token_truncate", AHEAD + "token_truncate", "rollout_ratio/clipped_frac"),
     Option("async, token_mask", AHEAD + "token_mask", "rollout_ratio/clipped_frac"),
@@ -186,21 +194,20 @@ def read(option: Option, folder: Path) -> dict[str, Any]:
         RuntimeError: the metric that shows that the option acts is not in its log.
     """
     rows = list(json_rows(folder / "logging.jsonl"))
-    steps = [row for row in rows if "reward" in row]
-    values = [row[option.metric] for row in steps if option.metric in row]
+    steps = [row for row in rows if "reward" in row]  # of several updates of a rollout, the first
+    sampled = [row for row in json_rows(folder / "completions.jsonl") if row["split"] == "train"]
+    values = [row[option.metric] for row in [*rows, *(row["columns"] for row in sampled)] if option.metric in row]
     if not values:
         raise RuntimeError(f"{option.name}: its log has no {option.metric}")
-    combine = {"mean": fmean, "max": max, "min": min, "sum": sum, "last": lambda numbers: numbers[-1]}[option.how]
-    sampled = [row for row in json_rows(folder / "completions.jsonl") if row["split"] == "train"]
     return {
         "reward": fmean(row["reward"] for row in steps[-LAST:]),
         "reward_first": steps[0]["reward"],
         "held_out_accuracy": next(row for row in rows if "eval_reward" in row)["eval_rewards/accuracy/mean"],
         "dropped_tokens": sum(row["completion_tokens"] for row in sampled if not row["used"]),
         "sampled_tokens": sum(row["completion_tokens"] for row in sampled),
-        "steps_without_signal": max(row.get("health/steps_without_signal", 0.0) for row in steps),
+        "steps_without_signal": max(row.get("health/steps_without_signal", 0.0) for row in rows),
         "entropy_last": steps[-1].get("entropy"),
-        "metric_value": combine(values),
+        "metric_value": COMBINE[option.how](values),
     }
 
 
@@ -263,7 +270,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     names = [option.name for option in OPTIONS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps of a run")
     parser.add_argument("--quick", action="store_true", help="dynamic_sample alone, two steps, one seed")
     parser.add_argument("--keep", type=Path, help="folder of the runs; complete ones are not made again")

@@ -52,16 +52,21 @@ def test_a_run_is_read_from_its_logs(algorithms, tmp_path):
     (tmp_path / "logging.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sampled = [("train", 20, True), ("train", 22, False), ("eval", 30, False)]
     (tmp_path / "completions.jsonl").write_text(
-        "".join(json.dumps({"split": s, "completion_tokens": n, "used": u}) + "\n" for s, n, u in sampled)
+        "".join(
+            json.dumps({"split": s, "completion_tokens": n, "used": u, "columns": {"carries": n % 4}}) + "\n"
+            for s, n, u in sampled
+        )
     )
     figures = algorithms.read(algorithms.Option("kl", "", "kl", "last"), tmp_path)
     assert figures["reward"] == 15.5 and figures["held_out_accuracy"] == 0.625
     assert (figures["dropped_tokens"], figures["sampled_tokens"]) == (22, 42)
     assert figures["steps_without_signal"] == 2 and figures["metric_value"] == pytest.approx(2.0)
+    assert algorithms.read(algorithms.Option("curriculum", "", "carries"), tmp_path)["metric_value"] == 1.0
 
 
 def test_a_metric_that_is_missing_fails_the_row(algorithms, tmp_path):
     (tmp_path / "logging.jsonl").write_text('{"step": 1, "reward": 1.0}\n')
+    (tmp_path / "completions.jsonl").write_text("")
     with pytest.raises(RuntimeError, match=r"sapo: its log has no ratio/max"):
         algorithms.read(algorithms.Option("sapo", "", "ratio/max"), tmp_path)
 

@@ -3,7 +3,12 @@
 A batch wants Q groups whose rewards teach something. It begins with the groups that the batch before carried over and
 launches enough new ones to fill the rest, by the share of groups that taught something lately:
 
-    first launches   ceil((Q - carried) / rate),   rate an average kept within [1/2, 1] and frozen for the batch
+    first launches   ceil(W / rate + margin * sqrt(W * (1 - rate)) / rate),   W = Q - carried
+    rate             an average kept within [1/2, 1] and frozen for the batch
+
+W / rate launches suffice on average only; in nearly every second batch they would fall short, and one late replacement
+costs as long as the longest completion. The second term is a standard deviation of the launches needed, so shortage
+becomes rare. What it brings too many is not lost: it is carried, and fewer are launched next time.
 
 A group is judged as soon as it is scored. One that teaches nothing is dropped, and a new prompt takes its place at once
 while kept + in flight < Q - carried and the budget of Q * (1 + max_resample_times) launches lasts. When nothing is in
@@ -11,8 +16,9 @@ flight the kept groups are sorted by launch index: the first ones are trained, t
 leaves a gap; groups without signal fill it, in launch order.
 
 Admission looks at the launch index and the judgement only, never at arrival, length or age. So the result does not
-depend on the order in which groups finish, and long completions are not at a disadvantage. As the rate is at least 1/2,
-no more than Q groups are carried, and each waits one batch at most. Pure: no engine, clock or thread.
+depend on the order in which groups finish, and long completions are not at a disadvantage. As the rate is at least
+1/2, hardly ever more than Q groups are carried, and each waits one batch (two at most, when nearly all groups suddenly
+teach). Pure: no engine, clock or thread.
 """
 
 from __future__ import annotations
@@ -22,6 +28,8 @@ from dataclasses import dataclass, replace
 
 RATE_FLOOR = 0.5
 """Below this, launching ahead would carry more than a batch over."""
+MARGIN = 1.0
+"""Standard deviations of the launches needed that are launched beyond their mean."""
 RATE_MEMORY = 0.8
 """Weight of the past in the moving average of the informative share."""
 
@@ -66,17 +74,28 @@ class Admission:
         carried: groups of the batch before that it begins with, at most Q.
         max_resample_times: extra launches that may be spent, in multiples of Q.
         rate: expected share of informative groups, within [1/2, 1]; 1 launches no more than is wanted.
+        margin: launches beyond the expected number, in its standard deviations.
 
     Example, with informative groups 0, 2, 5, 6, 7, ... and Q = 4:
-        rate 1 launches 7 and trains 0, 2, 5, 6; rate 1/2 launches 8, trains the same and carries 7.
+        rate 1 launches 7 and trains 0, 2, 5, 6; rate 1/2 without margin launches 8, trains the same and carries 7.
     """
 
-    def __init__(self, *, quota: int, carried: int = 0, max_resample_times: int = 3, rate: float = 1.0) -> None:
+    def __init__(
+        self,
+        *,
+        quota: int,
+        carried: int = 0,
+        max_resample_times: int = 3,
+        rate: float = 1.0,
+        margin: float = MARGIN,
+    ) -> None:
         if not 0 <= carried <= quota:
             raise ValueError(f"carried: {carried}: a batch of {quota} groups takes 0 to {quota}")
         self.wanted = quota - carried
         self.budget = quota * (1 + max_resample_times)
-        self._rate = min(1.0, max(RATE_FLOOR, rate))
+        rate = min(1.0, max(RATE_FLOOR, rate))
+        needed = self.wanted / rate + margin * math.sqrt(self.wanted * (1 - rate)) / rate
+        self._first = min(self.budget, math.ceil(needed - 1e-9))
         self._launched: set[int] = set()
         self._kept: set[int] = set()
         self._dull: set[int] = set()
@@ -104,7 +123,7 @@ class Admission:
     def due(self) -> int:
         """How many groups to launch now."""
         if not self._launched:
-            return min(self.budget, math.ceil(self.wanted / self._rate - 1e-9))
+            return self._first
         return max(0, min(self.wanted - len(self._kept) - self.in_flight, self.budget - self.launched))
 
     def launch(self, index: int) -> None:

@@ -39,6 +39,9 @@ def spread(model, way):
             fully_shard(layer)
         return fully_shard(model)
     import deepspeed
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled, for a minute
 
     config = {
         "train_micro_batch_size_per_gpu": 1,
