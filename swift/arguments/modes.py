@@ -174,11 +174,30 @@ class RLHFArguments(
         """A sequence's ratio multiplies the bias of each of its tokens."""
         mode = self.rollout_importance_sampling_mode or ""
         changes = [*self._truncations(), *self._penalties()]
-        if self.old_logprobs == "sampler" and changes and self.importance_sampling_level != "token":
+        whole = self.importance_sampling_level != "token" or self.loss_type == "vespo"  # which sums over the sequence
+        if self.old_logprobs == "sampler" and changes and whole:
             yield (
                 f"--old_logprobs: sampler: the sampler's log-probs are not those of the whole vocabulary with "
                 f"--{changes[0]} {getattr(self, changes[0])}, and a sequence's ratio multiplies that; "
                 f"--old_logprobs trainer, or leave --{changes[0]} out"
+            )
+        if self.replay_buffer_size and not self.replay_recompute_logps and changes and whole:
+            yield (
+                f"--replay_recompute_logps: false: the sampler's log-probs are not those of the whole vocabulary with "
+                f"--{changes[0]} {getattr(self, changes[0])}, and a sequence's ratio multiplies that; "
+                f"--replay_recompute_logps true, or leave --{changes[0]} out"
+            )
+        if self.kl_in_reward and self.beta > 0 and changes:
+            yield (
+                f"--kl_in_reward: true: the sampler's log-probs are not those of the whole vocabulary with "
+                f"--{changes[0]} {getattr(self, changes[0])}, so their sum is no KL; --kl_in_reward false, or leave "
+                f"--{changes[0]} out"
+            )
+        if mode != "none" and mode and self.loss_type == "vespo" and changes:
+            yield (
+                f"--rollout_importance_sampling_mode: {mode}: vespo sums the sampler's bias with --{changes[0]} "
+                f"{getattr(self, changes[0])} over the sequence; --rollout_importance_sampling_mode none, or leave "
+                f"--{changes[0]} out"
             )
         if mode.startswith("sequence_") and changes:
             yield (
@@ -252,7 +271,8 @@ class RLHFArguments(
             yield f"--streaming_partial_batch: true: {obstacle}, or --streaming_partial_batch false"
 
     def _truncations(self) -> list[str]:
-        return [name for name in ("top_p", "top_k", "min_p") if getattr(self, name) not in (1.0, -1, 0)]
+        given = {"top_p": self.top_p < 1, "top_k": self.top_k > 0, "min_p": self.min_p > 0}
+        return [name for name, is_given in given.items() if is_given]
 
     def _penalties(self) -> list[str]:
         given = {
@@ -271,6 +291,11 @@ class RLHFArguments(
                     f"--{name}: {str(getattr(self, name)).lower()}: no effect where the trainer's own model "
                     "samples; --use_vllm true, or --vllm_mode dedicated"
                 )
+        if self.dynamic_sample and self.async_generate and self.prefetch_depth > 1:
+            yield (
+                f"--prefetch_depth: {self.prefetch_depth}: with --dynamic_sample one batch is made ahead, because "
+                "where the next one begins in the stream of prompts is known at its end only"
+            )
         for name in self._truncations():
             yield (
                 f"--{name}: {getattr(self, name)}: truncated sampling biases the gradient, because the trainer uses "

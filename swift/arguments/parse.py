@@ -145,7 +145,7 @@ class _Reader:
         name = self.values.get("preset", "none")
         if name == "none":
             return {}
-        values = values_under(name, {*self.values, *self.broken})
+        values = values_under(name, {**dict.fromkeys(self.broken), **self.values})
         for setting, item in values.items():
             self.values[setting] = item.value
             self.origins[setting] = Given(setting, item.shown, "preset", f"preset {name}", f"preset {name}: {setting}")

@@ -9,7 +9,7 @@ from other settings anyway (a ratio per token) is left to them, so that it follo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,14 +188,36 @@ PRESETS: Mapping[str, Preset] = {
     ),
 }
 
+_OF_THE_LOSS = {"epsilon", "epsilon_high", "importance_sampling_level", "tau_pos", "tau_neg"}
+"""What a preset says about its own loss only."""
 _ONE_CHOICE = frozenset({"scale_rewards", "multi_objective_aggregation"})
 """Two names of one choice: whoever gives one of them has decided the other."""
 
 
-def values_under(name: str, given: Collection[str]) -> dict[str, PaperValue]:
-    """What the preset `name` decides in a run whose user wrote the settings `given`."""
+def values_under(name: str, given: Mapping[str, Any]) -> dict[str, PaperValue]:
+    """What the preset `name` decides in a run whose user wrote the settings `given` (name -> value).
+
+    Ranges and levels belong to their kind of loss: 5 is a cap on the ratio for one, and means 6 for another. So a run
+    with a loss of another kind takes none of them.
+    """
     decided = set(given) | (_ONE_CHOICE if _ONE_CHOICE & set(given) else set())
+    loss = PRESETS[name].values.get("loss_type")
+    if loss is not None and _kind(given.get("loss_type", loss.value)) != _kind(loss.value):
+        decided |= _OF_THE_LOSS
     return {setting: item for setting, item in PRESETS[name].values.items() if setting not in decided}
+
+
+def _kind(loss_type: Any) -> Any:
+    """Losses whose ranges mean the same: clips of a token's ratio, clips of a sequence's, or a kind of its own."""
+    kinds = {
+        "dapo": "token",
+        "grpo": "token",
+        "bnpo": "token",
+        "dr_grpo": "token",
+        "gspo": "sequence",
+        "luspo": "sequence",
+    }
+    return kinds.get(loss_type, loss_type)
 
 
 def plan_lines(args: Any, provenance: Mapping[str, Mapping[str, str | None]]) -> list[str]:
@@ -210,7 +232,7 @@ def plan_lines(args: Any, provenance: Mapping[str, Mapping[str, str | None]]) ->
     for name, item in preset.values.items():
         now, part = getattr(args, name), f"{name} {item.shown} ({item.where}"
         if now != item.value:
-            by = provenance[name]["given_as"] or provenance[name]["rule"]
+            by = provenance[name]["given_as"] or provenance[name]["rule"] or "the default, as the loss is another"
             part += f"; OVERRIDDEN: {PaperValue(now, '').shown} by {by}"
         parts.append(part + ")")
     line = f"preset {args.preset} ({preset.title}, {preset.paper}): {', '.join(parts)}"

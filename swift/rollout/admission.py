@@ -95,7 +95,8 @@ class Admission:
         self.budget = quota * (1 + max_resample_times)
         rate = min(1.0, max(RATE_FLOOR, rate))
         needed = self.wanted / rate + margin * math.sqrt(self.wanted * (1 - rate)) / rate
-        self._first = min(self.budget, math.ceil(needed - 1e-9))
+        most = self.wanted + 2 * quota  # no more than two batches are ever carried
+        self._first = min(self.budget, most, math.ceil(needed - 1e-9))
         self._launched: set[int] = set()
         self._kept: set[int] = set()
         self._dull: set[int] = set()

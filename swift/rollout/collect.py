@@ -97,11 +97,13 @@ class EngineShare:
     """Which part of every round the engine of this rank samples: part `index` of `count` equal ones.
 
     reports: this rank hands the completions on; with tensor parallelism over ranks only one of an engine's ranks does.
+    lockstep: other ranks hold parts of this engine, so all of them must give it the same requests at the same step.
     """
 
     index: int = 0
     count: int = 1
     reports: bool = True
+    lockstep: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -327,13 +329,12 @@ class RolloutCollector:
         engines = max((self.collectives.broadcast(mine), mine))
         if self.share is None:
             return Seat(rank=self.collectives.rank, engine=None, engines=engines)
-        assert self.engine is not None
         return Seat(
             rank=self.collectives.rank,
             engine=self.share.index,
             engines=engines,
             reports=self.share.reports,
-            lockstep=self.engine.capabilities.tensor_parallel_size > 1,
+            lockstep=self.share.lockstep,
         )
 
     def sample(self, current: Round | LiveRound) -> None:

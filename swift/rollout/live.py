@@ -246,8 +246,20 @@ class LiveRound:
     # --- rank 0 -------------------------------------------------------------------------------------------------
 
     def _coordinate(self) -> None:
+        """Move the round along; what goes wrong with rewards or another rank ends it, and is raised when all have met.
+
+        Not here: ranks that hold parts of this rank's engine would be left alone in the middle of its step.
+        """
         if self._ended:
             return
+        try:
+            self._advance()
+        except Exception as error:  # raised by the collective that ends the round
+            self.failure = self.failure or error
+            self._futures.clear()
+            self._end()
+
+    def _advance(self) -> None:
         self._collect()
         for index in sorted(index for index, future in self._futures.items() if future.done()):
             group = self.groups[index]

@@ -1,10 +1,14 @@
 """How old a token can be when it is trained on, in optimizer steps. Pure arithmetic.
 
 A unit feeds U updates. Sampled `depth` units ahead, with weights published every `interval` updates, its first update
-comes at most `depth * U + interval - 1` updates after the weights that sampled it, its last one U - 1 later.
+comes at most `depth * U + interval - 1` updates after the weights that sampled it, its last one U - 1 later. Groups
+that dynamic sampling carries over wait for up to `MOST_UNITS_CARRIED` units more.
 """
 
 from __future__ import annotations
+
+MOST_UNITS_CARRIED = 2
+"""Units that a carried group can wait for; as a rule it is one (`swift.rollout.admission`)."""
 
 
 def bound(depth: int, *, updates: int, interval: int) -> int:

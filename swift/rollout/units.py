@@ -108,7 +108,8 @@ class UnitMaker:
         advantages = torch.cat([result.advantages_S for result in results]).tolist()
         for sample, advantage in zip(samples, advantages, strict=True):
             sample.advantage = advantage
-        informative = [teaches for result in results for teaches in result.informative_P.tolist()]
+        # what the KL alone tells apart teaches nothing about the task
+        informative = [teaches for result in plain for teaches in result.informative_P.tolist()]
         replayed = self._replay(groups, samples, informative, step)
         excluded = self._excluded(samples, replayed)
         return MadeUnit(

@@ -197,7 +197,10 @@ def _make(
         setup.engine = _build_here(_on_device(spec, placement, placement.engines[local_rank // width], local_rank))
         per_node = len(placement.engines)
         setup.share = EngineShare(
-            node * per_node + local_rank // width, nodes * per_node, reports=local_rank % width == 0
+            node * per_node + local_rank // width,
+            nodes * per_node,
+            reports=local_rank % width == 0,
+            lockstep=width > 1,
         )
     elif mode == "dedicated" and local_rank == 0:
         setup.engine_logs = Path(tempfile.mkdtemp(prefix="swift-engines-"))

@@ -155,6 +155,12 @@ def prepare(args: Any, collectives: Collectives, start: Start, placement: Placem
     plan = plan_run(args, collectives.world_size, source.size)
     lines = [*source.report.lines(), *(eval_prompts.report.lines() if eval_prompts is not None else [])]
     lines = list(dict.fromkeys(lines))  # one mapping line when both data sets have the same columns
+    if args.streaming_partial_batch and plan.windows_per_generation > 1:
+        raise ConfigError(
+            f"--streaming_partial_batch: true: a generation batch of {plan.generation_batch} completions feeds "
+            f"{plan.windows_per_generation} optimizer steps, which wait for its end anyway; "
+            f"--generation_batch_size {plan.window}, or --streaming_partial_batch false"
+        )
     depth = prefetch_depth(args, plan)
     require_backend(args)
     function = find_rollout_func(args, placement)
@@ -189,17 +195,28 @@ def prefetch_depth(args: Any, plan: BatchPlan) -> int:
         ConfigError: even without sampling ahead tokens would be older than `--max_staleness`.
     """
     from swift.rollout.placement import has_own_engine
-    from swift.rollout.staleness import bound, deepest
+    from swift.rollout.staleness import MOST_UNITS_CARRIED, bound, deepest
 
     updates = plan.updates_per_rollout
     interval = args.vllm_sync_interval if has_own_engine(args) else 1
     wanted = args.prefetch_depth if args.async_generate else 0
-    depth = deepest(wanted, updates=updates, interval=interval, max_staleness=args.max_staleness)
+    if args.dynamic_sample:  # where a round begins in the stream of prompts is known when the one before it has ended
+        wanted = min(wanted, 1)
+    waits = MOST_UNITS_CARRIED * updates if args.dynamic_sample else 0
+    limit = None if args.max_staleness is None else args.max_staleness - waits
+    depth = deepest(wanted, updates=updates, interval=interval, max_staleness=limit)
     if depth is None:
+        carried = " with the wait of groups that --dynamic_sample carries over" if waits else ""
         raise ConfigError(
             f"--max_staleness: {args.max_staleness}: {updates} optimizer steps per generation batch and "
-            f"--vllm_sync_interval {interval} make tokens up to {bound(0, updates=updates, interval=interval)} steps "
-            "old without sampling ahead; raise it, or lower these"
+            f"--vllm_sync_interval {interval} make tokens up to "
+            f"{bound(0, updates=updates, interval=interval) + waits} steps old without sampling ahead{carried}; "
+            "raise it, or lower these"
+        )
+    if args.max_staleness is not None and args.replay_buffer_size and args.replay_max_age > args.max_staleness:
+        raise ConfigError(
+            f"--max_staleness: {args.max_staleness}: the replay buffer keeps groups for --replay_max_age "
+            f"{args.replay_max_age} optimizer steps; raise it, or lower --replay_max_age"
         )
     return depth
 
@@ -567,11 +584,13 @@ class _Session:
             max_resample_times=args.max_resample_times,
             reroll_fail_reward=args.reroll_fail_reward,
         )
+        reroll = self._reroll()
         scheduler = RolloutScheduler(
             parts.source,
             groups_per_unit=plan.unit_prompts,
-            units_per_epoch=None if args.dynamic_sample else plan.units_per_epoch,
-            reroll=self._reroll(),
+            # prompts that second tries displace come next, so no epoch may end with rows left out
+            units_per_epoch=None if args.dynamic_sample or reroll is not None else plan.units_per_epoch,
+            reroll=reroll,
         )
         report = self.report
         return RolloutPipeline(
@@ -651,13 +670,15 @@ class _Session:
 
         parts, args, engine, own = self.parts, self.parts.args, self.setup.engine, self.setup.own_limit_s
         ranks = parts.rank_watch
+        rewards = args.reward_timeout + REWARD_MARGIN_S
+        waits_for_rewards = args.dynamic_sample or args.streaming_partial_batch
         stall = StallWatch(
             args.stall_timeout,
             limits={
-                "generate": own,
+                "generate": max(own, rewards) if waits_for_rewards else own,
                 "sync": own,
                 "rebuild": max(own, REBUILD_S),
-                "reward": args.reward_timeout + REWARD_MARGIN_S,
+                "reward": rewards,
                 "save": args.ddp_timeout,
             },
             meters=(lambda: astuple(engine.counters),) if engine is not None else (),
@@ -733,7 +754,8 @@ class _Session:
         plan, step = self.parts.plan, self.trainer.state.global_step
         if plan.num_rows and self.parts.args.dynamic_sample:
             scheduler = self.trainer.pipeline.scheduler
-            return (scheduler.launched - scheduler.in_flight) / plan.num_rows
+            ended = scheduler.trained + scheduler.excluded + scheduler.dropped + len(scheduler.carried)
+            return ended / plan.num_rows
         if plan.steps_per_epoch:
             return step / plan.steps_per_epoch
         if not plan.num_rows:
@@ -863,6 +885,17 @@ def trainer_settings(args: Any, *, logprob_support: str = "full") -> GRPOSetting
         raise ConfigError(
             f"--old_logprobs: sampler: this engine returns log-probs at temperature 1, not at --temperature "
             f"{args.temperature:g}; use --old_logprobs trainer, or --temperature 1"
+        )
+    if args.kl_in_reward and args.beta > 0 and not correctable:
+        raise ConfigError(
+            f"--kl_in_reward: true: this engine returns log-probs at temperature 1, not at --temperature "
+            f"{args.temperature:g}, so they cannot be compared with the reference's; use --kl_in_reward false, or "
+            "--temperature 1"
+        )
+    if args.replay_buffer_size and not args.replay_recompute_logps and not correctable:
+        raise ConfigError(
+            f"--replay_recompute_logps: false: this engine returns log-probs at temperature 1, not at --temperature "
+            f"{args.temperature:g}; use --replay_recompute_logps true, or --temperature 1"
         )
     return GRPOSettings(
         loss=loss_settings(args),

@@ -382,7 +382,17 @@ class GRPOTrainer(Trainer):
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
+        if unit.updates_per_rollout > 1:
+            self._share_old_logprobs(unit)
         return loss * factor
+
+    def _share_old_logprobs(self, unit: TrainUnit) -> None:
+        """Later visits cut the whole window over the ranks, not its parts, so samples change hands; collective."""
+        mine = {i: one.old_logprobs for i, one in enumerate(unit.samples) if one.old_logprobs is not None}
+        for part in self.collectives.all_gather(mine):
+            for i, logprobs in part.items():
+                if unit.samples[i].old_logprobs is None:
+                    unit.samples[i].old_logprobs = logprobs
 
     def _fullest(self) -> WindowCounts:
         """The counts of a window full of the longest completions."""
@@ -405,7 +415,7 @@ class GRPOTrainer(Trainer):
         step = _Step(
             unit,
             dict(zip(part.samples, weights, strict=True)),
-            filler=0,
+            filler=next((i for i, one in enumerate(unit.samples) if one.num_trained), 0),
             report=report,
             coefficient=0.0,
             top=None,

@@ -106,12 +106,12 @@ def unfinished(monkeypatch):
 
 @pytest.mark.usefixtures("unfinished")
 def test_one_line_lists_everything_that_turns_a_feature_off():
-    words = "--entropy_coef 0.1 --log_entropy true --delta 4 --loss_type sapo"
+    words = "--entropy_coef 0.1 --log_entropy true --delta 4 --loss_type gspo"
     resolved = parse("rlhf", shlex.split(f"{COMMANDS['one device, vLLM'][0]} {words}"), {})
     assert resolved.later() == [
         "--entropy_coef: 0.1: so many things come with the Speed part of swift; use --entropy_coef 0.0 "
         "--log_entropy false and drop --delta",
-        "--loss_type: sapo: another loss comes with the Engines part of swift; use --loss_type dapo",
+        "--loss_type: gspo: another loss comes with the Engines part of swift; use --loss_type dapo",
     ]
 
 

@@ -106,6 +106,15 @@ def test_an_overridden_loss_brings_its_own_ratio():
     assert rlhf("--preset", "dapo", "--loss_type", "gspo").args.importance_sampling_level == "sequence"
 
 
+def test_ranges_and_levels_of_a_loss_do_not_go_to_a_loss_of_another_kind():
+    assert rlhf("--preset", "dapo", "--loss_type", "dr_grpo").args.epsilon_high == 0.28
+    args = rlhf("--preset", "cispo", "--loss_type", "dapo").args
+    assert (args.epsilon_high, args.dynamic_sample) == (0.2, True)
+    args = rlhf("--preset", "gspo", "--loss_type", "dapo").args
+    assert (args.epsilon, args.importance_sampling_level) == (0.2, "token")
+    assert rlhf("--preset", "gspo", "--loss_type", "gspo").args.epsilon == 0.0003
+
+
 def test_without_a_preset_nothing_changes():
     resolved = rlhf()
     assert resolved.preset_lines == rlhf("--preset", "none").preset_lines == []
@@ -121,9 +130,11 @@ def test_an_unknown_preset_names_its_neighbours():
 
 def test_a_problem_with_a_value_of_the_preset_says_so():
     with pytest.raises(ConfigError) as error:
-        rlhf("--preset", "dapo", "--loss_type", "cispo")
+        rlhf("--preset", "gdpo", "--advantage_estimator", "rloo")
     (line,) = error.value.problems
-    assert line.startswith("--epsilon_high: 0.28: for cispo") and line.endswith("(the value is that of preset dapo)")
+    assert line.startswith("--scale_rewards: gdpo: normalises each") and line.endswith(
+        "(the value is that of preset gdpo)"
+    )
 
 
 def test_the_plan_has_a_line_with_values_sources_and_marks():

@@ -169,7 +169,7 @@ def on_two(work, *, lockstep=False, engines=2):
     channels = {}
 
     def rank(ranks):
-        share = EngineShare(0, 1, reports=ranks.rank == 0) if lockstep else EngineShare(ranks.rank, 2)
+        share = EngineShare(0, 1, reports=ranks.rank == 0, lockstep=True) if lockstep else EngineShare(ranks.rank, 2)
         if engines == 1 and not lockstep:
             share = EngineShare(0, 1) if ranks.rank == 0 else None
         size = 2 if lockstep else 1

@@ -78,7 +78,8 @@ def test_the_kl_lowers_rewards_for_training_and_stays_out_of_the_log():
     rewards = [1.0, -0.5, -1.0, -1.5]
     expected = [r - (sum(rewards) - r) / 3 for r in rewards]
     assert advantages(made)[:4] == pytest.approx(expected)
-    assert made.informative == [True, True], "completions that have drifted apart differ in their rewards"
+    assert advantages(made)[4:] != [0.0] * 4, "completions that have drifted apart differ in what they are trained on"
+    assert made.informative == [True, False], "but not in their rewards"
     assert made.plain[0].rewards_S.tolist() == [1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
     assert seen == [[[7, 7]] * 8]
 

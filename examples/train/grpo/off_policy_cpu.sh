@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that makes tokens older than the weights they train, on a CPU in a minute: sampling two batches ahead in a
+# Everything that makes tokens older than the weights they train, on a CPU in a minute: sampling a batch ahead in a
 # process of its own, groups without signal replaced while others decode, training on groups as they are scored, a
 # replay buffer, and second tries for prompts that failed. The correction (rollout_ratio/...) and the ages
 # (off_policy/mean, off_policy/max) in the log show what that costs; docs/algorithms.md explains each setting.
@@ -31,7 +31,6 @@ swift rlhf \
     --infer_backend transformers \
     --vllm_mode dedicated \
     --async_generate true \
-    --prefetch_depth 2 \
     --dynamic_sample true \
     --streaming_partial_batch true \
     --replay_buffer_size 16 \
