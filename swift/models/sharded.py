@@ -66,6 +66,12 @@ def reading_from(copies: Mapping[int, Tensor]) -> Iterator[None]:
         _copies.update(former)
 
 
+def _copy_of(tensor: Tensor) -> Tensor:
+    """What stands in for a parameter whose memory is elsewhere; others are themselves, whatever had their id before."""
+    away = tensor.numel() > 0 and not is_zero3(tensor) and tensor.untyped_storage().nbytes() == 0
+    return _copies.get(id(tensor), tensor.detach()) if away else tensor.detach()
+
+
 @contextlib.contextmanager
 def gathered(tensors: Iterable[Tensor]) -> Iterator[Callable[[Tensor], Tensor]]:
     """Gather parameters for the time of the block; a collective when any of them is spread.
@@ -77,7 +83,7 @@ def gathered(tensors: Iterable[Tensor]) -> Iterator[Callable[[Tensor], Tensor]]:
     whole = {id(tensor): tensor.detach().full_tensor() for tensor in unique if is_dtensor(tensor)}  # type: ignore[attr-defined]
     zero = [tensor for tensor in unique if is_zero3(tensor)]
     with zero3_gathered(zero) if zero else contextlib.nullcontext():
-        yield lambda tensor: whole.get(id(tensor), _copies.get(id(tensor), tensor.detach()))
+        yield lambda tensor: whole[id(tensor)] if id(tensor) in whole else _copy_of(tensor)
 
 
 @contextlib.contextmanager

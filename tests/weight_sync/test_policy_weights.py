@@ -13,6 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from swift.errors import ConfigError
+from swift.models.sharded import gathered, reading_from
 from swift.rollout.weight_sync.base import TensorInfo
 from swift.rollout.weight_sync.policy import PolicyWeights, adapter_weights
 
@@ -248,3 +249,9 @@ def test_an_adapter_is_copied_so_that_training_may_go_on(nano_folders):
 def test_full_tuning_has_no_adapter_to_send(nano_folders):
     with pytest.raises(ConfigError, match=r"--vllm_enable_lora: true: the policy has no adapter"):
         adapter_weights(load(nano_folders["qwen2"]))
+
+
+def test_a_copy_left_for_a_parameter_that_is_gone_is_never_given_for_one_with_its_id():
+    parameter = torch.nn.Parameter(torch.ones(2, 3))
+    with reading_from({id(parameter): torch.zeros(5)}), gathered([parameter]) as whole:
+        assert torch.equal(whole(parameter), torch.ones(2, 3))
