@@ -82,7 +82,8 @@ def make_trainer(work: Work, model: Any, folder: str, *, reference: Any = None) 
     from swift.observability.metrics import MetricStore
     from swift.rl.losses import LossConfig
     from swift.trainers.distributed import Collectives
-    from swift.trainers.grpo_trainer import GRPOSettings, GRPOTrainer
+    from swift.trainers.grpo_settings import GRPOSettings
+    from swift.trainers.grpo_trainer import GRPOTrainer
 
     enable_packed_attention(model)
     return GRPOTrainer(

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from swift.trainers.colocate import ColocateCycle
     from swift.trainers.distributed import Collectives
     from swift.trainers.engines import EngineSetup
-    from swift.trainers.grpo_trainer import GRPOSettings, GRPOTrainer
+    from swift.trainers.grpo_settings import GRPOSettings
+    from swift.trainers.grpo_trainer import GRPOTrainer
     from swift.trainers.session import SignalTrap, Start
     from swift.trainers.stall import StallWatch
     from swift.trainers.watch import RankWatch
@@ -503,11 +504,12 @@ class _Session:
     def _build_trainer(self, model: Any, reference: Any) -> GRPOTrainer:
         from transformers import PrinterCallback
 
-        from swift.trainers.grpo_trainer import EveryFewSteps, GRPOTrainer, PipelineCallback
+        from swift.trainers.grpo_trainer import GRPOTrainer
         from swift.trainers.reporting import ReportCallback
         from swift.trainers.reward_kl import RewardKL
         from swift.trainers.session import finish_own_optimizer, own_optimizer, tensorboard_callback
         from swift.trainers.stall import StallCallback
+        from swift.trainers.step_callbacks import EveryFewSteps, PipelineCallback
 
         parts, args = self.parts, self.parts.args
         arguments = training_arguments(args, self.folder, parts)
@@ -878,7 +880,7 @@ def trainer_settings(args: Any, *, logprob_support: str = "full") -> GRPOSetting
     Raises:
         ConfigError: the ratio is to be taken against log-probs that the engine does not have.
     """
-    from swift.trainers.grpo_trainer import CorrectionSettings, GRPOSettings
+    from swift.trainers.grpo_settings import CorrectionSettings, GRPOSettings
 
     correctable = logprob_support != "raw" or args.temperature == 1.0
     if args.old_logprobs == "sampler" and not correctable:

@@ -11,9 +11,8 @@ What the subclass overrides, and why:
     _prepare_for_training  notes how the model was wrapped: DeepSpeed updates inside `training_step`, and a model spread
                            over ranks (ZeRO-3, FSDP2) needs the same number of forward passes on each
     evaluate               samples and scores held-out prompts
-    _load_best_model       its seconds count as saving
     log                    adds the window's own metrics to what Trainer logs
-    _save_checkpoint       writes to a staging folder and renames it, with the pipeline's state in it
+    state_beside_weights   what a checkpoint of `SealedTrainer` holds beyond Trainer's files
 
 Trainer's gradient accumulation is 1 throughout: a window is one of its batches, and accumulation happens inside
 `training_step`. That is why none of its implicit factors has to be cancelled.
@@ -24,20 +23,16 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback
 
 from swift.errors import NumericError, RewardError
-from swift.models.checkpoint_tensors import as_saved_unspread, computing_dtype, is_peft
 from swift.models.forward import (
     TokenSequence,
     choose_attention,
@@ -47,11 +42,7 @@ from swift.models.forward import (
     padded_logits,
 )
 from swift.models.sharded import is_spread
-from swift.observability.files import disk_full_is_an_error
-from swift.observability.metrics import kind_of
 from swift.rl.correction import (
-    CorrectionMode,
-    SequenceRatio,
     effective_sample_size,
     mismatch_statistics,
     off_policy_sequence_mask,
@@ -60,19 +51,22 @@ from swift.rl.correction import (
 )
 from swift.rl.entropy import entropy_bonus
 from swift.rl.logprobs import selected_logprobs, selected_logprobs_and_entropy
-from swift.rl.losses import LossConfig, get_loss, sequence_weights
+from swift.rl.losses import get_loss, sequence_weights
 from swift.rl.objective import SamplerCorrection, policy_loss
 from swift.rl.segments import spread
 from swift.rl.window import WindowCounts, count_window, nominal_batch_tokens, nominal_batches
-from swift.rollout.batch import Part, TrainSample, TrainUnit, WindowPlan, plan_window
+from swift.rollout.batch import Part, TrainSample, TrainUnit
+from swift.rollout.micro_batches import Limits, WindowPlan, plan_window
 from swift.rollout.pipeline import RolloutPipeline
-from swift.trainers.checkpoint import commit_checkpoint, rotate, staging_folder, write_json
+from swift.trainers.checkpoint import write_json
 from swift.trainers.distributed import Collectives
+from swift.trainers.grpo_settings import GRPOSettings
 from swift.trainers.master_weights import keep_master_weights
 from swift.trainers.microbatch import MicroBatch, collate, split_by_sample
+from swift.trainers.sealed_trainer import SealedTrainer
 from swift.trainers.sharding import DeepSpeedSteps
+from swift.trainers.step_metrics import StepMetrics
 from swift.trainers.window_entropy import (
-    EntropySettings,
     TopEntropy,
     controller_state,
     restored_controller,
@@ -96,95 +90,6 @@ MISSING_LIMIT = 0.01
 """Share of a window's trained tokens that may lack a sampler log-prob before the run ends (exit 6)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CorrectionSettings:
-    """Weights for tokens that another policy sampled than the one that trains (`swift.rl.correction`)."""
-
-    mode: CorrectionMode = "none"
-    threshold: float = 2.0
-    lower: float = 0.0
-    sequence_ratio: SequenceRatio = "mean"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GRPOSettings:
-    """What the step needs to know beyond transformers' TrainingArguments.
-
-    per_device: completions of a nominal micro-batch. slice_size: most completions of one forward/backward pass.
-    keep_dropout: dropout is on during policy forwards, so old log-probs need an evaluation forward of their own.
-    skip_zero_advantage: leave samples out that cannot move the gradient; they count in the normaliser all the same.
-    comparable_sampling: the sampler draws from the trainer's own distribution (no truncation, no penalty), so that
-        their log-probs can be compared.
-    correctable_sampling: its log-probs are at the training temperature, so that their ratio to the trainer's can weigh
-        tokens; biased where they are not comparable too.
-    correction: weights for tokens that another policy sampled. log_offpolicy: log their statistics without it too.
-    off_policy_delta: mute sequences of negative advantage that have drifted further than this; None is off.
-    old_logprobs: what the ratio compares the policy with: the trainer's log-probs at the start of the unit, or those
-        that the sampler recorded (the ratio of the Atropos example trainer), for which no forward pass is needed.
-    entropy: bonus, choice of tokens, logs.
-    """
-
-    loss: LossConfig
-    temperature: float
-    max_completion_length: int
-    per_device: int
-    slice_size: int
-    keep_dropout: bool = False
-    skip_zero_advantage: bool = True
-    comparable_sampling: bool = True
-    correctable_sampling: bool = True
-    correction: CorrectionSettings = CorrectionSettings()
-    log_offpolicy: bool = False
-    off_policy_delta: float | None = None
-    old_logprobs: Literal["trainer", "sampler"] = "trainer"
-    entropy: EntropySettings = field(default_factory=EntropySettings)
-
-    @property
-    def watches_sampler(self) -> bool:
-        """Whether the ratio of sampler and trainer is logged."""
-        return self.correctable_sampling and (self.log_offpolicy or self.correction.mode != "none")
-
-    @property
-    def needs_sampler(self) -> bool:
-        """Whether anything depends on the sampler's log-probs."""
-        return self.watches_sampler or self.off_policy_delta is not None or self.old_logprobs == "sampler"
-
-
-@dataclass(slots=True)
-class StepMetrics:
-    """Sums and extremes of one optimizer step on one rank; merged over ranks once, by rank 0."""
-
-    sums: dict[str, tuple[float, float]] = field(default_factory=dict)
-    extremes: dict[str, float] = field(default_factory=dict)
-
-    def add(self, name: str, total: float, count: float) -> None:
-        """Add to a mean."""
-        old_total, old_count = self.sums.get(name, (0.0, 0.0))
-        self.sums[name] = (old_total + total, old_count + count)
-
-    def add_extreme(self, name: str, value: float) -> None:
-        """Widen a maximum or a minimum; its name says which (`kind_of`)."""
-        choose = min if kind_of(name) == "min" else max
-        self.extremes[name] = choose(value, self.extremes.get(name, value))
-
-    def add_pairs(self, pairs: dict[str, Tensor]) -> None:
-        """Add to means; a value is (sum, count)."""
-        for name, pair in pairs.items():
-            self.add(name, *pair.tolist())
-
-    def merge(self, other: StepMetrics) -> None:
-        """Add another rank's sums."""
-        for name, (total, count) in other.sums.items():
-            self.add(name, total, count)
-        for name, value in other.extremes.items():
-            self.add_extreme(name, value)
-
-    def values(self) -> dict[str, float]:
-        """Means and extremes."""
-        means = {name: total / count for name, (total, count) in self.sums.items() if count}
-        return {**means, **self.extremes}
-
-
 @dataclass(slots=True)
 class _Step:
     """What the passes of one optimizer step share.
@@ -204,7 +109,7 @@ class _Step:
     entropies: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
 
-class GRPOTrainer(Trainer):
+class GRPOTrainer(SealedTrainer):
     """Trains a policy on the windows of a rollout pipeline.
 
     Args:
@@ -239,23 +144,24 @@ class GRPOTrainer(Trainer):
     ) -> None:
         self.settings = settings
         self.pipeline = pipeline
-        self.collectives = collectives
-        self.metrics = metrics
         self.reference = reference
         self.eval_prompts = list(eval_prompts)
         self.checkpoint_extras = checkpoint_extras
         self.report = report
-        self.save_total_limit = save_total_limit
         self.on_progress = on_progress
         self.interrupted = False
         self._entropy_controller = settings.entropy.adaptive
         self._reference_moved = False
         self._non_finite_in_a_row = 0
-        self._staging: Path | None = None
-        self._saved_step = -1
         self._engine: DeepSpeedSteps | None = None
         self._in_step = False
-        super().__init__(eval_dataset=self.eval_prompts or None, **trainer_arguments)
+        super().__init__(
+            collectives=collectives,
+            metrics=metrics,
+            save_total_limit=save_total_limit,
+            eval_dataset=self.eval_prompts or None,
+            **trainer_arguments,
+        )
         assert self.args.gradient_accumulation_steps == 1, "accumulation happens inside training_step"
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
@@ -332,7 +238,7 @@ class GRPOTrainer(Trainer):
             report.add("health/steps_without_signal", 1.0, 1.0)
             return loss
         top, useful = self._look_at_entropy(unit, window, useful)
-        plan = self._plan(window, useful)
+        plan = self.plan(unit.samples, window, useful)
         step = _Step(
             unit,
             weights,
@@ -422,7 +328,7 @@ class GRPOTrainer(Trainer):
             num_tokens=sum(tokens),
         )
         useful = [weights[n] > 0 and self._contributes(unit.samples[i]) for n, i in enumerate(part.samples)]
-        slices = self._plan(part.samples, useful).slices[self.collectives.rank]
+        slices = self.plan(unit.samples, part.samples, useful).slices[self.collectives.rank]
         if part.last and ran and not slices and self.collectives.active:
             slices = [[]]  # the pass that brings the ranks' gradients together
         loss = torch.zeros((), device=self.args.device)
@@ -483,9 +389,9 @@ class GRPOTrainer(Trainer):
         settings = self.settings.correction
         if settings.mode == "none" or not self.settings.correctable_sampling:
             return None
-        mismatch = sampler_mismatch(batch.old_or(policy_logprobs_N), batch.sampler_logprobs_N, batch.mask_N)
+        eta_N = sampler_mismatch(batch.old_or(policy_logprobs_N), batch.sampler_logprobs_N, batch.mask_N)
         return sampler_correction(
-            mismatch.eta_T,
+            eta_N,
             mask_T=batch.mask_N,
             sequence_index_T=batch.tokens.sequence_index,
             num_sequences=batch.tokens.num_sequences,
@@ -555,9 +461,15 @@ class GRPOTrainer(Trainer):
         others = settings.loss.beta > 0 or settings.entropy.has_bonus
         return sample.advantage != 0.0 or others or not settings.skip_zero_advantage
 
-    def _plan(self, window: Sequence[int], useful: Sequence[bool]) -> WindowPlan:
+    def plan(self, samples: Sequence[TrainSample], window: Sequence[int], useful: Sequence[bool]) -> WindowPlan:
+        """Who computes what in which pass (`swift.rollout.micro_batches`); the same on every rank."""
         return plan_window(
-            window, world_size=self.collectives.world_size, slice_size=self.settings.slice_size, useful=useful
+            samples,
+            window,
+            world_size=self.collectives.world_size,
+            limits=Limits(self.settings.slice_size, self.settings.max_tokens),
+            useful=useful,
+            packed=is_packed(self.model),
         )
 
     def _policy(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
@@ -611,7 +523,7 @@ class GRPOTrainer(Trainer):
         if not self.settings.entropy.selects:
             return None, useful
         trained = [unit.samples[i].num_trained > 0 for i in window]
-        plan = self._plan(window, trained)
+        plan = self.plan(unit.samples, window, trained)
         if self.collectives.world_size == 1 and len(plan.slices[0]) == 1:
             return None, trained
         model = self.accelerator.unwrap_model(self.model_wrapped)
@@ -684,7 +596,7 @@ class GRPOTrainer(Trainer):
             window = unit.window(number)
             # the plan is that of the window's training passes, so that a rank fills what it will need
             useful = [unit.samples[i].num_trained > 0 and self._contributes(unit.samples[i]) for i in window]
-            plan = self._plan(window, useful)
+            plan = self.plan(unit.samples, window, useful)
             for batch, part in self._own_batches(unit, plan, lambda i: unit.samples[i].old_logprobs is None):
                 with torch.no_grad():
                     logprobs_N = self._logprobs(model, batch)
@@ -840,11 +752,6 @@ class GRPOTrainer(Trainer):
 
     # --- evaluation, logs, checkpoints ---------------------------------------------------------------------------
 
-    def _load_best_model(self) -> None:
-        """Trainer's; reading a large model is progress of its own kind, as saving it is."""
-        with self.metrics.timer("save"):
-            super()._load_best_model()
-
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict:
         """Sample and score the held-out prompts."""
         with self.metrics.timer("eval"):
@@ -860,65 +767,7 @@ class GRPOTrainer(Trainer):
             logs = {**logs, **self.metrics.flush(), "max_steps": self.state.max_steps}
         super().log(logs, start_time)
 
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Tied weights are stored once, so their other names are not missing."""
-        tied = set(getattr(self.model, "all_tied_weights_keys", None) or {})
-        missing = [name for name in load_result.missing_keys if name not in tied]
-        super()._issue_warnings_after_load(
-            SimpleNamespace(missing_keys=missing, unexpected_keys=load_result.unexpected_keys)
-        )
-        self.model.tie_weights()
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Weights that were gathered to be saved are written as if they had never been spread."""
-        if state_dict is None or is_peft(self.model):
-            super()._save(output_dir, state_dict)
-            return
-        super()._save(output_dir, as_saved_unspread(self.model, state_dict))
-        if (dtype := computing_dtype(self.model)) is not None:  # the config got that of the masters
-            self.model.config.dtype = dtype
-            self.model.config.save_pretrained(output_dir or self.args.output_dir)
-
-    def _get_output_dir(self, trial: Any) -> str:
-        """While a checkpoint is being written, the staging folder."""
-        return str(self._staging) if self._staging is not None else super()._get_output_dir(trial)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write a checkpoint so that it either exists whole or not at all."""
-        step = self.state.global_step
-        run_dir = Path(self.args.output_dir)
-        final = run_dir / f"checkpoint-{step}"
-        if step == self._saved_step:
-            return
-        self._saved_step = step
-        with self.metrics.timer("save"):
-            self._write_checkpoint(model, trial, step, run_dir, final)
-
-    def _write_checkpoint(self, model: nn.Module, trial: Any, step: int, run_dir: Path, final: Path) -> None:
-        state = self._gather_pipeline_state()
-        staging = staging_folder(run_dir, step)
-        with self.collectives.together(), disk_full_is_an_error(run_dir):
-            if self.collectives.is_main:
-                shutil.rmtree(staging, ignore_errors=True)
-                staging.mkdir(parents=True)
-        self._staging = staging
-        try:
-            with self.collectives.together(), disk_full_is_an_error(run_dir):
-                with self._without_best():
-                    super()._save_checkpoint(model, trial)
-                self.state.best_model_checkpoint = self._best_checkpoint(run_dir)
-                if self.collectives.is_main:
-                    self._add_to_checkpoint(staging / final.name, state)
-            with self.collectives.together(), disk_full_is_an_error(run_dir):
-                if self.collectives.is_main:
-                    commit_checkpoint(staging / final.name, final, step=step)
-                    rotate(run_dir, self.save_total_limit, keep=self.state.best_model_checkpoint)
-        finally:
-            self._staging = None
-            if self.collectives.is_main:
-                shutil.rmtree(staging, ignore_errors=True)
-
-    def _add_to_checkpoint(self, folder: Path, state: dict[str, Any]) -> None:
+    def add_to_checkpoint(self, folder: Path, state: dict[str, Any]) -> None:
         """What a checkpoint holds beyond Trainer's files; rank 0 only."""
         self.state.save_to_json(str(folder / "trainer_state.json"))
         write_json(folder / PIPELINE_STATE, state)
@@ -928,26 +777,7 @@ class GRPOTrainer(Trainer):
         if self.report is not None:
             self.report.on_save()
 
-    @contextlib.contextmanager
-    def _without_best(self) -> Iterator[None]:
-        """Keep Trainer from looking for the best checkpoint in the staging folder, behind a barrier of its own.
-
-        A rank whose disk is full would never come to that barrier, and the others would wait there.
-        """
-        best, self.state.best_global_step = self.state.best_global_step, None
-        try:
-            yield
-        finally:
-            self.state.best_global_step = best
-
-    def _best_checkpoint(self, run_dir: Path) -> str | None:
-        """Where the best weights that were saved lie, or will lie in a moment."""
-        best = self.state.best_global_step
-        folder = run_dir / f"checkpoint-{best}"
-        saved = best and (best == self.state.global_step or folder.exists())
-        return str(folder) if saved else self.state.best_model_checkpoint
-
-    def _gather_pipeline_state(self) -> dict[str, Any]:
+    def state_beside_weights(self) -> dict[str, Any]:
         """The pipeline's state with the old and reference log-probs that other ranks hold."""
         unit = self.pipeline.unit
         if unit is not None and not unit.exhausted and unit.updates_per_rollout > 1:
@@ -1028,55 +858,3 @@ class _Windows:
 
     def __iter__(self) -> Iterator[TrainUnit]:
         return self._make()
-
-
-class PipelineCallback(TrainerCallback):
-    """Books each step with the pipeline and turns a caught signal into a checkpoint and a clean end.
-
-    Args:
-        trainer: whose pipeline is booked.
-        stop_requested: whether this process was asked to stop.
-        epoch: the position in the data set, in epochs.
-    """
-
-    def __init__(self, trainer: GRPOTrainer, *, stop_requested: Callable[[], bool], epoch: Callable[[], float]) -> None:
-        self.trainer = trainer
-        self.stop_requested = stop_requested
-        self.epoch = epoch
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """After every optimizer step, before Trainer logs, evaluates and saves."""
-        trainer = self.trainer
-        pipeline = trainer.pipeline
-        if trainer.collectives.is_main:
-            trainer.metrics.add_many(pipeline.staleness(state.global_step - 1) | pipeline.engine_health())
-        pipeline.step_done(state.global_step)
-        state.epoch = self.epoch()
-        values = trainer.metrics.commit(state.global_step)
-        control.should_log |= state.global_step >= state.max_steps
-        if trainer.report is not None:
-            trainer.report.after_step(state.global_step, values)
-        control.should_save |= state.global_step >= state.max_steps
-        if trainer.collectives.any(self.stop_requested()) and state.global_step < state.max_steps:
-            trainer.interrupted = True
-            control.should_save = True
-            control.should_training_stop = True
-        return control
-
-
-class EveryFewSteps(TrainerCallback):
-    """Does something after every `interval` optimizer steps, on all ranks.
-
-    Args:
-        interval: in steps.
-        work: called with the number of steps done.
-    """
-
-    def __init__(self, interval: int, work: Callable[[int], None]) -> None:
-        self.interval = interval
-        self.work = work
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """After the step was booked."""
-        if state.global_step % self.interval == 0:
-            self.work(state.global_step)

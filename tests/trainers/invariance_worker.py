@@ -26,7 +26,7 @@ import swift.trainers.grpo_trainer as trainer_module
 from swift.models.forward import TokenSequence, enable_packed_attention
 from swift.rl.losses import LOSSES, LossConfig
 from swift.rollout.batch import TrainSample, TrainUnit
-from swift.trainers.grpo_trainer import CorrectionSettings
+from swift.trainers.grpo_settings import CorrectionSettings
 from swift.trainers.microbatch import collate
 from swift.trainers.window_entropy import EntropySettings
 

@@ -26,9 +26,9 @@ from swift.models.spread_sampling import sampling_from
 from swift.rl.entropy import AdaptiveEntropy
 from swift.rollout.weight_sync.base import TensorInfo
 from swift.rollout.weight_sync.policy import PolicyWeights, adapter_weights
-from swift.trainers.grpo_trainer import EveryFewSteps
 from swift.trainers.session import join_processes
 from swift.trainers.sharding import spread_options
+from swift.trainers.step_callbacks import EveryFewSteps
 from swift.trainers.window_entropy import EntropySettings
 
 LIMIT_S = 500

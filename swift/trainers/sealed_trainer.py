@@ -1,0 +1,148 @@
+"""A transformers.Trainer whose checkpoints exist whole or not at all.
+
+What the subclass overrides, and why:
+
+    _save_checkpoint       writes to a staging folder, which is sealed and renamed (`swift.trainers.checkpoint`)
+    _get_output_dir        while that is being written, the staging folder
+    _save                  weights that were gathered are stored as if they had never been spread
+    _load_best_model       its seconds count as saving
+    _issue_warnings_after_load  tied weights are stored once
+
+Whoever extends it says what else belongs into a checkpoint: `state_beside_weights` gathers it on all ranks,
+`add_to_checkpoint` writes it on rank 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from transformers import Trainer
+
+from swift.models.checkpoint_tensors import as_saved_unspread, computing_dtype, is_peft
+from swift.observability.files import disk_full_is_an_error
+from swift.trainers.checkpoint import commit_checkpoint, rotate, staging_folder
+from swift.trainers.distributed import Collectives
+
+if TYPE_CHECKING:
+    from swift.observability.metrics import MetricStore
+
+
+class SealedTrainer(Trainer):
+    """Saves checkpoints atomically.
+
+    Args:
+        collectives: the data-parallel ranks.
+        metrics: its "save" timer counts the seconds.
+        save_total_limit: most checkpoints that stay.
+    """
+
+    def __init__(
+        self,
+        *,
+        collectives: Collectives,
+        metrics: MetricStore,
+        save_total_limit: int | None = None,
+        **trainer_arguments: Any,
+    ) -> None:
+        self.collectives = collectives
+        self.metrics = metrics
+        self.save_total_limit = save_total_limit
+        self._staging: Path | None = None
+        self._saved_step = -1
+        super().__init__(**trainer_arguments)
+
+    def state_beside_weights(self) -> dict[str, Any]:
+        """What a checkpoint holds beyond Trainer's files; collective."""
+        raise NotImplementedError
+
+    def add_to_checkpoint(self, folder: Path, state: dict[str, Any]) -> None:
+        """Write that, on rank 0."""
+        raise NotImplementedError
+
+    def _load_best_model(self) -> None:
+        """Trainer's; reading a large model is progress of its own kind, as saving it is."""
+        with self.metrics.timer("save"):
+            super()._load_best_model()
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Tied weights are stored once, so their other names are not missing."""
+        tied = set(getattr(self.model, "all_tied_weights_keys", None) or {})
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(
+            SimpleNamespace(missing_keys=missing, unexpected_keys=load_result.unexpected_keys)
+        )
+        self.model.tie_weights()
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Weights that were gathered to be saved are written as if they had never been spread."""
+        if state_dict is None or is_peft(self.model):
+            super()._save(output_dir, state_dict)
+            return
+        super()._save(output_dir, as_saved_unspread(self.model, state_dict))
+        if (dtype := computing_dtype(self.model)) is not None:  # the config got that of the masters
+            self.model.config.dtype = dtype
+            self.model.config.save_pretrained(output_dir or self.args.output_dir)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """While a checkpoint is being written, the staging folder."""
+        return str(self._staging) if self._staging is not None else super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write a checkpoint so that it either exists whole or not at all."""
+        step = self.state.global_step
+        run_dir = Path(self.args.output_dir)
+        final = run_dir / f"checkpoint-{step}"
+        if step == self._saved_step:
+            return
+        self._saved_step = step
+        with self.metrics.timer("save"):
+            self._write_checkpoint(model, trial, step, run_dir, final)
+
+    def _write_checkpoint(self, model: nn.Module, trial: Any, step: int, run_dir: Path, final: Path) -> None:
+        state = self.state_beside_weights()
+        staging = staging_folder(run_dir, step)
+        with self.collectives.together(), disk_full_is_an_error(run_dir):
+            if self.collectives.is_main:
+                shutil.rmtree(staging, ignore_errors=True)
+                staging.mkdir(parents=True)
+        self._staging = staging
+        try:
+            with self.collectives.together(), disk_full_is_an_error(run_dir):
+                with self._without_best():
+                    super()._save_checkpoint(model, trial)
+                self.state.best_model_checkpoint = self._best_checkpoint(run_dir)
+                if self.collectives.is_main:
+                    self.add_to_checkpoint(staging / final.name, state)
+            with self.collectives.together(), disk_full_is_an_error(run_dir):
+                if self.collectives.is_main:
+                    commit_checkpoint(staging / final.name, final, step=step)
+                    rotate(run_dir, self.save_total_limit, keep=self.state.best_model_checkpoint)
+        finally:
+            self._staging = None
+            if self.collectives.is_main:
+                shutil.rmtree(staging, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _without_best(self) -> Iterator[None]:
+        """Keep Trainer from looking for the best checkpoint in the staging folder, behind a barrier of its own.
+
+        A rank whose disk is full would never come to that barrier, and the others would wait there.
+        """
+        best, self.state.best_global_step = self.state.best_global_step, None
+        try:
+            yield
+        finally:
+            self.state.best_global_step = best
+
+    def _best_checkpoint(self, run_dir: Path) -> str | None:
+        """Where the best weights that were saved lie, or will lie in a moment."""
+        best = self.state.best_global_step
+        folder = run_dir / f"checkpoint-{best}"
+        saved = best and (best == self.state.global_step or folder.exists())
+        return str(folder) if saved else self.state.best_model_checkpoint

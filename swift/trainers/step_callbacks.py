@@ -1,0 +1,63 @@
+"""What happens after every optimizer step, as callbacks of transformers.Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+if TYPE_CHECKING:
+    from swift.trainers.grpo_trainer import GRPOTrainer
+
+
+class PipelineCallback(TrainerCallback):
+    """Books each step with the pipeline and turns a caught signal into a checkpoint and a clean end.
+
+    Args:
+        trainer: whose pipeline is booked.
+        stop_requested: whether this process was asked to stop.
+        epoch: the position in the data set, in epochs.
+    """
+
+    def __init__(self, trainer: GRPOTrainer, *, stop_requested: Callable[[], bool], epoch: Callable[[], float]) -> None:
+        self.trainer = trainer
+        self.stop_requested = stop_requested
+        self.epoch = epoch
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """After every optimizer step, before Trainer logs, evaluates and saves."""
+        trainer = self.trainer
+        pipeline = trainer.pipeline
+        if trainer.collectives.is_main:
+            trainer.metrics.add_many(pipeline.staleness(state.global_step - 1) | pipeline.engine_health())
+        pipeline.step_done(state.global_step)
+        state.epoch = self.epoch()
+        values = trainer.metrics.commit(state.global_step)
+        control.should_log |= state.global_step >= state.max_steps
+        if trainer.report is not None:
+            trainer.report.after_step(state.global_step, values)
+        control.should_save |= state.global_step >= state.max_steps
+        if trainer.collectives.any(self.stop_requested()) and state.global_step < state.max_steps:
+            trainer.interrupted = True
+            control.should_save = True
+            control.should_training_stop = True
+        return control
+
+
+class EveryFewSteps(TrainerCallback):
+    """Does something after every `interval` optimizer steps, on all ranks.
+
+    Args:
+        interval: in steps.
+        work: called with the number of steps done.
+    """
+
+    def __init__(self, interval: int, work: Callable[[int], None]) -> None:
+        self.interval = interval
+        self.work = work
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """After the step was booked."""
+        if state.global_step % self.interval == 0:
+            self.work(state.global_step)
