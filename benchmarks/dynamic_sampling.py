@@ -31,11 +31,11 @@ from statistics import fmean
 from typing import Any
 
 from harness import page, record
-from harness.contest import set_threads
 from harness.demo import ROOT, demo_model
-from harness.ratios import ratio_of_medians, spread
 from harness.simulated import SimulatedEngine
 
+from swift.bench.contest import set_threads
+from swift.bench.ratios import ratio_of_medians, spread
 from swift.rollout.collect import RolloutCollector
 from swift.rollout.engines.base import InferenceEngine
 from swift.rollout.pipeline import PipelineConfig, RolloutPipeline, ScoredRound

@@ -25,9 +25,10 @@ from statistics import median
 from typing import Any
 
 from harness import record
-from harness.contest import set_threads
-from harness.ratios import spread
-from harness.work import Work, prepare
+
+from swift.bench.contest import set_threads
+from swift.bench.ratios import spread
+from swift.bench.work import Work, prepare
 
 WANTED = 0.85
 RUN_LIMIT_S = 300.0
@@ -93,7 +94,7 @@ def make_work(options: argparse.Namespace, folder: str) -> Work:
         size=options.size,
         num_completions=8 * options.groups,
         completion_tokens=options.completion_tokens,
-        forced=False,
+        lengths="natural",
     )
     prepare(work)
     low, high = options.reward_ms

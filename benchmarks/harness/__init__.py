@@ -1,1 +1,1 @@
-"""What the benchmark scripts share: the work, two contenders in processes of their own, statistics, records."""
+"""What the benchmark scripts share beyond `swift.bench`: the demo's model, a simulated engine, pages, records."""

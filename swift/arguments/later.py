@@ -24,7 +24,6 @@ class Feature:
 
 
 FEATURES: tuple[Feature, ...] = (
-    Feature("Speed", "token budgets of micro-batches come", {"max_tokens_per_micro_batch": (None,)}),
     Feature("generative judges", "reward models of another type come", {"reward_model_type": ([],)}),
 )
 

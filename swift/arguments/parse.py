@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from swift.arguments import later
+from swift.arguments import idle, later
 from swift.arguments.derived import Machine, derive
 from swift.arguments.layers import ConfigFile, Given, read_command_line, read_config, read_environment
 from swift.arguments.modes import MODES
@@ -308,8 +308,12 @@ def _ask(args: Any, question: str) -> Iterator[str]:
 def _without_effect(args: Any, reader: _Reader) -> Iterator[str]:
     for name, given in reader.origins.items():
         flag = reader.flags[name]
-        if not flag.has_effect(args) and getattr(args, name) != flag.default:
+        if getattr(args, name) == flag.default:
+            continue
+        if not flag.has_effect(args):
             yield f"{given.subject}: {reader.shown(given)}: no effect without {flag.needs_text}"
+        elif given.source != "preset" and (why := idle.reason(name, args)):
+            yield f"{given.subject}: {reader.shown(given)}: {why}"
 
 
 def _provenance(reader: _Reader, rules: Mapping[str, str]) -> dict[str, dict[str, str | None]]:

@@ -136,7 +136,7 @@ _FAMILIES = {
 
 _REPLACED = {
     "bf16": "use --torch_dtype bfloat16",
-    "fp16": "use --torch_dtype float16",
+    "fp16": "use --torch_dtype bfloat16, or float16 in swift sft",
     "quantization_bit": "quantisation is not in this version",
     "sft_type": "use --tuner_type",
     "model_id_or_path": "use --model",

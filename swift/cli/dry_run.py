@@ -36,10 +36,16 @@ def rehearse_rlhf(resolved: Resolved) -> int:
     from swift.data import load_prompts, open_prompts
     from swift.models import load_chat
     from swift.rewards import RewardPipeline
-    from swift.rollout.arithmetic import describe
     from swift.rollout.custom_rollout import load_rollout_func
     from swift.trainers.engines import require_backend
-    from swift.trainers.grpo import first_prompts, max_prompt_length, plan_run, prefetch_depth
+    from swift.trainers.grpo import (
+        batch_line,
+        first_prompts,
+        max_prompt_length,
+        plan_run,
+        prefetch_depth,
+        require_whole_weights,
+    )
     from swift.trainers.session import find_start, require_packages
 
     args: Any = resolved.args
@@ -66,11 +72,12 @@ def rehearse_rlhf(resolved: Resolved) -> int:
     prefetch_depth(args, plan)
     require_backend(args)
     if args.rollout_func is not None:
+        require_whole_weights(args)
         load_rollout_func(args.rollout_func)
     with rewards:
         rewards.self_check(prompts, max_steps=plan.max_steps)
         lines += [_lengths(prompts), *_rewards(rewards, prompts)]
-    show(resolved, [*resolved.preset_lines, *where, describe(plan), *lines])
+    show(resolved, [*resolved.preset_lines, *where, batch_line(args, plan), *lines])
     return 0
 
 

@@ -35,7 +35,7 @@ class CheckpointArguments(HubArguments):
     torch_dtype: Literal["bfloat16", "float16", "float32"] | None = flag(
         aliases=("dtype",), values={"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
     )
-    """Precision of the weights and of the arithmetic."""
+    """Precision of the weights and of the arithmetic; float16 not in reinforcement learning."""
 
     attn_impl: Literal["sdpa", "eager", "flash_attn", "flex_attention"] = flag(
         "sdpa", values={"flash_attention_2": "flash_attn"}, everyday=False

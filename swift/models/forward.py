@@ -18,113 +18,22 @@ found by `choose_attention`, keep their own attention and take the padded path, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+
+from swift.models.cpu_training import filled_length
+from swift.models.prompt_sharing import SharingCost
+from swift.models.segments import GroupSpans, SegmentLayout, Span
 
 ATTENTION_NAME = "swift_segments"
 
 UNSUPPORTED_EXTRAS = ("sliding_window", "softcap", "s_aux", "position_bias")
 """What some layers hand to their attention function and packed attention would leave out."""
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """`length` tokens of the stream from `start`."""
-
-    start: int
-    length: int
-
-    @property
-    def stop(self) -> int:
-        """One past the last token."""
-        return self.start + self.length
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSpans:
-    """A prompt segment and the completion segments that attend to it."""
-
-    prompt: Span
-    completions: tuple[Span, ...]
-
-
-class SegmentLayout:
-    """The segments of one packed stream, with the index tensors that attention needs.
-
-    Args:
-        groups: the segments in stream order.
-        device: where the index tensors live.
-    """
-
-    def __init__(self, groups: Sequence[GroupSpans], device: torch.device | str = "cpu") -> None:
-        self.groups = list(groups)
-        self._blocks = [_CompletionBlock(group, device) for group in self.groups if _has_inputs(group)]
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Attention of every segment to its prompt and itself.
-
-        Args:
-            query: [1, H, T, D] over the packed stream.
-            key: [1, H, T, D] (heads already repeated).
-            value: [1, H, T, Dv].
-            scale: softmax scale; None means 1 / sqrt(D).
-
-        Returns:
-            [1, T, H, Dv]
-        """
-        output = query.new_empty(*query.shape[:3], value.shape[3])
-        for group in self.groups:
-            rows = slice(group.prompt.start, group.prompt.stop)
-            output[:, :, rows] = nn.functional.scaled_dot_product_attention(
-                query[:, :, rows], key[:, :, rows], value[:, :, rows], is_causal=True, scale=scale
-            )
-        for block in self._blocks:
-            block.attend(query, key, value, output, scale)
-        return output.transpose(1, 2)
-
-
-def _has_inputs(group: GroupSpans) -> bool:
-    return any(span.length for span in group.completions)
-
-
-class _CompletionBlock:
-    """The completions of one group as a rectangular batch: queries [C, L], keys [C, P + L].
-
-    Rows shorter than L are filled with the row's own last token; causality keeps the filling out of the result.
-    """
-
-    def __init__(self, group: GroupSpans, device: torch.device | str) -> None:
-        spans = [span for span in group.completions if span.length]
-        longest = max(span.length for span in spans)
-        steps = torch.arange(longest)
-        starts = torch.tensor([span.start for span in spans])[:, None]
-        lengths = torch.tensor([span.length for span in spans])[:, None]
-        own = starts + torch.minimum(steps, lengths - 1)  # [C, L] stream index of each query
-        real = steps < lengths
-        self.own_index = own.to(device)
-        self.real_rows = real.nonzero(as_tuple=True)[0].to(device)
-        self.real_steps = real.nonzero(as_tuple=True)[1].to(device)
-        self.real_index = own[real].to(device)
-        self.prompt = slice(group.prompt.start, group.prompt.stop)
-        visible = torch.ones(longest, group.prompt.length + longest, dtype=torch.bool)
-        self.mask = visible.tril(diagonal=group.prompt.length).to(device)  # [L, P + L]
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, scale: float | None) -> None:
-        num_rows = self.own_index.shape[0]
-
-        def with_prompt(states: Tensor) -> Tensor:  # [1, H, T, D] -> [C, H, P + L, D]
-            prompt = states[:, :, self.prompt].expand(num_rows, -1, -1, -1)
-            return torch.cat([prompt, states[0][:, self.own_index].transpose(0, 1)], dim=2)
-
-        rows = query[0][:, self.own_index].transpose(0, 1)  # [C, H, L, D]
-        attended = nn.functional.scaled_dot_product_attention(
-            rows, with_prompt(key), with_prompt(value), attn_mask=self.mask, scale=scale
-        )
-        output[0, :, self.real_index] = attended[self.real_rows, :, self.real_steps].transpose(0, 1)
 
 
 class DecodeLayout:
@@ -177,9 +86,6 @@ def _segment_attention(
             raise NotImplementedError(f"its attention takes {name}")
     if isinstance(attention_layout, DecodeLayout):
         return attention_layout.attend_grouped(query, key, value, scaling), None
-    repeats = query.shape[1] // key.shape[1]
-    if repeats > 1:
-        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     return attention_layout.attend(query, key, value, scaling), None
 
 
@@ -188,12 +94,12 @@ def enable_packed_attention(model: nn.Module) -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION_NAME, _segment_attention)
-    _transformers_model(model).set_attn_implementation(ATTENTION_NAME)
+    transformers_model(model).set_attn_implementation(ATTENTION_NAME)
 
 
 def is_packed(model: nn.Module) -> bool:
     """Whether `model` takes packed streams (`packed_logits`); otherwise it takes rows (`padded_logits`)."""
-    return _transformers_model(model).config.get_text_config()._attn_implementation == ATTENTION_NAME
+    return transformers_model(model).config.get_text_config()._attn_implementation == ATTENTION_NAME
 
 
 def choose_attention(model: nn.Module) -> str | None:
@@ -206,17 +112,17 @@ def choose_attention(model: nn.Module) -> str | None:
         return None
     obstacle = packing_obstacle(model)
     if obstacle is None:
-        own = _transformers_model(model).config.get_text_config()._attn_implementation
+        own = transformers_model(model).config.get_text_config()._attn_implementation
         obstacle = _packing_gap(model)
         if obstacle is not None:
-            _transformers_model(model).set_attn_implementation(own)
+            transformers_model(model).set_attn_implementation(own)
     return obstacle
 
 
 def _packing_gap(model: nn.Module) -> str | None:
     """Enable packing and compare the logits of a few sequences with those of before."""
     device = next(model.parameters()).device
-    size = min(97, _transformers_model(model).config.get_text_config().vocab_size)
+    size = min(97, transformers_model(model).config.get_text_config().vocab_size)
     ids = [(7 * i + 3) % size for i in range(32)]
     sequences = [
         TokenSequence(ids[prompt], ids[completion])
@@ -230,19 +136,35 @@ def _packing_gap(model: nn.Module) -> str | None:
             own_NV = torch.cat([padded_logits(model, [one], device=device) for one in sequences]).float()
             enable_packed_attention(model)
             tokens = pack(sequences, device=device)
+            asked = _count_calls(tokens.layout)
             gap_N = (packed_logits(model, tokens).float() - own_NV).abs().mean(-1)
     except NotImplementedError as error:
         return str(error)
     finally:
         model.train(was_training)
+    if len(asked) < (getattr(transformers_model(model).config.get_text_config(), "num_hidden_layers", None) or 1):
+        return "not all of its layers ask transformers' attention interface"
     worst = max(float(gap_N[tokens.sequence_index == i].mean()) for i in range(len(sequences)))
     tolerance = 1e-2 if next(model.parameters()).dtype == torch.float32 else 1e-1
     return "packed logits differ from its own" if worst > tolerance * float(own_NV.std()) else None
 
 
+def _count_calls(layout: SegmentLayout) -> list[None]:
+    """A list that grows by one with each layer that asks for attention."""
+    calls: list[None] = []
+    attend = layout.attend
+
+    def counted(*states: Any) -> Tensor:
+        calls.append(None)
+        return attend(*states)
+
+    layout.attend = counted  # type: ignore[assignment]
+    return calls
+
+
 def packing_obstacle(model: nn.Module) -> str | None:
     """Why packed segments would be wrong for this model, in a few words; None when they are right."""
-    base = _transformers_model(model)
+    base = transformers_model(model)
     config = base.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds - {"full_attention"}:
@@ -258,7 +180,7 @@ def packing_obstacle(model: nn.Module) -> str | None:
     return None
 
 
-def _transformers_model(model: nn.Module) -> Any:
+def transformers_model(model: nn.Module) -> Any:
     """The transformers model below wrappers (DDP, PEFT)."""
     model = getattr(model, "module", model)
     unwrap = getattr(model, "get_base_model", None)
@@ -291,55 +213,85 @@ class PackedTokens:
 
 
 def pack(
-    sequences: Sequence[TokenSequence], *, share_prompts: bool = True, device: torch.device | str = "cpu"
+    sequences: Sequence[TokenSequence],
+    *,
+    share_prompts: bool | SharingCost = True,
+    device: torch.device | str = "cpu",
 ) -> PackedTokens:
     """Pack completions into one stream; neighbours with equal prompt ids share one prompt segment.
 
     Args:
         sequences: S completions with at least one token each and at least one prompt token.
-        share_prompts: compute a prompt once for neighbouring completions of it.
+        share_prompts: compute a prompt once for neighbouring completions of it; costs decide it for each group.
         device: where the tensors go.
 
     Returns:
-        the stream, with T = sum of prompt lengths (shared ones once) + sum of (completion length - 1).
+        the stream, with T = sum of prompt lengths (shared ones once) + sum of (completion length - 1), on a CPU filled
+        up with tokens that nobody sees (`filled_length`).
     """
-    ids: list[int] = []
-    positions: list[int] = []
-    predict: list[int] = []
-    targets: list[int] = []
-    owners: list[int] = []
+    ids: list[np.ndarray] = []
+    positions: list[np.ndarray] = []
+    predict: list[np.ndarray] = []
+    targets: list[np.ndarray] = []
     groups: list[tuple[Span, list[Span]]] = []
-    prompt: list[int] | None = None
-    for number, sequence in enumerate(sequences):
-        prompt_ids, completion = list(sequence.prompt_ids), list(sequence.completion_ids)
-        assert prompt_ids and completion, "a packed sequence needs prompt and completion tokens"
-        if prompt is None or not share_prompts or prompt_ids != prompt:
-            prompt = prompt_ids
-            groups.append((Span(len(ids), len(prompt)), []))
-            ids += prompt
-            positions += range(len(prompt))
-        prompt_span, spans = groups[-1]
-        own = Span(len(ids), len(completion) - 1)
-        spans.append(own)
-        ids += completion[:-1]
-        positions += range(len(prompt), len(prompt) + own.length)
-        predict += [prompt_span.stop - 1, *range(own.start, own.stop)]
-        targets += completion
-        owners += [number] * len(completion)
+    end = 0
+    for prompt, completions in _prompt_groups(sequences, share_prompts):
+        prompt_span = Span(end, prompt.size)
+        spans: list[Span] = []
+        groups.append((prompt_span, spans))
+        ids.append(prompt)
+        positions.append(np.arange(prompt.size))
+        end = prompt_span.stop
+        for completion in completions:
+            own = Span(end, completion.size - 1)
+            end = own.stop
+            spans.append(own)
+            ids.append(completion[:-1])
+            positions.append(np.arange(prompt.size, prompt.size + own.length))
+            predict += [np.array([prompt_span.stop - 1]), np.arange(own.start, own.stop)]
+            targets.append(completion)
+    filling = filled_length(end) - end if torch.device(device).type == "cpu" else 0
+    if filling:  # a segment that nobody sees and that predicts nothing
+        groups.append((Span(end, filling), []))
+        ids.append(np.repeat(ids[0][:1], filling))
+        positions.append(np.arange(filling))
     layout = SegmentLayout([GroupSpans(span, tuple(rest)) for span, rest in groups], device)
+    owners = np.repeat(np.arange(len(targets)), [one.size for one in targets])
 
-    def tensor(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.long, device=device)
+    def tensor(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(device)
 
     return PackedTokens(
-        input_ids=tensor(ids)[None],
-        position_ids=tensor(positions)[None],
-        predict_index=tensor(predict),
-        target_ids=tensor(targets),
+        input_ids=tensor(np.concatenate(ids))[None],
+        position_ids=tensor(np.concatenate(positions))[None],
+        predict_index=tensor(np.concatenate(predict)),
+        target_ids=tensor(np.concatenate(targets)),
         sequence_index=tensor(owners),
         num_sequences=len(sequences),
         layout=layout,
     )
+
+
+def _prompt_groups(
+    sequences: Sequence[TokenSequence], share: bool | SharingCost
+) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
+    """Prompts with the completions that are packed behind them."""
+    groups: list[tuple[np.ndarray, list[np.ndarray]]] = []
+    for sequence in sequences:
+        prompt, completion = _ids(sequence.prompt_ids), _ids(sequence.completion_ids)
+        assert prompt.size and completion.size, "a packed sequence needs prompt and completion tokens"
+        if not groups or not share or not np.array_equal(prompt, groups[-1][0]):
+            groups.append((prompt, []))
+        groups[-1][1].append(completion)
+    for prompt, completions in groups:
+        if isinstance(share, bool) or share.pays(prompt.size, [one.size for one in completions]):
+            yield prompt, completions
+        else:
+            yield from ((prompt, [one]) for one in completions)
+
+
+def _ids(values: Sequence[int]) -> np.ndarray:
+    return np.asarray(values, dtype=np.int64)
 
 
 def packed_logits(model: nn.Module, tokens: PackedTokens) -> Tensor:
@@ -366,10 +318,18 @@ def padded_logits(
 
     `model` must use one of transformers' own attention functions (not `enable_packed_attention`).
     """
+    input_ids, mask, predict_index = padded_rows(sequences, device=device)
+    logits = model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits
+    return logits.flatten(0, 1)[predict_index]
+
+
+def padded_rows(
+    sequences: Sequence[TokenSequence], *, device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Right-padded rows [S, L], their attention mask, and which of the S x L positions predict targets [N]."""
     rows = [list(s.prompt_ids) + list(s.completion_ids)[:-1] for s in sequences]
     width = max(len(row) for row in rows)
     input_ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
     mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
-    logits = model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits
-    kept = [logits[i, len(s.prompt_ids) - 1 : len(rows[i])] for i, s in enumerate(sequences)]
-    return torch.cat(kept)
+    predicting = [i * width + t for i, s in enumerate(sequences) for t in range(len(s.prompt_ids) - 1, len(rows[i]))]
+    return input_ids, mask, torch.tensor(predicting, device=device)

@@ -5,8 +5,9 @@ when it started from an adapter, with the starting adapter put back for the mome
 needs a frozen copy of itself. `--ref_model` always loads that model.
 
 A reference that is moved towards the policy (`--sync_ref_model`, TR-DPO, arXiv:2404.09656) needs numbers of its own:
-the frozen copy, or for LoRA a second copy of the adapter, which starts as the policy's does. What has moved is part of
-a checkpoint (`state`, `load_state`).
+the frozen copy, or for LoRA a second copy of the adapter, which starts as the policy's does. A 16-bit number would
+round a small step away, so from its first move on the reference is kept in float32 too, in the host's memory, because
+moves are rare. What has moved is part of a checkpoint (`state`, `load_state`).
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ class ReferenceModel:
         with reference.active() as module:  # no gradients, evaluation mode
             hidden = module(...)
     """
+
+    def __init__(self) -> None:
+        self._masters: dict[str, torch.Tensor] = {}
 
     @contextlib.contextmanager
     def active(self) -> Iterator[nn.Module]:
@@ -72,8 +76,9 @@ class ReferenceModel:
         """Moves the reference towards the policy: ref := alpha policy + (1 - alpha) ref.
 
         A collective where the policy is spread over ranks (ZeRO-3, FSDP2); whole parameters exist one at a time.
-        The sum is formed in float32 at least. For LoRA the two factors of an update are mixed one by one, so for alpha
-        below 1 the mixture is that of the adapters, not of the matrices they stand for.
+        Sums are formed and kept in float32 at least, so steps below the resolution of the weights add up. For LoRA the
+        two factors of an update are mixed one by one, so for alpha below 1 the mixture is that of the adapters, not of
+        the matrices they stand for.
 
         Args:
             policy: the unwrapped policy.
@@ -89,14 +94,26 @@ class ReferenceModel:
         parameters = dict(policy.named_parameters())
         with torch.no_grad():
             for name, mine in self.weights().items():
+                exact = self._exact(name, mine)
                 with gathered([parameters[name]]) as whole:
-                    exact = torch.promote_types(mine.dtype, torch.float32)
-                    other = whole(parameters[name]).to(device=mine.device, dtype=exact)
-                    mine.copy_(torch.lerp(mine.to(exact), other, alpha))
+                    other = whole(parameters[name]).to(device=mine.device, dtype=exact.dtype)
+                    exact.copy_(torch.lerp(exact.to(mine.device), other, alpha))
+                mine.copy_(exact)
+
+    def _exact(self, name: str, mine: torch.Tensor) -> torch.Tensor:
+        """Where a weight of the reference adds up: itself, or its copy in float32, made at the first call."""
+        import torch
+
+        wide = torch.promote_types(mine.dtype, torch.float32)
+        if wide == mine.dtype:
+            return mine
+        if name not in self._masters:
+            self._masters[name] = mine.detach().to(device="cpu", dtype=wide, copy=True)
+        return self._masters[name]
 
     def state(self) -> dict[str, torch.Tensor]:
-        """A moved reference, on the CPU; see `load_state`."""
-        return {name: tensor.detach().cpu() for name, tensor in self.weights().items()}
+        """A moved reference, on the CPU and exact; see `load_state`."""
+        return {name: self._masters.get(name, tensor).detach().cpu() for name, tensor in self.weights().items()}
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take over what `state` gave, exact to the last bit."""
@@ -107,6 +124,7 @@ class ReferenceModel:
             raise ConfigError("--resume_from_checkpoint: the checkpoint's reference is that of another model")
         with torch.no_grad():
             for name, tensor in mine.items():
+                self._exact(name, tensor).copy_(state[name])
                 tensor.copy_(state[name])
 
 
@@ -114,6 +132,7 @@ class FrozenReference(ReferenceModel):
     """A module of its own, never trained."""
 
     def __init__(self, module: nn.Module) -> None:
+        super().__init__()
         self.module = module.requires_grad_(False).eval()
 
     @contextlib.contextmanager
@@ -133,6 +152,7 @@ class AdapterOffReference(ReferenceModel):
     """A LoRA policy without its adapter: the base model, at no memory."""
 
     def __init__(self, policy: Any) -> None:
+        super().__init__()
         self.policy = policy
 
     @contextlib.contextmanager
@@ -153,6 +173,7 @@ class StartAdapterReference(ReferenceModel):
     """
 
     def __init__(self, policy: Any) -> None:
+        super().__init__()
         self.policy = policy
         self.start: dict[str, torch.Tensor] = {
             name: parameter.detach().clone() for name, parameter in policy.named_parameters() if parameter.requires_grad

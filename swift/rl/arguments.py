@@ -96,8 +96,8 @@ class ObjectiveArguments:
     difference between engine and trainer, so it excludes `--rollout_importance_sampling_mode`."""
 
     log_rollout_offpolicy_metrics: bool = flag(False, everyday=False)
-    """Log how far engine and trainer are apart (`rollout_ratio/...`, `logp/...`). With a correction the former are
-    logged anyway."""
+    """Log the policy's log-probs by the sign of the advantage too (`logp/...`), and end the run where the sampler's are
+    missing. How far engine and trainer are apart (`rollout_ratio/...`) is always logged."""
 
     off_policy_sequence_mask_delta: float | None = flag(everyday=False, unset="off")
     """Mute sequences of negative advantage that are further than this from the policy (arXiv:2512.02556)."""
@@ -144,7 +144,8 @@ class ObjectiveArguments:
 
     prefetch_depth: int = flag(1, at_least=1, group=ASYNCHRONOUS, everyday=False, needs="async_generate")
     """Generation batches made ahead. More than 1 pays only where weights are published less often than batches are made
-    (`--vllm_sync_interval`), or with `--in_flight_updates true`; else each batch waits for the one before it."""
+    (`--vllm_sync_interval`), or with `--in_flight_updates true`; else each batch waits for the one before it. With
+    `--dynamic_sample` it is 1 at most."""
 
     vllm_sync_interval: int = flag(1, at_least=1, group=ASYNCHRONOUS, everyday=False)
     """Optimizer steps between two publications of the weights."""

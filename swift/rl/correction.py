@@ -15,7 +15,6 @@ with q = exp(sum eta) (`sum`) or exp(sum eta / T_i) (`mean`). Masked means 0: no
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -32,25 +31,15 @@ LOG_FLOOR = math.log(1e-8)
 """Bounds of a logged weight where it enters a sum of logarithms (vespo); log 0 of a masked token included."""
 
 
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """Log-ratios trainer/sampler of a micro-batch.
-
-    eta_T: clipped to +-20, 0 where the mask is 0 or the sampler has no finite log-prob.
-    num_missing: trained tokens without a finite sampler log-prob; more than 1 % of them is the caller's error.
-    """
-
-    eta_T: Tensor
-    num_missing: Tensor
-
-
 @torch.no_grad()
-def sampler_mismatch(old_logprobs_T: Tensor, sampler_logprobs_T: Tensor, mask_T: Tensor) -> Mismatch:
-    """Compare the trainer's old log-probs with those recorded at sampling."""
-    trained_T = mask_T.bool()
-    missing_T = ~sampler_logprobs_T.isfinite() & trained_T
+def sampler_mismatch(old_logprobs_T: Tensor, sampler_logprobs_T: Tensor, mask_T: Tensor) -> Tensor:
+    """Log-ratio eta of the trainer's old policy to the sampler at each token, [T], clipped to +-20.
+
+    0 where the mask is 0 or the sampler has no finite log-prob; whoever has the whole window counts the latter.
+    """
+    known_T = mask_T.bool() & sampler_logprobs_T.isfinite()
     difference_T = (old_logprobs_T - sampler_logprobs_T).clamp(-LOG_LIMIT, LOG_LIMIT)
-    return Mismatch(torch.where(trained_T & ~missing_T, difference_T, 0.0), missing_T.sum())
+    return torch.where(known_T, difference_T, 0.0)
 
 
 @torch.no_grad()

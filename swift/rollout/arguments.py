@@ -86,12 +86,24 @@ class GenerationArguments:
 
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one line each."""
+        yield from self._spelling_problems()
         for name, value in self.generation_kwargs.items():
             if name not in FLAGS_IN_KWARGS and (problem := self._kwarg_problem(SAMPLING_NAMES.get(name, name), value)):
                 yield f"--generation_kwargs: {name}: {problem}"
         regex = self.vllm_guided_decoding_regex
         if regex is not None and (problem := regex_problem(regex)):
             yield f"--vllm_guided_decoding_regex: {regex}: {problem}"
+
+    def _spelling_problems(self) -> Iterator[str]:
+        """Entries of `--generation_kwargs` that are one setting under several names, with different values."""
+        names: dict[str, list[str]] = {}
+        for name in self.generation_kwargs:
+            names.setdefault(FLAGS_IN_KWARGS.get(name) or SAMPLING_NAMES.get(name, name), []).append(name)
+        for said in names.values():
+            values = [self.generation_kwargs[name] for name in said]
+            if any(value != values[0] for value in values):
+                shown = ", ".join(f"{name} {json.dumps(self.generation_kwargs[name])}" for name in said)
+                yield f"--generation_kwargs: {shown}: the same setting with different values; give one of them"
 
     def _kwarg_problem(self, name: str, value: Any) -> str:
         """What is wrong with an entry that has no flag; "" when nothing is."""
@@ -234,9 +246,11 @@ class SamplingArguments(GenerationArguments):
     and gradients."""
 
     max_tokens_per_micro_batch: int | None = flag(
-        at_least=1, group="Optimization", everyday=False, unset="no limit but the batch sizes"
+        at_least=1, group="Optimization", everyday=False, unset="the batch sizes, and less where memory is too small"
     )
-    """Token budget of one forward and backward pass."""
+    """Most tokens of one forward and backward pass: its completions and, once each, their prompts. Then tokens decide
+    how many completions share a pass, not per_device_train_batch_size; with mini_batch_size both limits hold. Same loss
+    and gradients. A completion that is longer has a pass of its own."""
 
 
 @dataclass(kw_only=True)

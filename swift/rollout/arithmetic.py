@@ -26,7 +26,8 @@ class BatchPlan:
     window_prompts = window / num_generations. windows_per_generation is s/a when s >= a (else 1) and
     generations_per_window is a/s when s < a (else 1). A unit is one generation batch or, when several feed one
     window, all of these. updates_per_rollout = windows_per_generation * num_iterations.
-    forwards_per_window: forward/backward passes of one rank in one window.
+    forwards_per_window: forward/backward passes of one rank in one window; None where it follows from the lengths of
+    the completions, under a limit of tokens.
 
     num_rows, steps_per_epoch, units_per_epoch and num_train_epochs are None for streaming data, which has no
     known end. dropped_rows: rows at the end of each epoch that fill no unit. max_steps: optimizer steps of the run.
@@ -47,13 +48,14 @@ class BatchPlan:
     generations_per_window: int
     unit_prompts: int
     updates_per_rollout: int
-    forwards_per_window: int
+    forwards_per_window: int | None
     num_rows: int | None
     num_train_epochs: float | None
     units_per_epoch: int | None
     steps_per_epoch: int | None
     dropped_rows: int
     max_steps: int
+    max_tokens_per_micro_batch: int | None = None
 
 
 def plan_batches(
@@ -66,6 +68,7 @@ def plan_batches(
     generation_batch_size: int | None = None,
     num_iterations: int = 1,
     mini_batch_size: int | None = None,
+    max_tokens_per_micro_batch: int | None = None,
     num_rows: int | None,
     num_train_epochs: float = 1.0,
     max_steps: int = -1,
@@ -81,6 +84,7 @@ def plan_batches(
         generation_batch_size: B, the other way to say s = B / (b N).
         num_iterations: u, passes over each generation batch.
         mini_batch_size: completions of one forward/backward pass, a divisor of b; None means b.
+        max_tokens_per_micro_batch: tokens of one forward/backward pass; None is no limit.
         num_rows: R, rows after filtering; None for streaming data, which needs `max_steps`.
         num_train_epochs: passes over the rows; a part of an epoch counts upwards to whole steps.
         max_steps: optimizer steps; > 0 overrides `num_train_epochs`.
@@ -126,18 +130,25 @@ def plan_batches(
         generations_per_window=max(1, a // s),
         unit_prompts=unit_prompts,
         updates_per_rollout=updates_per_unit,
-        forwards_per_window=a * (b // (mini_batch_size or b)),
+        forwards_per_window=a * (b // (mini_batch_size or b)) if max_tokens_per_micro_batch is None else None,
         num_rows=num_rows,
         num_train_epochs=None if num_rows is None else num_train_epochs,
         units_per_epoch=units_per_epoch,
         steps_per_epoch=steps_per_epoch,
         dropped_rows=0 if num_rows is None else num_rows - (units_per_epoch or 0) * unit_prompts,
         max_steps=_total_steps(steps_per_epoch, num_rows, unit_prompts, num_train_epochs, max_steps),
+        max_tokens_per_micro_batch=max_tokens_per_micro_batch,
     )
 
 
-def describe(plan: BatchPlan) -> str:
-    """The plan in one line, for people."""
+def describe(plan: BatchPlan, *, most_launches: int = 1, every_row: bool = False) -> str:
+    """The plan in one line, for people.
+
+    Args:
+        plan: what is said.
+        most_launches: groups sampled for one that is trained, at most: with dynamic sampling replaced ones draw rows.
+        every_row: batches go on from one epoch to the next, so that no row is left out.
+    """
     p = plan
     parts = [
         f"{p.window} completions per step ({p.per_device_train_batch_size} per device x {p.world_size} "
@@ -148,15 +159,20 @@ def describe(plan: BatchPlan) -> str:
         parts.append(f"{p.generation_batch} completions per generation batch")
     if p.updates_per_rollout > 1:
         parts.append(f"{p.updates_per_rollout} updates per rollout")
-    if p.forwards_per_window > 1:
+    if p.forwards_per_window is None:
+        parts.append(f"micro-batches of at most {p.max_tokens_per_micro_batch} tokens")
+    elif p.forwards_per_window > 1:
         parts.append(f"{p.forwards_per_window} micro-batches per step and process")
     if p.num_rows is None:
         parts.append(f"streaming, {p.max_steps} steps")
     else:
         per_epoch = f"{p.steps_per_epoch} {_plural(p.steps_per_epoch or 0, 'step')} per epoch"
+        if most_launches > 1:
+            least = p.num_rows // (p.unit_prompts * most_launches) * p.updates_per_rollout
+            per_epoch = f"{least} to {per_epoch}, because replaced groups draw rows too"
         rows = f"{p.num_rows} {_plural(p.num_rows, 'row')}"
         parts.append(f"{rows}, {per_epoch}, {p.max_steps} {_plural(p.max_steps, 'step')} in all")
-    if p.dropped_rows and p.units_per_epoch:
+    if p.dropped_rows and p.units_per_epoch and not every_row:
         parts.append(f"the last {p.dropped_rows} {_plural(p.dropped_rows, 'row')} of each epoch left out")
     return "batch: " + "; ".join(parts)
 

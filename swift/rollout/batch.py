@@ -1,19 +1,17 @@
-"""From scored groups to optimizer windows: the samples of a unit and how a window is cut over ranks.
+"""From scored groups to optimizer windows: the samples of a unit, and which of them a window holds.
 
 A unit holds all samples of one round of generation, in launch order, the same on every rank. It feeds
-`num_windows` optimizer windows, `num_iterations` times each. A window is cut without any communication, because
-every rank computes the same pure plan from the same unit:
+`num_windows` optimizer windows, `num_iterations` times each:
 
     unit     [ g0 g0 g0 g0 | g1 g1 g1 g1 | g2 ... ]        samples in launch order
-    window   consecutive samples; ranks take consecutive parts of equal size, so that a group stays together
-    slices   a rank's part, cut into forward/backward passes
+    window   consecutive samples
 
-Normalisers count the whole window before anything is left out, so no cut changes the gradient.
+`swift.rollout.micro_batches` cuts a window over the ranks and into forward/backward passes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,42 +133,6 @@ class TrainUnit:
     def from_json(cls, state: dict[str, Any]) -> TrainUnit:
         """The inverse of `to_json`."""
         return cls(**{**state, "samples": [TrainSample.from_json(sample) for sample in state["samples"]]})
-
-
-@dataclass(frozen=True, slots=True)
-class WindowPlan:
-    """How the ranks share a window: `slices[rank][i]` are sample indices of one forward/backward pass.
-
-    Every rank has the same number of slices; a short rank's last ones are empty.
-    """
-
-    slices: list[list[list[int]]]
-
-    @property
-    def num_samples(self) -> int:
-        """Samples that any rank computes."""
-        return sum(len(part) for parts in self.slices for part in parts)
-
-
-def plan_window(window: Sequence[int], *, world_size: int, slice_size: int, useful: Sequence[bool]) -> WindowPlan:
-    """Cut a window over the ranks.
-
-    Args:
-        window: sample indices in launch order.
-        world_size: data-parallel ranks.
-        slice_size: most completions of one forward/backward pass.
-        useful: per window position, whether the sample can contribute to the gradient; others are left out.
-
-    Returns:
-        the plan; useful samples appear exactly once, ranks differ by at most one sample.
-    """
-    kept = [sample for sample, wanted in zip(window, useful, strict=True) if wanted]
-    slices = []
-    for rank in range(world_size):
-        mine = [kept[i] for i in rank_slice(len(kept), rank, world_size)]
-        slices.append([mine[i : i + slice_size] for i in range(0, len(mine), slice_size)])
-    passes = max(len(parts) for parts in slices)
-    return WindowPlan([parts + [[] for _ in range(passes - len(parts))] for parts in slices])
 
 
 def rank_slice(total: int, rank: int, world_size: int) -> range:

@@ -33,7 +33,14 @@ from swift.rollout.batch import rank_slice
 from swift.rollout.engines.base import InferenceEngine
 from swift.rollout.live import Board, LiveRound, OtherRankFailed, Seat
 from swift.rollout.request_limit import RequestClock, generate_within
-from swift.rollout.saved_groups import group_from_json, group_to_json, prompt_from_json, prompt_to_json
+from swift.rollout.saved_groups import (
+    group_from_json,
+    group_to_json,
+    prompt_from_json,
+    prompt_to_json,
+    seen_from_json,
+    seen_to_json,
+)
 from swift.rollout.scheduler import Intake, Launch, RolloutScheduler
 from swift.rollout.seeds import sample_seed
 from swift.types import (
@@ -169,12 +176,12 @@ class RoundResult:
         return [*self.groups[self.carried_in :], *self.carried, *self.dropped]
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-safe copy."""
+        """A JSON-safe copy; of dropped groups what logs need."""
         return {
             "groups": [group_to_json(group) for group in self.groups],
             "metrics": self.metrics,
             "carried": [group_to_json(group) for group in self.carried],
-            "dropped": [group_to_json(group) for group in self.dropped],
+            "dropped": [seen_to_json(group) for group in self.dropped],
             "failed": [prompt_to_json(prompt) for prompt in self.failed],
             "counts": [self.launched, self.informative, self.num_dropped, self.num_excluded, self.carried_in],
         }
@@ -182,9 +189,8 @@ class RoundResult:
     @classmethod
     def from_json(cls, state: dict[str, Any]) -> RoundResult:
         """The inverse of `to_json`."""
-        groups, carried, dropped = (
-            [group_from_json(group) for group in state[name]] for name in ("groups", "carried", "dropped")
-        )
+        groups, carried = ([group_from_json(group) for group in state[name]] for name in ("groups", "carried"))
+        dropped = [seen_from_json(group) for group in state["dropped"]]
         failed = [prompt_from_json(prompt) for prompt in state["failed"]]
         return cls(groups, state["metrics"], carried, dropped, failed, *state["counts"])
 
@@ -197,7 +203,8 @@ class RolloutCollector:
     decode: token ids to the text that rewards see. share: what of a round the engine samples.
     around: entered by every rank around sampling, also by one without requests (a policy spread over ranks needs it).
     request_s: bound on each request, for an engine that has none of its own. progress: called for each completion.
-    board: messages between the ranks while they sample; needed for dynamic sampling on several.
+    board: messages between the ranks while they sample; needed for dynamic sampling on several. pulse: changes while
+    this rank gets on. heard: called when another rank does, while this one waits for it.
     """
 
     engine: InferenceEngine | None
@@ -211,6 +218,9 @@ class RolloutCollector:
     request_s: float | None = None
     progress: Callable[[], None] = lambda: None
     board: Board | None = None
+    pulse: Callable[[], Any] = lambda: None
+    heard: Callable[[], None] = lambda: None
+    _live: LiveRound | None = None
     _late: int = 0
     _late_told: int = 0
 
@@ -303,7 +313,7 @@ class RolloutCollector:
             self._exclude_faults(group)
             return informative(group)
 
-        return LiveRound(
+        self._live = LiveRound(
             admission=admission,
             scheduler=scheduler,
             intake=intake,
@@ -320,8 +330,14 @@ class RolloutCollector:
             scorer=self.scorer,
             seat=self._seat(),
             board=self.board,
-            touch=self.progress,
+            pulse=self.pulse,
+            heard=self.heard,
         )
+        return self._live
+
+    def awaited(self) -> str:
+        """For whom a round of dynamic sampling waits, if it does; from any thread."""
+        return self._live.awaited() if self._live is not None else ""
 
     def _seat(self) -> Seat:
         """Where this rank sits in a round of dynamic sampling; collective."""

@@ -14,11 +14,15 @@ launches that take the place of dropped groups for the engine with the least to 
 trainer's model; the board is not a collective (`swift.trainers.board`). Prompts do not travel: each rank draws them
 from its own scheduler, which is at the same place on all of them. Where ranks hold parts of one engine they must submit
 the same requests at the same step: such an engine gets more only when it has nothing left to do.
+
+A rank with nothing to do waits for as long as any other one gets on, which they say with `beat`; where none does, its
+own stall watch ends the wait (`swift.trainers.stall`), and `awaited` says for whom it waited.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -31,6 +35,8 @@ from swift.types import Completion, GroupScores, Request, RolloutGroup, TrainerP
 
 READ_S = 0.02
 """Least time between two looks at the board."""
+ALIVE_S = 0.2
+"""Time between two beats of a rank that gets on, and between two looks at those of the others."""
 
 END = "end"
 FAILED = "failed"
@@ -53,6 +59,14 @@ class Board(Protocol):
 
     def sweep(self) -> None:
         """Forget the messages that this rank posted; all have been read."""
+        ...
+
+    def beat(self) -> None:
+        """Say that this rank gets on."""
+        ...
+
+    def beats(self) -> int:
+        """How often the other ranks have said so."""
         ...
 
 
@@ -104,7 +118,7 @@ class LiveRound:
         scorer: scores groups; rank 0 only.
         seat: of this rank.
         board: between ranks; None in a single process.
-        touch: called when another rank's work keeps this one waiting.
+        pulse: changes while this rank gets on. heard: called when another one does, while this one waits.
 
     Attributes:
         failure: why it will not be completed.
@@ -125,7 +139,8 @@ class LiveRound:
         scorer: GroupScorer,
         seat: Seat,
         board: Board | None = None,
-        touch: Callable[[], None] = lambda: None,
+        pulse: Callable[[], Any] = lambda: None,
+        heard: Callable[[], None] = lambda: None,
     ) -> None:
         self.admission, self.scheduler, self.intake = admission, scheduler, intake
         self.num_generations, self.progress = num_generations, progress
@@ -134,7 +149,8 @@ class LiveRound:
         self.before: dict[str, Any] | None = None
         self.failed = failed
         self.groups: dict[int, RolloutGroup] = {}
-        self._request, self._informative, self._scorer, self._touch = request, informative, scorer, touch
+        self._request, self._informative, self._scorer = request, informative, scorer
+        self._pulse, self._heard = pulse, heard
         self._launches: dict[int, Launch] = {}
         self._parts: dict[str, _Part] = {}
         self._submit: list[Request] = []
@@ -144,7 +160,9 @@ class LiveRound:
         self._futures: dict[int, Future[GroupScores]] = {}
         self._engine_of: dict[int, int] = {}
         self._queued: dict[int, list[int]] = {engine: [] for engine in range(seat.engines)}
-        self._read_at = 0.0
+        self._read_at = self._told_at = self._listened_at = 0.0
+        self._told: Any = None
+        self._beats = 0
 
     # --- what the one who drives the engine calls ---------------------------------------------------------------
 
@@ -184,6 +202,7 @@ class LiveRound:
 
     def due(self) -> list[Request]:
         """What to submit to the engine now; also moves the round along."""
+        self._beat()
         if self._leads:
             self._coordinate()
         else:
@@ -210,9 +229,37 @@ class LiveRound:
 
     def rest(self) -> None:
         """Wait a moment for scores or other ranks; only with nothing in the engine."""
-        if not self._leads or any(engine != self.seat.engine for engine in self._engine_of.values()):
-            self._touch()
+        now = time.monotonic()
+        if self.board is not None and now - self._listened_at >= ALIVE_S:
+            self._listened_at = now
+            beats = self.board.beats()
+            if beats != self._beats:
+                self._beats = beats
+                self._heard()
         time.sleep(READ_S / 2)
+
+    def _beat(self) -> None:
+        """Let the other ranks know, from time to time, that this one gets on."""
+        now = time.monotonic()
+        if self.board is None or now - self._told_at < ALIVE_S:
+            return
+        self._told_at = now
+        pulse = self._pulse()
+        if pulse != self._told:
+            self._told = pulse
+            self.board.beat()
+
+    def awaited(self) -> str:
+        """For whom this rank waits, "" where it has work of its own or the round is over."""
+        if self._open or self._ended:
+            return ""
+        if not self._leads:
+            return "the round of dynamic sampling waits for rank 0"
+        waiting = Counter(list(self._engine_of.values()))  # asked by another thread than the one that samples
+        if waiting:
+            parts = (f"{count} of engine {engine}" for engine, count in sorted(waiting.items()))
+            return f"the round of dynamic sampling waits for groups: {', '.join(parts)}"
+        return f"the round of dynamic sampling waits for the scores of {len(self._futures)} groups"
 
     def fail(self, error: Exception) -> None:
         """This rank cannot go on; the others learn of it now, and why in the collective that ends the round."""
@@ -255,9 +302,13 @@ class LiveRound:
         try:
             self._advance()
         except Exception as error:  # raised by the collective that ends the round
-            self.failure = self.failure or error
-            self._futures.clear()
-            self._end()
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        """Nothing more is launched or scored; what the engines have is sampled to its end."""
+        self.failure = self.failure or error
+        self._futures.clear()
+        self._end()
 
     def _advance(self) -> None:
         self._collect()
@@ -302,7 +353,12 @@ class LiveRound:
             return
         self.groups[index] = self.group(index, completions)
         del self._engine_of[index]
-        self._futures[index] = self._scorer.submit(self.groups[index], self.progress)
+        if self.failure is not None:
+            return
+        try:
+            self._futures[index] = self._scorer.submit(self.groups[index], self.progress)
+        except Exception as error:  # see `_coordinate`: this may be in the middle of a step of the engine
+            self._give_up(error)
 
     def _least_loaded(self) -> int:
         loads = [0] * self.seat.engines

@@ -145,7 +145,6 @@ class RolloutPipeline:
         self.publisher = publisher
         self.phase: GenerationPhase = phase or PublishPhase(publisher)
         self.unit: TrainUnit | None = None
-        self.epoch = 0.0
         self._ahead: deque[_Ahead] = deque()
         self._restarts = 0
         # with dynamic sampling the next prompts of the stream belong to the round that is sampled now

@@ -2,18 +2,23 @@
 
 Columns reach reward functions again when a prompt is tried another time, so they must come back as they were. What JSON
 would change (bytes, dates, tuples, arrays) is pickled; a checkpoint is trusted as its optimizer state is.
+
+A group that nobody trains on any more is kept for the logs alone (`seen_to_json`): what its tokens were takes most of
+the room, and the logs say how many there were.
 """
 
 from __future__ import annotations
 
 import base64
 import pickle
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from swift.types import Completion, GroupScores, Prompt, RolloutGroup
 
 PICKLED = "pickled"
+NO_TOKEN = -1
+"""Stands for a token of which only the number was saved; no vocabulary has it."""
 
 
 def prompt_to_json(prompt: Prompt) -> dict[str, Any]:
@@ -57,6 +62,27 @@ def group_from_json(state: dict[str, Any]) -> RolloutGroup:
     )
 
 
+def seen_to_json(group: RolloutGroup) -> dict[str, Any]:
+    """What logs say of a group: texts, columns, scores and counts, without tokens and their log-probs."""
+    completions = [
+        {**asdict(replace(one, token_ids=[], logprobs=[], versions=one.versions[:1])), "token_ids": len(one.token_ids)}
+        for one in group.completions
+    ]
+    prompt = {**prompt_to_json(group.prompt), "token_ids": len(group.prompt.token_ids)}
+    return {**group_to_json(replace(group, completions=[])), "prompt": prompt, "completions": completions}
+
+
+def seen_from_json(state: dict[str, Any]) -> RolloutGroup:
+    """The inverse of `seen_to_json`: as many tokens as there were, each `NO_TOKEN`, and no log-probs."""
+
+    def tokens(one: dict[str, Any]) -> list[int]:
+        return [NO_TOKEN] * one["token_ids"]
+
+    completions = [{**one, "token_ids": tokens(one)} for one in state["completions"]]
+    prompt = {**state["prompt"], "token_ids": tokens(state["prompt"])}
+    return group_from_json({**state, "prompt": prompt, "completions": completions})
+
+
 def _to_json(value: Any) -> Any:
     """The value itself where JSON gives it back unchanged, types included."""
     return value if _survives(value) else {PICKLED: base64.b64encode(pickle.dumps(value)).decode()}
@@ -85,4 +111,7 @@ def _encodes(text: str) -> bool:
     return True
 
 
-__all__ = ["group_from_json", "group_to_json", "prompt_from_json", "prompt_to_json"]
+__all__ = [
+    "NO_TOKEN", "group_from_json", "group_to_json", "prompt_from_json", "prompt_to_json", "seen_from_json",
+    "seen_to_json",
+]  # fmt: skip

@@ -96,9 +96,12 @@ class UnitMaker:
         config = self.config
         samples = list(self._samples(groups))
         penalty = None
+        metrics: dict[str, float] = {}
         if config.reward_kl > 0:
             assert self.kl_of is not None, "the trainer has not said how the KL is computed"
-            penalty = config.reward_kl * torch.tensor(list(self.kl_of(samples)), dtype=torch.float64)
+            kl_S = torch.tensor(list(self.kl_of(samples)), dtype=torch.float64)
+            penalty = config.reward_kl * kl_S
+            metrics["kl_in_reward"] = _mean_of_trained(kl_S, samples)
         batches = self._batches(groups)
         plain = [self.advantages(part) for part in batches]
         results = plain
@@ -121,7 +124,7 @@ class UnitMaker:
             informative,
             trained=len(groups) - excluded - len(replayed),
             excluded=excluded,
-            metrics=self._replay_metrics(replayed, step),
+            metrics={**metrics, **self._replay_metrics(replayed, step)},
         )
 
     def advantages(self, groups: Sequence[RolloutGroup], kl_penalty_S: torch.Tensor | None = None) -> Advantages:
@@ -216,6 +219,12 @@ class UnitMaker:
         if replayed:
             metrics["replay/age"] = fmean(step - entry.step for entry in replayed.values())
         return metrics
+
+
+def _mean_of_trained(values_S: torch.Tensor, samples: Sequence[TrainSample]) -> float:
+    """The mean over completions with a trained token; 0 without any."""
+    trained = [value for value, sample in zip(values_S.tolist(), samples, strict=True) if sample.num_trained]
+    return fmean(trained) if trained else 0.0
 
 
 def scores_of(group: RolloutGroup) -> GroupScores:

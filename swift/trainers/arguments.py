@@ -75,7 +75,8 @@ class OptimizationArguments:
     """Gradients are scaled down to this norm; 0 is off."""
 
     num_train_epochs: float = flag(3.0, above=0)
-    """Passes over the training rows."""
+    """Passes over the training rows. With `--dynamic_sample` replaced groups draw rows too, but steps are counted as if
+    they did not."""
 
     max_steps: int = flag(-1, at_least=-1)
     """Optimizer steps; above 0 it replaces num_train_epochs."""

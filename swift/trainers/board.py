@@ -6,6 +6,9 @@ by any rank and read by those that need it, each at its own pace:
 
     post   ticket = add(channel)      key channel/ticket = message
     read   the key after the last one that this rank has read, if it is there
+
+Beside the channels there is a count of beats: each rank adds to it while it gets on, so that one that waits knows that
+it does not wait in vain.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from swift.errors import EngineError
 from swift.trainers.distributed import Collectives
 
 STORE_LIMIT_S = 60.0
+BEATS = "swift/board/beats"
 
 
 class StoreBoard:
@@ -36,6 +40,7 @@ class StoreBoard:
         self._store: Any = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STORE_LIMIT_S))
         self._read: Counter[str] = Counter()
         self._posted: list[str] = []
+        self._own_beats = 0
 
     def post(self, channel: str, message: Any) -> None:
         """Add a message.
@@ -72,6 +77,29 @@ class StoreBoard:
         for key in self._posted:
             self._store.delete_key(key)
         self._posted.clear()
+
+    def beat(self) -> None:
+        """Say that this rank gets on.
+
+        Raises:
+            EngineError: the store is gone, and with it rank 0.
+        """
+        self._add_beats(1)
+        self._own_beats += 1
+
+    def beats(self) -> int:
+        """How often the other ranks have said so.
+
+        Raises:
+            EngineError: the store is gone, and with it rank 0.
+        """
+        return self._add_beats(0) - self._own_beats
+
+    def _add_beats(self, count: int) -> int:
+        try:
+            return int(self._store.add(BEATS, count))
+        except RuntimeError as error:
+            raise _gone(error) from error
 
 
 def _gone(error: RuntimeError) -> EngineError:

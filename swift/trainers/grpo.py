@@ -11,13 +11,13 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swift.errors import ConfigError, Interrupted
+from swift.errors import ConfigError, Interrupted, join_problems
 from swift.types import Prompt
 
 if TYPE_CHECKING:
@@ -181,12 +181,29 @@ def find_rollout_func(args: Any, placement: Placement) -> RolloutFunc | None:
 
     if args.rollout_func is None:
         return None
+    require_whole_weights(args)
     if placement.mode == "colocate" and placement.tensor_parallel_size > 1:
         raise ConfigError(
             f"--vllm_tensor_parallel_size: {placement.tensor_parallel_size}: in colocate the ranks of an engine sample "
             "in step, and a rollout function does as it likes; use 1, or --vllm_mode dedicated"
         )
     return load_rollout_func(args.rollout_func)
+
+
+def require_whole_weights(args: Any) -> None:
+    """Refuses a rollout function on weights that a DeepSpeed file spreads; presets are told by their names before.
+
+    Raises:
+        ConfigError: the trainer's own model samples, and the file's stage is 3.
+    """
+    from swift.rollout.placement import has_own_engine
+    from swift.trainers.sharding import stage_of
+
+    if args.rollout_func is not None and not has_own_engine(args) and stage_of(args) == 3:
+        raise ConfigError(
+            f"--rollout_func: {args.rollout_func}: each rank calls it with its own prompts, and stage 3 of --deepspeed "
+            f"{args.deepspeed} samples on all ranks in step; --use_vllm true, --vllm_mode dedicated, or stage 2"
+        )
 
 
 def prefetch_depth(args: Any, plan: BatchPlan) -> int:
@@ -273,10 +290,27 @@ def plan_run(args: Any, world_size: int, num_rows: int | None) -> BatchPlan:
         generation_batch_size=args.generation_batch_size,
         num_iterations=args.num_iterations,
         mini_batch_size=args.mini_batch_size,
+        max_tokens_per_micro_batch=args.max_tokens_per_micro_batch,
         num_rows=num_rows,
         num_train_epochs=args.num_train_epochs,
         max_steps=args.max_steps,
     )
+
+
+def batch_line(args: Any, plan: BatchPlan) -> str:
+    """The batches of the run in words."""
+    from swift.rollout.arithmetic import describe
+
+    return describe(
+        plan,
+        most_launches=1 + args.max_resample_times if args.dynamic_sample else 1,
+        every_row=goes_on_over_epochs(args),
+    )
+
+
+def goes_on_over_epochs(args: Any) -> bool:
+    """Whether batches do not end with an epoch: they draw as many rows as it takes, or put displaced ones off."""
+    return bool(args.dynamic_sample or args.reroll_start_fraction < 1)
 
 
 def train(resolved: Resolved, parts: Parts, trap: SignalTrap) -> int:
@@ -423,7 +457,7 @@ class _Session:
         parts, checkpoint = self.parts, self.parts.start.checkpoint
         try:
             notes = self.cycle.notes if self.cycle is not None else []
-            slow = slow_path_lines(self.setup.engine)
+            slow = [*slow_path_lines(self.setup.engine), *uncorrected_lines(self.trainer.settings)]
             about = [*self.resolved.preset_lines, *plan_lines(parts)]
             for line in [*parts.lines, *parts.start.notes, *about, *slow, *notes]:
                 self.say(line)
@@ -518,7 +552,7 @@ class _Session:
             args=arguments,
             optimizer_cls_and_kwargs=own_optimizer(args, arguments),
             processing_class=parts.template.tokenizer,
-            settings=trainer_settings(args, logprob_support=self._logprob_support()),
+            settings=trainer_settings(args, logprob_support=self._logprob_support(), given=self.resolved.given),
             pipeline=self._build_pipeline(),
             collectives=parts.collectives,
             metrics=self.metrics,
@@ -567,7 +601,10 @@ class _Session:
             request_s=self._request_limit(),
             progress=self.stall.touch,
             board=self._board(),
+            pulse=self.stall.pulse,
+            heard=self.stall.heard,
         )
+        self.stall.awaits = collector.awaited
         config = PipelineConfig(
             num_generations=args.num_generations,
             num_generations_eval=args.num_generations_eval,
@@ -590,8 +627,7 @@ class _Session:
         scheduler = RolloutScheduler(
             parts.source,
             groups_per_unit=plan.unit_prompts,
-            # prompts that second tries displace come next, so no epoch may end with rows left out
-            units_per_epoch=None if args.dynamic_sample or reroll is not None else plan.units_per_epoch,
+            units_per_epoch=None if goes_on_over_epochs(args) else plan.units_per_epoch,
             reroll=reroll,
         )
         report = self.report
@@ -874,40 +910,34 @@ def entropy_settings(args: Any) -> EntropySettings:
     )
 
 
-def trainer_settings(args: Any, *, logprob_support: str = "full") -> GRPOSettings:
-    """The step's settings; `logprob_support` is that of the engines (`swift.rollout.engines.base`).
+def trainer_settings(args: Any, *, logprob_support: str = "full", given: Collection[str] = ()) -> GRPOSettings:
+    """The step's settings.
+
+    Args:
+        args: of the run.
+        logprob_support: of the engines (`swift.rollout.engines.base`).
+        given: settings that the user wrote; what merely follows from others yields where the engine cannot do it.
 
     Raises:
-        ConfigError: the ratio is to be taken against log-probs that the engine does not have.
+        ConfigError: sampler and trainer are to be compared by log-probs that the engine does not have.
     """
     from swift.trainers.grpo_settings import CorrectionSettings, GRPOSettings
 
+    max_tokens = args.max_tokens_per_micro_batch
     correctable = logprob_support != "raw" or args.temperature == 1.0
-    if args.old_logprobs == "sampler" and not correctable:
-        raise ConfigError(
-            f"--old_logprobs: sampler: this engine returns log-probs at temperature 1, not at --temperature "
-            f"{args.temperature:g}; use --old_logprobs trainer, or --temperature 1"
-        )
-    if args.kl_in_reward and args.beta > 0 and not correctable:
-        raise ConfigError(
-            f"--kl_in_reward: true: this engine returns log-probs at temperature 1, not at --temperature "
-            f"{args.temperature:g}, so they cannot be compared with the reference's; use --kl_in_reward false, or "
-            "--temperature 1"
-        )
-    if args.replay_buffer_size and not args.replay_recompute_logps and not correctable:
-        raise ConfigError(
-            f"--replay_recompute_logps: false: this engine returns log-probs at temperature 1, not at --temperature "
-            f"{args.temperature:g}; use --replay_recompute_logps true, or --temperature 1"
-        )
+    if not correctable:
+        join_problems(_uncorrectable(args, given))
     return GRPOSettings(
         loss=loss_settings(args),
         temperature=args.temperature,
         max_completion_length=args.max_completion_length,
         per_device=args.per_device_train_batch_size,
-        slice_size=args.mini_batch_size or args.per_device_train_batch_size,
+        slice_size=args.mini_batch_size or (args.per_device_train_batch_size if max_tokens is None else None),
+        max_tokens=max_tokens,
+        fits_memory=max_tokens is None,
         keep_dropout=args.lora_dropout > 0 and args.tuner_type == "lora",
         skip_zero_advantage=args.skip_zero_advantage_batches,
-        comparable_sampling=not args.sampling_params().biased and (logprob_support != "raw" or args.temperature == 1.0),
+        comparable_sampling=correctable and not args.sampling_params().biased,
         correctable_sampling=correctable,
         correction=CorrectionSettings(
             mode=args.rollout_importance_sampling_mode,
@@ -922,10 +952,38 @@ def trainer_settings(args: Any, *, logprob_support: str = "full") -> GRPOSetting
     )
 
 
+def _uncorrectable(args: Any, given: Collection[str]) -> list[str]:
+    """What cannot be done with log-probs at temperature 1 of samples that were drawn at another one."""
+    engine = f"this engine returns log-probs at temperature 1, not at --temperature {args.temperature:g}"
+    mode, asked = args.rollout_importance_sampling_mode, "rollout_importance_sampling_mode" in given
+    problems = {
+        f"--old_logprobs: sampler: {engine}; use --old_logprobs trainer, or": args.old_logprobs == "sampler",
+        f"--kl_in_reward: true: {engine}, so they cannot be compared with the reference's; use --kl_in_reward false, "
+        "or": args.kl_in_reward and args.beta > 0,
+        f"--replay_recompute_logps: false: {engine}; use --replay_recompute_logps true, or": (
+            args.replay_buffer_size and not args.replay_recompute_logps
+        ),
+        f"--rollout_importance_sampling_mode: {mode}: {engine}, so their ratio to the trainer's says nothing; use "
+        "--rollout_importance_sampling_mode none, or": asked and mode != "none",
+    }
+    return [f"{text} --temperature 1" for text, wanted in problems.items() if wanted]
+
+
+def uncorrected_lines(settings: GRPOSettings) -> list[str]:
+    """A remark when a correction that follows from other settings cannot be made with this engine."""
+    mode = settings.correction.mode
+    if settings.correctable_sampling or mode == "none":
+        return []
+    return [
+        f"--rollout_importance_sampling_mode: {mode} (derived): off, because this engine returns log-probs at "
+        f"temperature 1, not at --temperature {settings.temperature:g}: tokens of older weights are trained on as if "
+        "they were new; --temperature 1, or another engine"
+    ]
+
+
 def plan_lines(parts: Parts) -> list[str]:
     """The plan in words: devices, mode, batches, steps."""
     from swift.rl.losses import describe as describe_loss
-    from swift.rollout.arithmetic import describe
     from swift.rollout.placement import describe as describe_placement
     from swift.trainers.sharding import describe as describe_spreading
 
@@ -934,7 +992,7 @@ def plan_lines(parts: Parts) -> list[str]:
     where = (f"{world} x {device.type}" if world > 1 else str(device)) + describe_spreading(parts.args)
     backend = parts.args.infer_backend
     lines = [
-        f"plan: train on {where}; generate with {backend}; {describe(parts.plan)}",
+        f"plan: train on {where}; generate with {backend}; {batch_line(parts.args, parts.plan)}",
         f"loss: {describe_loss(loss_settings(parts.args))}",
     ]
     if parts.placement.mode == "in_process":

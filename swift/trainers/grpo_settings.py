@@ -25,14 +25,15 @@ class GRPOSettings:
     """What the step needs to know beyond transformers' TrainingArguments.
 
     per_device: completions of a nominal micro-batch. slice_size, max_tokens: most completions and most tokens of one
-        forward/backward pass; None is no limit.
+        forward/backward pass; None is no limit. fits_memory: cut passes further where memory is too small for them.
     keep_dropout: dropout is on during policy forwards, so old log-probs need an evaluation forward of their own.
     skip_zero_advantage: leave samples out that cannot move the gradient; they count in the normaliser all the same.
     comparable_sampling: the sampler draws from the trainer's own distribution (no truncation, no penalty), so that
         their log-probs can be compared.
     correctable_sampling: its log-probs are at the training temperature, so that their ratio to the trainer's can weigh
         tokens; biased where they are not comparable too.
-    correction: weights for tokens that another policy sampled. log_offpolicy: log their statistics without it too.
+    correction: weights for tokens that another policy sampled. log_offpolicy: log more about it than the ratios, which
+        are logged wherever they are correctable.
     off_policy_delta: mute sequences of negative advantage that have drifted further than this; None is off.
     old_logprobs: what the ratio compares the policy with: the trainer's log-probs at the start of the unit, or those
         that the sampler recorded (the ratio of the Atropos example trainer), for which no forward pass is needed.
@@ -45,6 +46,7 @@ class GRPOSettings:
     per_device: int
     slice_size: int | None
     max_tokens: int | None = None
+    fits_memory: bool = False
     keep_dropout: bool = False
     skip_zero_advantage: bool = True
     comparable_sampling: bool = True
@@ -56,11 +58,7 @@ class GRPOSettings:
     entropy: EntropySettings = field(default_factory=EntropySettings)
 
     @property
-    def watches_sampler(self) -> bool:
-        """Whether the ratio of sampler and trainer is logged."""
-        return self.correctable_sampling and (self.log_offpolicy or self.correction.mode != "none")
-
-    @property
     def needs_sampler(self) -> bool:
-        """Whether anything depends on the sampler's log-probs."""
-        return self.watches_sampler or self.off_policy_delta is not None or self.old_logprobs == "sampler"
+        """Whether anything depends on the sampler's log-probs, or is asked of them; plain logs take what there is."""
+        used = self.correctable_sampling and (self.log_offpolicy or self.correction.mode != "none")
+        return used or self.off_policy_delta is not None or self.old_logprobs == "sampler"

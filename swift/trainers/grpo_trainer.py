@@ -33,14 +33,15 @@ import torch
 from torch import Tensor, nn
 
 from swift.errors import NumericError, RewardError
+from swift.models.cpu_training import use_fast_products
 from swift.models.forward import (
     TokenSequence,
     choose_attention,
     is_packed,
     pack,
-    packed_logits,
-    padded_logits,
 )
+from swift.models.prompt_sharing import sharing_cost
+from swift.models.scoring import prepare_scoring, score_tokens
 from swift.models.sharded import is_spread
 from swift.rl.correction import (
     effective_sample_size,
@@ -50,19 +51,20 @@ from swift.rl.correction import (
     sampler_mismatch,
 )
 from swift.rl.entropy import entropy_bonus
-from swift.rl.logprobs import selected_logprobs, selected_logprobs_and_entropy
+from swift.rl.linear_logprobs import Entropy
 from swift.rl.losses import get_loss, sequence_weights
 from swift.rl.objective import SamplerCorrection, policy_loss
 from swift.rl.segments import spread
 from swift.rl.window import WindowCounts, count_window, nominal_batch_tokens, nominal_batches
 from swift.rollout.batch import Part, TrainSample, TrainUnit
-from swift.rollout.micro_batches import Limits, WindowPlan, plan_window
+from swift.rollout.micro_batches import Limits, WindowPlan
 from swift.rollout.pipeline import RolloutPipeline
 from swift.trainers.checkpoint import write_json
 from swift.trainers.distributed import Collectives
 from swift.trainers.grpo_settings import GRPOSettings
 from swift.trainers.master_weights import keep_master_weights
 from swift.trainers.microbatch import MicroBatch, collate, split_by_sample
+from swift.trainers.pass_planner import PassPlanner
 from swift.trainers.sealed_trainer import SealedTrainer
 from swift.trainers.sharding import DeepSpeedSteps
 from swift.trainers.step_metrics import StepMetrics
@@ -152,6 +154,7 @@ class GRPOTrainer(SealedTrainer):
         self.interrupted = False
         self._entropy_controller = settings.entropy.adaptive
         self._reference_moved = False
+        self._memory_fitted = False
         self._non_finite_in_a_row = 0
         self._engine: DeepSpeedSteps | None = None
         self._in_step = False
@@ -166,9 +169,25 @@ class GRPOTrainer(SealedTrainer):
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
         choose_attention(self.model)
+        self._whole_logits = prepare_scoring(self.model)
+        self._speed_up(self.model)
+        self.planner = PassPlanner(self.model, collectives, say=self._say)
         if reference is not None:
             with reference.active() as module:
                 choose_attention(module)
+                self._whole_logits = prepare_scoring(module) or self._whole_logits
+                self._speed_up(module)
+        if self._whole_logits is not None:
+            self._say(f"log-probs: from whole logits ({self._whole_logits}), which takes more memory")
+
+    def _speed_up(self, model: nn.Module) -> None:
+        if self.args.device.type == "cpu":
+            use_fast_products(model)
+
+    def collate(self, samples: Sequence[TrainSample], weights_S: Sequence[float]) -> MicroBatch:
+        """The samples of one pass, packed as it costs this model least; see `swift.trainers.microbatch.collate`."""
+        sharing = sharing_cost(self.model.config, device_type=self.args.device.type, threads=torch.get_num_threads())
+        return collate(samples, weights_S, device=self.args.device, share_prompts=sharing or True)
 
     # --- data -----------------------------------------------------------------------------------------------
 
@@ -216,6 +235,7 @@ class GRPOTrainer(SealedTrainer):
             this rank's share of the window loss times the number of ranks (their mean is the loss).
         """
         report = StepMetrics()
+        self._fit_memory()
         if inputs.arriving is not None:
             loss = self._backward_arriving(model, inputs, inputs.arriving, report)
         else:
@@ -342,7 +362,7 @@ class GRPOTrainer(SealedTrainer):
         """One forward/backward pass; a rank with nothing left passes over the filler with weight 0."""
         unit = step.unit
         samples = [unit.samples[i] for i in part or [step.filler]]
-        batch = collate(samples, [step.weights[i] for i in part] or [0.0], device=self.args.device)
+        batch = self.collate(samples, [step.weights[i] for i in part] or [0.0])
         if not part:
             batch.mask_N = torch.zeros_like(batch.mask_N)
         self._ensure_ref_logprobs(batch, keep=bool(part))
@@ -463,14 +483,21 @@ class GRPOTrainer(SealedTrainer):
 
     def plan(self, samples: Sequence[TrainSample], window: Sequence[int], useful: Sequence[bool]) -> WindowPlan:
         """Who computes what in which pass (`swift.rollout.micro_batches`); the same on every rank."""
-        return plan_window(
-            samples,
-            window,
-            world_size=self.collectives.world_size,
-            limits=Limits(self.settings.slice_size, self.settings.max_tokens),
-            useful=useful,
-            packed=is_packed(self.model),
+        return self.planner.plan(samples, window, useful, Limits(self.settings.slice_size, self.settings.max_tokens))
+
+    def _fit_memory(self) -> None:
+        """Before the first update of an attempt, while the engine has made room: what fits into a pass."""
+        if not self.settings.fits_memory or self._memory_fitted:
+            return
+        self._memory_fitted = True
+        state = self.optimizer is not None and bool(self.optimizer.state)
+        self.planner.settle(
+            self.planner.measured(self.args.device, whole_logits=self._whole_logits is not None, has_state=state)
         )
+
+    def _say(self, line: str) -> None:
+        if self.report is not None:
+            self.report.progress.line(line)
 
     def _policy(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """Log-prob and, where a setting asks for it, entropy of each completion token [N] from one forward pass."""
@@ -480,18 +507,18 @@ class GRPOTrainer(SealedTrainer):
 
     def _logprobs(self, model: nn.Module, batch: MicroBatch) -> Tensor:
         """Log-prob of each completion token [N] at the sampling temperature, fp32."""
-        logits = self._logits(model, batch)
-        return selected_logprobs(logits, batch.tokens.target_ids, temperature=self.settings.temperature)
+        return self._scores(model, batch, "none")[0]
 
     def _logprobs_and_entropy(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """The same with the entropy of the tempered distribution."""
-        logits = self._logits(model, batch)
-        return selected_logprobs_and_entropy(logits, batch.tokens.target_ids, temperature=self.settings.temperature)
+        """The same with the entropy of the tempered distribution, which has a gradient where the bonus needs one."""
+        logprobs_N, entropy_N = self._scores(model, batch, "gradient" if self.settings.entropy.has_bonus else "value")
+        assert entropy_N is not None, "an entropy that was asked for"
+        return logprobs_N, entropy_N
 
-    def _logits(self, model: nn.Module, batch: MicroBatch) -> Tensor:
-        if is_packed(model):
-            return packed_logits(model, batch.tokens)
-        return padded_logits(model, batch.sequences(), device=self.args.device)
+    def _scores(self, model: nn.Module, batch: MicroBatch, entropy: Entropy) -> tuple[Tensor, Tensor | None]:
+        tokens = batch.tokens if is_packed(model) else batch.sequences()
+        temperature = self.settings.temperature
+        return score_tokens(model, tokens, temperature=temperature, entropy=entropy, device=self.args.device)
 
     def score(self, sequences: Sequence[TokenSequence], *, temperature: float | None = None) -> Tensor:
         """The trainer's log-probs [N] of all completion tokens, without gradient; for checks.
@@ -501,14 +528,10 @@ class GRPOTrainer(SealedTrainer):
             temperature: None means that of sampling.
         """
         model = self.accelerator.unwrap_model(self.model_wrapped)
+        device, temperature = self.args.device, temperature or self.settings.temperature
+        tokens = pack(sequences, device=device) if is_packed(model) else sequences
         with torch.no_grad():
-            if is_packed(model):
-                tokens = pack(sequences, device=self.args.device)
-                logits, targets = packed_logits(model, tokens), tokens.target_ids
-            else:
-                logits = padded_logits(model, sequences, device=self.args.device)
-                targets = torch.tensor([t for s in sequences for t in s.completion_ids], device=self.args.device)
-            return selected_logprobs(logits, targets, temperature=temperature or self.settings.temperature)
+            return score_tokens(model, tokens, temperature=temperature, device=device)[0]
 
     # --- entropy ------------------------------------------------------------------------------------------------
 
@@ -621,7 +644,7 @@ class GRPOTrainer(SealedTrainer):
             else:
                 continue
             samples = [unit.samples[i] for i in mine or [_first(plan)]]
-            yield collate(samples, [0.0] * len(samples), device=self.args.device), mine
+            yield self.collate(samples, [0.0] * len(samples)), mine
 
     def _ensure_ref_logprobs(self, batch: MicroBatch, *, keep: bool) -> None:
         """Fill in the reference's log-probs; with `keep`, on the rank that owns the samples, for later visits too."""
@@ -651,7 +674,7 @@ class GRPOTrainer(SealedTrainer):
         report.add_pairs(output.means)
         for name, value in output.maxima.items():
             report.add_extreme(name, float(value))
-        if self.settings.watches_sampler:
+        if self.settings.correctable_sampling:
             self._observe_sampler(report, batch, policy_logprobs_N)
         if self.settings.log_offpolicy:
             advantages_N = spread(batch.advantages_S, batch.tokens.sequence_index)
@@ -795,6 +818,7 @@ class GRPOTrainer(SealedTrainer):
             "pipeline": self.pipeline.state_dict(),
             "metrics": self.metrics.state_dict(),
             "entropy": controller_state(self._entropy_controller),
+            "fitting_tokens": self.planner.fitting_tokens,
             "report": self.report.state_dict() if self.report is not None else None,
         }
 
@@ -804,6 +828,7 @@ class GRPOTrainer(SealedTrainer):
         self.pipeline.load_state_dict(state["pipeline"])
         self.metrics.load_state_dict(state["metrics"])
         self._entropy_controller = restored_controller(self.settings.entropy.adaptive, state["entropy"])
+        self.planner.fitting_tokens = state.get("fitting_tokens")
         if self.reference is not None and (checkpoint / REFERENCE_STATE).exists():
             moved = torch.load(checkpoint / REFERENCE_STATE, map_location="cpu", weights_only=True)
             self.reference.load_state(moved)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from swift.models.forward import PackedTokens, TokenSequence, pack
+from swift.models.prompt_sharing import SharingCost
 from swift.rollout.batch import TrainSample
 
 
@@ -49,7 +50,7 @@ def collate(
     weights_S: Sequence[float],
     *,
     device: torch.device | str,
-    share_prompts: bool = True,
+    share_prompts: bool | SharingCost = True,
 ) -> MicroBatch:
     """Pack samples and lay their numbers out token by token.
 

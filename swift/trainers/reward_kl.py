@@ -14,8 +14,8 @@ import torch
 
 from swift.models.sharded import is_spread
 from swift.rl.kl import sequence_k1
-from swift.rollout.batch import TrainSample, plan_window
-from swift.trainers.microbatch import MicroBatch, collate
+from swift.rollout.batch import TrainSample
+from swift.trainers.microbatch import MicroBatch
 
 if TYPE_CHECKING:
     from swift.trainers.grpo_trainer import GRPOTrainer
@@ -44,20 +44,13 @@ class RewardKL:
     def _mine(self, samples: Sequence[TrainSample]) -> dict[int, float]:
         """Those of this rank's share."""
         trainer = self.trainer
-        plan = plan_window(
-            range(len(samples)),
-            world_size=trainer.collectives.world_size,
-            slice_size=trainer.settings.slice_size,
-            useful=[sample.num_trained > 0 for sample in samples],
-        )
+        plan = trainer.plan(samples, range(len(samples)), [sample.num_trained > 0 for sample in samples])
         filler = [i for parts in plan.slices for part in parts for i in part][:1]
         sums: dict[int, float] = {}
         for part in plan.slices[trainer.collectives.rank]:
             if not part and not is_spread(trainer.model):
                 continue
-            batch = collate(
-                [samples[i] for i in part or filler], [0.0] * len(part or filler), device=trainer.args.device
-            )
+            batch = trainer.collate([samples[i] for i in part or filler], [0.0] * len(part or filler))
             sums |= dict(zip(part, self._k1(batch), strict=False))
             trainer.on_progress()
         return sums

@@ -8,6 +8,7 @@ stops the count as well, and so does a debugger's prompt.
     phase("train")    what the trainer's thread does; some phases have bounds of their own, which come first
     touch()           something was completed, from any thread
     waiting()         for other ranks, in a collective: it is not this one that stands still
+    heard()           another rank gets on, for which this one waits outside of a collective
 
 What cannot be seen from here is a wait inside of a library's own collective; the rank that ends then says that the
 others stood still as well, and each leaves its stacks in its log.
@@ -52,6 +53,7 @@ class StallWatch:
         log_file: takes the stacks of all threads.
         rank: of this process. others: state (`state`) of the other ranks, as far as they are known.
         engines: says where engines in other processes are, in one line, "" without any.
+        awaits: says for whom else this rank waits, in one line, "" for nobody.
         farewell: told the error's line before the end, so that other ranks know.
         tick_s: between two looks.
         end: ends the process.
@@ -67,6 +69,7 @@ class StallWatch:
         rank: int = 0,
         others: Callable[[], Mapping[int, str]] = dict,
         engines: Callable[[], str] = str,
+        awaits: Callable[[], str] = str,
         farewell: Callable[[str], None] = lambda line: None,
         tick_s: float | None = None,
         end: Callable[[SwiftError], Any] = end_process,
@@ -76,11 +79,12 @@ class StallWatch:
         self.meters = meters
         self.log_file = log_file
         self.rank = rank
-        self.others, self.engines, self.farewell, self.end = others, engines, farewell, end
+        self.others, self.engines, self.awaits, self.farewell, self.end = others, engines, awaits, farewell, end
         self.tick_s = min(TICK_S, limit_s / 10) if tick_s is None else tick_s
         self._ticks = 0
         self._phases: list[str] = []
         self._count = 0
+        self._heard = 0
         self._waits = 0
         self._seen: Any = None
         self._stopped = threading.Event()
@@ -91,6 +95,14 @@ class StallWatch:
     def touch(self) -> None:
         """Something was completed."""
         self._count += 1
+
+    def heard(self) -> None:
+        """Another rank completed something; no progress of this one, which others could wait for in turn."""
+        self._heard += 1
+
+    def pulse(self) -> Any:
+        """Changes with this rank's own progress."""
+        return self._count, [meter() for meter in self.meters]
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -151,7 +163,7 @@ class StallWatch:
     def tick(self) -> None:
         """One look."""
         phase = self._phase()
-        now = (self._count, [meter() for meter in self.meters], _written() if phase == "save" else None)
+        now = (self.pulse(), self._heard, _written() if phase == "save" else None)
         if self._waits or now != self._seen:
             self._seen, self._ticks = now, 0
             return
@@ -168,11 +180,11 @@ class StallWatch:
 
     def _line(self, phase: str) -> str:
         too = "".join(f"; so did rank {rank} {state}" for rank, state in self.others().items() if state)
-        engines = self.engines()
+        beside = "".join(f"; {line}" for line in (self.engines(), self.awaits()) if line)
         return (
             f"--stall_timeout: {self.limit_s:g}: rank {self.rank} made no progress for {self.still_s:.0f} s "
             f"{_where(phase)}: its main thread is in {_main_thread()}"
-            f"{f'; {engines}' if engines else ''}{too}; all stacks are in {self.log_file}; resume from the last "
+            f"{beside}{too}; all stacks are in {self.log_file}; resume from the last "
             "checkpoint (--resume_from_checkpoint last), or raise it if this is only slow"
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from swift.observability.metrics import kind_of
@@ -27,9 +28,11 @@ class StepMetrics:
         self.extremes[name] = choose(value, self.extremes.get(name, value))
 
     def add_pairs(self, pairs: dict[str, Tensor]) -> None:
-        """Add to means; a value is (sum, count)."""
-        for name, pair in pairs.items():
-            self.add(name, *pair.tolist())
+        """Add to means; a value is (sum, count). All come from their device at once."""
+        if pairs:
+            values = torch.stack([pair.double() for pair in pairs.values()]).tolist()
+            for name, (total, count) in zip(pairs, values, strict=True):
+                self.add(name, total, count)
 
     def merge(self, other: StepMetrics) -> None:
         """Add another rank's sums."""

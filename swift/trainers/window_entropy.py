@@ -83,8 +83,12 @@ def controller_state(controller: AdaptiveEntropy | None) -> dict[str, Any] | Non
 
 
 def restored_controller(start: AdaptiveEntropy | None, state: dict[str, Any] | None) -> AdaptiveEntropy | None:
-    """The controller of a resumed run; where the checkpoint has none, it begins as in a new run."""
+    """The controller of a resumed run; where the checkpoint has none, it begins as in a new run.
+
+    Bounds that have changed since hold at once: the coefficient is moved to the nearer one.
+    """
     if start is None or state is None:
         return start
     last = state["last_entropy"]
-    return replace(start, coefficient=state["coefficient"], last_entropy=math.inf if last is None else last)
+    coefficient = min(max(state["coefficient"], start.minimum), start.maximum)
+    return replace(start, coefficient=coefficient, last_entropy=math.inf if last is None else last)

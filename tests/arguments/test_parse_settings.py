@@ -89,7 +89,7 @@ def test_names_cannot_be_shortened():
     ("alias", "word", "name", "expected"),
     [
         ("train_type", "full", "tuner_type", "full"),
-        ("dtype", "float16", "torch_dtype", "float16"),
+        ("dtype", "float32", "torch_dtype", "float32"),
         ("torch_dtype", "bf16", "torch_dtype", "bfloat16"),
         ("max_new_tokens", "7", "max_completion_length", 7),
         ("response_length", "7", "max_completion_length", 7),

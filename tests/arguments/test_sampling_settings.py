@@ -76,6 +76,25 @@ def test_a_wrong_entry_is_named(words, said):
     assert problems("--generation_kwargs", words)[0].startswith(f"--generation_kwargs: {said}")
 
 
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ('{"max_tokens": 5, "max_new_tokens": 7}', "max_tokens 5, max_new_tokens 7"),
+        ('{"stop": ["a"], "stop_words": ["b"]}', 'stop ["a"], stop_words ["b"]'),
+        ('{"min_tokens": 1, "top_k": 3, "min_new_tokens": 2}', "min_tokens 1, min_new_tokens 2"),
+    ],
+)
+def test_two_names_of_one_setting_must_agree(entries, said):
+    (line,) = problems("--generation_kwargs", entries)
+    assert line == f"--generation_kwargs: {said}: the same setting with different values; give one of them"
+    (line,) = problems("--generation_kwargs", entries, mode="infer")
+    assert said in line
+
+
+def test_two_names_of_one_setting_with_one_value_are_fine():
+    assert rlhf("--generation_kwargs", '{"max_tokens": 5, "max_new_tokens": 5}').args.max_completion_length == 5
+
+
 def test_what_vllm_takes_is_what_the_installed_one_has():
     from swift.errors import ResourceError
     from swift.rollout.engines import vllm_settings, vllm_versions

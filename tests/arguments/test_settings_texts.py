@@ -50,7 +50,7 @@ def test_everyday_help_is_the_short_one_and_names_usable_flags_only():
     assert "--adam_beta2" not in short
     assert "--use_vllm" in short
     assert "--adam_beta2" in long
-    assert "(with the Speed part)" in long
+    assert "(with the generative judges part)" in " ".join(long.split())
     assert [line for line in short.splitlines() if line in GROUPS] == [
         group for group in GROUPS if group != "Asynchronous and data"
     ]
@@ -70,7 +70,7 @@ def test_help_of_a_flag_tells_range_default_and_what_it_needs():
     assert "valid:      above 0 and at most 1" in text
     assert "acts with:  --use_vllm" in text
     assert "comes with:" not in text
-    assert "comes with: the Speed part of swift" in render_flag("rlhf", "max_tokens_per_micro_batch")
+    assert "comes with: the generative judges part of swift" in render_flag("rlhf", "reward_model_type")
     assert "default:    = epsilon" in render_flag("rlhf", "epsilon_high")
 
 

@@ -50,6 +50,8 @@ FLAGS = [
     ("--rlhf_type dpo", ["--rlhf_type: dpo: known, not implemented in this version", "valid: grpo"]),
     ("--tuner_type adalora", ["--tuner_type: adalora: known, not implemented", "valid: lora, full"]),
     ("--tuner_type qlora", ["--tuner_type: qlora: not a choice", "lora"]),
+    ("--torch_dtype float16", ["--torch_dtype: float16: gradients", "use --torch_dtype bfloat16, or float32"]),
+    ("--fp16 true", ["--fp16: true: known, not implemented under this name; use --torch_dtype bfloat16"]),
     ("--torch_dtype int8", ["--torch_dtype: int8: not a choice", "float16"]),
     ("--optim adam", ["--optim: adam: not a choice", "nearest:"]),
     ("--optim adamw_cpu --deepspeed zero2", ["--optim: adamw_cpu: --deepspeed zero2 keeps", "use --optim adamw with"]),

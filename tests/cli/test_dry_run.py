@@ -48,6 +48,28 @@ def test_it_prints_settings_placement_batches_columns_and_rewards(model, folder,
     assert "reward accuracy: weight 1; gold answers of the first rows: 1 1 1 1; empty answers: 0 0 0 0" in text
 
 
+def test_it_promises_no_length_of_an_epoch_where_groups_are_replaced(model, folder, capsys):
+    assert main(rlhf(model, "--dynamic_sample", "true", "--max_resample_times", "1")) == 0
+    text = capsys.readouterr().out
+    assert "101 rows, 25 to 50 steps per epoch, because replaced groups draw rows too, 150 steps in all" in text
+    assert "left out" not in text
+
+
+@pytest.mark.parametrize(("stage", "refused"), [(3, True), (2, False)])
+def test_a_rollout_function_is_refused_where_a_deepspeed_file_spreads_the_weights(
+    model, folder, capsys, stage, refused
+):
+    (folder / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+    (folder / "rounds.py").write_text("def mine(prompts, rollout):\n    return {}\n")
+    ended = main(rlhf(model, "--deepspeed", "zero.json", "--rollout_func", "rounds.py:mine"))
+    said = capsys.readouterr().err
+    assert ended == (2 if refused else 0), said
+    line = (
+        "--rollout_func: rounds.py:mine: each rank calls it with its own prompts, and stage 3 of --deepspeed zero.json"
+    )
+    assert (line in said) == refused
+
+
 def test_it_writes_nothing(model, folder):
     before = sorted(path for path, _, _ in os.walk(folder))
     main(rlhf(model))

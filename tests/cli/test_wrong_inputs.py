@@ -187,9 +187,9 @@ FLAGS = {
     ),
     "strange parity check": (lambda d: d.rlhf("--parity_check", "often"), 2, ["--parity_check: often", "every:N"]),
     "part of a later version": (
-        lambda d: d.rlhf("--max_tokens_per_micro_batch", "4096"),
+        lambda d: d.rlhf("--reward_model", str(d.model), "--reward_model_type", "judge"),
         2,
-        ["--max_tokens_per_micro_batch: 4096", "Speed"],
+        ["--reward_model_type: judge", "generative judges"],
     ),
     "training on parts in one process": (
         lambda d: d.rlhf("--streaming_partial_batch", "true"),

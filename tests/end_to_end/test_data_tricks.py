@@ -81,7 +81,9 @@ def test_the_kl_in_the_reward_is_the_same_on_two_processes(cli):
     two, _, _ = cli.finish("two", **{**HALF, **flags}, variables=TWO)
     none, _, _ = cli.finish("none", **{**BASE, **flags, "kl_in_reward": False, "beta": 0})
     assert trained(two)[:24] == trained(one)[:24] == trained(none)[:24]
-    assert_close(two, one, "loss", "grad_norm", "reward")
+    assert_close(two, one, "loss", "grad_norm", "reward", "kl_in_reward")
+    assert log_rows(one)[0]["kl_in_reward"] == pytest.approx(0.0, abs=1e-3)
+    assert all("kl_in_reward" not in row for row in log_rows(none))
     first, last = (
         [[row["advantage"] for row in completion_rows(folder) if row["step"] == step] for folder in (one, none)]
         for step in (1, 5)

@@ -22,7 +22,13 @@ from safetensors.torch import load_file
 pytestmark = pytest.mark.slow
 
 TWO = {"NPROC_PER_NODE": 2}
-REUSED = {"beta": 0.05, "num_iterations": 2, "steps_per_generation": 4, "per_device_train_batch_size": 2}
+REUSED = {
+    "beta": 0.05,
+    "num_iterations": 2,
+    "steps_per_generation": 4,
+    "per_device_train_batch_size": 2,
+    "max_tokens_per_micro_batch": 90,
+}
 
 
 def worker(run, rank: int) -> psutil.Process:
@@ -47,6 +53,9 @@ def trained(folder) -> list[tuple]:
         pytest.param({"loss_type": "grpo", "num_generations": 8, "beta": 0.05}, id="grpo-split-group-kl"),
         pytest.param({"loss_type": "bnpo", "beta": 0, "scale_rewards": "batch", "mini_batch_size": 1}, id="bnpo"),
         pytest.param({"loss_type": "dapo", "num_iterations": 2, "beta": 0.05, "reuse": True}, id="several-updates"),
+        pytest.param(
+            {"num_iterations": 2, "beta": 0.05, "reuse": True, "max_tokens_per_micro_batch": 90}, id="limited-tokens"
+        ),
     ],
 )
 def test_two_processes_make_the_run_of_one(cli, flags):

@@ -82,3 +82,9 @@ class ThreadedBoard:
 
     def sweep(self):
         pass
+
+    def beat(self):
+        self.channels.setdefault("beats", []).append(id(self))
+
+    def beats(self):
+        return sum(one != id(self) for one in self.channels.get("beats", []))

@@ -90,6 +90,32 @@ def test_other_architectures_are_packed_where_that_equals_their_own_attention(sm
     assert (packed_logits(model, pack(SEQUENCES)) - oracle).abs().max() < 1e-5
 
 
+def test_a_model_that_keeps_attention_to_itself_is_found_out(nano_folder, monkeypatch):
+    """However little its logits depend on it."""
+    model = load(nano_folder, False)
+    monkeypatch.setattr(type(model.model.layers[0]), "forward", lambda self, hidden_states, **options: hidden_states)
+    assert "not all of its layers ask" in str(choose_attention(model))
+    assert not is_packed(model)
+
+
+def test_long_streams_are_filled_up_with_tokens_that_change_nothing(nano_folder):
+    ids = list(range(250))
+    tokens = pack([TokenSequence(ids, [5, 6, 7, 8]), TokenSequence(ids, list(range(90, 140)))])
+    real = 250 + 3 + 49
+    assert tokens.input_ids.shape == tokens.position_ids.shape == (1, 320)
+    assert int(tokens.predict_index.max()) == real - 1
+    model = load(nano_folder, True).train()
+    logits = packed_logits(model, tokens)
+    expected = gradients(model, logits)
+    expected = {name: gradient.clone() for name, gradient in expected.items()}
+    tokens.input_ids[0, real:] = torch.arange(18)
+    model.zero_grad()
+    again = packed_logits(model, tokens)
+    assert torch.equal(again, logits)
+    for name, gradient in gradients(model, again).items():
+        assert torch.equal(gradient, expected[name]), name
+
+
 @pytest.mark.parametrize(
     ("arch", "reason"),
     [
@@ -98,6 +124,9 @@ def test_other_architectures_are_packed_where_that_equals_their_own_attention(sm
         ("gpt_oss", "sliding window of 8"),  # with attention sinks
         ("nemotron", "do not pass the packed layout"),
         ("gpt2", "no rotary positions"),
+        ("mamba", "linear_attention"),
+        ("rwkv", "attention interface"),
+        ("qwen3_next", "linear_attention"),
     ],
 )
 def test_models_that_packing_would_change_keep_their_own_attention(small_model, arch, reason):

@@ -4,7 +4,7 @@ import torch
 from swift.errors import ConfigError
 from swift.models.arguments import ModelArguments
 from swift.models.policy import load_for_inference, load_policy
-from swift.models.reference import load_reference
+from swift.models.reference import FrozenReference, load_reference
 
 
 def settings(model: str, tuner: str, **more) -> ModelArguments:
@@ -123,3 +123,37 @@ def test_a_lora_reference_cannot_be_blended(qwen2):
     policy = load_policy(args)
     with pytest.raises(ConfigError, match="--sync_ref_model"):
         load_reference(args, policy).blend(policy, 0.5)
+
+
+def moving_16_bit_pair():
+    """A reference of ones in bfloat16, which moves in steps of 1/128, and a policy of twos."""
+    policy = torch.nn.Linear(3, 2).to(torch.bfloat16)
+    reference = FrozenReference(torch.nn.Linear(3, 2).to(torch.bfloat16))
+    for module, value in ((policy, 2.0), (reference.module, 1.0)):
+        for parameter in module.parameters():
+            torch.nn.init.constant_(parameter, value)
+    return policy, reference
+
+
+def test_moves_below_the_resolution_of_16_bits_add_up():
+    policy, reference = moving_16_bit_pair()
+    for _ in range(500):
+        reference.blend(policy, 0.001)
+    expected = torch.tensor(2 - 0.999**500).to(torch.bfloat16)
+    assert reference.module.weight.dtype == torch.bfloat16
+    assert (reference.module.weight == expected).all() and (reference.module.bias == expected).all()
+
+
+def test_what_was_added_up_survives_a_checkpoint_to_the_last_bit(tmp_path):
+    policy, straight = moving_16_bit_pair()
+    for _ in range(20):
+        straight.blend(policy, 0.001)
+    torch.save(straight.state(), tmp_path / "reference.pt")
+    _, resumed = moving_16_bit_pair()
+    resumed.load_state(torch.load(tmp_path / "reference.pt", weights_only=True))
+    assert torch.equal(resumed.module.weight, straight.module.weight)
+    for _ in range(20):
+        straight.blend(policy, 0.001)
+        resumed.blend(policy, 0.001)
+    assert all(torch.equal(resumed.state()[name], tensor) for name, tensor in straight.state().items())
+    assert {tensor.dtype for tensor in straight.state().values()} == {torch.float32}

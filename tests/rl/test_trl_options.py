@@ -372,7 +372,7 @@ def test_difference_the_default_ratio_of_a_sequence_is_the_mean_where_trl_takes_
     mask = WINDOW.mask
     index = torch.arange(6).repeat_interleave(6)
     packing = {"mask_T": mask.flatten(), "sequence_index_T": index, "num_sequences": 6}
-    eta_T = sampler_mismatch(WINDOW.old.flatten(), WINDOW.sampler.flatten(), mask.flatten()).eta_T
+    eta_T = sampler_mismatch(WINDOW.old.flatten(), WINDOW.sampler.flatten(), mask.flatten())
     ours = {
         ratio: sampler_correction(eta_T, mode=mode, threshold=1e9, sequence_ratio=ratio, **packing).weights_T.view(6, 6)
         for ratio in ("sum", "mean")

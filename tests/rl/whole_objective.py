@@ -112,5 +112,5 @@ def _sequence_mask(
 def _correction(options: Options, old_T: Tensor, sampler_T: Tensor, packing: dict):
     if options.correction is None:
         return None
-    eta_T = sampler_mismatch(old_T, sampler_T, packing["mask_T"]).eta_T
+    eta_T = sampler_mismatch(old_T, sampler_T, packing["mask_T"])
     return sampler_correction(eta_T, **options.correction, **packing)

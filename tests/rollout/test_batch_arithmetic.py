@@ -63,6 +63,13 @@ def test_the_size_of_the_generation_batch_says_the_same_as_its_steps():
 def test_micro_batches_are_slices_of_the_device_batch():
     assert plan(b=8, a=3, mini_batch_size=2).forwards_per_window == 12
     assert plan(b=8, a=3).forwards_per_window == 3
+    assert "3 micro-batches per step and process" in describe(plan(b=8, a=3))
+
+
+def test_under_a_limit_of_tokens_the_number_of_micro_batches_follows_from_the_completions():
+    made = plan(b=8, a=3, max_tokens_per_micro_batch=4096)
+    assert made.forwards_per_window is None
+    assert "; micro-batches of at most 4096 tokens; " in describe(made)
 
 
 def test_max_steps_overrides_epochs_and_a_part_of_an_epoch_rounds_up():
@@ -128,6 +135,12 @@ def test_the_description_is_one_line_with_the_numbers():
     assert "1250 steps per epoch" in line
     assert "last 2 rows of each epoch left out" in line
     assert "\n" not in line
+
+
+def test_with_replaced_groups_the_description_promises_no_length_of_an_epoch_and_leaves_no_row_out():
+    line = describe(plan(b=4, n=8, a=1, rows=5002), most_launches=4, every_row=True)
+    assert "5002 rows, 312 to 1250 steps per epoch, because replaced groups draw rows too, 1250 steps in all" in line
+    assert "left out" not in line
 
 
 @st.composite

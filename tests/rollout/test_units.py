@@ -82,6 +82,14 @@ def test_the_kl_lowers_rewards_for_training_and_stays_out_of_the_log():
     assert made.informative == [True, False], "but not in their rewards"
     assert made.plain[0].rewards_S.tolist() == [1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
     assert seen == [[[7, 7]] * 8]
+    assert made.metrics["kl_in_reward"] == pytest.approx(10 / 8)
+
+
+def test_completions_that_are_not_trained_on_do_not_thin_the_logged_kl():
+    groups = [group(0, [[1.0], [0.0], [0.0], [0.0]], cut=(0, 1))]
+    made = maker(overlong_filter=True, reward_kl=0.5, kl_of=lambda samples: [0.0, 0.0, 2.0, 3.0]).make(groups, 0)
+    assert made.metrics["kl_in_reward"] == pytest.approx(2.5)
+    assert "kl_in_reward" not in maker().make(groups, 0).metrics
 
 
 def test_cut_completions_leave_the_loss_and_stay_in_the_statistics():

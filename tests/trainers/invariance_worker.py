@@ -39,6 +39,8 @@ FLAT = (1, 12, 13, 14, 15)
 """Samples with an advantage of 0: one, and a whole group."""
 NOMINAL = 4
 """Completions of a nominal micro-batch."""
+LIMITED = ("first update", "second iteration", "second window", "top entropy", "with KL")
+"""Situations of dapo and bnpo that are cut by a limit of tokens too."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Layout:
-    """How it is computed. `passes`: forward/backward passes of a rank."""
+    """How it is computed. `passes`: forward/backward passes of a rank; 0: as many as a limit of `tokens` makes."""
 
     passes: int
     kind: str = "shared"  # prompts; or "single": each completion with a prompt of its own; or "padded"
+    tokens: int | None = None
 
 
 def loss_of(name: str, **changes) -> LossConfig:
@@ -169,7 +172,8 @@ class Bench:
         """All parameters' gradients as one float64 vector; `passes` is how many passes made it."""
         trainer, before = self.trainer, self.trainer.settings
         share = -(-setting.num_useful // self.ranks)
-        fields = {"loss": setting.loss, "per_device": nominal, "slice_size": math.ceil(share / layout.passes)}
+        slice_size = math.ceil(share / layout.passes) if layout.passes else None
+        fields = {"loss": setting.loss, "per_device": nominal, "slice_size": slice_size, "max_tokens": layout.tokens}
         trainer.settings = replace(before, **fields, **setting.fields)
         unit = TrainUnit.from_json(unit.to_json())
         unit.num_windows, unit.num_iterations = setting.windows, setting.iterations
@@ -206,11 +210,10 @@ def _norm(module, states):
 
 @contextlib.contextmanager
 def laid_out(model, kind):
-    """The trainer's own ways of packing, by what it chooses them from."""
-    if kind == "shared":
-        yield
-    elif kind == "single":
-        trainer_module.collate = lambda *values, **named: collate(*values, **named, share_prompts=False)
+    """The trainer's own ways of packing; whether prompts are shared is not left to what it would cost."""
+    if kind in ("shared", "single"):
+        share = kind == "shared"
+        trainer_module.collate = lambda *values, **named: collate(*values, **{**named, "share_prompts": share})
         try:
             yield
         finally:
@@ -229,13 +232,20 @@ def measure(bench: Bench, unit: TrainUnit, layouts: list[Layout]) -> dict:
         (name, layout.passes, layout.kind): (bench.gradient(unit, setting, layout), bench.passes)
         for name, setting in settings().items()
         for layout in layouts
+        if layout.passes or limited(name)
     }
+
+
+def limited(name: str) -> bool:
+    """Whether a setting is cut by a limit of tokens too."""
+    loss, situation = name.split(", ")
+    return loss in ("dapo", "bnpo") and situation in LIMITED
 
 
 def on_two_ranks(folder: Path, model: str, unit: TrainUnit, layouts: list[Layout]) -> dict:
     """`measure` in two processes."""
     folder.mkdir()
-    layouts = [[layout.passes, layout.kind] for layout in layouts]
+    layouts = [[layout.passes, layout.kind, layout.tokens] for layout in layouts]
     (folder / "task.json").write_text(json.dumps({"model": str(model), "unit": unit.to_json(), "layouts": layouts}))
     here = Path(__file__).parent
     paths = os.pathsep.join(map(str, (here, here.parent / "fakes", here.parents[1])))

@@ -9,9 +9,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 PARTS = {"slice_size": 2, "windows": 2, "iterations": 2}
-SCHEDULED = {"max_steps": 4, "lr_scheduler_type": "linear"}
+STEPS = {"max_steps": 4, "adam_epsilon": 1e-6}
+"""At the usual 1e-8, AdamW turns the rounding of a gradient that is nearly 0 (1e-9 here) into updates of up to 5e-5."""
+SCHEDULED = {**STEPS, "lr_scheduler_type": "linear"}
 
-FULL = {"policy": "full", "beta": 0.1, "parts": PARTS, "arguments": {"max_steps": 4}}
+FULL = {"policy": "full", "beta": 0.1, "parts": PARTS, "arguments": STEPS}
 LORA = {**FULL, "policy": "lora"}
 ADAPTER = {**FULL, "policy": "adapter"}
 SKIPPING = {

@@ -44,3 +44,14 @@ def test_a_store_that_is_gone_is_told_in_one_line(boards):
     for use in (lambda: two.post("work", 1), lambda: three.read("work")):
         with pytest.raises(EngineError, match="rank 0: its store cannot be reached"):
             use()
+
+
+def test_beats_of_others_are_counted_and_ones_own_are_not(boards):
+    one, two, three = boards
+    assert [board.beats() for board in boards] == [0, 0, 0]
+    one.beat()
+    one.beat()
+    three.beat()
+    assert [board.beats() for board in boards] == [1, 3, 2]
+    one.sweep()
+    assert two.beats() == 3

@@ -21,6 +21,7 @@ from invariance_worker import (
     Bench,
     Layout,
     Setting,
+    limited,
     loss_of,
     measure,
     on_two_ranks,
@@ -44,6 +45,8 @@ FP32 = 1e-6
 WHOLE = Layout(1)
 CUTS = [Layout(passes) for passes in (1, 2, 4, 8)]
 PADDED = [Layout(1, "padded"), Layout(4, "padded")]
+BY_TOKENS = [Layout(0, tokens=40), Layout(0, "padded", tokens=60)]
+"""The longest completion alone takes 21."""
 ALONE = Layout(4, "single")
 """Packed, each completion with a prompt of its own."""
 SETTINGS = settings()
@@ -62,7 +65,7 @@ def unit(bench):
 
 @pytest.fixture(scope="module")
 def single(bench, unit):
-    return measure(bench, unit, [*CUTS, ALONE, *PADDED])
+    return measure(bench, unit, [*CUTS, ALONE, *PADDED, *BY_TOKENS])
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +81,9 @@ def double(exact, unit):
 
 @pytest.fixture(scope="module")
 def two_ranks(nano_folders, unit, tmp_path_factory):
-    return on_two_ranks(tmp_path_factory.mktemp("ranks") / "two", nano_folders["qwen2"], unit, [*CUTS, PADDED[1]])
+    return on_two_ranks(
+        tmp_path_factory.mktemp("ranks") / "two", nano_folders["qwen2"], unit, [*CUTS, PADDED[1], *BY_TOKENS]
+    )
 
 
 def relative(gradient, other):
@@ -111,7 +116,7 @@ def test_one_process_has_one_gradient(single, name):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_two_processes_have_the_gradient_of_one(single, two_ranks, name):
     found = gaps(two_ranks, name, whole(single, name))
-    assert len(found) == len(CUTS) + 1
+    assert len(found) == len(CUTS) + 1 + (len(BY_TOKENS) if limited(name) else 0)
     if name in AMPLIFIED:
         found = {key: gap for key, gap in found.items() if key[1] != "padded"}
     assert max(found.values()) < FP32, found
@@ -188,6 +193,8 @@ def gradient_on_paper(bench, unit, setting):
 def test_the_gradients_come_from_as_many_passes_as_named(single, two_ranks):
     for found in (single, two_ranks):
         assert [found["dapo, first update", layout.passes, layout.kind][1] for layout in CUTS] == [1, 2, 4, 8]
+    for name, one, two in (("dapo, first update", 5, 3), ("dapo, with KL", 6, 3), ("dapo, second window", 2, 1)):
+        assert [found[name, 0, "shared"][1] for found in (single, two_ranks)] == [one, two]
     # 21 samples over two ranks: 11 and 10, where the second rank's last pass is one over a filler
     assert two_ranks["dapo, with KL", 8, "shared"][1] == 6
 

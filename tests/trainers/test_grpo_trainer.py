@@ -61,17 +61,17 @@ def test_samples_without_advantage_are_left_out_and_still_counted(nano_folders, 
 
 def count_forwards(trainer, calls, action):
     """Run `action`; `calls` gets the number of sequences of each trainer forward."""
-    original = trainer._logits
+    original = trainer._scores
 
-    def counting(model, batch):
+    def counting(model, batch, entropy):
         calls.append(len(batch.samples))
-        return original(model, batch)
+        return original(model, batch, entropy)
 
-    trainer._logits = counting
+    trainer._scores = counting
     try:
         return action()
     finally:
-        trainer._logits = original
+        trainer._scores = original
 
 
 def test_one_update_per_rollout_needs_one_forward(nano_folders, tmp_path):

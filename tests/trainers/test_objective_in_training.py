@@ -256,8 +256,10 @@ def test_both_forward_masks_multiply(folder, tmp_path):
     assert relative_difference(ours, window.gradients(window.loss(LossConfig(), keep_T=kept & top))) < 1e-5
 
 
-@pytest.mark.parametrize("settings", [{"log_offpolicy": True}, {"correction": CorrectionSettings(mode="token_mask")}])
-@pytest.mark.parametrize("slice_size", [8, 3])
+@pytest.mark.parametrize(
+    ("settings", "slice_size"),
+    [({}, 8), ({"log_offpolicy": True}, 3), ({"correction": CorrectionSettings(mode="token_mask")}, 3)],
+)
 def test_unclamped_ratios_are_logged_with_their_effective_sample_size(folder, tmp_path, settings, slice_size):
     def shift(samples):
         for number, one in enumerate(samples):
@@ -289,7 +291,15 @@ def test_unclamped_ratios_are_logged_with_their_effective_sample_size(folder, tm
 
 def test_nothing_of_this_is_logged_unasked(folder, tmp_path):
     _, values, _ = one_step(make_trainer(folder, tmp_path))
-    assert not [name for name in values if name.startswith(("rollout_ratio/", "logp/", "entropy", "off_policy_mask"))]
+    assert not [name for name in values if name.startswith(("logp/", "entropy", "off_policy_mask"))]
+
+
+def test_ratios_are_logged_wherever_they_mean_something(folder, tmp_path):
+    _, values, _ = one_step(make_trainer(folder, tmp_path))
+    assert values["rollout_ratio/ess"] == pytest.approx(1.0, abs=1e-6)
+    assert values["rollout_ratio/abs_log_max"] < 1e-4 and values["rollout_ratio/clipped_frac"] == 0.0
+    _, values, _ = one_step(make_trainer(folder, tmp_path, settings={"correctable_sampling": False}))
+    assert not [name for name in values if name.startswith("rollout_ratio/")], "log-probs at another temperature"
 
 
 def forget_tokens(count):

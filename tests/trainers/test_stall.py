@@ -194,3 +194,20 @@ def test_a_process_that_stands_still_ends_with_code_4_but_not_for_having_been_st
     assert "its main thread is in stand_still (<string>:8) < main" in said
     assert "engine 0 was decoding" in said
     assert log.read_text().count("(most recent call first)") >= 3
+
+
+def test_the_error_says_for_whom_the_rank_waited_and_hearing_of_another_one_is_patience(tmp_path):
+    watch = Watch(tmp_path, awaits=lambda: "the round of dynamic sampling waits for groups: 2 of engine 1")
+    for _ in range(4):
+        assert not watch.ticks(9)
+        watch.heard()
+    assert watch.ticks(11)
+    assert "; the round of dynamic sampling waits for groups: 2 of engine 1; all stacks are in" in str(watch.ends[0])
+
+
+def test_what_is_heard_of_others_is_no_pulse_of_ones_own(watch):
+    before = watch.pulse()
+    watch.heard()
+    assert watch.pulse() == before
+    watch.touch()
+    assert watch.pulse() != before

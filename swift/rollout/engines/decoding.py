@@ -1,21 +1,25 @@
 """A batch in memory: prefill, decode step, sampling, and rows that leave. The arithmetic of the in-process engine.
 
-A prompt is prefilled once for all its samples; a finished row costs nothing from the next compaction on (at a quarter
-of the rows finished); no Python work per token, only per step. Every sample draws from its own counter-based uniforms,
-so other requests in the batch do not change it. R rows with a key/value cache of K slots per layer::
+A prompt is prefilled once for all its samples; no Python work per token, only per step, and one look at the device per
+step. Every sample draws from its own counter-based uniforms, so other requests in the batch do not change it. Three
+ways to compute a step:
+
+* `DirectRun`: a plain decoder in float32, computed directly, with prompts shared in the cache. Rows leave when they end
+  and others can join between two steps.
+* `BatchRun`: any other model with packed attention, through its own forward. Finished rows cost nothing from the next
+  compaction on, at a quarter of the rows finished. R rows with a key/value cache of K slots per layer::
 
     slots     [ left padding | prompt | generated so far | free ]
               0              W        W + t              K          W = longest prompt, t = decode steps
 
-A model that cannot be packed (sliding windows, recurrent layers) keeps its own attention and its own cache; its
-batches hold prompts of one length, so that nothing is padded and nothing can depend on padding.
+* `OwnCacheRun`: a model that cannot be packed (sliding windows, recurrent layers) keeps its own attention and its own
+  cache; its batches hold prompts of one length, so that nothing is padded and nothing can depend on padding.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,15 +30,14 @@ from swift.errors import EngineError
 from swift.models.forward import DecodeLayout, GroupSpans, SegmentLayout, Span
 from swift.rollout.engines.base import EngineCounters
 from swift.rollout.engines.guided import GuideFactory, Guides
+from swift.rollout.engines.plain_decoder import PlainDecoder
+from swift.rollout.engines.prompt_cache import Prefill, PromptCache
 from swift.rollout.engines.sampling import BatchSampler
 from swift.rollout.engines.stopping import StopText
 from swift.rollout.seeds import sample_uniforms
 from swift.types import Completion, FinishReason, Request
 
 logger = logging.getLogger(__name__)
-
-COMPACT_WHEN_FINISHED = 0.25
-"""Share of finished rows at which they leave the batch: compaction copies the cache, so not at every row."""
 
 
 class BatchRun:
@@ -50,6 +53,9 @@ class BatchRun:
         guides: compiles regular expressions; needed when a request has one.
     """
 
+    compact_when_finished = 0.25
+    """Share of finished rows at which they leave the batch: compaction copies the cache, so not at every row."""
+
     def __init__(
         self,
         requests: list[Request],
@@ -61,26 +67,37 @@ class BatchRun:
         counters: EngineCounters,
         guides: GuideFactory | None = None,
     ) -> None:
-        self.requests = requests
+        self.requests = list(requests)
         self.device = device
         self.counters = counters
-        self.longest = max(budgets)
-        self.rows = torch.arange(len(requests))  # request of each live row, on the CPU
+        self.eos_token_ids, self.tokenizer = eos_token_ids, tokenizer
         self.step_count = 0
-        self.tokens = torch.zeros(len(requests), self.longest, dtype=torch.long, device=device)
-        self.logprobs = torch.zeros(len(requests), self.longest, device=device)
-        self.budget_R = torch.tensor(budgets, device=device)
-        self.ends_RE = _end_tokens(requests, eos_token_ids).to(device)
-        uniforms = np.stack([sample_uniforms(r.sampling.seed, self.longest) for r in requests])
-        self.sampler = BatchSampler(requests, torch.from_numpy(uniforms).to(device), self.ends_RE)
-        self.guides = Guides(requests, [[*eos_token_ids, *r.sampling.stop_token_ids] for r in requests], guides)
-        self.stop_text = StopText(requests, tokenizer)
-        self.finished_R = torch.zeros(len(requests), dtype=torch.bool, device=device)
         self.cache: Any = None
-        self.lengths_R = torch.tensor([len(r.prompt_ids) for r in requests], device=device)
         self.num_broken = 0
         """Rows that ended because they had no distribution to sample from."""
         self._versions: list[tuple[int, int]] = []  # (version, first step that was sampled with it)
+        # of every request
+        self.tokens = torch.zeros(len(requests), max(budgets), dtype=torch.long, device=device)
+        self.logprobs = torch.zeros(len(requests), max(budgets), device=device)
+        self.lengths = np.zeros(len(requests), dtype=np.int64)  # tokens sampled
+        self.started = [0] * len(requests)  # the step of the first token
+        # of every live row, in the order of their requests
+        self.rows = torch.arange(len(requests))  # its request, on the CPU
+        self._rows_R = self.rows.to(device)
+        self._started_R = torch.zeros_like(self._rows_R)
+        self._prompt_R = torch.tensor([len(r.prompt_ids) for r in requests], device=device)
+        self._last_R = torch.zeros_like(self._rows_R)  # its last token
+        self._budget_R = np.array(budgets)
+        self._finished_R = np.zeros(len(requests), dtype=bool)
+        self._uniform = True  # all live rows started at the same step
+        self.sampler = self._sampler(requests, budgets)
+        self.guides = Guides(requests, [[*eos_token_ids, *r.sampling.stop_token_ids] for r in requests], guides)
+        self.stop_text = StopText(requests, tokenizer)
+
+    def _sampler(self, requests: Sequence[Request], budgets: Sequence[int]) -> BatchSampler:
+        uniforms = np.stack([sample_uniforms(r.sampling.seed, max(budgets)) for r in requests])
+        ends_RE = _end_tokens(requests, self.eos_token_ids).to(self.device)
+        return BatchSampler(requests, torch.from_numpy(uniforms).to(self.device), ends_RE)
 
     @property
     def done(self) -> bool:
@@ -89,7 +106,8 @@ class BatchRun:
 
     def row(self, request: int) -> tuple[list[int], list[float]]:
         """What a request has sampled so far."""
-        return self.tokens[request, : self.step_count].tolist(), self.logprobs[request, : self.step_count].tolist()
+        length = int(self.lengths[request])
+        return self.tokens[request, :length].tolist(), self.logprobs[request, :length].tolist()
 
     def step(self, model: nn.Module, version: int) -> list[Completion]:
         """Sample one token per live row; the completions that end with it, in request order.
@@ -109,22 +127,19 @@ class BatchRun:
 
     def end(self, request_ids: Collection[str]) -> list[Completion]:
         """End some requests where they are; the completions of those that had not ended yet."""
-        rows = enumerate(zip(self.rows.tolist(), self.finished_R.tolist(), strict=True))
-        live = [(i, request) for i, (request, finished) in rows if not finished]
+        live = [(i, request) for i, request in enumerate(self.rows.tolist()) if not self._finished_R[i]]
         ended = [(i, request) for i, request in live if self.requests[request].request_id in request_ids]
         if not ended:
             return []
-        self.finished_R[[i for i, _ in ended]] = True
+        self._finished_R[[i for i, _ in ended]] = True
         completions = [self._completion(request, "abort") for _, request in ended]
         self._compact()
         return completions
 
     def _prefill(self, model: nn.Module) -> Tensor:
         """Run each distinct prompt once; fill the rows' caches; logits [R, V] of the first token."""
-        distinct, which = _distinct_prompts(self.requests)
-        spans: list[Span] = []
-        for prompt in distinct:
-            spans.append(Span(spans[-1].stop if spans else 0, len(prompt)))
+        distinct, which = _distinct_prompts(self._live())
+        spans = _spans_of(distinct)
         ids = torch.tensor([token for prompt in distinct for token in prompt], device=self.device)
         positions = torch.cat([torch.arange(span.length, device=self.device) for span in spans])
         capture = _PromptCapture()
@@ -136,71 +151,72 @@ class BatchRun:
             past_key_values=capture,
             use_cache=True,
         )
-        self.cache = _RowCache(capture.layers, [spans[i] for i in which], self.longest)
+        self.cache = _RowCache(capture.layers, [spans[i] for i in which], self.tokens.shape[1])
         self.counters.prefill_tokens += ids.numel()
         return output.logits[0][torch.tensor(which, device=self.device)]
 
     def _decode(self, model: nn.Module) -> Tensor:
         """One decode step of all live rows; logits [R, V]."""
         output = model(
-            input_ids=self._last_tokens()[:, None],
-            position_ids=(self.lengths_R + self.step_count - 1)[:, None],
+            input_ids=self._last_R[:, None],
+            position_ids=self._positions()[:, None],
             attention_layout=DecodeLayout(self.cache.begin_step()),
             past_key_values=self.cache,
             use_cache=True,
         )
         return output.logits[:, -1]
 
-    def _last_tokens(self) -> Tensor:
-        return self.tokens[self.rows.to(self.device), self.step_count - 1]
+    def _positions(self) -> Tensor:
+        """[R] where the last tokens stand in their sequences."""
+        return self._prompt_R - self._started_R + (self.step_count - 1)
 
     def _sample(self, logits: Tensor) -> list[Completion]:
         """Draw one token per live row, note the rows that end, and compact when enough have ended."""
-        rows = self.rows.to(self.device)
-        token_R, logprob_R = self.sampler.draw(self.guides.mask(logits, self.rows), self.step_count)
+        rows = self.rows.numpy()
+        step = self.step_count - self.started[rows[0]] if self._uniform else self.step_count - self._started_R
+        token_R, logprob_R = self.sampler.draw(self.guides.mask(logits, self.rows), step)
         self.guides.advance(token_R, self.rows)
-        self.tokens[rows, self.step_count] = token_R
-        self.logprobs[rows, self.step_count] = logprob_R
-        self.counters.decode_rows += int((~self.finished_R).sum())
+        self.tokens[self._rows_R, step] = token_R
+        self.logprobs[self._rows_R, step] = logprob_R
+        self._last_R = token_R
+        self.lengths[rows[~self._finished_R]] += 1
+        self.counters.decode_rows += int((~self._finished_R).sum())
         self.counters.decode_steps += 1
         self.step_count += 1
-        stopped_R = (token_R[:, None] == self.ends_RE).any(1)
-        stopped_R |= self.stop_text.check(self.tokens, self.rows, self.step_count)
-        broken_R = ~logprob_R.isfinite()
-        ended_R = (stopped_R | broken_R | (self.step_count >= self.budget_R)) & ~self.finished_R
-        if not bool(ended_R.any()):
-            return []
-        self._note_broken(broken_R & ended_R)
-        finished = [
-            self._broken_completion(int(self.rows[i]))
-            if bool(broken_R[i])
-            else self._completion(int(self.rows[i]), "stop" if bool(stopped_R[i]) else "length")
-            for i in ended_R.nonzero()[:, 0].tolist()
-        ]
-        self.finished_R |= ended_R
+        stopped_R = (token_R[:, None] == self.sampler.ends_RE).any(1)
+        if self.stop_text.active:
+            stopped_R |= self.stop_text.check(self.tokens, self.rows, self.lengths[rows].tolist())
+        marks_R = (stopped_R + 2 * ~logprob_R.isfinite()).cpu().numpy()  # the one look at the device
+        ended_R = ((marks_R > 0) | (self.lengths[rows] >= self._budget_R)) & ~self._finished_R
+        return self._ended(ended_R, stopped=marks_R == 1, broken=marks_R >= 2) if ended_R.any() else []
+
+    def _ended(self, ended_R: np.ndarray, *, stopped: np.ndarray, broken: np.ndarray) -> list[Completion]:
+        """The completions of rows that end at this step, each for one of the reasons, "length" for none."""
+        self._note_broken(broken & ended_R)
+        finished = []
+        for i in ended_R.nonzero()[0]:
+            request = int(self.rows[i])
+            if broken[i]:
+                self.lengths[request] -= 1  # the last token was no draw from a distribution
+            reason: FinishReason = "error" if broken[i] else "stop" if stopped[i] else "length"
+            finished.append(self._completion(request, reason))
+        self._finished_R |= ended_R
         self._compact()
         return finished
 
-    def _note_broken(self, broken_R: Tensor) -> None:
+    def _note_broken(self, broken_R: np.ndarray) -> None:
         """Count the rows that have no distribution to sample from; raises when that is every row of the batch."""
-        if not bool(broken_R.any()):
+        if not broken_R.any():
             return
         self.num_broken += int(broken_R.sum())
-        request = self.requests[int(self.rows[int(broken_R.nonzero()[0, 0])])]
+        index = int(self.rows[int(broken_R.nonzero()[0][0])])
         problem = (
-            f"request: {request.request_id}: token {self.step_count} cannot be sampled with the weights of version "
-            f"{self._versions[-1][0]}: their logits are not finite"
+            f"request: {self.requests[index].request_id}: token {self.lengths[index]} cannot be sampled with the "
+            f"weights of version {self._versions[-1][0]}: their logits are not finite"
         )
         if self.num_broken == len(self.requests):
             raise EngineError(f"{problem}; the policy has diverged, lower --learning_rate")
         logger.warning("%s; it is left out, with %d of %d completions", problem, self.num_broken, len(self.requests))
-
-    def _broken_completion(self, request: int) -> Completion:
-        """What a row has that cannot go on: everything but the token that was no draw from a distribution."""
-        whole = self._completion(request, "error")
-        length = len(whole.token_ids) - 1
-        versions = [(version, start, min(stop, length)) for version, start, stop in whole.versions if start < length]
-        return replace(whole, token_ids=whole.token_ids[:length], logprobs=whole.logprobs[:length], versions=versions)
 
     def _completion(self, request: int, reason: FinishReason) -> Completion:
         ids, logprobs = self.row(request)
@@ -209,30 +225,133 @@ class BatchRun:
             token_ids=ids,
             logprobs=logprobs,
             finish_reason=reason,
-            versions=self._spans(),
+            versions=self._spans(self.started[request], int(self.lengths[request])),
         )
 
-    def _spans(self) -> list[tuple[int, int, int]]:
-        """The version of each token so far, run-length coded."""
+    def _spans(self, started: int, length: int) -> list[tuple[int, int, int]]:
+        """The version of each of `length` tokens from step `started` on, run-length coded."""
         stops = [*(start for _, start in self._versions), self.step_count][1:]
         spans = zip(self._versions, stops, strict=bool(self._versions))
-        return [(version, start, stop) for (version, start), stop in spans]
+        own = [(version, max(0, start - started), min(length, stop - started)) for (version, start), stop in spans]
+        return [(version, start, stop) for version, start, stop in own if start < stop]
 
     def _compact(self) -> None:
-        """Drop finished rows once they are a quarter of the batch, or all of it."""
-        share = float(self.finished_R.float().mean())
-        if share < COMPACT_WHEN_FINISHED:
+        """Drop finished rows once there are enough of them, or once that is all of them."""
+        if self._finished_R.mean() < self.compact_when_finished:
             return
-        keep = (~self.finished_R).nonzero()[:, 0]
-        self.rows = self.rows[keep.cpu()]
-        self.finished_R, self.budget_R, self.ends_RE, self.lengths_R = (
-            state[keep] for state in (self.finished_R, self.budget_R, self.ends_RE, self.lengths_R)
-        )
+        kept = (~self._finished_R).nonzero()[0]
+        keep = torch.from_numpy(kept)
+        self.rows = self.rows[keep]
+        self._budget_R, self._finished_R = self._budget_R[kept], self._finished_R[kept]
+        self._uniform = len({self.started[request] for request in self.rows.tolist()}) <= 1
+        keep = keep.to(self.device)
+        for name in ("_rows_R", "_started_R", "_prompt_R", "_last_R"):
+            setattr(self, name, getattr(self, name)[keep])
         self.sampler.keep(keep)
         self._keep_cache(keep)
 
     def _keep_cache(self, keep: Tensor) -> None:
-        self.cache.keep(keep)
+        if self.cache is not None:
+            self.cache.keep(keep)
+
+    def _live(self) -> list[Request]:
+        """The requests of the live rows."""
+        return [self.requests[request] for request in self.rows.tolist()]
+
+
+class DirectRun(BatchRun):
+    """One batch of a plain decoder, computed directly; rows can join it.
+
+    Args:
+        decoder: computes the model; whoever makes the run sees to it that its weights are current.
+    """
+
+    compact_when_finished = 0.0
+
+    def __init__(self, *args: Any, decoder: PlainDecoder, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.decoder = decoder
+        self._joining: list[tuple[Request, int]] = []
+
+    @property
+    def done(self) -> bool:
+        """Whether every request has ended."""
+        return super().done and not self._joining
+
+    def live(self) -> list[tuple[Request, int]]:
+        """Requests that have not ended, with the most tokens of each."""
+        rows = zip(self.rows.tolist(), self._budget_R.tolist(), strict=True)
+        return [*((self.requests[request], budget) for request, budget in rows), *self._joining]
+
+    def takes(self, request: Request) -> bool:
+        """Whether a request of this kind can join: not one that is held to an expression, nor beside one."""
+        return request.sampling.regex is None and not self.guides.active
+
+    def join(self, requests: Sequence[Request], budgets: Sequence[int]) -> None:
+        """Sample these too, from the next step on."""
+        self._joining += zip(requests, budgets, strict=True)
+
+    def end(self, request_ids: Collection[str]) -> list[Completion]:
+        """End some requests where they are; see `BatchRun.end`."""
+        left = [request.request_id for request, _ in self._joining if request.request_id in request_ids]
+        self._joining = [one for one in self._joining if one[0].request_id not in request_ids]
+        return super().end(request_ids) + [Completion(name, [], [], "abort") for name in left]
+
+    def _prefill(self, model: nn.Module) -> Tensor:
+        self.cache = PromptCache()
+        return self._begin(self._live(), self._budget_R.tolist())
+
+    def _decode(self, model: nn.Module) -> Tensor:
+        parts = []
+        if self.rows.numel():
+            self.cache.begin_step()
+            parts.append(self.decoder.logits(self._last_R, self._positions(), self.cache))
+        if self._joining:
+            requests, budgets = zip(*self._joining, strict=True)
+            self._joining = []
+            parts.append(self._begin(requests, budgets))
+            self._add(requests, budgets)
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _begin(self, requests: Sequence[Request], budgets: Sequence[int]) -> Tensor:
+        """Run each distinct prompt once and give it to the cache; logits [R, V] of the first tokens."""
+        distinct, which = _distinct_prompts(requests)
+        spans = _spans_of(distinct)
+        prefill = Prefill(spans)
+        ids = torch.tensor([token for prompt in distinct for token in prompt], device=self.device)
+        positions = torch.cat([torch.arange(span.length, device=self.device) for span in spans])
+        last = torch.tensor([span.stop - 1 for span in spans], device=self.device)
+        logits = self.decoder.logits(ids, positions, prefill, last)
+        self.cache.add(prefill.captured, spans, which, budgets)
+        self.counters.prefill_tokens += ids.numel()
+        return logits[torch.tensor(which, device=self.device)]
+
+    def _add(self, requests: Sequence[Request], budgets: Sequence[int]) -> None:
+        """Rows of their own for requests that join."""
+        first, count = len(self.requests), len(requests)
+        more = max(0, max(budgets) - self.tokens.shape[1])
+        self.requests += requests
+        self.started += [self.step_count] * count
+        self.tokens = nn.functional.pad(self.tokens, (0, more, 0, count))
+        self.logprobs = nn.functional.pad(self.logprobs, (0, more, 0, count))
+        self.lengths = np.concatenate([self.lengths, np.zeros(count, dtype=np.int64)])
+        self._budget_R = np.concatenate([self._budget_R, np.array(budgets)])
+        self._finished_R = np.concatenate([self._finished_R, np.zeros(count, dtype=bool)])
+        new = torch.arange(first, first + count)
+        self.rows = torch.cat([self.rows, new])
+        new = new.to(self.device)
+        lengths = torch.tensor([len(request.prompt_ids) for request in requests], device=self.device)
+        self._rows_R = torch.cat([self._rows_R, new])
+        self._started_R = torch.cat([self._started_R, torch.full_like(new, self.step_count)])
+        self._prompt_R = torch.cat([self._prompt_R, lengths])
+        self._uniform = len({self.started[request] for request in self.rows.tolist()}) <= 1
+        sampler = self._sampler(requests, budgets)
+        self.sampler.extend(sampler)
+        self.stop_text.extend(requests)
+
+    def _keep_cache(self, keep: Tensor) -> None:
+        if self.cache is not None:
+            self.cache.keep(keep.tolist())
 
 
 class OwnCacheRun(BatchRun):
@@ -247,7 +366,7 @@ class OwnCacheRun(BatchRun):
         self.rotary = rotary
 
     def _prefill(self, model: nn.Module) -> Tensor:
-        distinct, which = _distinct_prompts(self.requests)
+        distinct, which = _distinct_prompts(self._live())
         ids = torch.tensor(distinct, device=self.device)
         output = model(input_ids=ids, use_cache=True, logits_to_keep=1)
         rows = torch.tensor(which, device=self.device)
@@ -257,12 +376,12 @@ class OwnCacheRun(BatchRun):
         return output.logits[:, -1][rows]
 
     def _decode(self, model: nn.Module) -> Tensor:
-        positions = {"position_ids": (self.lengths_R + self.step_count - 1)[:, None]} if self.rotary else {}
-        output = model(input_ids=self._last_tokens()[:, None], past_key_values=self.cache, use_cache=True, **positions)
+        positions = {"position_ids": self._positions()[:, None]} if self.rotary else {}
+        output = model(input_ids=self._last_R[:, None], past_key_values=self.cache, use_cache=True, **positions)
         return output.logits[:, -1]
 
     def _keep_cache(self, keep: Tensor) -> None:
-        if keep.numel():
+        if keep.numel() and self.cache is not None:
             self.cache.reorder_cache(keep)
 
 
@@ -271,6 +390,14 @@ def _distinct_prompts(requests: Sequence[Request]) -> tuple[list[tuple[int, ...]
     index: dict[tuple[int, ...], int] = {}
     which = [index.setdefault(tuple(request.prompt_ids), len(index)) for request in requests]
     return list(index), which
+
+
+def _spans_of(prompts: Sequence[Sequence[int]]) -> list[Span]:
+    """Where prompts lie when they follow each other."""
+    spans: list[Span] = []
+    for prompt in prompts:
+        spans.append(Span(spans[-1].stop if spans else 0, len(prompt)))
+    return spans
 
 
 def _end_tokens(requests: Sequence[Request], eos_token_ids: Sequence[int]) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from swift.types import Request
 
@@ -57,6 +57,28 @@ class BatchSampler:
         self.any_top_p = bool((self.top_p_R1 < 1.0).any())
         self.any_min_p = bool((self.min_p_R1 > 0.0).any())
 
+        positive_R1 = self.temperature_R1 > 0
+        self.divisor_R1 = torch.where(positive_R1, self.temperature_R1, 1.0)
+        self.any_temperature = bool((self.divisor_R1 != 1.0).any())
+
+    def extend(self, other: BatchSampler) -> None:
+        """Add the rows of another sampler, which has drawn nothing yet, behind these."""
+        steps = max(self.uniforms_RT.shape[1], other.uniforms_RT.shape[1])
+        ends = max(self.ends_RE.shape[1], other.ends_RE.shape[1])
+        for sampler in (self, other):
+            pad = nn.functional.pad
+            sampler.uniforms_RT = pad(sampler.uniforms_RT, (0, steps - sampler.uniforms_RT.shape[1]))
+            sampler.ends_RE = pad(sampler.ends_RE, (0, ends - sampler.ends_RE.shape[1]), value=-1)
+        for name in _PER_ROW:
+            setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)]))
+        if self.seen_RV is not None:
+            self.seen_RV = torch.cat([self.seen_RV, _seen(other.prompts, self.seen_RV)])
+        if self.counts_RV is not None:
+            more = self.counts_RV.new_zeros(len(other.prompts), self.counts_RV.shape[1])
+            self.counts_RV = torch.cat([self.counts_RV, more])
+        self.prompts += other.prompts
+        self._look()
+
     def keep(self, rows: Tensor) -> None:
         """Keep only `rows`."""
         for name in _PER_ROW:
@@ -66,20 +88,29 @@ class BatchSampler:
         self.prompts = [self.prompts[i] for i in rows.tolist()]
         self._look()
 
-    def draw(self, logits_RV: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Token ids [R] and their log-probs [R] (fp32) for decode step `step`."""
+    def draw(self, logits_RV: Tensor, step: int | Tensor) -> tuple[Tensor, Tensor]:
+        """Token ids [R] and their log-probs [R] (fp32).
+
+        Args:
+            logits_RV: of the rows.
+            step: tokens that every row has drawn before; [R] where they differ.
+        """
         logits_RV = logits_RV.float()
-        if step < self.longest_minimum:
+        if self.longest_minimum and not (isinstance(step, int) and step >= self.longest_minimum):
             logits_RV = self._without_ends(logits_RV, step)
         if self.any_penalty:
             logits_RV = self._penalise(logits_RV)
         if self.any_count:
             logits_RV = self._discount(logits_RV)
-        tempered_RV = logits_RV / torch.where(self.temperature_R1 > 0, self.temperature_R1, 1.0)
+        tempered_RV = logits_RV / self.divisor_R1 if self.any_temperature else logits_RV
         logprobs_RV = tempered_RV.log_softmax(-1)
         if self.any_top_k or self.any_top_p or self.any_min_p:
             logprobs_RV = self._truncate(logprobs_RV)
-        token_R = _inverse_cdf(logprobs_RV, self.uniforms_RT[:, step])
+        if isinstance(step, int):
+            uniform_R = self.uniforms_RT[:, step]
+        else:
+            uniform_R = self.uniforms_RT.gather(1, step[:, None])[:, 0]
+        token_R = _inverse_cdf(logprobs_RV, uniform_R)
         if self.any_greedy:
             token_R = torch.where(self.temperature_R1[:, 0] > 0, token_R, logits_RV.argmax(-1))
         if self.seen_RV is not None:
@@ -91,9 +122,7 @@ class BatchSampler:
     def _penalise(self, logits_RV: Tensor) -> Tensor:
         """Divide positive and multiply negative logits of seen tokens (arXiv:1909.05858, eq. 13 as practised)."""
         if self.seen_RV is None:
-            self.seen_RV = torch.zeros_like(logits_RV, dtype=torch.bool)
-            for row, prompt in enumerate(self.prompts):
-                self.seen_RV[row, torch.tensor(prompt, device=logits_RV.device)] = True
+            self.seen_RV = _seen(self.prompts, logits_RV)
         penalised = torch.where(logits_RV > 0, logits_RV / self.penalty_R1, logits_RV * self.penalty_R1)
         return torch.where(self.seen_RV, penalised, logits_RV)
 
@@ -103,9 +132,9 @@ class BatchSampler:
             self.counts_RV = torch.zeros_like(logits_RV)
         return logits_RV - self.frequency_R1 * self.counts_RV - self.presence_R1 * (self.counts_RV > 0)
 
-    def _without_ends(self, logits_RV: Tensor, step: int) -> Tensor:
+    def _without_ends(self, logits_RV: Tensor, step: int | Tensor) -> Tensor:
         """No end token before a row's minimum, unless nothing else may follow (an expression that is complete)."""
-        early_R1 = self.min_tokens_R1 > step
+        early_R1 = self.min_tokens_R1 > (step if isinstance(step, int) else step[:, None])
         ends_RV = torch.zeros_like(logits_RV, dtype=torch.bool)
         ends_RV.scatter_(1, self.ends_RE.clamp(min=0), self.ends_RE >= 0)
         ends_RV[:, 0] = (self.ends_RE == 0).any(1)  # what clamping has written there
@@ -135,10 +164,19 @@ _PER_ROW = (
 )  # fmt: skip
 
 
+def _seen(prompts: Sequence[Sequence[int]], like_RV: Tensor) -> Tensor:
+    """[rows, V] bool: the tokens of each row's prompt."""
+    seen_RV = torch.zeros(len(prompts), like_RV.shape[1], dtype=torch.bool, device=like_RV.device)
+    for row, prompt in enumerate(prompts):
+        seen_RV[row, torch.tensor(prompt, device=like_RV.device)] = True
+    return seen_RV
+
+
 def _inverse_cdf(logprobs_RV: Tensor, uniform_R: Tensor) -> Tensor:
     """The token at which the cumulative probability first exceeds the uniform; never one of probability 0."""
     cumulative_RV = logprobs_RV.double().exp_().cumsum_(-1)
-    threshold_R1 = (uniform_R * cumulative_RV[:, -1])[:, None]
-    token_R = torch.searchsorted(cumulative_RV, threshold_R1, right=True)[:, 0]
-    last_R = (cumulative_RV < cumulative_RV[:, -1:]).sum(-1)  # first index that reaches the total
-    return torch.minimum(token_R, last_R)
+    total_R1 = cumulative_RV[:, -1:].contiguous()
+    token_R1 = torch.searchsorted(cumulative_RV, uniform_R[:, None] * total_R1, right=True)
+    last_R1 = torch.searchsorted(cumulative_RV, total_R1)  # first index that reaches the total
+    within = cumulative_RV.shape[1] - 1  # a row that is not numbers has no place for anything
+    return torch.minimum(token_R1, last_R1).clamp_(max=within)[:, 0]

@@ -30,18 +30,25 @@ class StopText:
             raise ValueError("stop strings need a tokenizer")
         self.tokenizer = tokenizer
 
-    def check(self, tokens: Tensor, rows: Tensor, step: int) -> Tensor:
-        """[live rows] bool: whether the text sampled up to `step` contains a stop string of the row.
+    def extend(self, requests: Sequence[Request]) -> None:
+        """Add rows."""
+        more = StopText(requests, self.tokenizer)
+        self.words += more.words
+        self.minimum += more.minimum
+        self.active |= more.active
+
+    def check(self, tokens: Tensor, rows: Tensor, lengths: Sequence[int]) -> Tensor:
+        """[live rows] bool: whether the text that a row has sampled contains a stop string of it.
 
         Args:
-            tokens: [requests, T] sampled ids; the first `step` columns are valid.
+            tokens: [requests, T] sampled ids.
             rows: the request of each live row.
-            step: number of tokens sampled so far.
+            lengths: of each live row, the tokens it has sampled: valid columns.
         """
         found = torch.zeros(rows.numel(), dtype=torch.bool)
         if self.active:
             for row, request in enumerate(rows.tolist()):
-                words = self.words[request]
+                words, step = self.words[request], lengths[row]
                 if words and step >= self.minimum[request]:
                     tail = max(len(word) for word in words) + TAIL_SLACK_TOKENS
                     ids = tokens[request, max(0, step - tail) : step].tolist()

@@ -5,7 +5,9 @@ Over an own copy (`build`: worker processes, servers) it takes updates, adapters
 
 Owns the queue and the loop; `decoding` is the arithmetic of a batch; `transformers_weights`, `transformers_adapter`
 and `transformers_memory` are how an own copy changes.
-Requests wait until the batch before them is done, and batches are cut so that the samples of a prompt stay together.
+Batches are cut so that the samples of a prompt stay together. Requests that come later join the running batch where it
+has room and where that changes no bit of anybody's completion (a plain decoder with kernels that keep rows apart, or an
+accelerator, where bits are not promised); else they wait until it is done.
 Between two steps the loop looks whether somebody wants to abort, pause or close, so none of these waits for more than
 one step. Nothing but the running batch is held between calls; it lasts over a pause, and its rows go on with the
 weights that are there then.
@@ -16,8 +18,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -53,7 +55,9 @@ from swift.rollout.engines.base import (
     TensorInfo,
     WeightUpdate,
 )
-from swift.rollout.engines.decoding import BatchRun, OwnCacheRun
+from swift.rollout.engines.decoding import BatchRun, DirectRun, OwnCacheRun
+from swift.rollout.engines.plain_decoder import PlainDecoder, obstacle, plain_decoder
+from swift.rollout.engines.prompt_cache import positions_needed
 from swift.rollout.engines.transformers_adapter import FoldedAdapter
 from swift.rollout.engines.transformers_memory import WeightMemory
 from swift.rollout.engines.transformers_weights import InPlaceUpdate
@@ -65,6 +69,9 @@ if TYPE_CHECKING:
 
 MAX_LORA_RANK = 1 << 16
 """No rank is too large to be folded into weights; this is above any that a matrix can have."""
+
+JOIN_SHARE = 1 / 8
+"""Of the running rows, how many must be able to join for the cache to be arranged anew, unless all that wait can."""
 
 IDLE_LIMIT_S = 60.0
 """Longest wait for the step that another thread is in; a step takes milliseconds to seconds."""
@@ -130,6 +137,12 @@ class TransformersEngine(InferenceEngine):
         self.obstacle = choose_attention(model)
         """Why the model keeps its own attention and cache, which is slower; None when it does not."""
         self.rotary = hasattr(self._config, "rope_parameters")
+        self._decoder: PlainDecoder | None = plain_decoder(model)
+        self._decoder_holds: tuple[int, int] | None = None  # version and change of the weights it took
+        self._changes = 0
+        self._joins: bool | None = None
+        self._look_for_room = False
+        self._was_training = False
         if self.obstacle is not None:
             self._try_own_cache()
 
@@ -168,6 +181,7 @@ class TransformersEngine(InferenceEngine):
             if request.request_id in self._running or request.request_id in self._waiting:
                 raise EngineError(f"request: {request.request_id}: is outstanding already; give each an id of its own")
             self._waiting[request.request_id] = request
+            self._look_for_room = True
 
     def stream(self) -> Iterator[Completion]:
         """Completions as their rows end; see `InferenceEngine.stream`."""
@@ -216,14 +230,18 @@ class TransformersEngine(InferenceEngine):
         self.check_length(request)
         run = self._start([request])
         seen = 0
-        while not run.done:
-            self._check_awake()
-            with self._step, _without_gradients(self.model):
-                self.model.eval()
-                finished = run.step(self.model, self.version)
-            ids, logprobs = (finished[0].token_ids, finished[0].logprobs) if finished else run.row(0)
-            yield from zip(ids[seen:], logprobs[seen:], strict=True)
-            seen = len(ids)
+        try:
+            while not run.done:
+                self._check_awake()
+                with self._step, _without_gradients(self.model):
+                    self.model.eval()
+                    self._take_weights(run)
+                    finished = run.step(self.model, self.version)
+                ids, logprobs = (finished[0].token_ids, finished[0].logprobs) if finished else run.row(0)
+                yield from zip(ids[seen:], logprobs[seen:], strict=True)
+                seen = len(ids)
+        finally:
+            self._leave_weights()
 
     def abort(self, request_ids: Collection[str] | None = None) -> None:
         """End requests, from any thread; takes effect at the next step of `stream`."""
@@ -255,9 +273,6 @@ class TransformersEngine(InferenceEngine):
         """Decode until a row ends, or somebody wants something; what ended is in `_finished`."""
         self._check_awake()
         started = time.monotonic()
-        was_training = self.model.training
-        if was_training:
-            self.model.eval()
         ended: list[Completion] = []
         try:
             with _without_gradients(self.model):
@@ -270,8 +285,9 @@ class TransformersEngine(InferenceEngine):
             self._forget()  # the batch is in no state to go on from
             raise
         finally:
-            if was_training:
+            if self._was_training:
                 self.model.train()
+                self._was_training = False
             self.counters.generate_s += time.monotonic() - started
         self._finished.extend(ended)
 
@@ -280,24 +296,52 @@ class TransformersEngine(InferenceEngine):
         with self._queue:
             aborting, self._aborting = self._aborting, set()
             ended = [_unbegun(self._waiting.pop(name)) for name in list(self._waiting) if name in aborting]
-            if self._run is None and self._waiting:
-                batch = next(self._batches(list(self._waiting.values())))
-                self._running = {request.request_id for request in batch}
-                for name in self._running:
-                    del self._waiting[name]
+            batch = next(self._batches(list(self._waiting.values())), []) if self._run is None else self._joining()
+            for request in batch:
+                del self._waiting[request.request_id]
+                self._running.add(request.request_id)
+            if batch and isinstance(self._run, DirectRun):
+                self._run.join(batch, [self.room(request) for request in batch])
+            elif batch:
                 self._run = self._start(batch)
         if self._run is not None:
-            ended += self._run.end(aborting) if aborting else self._run.step(self.model, self.version)
+            ended += self._run.end(aborting) if aborting else self._stepped(self._run)
         with self._queue:
             self._running -= {completion.request_id for completion in ended}
+            self._look_for_room |= bool(ended and self._waiting)
             if self._run is not None and self._run.done:
                 self._run = None
+                self._leave_weights()
         return ended
+
+    def _stepped(self, run: BatchRun) -> list[Completion]:
+        self._take_weights(run)
+        if not isinstance(run, DirectRun) and self.model.training:
+            self.model.eval()
+            self._was_training = True
+        return run.step(self.model, self.version)
+
+    def _take_weights(self, run: BatchRun) -> None:
+        """What is computed directly holds copies of the weights, which are to be those of now."""
+        if isinstance(run, DirectRun) and self._decoder_holds != (self.version, self._changes):
+            run.decoder.refresh()
+            self._decoder_holds = self.version, self._changes
+
+    def _leave_weights(self) -> None:
+        """Hold no copies of weights that are the trainer's, and those of an own copy only until they change."""
+        if self._decoder is not None and self._reload is None and self._run is None:
+            self._drop_copies()
+
+    def _drop_copies(self) -> None:
+        self._changes += 1
+        if self._decoder is not None:
+            self._decoder.drop()
 
     def _forget(self) -> None:
         """After a failure nobody waits for the rest: what was asked for is gone."""
         with self._queue:
             self._run = None
+            self._leave_weights()
             self._running.clear()
             self._waiting.clear()
             self._aborting.clear()
@@ -311,9 +355,56 @@ class TransformersEngine(InferenceEngine):
             "guides": self._guides,
         }
         budgets = [self.room(request) for request in batch]
+        if self._computes_directly():
+            assert self._decoder is not None
+            self._leave_weights()
+            return DirectRun(batch, budgets, decoder=self._decoder, **options)
         if self.obstacle is None:
             return BatchRun(batch, budgets, **options)
         return OwnCacheRun(batch, budgets, rotary=self.rotary, **options)
+
+    def _computes_directly(self) -> bool:
+        """Whether the model still is what `plain_decoder` found it to be: wrappers and hooks come and go."""
+        return self._decoder is not None and obstacle(self.model) is None
+
+    def _joining(self) -> list[Request]:
+        """Waiting requests that can join the running batch, in their order up to the first that cannot."""
+        run = self._run
+        if not self._look_for_room or not isinstance(run, DirectRun) or not self._may_join(run):
+            return []
+        self._look_for_room = False
+        live = run.live()
+        counts = Counter(tuple(request.prompt_ids) for request, _ in live)
+        length = max(budget for _, budget in live)
+        joining: list[Request] = []
+        for request in self._grouped(self._waiting.values()):
+            counts[tuple(request.prompt_ids)] += 1
+            length = max(length, self.room(request))
+            if not run.takes(request) or not self._fits(counts, length):
+                break
+            joining.append(request)
+        worth_it = len(joining) == len(self._waiting) or len(joining) >= JOIN_SHARE * len(live)
+        return joining if worth_it else []
+
+    def _may_join(self, run: DirectRun) -> bool:
+        """Whether no bit of a completion depends on what else is in its batch, or nobody relies on that."""
+        if self._joins is None:
+            self._take_weights(run)
+            self._joins = self.device.type != "cpu" or run.decoder.same_in_any_batch()
+        return self._joins
+
+    def _fits(self, counts: Counter[tuple[int, ...]], length: int) -> bool:
+        """Whether rows of these prompts, counted, with up to `length` tokens each fit a batch that shares prompts."""
+        positions = positions_needed(list(counts.values()), max(map(len, counts)), length)
+        return counts.total() <= self.max_rows and positions <= self._cache_slots()
+
+    @staticmethod
+    def _grouped(requests: Iterable[Request]) -> list[Request]:
+        """The requests in their order, but for those of a prompt, which come with the first of them."""
+        by_prompt: OrderedDict[tuple[int, ...], list[Request]] = OrderedDict()
+        for request in requests:
+            by_prompt.setdefault(tuple(request.prompt_ids), []).append(request)
+        return [request for group in by_prompt.values() for request in group]
 
     def _try_own_cache(self) -> None:
         """Raises ConfigError when the model's own cache is not one that transformers' models share."""
@@ -329,21 +420,37 @@ class TransformersEngine(InferenceEngine):
 
     def _batches(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
         """Cut the requests into batches that fit the cache, keeping the samples of a prompt together."""
-        by_prompt: OrderedDict[tuple[int, ...], list[Request]] = OrderedDict()
-        lengths_together = requests if self.obstacle is None else sorted(requests, key=lambda r: len(r.prompt_ids))
-        for request in lengths_together:
-            by_prompt.setdefault(tuple(request.prompt_ids), []).append(request)
+        ordered = requests if self.obstacle is None else sorted(requests, key=lambda r: len(r.prompt_ids))
+        if self._computes_directly():
+            yield from self._sharing_batches(ordered)
+            return
         batch: list[Request] = []
         widest = longest = 0  # the cache is as wide as the longest prompt, and goes on for the largest limit
-        for prompt, group in by_prompt.items():
-            for request in group:
-                width, length = max(widest, len(prompt)), max(longest, self.room(request))
-                full = len(batch) >= self.max_rows or (width + length) * (len(batch) + 1) > self._cache_slots()
-                if batch and (full or not self._mixes(len(prompt), batch)):
-                    yield batch
-                    batch, width, length = [], len(prompt), self.room(request)
-                batch.append(request)
-                widest, longest = width, length
+        for request in self._grouped(ordered):
+            prompt = request.prompt_ids
+            width, length = max(widest, len(prompt)), max(longest, self.room(request))
+            full = len(batch) >= self.max_rows or (width + length) * (len(batch) + 1) > self._cache_slots()
+            if batch and (full or not self._mixes(len(prompt), batch)):
+                yield batch
+                batch, width, length = [], len(prompt), self.room(request)
+            batch.append(request)
+            widest, longest = width, length
+        if batch:
+            yield batch
+
+    def _sharing_batches(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
+        """`_batches` where a prompt is held once for its rows."""
+        batch: list[Request] = []
+        counts: Counter[tuple[int, ...]] = Counter()
+        length = 0
+        for request in self._grouped(requests):
+            prompt = tuple(request.prompt_ids)
+            counts[prompt] += 1
+            length = max(length, self.room(request))
+            if batch and not self._fits(counts, length):
+                yield batch
+                batch, counts, length = [], Counter([prompt]), self.room(request)
+            batch.append(request)
         if batch:
             yield batch
 
@@ -381,6 +488,7 @@ class TransformersEngine(InferenceEngine):
         if update is not self._update:
             return  # of weights that were rebuilt meanwhile
         self._update = None
+        self._drop_copies()
         self._void = void or self._void
         if void or update.committed:
             self._adapter = None  # overwritten, with what it replaced
@@ -402,6 +510,8 @@ class TransformersEngine(InferenceEngine):
         except (SwiftError, OSError, RuntimeError) as error:
             raise EngineDead(f"engine: transformers: cannot be made again ({str(error).splitlines()[0]})") from error
         self.obstacle = choose_attention(self.model)
+        self._drop_copies()
+        self._decoder = plain_decoder(self.model)
         self._memory = WeightMemory(self.model)
         self._adapter, self._update, self._void = None, None, ""
         self.version = self._base_version = 0
@@ -433,6 +543,7 @@ class TransformersEngine(InferenceEngine):
     def _changing(self, what: str) -> Iterator[None]:
         """Weights are written inside; they are void unless it ends well."""
         self._void = f"{what} is in them by half"
+        self._drop_copies()
         try:
             yield
         except Exception as error:
@@ -463,6 +574,7 @@ class TransformersEngine(InferenceEngine):
         assert self._memory is not None
         if self._adapter is not None:
             self._adapter.to_host()
+        self._drop_copies()
         if level == 2 and self._keeps_base:
             report = self._memory.sleep(1)
             return replace(report, note=f"base weights are kept: only adapters are published; {report.note}")
@@ -510,6 +622,7 @@ class TransformersEngine(InferenceEngine):
         self._closed = True  # the loop of another thread ends at its next step
         self._wait_for_step()
         self._run = None
+        self._drop_copies()
         if self._memory is not None:
             self._memory.drop()
 

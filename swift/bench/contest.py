@@ -10,6 +10,7 @@ and neither shares a heap, a thread pool or a cache of compiled kernels with the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -18,13 +19,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.work import Work
+from swift.bench.work import Work
 
-BENCHMARKS = Path(__file__).resolve().parent.parent
 SIDES = ("swift", "trl")
 
 
@@ -37,6 +37,7 @@ class Gate:
 
     def __init__(self, channel: socket.socket) -> None:
         self._file = channel.makefile("rw", encoding="utf-8")
+        self._fresh = True
 
     def send(self, **message: Any) -> None:
         """Send one line."""
@@ -44,17 +45,20 @@ class Gate:
         self._file.flush()
 
     def turn(self) -> bool:
-        """Wait; whether to take a turn."""
+        """Wait; whether to take a turn. Before the first one the memory peak of loading is forgotten."""
         line = self._file.readline()
+        if self._fresh:
+            self._fresh = False
+            forget_peak()
         return bool(line) and json.loads(line)["go"]
 
     def serve(self, work: Callable[[], dict[str, Any] | None]) -> None:
-        """Take turns of `work` until the end; what it returns goes into the report."""
+        """Take turns of `work` until the end; what it returns goes into the report and wins over what is measured."""
         self.send(ready=True)
         while self.turn():
             watch = Stopwatch()
             more = work()
-            self.send(**watch.read(), **(more or {}), **memory())
+            self.send(**{**watch.read(), **memory(), **(more or {})})
 
 
 class Stopwatch:
@@ -78,8 +82,16 @@ def processor_seconds(pid: int) -> float:
     return sum(one.user + one.system for one in times)
 
 
+def forget_peak() -> None:
+    """Let the peak of resident memory begin anew, where the system can do that (Linux)."""
+    path = Path("/proc/self/clear_refs")
+    if path.exists():
+        with contextlib.suppress(PermissionError):  # then the peak of loading counts too, on every side
+            path.write_text("5", encoding="ascii")
+
+
 def memory() -> dict[str, float]:
-    """Peak resident memory of this process and the memory of its own worker processes now, in MiB."""
+    """Peak resident memory since `forget_peak`, that of now, and what its own worker processes have now, in MiB."""
     import psutil
 
     workers = 0
@@ -88,8 +100,21 @@ def memory() -> dict[str, float]:
             workers += child.memory_full_info().uss
         except psutil.Error:  # it ended meanwhile
             continue
-    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"peak_rss_mib": peak_kib / 1024, "workers_mib": workers / 2**20}
+    return {
+        "peak_mib": peak_mib(),
+        "resident_mib": psutil.Process().memory_info().rss / 2**20,
+        "workers_mib": workers / 2**20,
+    }
+
+
+def peak_mib() -> float:
+    """Peak resident memory of this process since `forget_peak`, else since its start."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return float(line.split()[1]) / 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 class Contender:
@@ -97,18 +122,18 @@ class Contender:
 
     Args:
         side: swift or trl.
-        kind: which task, a function of `harness.swift_side` and `harness.trl_side`.
+        kind: which task, a function of `swift.bench.<side>_side`.
         work: what it works on.
+        python: another interpreter; None is this one.
     """
 
-    def __init__(self, side: str, kind: str, work: Work) -> None:
+    def __init__(self, side: str, kind: str, work: Work, python: str | None = None) -> None:
         ours, theirs = socket.socketpair()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
         self.side, self.kind = side, kind
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "harness.contender", side, kind, work.to_json(), str(theirs.fileno())],
-                cwd=BENCHMARKS,
+                _command(side, kind, work, theirs.fileno(), python),
                 pass_fds=[theirs.fileno()],
                 stdout=self._output,
                 stderr=self._output,
@@ -149,8 +174,23 @@ class Contender:
             self._output.close()
 
 
+def _command(side: str, kind: str, work: Work, descriptor: int, python: str | None) -> list[str]:
+    if python is None:
+        return [sys.executable, "-m", "swift.bench.contender", side, kind, work.to_json(), str(descriptor)]
+    from swift.bench.ms_swift import turns_command
+
+    return turns_command(python, work, descriptor)
+
+
 def alternate(
-    kind: str, work: Work, *, pairs: int, warmup: int, sides: Sequence[str] = SIDES
+    kind: str,
+    work: Work,
+    *,
+    pairs: int,
+    warmup: int,
+    sides: Sequence[str] = SIDES,
+    kinds: Mapping[str, str] | None = None,
+    pythons: Mapping[str, str] | None = None,
 ) -> dict[str, list[dict[str, Any]]]:
     """Reports of each side's turns; who begins changes from pair to pair.
 
@@ -160,10 +200,14 @@ def alternate(
         pairs: measured turns of each side.
         warmup: turns before, not reported.
         sides: who takes part.
+        kinds: the task of sides that have another one.
+        pythons: the interpreter of sides that need one of their own.
     """
-    contenders = [Contender(side, kind, work) for side in sides]
+    contenders: list[Contender] = []
     reports: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     try:
+        for side in sides:
+            contenders.append(Contender(side, (kinds or {}).get(side, kind), work, (pythons or {}).get(side)))
         for contender in contenders:
             contender.receive()
         for number in range(warmup + pairs):

@@ -1,4 +1,4 @@
-"""A user's TRL script up to its first logged optimizer step: `python -m harness.trl_first_step WORK OUTPUT_DIR`."""
+"""A user's TRL script up to its first logged optimizer step: `python -m swift.bench.trl_first_step WORK OUTPUT_DIR`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def main() -> None:
     """See the module."""
     from transformers import TrainerCallback
 
-    from harness.trl_side import make_trainer
-    from harness.work import Work
+    from swift.bench.trl_side import make_trainer
+    from swift.bench.work import Work
 
     class Mark(TrainerCallback):
         """Leaves a file when the first step is logged."""

@@ -1,4 +1,4 @@
-"""A child process: `python -m harness.contender SIDE KIND WORK FD`. See `harness.contest`."""
+"""A child process: `python -m swift.bench.contender SIDE KIND WORK FD`. See `swift.bench.contest`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 import socket
 import sys
 
-from harness.contest import Gate
-from harness.work import Work
+from swift.bench.contest import Gate
+from swift.bench.work import Work
 
 
 def main() -> None:
@@ -16,7 +16,7 @@ def main() -> None:
     side, kind, work, descriptor = sys.argv[1:]
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    module = importlib.import_module(f"harness.{side}_side")
+    module = importlib.import_module(f"swift.bench.{side}_side")
     gate = Gate(socket.socket(fileno=int(descriptor)))
     getattr(module, kind)(Work.from_json(work), gate)
 

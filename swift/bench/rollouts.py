@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
-from harness.work import Work, prompts
+from swift.bench.work import Work, prompts
 
 TEXT_TOKENS = 256
 """Ids below are plain bytes in the tiny models' vocabulary."""
@@ -22,21 +23,20 @@ class Rollout:
     advantage: float
 
 
-def frozen(work: Work, *, lengths: str = "forced") -> list[Rollout]:
+def frozen(work: Work, *, lengths: Literal["forced", "mixed"] = "forced") -> list[Rollout]:
     """`work.num_completions` rollouts in group order.
 
     Args:
         work: the batch; token ids and advantages are drawn from its seed.
-        lengths: "forced" makes every completion `completion_tokens` long, "mixed" draws 1..completion_tokens.
+        lengths: "forced" takes `Work.limits`, "mixed" draws 1..completion_tokens.
     """
     random = np.random.default_rng(work.seed)
-    texts = prompts(work)
+    texts, limits = prompts(work), work.limits
     rollouts = []
     for index in range(work.num_completions):
         group = index // work.num_generations
         prompt = np.frombuffer(texts[group % len(texts)].encode(), dtype=np.uint8).astype(np.int32)
-        longest = work.completion_tokens
-        length = longest if lengths == "forced" else int(random.integers(1, longest + 1))
-        ids = random.integers(0, TEXT_TOKENS, size=length).astype(np.int32)
+        length = limits[index] if lengths == "forced" else int(random.integers(1, work.completion_tokens + 1))
+        ids = random.integers(0, work.vocab_size or TEXT_TOKENS, size=length).astype(np.int32)
         rollouts.append(Rollout(group, prompt, ids, float(random.standard_normal())))
     return rollouts

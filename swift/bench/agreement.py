@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from harness import swift_side, trl_side
-from harness.rollouts import frozen
-from harness.work import Work
+from swift.bench import swift_side, trl_side
+from swift.bench.rollouts import frozen
+from swift.bench.work import Work
 
 REQUIRED_COSINE = 0.9999
 
@@ -22,7 +22,7 @@ def agreement(work: Work) -> dict[str, float]:
     With beta > 0 the policy is moved a little away from the reference first, because the gradient of the KL term
     is zero where they are equal.
     """
-    rollouts = frozen(work, lengths="mixed")
+    rollouts = frozen(work, lengths="forced" if work.lengths == "tail" else "mixed")
     start = swift_side.load_model(work)
     policy = _moved(start) if work.beta > 0 else start
     ours, our_loss = _swift(work, copy.deepcopy(policy), start, rollouts)

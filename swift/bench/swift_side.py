@@ -1,4 +1,4 @@
-"""What swift does in each task. Each function runs in a child process of its own; see `harness.contest`."""
+"""What swift does in each task. Each function runs in a child process of its own; see `swift.bench.contest`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness.contest import Gate
-from harness.rollouts import Rollout, frozen
-from harness.work import Work
+from swift.bench.contest import Gate
+from swift.bench.rollouts import Rollout, frozen
+from swift.bench.work import Work
 
 
 def command(work: Work, output_dir: str, *, max_steps: int) -> list[str]:
@@ -25,6 +25,7 @@ def command(work: Work, output_dir: str, *, max_steps: int) -> list[str]:
         "torch_dtype": "float32",
         "loss_type": "grpo",
         "beta": work.beta,
+        "temperature": 1.0,
         "num_generations": work.num_generations,
         "per_device_train_batch_size": work.per_device,
         "gradient_accumulation_steps": work.accumulation,
@@ -42,17 +43,63 @@ def command(work: Work, output_dir: str, *, max_steps: int) -> list[str]:
 
 def step(work: Work, gate: Gate) -> None:
     """Whole optimizer steps of `swift rlhf --rlhf_type grpo`, one per turn."""
-    from harness.turns import TurnCallback
+    from swift.bench.turns import TurnCallback
+
+    _run(work, TurnCallback(gate, work.num_completions, _expected(work)))
+
+
+def profile(work: Work, gate: Gate) -> None:
+    """The same with the seconds of each phase; the last turns are for torch's profiler, see `swift.bench.profile`."""
+    from swift.bench.profile import Operators, Phases, watch
+    from swift.bench.turns import TurnCallback
+
+    phases, operators = Phases(), Operators()
+    watch(phases)
+
+    def begin() -> None:
+        phases.restart()
+        operators.begin()
+
+    def more() -> dict[str, Any]:
+        return {"phases": phases.seconds(), **operators.end()}
+
+    _run(work, TurnCallback(gate, work.num_completions, _expected(work), begin=begin, more=more))
+
+
+def _expected(work: Work) -> int | None:
+    return None if work.lengths == "natural" else sum(work.limits)
+
+
+def _run(work: Work, callback: Any) -> None:
     from swift.arguments import parse
 
     with tempfile.TemporaryDirectory() as folder:
         resolved = parse("rlhf", command(work, folder, max_steps=1_000_000), os.environ)
         from transformers import trainer
 
-        trainer.DEFAULT_CALLBACKS.append(TurnCallback(gate, work.num_completions))
+        trainer.DEFAULT_CALLBACKS.append(callback)
+        if work.lengths == "tail":
+            _limit_lengths(work.limits)
         from swift.trainers.grpo import run
 
         run(resolved)
+
+
+def _limit_lengths(limits: list[int]) -> None:
+    """Give each request the limit of its place in the batch, as if its completion ended there."""
+    import itertools
+    from dataclasses import replace
+
+    from swift.rollout.engines.transformers import TransformersEngine
+
+    submit, limit = TransformersEngine.submit, itertools.cycle(limits)
+
+    def limited(self: Any, request: Any) -> None:
+        if request.prompt is not None:  # of the data; the parity check's requests have none
+            request = replace(request, sampling=replace(request.sampling, max_new_tokens=next(limit)))
+        submit(self, request)
+
+    TransformersEngine.submit = limited  # type: ignore[method-assign]
 
 
 def samples_of(rollouts: list[Rollout]) -> list[Any]:
@@ -75,27 +122,20 @@ def samples_of(rollouts: list[Rollout]) -> list[Any]:
 
 
 def make_trainer(work: Work, model: Any, folder: str, *, reference: Any = None) -> Any:
-    """The trainer without a pipeline: windows are handed to it."""
+    """The trainer with the settings of the command but without a pipeline: windows are handed to it."""
     from transformers import TrainingArguments
 
-    from swift.models.forward import enable_packed_attention
+    from swift.arguments import parse
     from swift.observability.metrics import MetricStore
-    from swift.rl.losses import LossConfig
     from swift.trainers.distributed import Collectives
-    from swift.trainers.grpo_settings import GRPOSettings
+    from swift.trainers.grpo import trainer_settings
     from swift.trainers.grpo_trainer import GRPOTrainer
 
-    enable_packed_attention(model)
+    args = parse("rlhf", command(work, folder, max_steps=1), os.environ).args
     return GRPOTrainer(
         model=model,
         args=TrainingArguments(folder, max_steps=1, learning_rate=1e-6, report_to="none", use_cpu=True),
-        settings=GRPOSettings(
-            loss=LossConfig(loss_type="grpo", beta=work.beta),
-            temperature=1.0,
-            max_completion_length=work.completion_tokens,
-            per_device=work.per_device,
-            slice_size=work.per_device,
-        ),
+        settings=trainer_settings(args),
         pipeline=None,  # type: ignore[arg-type]
         collectives=Collectives(),
         metrics=MetricStore(),
@@ -139,8 +179,8 @@ def generate(work: Work, gate: Gate) -> None:
     """Sample the whole batch, and once more with a single token each, which is the prefill."""
     import time
 
-    from harness.work import prompts
     from swift.arguments import parse
+    from swift.bench.work import prompts
     from swift.models import load_chat
     from swift.rollout.engines.transformers import TransformersEngine
     from swift.types import Request, SamplingParams
@@ -150,13 +190,13 @@ def generate(work: Work, gate: Gate) -> None:
     template = load_chat(args)
     engine = TransformersEngine(load_model(work), eos_token_ids=template.stop_token_ids, tokenizer=template.tokenizer)
     ids = [template.encode_prompt([{"role": "user", "content": text}]) for text in prompts(work)]
-    groups = work.num_completions // work.num_generations
+    G, limits = work.num_generations, work.limits
 
     def sample(limit: int) -> int:
         requests = [
-            Request(f"{p}/{g}", ids[p], SamplingParams(limit, seed=p * 1000 + g))
-            for p in range(groups)
-            for g in range(work.num_generations)
+            Request(f"{p}/{g}", ids[p], SamplingParams(min(limit, limits[p * G + g]), seed=p * 1000 + g))
+            for p in range(work.num_prompts)
+            for g in range(G)
         ]
         return sum(len(completion.token_ids) for completion in engine.generate(requests))
 
@@ -166,7 +206,7 @@ def generate(work: Work, gate: Gate) -> None:
         prefill_s = time.perf_counter() - began
         began = time.perf_counter()
         tokens = sample(work.completion_tokens)
-        prompt_tokens = sum(len(ids[p]) for p in range(groups)) * work.num_generations
+        prompt_tokens = sum(len(ids[p]) for p in range(work.num_prompts)) * G
         return {
             "prefill_s": prefill_s,
             "whole_s": time.perf_counter() - began,
@@ -175,6 +215,17 @@ def generate(work: Work, gate: Gate) -> None:
         }
 
     gate.serve(turn)
+
+
+def publish(work: Work, gate: Gate) -> None:
+    """New weights to vLLM in this process, checked on arrival; see `swift.bench.publishing`."""
+    from swift.bench.publishing import serve
+    from swift.rollout.weight_sync.policy import PolicyWeights
+
+    def send(engine: Any, model: Any, version: int) -> None:
+        engine.load_weights(PolicyWeights(model), version)
+
+    serve(work, gate, load_model(work), send)
 
 
 def start_command(work: Work, output_dir: str) -> list[str]:

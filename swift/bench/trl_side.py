@@ -1,7 +1,7 @@
 """What TRL's own GRPOTrainer does in each task, with the settings under which it is fastest here.
 
 Gradient checkpointing and 16-bit, TRL's defaults, are off; sdpa attention; all generations of a step in one call.
-Each function runs in a child process of its own; see `harness.contest`.
+Each function runs in a child process of its own; see `swift.bench.contest`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness.contest import Gate
-from harness.rollouts import Rollout, frozen
-from harness.work import Work, even_share, prompts
+from swift.bench.contest import Gate
+from swift.bench.rollouts import Rollout, frozen
+from swift.bench.work import Work, even_share, prompts
 
 
 def make_trainer(work: Work, folder: str, *, max_steps: int = 1, callbacks: Any = None, model: Any = None) -> Any:
@@ -49,7 +49,8 @@ def make_trainer(work: Work, folder: str, *, max_steps: int = 1, callbacks: Any 
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(work.model, padding_side="left")
-    return GRPOTrainer(
+    trainer = _trimmed(GRPOTrainer, work.limits) if work.lengths == "tail" else GRPOTrainer
+    return trainer(
         model=work.model if model is None else model,
         reward_funcs=even_share,
         args=config,
@@ -59,12 +60,28 @@ def make_trainer(work: Work, folder: str, *, max_steps: int = 1, callbacks: Any 
     )
 
 
+def _trimmed(trainer: Any, limits: list[int]) -> Any:
+    """TRL's trainer where each completion counts up to the limit of its place in the batch.
+
+    `model.generate` samples until the longest row has ended and computes the others on to there; with an end token they
+    would be masked from it on. Here they are cut at their limit, which is the same work in the same shapes.
+    """
+
+    class Trimmed(trainer):
+        def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+            completion_ids, logprobs = super()._generate_single_turn(*args, **kwargs)
+            return [ids[:limit] for ids, limit in zip(completion_ids, limits, strict=True)], logprobs
+
+    return Trimmed
+
+
 def step(work: Work, gate: Gate) -> None:
     """Whole optimizer steps of GRPOTrainer.train, one per turn."""
-    from harness.turns import TurnCallback
+    from swift.bench.turns import TurnCallback
 
     with tempfile.TemporaryDirectory() as folder:
-        callback = TurnCallback(gate, work.num_completions)
+        expected = None if work.lengths == "natural" else sum(work.limits)
+        callback = TurnCallback(gate, work.num_completions, expected)
         make_trainer(work, folder, max_steps=1_000_000, callbacks=[callback]).train()
 
 
@@ -129,8 +146,7 @@ def generate(work: Work, gate: Gate) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(work, folder)
-    groups = work.num_completions // work.num_generations
-    chats = [[{"role": "user", "content": text}] for text in prompts(work)[:groups]]
+    chats = [[{"role": "user", "content": text}] for text in prompts(work)[: work.num_prompts]]
     tokenizer = trainer.processing_class
     ids = [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
     rows = [row for row in ids for _ in range(work.num_generations)]
@@ -156,9 +172,35 @@ def generate(work: Work, gate: Gate) -> None:
     gate.serve(turn)
 
 
+def publish(work: Work, gate: Gate) -> None:
+    """New weights to vLLM in this process by TRL's own `sync_weights` (colocate): one call of `load_weights` each.
+
+    Only its constructor is not run, which would make an engine with settings for a GPU; the engine is the one that
+    swift makes.
+    """
+    from contextlib import nullcontext
+    from types import SimpleNamespace
+
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    from swift.bench.publishing import serve
+    from swift.bench.swift_side import load_model
+
+    trl = VLLMGeneration.__new__(VLLMGeneration)
+    trl.mode, trl.enable_sleep_mode, trl.accelerator = "colocate", False, None
+    trl._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda parameters: nullcontext())
+
+    def send(engine: Any, model: Any, version: int) -> None:
+        trl.model = model
+        trl.llm = SimpleNamespace(llm_engine=engine._llm, reset_prefix_cache=engine._llm.reset_prefix_cache)
+        trl.sync_weights()
+
+    serve(work, gate, load_model(work), send)
+
+
 def start_command(work: Work, output_dir: str) -> list[str]:
     """The shell command whose first optimizer step is waited for: the smallest script a user of TRL would write."""
-    return [sys.executable, "-m", "harness.trl_first_step", work.to_json(), output_dir]
+    return [sys.executable, "-m", "swift.bench.trl_first_step", work.to_json(), output_dir]
 
 
 def first_step_done(output_dir: str) -> bool:

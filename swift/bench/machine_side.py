@@ -1,0 +1,57 @@
+"""What the machine itself can do: the rate of fp32 matrix products, measured in the same turns as the contenders."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from swift.bench.contest import Gate, processor_seconds
+from swift.bench.work import Work
+
+SIZE = 1536
+"""Edge of the square matrices: large enough for the full rate, small enough to take a fraction of a second."""
+TAKE_S = 0.6
+"""Length of a turn."""
+
+
+def gemm(work: Work, gate: Gate) -> None:
+    """Multiply matrices for a while; operations per second by the clock (the best product) and by the processor.
+
+    The lengths of the prompts come along, since they need a tokenizer, which the parent does not load.
+    """
+    import torch
+
+    prompt_tokens = _prompt_lengths(work)
+    a, b = torch.randn(2, SIZE, SIZE).unbind(0)
+    out = torch.empty(SIZE, SIZE)
+
+    def turn() -> dict[str, Any]:
+        computed, best, count, began = processor_seconds(os.getpid()), float("inf"), 0, time.perf_counter()
+        while time.perf_counter() - began < TAKE_S or count < 2:
+            started = time.perf_counter()
+            torch.mm(a, b, out=out)
+            best = min(best, time.perf_counter() - started)
+            count += 1
+        flops = 2 * SIZE**3
+        computed = processor_seconds(os.getpid()) - computed
+        return {
+            "flops_per_s": flops / best,
+            "flops_per_processor_s": flops * count / max(computed, 0.01),
+            "threads": torch.get_num_threads(),
+            "prompt_tokens": prompt_tokens,
+        }
+
+    turn()
+    gate.serve(turn)
+
+
+def _prompt_lengths(work: Work) -> list[int]:
+    """Tokens of the prompts of a step as the chat template makes them."""
+    from transformers import AutoTokenizer
+
+    from swift.bench.work import prompts
+
+    tokenizer = AutoTokenizer.from_pretrained(work.model)
+    chats = [[{"role": "user", "content": text}] for text in prompts(work)[: work.num_prompts]]
+    return [len(tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]) for chat in chats]

@@ -1,0 +1,92 @@
+"""What one token costs in a training pass: bytes of activations, and arithmetic of attention and head. Pure estimates.
+
+Counted for a decoder layer of transformers (Llama, Qwen, Mistral and the like), per token, is what autograd keeps until
+the backward pass. With element size e, hidden size h, query width q (heads times head size), key width k and
+intermediate size i:
+
+    two norms        2 x (4 h + 2 e h)    the input in fp32; the normalised states; the output
+    two more norms   (4 + 2 e) (q + k)    of queries and keys, which some models have
+    attention        8 e q                queries, keys and values of a completion with as long a prompt, outputs
+    MLP              4 e i                gate, up, activation, product (of each expert that a token visits)
+
+One layer more is counted for what the backward pass itself holds. With gradient checkpointing a layer keeps its input
+only, and one layer at a time is computed again. A head that is applied as a whole holds a token's logits and their
+gradient, 2 e V; one that goes in blocks holds next to nothing per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Widths and depth of a decoder. query, key_value: heads times head size. intermediate: of a token."""
+
+    hidden: int
+    layers: int
+    query: int
+    key_value: int
+    intermediate: int
+    vocabulary: int
+
+    @classmethod
+    def of(cls, config: Any) -> ModelShape:
+        """From a config of transformers; widths that it does not have are the usual multiples of its hidden size."""
+        config = config.get_text_config()
+        hidden = int(config.hidden_size)
+        heads = _width(config, "num_attention_heads") or 1
+        kv_heads = _width(config, "num_key_value_heads") or heads
+        head_size = _width(config, "head_dim") or hidden // heads
+        intermediate = _width(config, "intermediate_size") or 4 * hidden
+        expert = _width(config, "moe_intermediate_size")
+        if expert:
+            intermediate = expert * (_width(config, "num_experts_per_tok") or 1)
+        return cls(
+            hidden=hidden,
+            layers=int(config.num_hidden_layers),
+            query=heads * head_size,
+            key_value=kv_heads * head_size,
+            intermediate=intermediate,
+            vocabulary=int(config.vocab_size),
+        )
+
+    @property
+    def linear_flops(self) -> int:
+        """Of one token in the linear parts of all layers, forward."""
+        attention = self.hidden * (2 * self.query + 2 * self.key_value)
+        return 2 * self.layers * (attention + 3 * self.hidden * self.intermediate)
+
+    @property
+    def attention_flops(self) -> int:
+        """Of one token that attends to one other, in all layers, forward."""
+        return 4 * self.layers * self.query
+
+    @property
+    def head_flops(self) -> int:
+        """Of one token in the output layer, forward."""
+        return 2 * self.hidden * self.vocabulary
+
+
+def activation_bytes(shape: ModelShape, *, element: int, checkpointing: bool, whole_logits: bool) -> int:
+    """Bytes per token of a pass, as in the module's docstring.
+
+    Args:
+        shape: of the model.
+        element: bytes of a number that layers compute with.
+        checkpointing: gradient checkpointing.
+        whole_logits: whether the logits of all completion tokens exist at once.
+    """
+    norms = 2 * (4 * shape.hidden + 2 * element * shape.hidden)
+    norms += (4 + 2 * element) * (shape.query + shape.key_value)
+    layer = norms + 8 * element * shape.query + 4 * element * shape.intermediate
+    kept = shape.layers * (element * shape.hidden if checkpointing else layer)
+    logits = 2 * element * shape.vocabulary if whole_logits else 0
+    return kept + layer + logits
+
+
+def _width(config: Any, name: str) -> int:
+    """A number of the config, the largest of a list with one for each layer; 0 where it has none."""
+    value = getattr(config, name, None) or 0
+    return int(max(value) if isinstance(value, list | tuple) else value)

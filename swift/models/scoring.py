@@ -1,0 +1,280 @@
+"""Log-probs of completion tokens from a model that makes no [N, V] matrix of logits on the way.
+
+The decoder gives hidden states, and the output layer gives log-probs instead of logits (`swift.rl.linear_logprobs`).
+Every call goes through the model as its caller holds it (DDP, DeepSpeed, FSDP2, PEFT): the causal language model below
+takes one more argument, `score`, and hands it to its output layer, whose own hooks gather the weight where it is
+spread. Without that argument both are what they were.
+
+    model(..., score=request)   wrappers pass it on
+      decoder(...)              hidden states [rows, steps, H]
+      select                    those that predict a completion token, [N, H]
+      lm_head(..., score=...)   log-probs [N], entropies [N]
+
+What models do between the output layer and the softmax (a cap, a factor) is known from their config by name, and
+`prepare_scoring` tries it out. A model that comes to other log-probs than its logits do, or whose output layer is
+not a plain linear one (LoRA on it, quantised), is scored from its logits.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from swift.models.forward import (
+    PackedTokens,
+    TokenSequence,
+    is_packed,
+    pack,
+    packed_logits,
+    padded_logits,
+    padded_rows,
+    transformers_model,
+)
+from swift.rl.linear_logprobs import Entropy, LogitMap, linear_logprobs
+from swift.rl.logprobs import selected_logprobs, selected_logprobs_and_entropy
+
+NOT_THE_DECODERS = ("labels", "logits_to_keep", "return_dict")
+"""What wrappers hand to a causal language model and its decoder does not take."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """What a forward pass shall give instead of logits.
+
+    predict_index: [N] positions of the input, rows joined, whose hidden states predict the targets. target_ids: [N].
+    logit_map: the way from the output layer's product to the softmax; the model fills in its own part.
+    """
+
+    predict_index: Tensor
+    target_ids: Tensor
+    logit_map: LogitMap
+    entropy: Entropy
+
+
+def score_tokens(
+    model: nn.Module,
+    tokens: PackedTokens | Sequence[TokenSequence],
+    *,
+    temperature: float = 1.0,
+    entropy: Entropy = "none",
+    device: torch.device | str = "cpu",
+) -> tuple[Tensor, Tensor | None]:
+    """Log-prob of each completion token, and the entropy of its distribution in nats.
+
+    Args:
+        model: the policy as it is trained, with its wrappers.
+        tokens: a packed stream for a packed model (`is_packed`), else sequences.
+        temperature: of the softmax.
+        entropy: whether it is wanted, and whether with a gradient.
+        device: of the model, for sequences.
+
+    Returns:
+        log-probs [N] and entropies [N] (None unless wanted), sequence after sequence, in fp32.
+    """
+    if not scores_itself(model):
+        return _from_logits(model, tokens, temperature, entropy, device)
+    logit_map = LogitMap(temperature=temperature)
+    if isinstance(tokens, PackedTokens):
+        assert is_packed(model), "the model's own attention would read a packed stream as one sequence"
+        request = ScoreRequest(tokens.predict_index, tokens.target_ids, logit_map, entropy)
+        found = model(
+            input_ids=tokens.input_ids,
+            position_ids=tokens.position_ids,
+            attention_layout=tokens.layout,
+            use_cache=False,
+            score=request,
+        )
+    else:
+        input_ids, mask, predict_index = padded_rows(tokens, device=device)
+        request = ScoreRequest(predict_index, _targets(tokens, device), logit_map, entropy)
+        found = model(input_ids=input_ids, attention_mask=mask, use_cache=False, score=request)
+    return found if isinstance(found, tuple) else (found, None)
+
+
+def scores_itself(model: nn.Module) -> bool:
+    """Whether `prepare_scoring` has settled that this model needs no logits."""
+    return isinstance(getattr(transformers_model(model), "_scoring", None), LogitMap)
+
+
+def prepare_scoring(model: nn.Module) -> str | None:
+    """Let `model` take score requests where its log-probs are then those of its logits, which is tried out.
+
+    Args:
+        model: not wrapped yet but by PEFT; its way of attention is settled (`choose_attention`).
+
+    Returns:
+        why it is scored from its logits, in a few words; None when it scores itself.
+    """
+    base = transformers_model(model)
+    if scores_itself(model):
+        return None
+    obstacle = _obstacle(base)
+    if obstacle is not None:
+        return obstacle
+    heads = _plain_heads(base.get_output_embeddings())
+    for one in heads:
+        one.forward = MethodType(_head_forward, one)  # type: ignore[method-assign]
+    base.forward = MethodType(_with_own_signature(base), base)
+    for candidate in _logit_maps(base.config.get_text_config()):
+        base._scoring = candidate
+        obstacle = _gap(model)
+        if obstacle is None:
+            return None
+    del base._scoring, base.forward
+    for one in heads:
+        del one.forward
+    return obstacle
+
+
+# --- what the model runs ---------------------------------------------------------------------------------------------
+
+
+def _model_forward(self: Any, *args: Any, score: ScoreRequest | None = None, **kwargs: Any) -> Any:
+    """A causal language model's forward; with `score`, log-probs [N], or log-probs and entropies."""
+    if score is None:
+        return type(self).forward(self, *args, **kwargs)
+    own: LogitMap = self._scoring
+    request = replace(score, logit_map=replace(own, temperature=score.logit_map.temperature))
+    given = {name: value for name, value in kwargs.items() if name not in NOT_THE_DECODERS}
+    hidden = self.base_model(*args, **given).last_hidden_state
+    hidden_NH = hidden.flatten(0, 1).index_select(0, request.predict_index)
+    return self.get_output_embeddings()(hidden_NH, score=request)
+
+
+def _head_forward(self: Any, hidden: Tensor, score: ScoreRequest | None = None) -> Any:
+    """A linear layer's forward; with `score`, what the request asks for."""
+    if score is None:
+        return type(self).forward(self, hidden)
+    weight, bias, device = self.weight, self.bias, hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    with torch.autocast(device, enabled=False):
+        logprobs_N, entropy_N = linear_logprobs(
+            hidden.to(dtype),
+            weight.to(dtype),
+            score.target_ids,
+            bias_V=None if bias is None else bias.to(dtype),
+            logit_map=score.logit_map,
+            entropy=score.entropy,
+        )
+    return logprobs_N if entropy_N is None else (logprobs_N, entropy_N)
+
+
+def _with_own_signature(base: Any) -> Any:
+    """`_model_forward` as a function that shows the model's parameters: transformers looks at them."""
+
+    def forward(self: Any, *args: Any, score: ScoreRequest | None = None, **kwargs: Any) -> Any:
+        return _model_forward(self, *args, score=score, **kwargs)
+
+    forward.__signature__ = inspect.signature(type(base).forward)  # type: ignore[attr-defined]
+    return forward
+
+
+# --- preparation -----------------------------------------------------------------------------------------------------
+
+
+def _obstacle(base: Any) -> str | None:
+    """Why score requests cannot be tried at all."""
+    if "forward" in vars(base):
+        return "another library has replaced its forward pass"
+    if base.base_model is base:
+        return "its decoder has no name"
+    head = base.get_output_embeddings()
+    if head is None:
+        return "it names no output layer"
+    if not _plain_heads(head):
+        return f"its output layer is a {type(head).__name__} ({type(head).__module__.partition('.')[0]})"
+    return None
+
+
+def _plain_heads(head: Any) -> list[nn.Module]:
+    """The linear layers that may be called as the head; none where there is anything else.
+
+    PEFT's `modules_to_save` keeps the head that it started with beside those that are trained.
+    """
+    if hasattr(head, "modules_to_save") and hasattr(head, "original_module"):
+        found = [head.original_module, *head.modules_to_save.values()]
+    else:
+        found = [head]
+    plain = all(type(one) is nn.Linear and "forward" not in vars(one) for one in found)
+    return found if plain else []
+
+
+def _logit_maps(config: Any) -> list[LogitMap]:
+    """What a model may do with its logits, by the names in its config, likeliest first."""
+    factors = []
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        factors += [float(value)] if (value := getattr(config, name, None)) else []
+    if value := getattr(config, "logits_scaling", None):  # Granite divides by it, HyperCLOVA X multiplies
+        factors += [1.0 / float(value), float(value)]
+    softcap = getattr(config, "final_logit_softcapping", None) or None
+    return [LogitMap(factor, softcap) for factor in dict.fromkeys([*factors, 1.0])]
+
+
+@torch.no_grad()
+def _gap(model: nn.Module) -> str | None:
+    """Compare the log-probs and entropies of a few tokens with those of the logits."""
+    device = next(model.parameters()).device
+    size = min(97, transformers_model(model).config.get_text_config().vocab_size)
+    ids = [(11 * i + 5) % size for i in range(24)]
+    sequences = [
+        TokenSequence(ids[:4], ids[8:13]),
+        TokenSequence(ids[:4], ids[13:20]),
+        TokenSequence(ids[4:7], ids[20:]),
+    ]
+    tokens = pack(sequences, device=device) if is_packed(model) else sequences
+    was_training = model.training
+    model.eval()
+    try:
+        theirs, top = _trial_from_logits(model, tokens, device)
+        mine = torch.stack(_both(score_tokens(model, tokens, temperature=0.8, entropy="value", device=device)))
+    except (AttributeError, TypeError, ValueError) as error:
+        return f"its decoder cannot be called alone: {str(error).partition(chr(10))[0]}"
+    finally:
+        model.train(was_training)
+    # two roundings of the largest logit, where the model caps and scales in its own type
+    dtype = next(model.parameters()).dtype
+    tolerance = max(2 * torch.finfo(dtype).eps * top, 1e-4)
+    return None if float((mine - theirs).abs().mean(1).max()) <= tolerance else "its log-probs differ from its logits'"
+
+
+def _trial_from_logits(model: nn.Module, tokens: Any, device: Any) -> tuple[Tensor, float]:
+    logits, targets = _logits(model, tokens, device)
+    pair = selected_logprobs_and_entropy(logits, targets, temperature=0.8)
+    return torch.stack(pair), float(logits.abs().max())
+
+
+def _both(pair: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor]:
+    logprobs_N, entropy_N = pair
+    assert entropy_N is not None
+    return logprobs_N, entropy_N
+
+
+# --- from logits -----------------------------------------------------------------------------------------------------
+
+
+def _from_logits(
+    model: nn.Module, tokens: PackedTokens | Sequence[TokenSequence], temperature: float, entropy: Entropy, device: Any
+) -> tuple[Tensor, Tensor | None]:
+    logits, targets = _logits(model, tokens, device)
+    if entropy == "none":
+        return selected_logprobs(logits, targets, temperature=temperature), None
+    return selected_logprobs_and_entropy(logits, targets, temperature=temperature)
+
+
+def _logits(
+    model: nn.Module, tokens: PackedTokens | Sequence[TokenSequence], device: torch.device | str
+) -> tuple[Tensor, Tensor]:
+    """Logits [N, V] and the targets [N]."""
+    if isinstance(tokens, PackedTokens):
+        return packed_logits(model, tokens), tokens.target_ids
+    return padded_logits(model, tokens, device=device), _targets(tokens, device)
+
+
+def _targets(sequences: Sequence[TokenSequence], device: torch.device | str) -> Tensor:
+    return torch.tensor([token for one in sequences for token in one.completion_ids], device=device)

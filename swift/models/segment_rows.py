@@ -1,0 +1,87 @@
+"""Attention of packed segments by masked SDPA: the way of every device that has no better one, and the oracle.
+
+The completions of a group become rows of one length behind a copy of their prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from swift.models.segments import GroupSpans
+
+
+class SegmentRows:
+    """Attention of one layout's segments, group by group.
+
+    Args:
+        groups: the segments.
+        device: where the index tensors live.
+    """
+
+    def __init__(self, groups: Sequence[GroupSpans], device: torch.device | str) -> None:
+        self.groups = list(groups)
+        self._blocks = [_CompletionBlock(group, device) for group in self.groups if _has_inputs(group)]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """See `SegmentLayout.attend`."""
+        repeats = query.shape[1] // key.shape[1]
+        if repeats > 1:
+            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+        if torch.is_autocast_enabled(query.device.type):  # SDPA would cast; the output takes what it gives
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        output = query.new_empty(*query.shape[:3], value.shape[3])
+        for group in self.groups:
+            rows = slice(group.prompt.start, group.prompt.stop)
+            output[:, :, rows] = nn.functional.scaled_dot_product_attention(
+                query[:, :, rows], key[:, :, rows], value[:, :, rows], is_causal=True, scale=scale
+            )
+        for block in self._blocks:
+            block.attend(query, key, value, output, scale)
+        return output.transpose(1, 2)
+
+
+def _has_inputs(group: GroupSpans) -> bool:
+    return any(span.length for span in group.completions)
+
+
+class _CompletionBlock:
+    """The completions of one group as a rectangular batch: queries [C, L], keys [C, P + L].
+
+    Rows shorter than L are filled with the row's own last token; causality keeps the filling out of the result.
+    """
+
+    def __init__(self, group: GroupSpans, device: torch.device | str) -> None:
+        spans = [span for span in group.completions if span.length]
+        longest = max(span.length for span in spans)
+        steps = torch.arange(longest)
+        starts = torch.tensor([span.start for span in spans])[:, None]
+        lengths = torch.tensor([span.length for span in spans])[:, None]
+        own = starts + torch.minimum(steps, lengths - 1)  # [C, L] stream index of each query
+        real = steps < lengths
+        self.own_index = own.to(device)
+        self.real_rows = real.nonzero(as_tuple=True)[0].to(device)
+        self.real_steps = real.nonzero(as_tuple=True)[1].to(device)
+        self.real_index = own[real].to(device)
+        self.prompt = slice(group.prompt.start, group.prompt.stop)
+        visible = torch.ones(longest, group.prompt.length + longest, dtype=torch.bool)
+        self.mask = visible.tril(diagonal=group.prompt.length).to(device)  # [L, P + L]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, scale: float | None) -> None:
+        """Write the attention of the group's completions into `output` [1, H, T, E]."""
+        num_rows = self.own_index.shape[0]
+
+        def with_prompt(states: Tensor) -> Tensor:  # [1, H, T, D] -> [C, H, P + L, D]
+            prompt = states[:, :, self.prompt].expand(num_rows, -1, -1, -1)
+            return torch.cat([prompt, states[0][:, self.own_index].transpose(0, 1)], dim=2)
+
+        rows = query[0][:, self.own_index].transpose(0, 1)  # [C, H, L, D]
+        attended = nn.functional.scaled_dot_product_attention(
+            rows, with_prompt(key), with_prompt(value), attn_mask=self.mask, scale=scale
+        )
+        output[0, :, self.real_index] = attended[self.real_rows, :, self.real_steps].transpose(0, 1)

@@ -1,0 +1,163 @@
+"""The segments of a packed stream, and the kernel that computes their attention.
+
+`SegmentLayout` travels through a model's layers to the attention function. Which kernel it asks is decided in
+`kernel_for`, per device, once:
+
+    cpu     `segment_tiles`   products of visible keys only
+    cuda    `segment_flex`    FlexAttention, where a trial agrees with the next
+    others  `segment_rows`    masked SDPA
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+Kernel = Literal["tiles", "flex", "rows"]
+
+logger = logging.getLogger("swift.models")
+
+TRIAL_TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Largest difference of two kernels on standard normal states, relative to the largest value (TF32 included)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`length` tokens of the stream from `start`."""
+
+    start: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        """One past the last token."""
+        return self.start + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpans:
+    """A prompt segment and the completion segments that attend to it; they follow it in the stream."""
+
+    prompt: Span
+    completions: tuple[Span, ...]
+
+
+class _Attends(Protocol):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor: ...
+
+
+class SegmentLayout:
+    """The segments of one packed stream, with what attention needs to know about them, made once for all layers.
+
+    Args:
+        groups: the segments in stream order; together they are the whole stream.
+        device: of the stream.
+    """
+
+    def __init__(self, groups: Sequence[GroupSpans], device: torch.device | str = "cpu") -> None:
+        self.groups = list(groups)
+        self.device = torch.device(device)
+        self._made: dict[Kernel, _Attends] = {}
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """Attention of every segment to its prompt and itself.
+
+        Args:
+            query: [1, H, T, D] over the packed stream.
+            key: [1, K, T, D]; query heads h * H / K and following see key/value head h.
+            value: [1, K, T, E].
+            scale: softmax scale; None means 1 / sqrt(D).
+
+        Returns:
+            [1, T, H, E]
+        """
+        heads = (query.shape[1], key.shape[1], query.shape[3], value.shape[3])
+        return self.using(kernel_for(query.device, _computed_in(query), heads)).attend(query, key, value, scale)
+
+    def using(self, kernel: Kernel) -> _Attends:
+        """One kernel's view of this layout."""
+        if kernel not in self._made:
+            self._made[kernel] = _make(kernel, self.groups, self.device)
+        return self._made[kernel]
+
+
+def _make(kernel: Kernel, groups: Sequence[GroupSpans], device: torch.device) -> _Attends:
+    if kernel == "tiles":
+        from swift.models.segment_tiles import TiledSegments
+
+        return TiledSegments(groups, device)
+    if kernel == "flex":
+        from swift.models.segment_flex import FlexSegments
+
+        return FlexSegments(groups, device)
+    from swift.models.segment_rows import SegmentRows
+
+    return SegmentRows(groups, device)
+
+
+def _computed_in(states: Tensor) -> torch.dtype:
+    """The type in which attention is computed."""
+    device_type = states.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else states.dtype
+
+
+@lru_cache(maxsize=64)
+def kernel_for(device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int, int]) -> Kernel:
+    """The kernel for states on a device.
+
+    Args:
+        device: where they are.
+        dtype: in which attention is computed.
+        heads: H, K, D and E of `SegmentLayout.attend`.
+    """
+    if device.type == "cpu":
+        return "tiles"
+    if device.type != "cuda":
+        return "rows"
+    obstacle = flex_obstacle(device, dtype, heads)
+    if obstacle is None:
+        return "flex"
+    logger.warning("attention: %s; packed segments use masked SDPA instead of FlexAttention, which is slower", obstacle)
+    return "rows"
+
+
+def flex_obstacle(
+    device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int, int], *, backward: bool = True
+) -> str | None:
+    """Why FlexAttention cannot be used for such states, in a few words; None when it agrees with masked SDPA.
+
+    Args:
+        device: where it is tried out.
+        dtype: of the states.
+        heads: H, K, D and E of `SegmentLayout.attend`.
+        backward: whether gradients are compared, too.
+    """
+    if dtype not in TRIAL_TOLERANCE:
+        return f"FlexAttention is not tried in {str(dtype).removeprefix('torch.')}"
+    groups = [GroupSpans(Span(0, 150), (Span(150, 70), Span(220, 200))), GroupSpans(Span(420, 30), (Span(450, 1),))]
+    layout = SegmentLayout(groups, device)
+    generator = torch.Generator().manual_seed(0)
+    num_heads, num_kv, head_size, value_size = heads
+    shapes = [(1, num_heads, 451, head_size), (1, num_kv, 451, head_size), (1, num_kv, 451, value_size)]
+    states = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+
+    def outcome(kernel: Kernel) -> list[Tensor]:
+        query, key, value = (one.clone().requires_grad_(backward) for one in states)
+        output = layout.using(kernel).attend(query, key, value, None)
+        if not backward:
+            return [output]
+        return [output, *torch.autograd.grad(output.float().square().sum(), (query, key, value))]
+
+    try:
+        with torch.autocast(device.type, enabled=False), torch.set_grad_enabled(backward):
+            pairs = list(zip(outcome("flex"), outcome("rows"), strict=True))
+    except Exception as error:  # compilers and drivers fail in types of their own; the reason is shown
+        return f"FlexAttention fails here ({type(error).__name__}: {str(error).splitlines()[0][:120]})"
+    gap = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+    return None if gap <= TRIAL_TOLERANCE[dtype] else f"FlexAttention differs from masked SDPA by {gap:.1e}"

@@ -1,0 +1,334 @@
+"""The forward pass of a plain decoder, computed directly: what sampling needs of a model, without what it does not.
+
+transformers' forward spends more on masks, wrappers and small operations than a decode step of a small model takes,
+and its products go through MKL. Here a step is the arithmetic alone: one product for queries, keys and values,
+attention that reads a shared prompt once (`prompt_cache`), and on a CPU oneDNN's products with packed weights
+(`swift.models.cpu_linear`). LoRA adapters are added into the packed copies.
+
+It is used for models that are known to be no more than this, and after a trial against their own forward pass. Anything
+else (hooks, patched layers, autocast, quantised or spread weights, other types) keeps the model's own forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from swift.models import cpu_linear
+from swift.models.forward import Span, TokenSequence, is_packed, pack, packed_logits, transformers_model
+from swift.models.sharded import is_spread
+from swift.rollout.engines.prompt_cache import BLOCK, Prefill, PromptCache
+
+TOLERANCE = 1e-3
+"""Largest difference from the model's own logits, in their standard deviations; roundings are a thousandth of it."""
+
+KNOWN_ATTENTION = ("LlamaAttention", "Qwen2Attention", "Qwen3Attention", "MistralAttention")
+"""Rotary attention with grouped heads and nothing else, but for a norm of queries and keys."""
+LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+ATTENTION_PARTS = (
+    {"q_proj", "k_proj", "v_proj", "o_proj"},
+    {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"},
+)
+PACKED_BYTES = 1 << 30
+"""Weights above this are not packed, because packing holds them twice while sampling."""
+
+
+class Attention(Protocol):
+    """Where a layer's attention happens; see `PromptCache.attend`."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """[N, H, D], [N, Hkv, D], [N, Hkv, D] -> [N, H * D]"""
+        ...
+
+
+def obstacle(model: nn.Module) -> str | None:
+    """Why the model keeps its own forward pass for sampling, in a few words; None when it needs nothing else.
+
+    Looks at structure only and takes well below a millisecond per layer, so that it can be asked before every batch.
+    """
+    if not is_packed(model):
+        return "attention of its own"
+    if is_spread(model):
+        return "weights that are spread over processes"
+    first = next(model.parameters())
+    if first.dtype != torch.float32 or torch.is_autocast_enabled(first.device.type):
+        return "another precision than float32"
+    base = transformers_model(model)
+    found = _structure(base) or _patched(model)
+    if found is None and any(not parameter.is_floating_point() for parameter in model.parameters()):
+        return "quantised weights"
+    if found is None and len({(parameter.device, parameter.dtype) for parameter in model.parameters()}) > 1:
+        return "weights of several devices or precisions"
+    return found
+
+
+def _structure(base: Any) -> str | None:
+    decoder: Any = getattr(base, "model", None)
+    if {name for name, _ in base.named_children()} != {"model", "lm_head"}:
+        return "parts that a plain decoder does not have"
+    if {name for name, _ in decoder.named_children()} != {"embed_tokens", "layers", "norm", "rotary_emb"}:
+        return "parts that a plain decoder does not have"
+    if type(decoder.embed_tokens) is not nn.Embedding:
+        return f"an embedding of type {type(decoder.embed_tokens).__name__}"
+    for layer in decoder.layers:
+        parts = {name for name, _ in layer.named_children()}
+        mlp = {name for name, _ in layer.mlp.named_children()} if "mlp" in parts else set()
+        attention = {name for name, _ in layer.self_attn.named_children()} if "self_attn" in parts else set()
+        if parts != LAYER_PARTS or mlp != MLP_PARTS or attention not in ATTENTION_PARTS:
+            return "layers with other parts than a plain decoder's"
+        if type(layer.self_attn).__name__ not in KNOWN_ATTENTION:
+            return f"attention of type {type(layer.self_attn).__name__}"
+    linear = (found for module in _linears(base) if (found := cpu_linear.lora_obstacle(module)) is not None)
+    return next(linear, None)
+
+
+def _linears(base: Any) -> Iterator[nn.Module]:
+    for layer in base.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        yield from (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+        yield from (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    yield base.lm_head
+
+
+def _patched(model: nn.Module) -> str | None:
+    """Whether somebody wants to see or change what passes through a module."""
+    peft = getattr(model, "peft_type", None)
+    if peft is not None and str(getattr(peft, "value", peft)) != "LORA":
+        return f"a PEFT method other than LoRA ({peft})"
+    for module in model.modules():
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+            return f"hooks or a patched forward of {type(module).__name__}"
+    return None
+
+
+def plain_decoder(model: nn.Module) -> PlainDecoder | None:
+    """The direct forward pass of a model for which it is right, which is tried out; None for any other."""
+    if obstacle(model) is not None:
+        return None
+    decoder = PlainDecoder(model)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            return decoder if _gap(model, decoder) <= TOLERANCE else None
+    finally:
+        model.train(was_training)
+        decoder.drop()
+
+
+def _gap(model: nn.Module, decoder: PlainDecoder) -> float:
+    """Largest difference of logits for prompts of two lengths and what follows them, in standard deviations."""
+    device = next(model.parameters()).device
+    size = min(97, decoder.vocab_size)
+    ids = [(7 * i + 3) % size for i in range(24)]
+    sequences = [
+        TokenSequence(ids[prompt], ids[start : start + 4])
+        for prompt in (slice(0, 3), slice(3, 9))
+        for start in (10, 15)
+    ]
+    own_NV = packed_logits(model, pack(sequences, device=device)).view(len(sequences), 4, -1)
+    decoder.refresh()
+    spans = [Span(0, 3), Span(3, 6)]
+    prefill, cache = Prefill(spans), PromptCache()
+    stream = torch.tensor(ids[:9], device=device)
+    positions = torch.tensor([*range(3), *range(6)], device=device)
+    first_PV = decoder.logits(stream, positions, prefill, torch.tensor([2, 8], device=device))
+    cache.add(prefill.captured, spans, [0, 0, 1, 1], [3] * 4)
+    found = [first_PV[[0, 0, 1, 1]]]
+    lengths = torch.tensor([3, 3, 6, 6], device=device)
+    for step in range(3):
+        cache.begin_step()
+        tokens = torch.tensor([one.completion_ids[step] for one in sequences], device=device)
+        found.append(decoder.logits(tokens, lengths + step, cache))
+    return float((torch.stack(found, 1) - own_NV).abs().max() / own_NV.std())
+
+
+class PlainDecoder:
+    """Computes what `model` computes, for a model without `obstacle`.
+
+    Args:
+        model: its weights are read at every step, or from packed copies until the next `refresh`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        base = transformers_model(model)
+        self._base, self._decoder = base, base.model
+        self._layers = [_Layer(layer) for layer in self._decoder.layers]
+        weights = sum(weight.numel() for weight in {module_weight(one) for one in _linears(base)}) * 4
+        self._small = weights <= PACKED_BYTES
+        self.fast = self.packs = False
+        self._head: _Product | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the columns of the logits."""
+        return int(module_weight(self._base.lm_head).shape[0])
+
+    def same_in_any_batch(self) -> bool:
+        """Whether the kernels of this machine give a row the same bits whatever rows are beside it; tries it."""
+        assert self._head is not None, "refresh comes first"
+        generator = torch.Generator().manual_seed(0)
+        layer = self._layers[0]
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(self._decoder.norm.weight.device)
+
+        for product in (layer.to_heads, layer.to_output, layer.to_gate, layer.to_down, self._head):
+            rows = random(128, product.width)
+            whole = product(rows)
+            if any(not torch.equal(product(rows[:few].contiguous()), whole[:few]) for few in (8, 24, 64)):
+                return False
+        spans = [Span(0, 5), Span(5, BLOCK + 40), Span(BLOCK + 45, 2 * BLOCK + 90)]
+        stream = random(spans[-1].stop, layer.groups, layer.depth), random(spans[-1].stop, layer.groups, layer.depth)
+        steps = [(random(1, layer.heads, layer.depth), random(1, layer.groups, layer.depth)) for _ in range(24)]
+
+        def attended(before: Sequence[int], late: int, after: Sequence[int], later: int) -> Tensor:
+            """What a row gets that joins others `late` steps after them, and is joined itself `later` steps after."""
+            cache, outputs = PromptCache(), []
+            for step in range(late + len(steps)):
+                own = step - late
+                for at, which in ((0, before), (late, [1]), (late + later, after)):
+                    if step == at and which:
+                        cache.add([stream], spans, which, [late + len(steps)] * len(which))
+                cache.begin_step()
+                query, key = (part.expand(cache.num_rows, -1, -1) for part in steps[max(0, own)])
+                outputs.append(cache.attend(0, query, key, key, layer.scale)[len(before) if own >= 0 else 0])
+            return torch.stack(outputs[late:])
+
+        alone = attended([], 0, [], 0)
+        others: list[tuple[list[int], int, list[int], int]] = [
+            ([], 0, [1, 2, 2], 3),
+            ([2, 1, 0, 0, 0], 0, [], 0),
+            ([2, 2], 19, [0], 5),
+            ([0], BLOCK - 9, [2], 1),
+        ]
+        return all(torch.equal(alone, attended(*other)) for other in others)
+
+    def refresh(self) -> None:
+        """Take the weights as they are now, where they are now."""
+        self.fast = next(self.model.parameters()).device.type == "cpu" and cpu_linear.available()
+        self.packs = self.fast and self._small
+        for layer in self._layers:
+            layer.refresh(fast=self.fast, packs=self.packs)
+        self._head = _Product([self._base.lm_head], fast=self.fast, packs=self.packs)
+
+    def drop(self) -> None:
+        """Give packed copies back; `refresh` comes before the next use."""
+        self._head = None
+        for layer in self._layers:
+            layer.drop()
+
+    def logits(self, ids: Tensor, positions: Tensor, attention: Attention, select: Tensor | None = None) -> Tensor:
+        """Logits [N, V] of a stream of tokens.
+
+        Args:
+            ids: [N].
+            positions: [N].
+            attention: of each layer, with what came before.
+            select: which of the N are wanted; None: all.
+        """
+        assert self._head is not None, "refresh comes first"
+        count = ids.shape[0]
+        if self.fast and (more := cpu_linear.rounded_rows(count) - count):
+            ids, positions = nn.functional.pad(ids, (0, more)), nn.functional.pad(positions, (0, more))
+        hidden = nn.functional.embedding(ids, self._decoder.embed_tokens.weight)
+        cos, sin = self._decoder.rotary_emb(hidden[None], positions[None])
+        half = sin.shape[-1] // 2
+        turn = (cos[0, :, None], torch.cat((-sin[0, :, None, :half], sin[0, :, None, half:]), -1))
+        for index, layer in enumerate(self._layers):
+            hidden = layer.forward(index, hidden, turn, attention, count)
+        hidden = hidden[:count] if select is None else hidden.index_select(0, select)
+        wanted = hidden.shape[0]
+        if self.fast and (more := cpu_linear.rounded_rows(wanted) - wanted):
+            hidden = nn.functional.pad(hidden, (0, 0, 0, more))
+        return self._head(_norm(hidden, self._decoder.norm))[:wanted]
+
+
+class _Layer:
+    """One decoder layer."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+        attention = layer.self_attn
+        self.depth = attention.head_dim
+        self.scale = attention.scaling
+        self.heads = module_weight(attention.q_proj).shape[0] // self.depth
+        self.groups = module_weight(attention.k_proj).shape[0] // self.depth
+        self.normed = hasattr(attention, "q_norm")
+
+    def refresh(self, *, fast: bool, packs: bool) -> None:
+        """Take the weights as they are now."""
+        attention, mlp = self.layer.self_attn, self.layer.mlp
+
+        def product(*modules: nn.Module) -> _Product:
+            return _Product(modules, fast=fast, packs=packs)
+
+        self.to_heads = product(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.to_output = product(attention.o_proj)
+        self.to_gate, self.to_up, self.to_down = product(mlp.gate_proj), product(mlp.up_proj), product(mlp.down_proj)
+
+    def drop(self) -> None:
+        """Hold no weights."""
+        for name in ("to_heads", "to_output", "to_gate", "to_up", "to_down"):
+            vars(self).pop(name, None)
+
+    def forward(
+        self, index: int, hidden: Tensor, turn: tuple[Tensor, Tensor], attention: Attention, count: int
+    ) -> Tensor:
+        """[N, hidden] -> [N, hidden], of which the first `count` rows are tokens; `hidden` is overwritten."""
+        rows = hidden.shape[0]
+        heads = self.to_heads(_norm(hidden, self.layer.input_layernorm)).view(rows, -1, self.depth)
+        turning = heads[:, : self.heads + self.groups]
+        if self.normed:
+            own = self.layer.self_attn
+            turning = torch.cat(
+                (_norm(turning[:, : self.heads], own.q_norm), _norm(turning[:, self.heads :], own.k_norm)), 1
+            )
+        turned = torch.addcmul(turning * turn[0], turning.roll(self.depth // 2, -1), turn[1])[:count]
+        query, key = turned[:, : self.heads], turned[:, self.heads :]
+        attended = attention.attend(index, query, key, heads[:count, self.heads + self.groups :], self.scale)
+        if count < rows:
+            attended = nn.functional.pad(attended, (0, 0, 0, rows - count))
+        hidden = hidden.add_(self.to_output(attended))
+        normed = _norm(hidden, self.layer.post_attention_layernorm)
+        inner = self.layer.mlp.act_fn(self.to_gate(normed)).mul_(self.to_up(normed))
+        return hidden.add_(self.to_down(inner))
+
+
+class _Product:
+    """One or more linear layers with the same input, their outputs side by side."""
+
+    def __init__(self, modules: Sequence[nn.Module], *, fast: bool, packs: bool) -> None:
+        self._modules, self._fast = modules, fast
+        self.width = module_weight(modules[0]).shape[1]
+        self._packed: tuple[Tensor, Tensor | None] | None = None
+        if packs:
+            parts = [cpu_linear.lora_weight(module) for module in modules]
+            bias = None
+            if any(part[1] is not None for part in parts):
+                bias = torch.cat([b if b is not None else w.new_zeros(w.shape[0]) for w, b in parts])
+            self._packed = cpu_linear.pack(torch.cat([weight for weight, _ in parts])), bias
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        if self._packed is not None:
+            return cpu_linear.linear(rows, *self._packed)
+        product = cpu_linear.linear if self._fast else nn.functional.linear
+        outputs = [product(rows, *cpu_linear.lora_weight(module)) for module in self._modules]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+
+
+def module_weight(module: nn.Module) -> Tensor:
+    """The base weight of a linear layer, with or without LoRA."""
+    linear: Any = getattr(module, "base_layer", module)
+    weight: Tensor = linear.weight
+    return weight
+
+
+def _norm(rows: Tensor, norm: Any) -> Tensor:
+    """Root-mean-square norm over the last dimension."""
+    return nn.functional.rms_norm(rows, norm.weight.shape, norm.weight, norm.variance_epsilon)

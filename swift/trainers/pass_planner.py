@@ -1,0 +1,164 @@
+"""Cuts windows for the trainer, and finds out how many tokens one pass may have where nobody said so.
+
+With `--max_tokens_per_micro_batch` the plan is `swift.rollout.micro_batches` under that limit. Without it passes are
+bounded by the batch sizes, and by the memory that is free before the first update, when the engine has made room: a
+pass that would need more is cut further. This never makes a pass larger.
+
+Free memory differs from start to start, and a cut rounds sums differently. So what was found goes into checkpoints, and
+a resumed run keeps it unless the memory of now is less than half of what it needs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from swift.models.activation_memory import ModelShape, activation_bytes
+from swift.models.checkpoint_tensors import computing_dtype
+from swift.models.forward import is_packed
+from swift.models.sharded import is_dtensor, is_zero3
+from swift.observability.memory import measure
+from swift.rollout.batch import TrainSample
+from swift.rollout.micro_batches import Limits, WindowPlan, Work, pass_tokens, plan_window
+from swift.trainers.distributed import Collectives
+
+SHARE_OF_FREE = 0.8
+"""Of the free memory that may be counted on; the rest is for fragments and what the estimate leaves out."""
+
+LEAST_SHARE = 0.25
+"""Of the free memory that activations get in any case, whatever gradients and optimizer are expected to take."""
+
+STATE_BYTES = 12
+"""Of a trained parameter in an optimizer that has taken no step yet: two moments and a float32 master."""
+
+
+class PassPlanner:
+    """Plans the passes of one trainer.
+
+    Args:
+        model: the policy, unwrapped.
+        collectives: the ranks that share a window.
+        say: shows a line, once per kind.
+    """
+
+    def __init__(self, model: nn.Module, collectives: Collectives, *, say: Callable[[str], None]) -> None:
+        self.model = model
+        self.collectives = collectives
+        self.fitting_tokens: int | None = None
+        """Tokens that fit into memory; None before it was measured, and where an explicit limit counts."""
+        self._say = say
+        self._said: set[str] = set()
+        shape = ModelShape.of(model.config)
+        self._shape = shape
+        self._work = Work(
+            completion=1 + shape.head_flops / shape.linear_flops,
+            attention=shape.attention_flops / shape.linear_flops,
+        )
+
+    def plan(
+        self, samples: Sequence[TrainSample], window: Sequence[int], useful: Sequence[bool], limits: Limits
+    ) -> WindowPlan:
+        """The plan of a window, the same on every rank; see `plan_window`."""
+        plan = self._plan(samples, window, useful, limits)
+        if limits.tokens is None and self.fitting_tokens is not None:
+            packed = is_packed(self.model)
+            parts = (part for rank in plan.slices for part in rank)
+            if any(pass_tokens(samples, part, packed=packed) > self.fitting_tokens for part in parts):
+                limits = Limits(limits.samples, self.fitting_tokens)
+                plan = self._plan(samples, window, useful, limits)
+                self._once(
+                    "cut",
+                    f"memory: passes are cut to {self.fitting_tokens} tokens, which is what fits; "
+                    "--max_tokens_per_micro_batch sets another limit",
+                )
+        if plan.too_long:
+            self._once(
+                "too long",
+                f"micro-batches: {len(plan.too_long)} completions are longer, with their prompt, than the "
+                f"{limits.tokens} tokens of a pass; each of them has a pass of its own",
+            )
+        return plan
+
+    def _plan(
+        self, samples: Sequence[TrainSample], window: Sequence[int], useful: Sequence[bool], limits: Limits
+    ) -> WindowPlan:
+        return plan_window(
+            samples,
+            window,
+            world_size=self.collectives.world_size,
+            limits=limits,
+            useful=useful,
+            packed=is_packed(self.model),
+            work=self._work,
+        )
+
+    def _once(self, kind: str, line: str) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            self._say(line)
+
+    def settle(self, measured: int) -> None:
+        """Take what fits on the rank that has least; collective. What a checkpoint brought stays if it nearly fits."""
+        least = min(self.collectives.all_gather(measured))
+        if self.fitting_tokens is None or self.fitting_tokens > 2 * least:
+            self.fitting_tokens = least
+
+    def measured(self, device: torch.device, *, whole_logits: bool, has_state: bool) -> int:
+        """Tokens that fit into this rank's free memory now.
+
+        Args:
+            device: of the model.
+            whole_logits: whether the head makes all logits of a pass at once.
+            has_state: whether the optimizer has its state already.
+        """
+        dtype = computing_dtype(self.model) or next(one.dtype for one in self.model.parameters())
+        per_token = activation_bytes(
+            self._shape,
+            element=dtype.itemsize,
+            checkpointing=bool(getattr(self.model, "is_gradient_checkpointing", False)),
+            whole_logits=whole_logits,
+        )
+        return tokens_that_fit(
+            free_bytes(device),
+            expected=expected_bytes(self.model.parameters(), has_state=has_state),
+            per_token=per_token,
+        )
+
+
+def tokens_that_fit(free: int, *, expected: int, per_token: int) -> int:
+    """Tokens of a pass, at least 1.
+
+    Args:
+        free: bytes that are free.
+        expected: bytes that gradients and optimizer will take of them.
+        per_token: bytes of activations.
+    """
+    return max(1, int(max(SHARE_OF_FREE * free - expected, LEAST_SHARE * free)) // per_token)
+
+
+def expected_bytes(parameters: Iterable[nn.Parameter], *, has_state: bool) -> int:
+    """What gradients and, before the first step, an AdamW's state take on this rank."""
+    total = 0
+    for one in parameters:
+        if one.requires_grad:
+            total += _own_elements(one) * (one.dtype.itemsize + (0 if has_state else STATE_BYTES))
+    return total
+
+
+def _own_elements(parameter: Any) -> int:
+    """Elements that this rank holds of a parameter, spread or not."""
+    if is_zero3(parameter):
+        return int(parameter.ds_tensor.numel())
+    return int(parameter.to_local().numel() if is_dtensor(parameter) else parameter.numel())
+
+
+def free_bytes(device: torch.device) -> int:
+    """What this process may still take: of its device; of main memory, its share among the processes here."""
+    figures = measure(device)
+    if figures.alloc is None or figures.reserved is None:
+        return figures.free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return figures.free + figures.reserved - figures.alloc

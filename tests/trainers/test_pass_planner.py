@@ -1,0 +1,204 @@
+"""Limits of tokens in training: what settings ask for, what fits into memory, and gradients that stay as they are."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from grpo_parts import gradients_of_one_step, make_trainer
+from torch import nn
+
+from swift.models.activation_memory import ModelShape, activation_bytes
+from swift.models.forward import TokenSequence, enable_packed_attention, pack, packed_logits
+from swift.models.tiny import SHAPES, build_tiny
+from swift.trainers.pass_planner import PassPlanner, expected_bytes, tokens_that_fit
+
+
+class Ranks:
+    """`world_size` ranks; the others say `others`."""
+
+    def __init__(self, *others):
+        self.rank, self.world_size, self.others = 0, 1 + len(others), others
+
+    def all_gather(self, value):
+        return [value, *self.others]
+
+
+def passes_of(trainer):
+    """(completions, tokens) of each forward pass of one window."""
+    made = []
+    original = trainer._policy
+
+    def counting(model, batch):
+        made.append((len(batch.samples), batch.tokens.input_ids.numel()))
+        return original(model, batch)
+
+    trainer._policy = counting
+    return gradients_of_one_step(trainer), made
+
+
+def difference(a, b):
+    total = sum(float((a[name] - b[name]).norm() ** 2) for name in a) ** 0.5
+    return total / sum(float(gradient.norm() ** 2) for gradient in b.values()) ** 0.5
+
+
+def test_a_limit_of_tokens_makes_passes_larger_than_the_device_batch_or_smaller(nano_folders, tmp_path):
+    """Two prompts of 3 and 4 tokens with four completions of 8: 31 and 32 tokens."""
+    folder = nano_folders["qwen2"]
+    expected, by_samples = passes_of(make_trainer(folder, tmp_path, per_device=2, slice_size=2))
+    assert [samples for samples, _ in by_samples] == [2, 2, 2, 2]
+    for tokens, found in ((63, [(8, 63)]), (40, [(4, 32), (4, 31)]), (18, [(2, 18), (2, 18), (2, 17), (2, 17)])):
+        trainer = make_trainer(folder, tmp_path, per_device=2, slice_size=None, settings={"max_tokens": tokens})
+        gradients, passes = passes_of(trainer)
+        assert passes == found
+        assert difference(gradients, expected) < 1e-6
+
+
+def test_both_limits_hold(nano_folders, tmp_path):
+    trainer = make_trainer(nano_folders["qwen2"], tmp_path, slice_size=3, settings={"max_tokens": 18})
+    assert max(samples for samples, _ in passes_of(trainer)[1]) == 2
+    trainer = make_trainer(nano_folders["qwen2"], tmp_path, slice_size=3, settings={"max_tokens": 63})
+    assert max(samples for samples, _ in passes_of(trainer)[1]) == 3
+
+
+def test_memory_cuts_passes_further_and_never_makes_them_larger(nano_folders, tmp_path):
+    folder = nano_folders["qwen2"]
+    expected, whole = passes_of(make_trainer(folder, tmp_path, slice_size=4, settings={"fits_memory": True}))
+    assert [samples for samples, _ in whole] == [4, 4], "there is memory for more"
+    trainer = make_trainer(folder, tmp_path, slice_size=4, settings={"fits_memory": True})
+    said = []
+    trainer.planner._say = said.append
+    trainer.planner.measured = lambda *_, **__: 20
+    gradients, cut = passes_of(trainer)
+    assert max(tokens for _, tokens in cut) <= 20
+    assert difference(gradients, expected) < 1e-6
+    assert said == [
+        "memory: passes are cut to 20 tokens, which is what fits; --max_tokens_per_micro_batch sets another limit"
+    ]
+
+
+def test_completions_above_the_limit_are_said_once(nano_folders, tmp_path):
+    trainer = make_trainer(nano_folders["qwen2"], tmp_path, slice_size=None, settings={"max_tokens": 10})
+    said = []
+    trainer.planner._say = said.append
+    _, passes = passes_of(trainer)
+    assert [samples for samples, _ in passes] == [1] * 8
+    trainer.training_step(trainer.model, next(trainer.pipeline.windows(trainer.progress)))
+    (line,) = said
+    assert line.startswith("micro-batches: 4 completions are longer, with their prompt, than the 10 tokens of a pass")
+
+
+def planner(folder, ranks=None):
+    from transformers import AutoModelForCausalLM
+
+    return PassPlanner(AutoModelForCausalLM.from_pretrained(folder), ranks or Ranks(), say=lambda line: None)
+
+
+def test_ranks_agree_on_what_fits_on_the_smallest(nano_folders):
+    made = planner(nano_folders["qwen2"], Ranks(700, 900))
+    made.settle(1000)
+    assert made.fitting_tokens == 700
+
+
+@pytest.mark.parametrize(("now", "kept"), [(1000, 900), (500, 900), (449, 449)])
+def test_a_resumed_run_keeps_its_limit_unless_far_less_fits(nano_folders, now, kept):
+    made = planner(nano_folders["qwen2"])
+    made.fitting_tokens = 900
+    made.settle(now)
+    assert made.fitting_tokens == kept
+
+
+def test_the_limit_is_in_the_state_of_the_run(nano_folders, tmp_path):
+    trainer = make_trainer(
+        nano_folders["qwen2"],
+        tmp_path,
+        settings={"fits_memory": True},
+        save_strategy="steps",
+        save_steps=1,
+        max_steps=1,
+    )
+    trainer.train()
+    found = trainer.planner.fitting_tokens
+    assert found > 10_000
+    resumed = make_trainer(nano_folders["qwen2"], tmp_path / "again", settings={"fits_memory": True})
+    resumed.load_pipeline_state(tmp_path / "checkpoint-1")
+    assert resumed.planner.fitting_tokens == found
+
+
+def test_an_explicit_limit_is_not_measured(nano_folders, tmp_path):
+    trainer = make_trainer(nano_folders["qwen2"], tmp_path, slice_size=None, settings={"max_tokens": 100})
+    trainer.planner.measured = lambda *_, **__: pytest.fail("memory was measured")
+    gradients_of_one_step(trainer)
+    assert trainer.planner.fitting_tokens is None
+
+
+def test_what_fits_leaves_room_for_gradients_optimizer_and_surprises():
+    assert tokens_that_fit(1000, expected=300, per_token=5) == 100  # (0.8 * 1000 - 300) / 5
+    assert tokens_that_fit(1000, expected=5000, per_token=5) == 50  # a quarter in any case
+    assert tokens_that_fit(10, expected=0, per_token=50) == 1
+    layers = nn.Linear(10, 3), nn.Linear(10, 3).to(torch.bfloat16)
+    layers[1].bias.requires_grad_(False)
+    parameters = [one for layer in layers for one in layer.parameters()]
+    assert expected_bytes(parameters, has_state=True) == 33 * 4 + 30 * 2
+    assert expected_bytes(parameters, has_state=False) == 33 * 4 + 30 * 2 + 63 * 12
+
+
+def test_the_work_of_a_token_is_that_of_the_model(tmp_path):
+    shape = ModelShape.of(config_of(tmp_path, "small"))
+    small = SHAPES["small"]
+    assert shape == ModelShape(512, 8, 512, 128, 1536, 263)
+    assert shape.linear_flops == 2 * small.layers * (512 * (2 * 512 + 2 * 128) + 3 * 512 * 1536)
+    assert shape.attention_flops == small.layers * 4 * 512
+    assert shape.head_flops == 2 * 512 * 263
+
+
+def config_of(folder, size):
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(build_tiny(folder / size, size=size))
+
+
+def test_a_model_with_other_names_and_lists_has_a_shape_too():
+    config = SimpleNamespace(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=[4, 8],
+        moe_intermediate_size=32,
+        num_experts_per_tok=2,
+        vocab_size=100,
+    )
+    config.get_text_config = lambda: config
+    assert ModelShape.of(config) == ModelShape(64, 2, 64, 64, 64, 100)
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "llama", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_estimate_is_above_what_a_forward_pass_keeps_and_not_by_far(tmp_path, arch, dtype, checkpointing):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(build_tiny(tmp_path / arch, arch, "tiny"), dtype=dtype)
+    enable_packed_attention(model)
+    model.train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = list(range(64))
+    tokens = pack([TokenSequence(ids, ids) for _ in range(8)])
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage  # alive, so that no other gets its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = packed_logits(model, tokens).float().logsumexp(-1).sum()
+    found = sum(storage.nbytes() for storage in kept.values()) / tokens.input_ids.numel()
+    estimate = activation_bytes(
+        ModelShape.of(model.config), element=dtype.itemsize, checkpointing=checkpointing, whole_logits=True
+    )
+    assert loss.isfinite()
+    assert found < estimate < (5 if checkpointing else 1.5) * found
