@@ -1,12 +1,12 @@
 """Peak memory and processor seconds of one training pass over a large vocabulary, by the way log-probs are made.
 
-    python benchmarks/head_memory.py [--vocabulary 152000] [--tokens 2048] [--rounds 3]
+python benchmarks/head_memory.py [--vocabulary 152000] [--tokens 2048] [--rounds 3]
 
-Ways: `chunked` (swift), `logits` (swift, for models that cannot score themselves), `trl` (TRL's own chunked head). The
-model has 8 layers of width 512 and a tied output layer (24M parameters without the vocabulary), trained in full or, with
-`--tuner lora`, under an adapter. A pass is forward and backward over one slice of completions of 256 tokens; each way runs
-in fresh processes, twice in each. Memory is the highest of the process, seconds are those of the second pass on one thread.
-Fails when `chunked` takes more than half the memory of `logits`, or when gradients differ.
+Ways: `chunked` (swift), `logits` (swift, for models that cannot score themselves), `trl` (TRL's own chunked head).
+The model has 8 layers of width 512 and a tied output layer (24M parameters without the vocabulary), trained in full
+or, with `--tuner lora`, under an adapter. A pass is forward and backward over one slice of completions of 256 tokens;
+each way runs in fresh processes, twice in each. Memory is the highest of the process, seconds are those of the second
+pass on one thread. Fails when `chunked` takes more than half the memory of `logits`, or when gradients differ.
 """
 
 from __future__ import annotations

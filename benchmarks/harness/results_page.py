@@ -1,4 +1,7 @@
-"""Puts results of `swift bench` into docs/benchmarks.md: `python benchmarks/harness/results_page.py RESULTS.json...`."""
+"""Puts results of `swift bench` into docs/benchmarks.md.
+
+`python benchmarks/harness/results_page.py RESULTS.json...`
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ def main() -> None:
     descriptor, num_completions, *flags = sys.argv[1:]
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from transformers import TrainerCallback, trainer
+    from transformers import TrainerCallback
+    from transformers.trainer_callback import CallbackHandler
 
     channel = socket.socket(fileno=int(descriptor)).makefile("rw", encoding="utf-8")
 
@@ -48,7 +49,13 @@ def main() -> None:
             control.should_training_stop = not (line and json.loads(line)["go"])
             self.began = time.perf_counter(), _computed()
 
-    trainer.DEFAULT_CALLBACKS.append(Turns)
+    make = CallbackHandler.__init__
+
+    def with_turns(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        self.add_callback(Turns())
+
+    CallbackHandler.__init__ = with_turns  # ms-swift replaces transformers' list of default callbacks
     sys.argv = ["rlhf", *flags]
     runpy.run_module("swift.cli.rlhf", run_name="__main__")
 

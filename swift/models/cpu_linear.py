@@ -44,7 +44,7 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if rows.shape[0] == 1:
         return linear(rows.expand(2, -1).contiguous(), weight, bias)[:1]
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    product: Tensor = torch.ops.mkldnn._linear_pointwise.default(rows, weight, bias, "none", [], "")
     return product
 
 

@@ -73,6 +73,7 @@ def _is_plain(states: Tensor, weight: Tensor) -> bool:
         states.device.type == "cpu"
         and states.dtype == weight.dtype == torch.float32
         and type(weight) in (nn.Parameter, Tensor)
+        and weight.is_contiguous()
         and states.numel() >= FEWEST_ROWS * states.shape[-1]
         and not torch.is_autocast_enabled("cpu")
     )
@@ -88,18 +89,22 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(states, weight)
-        rows = cpu_linear.linear(states.reshape(-1, states.shape[-1]), weight, bias)
-        return rows.view(*states.shape[:-1], -1)
+        return cpu_linear.linear(_rows(states), weight, bias).view(*states.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         states, weight = ctx.saved_tensors
         wants_states, wants_weight, wants_bias = ctx.needs_input_grad
-        rows = grad.reshape(-1, grad.shape[-1])
+        grads = _rows(grad)
         dstates = dweight = None
         if wants_states:
-            dstates = cpu_linear.linear(rows, weight.t()).view(states.shape)
+            dstates = cpu_linear.linear(grads, weight.t()).view(states.shape)
         if wants_weight:
-            dweight = cpu_linear.linear(rows.t(), states.reshape(-1, states.shape[-1]).t())
-        return dstates, dweight, rows.sum(0) if wants_bias else None
+            dweight = cpu_linear.linear(grads.t(), _rows(states).t())
+        return dstates, dweight, grads.sum(0) if wants_bias else None
+
+
+def _rows(states: Tensor) -> Tensor:
+    """[..., K] -> [N, K] without gaps: with others oneDNN falls back to loops that take a hundred times as long."""
+    return states.reshape(-1, states.shape[-1]).contiguous()

@@ -16,10 +16,10 @@ SIDE_FIGURES = {"seconds", "all_seconds", "peak_mib", "workers_mib", "processor_
 
 FAKE_COMMAND = """
 import sys
-from transformers import trainer
+from transformers.trainer_callback import CallbackHandler
 from types import SimpleNamespace
 assert "--num_generations" in sys.argv
-(turns,) = [callback() for callback in trainer.DEFAULT_CALLBACKS if callback.__name__ == "Turns"]
+(turns,) = [one for one in CallbackHandler([], *[None] * 4).callbacks if type(one).__name__ == "Turns"]
 control = SimpleNamespace(should_training_stop=False)
 turns.on_train_begin(None, None, control)
 while not control.should_training_stop:

@@ -251,7 +251,7 @@ def test_rows_that_come_and_go_attend_to_their_prompt_and_their_own_tokens(seed,
             rows += [(keys[spans[i].start : spans[i].stop], values[spans[i].start : spans[i].stop]) for i in which]
         query, key, value = (torch.randn(len(rows), count, 8) for count in (heads, groups, groups))
         cache.begin_step()
-        found = cache.attend(0, query, key, value, 0.3)
+        found = cache.attend(0, query, key, value, 0.3, len(rows) + seed)[: len(rows)]
         rows = [
             (torch.cat([k, a[None]]), torch.cat([v, b[None]])) for (k, v), a, b in zip(rows, key, value, strict=True)
         ]
@@ -278,8 +278,8 @@ def test_a_row_that_is_not_numbers_spoils_no_other():
         cache.begin_step()
         query, key = torch.randn(3, 4, 8), torch.randn(3, 2, 8)
         query[1], key[1] = torch.nan, torch.nan
-        found = cache.attend(0, query, key, key, 0.3)
+        found = cache.attend(0, query, key, key, 0.3, 3)
         assert found.isfinite().all(1).tolist() == [True, False, True]
     cache.keep([0, 2])
     cache.begin_step()
-    assert cache.attend(0, torch.randn(2, 4, 8), torch.randn(2, 2, 8), torch.randn(2, 2, 8), 0.3).isfinite().all()
+    assert cache.attend(0, torch.randn(2, 4, 8), torch.randn(2, 2, 8), torch.randn(2, 2, 8), 0.3, 2).isfinite().all()

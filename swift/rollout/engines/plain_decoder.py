@@ -40,8 +40,8 @@ PACKED_BYTES = 1 << 30
 class Attention(Protocol):
     """Where a layer's attention happens; see `PromptCache.attend`."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """[N, H, D], [N, Hkv, D], [N, Hkv, D] -> [N, H * D]"""
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, rows: int) -> Tensor:
+        """[R, H, D], [R, Hkv, D], [R, Hkv, D] -> [N, H * D], N = rows"""
         ...
 
 
@@ -197,7 +197,9 @@ class PlainDecoder:
                         cache.add([stream], spans, which, [late + len(steps)] * len(which))
                 cache.begin_step()
                 query, key = (part.expand(cache.num_rows, -1, -1) for part in steps[max(0, own)])
-                outputs.append(cache.attend(0, query, key, key, layer.scale)[len(before) if own >= 0 else 0])
+                outputs.append(
+                    cache.attend(0, query, key, key, layer.scale, cache.num_rows)[len(before) if own >= 0 else 0]
+                )
             return torch.stack(outputs[late:])
 
         alone = attended([], 0, [], 0)
@@ -291,9 +293,7 @@ class _Layer:
             )
         turned = torch.addcmul(turning * turn[0], turning.roll(self.depth // 2, -1), turn[1])[:count]
         query, key = turned[:, : self.heads], turned[:, self.heads :]
-        attended = attention.attend(index, query, key, heads[:count, self.heads + self.groups :], self.scale)
-        if count < rows:
-            attended = nn.functional.pad(attended, (0, 0, 0, rows - count))
+        attended = attention.attend(index, query, key, heads[:count, self.heads + self.groups :], self.scale, rows)
         hidden = hidden.add_(self.to_output(attended))
         normed = _norm(hidden, self.layer.post_attention_layernorm)
         inner = self.layer.mlp.act_fn(self.to_gate(normed)).mul_(self.to_up(normed))

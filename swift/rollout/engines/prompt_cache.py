@@ -18,7 +18,7 @@ that count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,7 +88,7 @@ class PromptCache:
         self._room = 0
         self._prompt_mask: Tensor | None = None  # [C * Hkv, 1, W], 0 or -inf
         self._row_of_slot: Tensor | None = None  # None: row i is in slot i
-        self._slot_of_row: Tensor | None = None
+        self._padded_slots: Tensor | None = None
         self._places: tuple[Tensor, Tensor, Tensor] | None = (
             None  # cell, slot and position of each row, when they differ
         )
@@ -220,12 +220,11 @@ class PromptCache:
         """Which row is in which slot."""
         slots = [row.slot for row in self._rows]
         total = len(self._cells) * self._size
-        self._row_of_slot = self._slot_of_row = None
+        self._row_of_slot = self._padded_slots = None
         if slots != list(range(total)):
             rows = dict(zip(slots, range(len(slots)), strict=True))
             device = self.layers[0][0].device
             self._row_of_slot = torch.tensor([rows.get(slot, 0) for slot in range(total)], device=device)
-            self._slot_of_row = torch.tensor(slots, device=device)
 
     def _mask_prompts(self) -> None:
         lengths = [self._prompt_lengths[prompt] for prompt in self._cells]
@@ -267,7 +266,7 @@ class PromptCache:
             values[:, :, :, :room] = own_values
             self.layers[index] = (prompt_keys, prompt_values, keys, values)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, rows: int) -> Tensor:
         """Write one position per row and attend to the prompt and the row's own positions.
 
         Args:
@@ -276,9 +275,10 @@ class PromptCache:
             key: [R, Hkv, D].
             value: [R, Hkv, D].
             scale: softmax scale.
+            rows: N, at least R.
 
         Returns:
-            [R, H * D]
+            [N, H * D], of which the last N - R rows mean nothing
         """
         prompt_keys, prompt_values, own_keys, own_values = self.layers[layer]
         self._write(own_keys, own_values, key, value)
@@ -301,8 +301,17 @@ class PromptCache:
         for start in range(0, width, BLOCK):
             stop = min(start + BLOCK, width)
             sums += torch.bmm(both[:, :, self._width + start : self._width + stop], own_values[:, start:stop])
-        rows = output.view(cells, heads, size, -1).transpose(1, 2).reshape(cells * size, -1)
-        return rows if self._slot_of_row is None else rows.index_select(0, self._slot_of_row)
+        by_slot = output.view(cells, heads, size, -1).transpose(1, 2).reshape(cells * size, -1)
+        if self._row_of_slot is None and rows == len(self._rows):
+            return by_slot
+        return by_slot.index_select(0, self._slots(rows))
+
+    def _slots(self, rows: int) -> Tensor:
+        """[N] the slot of each row, and of the first row for those beyond them."""
+        if self._padded_slots is None or self._padded_slots.shape[0] != rows:
+            slots = [row.slot for row in self._rows]
+            self._padded_slots = torch.tensor(slots + slots[:1] * (rows - len(slots)), device=self.layers[0][0].device)
+        return self._padded_slots
 
     def _write(self, own_keys: Tensor, own_values: Tensor, key: Tensor, value: Tensor) -> None:
         if self._places is not None:
@@ -337,10 +346,6 @@ def _from_prompt(weights: Tensor, values: Tensor) -> Tensor:
     return sums[:, :rows].contiguous() if rows < LEAST_ROWS else sums
 
 
-Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
-"""How a layer attends: `PromptCache.attend`, or that of a prefill."""
-
-
 class Prefill:
     """Attention of a packed stream of prompts, each to itself, which remembers keys and values.
 
@@ -352,11 +357,11 @@ class Prefill:
         self.spans = spans
         self.captured: list[tuple[Tensor, Tensor]] = []
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """See `PromptCache.attend`; [T, H, D] and [T, Hkv, D] in, [T, H * D] out."""
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, rows: int) -> Tensor:
+        """See `PromptCache.attend`; [T, H, D] and [T, Hkv, D] in, [N, H * D] out."""
         assert layer == len(self.captured)
-        self.captured.append((key, value))
-        output = torch.empty_like(query)
+        self.captured.append((key.contiguous(), value.contiguous()))
+        output = query.new_zeros(rows, *query.shape[1:])
         for span in self.spans:
             part = slice(span.start, span.stop)
             attended = torch.nn.functional.scaled_dot_product_attention(

@@ -143,6 +143,7 @@ class TransformersEngine(InferenceEngine):
         self._joins: bool | None = None
         self._look_for_room = False
         self._was_training = False
+        self._spread = False
         if self.obstacle is not None:
             self._try_own_cache()
 
@@ -233,7 +234,7 @@ class TransformersEngine(InferenceEngine):
         try:
             while not run.done:
                 self._check_awake()
-                with self._step, _without_gradients(self.model):
+                with self._step, _without_gradients(is_spread(self.model)):
                     self.model.eval()
                     self._take_weights(run)
                     finished = run.step(self.model, self.version)
@@ -275,7 +276,9 @@ class TransformersEngine(InferenceEngine):
         started = time.monotonic()
         ended: list[Completion] = []
         try:
-            with _without_gradients(self.model):
+            if self._run is None:
+                self._spread = is_spread(self.model)
+            with _without_gradients(self._spread):
                 while self._outstanding and not ended and not self._paused and not self._closed:
                     with self._step:
                         ended = self._one_step()
@@ -731,9 +734,9 @@ def build(spec: EngineSpec) -> TransformersEngine:
     )
 
 
-def _without_gradients(model: nn.Module) -> AbstractContextManager[Any]:
+def _without_gradients(spread: bool) -> AbstractContextManager[Any]:
     """Inference mode; plain no_grad where parameters are gathered inside, which training uses afterwards."""
-    return torch.no_grad() if is_spread(model) else torch.inference_mode()
+    return torch.no_grad() if spread else torch.inference_mode()
 
 
 def _unbegun(request: Request) -> Completion:
