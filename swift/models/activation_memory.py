@@ -6,7 +6,7 @@ intermediate size i:
 
     two norms        2 x (4 h + 2 e h)    the input in fp32; the normalised states; the output
     two more norms   (4 + 2 e) (q + k)    of queries and keys, which some models have
-    attention        8 e q                queries, keys and values of a completion with as long a prompt, outputs
+    attention        8 e q                queries, keys and values, as they are and gathered; outputs
     MLP              4 e i                gate, up, activation, product (of each expert that a token visits)
 
 One layer more is counted for what the backward pass itself holds. With gradient checkpointing a layer keeps its input

@@ -12,12 +12,12 @@ What the backward pass needs is kept in one of three ways (`choose_way`):
     recompute   else, one number per row; the backward pass makes each block of logits again
 
 Statistics are fp32 for bf16, fp16 and fp32 inputs and float64 for float64 inputs, as in `swift.rl.logprobs`; matrix
-products are in the type of the inputs.
+products are in the type of the inputs, by torch's own `mm` or what the caller knows to be faster.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,6 +29,9 @@ Entropy = Literal["none", "value", "gradient"]
 """What is wanted of the entropy: nothing, its value, or its value with a gradient."""
 
 Way = Literal["value", "direction", "keep", "recompute"]
+
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""`rows [N, K], weight [M, K], bias [M] or None -> rows @ weight.T + bias` [N, M], a new tensor without a gradient."""
 
 CPU_BLOCK_ELEMENTS = 2**20
 """Elements of a block on the CPU (4 MiB in fp32, which a cache holds)."""
@@ -88,6 +91,7 @@ def linear_logprobs(
     entropy: Entropy = "none",
     keep_bytes: int | None = None,
     block: tuple[int, int] | None = None,
+    multiply: Multiply | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`log_softmax(map(hidden @ weight.T + bias))` at the given ids, and the entropy of that distribution in nats.
 
@@ -101,6 +105,7 @@ def linear_logprobs(
         entropy: whether it is wanted, and whether it shall carry a gradient.
         keep_bytes: logits up to this size may be kept for the backward pass; None means `KEEP_BYTES`.
         block: rows and columns of a block; None takes what suits the device.
+        multiply: does the matrix products; None means torch's own.
 
     Returns:
         log-probs [N] and entropy [N] (or None), fp32 (float64 for float64 inputs).
@@ -120,11 +125,11 @@ def linear_logprobs(
     shape = block or block_shape(ids_N.numel(), weight_VH.shape[0], on_cpu=hidden_NH.device.type == "cpu")
     hidden_NH = hidden_NH.contiguous()
     if way == "value":
-        head = _Head(hidden_NH.detach(), weight_VH.detach(), _detached(bias_V), ids_N, logit_map, shape)
+        head = _Head(hidden_NH.detach(), weight_VH.detach(), _detached(bias_V), ids_N, logit_map, shape, multiply)
         found = _statistics(head, way, entropy)
         return found.logprobs_N, found.entropy_N
     logprobs_N, entropy_N = _LinearLogprobs.apply(
-        hidden_NH, weight_VH, bias_V, ids_N, _Settings(logit_map, entropy, way, shape)
+        hidden_NH, weight_VH, bias_V, ids_N, _Settings(logit_map, entropy, way, shape, multiply)
     )
     return logprobs_N, entropy_N if entropy != "none" else None
 
@@ -162,6 +167,7 @@ class _Settings:
     entropy: Entropy
     way: Way
     shape: tuple[int, int]
+    multiply: Multiply | None
 
 
 @dataclass(slots=True)
@@ -174,6 +180,7 @@ class _Head:
     ids_N: Tensor
     logit_map: LogitMap
     shape: tuple[int, int]
+    multiply: Multiply | None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -203,12 +210,27 @@ class _Head:
         rows, columns = min(self.shape[0], self.ids_N.numel()), min(self.shape[1], self.weight_VH.shape[0])
         return torch.empty(rows * columns, dtype=dtype, device=self.hidden_NH.device)
 
-    def product(self, rows: slice, columns: slice, out: Tensor) -> Tensor:
-        """`hidden @ weight.T + bias` of a block into `out`."""
+    def product(self, rows: slice, columns: slice, out: Tensor | None) -> Tensor:
+        """`hidden @ weight.T + bias` of a block: a new tensor, or `out` where it is given and torch multiplies."""
         hidden, weight = self.hidden_NH[rows], self.weight_VH[columns]
-        if self.bias_V is None:
-            return torch.mm(hidden, weight.t(), out=out)
-        return torch.addmm(self.bias_V[columns], hidden, weight.t(), out=out)
+        bias = None if self.bias_V is None else self.bias_V[columns]
+        if self.multiply is not None:
+            return self.multiply(hidden, weight, bias)
+        return torch.mm(hidden, weight.t(), out=out) if bias is None else torch.addmm(bias, hidden, weight.t(), out=out)
+
+    def matmul(self, left: Tensor, right: Tensor) -> Tensor:
+        """`left @ right`, a new tensor."""
+        return left @ right if self.multiply is None else self.multiply(left, right.t(), None)
+
+    def add_product(self, total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
+        """`total += left @ right`, or `=` for the first."""
+        if self.multiply is not None or total.dtype != left.dtype:
+            product = self.matmul(left, right)
+            total.copy_(product) if first else total.add_(product)
+        elif first:
+            torch.mm(left, right, out=total)
+        else:
+            total.addmm_(left, right)
 
     def places(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor | None]:
         """The column of each row's id within the block, [R, 1], 0 where it is elsewhere; and whether it is in it.
@@ -226,14 +248,15 @@ class _Head:
 class _Found:
     """What the forward pass learns of each row.
 
-    normaliser_N: log of the sum of exponentials. kept_NV: logits as the product gave them; where `exponential`, their
-    exponentials relative to the row's highest, and `normaliser_N` is the sum of these. direction_NH: d logp / d hidden.
+    normaliser_N: log of the sum of exponentials. kept: blocks of logits as the product gave them; where `exponential`,
+    their exponentials relative to the row's highest, and `normaliser_N` is the sum of these. direction_NH: d logp / d
+    hidden.
     """
 
     logprobs_N: Tensor
     normaliser_N: Tensor
     entropy_N: Tensor | None
-    kept_NV: Tensor | None = None
+    kept: list[Tensor] | None = None
     exponential: bool = False
     direction_NH: Tensor | None = None
 
@@ -245,7 +268,7 @@ class _LinearLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, ids_N: Tensor, settings: _Settings
     ) -> tuple[Tensor, Tensor]:
-        head = _Head(hidden_NH, weight_VH, bias_V, ids_N, settings.logit_map, settings.shape)
+        head = _Head(hidden_NH, weight_VH, bias_V, ids_N, settings.logit_map, settings.shape, settings.multiply)
         found = _statistics(head, settings.way, settings.entropy)
         empty = found.logprobs_N.new_empty(0)
         entropy_N = empty if found.entropy_N is None else found.entropy_N
@@ -256,7 +279,9 @@ class _LinearLogprobs(torch.autograd.Function):
         if settings.way == "direction":
             ctx.save_for_backward(found.direction_NH)
         else:  # the parameters themselves: their data may be gone now and back in the backward pass
-            ctx.save_for_backward(hidden_NH, weight_VH, bias_V, ids_N, found.normaliser_N, entropy_N, found.kept_NV)
+            ctx.save_for_backward(
+                hidden_NH, weight_VH, bias_V, ids_N, found.normaliser_N, entropy_N, *(found.kept or ())
+            )
         return found.logprobs_N, entropy_N
 
     @staticmethod
@@ -269,11 +294,13 @@ class _LinearLogprobs(torch.autograd.Function):
             assert logprob_grad_N is not None
             (direction_NH,) = ctx.saved_tensors
             return direction_NH * logprob_grad_N.to(direction_NH.dtype).unsqueeze(1), None, None, None, None
-        hidden_NH, weight_VH, bias_V, ids_N, normaliser_N, entropy_N, kept_NV = ctx.saved_tensors
-        head = _Head(hidden_NH, weight_VH, bias_V, ids_N, ctx.settings.logit_map, ctx.settings.shape)
+        settings: _Settings = ctx.settings
+        hidden_NH, weight_VH, bias_V, ids_N, normaliser_N, entropy_N, *blocks = ctx.saved_tensors
+        kept = blocks if settings.way == "keep" else None
+        head = _Head(hidden_NH, weight_VH, bias_V, ids_N, settings.logit_map, settings.shape, settings.multiply)
         if logprob_grad_N is None:
             logprob_grad_N = torch.zeros_like(normaliser_N)
-        found = _Found(logprob_grad_N, normaliser_N, entropy_N, kept_NV, ctx.exponential)
+        found = _Found(logprob_grad_N, normaliser_N, entropy_N, kept, ctx.exponential)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         sums = _GradientSums(head, needs_hidden, needs_weight, needs_bias and bias_V is not None)
         for rows, columns, grad in _logit_gradients(head, found, logprob_grad_N, entropy_grad_N):
@@ -293,46 +320,51 @@ def _statistics(head: _Head, way: Way, entropy: Entropy) -> _Found:
         entropy_N=torch.empty(num_rows, **options) if entropy != "none" else None,
     )
     if way == "keep":
-        found.kept_NV = head.hidden_NH.new_empty(num_rows, head.weight_VH.shape[0])
+        found.kept = []
         found.exponential = (
             head.one_column and not head.narrow and entropy != "gradient" and head.logit_map.softcap is None
         )
     if way == "direction":
         found.direction_NH = torch.empty_like(head.hidden_NH)
-    buffers = _Buffers(head, way, entropy, in_place=found.exponential)
+    buffers = _Buffers(head, keep=way == "keep", in_place=found.exponential, spare=entropy != "none")
     for rows in head.row_spans():
         running = _Running(head, rows, entropy != "none", way == "direction")
         for columns in head.column_spans():
-            running.add(columns, buffers.logits(rows, columns, found.kept_NV), buffers)
+            running.add(columns, buffers.logits(rows, columns, found.kept), buffers)
         running.finish(found)
     return found
 
 
 class _Buffers:
-    """The memory of one block of logits: as the product gives it, and in the type of statistics."""
+    """The memory of one block of logits: as the product gives it, and in the type of statistics.
 
-    def __init__(self, head: _Head, way: Way, entropy: Entropy, *, in_place: bool) -> None:
-        self.head, self.in_place = head, in_place
-        self.product = head.buffer(head.hidden_NH.dtype) if head.narrow and way != "keep" else None
-        self.statistics = None if in_place else head.buffer(head.dtype)
-        self.spare = head.buffer(head.dtype) if entropy != "none" else None
-        """For what must not overwrite the logits."""
+    Args:
+        head: the inputs.
+        keep: blocks are kept as the product gives them.
+        in_place: they are kept as what the statistics make of them.
+        spare: another block is needed, for what must not overwrite the logits.
+    """
 
-    def logits(self, rows: slice, columns: slice, kept_NV: Tensor | None) -> Tensor:
-        """The mapped logits of a block, to be overwritten; what is to be kept stays in `kept_NV`."""
-        head = self.head
+    def __init__(self, head: _Head, *, keep: bool, in_place: bool, spare: bool) -> None:
+        self.head = head
+        self.copies = head.narrow or (keep and not in_place)
+        reused = head.multiply is None and not keep
+        self.product = head.buffer(head.hidden_NH.dtype) if reused else None
+        self.statistics = head.buffer(head.dtype) if self.copies else None
+        self.spare = head.buffer(head.dtype) if spare else None
+
+    def logits(self, rows: slice, columns: slice, kept: list[Tensor] | None) -> Tensor:
+        """The mapped logits of a block, to be overwritten; what is to be kept goes to `kept`."""
         size = (rows.stop - rows.start, columns.stop - columns.start)
-        target = None if self.statistics is None else _view(self.statistics, size)
-        if kept_NV is not None:
-            product = head.product(rows, columns, kept_NV[rows, columns])
-        elif self.product is not None:
-            product = head.product(rows, columns, _view(self.product, size))
-        else:
-            assert target is not None
-            product = head.product(rows, columns, target)
-        if target is None or target is product:
-            return head.logit_map.apply_(product)
-        return head.logit_map.apply_(target.copy_(product))
+        product = self.head.product(rows, columns, None if self.product is None else _view(self.product, size))
+        if kept is not None:
+            kept.append(product)
+        return self.head.logit_map.apply_(self.own(product) if self.copies else product)
+
+    def own(self, block: Tensor) -> Tensor:
+        """A copy in the type of statistics."""
+        assert self.statistics is not None
+        return _view(self.statistics, tuple(block.shape)).copy_(block)
 
 
 class _Running:
@@ -398,12 +430,10 @@ class _Running:
         if bend is not None:
             exponentials.mul_(bend)
         weight = self.head.weight_VH[columns]
-        if self.head.narrow:
-            self.mean = _sum(self.mean, (exponentials.to(weight.dtype) @ weight).to(self.head.dtype))
-        elif self.mean is None:
-            self.mean = exponentials @ weight
-        else:
-            self.mean.addmm_(exponentials, weight)
+        first = self.mean is None
+        if self.mean is None:
+            self.mean = exponentials.new_empty(exponentials.shape[0], weight.shape[1])
+        self.head.add_product(self.mean, exponentials.to(weight.dtype), weight, first=first)
 
     def finish(self, found: _Found) -> None:
         """Write what was asked for."""
@@ -434,20 +464,23 @@ def _logit_gradients(
     head: _Head, found: _Found, logprob_grad_N: Tensor, entropy_grad_N: Tensor | None
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """The gradient of `hidden @ weight.T + bias`, block by block, in the type of the inputs; void at the next."""
-    buffers = _Buffers(head, "value", "none" if entropy_grad_N is None else "value", in_place=False)
+    kept = found.kept
+    buffers = _Buffers(head, keep=kept is not None, in_place=False, spare=entropy_grad_N is not None)
     narrow = head.buffer(head.hidden_NH.dtype) if head.narrow else None
+    blocks = iter(kept or ())
     for rows in head.row_spans():
         pull = logprob_grad_N[rows].to(head.dtype) * head.logit_map.slope
         push = None if entropy_grad_N is None else entropy_grad_N[rows].to(head.dtype) * head.logit_map.slope
         for columns in head.column_spans():
-            size = (rows.stop - rows.start, columns.stop - columns.start)
-            assert buffers.statistics is not None
-            if found.exponential and found.kept_NV is not None:
-                bend = None
+            bend = None
+            if found.exponential:
                 factor = (pull / found.normaliser_N[rows]).neg_().unsqueeze(1)
-                grad = torch.mul(found.kept_NV[rows, columns], factor, out=_view(buffers.statistics, size))
+                grad = buffers.own(next(blocks)).mul_(factor)
             else:
-                logits = _logits_again(head, found, buffers, rows, columns)
+                if kept is None:
+                    logits = buffers.logits(rows, columns, None)
+                else:
+                    logits = head.logit_map.apply_(buffers.own(next(blocks)))
                 bend = head.logit_map.bend(logits)
                 grad = _softmax_gradient(logits, found, rows, pull, push, buffers.spare)
             places, inside = head.places(rows, columns)
@@ -455,15 +488,7 @@ def _logit_gradients(
             grad.scatter_add_(1, places, own.unsqueeze(1))
             if bend is not None:
                 grad.mul_(bend)
-            yield rows, columns, grad if narrow is None else _view(narrow, size).copy_(grad)
-
-
-def _logits_again(head: _Head, found: _Found, buffers: _Buffers, rows: slice, columns: slice) -> Tensor:
-    if found.kept_NV is None:
-        return buffers.logits(rows, columns, None)
-    assert buffers.statistics is not None
-    kept = found.kept_NV[rows, columns]
-    return head.logit_map.apply_(_view(buffers.statistics, tuple(kept.shape)).copy_(kept))
+            yield rows, columns, grad if narrow is None else _view(narrow, tuple(grad.shape)).copy_(grad)
 
 
 def _softmax_gradient(
@@ -486,21 +511,28 @@ class _GradientSums:
     """
 
     def __init__(self, head: _Head, hidden: bool, weight: bool, bias: bool) -> None:
-        self.head = head
+        self.head, self.needs_hidden, self.needs_weight = head, hidden, weight
+        row_spans = head.row_spans()
+        self.one_block = head.one_column and len(row_spans) == 1
         hidden_dtype = head.hidden_NH.dtype if head.one_column else head.dtype
-        weight_dtype = head.weight_VH.dtype if len(head.row_spans()) <= 1 else head.dtype
-        self.hidden = torch.empty_like(head.hidden_NH, dtype=hidden_dtype) if hidden else None
-        self.weight = torch.empty_like(head.weight_VH, dtype=weight_dtype) if weight else None
+        weight_dtype = head.weight_VH.dtype if len(row_spans) <= 1 else head.dtype
+        summed = not self.one_block
+        self.hidden = torch.empty_like(head.hidden_NH, dtype=hidden_dtype) if hidden and summed else None
+        self.weight = torch.empty_like(head.weight_VH, dtype=weight_dtype) if weight and summed else None
         self.bias = head.weight_VH.new_zeros(head.weight_VH.shape[0], dtype=head.dtype) if bias else None
-        if self.weight is not None and not head.row_spans():
+        if self.weight is not None and not row_spans:
             self.weight.zero_()
 
     def add(self, rows: slice, columns: slice, grad: Tensor) -> None:
         """One block."""
-        if self.hidden is not None:
-            _add_product(self.hidden[rows], grad, self.head.weight_VH[columns], first=columns.start == 0)
-        if self.weight is not None:
-            _add_product(self.weight[columns], grad.t(), self.head.hidden_NH[rows], first=rows.start == 0)
+        head = self.head
+        if self.one_block:
+            self.hidden = head.matmul(grad, head.weight_VH) if self.needs_hidden else None
+            self.weight = head.matmul(grad.t(), head.hidden_NH) if self.needs_weight else None
+        if self.hidden is not None and not self.one_block:
+            head.add_product(self.hidden[rows], grad, head.weight_VH[columns], first=columns.start == 0)
+        if self.weight is not None and not self.one_block:
+            head.add_product(self.weight[columns], grad.t(), head.hidden_NH[rows], first=rows.start == 0)
         if self.bias is not None:
             self.bias[columns] += grad.sum(dim=0, dtype=self.bias.dtype)
 
@@ -512,17 +544,6 @@ class _GradientSums:
             None if self.weight is None else self.weight.to(head.weight_VH.dtype),
             None if self.bias is None or head.bias_V is None else self.bias.to(head.bias_V.dtype),
         )
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
-    """`total += left @ right`, or `=` for the first."""
-    if total.dtype != left.dtype:
-        product = left @ right
-        total.copy_(product) if first else total.add_(product)
-    elif first:
-        torch.mm(left, right, out=total)
-    else:
-        total.addmm_(left, right)
 
 
 # --- small parts -------------------------------------------------------------------------------------------------

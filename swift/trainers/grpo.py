@@ -457,7 +457,7 @@ class _Session:
         parts, checkpoint = self.parts, self.parts.start.checkpoint
         try:
             notes = self.cycle.notes if self.cycle is not None else []
-            slow = [*slow_path_lines(self.setup.engine), *uncorrected_lines(self.trainer.settings)]
+            slow = [*slow_path_lines(self.trainer.packing_obstacle), *uncorrected_lines(self.trainer.settings)]
             about = [*self.resolved.preset_lines, *plan_lines(parts)]
             for line in [*parts.lines, *parts.start.notes, *about, *slow, *notes]:
                 self.say(line)
@@ -1001,9 +1001,8 @@ def plan_lines(parts: Parts) -> list[str]:
     return [*lines, describe_placement(parts.placement) + ahead, *parts.placement.notes]
 
 
-def slow_path_lines(engine: InferenceEngine | None) -> list[str]:
-    """A remark when the model cannot be packed."""
-    obstacle = getattr(engine, "obstacle", None)
+def slow_path_lines(obstacle: str | None) -> list[str]:
+    """A remark when the model cannot be packed, whichever engine samples."""
     if obstacle is None:
         return []
     return [f"attention: the model's own ({obstacle}); prompts are not shared, so this is slower"]

@@ -168,10 +168,10 @@ class GRPOTrainer(SealedTrainer):
         assert self.args.gradient_accumulation_steps == 1, "accumulation happens inside training_step"
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
-        choose_attention(self.model)
+        self.packing_obstacle = choose_attention(self.model)
         self._whole_logits = prepare_scoring(self.model)
         self._speed_up(self.model)
-        self.planner = PassPlanner(self.model, collectives, say=self._say)
+        self.planner = PassPlanner(self.model, collectives, device=self.args.device, say=self._say)
         if reference is not None:
             with reference.active() as module:
                 choose_attention(module)
@@ -185,9 +185,13 @@ class GRPOTrainer(SealedTrainer):
             use_fast_products(model)
 
     def collate(self, samples: Sequence[TrainSample], weights_S: Sequence[float]) -> MicroBatch:
-        """The samples of one pass, packed as it costs this model least; see `swift.trainers.microbatch.collate`."""
+        """The samples of one pass, packed as it costs this model least; see `swift.trainers.microbatch.collate`.
+
+        Under a limit of tokens prompts are shared always, because that is what the limit counts.
+        """
         sharing = sharing_cost(self.model.config, device_type=self.args.device.type, threads=torch.get_num_threads())
-        return collate(samples, weights_S, device=self.args.device, share_prompts=sharing or True)
+        share = True if sharing is None or self.settings.max_tokens is not None else sharing
+        return collate(samples, weights_S, device=self.args.device, share_prompts=share)
 
     # --- data -----------------------------------------------------------------------------------------------
 
@@ -491,9 +495,7 @@ class GRPOTrainer(SealedTrainer):
             return
         self._memory_fitted = True
         state = self.optimizer is not None and bool(self.optimizer.state)
-        self.planner.settle(
-            self.planner.measured(self.args.device, whole_logits=self._whole_logits is not None, has_state=state)
-        )
+        self.planner.settle(self.planner.measured(whole_logits=self._whole_logits is not None, has_state=state))
 
     def _say(self, line: str) -> None:
         if self.report is not None:

@@ -19,6 +19,7 @@ from torch import nn
 
 from swift.models.activation_memory import ModelShape, activation_bytes
 from swift.models.checkpoint_tensors import computing_dtype
+from swift.models.cpu_training import filled_length
 from swift.models.forward import is_packed
 from swift.models.sharded import is_dtensor, is_zero3
 from swift.observability.memory import measure
@@ -42,12 +43,16 @@ class PassPlanner:
     Args:
         model: the policy, unwrapped.
         collectives: the ranks that share a window.
+        device: of the model; on a CPU packed streams are filled up, which counts.
         say: shows a line, once per kind.
     """
 
-    def __init__(self, model: nn.Module, collectives: Collectives, *, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, model: nn.Module, collectives: Collectives, *, device: torch.device, say: Callable[[str], None]
+    ) -> None:
         self.model = model
         self.collectives = collectives
+        self.device = device
         self.fitting_tokens: int | None = None
         """Tokens that fit into memory; None before it was measured, and where an explicit limit counts."""
         self._say = say
@@ -63,6 +68,7 @@ class PassPlanner:
         self, samples: Sequence[TrainSample], window: Sequence[int], useful: Sequence[bool], limits: Limits
     ) -> WindowPlan:
         """The plan of a window, the same on every rank; see `plan_window`."""
+        limits = Limits(limits.samples, self._before_filling(limits.tokens))
         plan = self._plan(samples, window, useful, limits)
         if limits.tokens is None and self.fitting_tokens is not None:
             packed = is_packed(self.model)
@@ -96,6 +102,12 @@ class PassPlanner:
             work=self._work,
         )
 
+    def _before_filling(self, tokens: int | None) -> int | None:
+        """The longest stream that is within the limit when it is filled up (`swift.models.forward.pack`)."""
+        if tokens is None or self.device.type != "cpu" or not is_packed(self.model):
+            return tokens
+        return next(length for length in range(tokens, 0, -1) if filled_length(length) <= tokens)
+
     def _once(self, kind: str, line: str) -> None:
         if kind not in self._said:
             self._said.add(kind)
@@ -107,11 +119,10 @@ class PassPlanner:
         if self.fitting_tokens is None or self.fitting_tokens > 2 * least:
             self.fitting_tokens = least
 
-    def measured(self, device: torch.device, *, whole_logits: bool, has_state: bool) -> int:
+    def measured(self, *, whole_logits: bool, has_state: bool) -> int:
         """Tokens that fit into this rank's free memory now.
 
         Args:
-            device: of the model.
             whole_logits: whether the head makes all logits of a pass at once.
             has_state: whether the optimizer has its state already.
         """
@@ -123,7 +134,7 @@ class PassPlanner:
             whole_logits=whole_logits,
         )
         return tokens_that_fit(
-            free_bytes(device),
+            free_bytes(self.device),
             expected=expected_bytes(self.model.parameters(), has_state=has_state),
             per_token=per_token,
         )

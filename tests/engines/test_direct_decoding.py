@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from swift.models.cpu_training import use_fast_products
 from swift.models.forward import Span, choose_attention
 from swift.rollout.engines import transformers as engine_module
 from swift.rollout.engines.plain_decoder import PlainDecoder, obstacle, plain_decoder
@@ -206,6 +207,15 @@ def test_a_model_that_is_watched_or_patched_keeps_its_own_forward(nano_folders):
     engine.model.model.norm.forward = lambda rows: own(rows) * 0.5
     assert "patched forward" in obstacle(engine.model)
     assert run(engine, requests)["0/0"].logprobs != watched["0/0"].logprobs
+
+
+@pytest.mark.parametrize("make", [load, with_lora])
+def test_layers_that_train_with_fast_products_are_no_obstacle(nano_folders, make):
+    model = make(nano_folders["qwen2"])
+    choose_attention(model)
+    assert use_fast_products(model) > 0
+    assert obstacle(model) is None
+    assert plain_decoder(model) is not None
 
 
 @pytest.mark.parametrize("arch", ["mixtral", "granite", "cohere", "olmo2"])

@@ -71,7 +71,7 @@ def test_memory_cuts_passes_further_and_never_makes_them_larger(nano_folders, tm
     trainer.planner._say = said.append
     trainer.planner.measured = lambda *_, **__: 20
     gradients, cut = passes_of(trainer)
-    assert max(tokens for _, tokens in cut) <= 20
+    assert [samples for samples, _ in cut] == [2, 2, 2, 2]
     assert difference(gradients, expected) < 1e-6
     assert said == [
         "memory: passes are cut to 20 tokens, which is what fits; --max_tokens_per_micro_batch sets another limit"
@@ -89,10 +89,19 @@ def test_completions_above_the_limit_are_said_once(nano_folders, tmp_path):
     assert line.startswith("micro-batches: 4 completions are longer, with their prompt, than the 10 tokens of a pass")
 
 
+def test_a_stream_that_is_filled_up_on_a_cpu_stays_within_the_limit(nano_folders, tmp_path):
+    """Streams of 301 tokens would be filled up to 320."""
+    for tokens, within in ((319, 256), (320, 320), (200, 200)):
+        arguments = {"max_tokens": 60, "prompts": 20, "window": 32, "slice_size": None}
+        trainer = make_trainer(nano_folders["qwen2"], tmp_path, **arguments, settings={"max_tokens": tokens})
+        assert within * 0.75 < max(length for _, length in passes_of(trainer)[1]) <= within
+
+
 def planner(folder, ranks=None):
     from transformers import AutoModelForCausalLM
 
-    return PassPlanner(AutoModelForCausalLM.from_pretrained(folder), ranks or Ranks(), say=lambda line: None)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    return PassPlanner(model, ranks or Ranks(), device=torch.device("cpu"), say=lambda line: None)
 
 
 def test_ranks_agree_on_what_fits_on_the_smallest(nano_folders):
@@ -201,4 +210,4 @@ def test_the_estimate_is_above_what_a_forward_pass_keeps_and_not_by_far(tmp_path
         ModelShape.of(model.config), element=dtype.itemsize, checkpointing=checkpointing, whole_logits=True
     )
     assert loss.isfinite()
-    assert found < estimate < (5 if checkpointing else 1.5) * found
+    assert found < estimate < (5 if checkpointing else 2) * found

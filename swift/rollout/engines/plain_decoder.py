@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from swift.models import cpu_linear
+from swift.models.cpu_training import is_fast
 from swift.models.forward import Span, TokenSequence, is_packed, pack, packed_logits, transformers_model
 from swift.models.sharded import is_spread
 from swift.rollout.engines.prompt_cache import BLOCK, Prefill, PromptCache
@@ -100,7 +101,8 @@ def _patched(model: nn.Module) -> str | None:
     if peft is not None and str(getattr(peft, "value", peft)) != "LORA":
         return f"a PEFT method other than LoRA ({peft})"
     for module in model.modules():
-        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        replaced = "forward" in vars(module) and not is_fast(module)
+        if replaced or module._forward_hooks or module._forward_pre_hooks:
             return f"hooks or a patched forward of {type(module).__name__}"
     return None
 
