@@ -61,11 +61,6 @@ def use_fast_products(model: nn.Module) -> int:
     return len(layers)
 
 
-def is_fast(module: nn.Module) -> bool:
-    """Whether `use_fast_products` replaced this layer's forward, which computes the same as before."""
-    return getattr(vars(module).get("forward"), "__func__", None) is _forward
-
-
 def _forward(self: nn.Linear, input: Tensor) -> Tensor:
     if not _is_plain(input, self.weight):
         return nn.functional.linear(input, self.weight, self.bias)

@@ -8,6 +8,7 @@ import torch
 
 from swift.models.cpu_training import use_fast_products
 from swift.models.forward import Span, choose_attention
+from swift.models.scoring import prepare_scoring
 from swift.rollout.engines import transformers as engine_module
 from swift.rollout.engines.plain_decoder import PlainDecoder, obstacle, plain_decoder
 from swift.rollout.engines.prompt_cache import PromptCache, positions_needed
@@ -210,9 +211,10 @@ def test_a_model_that_is_watched_or_patched_keeps_its_own_forward(nano_folders):
 
 
 @pytest.mark.parametrize("make", [load, with_lora])
-def test_layers_that_train_with_fast_products_are_no_obstacle(nano_folders, make):
+def test_what_the_trainer_puts_into_its_model_is_no_obstacle(nano_folders, make):
     model = make(nano_folders["qwen2"])
     choose_attention(model)
+    assert prepare_scoring(model) is None
     assert use_fast_products(model) > 0
     assert obstacle(model) is None
     assert plain_decoder(model) is not None

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from swift.models import cpu_linear
-from swift.models.cpu_training import is_fast
 from swift.models.forward import Span, TokenSequence, is_packed, pack, packed_logits, transformers_model
 from swift.models.sharded import is_spread
 from swift.rollout.engines.prompt_cache import BLOCK, Prefill, PromptCache
@@ -34,6 +33,8 @@ ATTENTION_PARTS = (
     {"q_proj", "k_proj", "v_proj", "o_proj"},
     {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"},
 )
+EQUAL_FORWARDS = ("swift.models.cpu_training", "swift.models.scoring")
+"""What these put in the place of a module's forward gives the same logits, where logits are asked for."""
 PACKED_BYTES = 1 << 30
 """Weights above this are not packed, because packing holds them twice while sampling."""
 
@@ -101,7 +102,8 @@ def _patched(model: nn.Module) -> str | None:
     if peft is not None and str(getattr(peft, "value", peft)) != "LORA":
         return f"a PEFT method other than LoRA ({peft})"
     for module in model.modules():
-        replaced = "forward" in vars(module) and not is_fast(module)
+        forward = vars(module).get("forward")
+        replaced = forward is not None and getattr(forward, "__module__", "") not in EQUAL_FORWARDS
         if replaced or module._forward_hooks or module._forward_pre_hooks:
             return f"hooks or a patched forward of {type(module).__name__}"
     return None
