@@ -26,10 +26,10 @@ def trained(folder):
     return [(row["step"], row["group_id"], row["index"], row["completion"], row["reward"]) for row in rows]
 
 
-def assert_close(ours, theirs, *names):
+def assert_close(ours, theirs, *names, steps=None):
     mine, others = log_rows(ours), log_rows(theirs)
     assert len(mine) == len(others)
-    for one, other in zip(mine, others, strict=True):
+    for one, other in zip(mine[:steps], others[:steps], strict=True):
         for name in names:
             assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), (name, one["step"])
 
@@ -80,8 +80,9 @@ def test_the_kl_in_the_reward_is_the_same_on_two_processes(cli):
     one, _, _ = cli.finish("one", **{**BASE, **flags})
     two, _, _ = cli.finish("two", **{**HALF, **flags}, variables=TWO)
     none, _, _ = cli.finish("none", **{**BASE, **flags, "kl_in_reward": False, "beta": 0})
+    # such steps are so large that after three of them a rounding makes another token
     assert trained(two)[:24] == trained(one)[:24] == trained(none)[:24]
-    assert_close(two, one, "loss", "grad_norm", "reward", "kl_in_reward")
+    assert_close(two, one, "loss", "grad_norm", "reward", "kl_in_reward", steps=3)
     assert log_rows(one)[0]["kl_in_reward"] == pytest.approx(0.0, abs=1e-3)
     assert all("kl_in_reward" not in row for row in log_rows(none))
     first, last = (
