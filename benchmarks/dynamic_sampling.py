@@ -11,8 +11,9 @@ Both sides want 16 groups of 8 completions that teach something, and nothing is 
 The same engine, the same collector, the same rewards, the same stream of prompts and seeds. The sides take turns, one
 unit each. `simulated` has an engine with a clock in place of a model, and room for two draws at once; `simulated-full`
 has room for one; `transformers` decodes the demo's model; `transformers-few` the same with 4 groups of 4, so few rows
-that a decode step costs the same for twice as many. The script fails when the median unit takes more than 0.6 times as
-long as with batches, in `simulated` or in `transformers`.
+that a decode step costs the same for twice as many; `vllm` and `vllm-few` are these two in vLLM. The script fails when
+the median unit takes more than 0.6 times as long as with batches, in `simulated` or in `vllm-few`: where a step costs
+in proportion to its rows no schedule can save more than the rows.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -45,7 +46,7 @@ from swift.rollout.weight_sync.publisher import WeightPublisher
 from swift.types import GroupScores, Prompt, RolloutGroup, SamplingParams, TrainerProgress
 
 WANTED = 0.6
-JUDGED = ("simulated", "transformers")
+JUDGED = ("simulated", "vllm-few")
 MAX_RESAMPLE_TIMES = 3
 SEED = 0
 PROMPTS = 4000
@@ -303,27 +304,58 @@ def simulated(slots: int) -> Bench:
 
 
 def transformers(groups: int = 16, generations: int = 8) -> Bench:
-    """The demo's model and problems."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    """The demo's model and problems in the transformers engine."""
+    from transformers import AutoModelForCausalLM
 
     from swift.rollout.engines.transformers import TransformersEngine
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = demo_model(Path(folder))
+        prompts = demo_prompts(path)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype="float32").eval()
+    ends = model.generation_config.eos_token_id
+    engine = TransformersEngine(model, eos_token_ids=ends if isinstance(ends, list) else [ends])
+    return Bench(engine, prompts, 48, groups, generations)
+
+
+def vllm(groups: int = 16, generations: int = 8) -> Bench:
+    """The same in vLLM; its weights stay as they are, so nothing is published."""
+    from transformers import GenerationConfig
+
+    from swift.rollout.engines.spec import EngineSpec, build_engine
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = demo_model(Path(folder))
+        prompts = demo_prompts(path)
+        ends = GenerationConfig.from_pretrained(path).eos_token_id
+        spec = EngineSpec(
+            "vllm",
+            str(path),
+            eos_token_ids=tuple(ends if isinstance(ends, list) else [ends]),
+            max_model_len=128,
+            max_num_seqs=512,
+            enforce_eager=True,
+        )
+        engine = build_engine(spec)
+    engine.capabilities = replace(engine.capabilities, shares_weights=True)
+    return Bench(engine, prompts, 48, groups, generations)
+
+
+def demo_prompts(model: Path) -> list[Prompt]:
+    """The demo's problems in a fixed order."""
+    from transformers import AutoTokenizer
 
     sys.path.insert(0, str(ROOT / "examples" / "demo"))
     from problems import all_problems
 
-    with tempfile.TemporaryDirectory() as folder:
-        path = demo_model(Path(folder))
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype="float32").eval()
-    ends = model.generation_config.eos_token_id
+    tokenizer = AutoTokenizer.from_pretrained(model)
     problems = sorted(all_problems(), key=lambda one: hashlib.blake2b(one.query.encode()).digest())[:PROMPTS]
     prompts = []
     for problem in problems:
         messages = [{"role": "user", "content": problem.query}]
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         prompts.append(Prompt(problem.query, messages, list(ids)))
-    engine = TransformersEngine(model, eos_token_ids=ends if isinstance(ends, list) else [ends])
-    return Bench(engine, prompts, 48, groups, generations)
+    return prompts
 
 
 BENCHES: dict[str, Callable[[], Bench]] = {
@@ -331,6 +363,8 @@ BENCHES: dict[str, Callable[[], Bench]] = {
     "simulated-full": lambda: simulated(128),
     "transformers": transformers,
     "transformers-few": lambda: transformers(4, 4),
+    "vllm": vllm,
+    "vllm-few": lambda: vllm(4, 4),
 }
 
 

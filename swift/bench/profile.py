@@ -89,12 +89,14 @@ def watch(phases: Phases) -> None:
     from accelerate.optimizer import AcceleratedOptimizer
 
     from swift.observability.metrics import MetricStore
-    from swift.rollout.engines.decoding import BatchRun
+    from swift.rollout.engines.decoding import BatchRun, DirectRun, OwnCacheRun
     from swift.trainers.grpo_trainer import GRPOTrainer
 
     for owner, method, phase in (
         (BatchRun, "step", "decode"),
         (BatchRun, "_prefill", "prefill"),
+        (DirectRun, "_begin", "prefill"),
+        (OwnCacheRun, "_prefill", "prefill"),
         (BatchRun, "_sample", "sample tokens"),
         (GRPOTrainer, "training_step", "forward"),
         (Accelerator, "backward", "backward"),

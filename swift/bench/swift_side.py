@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -220,10 +221,17 @@ def generate(work: Work, gate: Gate) -> None:
 def publish(work: Work, gate: Gate) -> None:
     """New weights to vLLM in this process, checked on arrival; see `swift.bench.publishing`."""
     from swift.bench.publishing import serve
-    from swift.rollout.weight_sync.policy import PolicyWeights
+    from swift.rollout.weight_sync.policy import LiveWeights, PolicyWeights
+    from swift.rollout.weight_sync.publisher import WeightPublisher
+    from swift.trainers.distributed import Collectives
+
+    publishers: list[WeightPublisher] = []
 
     def send(engine: Any, model: Any, version: int) -> None:
-        engine.load_weights(PolicyWeights(model), version)
+        if not publishers:
+            source = partial(PolicyWeights, model)
+            publishers.append(WeightPublisher(engine, source=source, live=LiveWeights(model), ranks=Collectives()))
+        publishers[0].publish(version)
 
     serve(work, gate, load_model(work), send)
 

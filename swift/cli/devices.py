@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import os
+import sys
+from pathlib import Path
 
 
 def count_accelerators() -> tuple[int, str]:
     """Visible accelerators and their kind (`cuda`, `xpu`, ...); (0, "cpu") on a machine without one."""
+    if "torch" not in sys.modules and torch_is_for_cpu_only():
+        return 0, "cpu"
     import torch
 
     if not torch.accelerator.is_available():
         return 0, "cpu"
     kind = torch.accelerator.current_accelerator()
     return torch.accelerator.device_count(), "cuda" if kind is None else kind.type
+
+
+def torch_is_for_cpu_only() -> bool:
+    """Whether the installed torch can see no accelerator at all, told without loading it.
+
+    A launcher asks, which does nothing else with torch. The build says so in `torch/version.py`; on macOS, or with
+    a backend of another package, it takes torch itself to answer.
+    """
+    spec = importlib.util.find_spec("torch")
+    if not sys.platform.startswith("linux") or spec is None or spec.origin is None:
+        return False
+    about = importlib.util.spec_from_file_location("torch_version", Path(spec.origin).with_name("version.py"))
+    if about is None or about.loader is None or not Path(about.origin or "").is_file():
+        return False
+    version = importlib.util.module_from_spec(about)
+    about.loader.exec_module(version)
+    built_for = [getattr(version, name, None) for name in ("cuda", "hip", "rocm", "xpu")]
+    return not any(built_for) and not importlib.metadata.entry_points(group="torch.backends")
 
 
 def allowed_cores() -> list[int]:

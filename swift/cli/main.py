@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import swift
 from swift.cli.boundary import guarded
 from swift.errors import ConfigError, suggest
+from swift.startup import QuickEnd
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code (see `swift.cli.boundary`). Errors are printed, not raised.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    if argv is not None:
+        return _run(list(argv))
+    end = QuickEnd()
+    end.arm()
+    end.exit_code = _run(sys.argv[1:])
+    return end.exit_code
+
+
+def _run(words: list[str]) -> int:
     return guarded(lambda: route(words), debug=lambda: debug_wanted(words))
 
 

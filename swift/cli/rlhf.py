@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from swift.cli.mode import start
+from swift.startup import collector_resting
 
 if TYPE_CHECKING:
     from swift.arguments import Resolved
@@ -18,9 +19,10 @@ def run(words: Sequence[str]) -> int | None:
 
 def _train(resolved: Resolved) -> int | None:
     if resolved.args.dry_run:
-        from swift.cli.dry_run import rehearse_rlhf
+        with collector_resting():
+            from swift.cli.dry_run import rehearse_rlhf
 
-        return rehearse_rlhf(resolved)
+            return rehearse_rlhf(resolved)
     from swift.trainers.grpo import run as train
 
     return train(resolved)

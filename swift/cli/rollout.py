@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from swift.cli.mode import start
+from swift.startup import collector_resting
 
 if TYPE_CHECKING:
     from swift.arguments import Resolved
@@ -17,9 +18,10 @@ def run(words: Sequence[str]) -> int | None:
 
 
 def _serve(resolved: Resolved) -> int | None:
-    from swift.rollout.server.run import bind, check, serve
+    with collector_resting():
+        from swift.rollout.server.run import bind, check, serve
 
-    plan = check(resolved.args, resolved.given)
+        plan = check(resolved.args, resolved.given)
     if resolved.args.dry_run:
         from swift.cli.dry_run import show
 

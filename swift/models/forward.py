@@ -251,11 +251,12 @@ def pack(
             predict += [np.array([prompt_span.stop - 1]), np.arange(own.start, own.stop)]
             targets.append(completion)
     filling = filled_length(end) - end if torch.device(device).type == "cpu" else 0
+    laid_out = [GroupSpans(span, tuple(rest)) for span, rest in groups]
     if filling:  # a segment that nobody sees and that predicts nothing
-        groups.append((Span(end, filling), []))
+        laid_out.append(GroupSpans(Span(end, filling), (), unseen=True))
         ids.append(np.repeat(ids[0][:1], filling))
         positions.append(np.arange(filling))
-    layout = SegmentLayout([GroupSpans(span, tuple(rest)) for span, rest in groups], device)
+    layout = SegmentLayout(laid_out, device)
     owners = np.repeat(np.arange(len(targets)), [one.size for one in targets])
 
     def tensor(values: np.ndarray) -> Tensor:

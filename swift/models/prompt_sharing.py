@@ -2,13 +2,14 @@
 
 Shared, a layer is spared C - 1 prompts and pays for the group's own part of attention. On a CPU that part is a number
 of small operations for each tile (`swift.models.segment_tiles`), which cost about the same whatever they compute;
-completions with a prompt of their own share the tiles of all others. So a group shares where
+completions with a prompt of their own share the tiles of all others. A tile holds all heads unless the prompt is too
+long to be copied. So a group shares where
 
     (C - 1) x P x seconds of a token  >  (1 + tiles) x seconds of a tile
 
-in one layer, forward and backward. With one thread, completions of up to 65 tokens and two key/value heads that is 40
-spared tokens at hidden size 128 and 4 at 512; so G = 8 completions share prompts from 6 tokens on, or from 1. Elsewhere
-than on a CPU one kernel takes all segments, or a loop over groups takes longer the more there are: sharing always pays.
+in one layer, forward and backward. With one thread and completions of up to 65 tokens that is 20 spared tokens at
+hidden size 128 and 2 at 512; so G = 8 completions share prompts from 3 tokens on, or from 1. Elsewhere than on a CPU
+one kernel takes all segments, or a loop over groups takes longer the more there are: sharing always pays.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swift.models.activation_memory import ModelShape
-from swift.models.segment_tiles import BLOCK
+from swift.models.segment_tiles import BLOCK, COPIED
 
 FLOPS_PER_S = 150e9
 """Matrix products of one thread."""
@@ -26,15 +27,16 @@ FLOPS_PER_S = 150e9
 ELEMENT_S = 4e-9
 """Everything but matrix products, forward and backward, for each of the elements that a layer makes of a token."""
 
-TILE_S = 2e-4
-"""A tile of one key/value head, forward and backward; the rest of a group's part costs as much once."""
+TILE_S = 1e-4
+"""A tile, forward and backward; the rest of a group's part costs as much once."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharingCost:
     """What both ways cost in one layer, measured on one machine; the ratio is what matters.
 
-    token_s: forward and backward of one token. tile_s: of one tile. kv_heads: key/value heads; each has its own tiles.
+    token_s: forward and backward of one token. tile_s: of one tile. kv_heads: key/value heads; each has its own tiles
+    behind a long prompt.
     """
 
     token_s: float
@@ -50,7 +52,8 @@ class SharingCost:
         """
         spared = (len(completion_tokens) - 1) * prompt_tokens
         blocks = -(-(max(completion_tokens) - 1) // BLOCK)
-        return spared * self.token_s > (1 + self.kv_heads * blocks) * self.tile_s
+        tiles = blocks * (self.kv_heads if prompt_tokens > COPIED else 1)
+        return spared * self.token_s > (1 + tiles) * self.tile_s
 
 
 def sharing_cost(config: Any, *, device_type: str, threads: int = 1) -> SharingCost | None:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from swift.models import cpu_linear
 from swift.models.cpu_training import FEWEST_ROWS, NARROWEST, filled_length
+from swift.models.direct_gradients import target_of
 from swift.models.forward import (
     PackedTokens,
     TokenSequence,
@@ -177,6 +178,7 @@ def _head_forward(self: Any, hidden: Tensor, score: ScoreRequest | None = None) 
             logit_map=score.logit_map,
             entropy=score.entropy,
             multiply=_fastest(hidden_NH),
+            add_to=target_of(self) if weight_VH is weight else None,
         )
     return logprobs_N if entropy_N is None else (logprobs_N, entropy_N)
 

@@ -46,6 +46,8 @@ class GroupSpans:
 
     prompt: Span
     completions: tuple[Span, ...]
+    unseen: bool = False
+    """Tokens that fill up a stream: nothing is predicted from them, a kernel may give them any finite output."""
 
 
 class _Attends(Protocol):

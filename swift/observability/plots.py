@@ -25,6 +25,10 @@ PHASES = ("generate", "reward", "train", "sync", "memory", "eval", "save")
 """The stacked phases, bottom up; they do not overlap."""
 
 _WIDTH_IN, _PANEL_HEIGHT_IN, _DPI = 8.0, 3.0, 110
+_LEFT_IN, _RIGHT_IN, _TOP_IN, _BOTTOM_IN, _BETWEEN_IN = 0.95, 0.2, 0.45, 0.55, 0.55
+"""Margins: room for tick labels of nine characters, a title and one axis label. A layout engine finds the same by
+drawing everything three times, which takes as long as the last step of a short run."""
+
 _SMOOTHING_SHARE = 0.05
 
 
@@ -92,6 +96,23 @@ def _function_keys(rows: Rows) -> dict[str, str]:
     return {key: key[len("rewards/") : -len("/mean")] for key in dict.fromkeys(keys)}
 
 
+def _panels(count: int, height_in: float) -> list[Axes]:
+    """The panels of a new figure, from top to bottom; they share the axis of steps."""
+    from matplotlib.figure import Figure
+
+    height = height_in * count
+    inside = (height - _TOP_IN - _BOTTOM_IN - (count - 1) * _BETWEEN_IN) / count
+    figure = Figure(figsize=(_WIDTH_IN, height), dpi=_DPI)
+    figure.subplots_adjust(
+        left=_LEFT_IN / _WIDTH_IN,
+        right=1 - _RIGHT_IN / _WIDTH_IN,
+        bottom=_BOTTOM_IN / height,
+        top=1 - _TOP_IN / height,
+        hspace=_BETWEEN_IN / inside,
+    )
+    return list(figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0])
+
+
 def _draw_panels(path: Path, parts: Sequence[Panel], train: Rows, evaluation: Rows) -> Path | None:
     """One picture of panels on top of each other; those without a value are left out."""
     filled = []
@@ -103,10 +124,7 @@ def _draw_panels(path: Path, parts: Sequence[Panel], train: Rows, evaluation: Ro
             filled.append((title, curves))
     if not filled:
         return None
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(_WIDTH_IN, _PANEL_HEIGHT_IN * len(filled)), dpi=_DPI, layout="constrained")
-    panels = figure.subplots(len(filled), 1, sharex=True, squeeze=False)[:, 0]
+    panels = _panels(len(filled), _PANEL_HEIGHT_IN)
     for axes, (title, curves) in zip(panels, filled, strict=True):
         for number, (label, steps, values, is_evaluation) in enumerate(curves):
             _draw_curve(axes, f"C{number}", label, steps, values, dots=is_evaluation)
@@ -114,7 +132,7 @@ def _draw_panels(path: Path, parts: Sequence[Panel], train: Rows, evaluation: Ro
         if len(curves) > 1:
             axes.legend(loc="best", fontsize="small", framealpha=0.7)
     panels[-1].set_xlabel("optimizer step")
-    return _save(figure, path)
+    return _save(panels[-1].figure, path)
 
 
 def _draw_curve(
@@ -134,13 +152,10 @@ def _draw_time(path: Path, rows: Rows) -> Path | None:
     names = [name for name in PHASES if any(f"time/{name}" in row for row in timed)]
     if not timed or not names:
         return None
-    from matplotlib.figure import Figure
-
     layers = {name: [float(row.get(f"time/{name}") or 0.0) for row in timed] for name in names}
     inside = [sum(layers[name][i] for name in names if name not in ("eval", "save")) for i in range(len(timed))]
     layers["other"] = [max(0.0, float(row["step_time"]) - used) for row, used in zip(timed, inside, strict=True)]
-    figure = Figure(figsize=(_WIDTH_IN, _PANEL_HEIGHT_IN * 1.3), dpi=_DPI, layout="constrained")
-    axes = figure.subplots()
+    (axes,) = _panels(1, _PANEL_HEIGHT_IN * 1.3)
     steps = [row["step"] for row in timed]
     if len(steps) == 1:
         bottom = 0.0
@@ -154,7 +169,7 @@ def _draw_time(path: Path, rows: Rows) -> Path | None:
     axes.set_ylim(0.0, max(highest * 1.2, 1e-9))  # room for the legend above the stack
     axes.set_xlabel("optimizer step")
     axes.legend(loc="upper left", fontsize="small", framealpha=0.7, ncols=len(layers))
-    return _save(figure, path)
+    return _save(axes.figure, path)
 
 
 def _finish(axes: Axes, title: str) -> None:
@@ -173,12 +188,12 @@ def _finish(axes: Axes, title: str) -> None:
 def _save(figure: Any, path: Path) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    FigureCanvasAgg(figure)
+    canvas = FigureCanvasAgg(figure)
     staging = path.with_name(f".{path.name}.tmp")
     with disk_full_is_an_error(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            figure.savefig(staging, format="png")
+            canvas.print_png(staging)  # `savefig` would draw twice
             staging.replace(path)
         finally:
             staging.unlink(missing_ok=True)

@@ -92,6 +92,7 @@ def linear_logprobs(
     keep_bytes: int | None = None,
     block: tuple[int, int] | None = None,
     multiply: Multiply | None = None,
+    add_to: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`log_softmax(map(hidden @ weight.T + bias))` at the given ids, and the entropy of that distribution in nats.
 
@@ -106,6 +107,8 @@ def linear_logprobs(
         keep_bytes: logits up to this size may be kept for the backward pass; None means `KEEP_BYTES`.
         block: rows and columns of a block; None takes what suits the device.
         multiply: does the matrix products; None means torch's own.
+        add_to: the parameter that `weight_VH` is, to whose `.grad` its gradient is added in the backward pass, behind
+            autograd's back: no other [V, H] is made. None leaves that to autograd.
 
     Returns:
         log-probs [N] and entropy [N] (or None), fp32 (float64 for float64 inputs).
@@ -129,7 +132,7 @@ def linear_logprobs(
         found = _statistics(head, way, entropy)
         return found.logprobs_N, found.entropy_N
     logprobs_N, entropy_N = _LinearLogprobs.apply(
-        hidden_NH, weight_VH, bias_V, ids_N, _Settings(logit_map, entropy, way, shape, multiply)
+        hidden_NH, weight_VH, bias_V, ids_N, _Settings(logit_map, entropy, way, shape, multiply, add_to)
     )
     return logprobs_N, entropy_N if entropy != "none" else None
 
@@ -168,6 +171,7 @@ class _Settings:
     way: Way
     shape: tuple[int, int]
     multiply: Multiply | None
+    add_to: Tensor | None
 
 
 @dataclass(slots=True)
@@ -302,7 +306,7 @@ class _LinearLogprobs(torch.autograd.Function):
             logprob_grad_N = torch.zeros_like(normaliser_N)
         found = _Found(logprob_grad_N, normaliser_N, entropy_N, kept, ctx.exponential)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        sums = _GradientSums(head, needs_hidden, needs_weight, needs_bias and bias_V is not None)
+        sums = _GradientSums(head, needs_hidden, needs_weight, needs_bias and bias_V is not None, settings.add_to)
         for rows, columns, grad in _logit_gradients(head, found, logprob_grad_N, entropy_grad_N):
             sums.add(rows, columns, grad)
         return (*sums.results(), None, None)
@@ -507,20 +511,26 @@ def _softmax_gradient(
 class _GradientSums:
     """Gradients of hidden states, weight and bias from those of the blocks.
 
-    A sum over blocks is in the type of statistics; what one product gives at once is not copied.
+    A sum over blocks is in the type of statistics; what one product gives at once is not copied. With `add_to` the
+    weight's is its `.grad`, and there is nothing to return.
     """
 
-    def __init__(self, head: _Head, hidden: bool, weight: bool, bias: bool) -> None:
+    def __init__(self, head: _Head, hidden: bool, weight: bool, bias: bool, add_to: Tensor | None = None) -> None:
         self.head, self.needs_hidden, self.needs_weight = head, hidden, weight
+        self.add_to = add_to if weight else None
+        before = None if self.add_to is None else self.add_to.grad
+        self.begun = before is not None
         row_spans = head.row_spans()
         self.one_block = head.one_column and len(row_spans) == 1
         hidden_dtype = head.hidden_NH.dtype if head.one_column else head.dtype
         weight_dtype = head.weight_VH.dtype if len(row_spans) <= 1 else head.dtype
         summed = not self.one_block
         self.hidden = torch.empty_like(head.hidden_NH, dtype=hidden_dtype) if hidden and summed else None
-        self.weight = torch.empty_like(head.weight_VH, dtype=weight_dtype) if weight and summed else None
+        self.weight = before
+        if weight and summed and before is None:
+            self.weight = torch.empty_like(head.weight_VH, dtype=weight_dtype)
         self.bias = head.weight_VH.new_zeros(head.weight_VH.shape[0], dtype=head.dtype) if bias else None
-        if self.weight is not None and not row_spans:
+        if self.weight is not None and not row_spans and not self.begun:
             self.weight.zero_()
 
     def add(self, rows: slice, columns: slice, grad: Tensor) -> None:
@@ -528,20 +538,25 @@ class _GradientSums:
         head = self.head
         if self.one_block:
             self.hidden = head.matmul(grad, head.weight_VH) if self.needs_hidden else None
-            self.weight = head.matmul(grad.t(), head.hidden_NH) if self.needs_weight else None
+            if self.needs_weight:
+                product = head.matmul(grad.t(), head.hidden_NH)
+                self.weight = product if self.weight is None else self.weight.add_(product)
         if self.hidden is not None and not self.one_block:
             head.add_product(self.hidden[rows], grad, head.weight_VH[columns], first=columns.start == 0)
         if self.weight is not None and not self.one_block:
-            head.add_product(self.weight[columns], grad.t(), head.hidden_NH[rows], first=rows.start == 0)
+            first = rows.start == 0 and not self.begun
+            head.add_product(self.weight[columns], grad.t(), head.hidden_NH[rows], first=first)
         if self.bias is not None:
             self.bias[columns] += grad.sum(dim=0, dtype=self.bias.dtype)
 
     def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """In the types of the inputs."""
-        head = self.head
+        head, weight = self.head, self.weight
+        if self.add_to is not None and weight is not None:
+            self.add_to.grad, weight = weight.to(self.add_to.dtype), None
         return (
             None if self.hidden is None else self.hidden.to(head.hidden_NH.dtype),
-            None if self.weight is None else self.weight.to(head.weight_VH.dtype),
+            None if weight is None else weight.to(head.weight_VH.dtype),
             None if self.bias is None or head.bias_V is None else self.bias.to(head.bias_V.dtype),
         )
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from swift.errors import ConfigError, PromptTooLong, ResourceError
 from swift.rollout.seeds import sample_seed
+from swift.startup import collector_resting
 from swift.types import Completion, Prompt, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -57,12 +58,13 @@ def run(resolved: Resolved) -> int:
 
 def load_engine(args: Any) -> tuple[Template, TransformersEngine]:
     """Tokenizer, template and the in-process engine for the model of the settings, adapters folded in."""
-    from swift.models import load_chat, load_for_inference
-    from swift.rollout.engines.transformers import TransformersEngine
+    with collector_resting():
+        from swift.models import load_chat, load_for_inference
+        from swift.rollout.engines.transformers import TransformersEngine
 
-    template = load_chat(args)
-    model = load_for_inference(args, device=_device())
-    engine = TransformersEngine(model, eos_token_ids=template.stop_token_ids, tokenizer=template.tokenizer)
+        template = load_chat(args)
+        model = load_for_inference(args, device=_device())
+        engine = TransformersEngine(model, eos_token_ids=template.stop_token_ids, tokenizer=template.tokenizer)
     return template, engine
 
 

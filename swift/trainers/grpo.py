@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError, Interrupted, join_problems
+from swift.startup import collector_resting, defer
 from swift.types import Prompt
 
 if TYPE_CHECKING:
@@ -77,21 +78,22 @@ def run(resolved: Resolved) -> int:
         NumericError: sampler and trainer disagree, or gradients stay non-finite.
         Interrupted: a signal came; the checkpoint is saved.
     """
-    from swift.trainers.engines import bind_trainer, find_placement
     from swift.trainers.session import (
         SignalTrap,
         checkpoint_settings,
-        collector_resting,
         find_start,
         join_processes,
         require_packages,
     )
-    from swift.trainers.watch import RankWatch
 
     args: Any = resolved.args
     require_packages(args)
     with SignalTrap() as trap:
         with collector_resting():
+            defer("datasets")  # Trainer imports it wherever it is installed, and with it pandas
+            from swift.trainers.engines import bind_trainer, find_placement
+            from swift.trainers.watch import RankWatch
+
             placement = find_placement(args, prefetch_given="prefetch_depth" in resolved.given)
             collectives = join_processes(args.ddp_timeout, always=bool(args.deepspeed or args.fsdp))
             start = find_start(args, checkpoint_settings(resolved.to_json(), collectives))
@@ -315,8 +317,6 @@ def goes_on_over_epochs(args: Any) -> bool:
 
 def train(resolved: Resolved, parts: Parts, trap: SignalTrap) -> int:
     """Load the model, start the engines, train, and end the engines whatever happens."""
-    from swift.trainers.session import collector_resting
-
     args, collectives, start = parts.args, parts.collectives, parts.start
     with collector_resting():
         model, reference = load_models(args)
@@ -334,7 +334,7 @@ def _train_with(
     """Open the run's folder, train, and record how it ended."""
     from swift.observability.run_dir import RunDirectory, rank_log_file
     from swift.trainers.checkpoint import clean_staging
-    from swift.trainers.session import Outcome, collector_resting
+    from swift.trainers.session import Outcome
 
     args, collectives, start = parts.args, parts.collectives, parts.start
     home = RunDirectory(args.output_dir, add_version=args.add_version, resume_run=start.run_dir)
@@ -748,13 +748,16 @@ class _Session:
 
     def _build_publisher(self, model: Any) -> WeightPublisher:
         """Gives the engines the weights of `model`, or its adapter alone."""
-        from swift.rollout.weight_sync.policy import PolicyWeights, adapter_weights
+        from swift.rollout.weight_sync.policy import LiveWeights, PolicyWeights, adapter_weights
         from swift.rollout.weight_sync.publisher import WeightPublisher
 
         args = self.parts.args
+        # only where sampling and training take turns, and nothing else moves the parameters
+        one_memory = self.setup.colocated and not (args.offload_model or args.deepspeed or args.fsdp)
         return WeightPublisher(
             self.setup.engine,
             source=lambda: PolicyWeights(model, move_model_batches=args.move_model_batches),
+            live=LiveWeights(model) if one_memory else None,
             adapter=(lambda: adapter_weights(model)) if args.vllm_enable_lora else None,
             interval=args.vllm_sync_interval,
             ranks=self.parts.collectives,

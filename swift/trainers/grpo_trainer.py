@@ -33,7 +33,10 @@ import torch
 from torch import Tensor, nn
 
 from swift.errors import NumericError, RewardError
+from swift.models.cpu_memory import keep_freed_memory
+from swift.models.cpu_norms import use_fast_norms
 from swift.models.cpu_training import use_fast_products
+from swift.models.direct_gradients import accumulate_directly
 from swift.models.forward import (
     TokenSequence,
     choose_attention,
@@ -171,6 +174,8 @@ class GRPOTrainer(SealedTrainer):
         self.packing_obstacle = choose_attention(self.model)
         self._whole_logits = prepare_scoring(self.model)
         self._speed_up(self.model)
+        if collectives.world_size == 1 and not self.is_deepspeed_enabled and not self.is_fsdp_enabled:
+            accumulate_directly(self.model)
         self.planner = PassPlanner(self.model, collectives, device=self.args.device, say=self._say)
         if reference is not None:
             with reference.active() as module:
@@ -183,6 +188,8 @@ class GRPOTrainer(SealedTrainer):
     def _speed_up(self, model: nn.Module) -> None:
         if self.args.device.type == "cpu":
             use_fast_products(model)
+            use_fast_norms(model)
+            keep_freed_memory()
 
     def collate(self, samples: Sequence[TrainSample], weights_S: Sequence[float]) -> MicroBatch:
         """The samples of one pass, packed as it costs this model least; see `swift.trainers.microbatch.collate`.

@@ -2,7 +2,8 @@
 
 With `--max_tokens_per_micro_batch` the plan is `swift.rollout.micro_batches` under that limit. Without it passes are
 bounded by the batch sizes, and by the memory that is free before the first update, when the engine has made room: a
-pass that would need more is cut further. This never makes a pass larger.
+pass that would need more is cut further. On a CPU the caches fill up long before memory does: passes beyond
+`CPU_PASS_TOKENS` are no faster, so they are cut there. Neither makes a pass larger.
 
 Free memory differs from start to start, and a cut rounds sums differently. So what was found goes into checkpoints, and
 a resumed run keeps it unless the memory of now is less than half of what it needs.
@@ -35,6 +36,11 @@ LEAST_SHARE = 0.25
 
 STATE_BYTES = 12
 """Of a trained parameter in an optimizer that has taken no step yet: two moments and a float32 master."""
+
+
+CPU_PASS_TOKENS = 1280
+"""Tokens of a pass on a CPU, at most. Matrix products of 1000 rows run at full speed; measured with 24M parameters, a
+pass of 2000 takes as long per token and twice the memory."""
 
 
 class PassPlanner:
@@ -71,17 +77,20 @@ class PassPlanner:
         limits = Limits(limits.samples, self._before_filling(limits.tokens))
         plan = self._plan(samples, window, useful, limits)
         if limits.tokens is None and self.fitting_tokens is not None:
+            most = min(self.fitting_tokens, CPU_PASS_TOKENS) if self.device.type == "cpu" else self.fitting_tokens
             packed = is_packed(self.model)
             parts = (part for rank in plan.slices for part in rank)
-            if any(pass_tokens(samples, part, packed=packed) > self.fitting_tokens for part in parts):
-                limits = Limits(limits.samples, self.fitting_tokens)
-                plan = self._plan(samples, window, useful, limits)
+            longest = max((pass_tokens(samples, part, packed=packed) for part in parts), default=0)
+            if longest > most:
+                plan = self._plan(samples, window, useful, Limits(limits.samples, most))
+            if longest > self.fitting_tokens:
+                limits = Limits(limits.samples, most)
                 self._once(
                     "cut",
                     f"memory: passes are cut to {self.fitting_tokens} tokens, which is what fits; "
                     "--max_tokens_per_micro_batch sets another limit",
                 )
-        if plan.too_long:
+        if plan.too_long and limits.tokens is not None:
             self._once(
                 "too long",
                 f"micro-batches: {len(plan.too_long)} completions are longer, with their prompt, than the "

@@ -5,15 +5,12 @@ Shared by `sft` and `grpo`; knows no algorithm.
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import gc
 import importlib.util
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -158,24 +155,6 @@ def resume_command(mode: str, checkpoint: Path | None) -> str:
         words += ["--resume_from_checkpoint", str(checkpoint)]
     launch = [f"{name}={os.environ[name]}" for name in LAUNCH_VARIABLES if os.environ.get(name)]
     return " ".join([*launch, shlex.join(["swift", *words])])
-
-
-@contextlib.contextmanager
-def collector_resting() -> Iterator[None]:
-    """Import and load without the garbage collector, and leave what was loaded out of its later rounds.
-
-    A million objects come and stay while libraries are imported; to look for garbage among them again and again
-    takes a quarter of the start. Only reference cycles dropped inside the block are never freed before the end.
-    """
-    was_enabled = gc.isenabled()
-    atexit.register(gc.unfreeze)  # extension modules count what is left at the end as leaks, and say so
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if was_enabled:
-            gc.enable()
 
 
 def join_processes(timeout_s: float, *, always: bool = False) -> Collectives:

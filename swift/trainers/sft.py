@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import Interrupted
+from swift.startup import collector_resting
 from swift.trainers.session import (
     Outcome,
     SignalTrap,
@@ -49,13 +50,15 @@ def run(resolved: Resolved) -> int:
         NumericError: the loss stays non-finite.
         Interrupted: a signal came; the checkpoint is saved.
     """
-    from swift.models import load_chat
-
     args: Any = resolved.args
     require_packages(args)
-    collectives = join_processes(args.ddp_timeout, always=bool(args.deepspeed or args.fsdp))
-    start = find_start(args, checkpoint_settings(resolved.to_json(), collectives))
-    template = load_chat(args)
+    with collector_resting():
+        from swift.models import load_chat
+
+        collectives = join_processes(args.ddp_timeout, always=bool(args.deepspeed or args.fsdp))
+        start = find_start(args, checkpoint_settings(resolved.to_json(), collectives))
+        template = load_chat(args)
+        import datasets  # noqa: F401  # what encoding needs
     train, val, lines = encode(args, template)
     lines += [*start.notes, plan_line(args, len(train), collectives.world_size)]
     if collectives.is_main:
@@ -122,7 +125,10 @@ def _train(
 
     args: Any = resolved.args
     settings = resolved.to_json()
-    model = load_model(args)  # before the folder: a start that fails leaves nothing behind
+    with collector_resting():
+        from trl import SFTTrainer  # noqa: F401  # the most of what there is to load
+
+        model = load_model(args)  # before the folder: a start that fails leaves nothing behind
     home = RunDirectory(args.output_dir, add_version=args.add_version, resume_run=start.run_dir)
     opened: tuple[str, int] | None = None
     if collectives.is_main:

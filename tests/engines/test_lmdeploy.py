@@ -297,7 +297,8 @@ def test_aborted_requests_come_back_with_the_tokens_they_have(start, kind):
     assert len(done) == 6
     assert {one.finish_reason for one in done.values()} == {"abort"}
     assert 0 < len(done["r0"].token_ids) == len(done["r0"].logprobs) < 1500
-    assert "async_cancel" in start.recorder.names()
+    # LMDeploy is told, or left while it yields: whichever comes first on its loop
+    assert {"async_cancel", "left"} & set(start.recorder.names())
     assert len(run(engine, requests(2))) == 2
 
 

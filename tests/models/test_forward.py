@@ -104,6 +104,7 @@ def test_long_streams_are_filled_up_with_tokens_that_change_nothing(nano_folder)
     real = 250 + 3 + 49
     assert tokens.input_ids.shape == tokens.position_ids.shape == (1, 320)
     assert int(tokens.predict_index.max()) == real - 1
+    assert [group.unseen for group in tokens.layout.groups] == [False, True]
     model = load(nano_folder, True).train()
     logits = packed_logits(model, tokens)
     expected = gradients(model, logits)

@@ -27,6 +27,8 @@ LAYOUTS = {
     "several blocks, long tail": [(70, 200, 130, 65, 64, 3, 1), (33, 63, 63)],
     "prompts alone": [(6,), (6,), (6,), (150,), (2,)],
     "plain packing": [(5, 3), (5, 7), (90, 80)],
+    "prompts of several lengths": [(5, 3, 3), (9, 4, 2, 0), (7, 40, 39, 3), (5, 4, 4)],
+    "long prompts": [(140, 40, 33, 3), (129, 5, 5), (4, 2, 2)],
 }
 HEADS = {
     "grouped": (4, 2, 8, 8),
@@ -145,13 +147,75 @@ def test_long_sequences_keep_less_than_a_few_times_their_queries():
     assert kept < 4 * given[0].numel()
 
 
-def test_the_size_of_tiles_changes_rounding_only(monkeypatch):
-    chosen, num_tokens = layout(*LAYOUTS["several blocks, long tail"])
-    given = states(num_tokens, HEADS["grouped"])
+@pytest.mark.parametrize("elements", [100, 3000, 20000])  # a head of a row; a few heads; a few rows
+@pytest.mark.parametrize("groups", ["several blocks, long tail", "prompts of several lengths", "long prompts"])
+def test_the_size_of_tiles_changes_rounding_only(groups, elements, monkeypatch):
+    chosen, num_tokens = layout(*LAYOUTS[groups])
+    given = states(num_tokens, (8, 4, 8, 8))
     whole = with_gradients(chosen.attend(*given, None), given)
-    monkeypatch.setattr(segment_tiles, "TILE_ELEMENTS", 100)
+    num_tiles = len(chosen.using("tiles").plan(4, 2).tiles)
+    monkeypatch.setattr(segment_tiles, "TILE_ELEMENTS", elements)
     for one, other in zip(with_gradients(chosen.attend(*given, None), given), whole, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    assert len(chosen.using("tiles").plan(4, 2).tiles) > num_tiles
+
+
+def test_short_prompts_make_one_tile_of_all_heads_and_groups():
+    chosen, num_tokens = layout((16, 20, 20, 20), (14, 20, 19, 18), (16, 20, 20))
+    plan = chosen.using("tiles").plan(2, 2)
+    assert [tile.num_products for tile in plan.tiles] == [3 * 2, (3 + 3 + 2) * 2]  # prompts, completions
+    given = states(num_tokens, HEADS["grouped"])
+    chosen.attend(*given, None)
+    assert chosen.using("tiles").plan(2, 2) is plan
+
+
+def test_prompts_whose_lengths_differ_much_are_not_merged():
+    chosen, _ = layout((100, 60, 60, 60), (3, 60, 60, 60))
+    num_products = [tile.num_products for tile in chosen.using("tiles").plan(4, 4).tiles if tile.start == 0]
+    assert num_products == [4, 4, 3 * 4, 3 * 4]  # two prompts, completions of each
+
+
+def test_long_prompts_are_not_copied():
+    chosen, num_tokens = layout((129, 5, 5, 5), (200, 7, 7))
+    plan = chosen.using("tiles").plan(2, 2)
+    assert [(tile.num_products, tile.num_prefix) for tile in plan.tiles if tile.num_prefix] == [
+        (3, 129),
+        (3, 129),
+        (2, 200),
+        (2, 200),
+    ]
+    assert plan.num_keys < 2.5 * 2 * num_tokens  # a prompt is a row and a prefix; copies would make this 3.4
+
+
+@pytest.mark.parametrize("groups", LAYOUTS.values(), ids=LAYOUTS)
+def test_filling_gets_zeros_and_changes_nothing(groups):
+    chosen, num_tokens = layout(*groups)
+    filled = SegmentLayout([*chosen.groups, GroupSpans(Span(num_tokens, 11), (), unseen=True)])
+    given = states(num_tokens + 11, HEADS["grouped"])
+    found = with_gradients(filled.attend(*given, None), given)
+    for one in (found[0][:, num_tokens:], *(gradient[:, :, num_tokens:] for gradient in found[1:])):
+        assert not one.any()
+    real = [one[:, :, :num_tokens].detach().requires_grad_() for one in given]
+    weights = torch.linspace(-1, 1, found[0].numel(), dtype=torch.float64).view_as(found[0])[:, :num_tokens]
+    output = chosen.attend(*real, None)
+    expected = [output, *torch.autograd.grad(output, real, weights)]
+    assert torch.equal(found[0][:, :num_tokens], expected[0])
+    for one, other in zip(found[1:], expected[1:], strict=True):
+        assert torch.equal(one[:, :, :num_tokens], other)
+
+
+@pytest.mark.parametrize("groups", LAYOUTS.values(), ids=LAYOUTS)
+def test_memory_that_nobody_wrote_is_not_read(groups):
+    chosen, num_tokens = layout(*groups)
+    given = states(num_tokens, HEADS["grouped"])
+    expected = with_gradients(chosen.attend(*given, None), given)
+    torch.use_deterministic_algorithms(True)  # fills it with NaN
+    try:
+        assert torch.empty(3).isnan().all()
+        found = with_gradients(chosen.attend(*given, None), given)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("kernel", ["tiles", "rows"])

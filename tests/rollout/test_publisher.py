@@ -115,6 +115,120 @@ def test_publications_count_as_time_of_their_own():
     assert phases == ["sync", "sync"]
 
 
+# --- one memory for engine and trainer ----------------------------------------------------------------------------
+
+
+class Borrower(ScriptedEngine):
+    """Takes over the trainer's memory after an update, unless `obstacle` says why not."""
+
+    def __init__(self, obstacle="", **settings):
+        super().__init__(**settings)
+        self.obstacle, self.shared = obstacle, None
+
+    def share(self, live):
+        self.events.append(("share", sorted(live)))
+        self.shared = None if self.obstacle else live
+        return self.obstacle
+
+    def take_shared(self, live, version):
+        if self.shared is None:
+            return None
+        if live is not self.shared:
+            self.shared, self.obstacle = None, "they have moved"
+            return None
+        self.events.append(("taken", version))
+        self.version = version
+        return Ack(version, len(live), 0, digest="", seconds=0.0)
+
+    def separate(self):
+        self.shared = None
+
+
+LIVE = two_layers(1.0)
+
+
+def kinds(engine):
+    return [event[0] for event in engine.events]
+
+
+def test_from_the_first_step_on_engine_and_trainer_are_one_memory():
+    engine, walked = Borrower(), []
+    made = publisher(engine, made=walked, live=lambda: LIVE)
+    for step in range(4):
+        assert made.update(step).version == step
+    assert engine.events == [("update", 0), ("update", 1), ("share", sorted(LIVE)), ("taken", 2), ("taken", 3)]
+    assert walked == [WALKED, WALKED]
+    assert engine.version == made.version == 3
+
+
+def test_an_obstacle_is_said_once_and_weights_are_sent_as_ever(caplog):
+    engine = Borrower(obstacle="its weights are packed")
+    made = publisher(engine, live=lambda: LIVE)
+    with caplog.at_level("INFO"):
+        for step in range(3):
+            made.update(step)
+    assert kinds(engine) == ["update", "update", "share", "update"]
+    said = [record.message for record in caplog.records]
+    assert said == ["weights: engine and trainer keep memory of their own: its weights are packed"]
+
+
+def test_weights_that_are_not_plain_parameters_are_sent():
+    engine = Borrower()
+    made = publisher(engine, live=dict)
+    for step in range(3):
+        made.update(step)
+    assert kinds(engine) == ["update"] * 3
+
+
+def test_parameters_that_become_spread_are_sent_from_then_on():
+    engine, found = Borrower(), [LIVE, LIVE, LIVE, {}]
+    made = publisher(engine, live=lambda: found.pop(0))
+    for step in range(5):
+        made.update(step)
+    assert kinds(engine) == ["update", "update", "share", "taken", "update", "update"]
+
+
+def test_publications_that_are_rarer_than_steps_share_nothing():
+    engine = Borrower()
+    made = publisher(engine, live=lambda: LIVE, interval=2)
+    for step in range(5):
+        made.update(step)
+    assert kinds(engine) == ["update"] * 3
+
+
+def test_an_adapter_that_is_sent_alone_shares_nothing():
+    made = publisher(Borrower(), live=lambda: LIVE, adapter=lambda: AdapterWeights({}, {}))
+    assert made.live is None
+
+
+def test_a_rehearsal_is_sent_and_what_follows_is_shared_again():
+    engine = Borrower()
+    made = publisher(engine, live=lambda: LIVE)
+    made.publish(0)
+    made.separate()
+    made.rehearse()
+    made.refresh()
+    made.publish(1)
+    made.refresh()
+    assert kinds(engine) == ["update", "share", "update", "update", "update", "share", "taken"]
+
+
+def test_an_engine_that_cannot_take_over_is_rebuilt_and_sent_the_weights():
+    engine, walked = Borrower(), []
+    made = publisher(engine, made=walked, live=lambda: LIVE)
+    made.publish(0)
+
+    def broken(live, version):
+        del engine.take_shared
+        engine.shared = None
+        raise SyncFailed("weights: its caches were not reset")
+
+    engine.take_shared = broken
+    made.publish(1)
+    assert kinds(engine) == ["update", "share", "rebuild", "update", "share"]
+    assert walked == [WALKED, WALKED, WALKED], "the other ranks are followed through the gathers of a failed try"
+
+
 # --- over a resume ------------------------------------------------------------------------------------------------
 
 

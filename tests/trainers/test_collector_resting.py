@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from swift.trainers.session import collector_resting
+from swift.startup import collector_resting
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from torch import nn
 from swift.models.activation_memory import ModelShape, activation_bytes
 from swift.models.forward import TokenSequence, enable_packed_attention, pack, packed_logits
 from swift.models.tiny import SHAPES, build_tiny
+from swift.trainers import pass_planner
 from swift.trainers.pass_planner import PassPlanner, expected_bytes, tokens_that_fit
 
 
@@ -211,3 +212,19 @@ def test_the_estimate_is_above_what_a_forward_pass_keeps_and_not_by_far(tmp_path
     )
     assert loss.isfinite()
     assert found < estimate < (5 if checkpointing else 2) * found
+
+
+def test_a_pass_on_a_cpu_is_cut_where_larger_ones_are_no_faster(nano_folders, tmp_path, monkeypatch):
+    folder = nano_folders["qwen2"]
+    monkeypatch.setattr(pass_planner, "CPU_PASS_TOKENS", 20)
+    trainer = make_trainer(folder, tmp_path, slice_size=4, settings={"fits_memory": True})
+    said = []
+    trainer.planner._say = said.append
+    gradients, cut = passes_of(trainer)
+    assert [samples for samples, _ in cut] == [2, 2, 2, 2]
+    assert trainer.planner.fitting_tokens > 1000
+    assert said == [], "nothing is wrong"
+    trainer = make_trainer(folder, tmp_path, slice_size=4, settings={"max_tokens": 63})
+    expected, explicit = passes_of(trainer)
+    assert [samples for samples, _ in explicit] == [4, 4]
+    assert difference(gradients, expected) < 1e-6

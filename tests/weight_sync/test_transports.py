@@ -20,8 +20,8 @@ from swift.rollout.engines.pool import EnginePool
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.engines.worker.client import WorkerEngine, WorkerTimeouts
 from swift.rollout.engines.worker.weights import choose_transport
-from swift.rollout.weight_sync import broadcast, cuda_ipc, packing, shared_memory
-from swift.rollout.weight_sync.base import AdapterWeights, Bucket, StreamDigest
+from swift.rollout.weight_sync import base, broadcast, cuda_ipc, packing, shared_memory
+from swift.rollout.weight_sync.base import AdapterWeights, Bucket, StreamDigest, checksum, checksums
 from swift.rollout.weight_sync.broadcast import BroadcastGroup, BroadcastReceiver, BroadcastSender
 from swift.rollout.weight_sync.policy import PolicyWeights
 from swift.types import Request, SamplingParams
@@ -230,6 +230,54 @@ def digest(pairs):
     for name, tensor in pairs:
         stream.add(name, tensor)
     return stream.hexdigest()
+
+
+def written_out(tensor):
+    """The checksum by its definition, one word after the other."""
+    mix, data = 0x9E3779B97F4A7C15, tensor.contiguous().reshape(-1).view(torch.uint8)
+    whole = data.numel() // 8 * 8
+    total = sum(word * (2 * mix * i + 1) for i, word in enumerate(data[:whole].clone().view(torch.int64).tolist()))
+    total += sum((byte + 1) * (mix * (i + 3) | 1) for i, byte in enumerate(data[whole:].tolist()))
+    return total % 2**64
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 7, 1023, 2048, 2049, 4100, 2 * 1024 * 130 + 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64])
+def test_a_checksum_is_the_weighted_sum_of_all_words_however_they_are_summed(count, dtype):
+    tensor = (torch.randn(count, generator=torch.Generator().manual_seed(count)) * 100).to(dtype)
+    assert checksum(tensor) == written_out(tensor)
+    assert checksum(tensor[1:]) == written_out(tensor[1:]), "it begins at an odd address"
+
+
+def test_checksums_of_many_tensors_are_those_of_each():
+    given = [tensor for _, tensor in tensors()]
+    assert checksums(given) == [written_out(tensor) for tensor in given]
+
+
+def test_the_place_of_every_word_counts():
+    tensor = torch.randn(3000, 2, generator=torch.Generator().manual_seed(0))
+    found = {checksum(tensor)}
+    for one, other in [(0, 1), (0, 1024), (1023, 1024), (5, 2999)]:
+        swapped = tensor.clone()
+        swapped[[one, other]] = tensor[[other, one]]
+        found.add(checksum(swapped))
+    rolled, flipped = tensor.roll(512, 0), tensor.flip(0)
+    assert len(found | {checksum(rolled), checksum(flipped), checksum(tensor[:-1])}) == 8
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_checksum_is_the_same_on_a_gpu():
+    given = [tensor for _, tensor in tensors()] + [torch.randn(2 * 1024 * 130 + 5)]
+    assert checksums([tensor.cuda() for tensor in given]) == checksums(given)
+
+
+def test_checksums_of_a_bucket_are_computed_once(monkeypatch):
+    calls = []
+    real = base.checksums
+    monkeypatch.setattr(base, "checksums", lambda found: calls.append(len(found)) or real(found))
+    bucket = Bucket(tensors())
+    assert bucket.checksums() == bucket.checksums() == {name: written_out(one) for name, one in bucket.tensors}
+    assert calls == [len(bucket.tensors)]
 
 
 def test_packed_tensors_come_out_bit_for_bit_and_a_tied_one_takes_no_room():

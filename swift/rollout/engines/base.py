@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from swift.errors import EngineDead, EngineError, PromptTooLong, RequestRefused, Unsupported, suggest
-from swift.rollout.weight_sync.base import Ack, AdapterWeights, TensorInfo, WeightSource, WeightUpdate
+from swift.rollout.weight_sync.base import Ack, AdapterWeights, Live, TensorInfo, WeightSource, WeightUpdate
 from swift.types import Completion, Request, SamplingParams
 
 LogprobSupport = Literal["full", "truncated", "raw"]
@@ -278,6 +278,37 @@ class InferenceEngine(ABC):
         except BaseException:
             update.abort()
             raise
+
+    def share(self, live: Live) -> str:
+        """Let the trainer's parameters be the engine's own memory from now on; both hold the same bits now.
+
+        For an engine that never samples while the trainer changes its weights. Otherwise publishing goes on as before.
+
+        Args:
+            live: not empty.
+
+        Returns:
+            Why that is not possible, "" when it is done.
+        """
+        return f"the {self.capabilities.name} engine cannot read memory of the trainer"
+
+    def take_shared(self, live: Live, version: int) -> Ack | None:
+        """Sample with the shared memory as it is now, as `version`: caches are reset, nothing is copied.
+
+        Args:
+            live: {} when the trainer's weights are not plain parameters (any more).
+            version: of the policy.
+
+        Returns:
+            None when the weights have to be sent: nothing is shared, or the trainer has other memory by now.
+
+        Raises:
+            As `begin_update`.
+        """
+        return None
+
+    def separate(self) -> None:  # noqa: B027 - nothing to do where nothing is shared
+        """End what `share` began: the trainer's parameters get memory of their own, with the same bits."""
 
     def rebuild(self) -> None:
         """Make the engine anew after `SyncFailed`: it samples with the weights it was built with (version 0).

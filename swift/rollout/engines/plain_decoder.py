@@ -33,7 +33,7 @@ ATTENTION_PARTS = (
     {"q_proj", "k_proj", "v_proj", "o_proj"},
     {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"},
 )
-EQUAL_FORWARDS = ("swift.models.cpu_training", "swift.models.scoring")
+EQUAL_FORWARDS = tuple(f"swift.models.{name}" for name in ("cpu_norms", "cpu_training", "direct_gradients", "scoring"))
 """What these put in the place of a module's forward gives the same logits, where logits are asked for."""
 PACKED_BYTES = 1 << 30
 """Weights above this are not packed, because packing holds them twice while sampling."""

@@ -53,7 +53,7 @@ from swift.rollout.engines.base import (
     WeightUpdate,
 )
 from swift.rollout.engines.worker.weights import share_broadcast
-from swift.rollout.weight_sync.base import Bucket, checksum
+from swift.rollout.weight_sync.base import Bucket
 from swift.types import Completion, Request
 
 LOOK_S = 1.0
@@ -521,7 +521,7 @@ class PoolUpdate(WeightUpdate):
 
     def send(self, bucket: Bucket) -> None:
         """Deliver a bucket to all; its checksums are computed once. See `WeightUpdate.send`."""
-        bucket.staged.setdefault("checksums", {name: checksum(tensor) for name, tensor in bucket.tensors})
+        bucket.checksums()  # before threads ask for them
         super().send(bucket)
 
     def _deliver(self, bucket: Bucket) -> None:

@@ -62,6 +62,7 @@ from swift.rollout.engines.transformers_adapter import FoldedAdapter
 from swift.rollout.engines.transformers_memory import WeightMemory
 from swift.rollout.engines.transformers_weights import InPlaceUpdate
 from swift.rollout.weight_sync.base import dtype_name
+from swift.startup import collector_resting
 from swift.types import Completion, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -722,10 +723,13 @@ def build(spec: EngineSpec) -> TransformersEngine:
             return load_for_inference(args, device=device)
 
     bind_to_cores(spec.cores)
+    with collector_resting():
+        model = load()
+        tokenizer = read_tokenizer(spec.model, trust_remote_code=spec.trust_remote_code)
     return TransformersEngine(
-        load(),
+        model,
         eos_token_ids=spec.eos_token_ids,
-        tokenizer=read_tokenizer(spec.model, trust_remote_code=spec.trust_remote_code),
+        tokenizer=tokenizer,
         max_model_len=spec.max_model_len,
         max_rows=spec.max_num_seqs,
         cache_bytes=cache,

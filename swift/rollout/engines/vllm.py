@@ -53,6 +53,7 @@ from swift.rollout.engines.base import (
 )
 from swift.rollout.engines.expected_weights import ExpectedWeights
 from swift.rollout.engines.spec import EngineSpec
+from swift.rollout.engines.vllm_direct import Layout, NoLayout
 from swift.rollout.engines.vllm_process import (
     bind_to_cores,
     groups,
@@ -62,12 +63,13 @@ from swift.rollout.engines.vllm_process import (
 from swift.rollout.engines.vllm_start import first_line
 from swift.rollout.engines.vllm_weights import (
     AdapterShelf,
+    DirectUpdate,
     LoadedAdapter,
     ReloadUpdate,
     adapter_rank,
     loses_bits,
 )
-from swift.rollout.weight_sync.base import Ack, AdapterWeights, TensorInfo, WeightUpdate, dtype_name
+from swift.rollout.weight_sync.base import Ack, AdapterWeights, Live, TensorInfo, WeightUpdate, dtype_name
 from swift.types import Completion, FinishReason, Request, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -154,6 +156,10 @@ class VLLMEngine(InferenceEngine):
         self._dead = ""  # why nothing works any more, until `rebuild`
         self._closed = False
         self._update: ReloadUpdate | None = None
+        self._layout: Layout | None = None  # where updates can be written without a reload, once that is proven
+        self._obstacle = ""  # why they cannot
+        self._shared = False  # the trainer's parameters are this memory
+        self._parted = ""  # why they are no longer
         self._base_version = 0
         self._shelf = AdapterShelf()
         self._adapter: LoadedAdapter | None = None
@@ -366,6 +372,98 @@ class VLLMEngine(InferenceEngine):
             EngineError: also when kept requests sample with an adapter, which the update drops.
             Unsupported: also with LoRA layers, below which an older vLLM cannot replace weights.
         """
+        self._check_ready(version)
+        if self._shared:  # writing it could overwrite values that the trainer has put aside
+            raise EngineError("engine: vllm: its weights are the trainer's own memory; separate them before an update")
+        expected = self._expect()
+        problems = expected.check(manifest)
+        if problems:
+            raise SyncFailed(f"weights: version {version} for vllm: {_few(problems)}")
+        settings: dict[str, Any] = {
+            "expected": expected,
+            "call": self._call,
+            "apart": self._executor == "mp",
+            "dtype": self.capabilities.dtype,
+            "spoiled": self._spoil,
+            "done": self._weights_arrived,
+        }
+        layout = self._layout
+        # what sleep(2) took is more than the tensors of an update: padding, which only the loaders write
+        if layout is not None and not self._dropped and layout.fits(manifest) and layout.in_place():
+            self._update = DirectUpdate("vllm", manifest, version, layout=layout, **settings)
+            return self._update
+        self._layout = None
+        learn = self._find_layout(manifest, expected)
+
+        def learned(obstacle: str) -> None:
+            self._layout = learn if not obstacle else None
+            self._note_obstacle(obstacle)
+
+        self._update = ReloadUpdate("vllm", manifest, version, learn=learn, learned=learned, **settings)
+        return self._update
+
+    def _find_layout(self, manifest: Sequence[TensorInfo], expected: ExpectedWeights) -> Layout | None:
+        """Where an update should lie after a reload; None once something was found to stand against it."""
+        if self._obstacle or self._executor == "mp" or self._dropped:
+            return None
+        if self.spec.tensor_parallel_size > 1:
+            self._note_obstacle("its weights are cut for tensor parallelism")
+            return None
+        found = self._call("swift_layout", manifest, expected.tied, expected.embedding)[0]
+        if isinstance(found, str):
+            self._note_obstacle(found)
+            return None
+        layout: Layout = found
+        return layout
+
+    def _note_obstacle(self, obstacle: str) -> None:
+        """Say once why every update is a reload."""
+        if obstacle and not self._obstacle:
+            self._obstacle = obstacle
+            logger.info("vllm: every update is a reload: %s", obstacle)
+
+    def share(self, live: Live) -> str:
+        """See `InferenceEngine.share`; done once, after an update has shown where each tensor lies."""
+        if self._parted:
+            return self._parted
+        if self.spec.sleep and not self._on_cpu:
+            return "its weights leave the device while it sleeps (--sleep_level)"
+        if self._layout is None:
+            return self._obstacle or "no update has shown yet how it stores its weights"
+        try:
+            self._layout.share(live)
+        except NoLayout as error:
+            return str(error)
+        self._shared = True
+        return ""
+
+    def take_shared(self, live: Live, version: int) -> Ack | None:
+        """See `InferenceEngine.take_shared`."""
+        if not self._shared or self._layout is None:
+            return None
+        self._check_ready(version)
+        began = time.monotonic()
+        if not (self._layout.in_place() and self._layout.shared_with(live)):
+            self.separate()
+            self._parted = "the trainer's parameters have moved to other memory"
+            logger.warning("vllm: %s; updates are copied from now on", self._parted)
+            return None
+        try:
+            self._weights_arrived(version)
+        except EngineError as error:
+            self._spoil(f"the update to version {version} failed ({first_line(error)})")
+            raise
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in live.values())
+        return Ack(version, len(live), nbytes, digest="", seconds=time.monotonic() - began, note="one memory for both")
+
+    def separate(self) -> None:
+        """See `InferenceEngine.separate`."""
+        if self._shared and self._layout is not None:
+            self._layout.separate()
+        self._shared = False
+
+    def _check_ready(self, version: int) -> None:
+        """Raises what `begin_update` does when other weights cannot be taken now."""
         self._check_whole()
         if self.spec.lora and not self._vllm.reloads_under_adapters:
             raise Unsupported(
@@ -379,26 +477,12 @@ class VLLMEngine(InferenceEngine):
             raise EngineError("engine: vllm: kept requests sample with an adapter; drain them before new weights")
         if self._update is not None and self._update.loading:
             raise SyncFailed(f"weights: version {version} for vllm: another update is under way; abort it first")
-        expected = self._expect()
-        problems = expected.check(manifest)
-        if problems:
-            raise SyncFailed(f"weights: version {version} for vllm: {_few(problems)}")
-        self._update = ReloadUpdate(
-            "vllm",
-            manifest,
-            version,
-            expected=expected,
-            call=self._call,
-            apart=self._executor == "mp",
-            dtype=self.capabilities.dtype,
-            spoiled=self._spoil,
-            done=self._weights_arrived,
-        )
-        return self._update
 
     def _weights_arrived(self, version: int) -> None:
         """All weights are in: adapters and what was computed with the old ones are gone, then the version changes."""
         self._drop_adapters()
+        if not self._on_cpu:
+            torch.accelerator.synchronize()  # vLLM may run on another stream than what has written them
         self._reset_awake_caches()
         self._dropped = False
         self.version = self._base_version = version
@@ -413,6 +497,7 @@ class VLLMEngine(InferenceEngine):
         self._void = self._void or "it is being rebuilt"
         self.abort()
         self._apply_aborts()
+        self.separate()
         try:
             self._shut_down()
             self._llm = self._new_llm()
@@ -420,6 +505,7 @@ class VLLMEngine(InferenceEngine):
             self._dead = f"it could not be rebuilt ({first_line(error)})"
             raise EngineDead(f"engine: vllm: {self._dead}") from error
         self._void, self._dead, self._update, self._dropped, self._paused = "", "", None, False, False
+        self._layout, self._obstacle = None, ""
         self._asleep = set()
         self._shelf.close()
         self._adapter = None
@@ -680,6 +766,7 @@ class VLLMEngine(InferenceEngine):
         if not at_rest:
             logger.warning("vllm: closed in the middle of a step that has taken %d s", CLOSE_S)
         try:
+            self._layout = None
             self._shelf.close()
             self._running.clear()
             self._ready.clear()

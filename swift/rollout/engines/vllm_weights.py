@@ -1,9 +1,12 @@
 """How new weights get into a vLLM engine: what it must be sent, an update in parts, and LoRA adapters on disk.
 
-vLLM repacks linear weights when it loads them, so its parameters cannot be written; its layerwise reload takes
+vLLM may repack linear weights when it loads them, and then its parameters cannot be written; its layerwise reload takes
 checkpoint tensors and repacks them again. An update is one such reload from the first bucket to the commit: a fused
-matrix (q, k, v) that arrives in two parts waits for the second. What vLLM does not check is checked here, before
-anything is touched: a missing tensor is only logged by it, and a tied head that is not sent stays as it was.
+matrix (q, k, v) that arrives in two parts waits for the second. Where the first reload proves that nothing is repacked,
+later updates write the parameters where they lie; see `vllm_direct`.
+
+What vLLM does not check is checked here, before anything is touched: a missing tensor is only logged by it, and a tied
+head that is not sent stays as it was.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from torch import Tensor
 
 from swift.errors import EngineDead, SyncFailed
 from swift.rollout.engines.expected_weights import ExpectedWeights
-from swift.rollout.weight_sync.base import Ack, AdapterWeights, Bucket, TensorInfo, WeightUpdate
+from swift.rollout.engines.vllm_direct import Layout, NoLayout
+from swift.rollout.weight_sync.base import Ack, AdapterWeights, Bucket, StreamDigest, TensorInfo, WeightUpdate
 
 SHARED_MEMORY = Path("/dev/shm")
 """Where tensors wait for the worker processes of one engine."""
@@ -41,6 +45,8 @@ class ReloadUpdate(WeightUpdate):
         dtype: of the engine's weights, to say whether they were rounded.
         spoiled: called when the engine's weights are void from now on.
         done: called when all weights are in; resets caches, sets the version and may raise.
+        learn: where the tensors should lie afterwards, to be proven by this update; None when that is of no use.
+        learned: called with what came of it: "" or why not.
     """
 
     def __init__(
@@ -55,8 +61,12 @@ class ReloadUpdate(WeightUpdate):
         dtype: str,
         spoiled: Callable[[str], None],
         done: Callable[[int], None],
+        learn: Layout | None = None,
+        learned: Callable[[str], None] = lambda obstacle: None,
     ) -> None:
         super().__init__(engine, manifest, version)
+        self._learn = learn
+        self._learned = learned
         self._expected = expected
         self._call = call
         self._apart = apart
@@ -78,13 +88,35 @@ class ReloadUpdate(WeightUpdate):
         try:
             if self._state == "waiting":
                 self._state = "loading"
-                self._call("swift_begin_update")
-            if self._apart:
-                self._send_file(bucket)
-            else:
-                self._call("swift_load", bucket.tensors, self._copies(bucket))
+                self._open()
+            self._take(bucket)
         except Exception as error:
             raise self._failed(error) from error
+
+    def _open(self) -> None:
+        """Make the engine ready for the first bucket."""
+        self._call("swift_begin_update")
+
+    def _take(self, bucket: Bucket) -> None:
+        """Bring a bucket into the engine."""
+        if self._apart:
+            self._send_file(bucket)
+            return
+        self._call("swift_load", bucket.tensors, self._copies(bucket), bucket.checksums())
+        if self._learn is not None:
+            self._learn.note(bucket.tensors, bucket.checksums())
+
+    def _close(self) -> dict[str, Any]:
+        """End the update in the engine; what it received, and what got nothing."""
+        reply = _agreed(self._call("swift_end_update"))
+        if self._learn is not None and not reply["missing"]:
+            try:
+                self._learn.prove()
+            except NoLayout as error:
+                self._learned(str(error))
+            else:
+                self._learned("")
+        return reply
 
     def _copies(self, bucket: Bucket) -> dict[str, str]:
         """The tied head -> the embedding, when it does not come by itself and the embedding is in this bucket."""
@@ -112,8 +144,7 @@ class ReloadUpdate(WeightUpdate):
 
     def _finish(self) -> Ack:
         try:
-            replies = self._call("swift_end_update")
-            reply = _agreed(replies)
+            reply = self._close()
             if reply["missing"]:
                 raise ValueError(f"nothing arrived in {', '.join(reply['missing'][:3])}")
             self._done(self.version)
@@ -147,6 +178,40 @@ class ReloadUpdate(WeightUpdate):
         return SyncFailed(
             f"weights: version {self.version} for {self.engine}: {type(error).__name__}: {line}; rebuild the engine"
         )
+
+
+class DirectUpdate(ReloadUpdate):
+    """One update that is written into the engine's parameters where they lie.
+
+    Args:
+        layout: proven, and still in place; others as of `ReloadUpdate`.
+    """
+
+    def __init__(self, *args: Any, layout: Layout, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._layout = layout
+        self._received = StreamDigest()
+        self._count = self._bytes = 0
+
+    def _open(self) -> None:
+        if not self._layout.in_place():
+            raise SyncFailed(f"weights: version {self.version} for {self.engine}: vLLM has moved its parameters")
+
+    def _take(self, bucket: Bucket) -> None:
+        self._layout.write(bucket.tensors)
+        known = bucket.checksums()
+        for name, tensor in bucket.tensors:
+            self._received.add(name, tensor, known[name])
+            self._count += 1
+            self._bytes += tensor.numel() * tensor.element_size()
+
+    def _close(self) -> dict[str, Any]:
+        return {
+            "tensors": self._count,
+            "nbytes": self._bytes,
+            "digest": self._received.hexdigest(),
+            "missing": [],
+        }
 
 
 def _agreed(replies: list[dict[str, Any]]) -> dict[str, Any]:

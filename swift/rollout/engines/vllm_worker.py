@@ -20,7 +20,8 @@ import numpy as np
 from torch import Tensor
 
 from swift.rollout.engines import vllm_versions
-from swift.rollout.weight_sync.base import StreamDigest
+from swift.rollout.engines.vllm_direct import Layout, NoLayout
+from swift.rollout.weight_sync.base import StreamDigest, TensorInfo
 
 MADV_DONTNEED = 4
 """Linux: pages are given back at once and read as zeros when touched again."""
@@ -42,14 +43,20 @@ class WorkerExtension:
         self._swift_count = self._swift_bytes = 0
         vllm_versions.begin_reload(self)
 
-    def swift_load(self, tensors: Sequence[tuple[str, Tensor]], copies: Mapping[str, str]) -> None:
+    def swift_load(
+        self,
+        tensors: Sequence[tuple[str, Tensor]],
+        copies: Mapping[str, str],
+        known: Mapping[str, int] | None = None,
+    ) -> None:
         """Load whole layers.
 
         Args:
             tensors: as sent; they are counted and digested while the model takes them.
             copies: further name -> name among `tensors`: a tied head that does not come by itself. Not counted.
+            known: checksums by name, where sender and receiver look at the same memory; else they are computed here.
         """
-        loaded = vllm_versions.load_part(self, self._swift_counted(tensors, copies))
+        loaded = vllm_versions.load_part(self, self._swift_counted(tensors, copies, known or {}))
         if loaded is None or self._swift_loaded is None:
             self._swift_loaded = None
         else:
@@ -63,10 +70,10 @@ class WorkerExtension:
         self.swift_load([(name, found[place]) for name, place in order], copies)
 
     def _swift_counted(
-        self, tensors: Sequence[tuple[str, Tensor]], copies: Mapping[str, str]
+        self, tensors: Sequence[tuple[str, Tensor]], copies: Mapping[str, str], known: Mapping[str, int]
     ) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors:
-            self._swift_digest.add(name, tensor)
+            self._swift_digest.add(name, tensor, known.get(name))
             self._swift_count += 1
             self._swift_bytes += tensor.numel() * tensor.element_size()
             yield name, tensor
@@ -85,6 +92,18 @@ class WorkerExtension:
             "digest": self._swift_digest.hexdigest(),
             "missing": missing,
         }
+
+    def swift_layout(self, manifest: Sequence[TensorInfo], tied: str, embedding: str) -> Layout | str:
+        """Where the tensors of an update lie in this worker, for a caller in the same process; or why nowhere."""
+        config = self.vllm_config.model_config
+        if config.quantization is not None:
+            return "its weights are quantised"
+        if getattr(config, "use_mla", False):
+            return "latent attention keeps products of its weights"
+        try:
+            return Layout.of(self.model_runner.get_model(), manifest, tied=tied, embedding=embedding)
+        except NoLayout as error:
+            return str(error)
 
     def swift_memory(self) -> dict[str, int]:
         """Bytes of the KV cache: `kv` its size, `kv_resident` what of it is in memory now."""

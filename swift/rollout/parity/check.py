@@ -67,6 +67,10 @@ class Publisher(Protocol):
         """Send the weights of now under the present version."""
         ...
 
+    def separate(self) -> None:
+        """Give engine and trainer memory of their own, until the next publication."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -253,6 +257,7 @@ class ParityCheck:
     # --- stages -----------------------------------------------------------------------------------------------
 
     def _published_noise(self, noise: Noise) -> Stage:
+        self.publisher.separate()  # the noise stands in for parameters that are put aside meanwhile
         with noise.applied():
             self.publisher.rehearse()
             compared = self._compare(NOISY, REHEARSAL)

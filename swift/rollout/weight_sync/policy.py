@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from swift.models.checkpoint_tensors import (
+    CheckpointTensor,
     CheckpointUnit,
     checkpoint_units,
     computing_dtype,
@@ -23,8 +24,8 @@ from swift.models.checkpoint_tensors import (
     read_adapter,
     read_unit,
 )
-from swift.models.sharded import gathered
-from swift.rollout.weight_sync.base import BUCKET_BYTES, AdapterWeights, Bucket, TensorInfo, torch_dtype
+from swift.models.sharded import gathered, is_dtensor, is_zero3
+from swift.rollout.weight_sync.base import BUCKET_BYTES, AdapterWeights, Bucket, TensorInfo, dtype_name, torch_dtype
 
 
 class PolicyWeights:
@@ -73,6 +74,25 @@ class PolicyWeights:
             )
         return self._manifest
 
+    def live(self) -> dict[str, Tensor]:
+        """The policy's own parameters by the names of an update, {} where something else is sent; no collective."""
+        own: dict[str, Tensor] = {}
+        for unit in self._units:
+            for one in unit.tensors:
+                if not self._is_plain(one):
+                    return {}
+                own[one.name] = one.sources[0]
+        sent = {info.name: (info.shape, info.dtype) for info in self.manifest()}
+        here = {name: (tuple(one.shape), dtype_name(one.dtype)) for name, one in own.items()}
+        return own if sent == here else {}
+
+    def _is_plain(self, one: CheckpointTensor) -> bool:
+        """Whether a tensor of the checkpoint is a parameter as it lies in this process's memory."""
+        source = one.sources[0]
+        spread = is_zero3(source) or is_dtensor(source)
+        away = source.numel() > 0 and not spread and source.untyped_storage().nbytes() == 0
+        return one.identity == (id(source),) and not spread and not away
+
     def order_hash(self) -> str:
         """A digest of names, types, shapes and cuts: ranks that differ here must not gather together."""
         lines = [f"{info.name} {info.dtype} {info.shape}" for info in self.manifest()]
@@ -100,6 +120,31 @@ class PolicyWeights:
         if self.dtype is None or self._own is None:
             return unit.nbytes
         return unit.nbytes * self.dtype.itemsize // self._own.itemsize
+
+
+class LiveWeights:
+    """The memory of a policy, for an engine that may sample with it; see `swift.rollout.weight_sync.base.Live`.
+
+    What belongs to which name is found once and looked up again only when the policy has other tensors than before.
+
+    Args:
+        model: the policy.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._seen: list[Tensor] = []
+        self._live: dict[str, Tensor] = {}
+
+    def __call__(self) -> dict[str, Tensor]:
+        """The policy's own parameters by the names of an update; {} where something else is sent."""
+        held: list[Tensor] = [one for _, one in self._model.named_parameters(remove_duplicate=False)]
+        same = len(held) == len(self._seen) and all(one is other for one, other in zip(held, self._seen, strict=True))
+        if not same or not self._live:
+            self._live = PolicyWeights(self._model).live()
+            # a parameter that is not sent by itself (an adapter's) may be switched on later
+            self._seen = held if {id(one) for one in held} == {id(one) for one in self._live.values()} else []
+        return self._live
 
 
 def adapter_weights(model: nn.Module) -> AdapterWeights:

@@ -15,6 +15,7 @@ weights that nobody confirmed. One failed update is repeated on a rebuilt engine
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -22,7 +23,9 @@ from typing import Any, Protocol
 
 from swift.errors import EngineDead, SwiftError, SyncFailed
 from swift.rollout.engines.base import Ack, InferenceEngine
-from swift.rollout.weight_sync.base import AdapterWeights, WeightSource, WeightUpdate
+from swift.rollout.weight_sync.base import AdapterWeights, Live, WeightSource, WeightUpdate
+
+logger = logging.getLogger(__name__)
 
 KEPT_VERSIONS = 4096
 """Versions whose step is remembered, for staleness in steps."""
@@ -46,6 +49,9 @@ class WeightPublisher:
         engine: this rank's engine, or None.
         source: makes a source of the current weights; on every rank.
         adapter: reads the current adapter alone (a collective); when given, only the adapter is sent.
+        live: the policy's own memory. When given, engine and policy become one memory with the first `publish`, where
+            the engine can do that. Only for an engine in this process that rests whenever the weights change. Ignored
+            with an `interval` above 1, which asks for older weights than those of now.
         interval: optimizer steps between publications (`--vllm_sync_interval`); 1 for an engine that shares the
             trainer's weights, since it never samples with older ones.
         ranks: the collectives.
@@ -59,6 +65,7 @@ class WeightPublisher:
         *,
         source: Callable[[], WeightSource],
         adapter: Callable[[], AdapterWeights] | None = None,
+        live: Callable[[], Live] | None = None,
         interval: int = 1,
         ranks: Ranks,
         timer: Callable[[str], AbstractContextManager[Any]] = lambda phase: contextlib.nullcontext(),
@@ -67,6 +74,7 @@ class WeightPublisher:
         self.engine = engine
         self.source = source
         self.adapter = adapter
+        self.live = live if interval == 1 and adapter is None else None
         self.interval = 1 if engine is not None and engine.capabilities.shares_weights else interval
         self.ranks = ranks
         self.timer = timer
@@ -116,6 +124,11 @@ class WeightPublisher:
         """
         self._lost = True
         return self._everywhere(REHEARSAL)
+
+    def separate(self) -> None:
+        """End the sharing of memory until the next publication, so that either side may be changed alone."""
+        if self.engine is not None:
+            self.engine.separate()
 
     def update(self, step: int, *, current: bool = False, lost: bool = False) -> Ack | None:
         """What a generation phase calls: publish if due, else send again what the engine has lost, else nothing.
@@ -177,6 +190,28 @@ class WeightPublisher:
         return (receipts[0] if receipts else None), failure
 
     def _send_all(self, version: int, engine: InferenceEngine | None) -> tuple[Ack | None, SwiftError | None]:
+        if engine is None or self.live is None or version == REHEARSAL:
+            return self._send_buckets(version, engine)
+        live = self.live()
+        taken: list[Ack | None] = []
+        failure = _failure_of(version, lambda: taken.append(engine.take_shared(live, version)))
+        if failure is not None:
+            return self._send_buckets(version, None)[0], failure
+        if taken[0] is not None:  # of plain parameters nothing is gathered, so no other rank waits for this one
+            return taken[0], None
+        ack, failure = self._send_buckets(version, engine)
+        if failure is None and version > self.version:  # before the first step the trainer may still be put together
+            failure = _failure_of(version, lambda: self._share(engine, live))
+        return ack, failure
+
+    def _share(self, engine: InferenceEngine, live: Live) -> None:
+        """Make one memory of both, or say once why they stay two."""
+        obstacle = engine.share(live) if live else "the trainer's weights are spread, merged, cast or rearranged"
+        if obstacle:
+            logger.info("weights: engine and trainer keep memory of their own: %s", obstacle)
+            self.live = None
+
+    def _send_buckets(self, version: int, engine: InferenceEngine | None) -> tuple[Ack | None, SwiftError | None]:
         source = self.source()
         updates: list[WeightUpdate] = []
         failure = None

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 from swift.errors import EngineDead, EngineError, SwiftError, SyncFailed
 from swift.rollout.engines.worker import protocol
 from swift.rollout.engines.worker.protocol import Message
+from swift.startup import collector_resting
 from swift.types import Completion
 
 if TYPE_CHECKING:
@@ -180,10 +181,12 @@ class Host:
 
     def _start(self, message: Message, _: list[int]) -> Message:
         from swift.plugin import load_external_plugins
-        from swift.rollout.engines.spec import EngineSpec, build_engine
+        from swift.rollout.engines.spec import EngineSpec, build_engine, factory
 
         spec = EngineSpec.from_json(message["spec"])
         load_external_plugins(spec.plugins)
+        with collector_resting():
+            factory(spec.backend)  # loads its libraries
         self._engine = build_engine(spec)
         return asdict(self._engine.capabilities)
 
