@@ -24,7 +24,7 @@ WORKERS ?= 2
 BASELINE := benchmarks/baseline.json
 BENCH_FLAGS ?=
 AXES := completions length prompt group vocabulary workers
-TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
 VLLM ?= $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),yes,no)
 

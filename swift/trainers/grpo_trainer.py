@@ -174,7 +174,7 @@ class GRPOTrainer(SealedTrainer):
         self.packing_obstacle = choose_attention(self.model)
         self._whole_logits = prepare_scoring(self.model)
         self._speed_up(self.model)
-        if collectives.world_size == 1 and not self.is_deepspeed_enabled and not self.is_fsdp_enabled:
+        if self.accelerator.distributed_type.value == "NO":  # nothing waits for gradients
             accumulate_directly(self.model)
         self.planner = PassPlanner(self.model, collectives, device=self.args.device, say=self._say)
         if reference is not None:

@@ -53,8 +53,9 @@ def oracle(model, request, ids):
 
 
 def gap(model, request, completion):
-    """Largest difference between the engine's log-probs and those of the oracle."""
-    return float((torch.tensor(completion.logprobs) - oracle(model, request, completion.token_ids)).abs().max())
+    """Largest difference between the engine's log-probs and those of the oracle, whose own rounding is none of it."""
+    exact = oracle(copy.deepcopy(model).double(), request, completion.token_ids)
+    return float((torch.tensor(completion.logprobs, dtype=torch.float64) - exact).abs().max())
 
 
 def noisy(subject, *, seed=11, scale=0.05, only=""):
@@ -608,9 +609,11 @@ def with_adapter(subject, *, seed, rank=4, alpha=16.0, **options):
     from peft import LoraConfig, get_peft_model
 
     options = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"], **options}
-    policy = get_peft_model(
-        copy.deepcopy(subject.model), LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, **options)
-    ).eval()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        policy = get_peft_model(
+            copy.deepcopy(subject.model), LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, **options)
+        ).eval()
     with_noise(policy, seed=seed, scale=0.05, only="lora_")
     return policy, AdapterWeights(*read_adapter(policy))
 

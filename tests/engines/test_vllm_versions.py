@@ -264,6 +264,7 @@ def test_processes_of_vllm_get_the_cores_and_devices_of_the_spec(monkeypatch):
         (ValueError("To serve at least one request, 1 GiB KV cache is needed"), ResourceError, "--vllm_max_model_len"),
         (torch.OutOfMemoryError("CUDA out of memory"), ResourceError, "--vllm_gpu_memory_utilization"),
         (AssertionError("Expandable segments are not compatible with memory pool"), ConfigError, "; unset it"),
+        (RuntimeError("create shm in SHMManager failed. errno: 17"), ResourceError, "remove /dev/shm/*-cpushm_*"),
         (ValueError("head size"), ConfigError, "--model: m: vLLM refuses it (head size)"),
         (AttributeError("no init_cpu_memory_env"), EngineError, "did not start (AttributeError"),
     ],

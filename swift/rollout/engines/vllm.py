@@ -168,7 +168,6 @@ class VLLMEngine(InferenceEngine):
         self._config = vllm_start.model_config(spec)
         self._expected: ExpectedWeights | None = None
         bind_to_cores(spec.cores if self._executor != "mp" else ())
-        self._segments: set[str] = set()
         self._llm: Any = None
         groups.enter()
         try:
@@ -813,7 +812,8 @@ class VLLMEngine(InferenceEngine):
         """A new vLLM engine of the spec, first weights loaded."""
         llm = vllm_start.start(self._vllm, self.spec, self._config, on_cpu=self._on_cpu)
         vllm_versions.check_engine(llm)
-        self._segments |= {name for name in llm.collective_rpc("swift_segments") if name}
+        # everybody has joined them: without a name they end with the last process that has them, however it ends
+        remove_segments({name for name in llm.collective_rpc("swift_segments") if name})
         return llm
 
     def _try_out(self) -> None:
@@ -871,8 +871,6 @@ class VLLMEngine(InferenceEngine):
         if llm is not None:
             vllm_versions.shut_down(llm)
         del llm
-        if self._executor == "mp":
-            remove_segments(self._segments)
         gc.collect()
 
 

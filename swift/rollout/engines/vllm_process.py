@@ -118,9 +118,13 @@ def available_bytes() -> int:
 
 
 def remove_segments(idents: Iterable[str]) -> None:
-    """Remove the shared memory by which workers of one engine talked; vLLM kills them before they can."""
+    """Take the names from the shared memory by which the parts of one engine talk.
+
+    Processes that have it keep it. Left to vLLM, the names stay when a process is killed, and those of an engine over
+    training ranks are the same for every run: the next one could not start.
+    """
     folder = Path("/dev/shm")
     if folder.is_dir():
         for ident in idents:
-            for segment in folder.glob(f"{ident}-*cpushm*"):
+            for segment in folder.glob(f"{ident.strip('/')}-*cpushm*"):
                 segment.unlink(missing_ok=True)

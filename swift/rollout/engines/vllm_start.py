@@ -134,6 +134,11 @@ def _start_error(spec: EngineSpec, error: Exception) -> SwiftError:
         return ResourceError(
             f"engine: vllm: {line}; lower --vllm_max_model_len, --vllm_max_num_seqs or --vllm_gpu_memory_utilization"
         )
+    if "create shm" in line and "errno: 17" in line:
+        return ResourceError(
+            f"engine: vllm: its shared memory is there already ({line}): remove /dev/shm/*-cpushm_*, which a run left "
+            "that was killed while it started, unless another run starts just now"
+        )
     if isinstance(error, ValueError | NotImplementedError):
         return ConfigError(f"--model: {spec.model}: vLLM refuses it ({line}); --use_vllm false")
     return EngineError(f"engine: vllm: did not start ({type(error).__name__}: {line})")

@@ -117,7 +117,7 @@ class WorkerExtension:
         return vllm_versions.lacking(self, vllm_versions.OF_WORKER)
 
     def swift_segments(self) -> str:
-        """What the names of this worker's shared memory contain; workers that are killed leave it behind."""
+        """What the names of this worker's shared memory begin with."""
         return os.environ.get("VLLM_DIST_IDENT", "")
 
     def swift_kv_obstacle(self) -> str:
