@@ -2,6 +2,7 @@
 
 import re
 import time
+from pathlib import Path
 
 import pytest
 from cli_runs import Cli, assert_gone, completion_rows, log_rows
@@ -114,6 +115,8 @@ def test_one_engine_over_two_ranks(cli):
         variables={"NPROC_PER_NODE": 2},
     )
     agrees(folder)
+    # whose names are those of the next such run
+    assert [one.name for one in Path("/dev/shm").glob("-*cpushm*")] == []
 
 
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])

@@ -55,6 +55,7 @@ from swift.rollout.engines.expected_weights import ExpectedWeights
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.engines.vllm_direct import Layout, NoLayout
 from swift.rollout.engines.vllm_process import (
+    SEGMENTS_IN_RANKS,
     bind_to_cores,
     groups,
     remove_segments,
@@ -813,7 +814,8 @@ class VLLMEngine(InferenceEngine):
         llm = vllm_start.start(self._vllm, self.spec, self._config, on_cpu=self._on_cpu)
         vllm_versions.check_engine(llm)
         # everybody has joined them: without a name they end with the last process that has them, however it ends
-        remove_segments({name for name in llm.collective_rpc("swift_segments") if name})
+        in_ranks = self._executor == "external_launcher"
+        remove_segments({SEGMENTS_IN_RANKS} if in_ranks else set(llm.collective_rpc("swift_segments")) - {""})
         return llm
 
     def _try_out(self) -> None:

@@ -117,6 +117,11 @@ def available_bytes() -> int:
     return max(0, free)
 
 
+SEGMENTS_IN_RANKS = "//"
+"""What the names of the shared memory of an engine over training ranks begin with: vLLM takes what follows the colon of
+`env://`, and the variable that it keeps this in is gone once the engine is made."""
+
+
 def remove_segments(idents: Iterable[str]) -> None:
     """Take the names from the shared memory by which the parts of one engine talk.
 
