@@ -11,9 +11,10 @@ Both sides want 16 groups of 8 completions that teach something, and nothing is 
 The same engine, the same collector, the same rewards, the same stream of prompts and seeds. The sides take turns, one
 unit each. `simulated` has an engine with a clock in place of a model, and room for two draws at once; `simulated-full`
 has room for one; `transformers` decodes the demo's model; `transformers-few` the same with 4 groups of 4, so few rows
-that a decode step costs the same for twice as many; `vllm` and `vllm-few` are these two in vLLM. The script fails when
-the median unit takes more than 0.6 times as long as with batches, in `simulated` or in `vllm-few`: where a step costs
-in proportion to its rows no schedule can save more than the rows.
+that a decode step costs the same for twice as many; `vllm` and `vllm-few` are these two in vLLM. The demo's
+completions are all about as long; those of `transformers-tail`, of a random model of the same size, are long-tailed as
+in `simulated`. The script fails when the median unit takes more than 0.6 times as long as with batches, in `simulated`
+or in `transformers-tail`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import math
 import sys
 import tempfile
 import time
@@ -43,10 +45,10 @@ from swift.rollout.pipeline import PipelineConfig, RolloutPipeline, ScoredRound
 from swift.rollout.scheduler import RolloutScheduler
 from swift.rollout.units import UnitConfig, UnitMaker
 from swift.rollout.weight_sync.publisher import WeightPublisher
-from swift.types import GroupScores, Prompt, RolloutGroup, SamplingParams, TrainerProgress
+from swift.types import GroupScores, Prompt, Request, RolloutGroup, SamplingParams, TrainerProgress
 
 WANTED = 0.6
-JUDGED = ("simulated", "vllm-few")
+JUDGED = ("simulated", "transformers-tail")
 MAX_RESAMPLE_TIMES = 3
 SEED = 0
 PROMPTS = 4000
@@ -318,6 +320,29 @@ def transformers(groups: int = 16, generations: int = 8) -> Bench:
     return Bench(engine, prompts, 48, groups, generations)
 
 
+def transformers_tail(groups: int = 16, generations: int = 8) -> Bench:
+    """A random model that never ends by itself, with the lengths of the simulated engine."""
+    from transformers import AutoModelForCausalLM
+
+    from swift.models.tiny import build_tiny
+    from swift.rollout.engines.transformers import TransformersEngine
+
+    class LongTailed(TransformersEngine):
+        """Every request has a limit by its seed: exponential, cut at the longest."""
+
+        def submit(self, request: Request) -> None:
+            word = hashlib.blake2b(str(request.sampling.seed).encode(), digest_size=8).digest()
+            drawn = -TYPICAL_TOKENS * math.log1p(-int.from_bytes(word, "big") / 2**64)
+            sampling = replace(request.sampling, max_new_tokens=max(1, min(MOST_TOKENS, round(drawn))))
+            super().submit(replace(request, sampling=sampling))
+
+    with tempfile.TemporaryDirectory() as folder:
+        build_tiny(folder, size="tiny", seed=SEED)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+    prompts = [Prompt(f"p{i}", [], [1 + i % 200, 1 + i // 200] * 8) for i in range(PROMPTS)]
+    return Bench(LongTailed(model, eos_token_ids=()), prompts, MOST_TOKENS, groups, generations)
+
+
 def vllm(groups: int = 16, generations: int = 8) -> Bench:
     """The same in vLLM; its weights stay as they are, so nothing is published."""
     from transformers import GenerationConfig
@@ -329,8 +354,8 @@ def vllm(groups: int = 16, generations: int = 8) -> Bench:
         prompts = demo_prompts(path)
         ends = GenerationConfig.from_pretrained(path).eos_token_id
         spec = EngineSpec(
-            "vllm",
-            str(path),
+            backend="vllm",
+            model=str(path),
             eos_token_ids=tuple(ends if isinstance(ends, list) else [ends]),
             max_model_len=128,
             max_num_seqs=512,
@@ -363,6 +388,8 @@ BENCHES: dict[str, Callable[[], Bench]] = {
     "simulated-full": lambda: simulated(128),
     "transformers": transformers,
     "transformers-few": lambda: transformers(4, 4),
+    "transformers-tail": transformers_tail,
+    "transformers-few-tail": lambda: transformers_tail(4, 4),
     "vllm": vllm,
     "vllm-few": lambda: vllm(4, 4),
 }
