@@ -2,7 +2,7 @@
 
 glibc gives the top of its heap back to the system as soon as 128 KiB of it are free (the limit grows with use), and
 takes large blocks from the system anew each time. A training step frees and takes hundreds of MiB in blocks of a few,
-so every step pays for fresh pages, which the kernel must find and clear: a tenth of a step with 0.6M parameters.
+so every step pays for fresh pages, which the kernel must find and clear: a twentieth of the training of a 0.6M model.
 """
 
 from __future__ import annotations
