@@ -12,6 +12,7 @@ The sums are those of float32 in another order.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from types import MethodType
 from typing import Any
 
@@ -81,11 +82,21 @@ def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return result
 
 
+def inverse_rms(states: Tensor, epsilon: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + epsilon) over the last dimension, [..., 1], without gradients."""
+    norm = torch.linalg.vector_norm(states, dim=-1, keepdim=True)
+    return torch.addcmul(_constant(epsilon, norm.dtype), norm, norm, value=1 / states.shape[-1]).rsqrt_()
+
+
+@lru_cache(maxsize=16)
+def _constant(value: float, dtype: torch.dtype) -> Tensor:
+    return torch.full((1,), value, dtype=dtype)
+
+
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        inverse = torch.linalg.vector_norm(states, dim=-1, keepdim=True)
-        inverse = inverse.square_().div_(states.shape[-1]).add_(epsilon).rsqrt_()
+        inverse = inverse_rms(states, epsilon)
         normed = states * inverse
         ctx.save_for_backward(normed, inverse, weight)
         return normed * weight

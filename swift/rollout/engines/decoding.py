@@ -176,19 +176,23 @@ class BatchRun:
         step = self.step_count - self.started[rows[0]] if self._uniform else self.step_count - self._started_R
         token_R, logprob_R = self.sampler.draw(self.guides.mask(logits, self.rows), step)
         self.guides.advance(token_R, self.rows)
-        self.tokens[self._rows_R, step] = token_R
-        self.logprobs[self._rows_R, step] = logprob_R
+        if isinstance(step, int) and len(rows) == len(self.requests):
+            self.tokens[:, step], self.logprobs[:, step] = token_R, logprob_R
+        else:
+            self.tokens[self._rows_R, step], self.logprobs[self._rows_R, step] = token_R, logprob_R
         self._last_R = token_R
-        self.lengths[rows[~self._finished_R]] += 1
-        self.counters.decode_rows += int((~self._finished_R).sum())
+        live = rows[~self._finished_R]
+        self.lengths[live] += 1
+        self.counters.decode_rows += len(live)
         self.counters.decode_steps += 1
         self.step_count += 1
         stopped_R = (token_R[:, None] == self.sampler.ends_RE).any(1)
         if self.stop_text.active:
             stopped_R |= self.stop_text.check(self.tokens, self.rows, self.lengths[rows].tolist())
-        marks_R = (stopped_R + 2 * ~logprob_R.isfinite()).cpu().numpy()  # the one look at the device
-        ended_R = ((marks_R > 0) | (self.lengths[rows] >= self._budget_R)) & ~self._finished_R
-        return self._ended(ended_R, stopped=marks_R == 1, broken=marks_R >= 2) if ended_R.any() else []
+        sound_R = logprob_R > -torch.inf  # nor is it where the logits are no numbers
+        stops_R, sounds_R = torch.stack((stopped_R, sound_R)).cpu().numpy()  # the one look at the device
+        ended_R = (stops_R | ~sounds_R | (self.lengths[rows] >= self._budget_R)) & ~self._finished_R
+        return self._ended(ended_R, stopped=stops_R & sounds_R, broken=~sounds_R) if ended_R.any() else []
 
     def _ended(self, ended_R: np.ndarray, *, stopped: np.ndarray, broken: np.ndarray) -> list[Completion]:
         """The completions of rows that end at this step, each for one of the reasons, "length" for none."""

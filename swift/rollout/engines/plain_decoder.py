@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from swift.models import cpu_linear
+from swift.models.cpu_norms import inverse_rms
 from swift.models.forward import Span, TokenSequence, is_packed, pack, packed_logits, transformers_model
 from swift.models.sharded import is_spread
 from swift.rollout.engines.prompt_cache import BLOCK, Prefill, PromptCache
@@ -37,6 +38,8 @@ EQUAL_FORWARDS = tuple(f"swift.models.{name}" for name in ("cpu_norms", "cpu_tra
 """What these put in the place of a module's forward gives the same logits, where logits are asked for."""
 PACKED_BYTES = 1 << 30
 """Weights above this are not packed, because packing holds them twice while sampling."""
+FIRST_POSITIONS = 512
+"""Positions of the first table of rotary angles."""
 
 
 class Attention(Protocol):
@@ -163,6 +166,7 @@ class PlainDecoder:
         base = transformers_model(model)
         self._base, self._decoder = base, base.model
         self._layers = [_Layer(layer) for layer in self._decoder.layers]
+        self._turns = _Turns(self._decoder.rotary_emb)
         weights = sum(weight.numel() for weight in {module_weight(one) for one in _linears(base)}) * 4
         self._small = weights <= PACKED_BYTES
         self.fast = self.packs = False
@@ -182,7 +186,7 @@ class PlainDecoder:
         def random(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator).to(self._decoder.norm.weight.device)
 
-        for product in (layer.to_heads, layer.to_output, layer.to_gate, layer.to_down, self._head):
+        for product in (layer.to_heads, layer.to_output, layer.to_inner, layer.to_down, self._head):
             rows = random(128, product.width)
             whole = product(rows)
             if any(not torch.equal(product(rows[:few].contiguous()), whole[:few]) for few in (8, 24, 64)):
@@ -226,6 +230,7 @@ class PlainDecoder:
     def drop(self) -> None:
         """Give packed copies back; `refresh` comes before the next use."""
         self._head = None
+        self._turns.drop()
         for layer in self._layers:
             layer.drop()
 
@@ -243,16 +248,49 @@ class PlainDecoder:
         if self.fast and (more := cpu_linear.rounded_rows(count) - count):
             ids, positions = nn.functional.pad(ids, (0, more)), nn.functional.pad(positions, (0, more))
         hidden = nn.functional.embedding(ids, self._decoder.embed_tokens.weight)
-        cos, sin = self._decoder.rotary_emb(hidden[None], positions[None])
-        half = sin.shape[-1] // 2
-        turn = (cos[0, :, None], torch.cat((-sin[0, :, None, :half], sin[0, :, None, half:]), -1))
+        turn = self._turns(positions, hidden)
         for index, layer in enumerate(self._layers):
             hidden = layer.forward(index, hidden, turn, attention, count)
         hidden = hidden[:count] if select is None else hidden.index_select(0, select)
         wanted = hidden.shape[0]
         if self.fast and (more := cpu_linear.rounded_rows(wanted) - wanted):
             hidden = nn.functional.pad(hidden, (0, 0, 0, more))
-        return self._head(_norm(hidden, self._decoder.norm))[:wanted]
+        return self._head(_Norm(self._decoder.norm)(hidden))[:wanted]
+
+
+class _Turns:
+    """Rotary positions: the cosine, and the sine with the sign of its half, [N, 1, D] each.
+
+    They are looked up in a table where an angle depends on nothing but its own position.
+
+    Args:
+        rotary: the module that computes them.
+    """
+
+    def __init__(self, rotary: Any) -> None:
+        self._rotary = rotary
+        kind = str(getattr(rotary, "rope_type", "dynamic"))
+        self._fixed = "dynamic" not in kind and kind != "longrope"  # those look at the longest sequence
+        self._table: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Of `positions` [N], in the precision of `like`."""
+        if not self._fixed or positions.device.type != "cpu":  # a look at the positions would wait for a device
+            return self._compute(positions, like)
+        last = int(positions.max())
+        if self._table is None or last >= self._table[0].shape[0]:
+            size = max(FIRST_POSITIONS, 1 << last.bit_length())
+            self._table = self._compute(torch.arange(size), like)
+        return self._table[0].index_select(0, positions), self._table[1].index_select(0, positions)
+
+    def _compute(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self._rotary(like[None], positions[None])
+        half = sin.shape[-1] // 2
+        return cos[0, :, None], torch.cat((-sin[0, :, None, :half], sin[0, :, None, half:]), -1)
+
+    def drop(self) -> None:
+        """Hold no table."""
+        self._table = None
 
 
 class _Layer:
@@ -276,11 +314,27 @@ class _Layer:
 
         self.to_heads = product(attention.q_proj, attention.k_proj, attention.v_proj)
         self.to_output = product(attention.o_proj)
-        self.to_gate, self.to_up, self.to_down = product(mlp.gate_proj), product(mlp.up_proj), product(mlp.down_proj)
+        self.to_inner, self.to_down = product(mlp.gate_proj, mlp.up_proj), product(mlp.down_proj)
+        self.first_norm, self.second_norm = (
+            _Norm(self.layer.input_layernorm),
+            _Norm(self.layer.post_attention_layernorm),
+        )
+        if self.normed:
+            self.query_norm, self.key_norm = _Norm(attention.q_norm), _Norm(attention.k_norm)
+        self.activation = mlp.act_fn
 
     def drop(self) -> None:
         """Hold no weights."""
-        for name in ("to_heads", "to_output", "to_gate", "to_up", "to_down"):
+        for name in (
+            "to_heads",
+            "to_output",
+            "to_inner",
+            "to_down",
+            "first_norm",
+            "second_norm",
+            "query_norm",
+            "key_norm",
+        ):
             vars(self).pop(name, None)
 
     def forward(
@@ -288,20 +342,30 @@ class _Layer:
     ) -> Tensor:
         """[N, hidden] -> [N, hidden], of which the first `count` rows are tokens; `hidden` is overwritten."""
         rows = hidden.shape[0]
-        heads = self.to_heads(_norm(hidden, self.layer.input_layernorm)).view(rows, -1, self.depth)
+        heads = self.to_heads(self.first_norm(hidden)).view(rows, -1, self.depth)
         turning = heads[:, : self.heads + self.groups]
         if self.normed:
-            own = self.layer.self_attn
-            turning = torch.cat(
-                (_norm(turning[:, : self.heads], own.q_norm), _norm(turning[:, self.heads :], own.k_norm)), 1
-            )
+            parts = self.query_norm(turning[:, : self.heads]), self.key_norm(turning[:, self.heads :])
+            turning = torch.cat(parts, 1)
         turned = torch.addcmul(turning * turn[0], turning.roll(self.depth // 2, -1), turn[1])[:count]
         query, key = turned[:, : self.heads], turned[:, self.heads :]
         attended = attention.attend(index, query, key, heads[:count, self.heads + self.groups :], self.scale, rows)
         hidden = hidden.add_(self.to_output(attended))
-        normed = _norm(hidden, self.layer.post_attention_layernorm)
-        inner = self.layer.mlp.act_fn(self.to_gate(normed)).mul_(self.to_up(normed))
-        return hidden.add_(self.to_down(inner))
+        gate, up = self.to_inner(self.second_norm(hidden)).chunk(2, -1)
+        return hidden.add_(self.to_down(self.activation(gate).mul_(up)))
+
+
+class _Norm:
+    """Root-mean-square norm over the last dimension."""
+
+    def __init__(self, norm: Any) -> None:
+        self._weight, self._epsilon = norm.weight, norm.variance_epsilon
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        weight = self._weight
+        if rows.device.type != "cpu":
+            return nn.functional.rms_norm(rows, weight.shape, weight, self._epsilon)
+        return inverse_rms(rows, self._epsilon).mul(rows).mul_(weight)
 
 
 class _Product:
@@ -331,8 +395,3 @@ def module_weight(module: nn.Module) -> Tensor:
     linear: Any = getattr(module, "base_layer", module)
     weight: Tensor = linear.weight
     return weight
-
-
-def _norm(rows: Tensor, norm: Any) -> Tensor:
-    """Root-mean-square norm over the last dimension."""
-    return nn.functional.rms_norm(rows, norm.weight.shape, norm.weight, norm.variance_epsilon)

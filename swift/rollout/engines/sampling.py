@@ -103,21 +103,21 @@ class BatchSampler:
         if self.any_count:
             logits_RV = self._discount(logits_RV)
         tempered_RV = logits_RV / self.divisor_R1 if self.any_temperature else logits_RV
-        logprobs_RV = tempered_RV.log_softmax(-1)
         if self.any_top_k or self.any_top_p or self.any_min_p:
-            logprobs_RV = self._truncate(logprobs_RV)
+            tempered_RV = self._truncate(tempered_RV.log_softmax(-1))
+        probs_RV = tempered_RV.softmax(-1)
         if isinstance(step, int):
             uniform_R = self.uniforms_RT[:, step]
         else:
             uniform_R = self.uniforms_RT.gather(1, step[:, None])[:, 0]
-        token_R = _inverse_cdf(logprobs_RV, uniform_R)
+        token_R = _inverse_cdf(probs_RV, uniform_R)
         if self.any_greedy:
             token_R = torch.where(self.temperature_R1[:, 0] > 0, token_R, logits_RV.argmax(-1))
         if self.seen_RV is not None:
             self.seen_RV.scatter_(1, token_R[:, None], True)
         if self.counts_RV is not None:
             self.counts_RV.scatter_add_(1, token_R[:, None], torch.ones_like(token_R, dtype=torch.float32)[:, None])
-        return token_R, logprobs_RV.gather(1, token_R[:, None])[:, 0]
+        return token_R, probs_RV.gather(1, token_R[:, None])[:, 0].log_()
 
     def _penalise(self, logits_RV: Tensor) -> Tensor:
         """Divide positive and multiply negative logits of seen tokens (arXiv:1909.05858, eq. 13 as practised)."""
@@ -142,7 +142,7 @@ class BatchSampler:
         return torch.where(without_RV.isneginf().all(1, keepdim=True), logits_RV, without_RV)
 
     def _truncate(self, logprobs_RV: Tensor) -> Tensor:
-        """Renormalised log-probs with -inf outside of top-k, top-p (arXiv:1904.09751) and min-p (2407.01082)."""
+        """Log-probs with -inf outside of top-k, top-p (arXiv:1904.09751) and min-p (2407.01082)."""
         sorted_RV, order_RV = logprobs_RV.sort(-1, descending=True)
         rank_V = torch.arange(sorted_RV.shape[1], device=sorted_RV.device)[None]
         keep_RV = torch.ones_like(sorted_RV, dtype=torch.bool)
@@ -155,7 +155,7 @@ class BatchSampler:
             keep_RV &= sorted_RV >= sorted_RV[:, :1] + self.min_p_R1.clamp(min=1e-38).log()
         keep_RV[:, 0] = True
         kept_RV = torch.zeros_like(keep_RV).scatter_(1, order_RV, keep_RV)
-        return logprobs_RV.masked_fill(~kept_RV, -torch.inf).log_softmax(-1)
+        return logprobs_RV.masked_fill(~kept_RV, -torch.inf)
 
 
 _PER_ROW = (
@@ -172,9 +172,9 @@ def _seen(prompts: Sequence[Sequence[int]], like_RV: Tensor) -> Tensor:
     return seen_RV
 
 
-def _inverse_cdf(logprobs_RV: Tensor, uniform_R: Tensor) -> Tensor:
+def _inverse_cdf(probs_RV: Tensor, uniform_R: Tensor) -> Tensor:
     """The token at which the cumulative probability first exceeds the uniform; never one of probability 0."""
-    cumulative_RV = logprobs_RV.double().exp_().cumsum_(-1)
+    cumulative_RV = probs_RV.cumsum(-1, dtype=torch.float64)
     total_R1 = cumulative_RV[:, -1:].contiguous()
     token_R1 = torch.searchsorted(cumulative_RV, uniform_R[:, None] * total_R1, right=True)
     last_R1 = torch.searchsorted(cumulative_RV, total_R1)  # first index that reaches the total
