@@ -342,16 +342,17 @@ class _Layer:
     ) -> Tensor:
         """[N, hidden] -> [N, hidden], of which the first `count` rows are tokens; `hidden` is overwritten."""
         rows = hidden.shape[0]
-        heads = self.to_heads(self.first_norm(hidden)).view(rows, -1, self.depth)
+        before_attention, before_mlp = self.norms
+        heads = self.to_heads(before_attention(hidden)).view(rows, -1, self.depth)
         turning = heads[:, : self.heads + self.groups]
         if self.normed:
-            parts = self.query_norm(turning[:, : self.heads]), self.key_norm(turning[:, self.heads :])
-            turning = torch.cat(parts, 1)
+            of_queries, of_keys = self.head_norms
+            turning = torch.cat((of_queries(turning[:, : self.heads]), of_keys(turning[:, self.heads :])), 1)
         turned = torch.addcmul(turning * turn[0], turning.roll(self.depth // 2, -1), turn[1])[:count]
         query, key = turned[:, : self.heads], turned[:, self.heads :]
         attended = attention.attend(index, query, key, heads[:count, self.heads + self.groups :], self.scale, rows)
         hidden = hidden.add_(self.to_output(attended))
-        gate, up = self.to_inner(self.second_norm(hidden)).chunk(2, -1)
+        gate, up = self.to_inner(before_mlp(hidden)).chunk(2, -1)
         return hidden.add_(self.to_down(self.activation(gate).mul_(up)))
 
 
