@@ -48,6 +48,12 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return product
 
 
+def added(sums: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    """`sums` [N, M] plus `linear(rows, weight)`, at once."""
+    product: Tensor = torch.ops.mkldnn._linear_pointwise.binary(rows, sums, weight, None, "add")
+    return product
+
+
 def pack(weight: Tensor) -> Tensor:
     """A copy of `weight` [M, K] in the order that oneDNN's kernels read; for `linear` only."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from swift.errors import NumericError, RewardError
+from swift.models.cpu_layers import use_fast_layers
 from swift.models.cpu_memory import keep_freed_memory
 from swift.models.cpu_norms import use_fast_norms
 from swift.models.cpu_training import use_fast_products
@@ -185,10 +186,18 @@ class GRPOTrainer(SealedTrainer):
         if self._whole_logits is not None:
             self._say(f"log-probs: from whole logits ({self._whole_logits}), which takes more memory")
 
+    def _unwrapped(self) -> nn.Module:
+        """The policy without what wraps it for training."""
+        if self.model_wrapped is self.model:  # accelerate looks for DeepSpeed at every call, which takes milliseconds
+            return self.model
+        model: nn.Module = self.accelerator.unwrap_model(self.model_wrapped)
+        return model
+
     def _speed_up(self, model: nn.Module) -> None:
         if self.args.device.type == "cpu":
             use_fast_products(model)
             use_fast_norms(model)
+            use_fast_layers(model)
             keep_freed_memory()
 
     def collate(self, samples: Sequence[TrainSample], weights_S: Sequence[float]) -> MicroBatch:
@@ -536,7 +545,7 @@ class GRPOTrainer(SealedTrainer):
             sequences: prompts with their completions.
             temperature: None means that of sampling.
         """
-        model = self.accelerator.unwrap_model(self.model_wrapped)
+        model = self._unwrapped()
         device, temperature = self.args.device, temperature or self.settings.temperature
         tokens = pack(sequences, device=device) if is_packed(model) else sequences
         with torch.no_grad():
@@ -558,7 +567,7 @@ class GRPOTrainer(SealedTrainer):
         plan = self.plan(unit.samples, window, trained)
         if self.collectives.world_size == 1 and len(plan.slices[0]) == 1:
             return None, trained
-        model = self.accelerator.unwrap_model(self.model_wrapped)
+        model = self._unwrapped()
         model.eval()
         mine: dict[int, np.ndarray] = {}
         for batch, part in self._own_batches(unit, plan, lambda i: True):
@@ -622,7 +631,7 @@ class GRPOTrainer(SealedTrainer):
 
     def _fill_old_logprobs(self, unit: TrainUnit, windows: range) -> None:
         """Log-probs under the weights with which the unit is first consumed, for this rank's samples."""
-        model = self.accelerator.unwrap_model(self.model_wrapped)
+        model = self._unwrapped()
         model.eval()
         for number in windows:
             window = unit.window(number)
@@ -776,7 +785,7 @@ class GRPOTrainer(SealedTrainer):
         Collective where the policy is spread over ranks.
         """
         assert self.reference is not None, "there is no reference to move"
-        self.reference.blend(self.accelerator.unwrap_model(self.model_wrapped), alpha)
+        self.reference.blend(self._unwrapped(), alpha)
         self._reference_moved = True
         if self.pipeline.unit is not None:
             for sample in self.pipeline.unit.samples:

@@ -154,7 +154,7 @@ def test_the_size_of_tiles_changes_rounding_only(groups, elements, monkeypatch):
     given = states(num_tokens, (8, 4, 8, 8))
     whole = with_gradients(chosen.attend(*given, None), given)
     num_tiles = len(chosen.using("tiles").plan(4, 2).tiles)
-    monkeypatch.setattr(segment_tiles, "TILE_ELEMENTS", elements)
+    monkeypatch.setattr(segment_tiles, "TILE_ELEMENTS", elements // torch.get_num_threads())  # of each thread
     for one, other in zip(with_gradients(chosen.attend(*given, None), given), whole, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
     assert len(chosen.using("tiles").plan(4, 2).tiles) > num_tiles

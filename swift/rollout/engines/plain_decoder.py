@@ -34,7 +34,9 @@ ATTENTION_PARTS = (
     {"q_proj", "k_proj", "v_proj", "o_proj"},
     {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"},
 )
-EQUAL_FORWARDS = tuple(f"swift.models.{name}" for name in ("cpu_norms", "cpu_training", "direct_gradients", "scoring"))
+EQUAL_FORWARDS = tuple(
+    f"swift.models.{name}" for name in ("cpu_layers", "cpu_norms", "cpu_training", "direct_gradients", "scoring")
+)
 """What these put in the place of a module's forward gives the same logits, where logits are asked for."""
 PACKED_BYTES = 1 << 30
 """Weights above this are not packed, because packing holds them twice while sampling."""
@@ -315,26 +317,14 @@ class _Layer:
         self.to_heads = product(attention.q_proj, attention.k_proj, attention.v_proj)
         self.to_output = product(attention.o_proj)
         self.to_inner, self.to_down = product(mlp.gate_proj, mlp.up_proj), product(mlp.down_proj)
-        self.first_norm, self.second_norm = (
-            _Norm(self.layer.input_layernorm),
-            _Norm(self.layer.post_attention_layernorm),
-        )
+        self.norms = _Norm(self.layer.input_layernorm), _Norm(self.layer.post_attention_layernorm)
         if self.normed:
-            self.query_norm, self.key_norm = _Norm(attention.q_norm), _Norm(attention.k_norm)
+            self.head_norms = _Norm(attention.q_norm), _Norm(attention.k_norm)
         self.activation = mlp.act_fn
 
     def drop(self) -> None:
         """Hold no weights."""
-        for name in (
-            "to_heads",
-            "to_output",
-            "to_inner",
-            "to_down",
-            "first_norm",
-            "second_norm",
-            "query_norm",
-            "key_norm",
-        ):
+        for name in ("to_heads", "to_output", "to_inner", "to_down", "norms", "head_norms"):
             vars(self).pop(name, None)
 
     def forward(

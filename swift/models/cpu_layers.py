@@ -1,0 +1,287 @@
+"""Attention and gated MLP of a plain decoder that is trained on a CPU: few large operations, not many small ones.
+
+transformers' layers multiply the same states three times for queries, keys and values, turn two of them operation by
+operation, and autograd comes back through each. Here those products are one, and each part has its own backward pass. With x the
+input of the MLP, G and U its gate and up weights, D its down weight, s the sigmoid linear unit::
+
+    g = x G^T        u = x U^T        h = s(g) * u        y = h D^T        (arXiv:2002.05202, eq. 6)
+
+h is computed again in the backward pass, so a layer keeps a quarter less of its MLP. The sums are those of float32 in
+another order. Two threads of an AMD EPYC (Zen 5): training takes 6 % less with a hidden size of 128, 3 % with 512.
+"""
+
+from __future__ import annotations
+
+import copy
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from swift.models import cpu_linear, cpu_training
+
+KNOWN_ATTENTION = ("LlamaAttention", "Qwen2Attention", "Qwen3Attention", "MistralAttention")
+"""Rotary attention with grouped heads and nothing else, but for a norm of queries and keys."""
+KNOWN_MLPS = ("LlamaMLP", "Qwen2MLP", "Qwen3MLP", "MistralMLP")
+TOLERANCE = 1e-4
+"""Largest difference to the layer's own output in the trial, in its standard deviations."""
+
+HEADS, INNER = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+
+
+def use_fast_layers(model: nn.Module) -> int:
+    """Let attention and MLP of the decoder layers of `model` take the short way wherever they hold float32 on a CPU.
+
+    A layer qualifies by its class and by a trial. One with an adapter, or whose forward was replaced, keeps it.
+
+    Returns:
+        how many were changed; 0 where oneDNN is not available.
+    """
+    if not cpu_linear.available():
+        return 0
+    changed = 0
+    for module in model.modules():
+        name = type(module).__name__
+        forward: Any = _attend if name in KNOWN_ATTENTION else _feed_forward if name in KNOWN_MLPS else None
+        if forward is None or "forward" in vars(module) or not _holds_plain_layers(module, _parts(module)):
+            continue
+        if _attention_agrees(module) if forward is _attend else _mlp_agrees(module):
+            module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+            changed += 1
+    return changed
+
+
+def _parts(module: nn.Module) -> tuple[str, ...]:
+    return HEADS if type(module).__name__ in KNOWN_ATTENTION else INNER
+
+
+def _holds_plain_layers(module: nn.Module, names: tuple[str, ...]) -> bool:
+    """Whether these are linear layers into which nobody looks, whose weights are here."""
+    parts = module._modules
+    for name in names:
+        layer: Any = parts.get(name)
+        if type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks:
+            return False
+        forward = vars(layer).get("forward")
+        if forward is not None and getattr(forward, "__func__", None) is not cpu_training.forward:
+            return False
+        if type(layer.weight) is not nn.Parameter or layer.weight.dim() != 2:  # spread over processes
+            return False
+    return True
+
+
+def _is_plain(module: nn.Module, states: Tensor, names: tuple[str, ...]) -> bool:
+    return _holds_plain_layers(module, names) and all(
+        cpu_training.is_plain(states, module._modules[name].weight)  # type: ignore[union-attr, arg-type]
+        for name in names
+    )
+
+
+# --- MLP ---------------------------------------------------------------------------------------------------------
+
+
+def _feed_forward(self: Any, x: Tensor) -> Tensor:
+    if not _is_plain(self, x, INNER):
+        result: Tensor = type(self).forward(self, x)
+        return result
+    return gated_mlp(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
+
+
+def _mlp_agrees(module: Any) -> bool:
+    if any(getattr(module, name).bias is not None for name in INNER):
+        return False
+    if type(module.act_fn).__name__ not in ("SiLUActivation", "SiLU"):  # weights of zero would agree with any
+        return False
+    width = module.gate_proj.in_features
+    x = torch.linspace(-2, 2, 3 * width).view(1, 3, width).sin()
+    with torch.no_grad():
+        own = type(module).forward(module, x)
+        found = gated_mlp(x, module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight)
+    return _near(own, found)
+
+
+def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """The MLP above, with gradients: [..., H], [I, H], [I, H], [H, I] give [..., H]."""
+    result: Tensor = _GatedMLP.apply(x, gate, up, down)
+    return result
+
+
+class _GatedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        rows = cpu_training.rows(x)
+        gates, ups = cpu_linear.linear(rows, gate), cpu_linear.linear(rows, up)
+        active = nn.functional.silu(gates)
+        ctx.save_for_backward(rows, gates, active, ups, gate, up, down)
+        ctx.shape = x.shape
+        return cpu_linear.linear(active * ups, down).view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, gates, active, ups, gate, up, down = ctx.saved_tensors
+        wants_x, wants_gate, wants_up, wants_down = ctx.needs_input_grad
+        grads = cpu_training.rows(grad)
+        dx = dgate = dup = ddown = None
+        if wants_down:
+            ddown = cpu_training.weight_gradient(grads, active * ups)
+        if not (wants_x or wants_gate or wants_up):
+            return None, None, None, ddown
+        dhidden = cpu_linear.linear(grads, down.t())
+        dups = dhidden * active
+        dgates = torch.ops.aten.silu_backward(dhidden.mul_(ups), gates)
+        if wants_x:
+            dx = cpu_linear.linear(dgates, gate.t())
+            dx = cpu_linear.added(dx, dups, up.t()).view(ctx.shape)
+        if wants_gate and wants_up:
+            turned = rows.t().contiguous()
+            dgate, dup = (cpu_linear.linear(turned, part.t()).t().contiguous() for part in (dgates, dups))
+        elif wants_gate:
+            dgate = cpu_training.weight_gradient(dgates, rows)
+        elif wants_up:
+            dup = cpu_training.weight_gradient(dups, rows)
+        return dx, dgate, dup, ddown
+
+
+# --- attention ---------------------------------------------------------------------------------------------------
+
+
+def _attend(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    if position_embeddings is None or not _is_plain(self, hidden_states, HEADS):
+        result: tuple[Tensor, Tensor | None] = type(self).forward(
+            self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
+        )
+        return result
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+    states = joint_product(
+        hidden_states,
+        [self.q_proj.weight, self.k_proj.weight, self.v_proj.weight],
+        [self.q_proj.bias, self.k_proj.bias, self.v_proj.bias],
+    )
+    query, key, value = (part.view(shape) for part in states)
+    if hasattr(self, "q_norm"):
+        query, key = self.q_norm(query), self.k_norm(key)
+    cos, sin = position_embeddings
+    sin = sin * _signs(sin.shape[-1])
+    query, key = (rotated(part, cos[:, :, None], sin[:, :, None]).transpose(1, 2) for part in (query, key))
+    value = value.transpose(1, 2)
+    if past_key_values is not None:
+        key, value = past_key_values.update(key, value, self.layer_idx)
+    attention: Any = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _eager(self))
+    output, weights = attention(
+        self,
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout=self.attention_dropout if self.training else 0.0,
+        scaling=self.scaling,
+        sliding_window=getattr(self, "sliding_window", getattr(self.config, "sliding_window", None)),
+        **kwargs,
+    )
+    return self.o_proj(output.reshape(*shape[:-2], -1)), weights
+
+
+def _eager(module: nn.Module) -> Any:
+    """The function of the module's own file for `attn_implementation="eager"`."""
+    return type(module).forward.__globals__["eager_attention_forward"]
+
+
+def _signs(depth: int) -> Tensor:
+    signs = torch.ones(depth)
+    signs[: depth // 2] = -1.0
+    return signs
+
+
+def _attention_agrees(module: Any) -> bool:
+    depth, width = module.head_dim, module.q_proj.in_features
+    if depth % 2:
+        return False
+    alike = copy.copy(module)  # the same weights, another way to attend
+    alike.config = copy.copy(module.config)
+    alike.config._attn_implementation = "sdpa"
+    steps = cpu_training.FEWEST_ROWS
+    x = torch.linspace(-2, 2, steps * width).view(1, steps, width).sin()
+    angles = torch.linspace(0, 3, steps * depth // 2).view(1, steps, depth // 2).repeat(1, 1, 2)
+    positions = (angles.cos(), angles.sin())
+    with torch.no_grad():
+        own = type(module).forward(alike, x, positions, None)[0]
+        return _near(own, _attend(alike, x, positions)[0])
+
+
+def joint_product(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> tuple[Tensor, ...]:
+    """`nn.functional.linear` of [..., K] with each of `weights` [M, K] and `biases` [M], as one product.
+
+    Either all have a bias or none has.
+    """
+    given = [bias for bias in biases if bias is not None]
+    assert len(given) in (0, len(weights))
+    result: tuple[Tensor, ...] = _JointProduct.apply(x, len(weights), *weights, *given)
+    return result
+
+
+class _JointProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int, *parameters: Tensor) -> tuple[Tensor, ...]:
+        weights, biases = parameters[:count], parameters[count:]
+        rows = cpu_training.rows(x)
+        ctx.save_for_backward(rows, *weights)
+        ctx.shape, ctx.widths, ctx.num_biases = x.shape, [weight.shape[0] for weight in weights], len(biases)
+        product = cpu_linear.linear(rows, torch.cat(weights), torch.cat(biases) if biases else None)
+        return product.view(*x.shape[:-1], -1).split(ctx.widths, -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, *weights = ctx.saved_tensors
+        count, wants = len(weights), ctx.needs_input_grad
+        joint = torch.cat([grad.reshape(rows.shape[0], -1) for grad in grads], 1)
+        dx = cpu_linear.linear(joint, torch.cat(weights).t()).view(ctx.shape) if wants[0] else None
+        dweights: list[Tensor | None] = [None] * count
+        dbiases: list[Tensor | None] = [None] * ctx.num_biases
+        if any(wants[2 : 2 + count]):
+            dweights = list(cpu_training.weight_gradient(joint, rows).split(ctx.widths))
+        if any(wants[2 + count :]):
+            dbiases = list(joint.sum(0).split(ctx.widths))
+        found = [*dweights, *dbiases]
+        return dx, None, *(part if want else None for part, want in zip(found, wants[2:], strict=True))
+
+
+def rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions (arXiv:2104.09864), with gradients for `states`.
+
+    Args:
+        states: [..., D].
+        cos: [..., D], broadcast.
+        sin: [..., D], negative in its first half.
+    """
+    result: Tensor = _Rotated.apply(states, cos, sin)
+    return result
+
+
+class _Rotated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return torch.addcmul(states * cos, states.roll(states.shape[-1] // 2, -1), sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return (grad * sin).roll(grad.shape[-1] // 2, -1).addcmul_(grad, cos), None, None
+
+
+def _near(own: Tensor, found: Tensor) -> bool:
+    return own.shape == found.shape and bool((own - found).abs().max() <= TOLERANCE * own.std().clamp(min=1e-6))
