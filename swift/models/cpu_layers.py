@@ -1,8 +1,8 @@
 """Attention and gated MLP of a plain decoder that is trained on a CPU: few large operations, not many small ones.
 
 transformers' layers multiply the same states three times for queries, keys and values, turn two of them operation by
-operation, and autograd comes back through each. Here those products are one, and each part has its own backward pass. With x the
-input of the MLP, G and U its gate and up weights, D its down weight, s the sigmoid linear unit::
+operation, and autograd comes back through each. Here those products are one, and each part has its own backward pass.
+With x the input of the MLP, G and U its gate and up weights, D its down weight, s the sigmoid linear unit::
 
     g = x G^T        u = x U^T        h = s(g) * u        y = h D^T        (arXiv:2002.05202, eq. 6)
 

@@ -249,7 +249,7 @@ class SamplingArguments(GenerationArguments):
         at_least=1,
         group="Optimization",
         everyday=False,
-        unset="the batch sizes, and less where memory is too small; 1280 on a CPU",
+        unset="the batch sizes, and less where memory is too small; on a CPU what is fastest",
     )
     """Most tokens of one forward and backward pass: its completions and, once each, their prompts. Then tokens decide
     how many completions share a pass, not per_device_train_batch_size; with mini_batch_size both limits hold. Same loss

@@ -938,6 +938,7 @@ def trainer_settings(args: Any, *, logprob_support: str = "full", given: Collect
         slice_size=args.mini_batch_size or (args.per_device_train_batch_size if max_tokens is None else None),
         max_tokens=max_tokens,
         fits_memory=max_tokens is None,
+        merges_passes=max_tokens is None and not args.mini_batch_size,
         keep_dropout=args.lora_dropout > 0 and args.tuner_type == "lora",
         skip_zero_advantage=args.skip_zero_advantage_batches,
         comparable_sampling=correctable and not args.sampling_params().biased,

@@ -26,6 +26,7 @@ class GRPOSettings:
 
     per_device: completions of a nominal micro-batch. slice_size, max_tokens: most completions and most tokens of one
         forward/backward pass; None is no limit. fits_memory: cut passes further where memory is too small for them.
+        merges_passes: slice_size is only what per_device is, so passes may hold more where that is faster.
     keep_dropout: dropout is on during policy forwards, so old log-probs need an evaluation forward of their own.
     skip_zero_advantage: leave samples out that cannot move the gradient; they count in the normaliser all the same.
     comparable_sampling: the sampler draws from the trainer's own distribution (no truncation, no penalty), so that
@@ -47,6 +48,7 @@ class GRPOSettings:
     slice_size: int | None
     max_tokens: int | None = None
     fits_memory: bool = False
+    merges_passes: bool = False
     keep_dropout: bool = False
     skip_zero_advantage: bool = True
     comparable_sampling: bool = True

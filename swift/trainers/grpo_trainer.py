@@ -503,7 +503,8 @@ class GRPOTrainer(SealedTrainer):
 
     def plan(self, samples: Sequence[TrainSample], window: Sequence[int], useful: Sequence[bool]) -> WindowPlan:
         """Who computes what in which pass (`swift.rollout.micro_batches`); the same on every rank."""
-        return self.planner.plan(samples, window, useful, Limits(self.settings.slice_size, self.settings.max_tokens))
+        limits = Limits(self.settings.slice_size, self.settings.max_tokens)
+        return self.planner.plan(samples, window, useful, limits, may_merge=self.settings.merges_passes)
 
     def _fit_memory(self) -> None:
         """Before the first update of an attempt, while the engine has made room: what fits into a pass."""

@@ -2,8 +2,10 @@
 
 With `--max_tokens_per_micro_batch` the plan is `swift.rollout.micro_batches` under that limit. Without it passes are
 bounded by the batch sizes, and by the memory that is free before the first update, when the engine has made room: a
-pass that would need more is cut further. On a CPU the caches fill up long before memory does: passes beyond
-`CPU_PASS_TOKENS` are hardly faster, so they are cut there. Neither makes a pass larger.
+pass that would need more is cut further. On a CPU products run at full speed with a thousand rows, and larger passes
+save little beside the memory they take: those beyond `quick_tokens` are cut there; and as smaller ones are slower,
+they are as large as that on a CPU even if the device batch is smaller, unless `--mini_batch_size` says what a pass may
+hold.
 
 Free memory differs from start to start, and a cut rounds sums differently. So what was found goes into checkpoints, and
 a resumed run keeps it unless the memory of now is less than half of what it needs.
@@ -38,8 +40,9 @@ STATE_BYTES = 12
 """Of a trained parameter in an optimizer that has taken no step yet: two moments and a float32 master."""
 
 
-CPU_PASS_TOKENS = 1280
-"""Tokens of a pass on a CPU, at most: matrix products of a thousand rows run at full speed."""
+CPU_PASS_TOKENS, CPU_PASS_BYTES = 1280, 1 << 29
+"""Tokens, and bytes of activations, of a pass on a CPU; what comes to more tokens counts. Matrix products of a thousand
+rows run at full speed; what narrow layers cost beside their products is worth more rows: see docs/memory.md."""
 
 
 class PassPlanner:
@@ -60,6 +63,8 @@ class PassPlanner:
         self.device = device
         self.fitting_tokens: int | None = None
         """Tokens that fit into memory; None before it was measured, and where an explicit limit counts."""
+        self.quick_tokens = CPU_PASS_TOKENS
+        """Tokens of a pass on a CPU beyond which memory is worth more than what larger ones save."""
         self._say = say
         self._said: set[str] = set()
         shape = ModelShape.of(model.config)
@@ -70,25 +75,28 @@ class PassPlanner:
         )
 
     def plan(
-        self, samples: Sequence[TrainSample], window: Sequence[int], useful: Sequence[bool], limits: Limits
+        self,
+        samples: Sequence[TrainSample],
+        window: Sequence[int],
+        useful: Sequence[bool],
+        limits: Limits,
+        *,
+        may_merge: bool = False,
     ) -> WindowPlan:
-        """The plan of a window, the same on every rank; see `plan_window`."""
+        """The plan of a window, the same on every rank; see `plan_window`.
+
+        Args:
+            samples: those of the unit.
+            window: sample indices in launch order.
+            useful: per window position, whether the sample can contribute.
+            limits: of one pass; without tokens, what fits and what is quick decide too.
+            may_merge: the limit of completions is only what a device batch happens to be.
+        """
         limits = Limits(limits.samples, self._before_filling(limits.tokens))
-        plan = self._plan(samples, window, useful, limits)
-        if limits.tokens is None and self.fitting_tokens is not None:
-            most = min(self.fitting_tokens, CPU_PASS_TOKENS) if self.device.type == "cpu" else self.fitting_tokens
-            packed = is_packed(self.model)
-            parts = (part for rank in plan.slices for part in rank)
-            longest = max((pass_tokens(samples, part, packed=packed) for part in parts), default=0)
-            if longest > most:
-                plan = self._plan(samples, window, useful, Limits(limits.samples, most))
-            if longest > self.fitting_tokens:
-                limits = Limits(limits.samples, most)
-                self._once(
-                    "cut",
-                    f"memory: passes are cut to {self.fitting_tokens} tokens, which is what fits; "
-                    "--max_tokens_per_micro_batch sets another limit",
-                )
+        if limits.tokens is not None or self.fitting_tokens is None:
+            plan = self._plan(samples, window, useful, limits)
+        else:
+            plan, limits = self._plan_freely(samples, window, useful, limits, self.fitting_tokens, may_merge)
         if plan.too_long and limits.tokens is not None:
             self._once(
                 "too long",
@@ -96,6 +104,33 @@ class PassPlanner:
                 f"{limits.tokens} tokens of a pass; each of them has a pass of its own",
             )
         return plan
+
+    def _plan_freely(
+        self,
+        samples: Sequence[TrainSample],
+        window: Sequence[int],
+        useful: Sequence[bool],
+        limits: Limits,
+        fitting: int,
+        may_merge: bool,
+    ) -> tuple[WindowPlan, Limits]:
+        """A plan without a limit of tokens that anybody gave, and the limits that memory sets."""
+        on_cpu = self.device.type == "cpu"
+        most = min(fitting, self.quick_tokens) if on_cpu else fitting
+        merged = Limits(None if may_merge and on_cpu else limits.samples, most)
+        if merged.samples is None and fitting > most:  # memory is no concern
+            return self._plan(samples, window, useful, merged), limits
+        plan = self._plan(samples, window, useful, limits)
+        parts = (part for rank in plan.slices for part in rank)
+        longest = max((pass_tokens(samples, part, packed=is_packed(self.model)) for part in parts), default=0)
+        if longest > fitting:
+            self._once(
+                "cut",
+                f"memory: passes are cut to {fitting} tokens, which is what fits; "
+                "--max_tokens_per_micro_batch sets another limit",
+            )
+            limits = merged
+        return (self._plan(samples, window, useful, merged) if longest > most else plan), limits
 
     def _plan(
         self, samples: Sequence[TrainSample], window: Sequence[int], useful: Sequence[bool], limits: Limits
@@ -141,6 +176,7 @@ class PassPlanner:
             checkpointing=bool(getattr(self.model, "is_gradient_checkpointing", False)),
             whole_logits=whole_logits,
         )
+        self.quick_tokens = max(CPU_PASS_TOKENS, CPU_PASS_BYTES // per_token)
         return tokens_that_fit(
             free_bytes(self.device),
             expected=expected_bytes(self.model.parameters(), has_state=has_state),

@@ -214,17 +214,52 @@ def test_the_estimate_is_above_what_a_forward_pass_keeps_and_not_by_far(tmp_path
     assert found < estimate < (5 if checkpointing else 2) * found
 
 
-def test_passes_on_a_cpu_are_cut_where_larger_ones_are_hardly_faster(nano_folders, tmp_path, monkeypatch):
+def test_passes_on_a_cpu_are_cut_where_larger_ones_are_no_faster(nano_folders, tmp_path, monkeypatch):
     """Four completions of 8 behind a prompt are 31 or 32 tokens."""
     folder = nano_folders["qwen2"]
+    monkeypatch.setattr(pass_planner, "CPU_PASS_BYTES", 0)
     monkeypatch.setattr(pass_planner, "CPU_PASS_TOKENS", 20)
     expected, explicit = passes_of(make_trainer(folder, tmp_path, slice_size=4, settings={"max_tokens": 63}))
     assert [samples for samples, _ in explicit] == [4, 4]
-    trainer = make_trainer(folder, tmp_path, slice_size=4, settings={"fits_memory": True})
-    said = []
-    trainer.planner._say = said.append
-    gradients, cut = passes_of(trainer)
-    assert [samples for samples, _ in cut] == [2, 2, 2, 2]
-    assert trainer.planner.fitting_tokens > 1000
-    assert said == [], "nothing is wrong"
-    assert difference(gradients, expected) < 1e-6
+    for merges in (False, True):
+        settings = {"fits_memory": True, "merges_passes": merges}
+        trainer = make_trainer(folder, tmp_path, slice_size=4, settings=settings)
+        said = []
+        trainer.planner._say = said.append
+        gradients, cut = passes_of(trainer)
+        assert [samples for samples, _ in cut] == [2, 2, 2, 2]
+        assert trainer.planner.fitting_tokens > 1000
+        assert said == [], "nothing is wrong"
+        assert difference(gradients, expected) < 1e-6
+
+
+def test_small_device_batches_are_merged_on_a_cpu_up_to_what_is_quick_and_fits(nano_folders, tmp_path, monkeypatch):
+    folder = nano_folders["qwen2"]
+    expected, single = passes_of(make_trainer(folder, tmp_path, slice_size=1))
+    assert len(single) == 8
+    for quick, fitting, found in ((1280, 10**6, [8]), (40, 10**6, [4, 4]), (40, 40, [1] * 8), (1280, 40, [1] * 8)):
+        monkeypatch.setattr(pass_planner, "CPU_PASS_BYTES", 0)
+        monkeypatch.setattr(pass_planner, "CPU_PASS_TOKENS", quick)
+        settings = {"fits_memory": True, "merges_passes": True}
+        trainer = make_trainer(folder, tmp_path, slice_size=1, settings=settings)
+        trainer.planner.measured = lambda *_, fitting=fitting, **__: fitting
+        said = []
+        trainer.planner._say = said.append
+        gradients, merged = passes_of(trainer)
+        assert [samples for samples, _ in merged] == found
+        assert difference(gradients, expected) < 1e-6
+        assert said == [], "where memory is scarce the device batch stays, and it fits"
+    trainer = make_trainer(folder, tmp_path, slice_size=1, settings={"fits_memory": True})
+    assert len(passes_of(trainer)[1]) == 8, "--mini_batch_size is a limit"
+
+
+def test_a_narrow_model_has_larger_passes_as_long_as_they_take_little_memory(nano_folders, tmp_path, monkeypatch):
+    planner = make_trainer(nano_folders["qwen2"], tmp_path, slice_size=1).planner
+    shape = ModelShape.of(planner.model.config)
+    for whole_logits in (False, True):
+        per_token = activation_bytes(shape, element=4, checkpointing=False, whole_logits=whole_logits)
+        planner.measured(whole_logits=whole_logits, has_state=False)
+        assert planner.quick_tokens == 2**29 // per_token > 1280
+    monkeypatch.setattr(pass_planner, "CPU_PASS_BYTES", 1279 * per_token)
+    planner.measured(whole_logits=True, has_state=False)
+    assert planner.quick_tokens == 1280
