@@ -401,7 +401,9 @@ class RolloutPipeline:
         for prompt in [*result.failed, *(group.prompt for group in result.groups if self._has_failed(group))]:
             self.scheduler.try_again(prompt)
         sampled = result.sampled() or result.groups  # a round of nothing but carried groups sampled none
-        metrics = {**round_metrics(sampled, [self.units.advantages(sampled)]), **result.metrics, **made.metrics}
+        known = len(made.plain) == 1 and list(map(id, sampled)) == list(map(id, result.groups))
+        advantages_of = made.plain if known else [self.units.advantages(sampled)]
+        metrics = {**round_metrics(sampled, advantages_of), **result.metrics, **made.metrics}
         if self.scheduler.reroll is not None:
             metrics["reroll/waiting"] = float(self.scheduler.waiting_again)
         plain, advantages = made.plain, made.advantages

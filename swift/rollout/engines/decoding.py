@@ -77,20 +77,20 @@ class BatchRun:
         """Rows that ended because they had no distribution to sample from."""
         self._versions: list[tuple[int, int]] = []  # (version, first step that was sampled with it)
         # of every request
-        self.tokens = torch.zeros(len(requests), max(budgets), dtype=torch.long, device=device)
-        self.logprobs = torch.zeros(len(requests), max(budgets), device=device)
+        self.tokens = np.zeros((len(requests), max(budgets)), dtype=np.int64)
+        self.logprobs = np.zeros((len(requests), max(budgets)), dtype=np.float32)
         self.lengths = np.zeros(len(requests), dtype=np.int64)  # tokens sampled
-        self.started = [0] * len(requests)  # the step of the first token
+        self.started = np.zeros(len(requests), dtype=np.int64)  # the step of the first token
         # of every live row, in the order of their requests
         self.rows = torch.arange(len(requests))  # its request, on the CPU
-        self._rows_R = self.rows.to(device)
-        self._started_R = torch.zeros_like(self._rows_R)
+        self._started_R = torch.zeros(len(requests), dtype=torch.long, device=device)
         self._prompt_R = torch.tensor([len(r.prompt_ids) for r in requests], device=device)
-        self._last_R = torch.zeros_like(self._rows_R)  # its last token
+        self._last_R = torch.zeros_like(self._started_R)  # its last token
         self._budget_R = np.array(budgets)
         self._finished_R = np.zeros(len(requests), dtype=bool)
         self._uniform = True  # all live rows started at the same step
         self.sampler = self._sampler(requests, budgets)
+        self._ends_RE = self.sampler.ends_RE.cpu().numpy()
         self.guides = Guides(requests, [[*eos_token_ids, *r.sampling.stop_token_ids] for r in requests], guides)
         self.stop_text = StopText(requests, tokenizer)
 
@@ -173,26 +173,24 @@ class BatchRun:
     def _sample(self, logits: Tensor) -> list[Completion]:
         """Draw one token per live row, note the rows that end, and compact when enough have ended."""
         rows = self.rows.numpy()
-        step = self.step_count - self.started[rows[0]] if self._uniform else self.step_count - self._started_R
+        drawn_R = self.step_count - self.started[rows]
+        step = int(drawn_R[0]) if self._uniform else self.step_count - self._started_R
         token_R, logprob_R = self.sampler.draw(self.guides.mask(logits, self.rows), step)
         self.guides.advance(token_R, self.rows)
-        if isinstance(step, int) and len(rows) == len(self.requests):
-            self.tokens[:, step], self.logprobs[:, step] = token_R, logprob_R
-        else:
-            self.tokens[self._rows_R, step], self.logprobs[self._rows_R, step] = token_R, logprob_R
         self._last_R = token_R
-        live = rows[~self._finished_R]
+        tokens, logprobs = token_R.cpu().numpy(), logprob_R.cpu().numpy()  # the one look at the device
+        self.tokens[rows, drawn_R], self.logprobs[rows, drawn_R] = tokens, logprobs
+        live = rows[~self._finished_R] if self._finished_R.any() else rows
         self.lengths[live] += 1
         self.counters.decode_rows += len(live)
         self.counters.decode_steps += 1
         self.step_count += 1
-        stopped_R = (token_R[:, None] == self.sampler.ends_RE).any(1)
+        stopped_R = (tokens[:, None] == self._ends_RE).any(1)
         if self.stop_text.active:
             stopped_R |= self.stop_text.check(self.tokens, self.rows, self.lengths[rows].tolist())
-        sound_R = logprob_R > -torch.inf  # nor is it where the logits are no numbers
-        stops_R, sounds_R = torch.stack((stopped_R, sound_R)).cpu().numpy()  # the one look at the device
-        ended_R = (stops_R | ~sounds_R | (self.lengths[rows] >= self._budget_R)) & ~self._finished_R
-        return self._ended(ended_R, stopped=stops_R & sounds_R, broken=~sounds_R) if ended_R.any() else []
+        sound_R = logprobs > -np.inf  # nor is it where the logits are no numbers
+        ended_R = (stopped_R | ~sound_R | (self.lengths[rows] >= self._budget_R)) & ~self._finished_R
+        return self._ended(ended_R, stopped=stopped_R & sound_R, broken=~sound_R) if ended_R.any() else []
 
     def _ended(self, ended_R: np.ndarray, *, stopped: np.ndarray, broken: np.ndarray) -> list[Completion]:
         """The completions of rows that end at this step, each for one of the reasons, "length" for none."""
@@ -229,7 +227,7 @@ class BatchRun:
             token_ids=ids,
             logprobs=logprobs,
             finish_reason=reason,
-            versions=self._spans(self.started[request], int(self.lengths[request])),
+            versions=self._spans(int(self.started[request]), int(self.lengths[request])),
         )
 
     def _spans(self, started: int, length: int) -> list[tuple[int, int, int]]:
@@ -247,11 +245,12 @@ class BatchRun:
         keep = torch.from_numpy(kept)
         self.rows = self.rows[keep]
         self._budget_R, self._finished_R = self._budget_R[kept], self._finished_R[kept]
-        self._uniform = len({self.started[request] for request in self.rows.tolist()}) <= 1
+        self._uniform = len(np.unique(self.started[self.rows.numpy()])) <= 1
         keep = keep.to(self.device)
-        for name in ("_rows_R", "_started_R", "_prompt_R", "_last_R"):
+        for name in ("_started_R", "_prompt_R", "_last_R"):
             setattr(self, name, getattr(self, name)[keep])
         self.sampler.keep(keep)
+        self._ends_RE = self.sampler.ends_RE.cpu().numpy()
         self._keep_cache(keep)
 
     def _keep_cache(self, keep: Tensor) -> None:
@@ -335,9 +334,9 @@ class DirectRun(BatchRun):
         first, count = len(self.requests), len(requests)
         more = max(0, max(budgets) - self.tokens.shape[1])
         self.requests += requests
-        self.started += [self.step_count] * count
-        self.tokens = nn.functional.pad(self.tokens, (0, more, 0, count))
-        self.logprobs = nn.functional.pad(self.logprobs, (0, more, 0, count))
+        self.started = np.concatenate([self.started, np.full(count, self.step_count)])
+        self.tokens = np.pad(self.tokens, ((0, count), (0, more)))
+        self.logprobs = np.pad(self.logprobs, ((0, count), (0, more)))
         self.lengths = np.concatenate([self.lengths, np.zeros(count, dtype=np.int64)])
         self._budget_R = np.concatenate([self._budget_R, np.array(budgets)])
         self._finished_R = np.concatenate([self._finished_R, np.zeros(count, dtype=bool)])
@@ -345,12 +344,12 @@ class DirectRun(BatchRun):
         self.rows = torch.cat([self.rows, new])
         new = new.to(self.device)
         lengths = torch.tensor([len(request.prompt_ids) for request in requests], device=self.device)
-        self._rows_R = torch.cat([self._rows_R, new])
         self._started_R = torch.cat([self._started_R, torch.full_like(new, self.step_count)])
         self._prompt_R = torch.cat([self._prompt_R, lengths])
-        self._uniform = len({self.started[request] for request in self.rows.tolist()}) <= 1
+        self._uniform = len(np.unique(self.started[self.rows.numpy()])) <= 1
         sampler = self._sampler(requests, budgets)
         self.sampler.extend(sampler)
+        self._ends_RE = self.sampler.ends_RE.cpu().numpy()
         self.stop_text.extend(requests)
 
     def _keep_cache(self, keep: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from swift.types import Request
@@ -37,7 +37,7 @@ class StopText:
         self.minimum += more.minimum
         self.active |= more.active
 
-    def check(self, tokens: Tensor, rows: Tensor, lengths: Sequence[int]) -> Tensor:
+    def check(self, tokens: np.ndarray, rows: Tensor, lengths: Sequence[int]) -> np.ndarray:
         """[live rows] bool: whether the text that a row has sampled contains a stop string of it.
 
         Args:
@@ -45,7 +45,7 @@ class StopText:
             rows: the request of each live row.
             lengths: of each live row, the tokens it has sampled: valid columns.
         """
-        found = torch.zeros(rows.numel(), dtype=torch.bool)
+        found = np.zeros(rows.numel(), dtype=bool)
         if self.active:
             for row, request in enumerate(rows.tolist()):
                 words, step = self.words[request], lengths[row]
@@ -54,4 +54,4 @@ class StopText:
                     ids = tokens[request, max(0, step - tail) : step].tolist()
                     text = self.tokenizer.decode(ids, skip_special_tokens=False)
                     found[row] = any(word in text for word in words)
-        return found.to(tokens.device)
+        return found

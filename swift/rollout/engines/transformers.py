@@ -230,7 +230,7 @@ class TransformersEngine(InferenceEngine):
         """Sample one request and yield (token id, log-prob) as they come; the last one ends the completion."""
         self._check_awake()
         self.check_length(request)
-        run = self._start([request])
+        run = self._start([request], self._computes_directly())
         seen = 0
         try:
             while not run.done:
@@ -297,26 +297,40 @@ class TransformersEngine(InferenceEngine):
 
     def _one_step(self) -> list[Completion]:
         """Carry out what was aborted, else one decode step of the batch; the completions that end."""
-        with self._queue:
-            aborting, self._aborting = self._aborting, set()
-            ended = [_unbegun(self._waiting.pop(name)) for name in list(self._waiting) if name in aborting]
-            batch = next(self._batches(list(self._waiting.values())), []) if self._run is None else self._joining()
-            for request in batch:
-                del self._waiting[request.request_id]
-                self._running.add(request.request_id)
-            if batch and isinstance(self._run, DirectRun):
-                self._run.join(batch, [self.room(request) for request in batch])
-            elif batch:
-                self._run = self._start(batch)
+        ended: list[Completion] = []
+        aborting: set[str] = set()
+        if self._run is None or self._aborting or self._waiting:
+            with self._queue:
+                aborting, self._aborting = self._aborting, set()
+                ended = [_unbegun(self._waiting.pop(name)) for name in list(self._waiting) if name in aborting]
+                self._take_up()
         if self._run is not None:
             ended += self._run.end(aborting) if aborting else self._stepped(self._run)
-        with self._queue:
-            self._running -= {completion.request_id for completion in ended}
-            self._look_for_room |= bool(ended and self._waiting)
-            if self._run is not None and self._run.done:
-                self._run = None
-                self._leave_weights()
+        if ended:
+            with self._queue:
+                self._running -= {completion.request_id for completion in ended}
+                self._look_for_room |= bool(self._waiting)
+                if self._run is not None and self._run.done:
+                    self._run = None
+                    self._leave_weights()
         return ended
+
+    def _take_up(self) -> None:
+        """Begin a batch of waiting requests, or let them join the one that runs."""
+        if self._run is not None:
+            batch = self._joining()
+        elif self._waiting:
+            direct = self._computes_directly()
+            batch = next(self._batches(list(self._waiting.values()), direct), [])
+        else:
+            return
+        for request in batch:
+            del self._waiting[request.request_id]
+            self._running.add(request.request_id)
+        if batch and isinstance(self._run, DirectRun):
+            self._run.join(batch, [self.room(request) for request in batch])
+        elif batch:
+            self._run = self._start(batch, direct)
 
     def _stepped(self, run: BatchRun) -> list[Completion]:
         self._take_weights(run)
@@ -350,7 +364,7 @@ class TransformersEngine(InferenceEngine):
             self._waiting.clear()
             self._aborting.clear()
 
-    def _start(self, batch: list[Request]) -> BatchRun:
+    def _start(self, batch: list[Request], direct: bool) -> BatchRun:
         options: dict[str, Any] = {
             "eos_token_ids": self.eos_token_ids,
             "tokenizer": self.tokenizer,
@@ -359,7 +373,7 @@ class TransformersEngine(InferenceEngine):
             "guides": self._guides,
         }
         budgets = [self.room(request) for request in batch]
-        if self._computes_directly():
+        if direct:
             assert self._decoder is not None
             self._leave_weights()
             return DirectRun(batch, budgets, decoder=self._decoder, **options)
@@ -422,10 +436,10 @@ class TransformersEngine(InferenceEngine):
             ) from error
         self.counters = EngineCounters()
 
-    def _batches(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
+    def _batches(self, requests: Sequence[Request], direct: bool) -> Iterator[list[Request]]:
         """Cut the requests into batches that fit the cache, keeping the samples of a prompt together."""
         ordered = requests if self.obstacle is None else sorted(requests, key=lambda r: len(r.prompt_ids))
-        if self._computes_directly():
+        if direct:
             yield from self._sharing_batches(ordered)
             return
         batch: list[Request] = []
