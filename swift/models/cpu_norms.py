@@ -85,12 +85,14 @@ def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 def inverse_rms(states: Tensor, epsilon: float) -> Tensor:
     """1 / sqrt(mean(x^2) + epsilon) over the last dimension, [..., 1], without gradients."""
     norm = torch.linalg.vector_norm(states, dim=-1, keepdim=True)
-    return torch.addcmul(_constant(epsilon, norm.dtype), norm, norm, value=1 / states.shape[-1]).rsqrt_()
+    return torch.addcmul(constant(epsilon, norm.dtype), norm, norm, value=1 / states.shape[-1]).rsqrt_()
 
 
 @lru_cache(maxsize=16)
-def _constant(value: float, dtype: torch.dtype) -> Tensor:
-    return torch.full((1,), value, dtype=dtype)
+def constant(value: float, dtype: torch.dtype) -> Tensor:
+    """[1], on the CPU."""
+    with torch.inference_mode(False):  # it may be used in training, too
+        return torch.full((1,), value, dtype=dtype)
 
 
 class _Norm(torch.autograd.Function):

@@ -308,7 +308,7 @@ class DirectRun(BatchRun):
         parts = []
         if self.rows.numel():
             self.cache.begin_step()
-            parts.append(self.decoder.logits(self._last_R, self._positions(), self.cache))
+            parts.append(self.decoder.step(self._last_R, self._positions(), self.cache))
         if self._joining:
             requests, budgets = zip(*self._joining, strict=True)
             self._joining = []

@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from swift.models import cpu_linear
-from swift.models.cpu_norms import inverse_rms
+from swift.models.cpu_norms import constant, inverse_rms
 from swift.models.forward import Span, TokenSequence, is_packed, pack, packed_logits, transformers_model
 from swift.models.sharded import is_spread
-from swift.rollout.engines.prompt_cache import BLOCK, Prefill, PromptCache
+from swift.rollout.engines import decode_step
+from swift.rollout.engines.decode_step import BLOCK
+from swift.rollout.engines.prompt_cache import Prefill, PromptCache
 
 TOLERANCE = 1e-3
 """Largest difference from the model's own logits, in their standard deviations; roundings are a thousandth of it."""
@@ -155,7 +157,7 @@ def _gap(model: nn.Module, decoder: PlainDecoder) -> float:
     for step in range(3):
         cache.begin_step()
         tokens = torch.tensor([one.completion_ids[step] for one in sequences], device=device)
-        found.append(decoder.logits(tokens, lengths + step, cache))
+        found.append(decoder.step(tokens, lengths + step, cache))
     return float((torch.stack(found, 1) - own_NV).abs().max() / own_NV.std())
 
 
@@ -176,6 +178,7 @@ class PlainDecoder:
         self._small = weights <= PACKED_BYTES
         self.fast = self.packs = False
         self._head: _Product | None = None
+        self._weights: list[list[Tensor | None]] = []  # of `decode_step`, where all are packed
 
     @property
     def vocab_size(self) -> int:
@@ -231,10 +234,13 @@ class PlainDecoder:
         for layer in self._layers:
             layer.refresh(fast=self.fast, packs=self.packs)
         self._head = _Product([self._base.lm_head], fast=self.fast, packs=self.packs)
+        plain = all(layer.is_silu for layer in self._layers)
+        self._weights = [layer.weights() for layer in self._layers] if self.packs and plain else []
 
     def drop(self) -> None:
         """Give packed copies back; `refresh` comes before the next use."""
         self._head = None
+        self._weights = []
         self._turns.drop()
         for layer in self._layers:
             layer.drop()
@@ -248,15 +254,39 @@ class PlainDecoder:
             attention: of each layer, with what came before.
             select: which of the N are wanted; None: all.
         """
-        assert self._head is not None, "refresh comes first"
         count = ids.shape[0]
-        if self.fast and (more := cpu_linear.rounded_rows(count) - count):
-            ids, positions = nn.functional.pad(ids, (0, more)), nn.functional.pad(positions, (0, more))
-        hidden = nn.functional.embedding(ids, self._decoder.embed_tokens.weight)
-        turn = self._turns(positions, hidden)
+        hidden, turn = self._begin(ids, positions)
         for index, layer in enumerate(self._layers):
             hidden = layer.forward(index, hidden, turn, attention, count)
-        hidden = hidden[:count] if select is None else hidden.index_select(0, select)
+        return self._end(hidden[:count] if select is None else hidden.index_select(0, select))
+
+    def step(self, ids: Tensor, positions: Tensor, cache: PromptCache) -> Tensor:
+        """`logits` of the next token of each row of a cache, whose step has begun; all layers in one call if possible.
+
+        Args:
+            ids: [R].
+            positions: [R].
+            cache: of the rows.
+        """
+        if not self._weights:
+            return self.logits(ids, positions, cache)
+        hidden, (cos, sin) = self._begin(ids, positions)
+        caches = [list(layer) for layer in cache.layers]
+        scales = [layer.scale for layer in self._layers]
+        places = cache.places(hidden.shape[0])
+        hidden = decode_step.compiled()(hidden, cos, sin, self._weights, caches, scales, ids.shape[0], *places)
+        return self._end(hidden[: ids.shape[0]])
+
+    def _begin(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The states before the first layer and the angles, for as many rows as the products want."""
+        if self.fast and (more := cpu_linear.rounded_rows(ids.shape[0]) - ids.shape[0]):
+            ids, positions = nn.functional.pad(ids, (0, more)), nn.functional.pad(positions, (0, more))
+        hidden = nn.functional.embedding(ids, self._decoder.embed_tokens.weight)
+        return hidden, self._turns(positions, hidden)
+
+    def _end(self, hidden: Tensor) -> Tensor:
+        """Logits of the states behind the last layer."""
+        assert self._head is not None, "refresh comes first"
         wanted = hidden.shape[0]
         if self.fast and (more := cpu_linear.rounded_rows(wanted) - wanted):
             hidden = nn.functional.pad(hidden, (0, 0, 0, more))
@@ -325,6 +355,25 @@ class _Layer:
             self.head_norms = _Norm(attention.q_norm), _Norm(attention.k_norm)
         self.activation = mlp.act_fn
 
+    @property
+    def is_silu(self) -> bool:
+        """Whether the activation is the one of `decode_step`."""
+        return type(self.layer.mlp.act_fn).__name__ in ("SiLUActivation", "SiLU")
+
+    def weights(self) -> list[Tensor | None]:
+        """Those of `decode_step.LAYER_WEIGHTS`, all of them packed."""
+        before_attention, before_mlp = self.norms
+        queries, keys = self.head_norms if self.normed else (None, None)
+        return [
+            *(before_attention.weight, before_attention.epsilon),
+            *self.to_heads.packed,
+            *(queries and queries.weight, keys and keys.weight, queries and queries.epsilon),
+            *self.to_output.packed,
+            before_mlp.weight,
+            *self.to_inner.packed,
+            *self.to_down.packed,
+        ]
+
     def drop(self) -> None:
         """Hold no weights."""
         for name in ("to_heads", "to_output", "to_inner", "to_down", "norms", "head_norms"):
@@ -353,13 +402,17 @@ class _Norm:
     """Root-mean-square norm over the last dimension."""
 
     def __init__(self, norm: Any) -> None:
-        self._weight, self._epsilon = norm.weight, norm.variance_epsilon
+        self.weight, self._value = norm.weight, norm.variance_epsilon
+
+    @property
+    def epsilon(self) -> Tensor:
+        """[1]"""
+        return constant(self._value, self.weight.dtype)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        weight = self._weight
         if rows.device.type != "cpu":
-            return nn.functional.rms_norm(rows, weight.shape, weight, self._epsilon)
-        return inverse_rms(rows, self._epsilon).mul(rows).mul_(weight)
+            return nn.functional.rms_norm(rows, self.weight.shape, self.weight, self._value)
+        return inverse_rms(rows, self._value).mul(rows).mul_(self.weight)
 
 
 class _Product:
@@ -368,17 +421,17 @@ class _Product:
     def __init__(self, modules: Sequence[nn.Module], *, fast: bool, packs: bool) -> None:
         self._modules, self._fast = modules, fast
         self.width = module_weight(modules[0]).shape[1]
-        self._packed: tuple[Tensor, Tensor | None] | None = None
+        self.packed: tuple[Tensor, Tensor | None] | tuple[()] = ()
         if packs:
             parts = [cpu_linear.lora_weight(module) for module in modules]
             bias = None
             if any(part[1] is not None for part in parts):
                 bias = torch.cat([b if b is not None else w.new_zeros(w.shape[0]) for w, b in parts])
-            self._packed = cpu_linear.pack(torch.cat([weight for weight, _ in parts])), bias
+            self.packed = cpu_linear.pack(torch.cat([weight for weight, _ in parts])), bias
 
     def __call__(self, rows: Tensor) -> Tensor:
-        if self._packed is not None:
-            return cpu_linear.linear(rows, *self._packed)
+        if self.packed:
+            return cpu_linear.linear(rows, *self.packed)
         product = cpu_linear.linear if self._fast else nn.functional.linear
         outputs = [product(rows, *cpu_linear.lora_weight(module)) for module in self._modules]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)

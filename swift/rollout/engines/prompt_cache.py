@@ -25,14 +25,9 @@ import torch
 from torch import Tensor
 
 from swift.models.forward import Span
+from swift.rollout.engines import decode_step
+from swift.rollout.engines.decode_step import ALIGNMENT
 
-ALIGNMENT = 16
-"""Widths are multiples of this."""
-BLOCK = 128
-"""Positions per product with values: MKL adds up longer sums in an order that depends on their length. The sums of
-blocks are added apart, because other code adds to the smallest products."""
-LEAST_ROWS = 4
-"""Products with fewer rows are computed by other kernels, with other roundings."""
 HOLES = 0.25
 """Share of empty slots at which the cells are made anew; it copies the cache."""
 FIRST_ROOM, MOST_GROWTH = 32, 256
@@ -89,9 +84,7 @@ class PromptCache:
         self._prompt_mask: Tensor | None = None  # [C * Hkv, 1, W], 0 or -inf
         self._row_of_slot: Tensor | None = None  # None: row i is in slot i
         self._padded_slots: Tensor | None = None
-        self._places: tuple[Tensor, Tensor, Tensor] | None = (
-            None  # cell, slot and position of each row, when they differ
-        )
+        self._places: list[Tensor] = []  # cell, slot and position of each row, when they differ
         self._position = 0  # where every row writes, when they are equal
         self._own_mask: Tensor | None = None
 
@@ -244,7 +237,7 @@ class PromptCache:
         if longest >= self._room:
             self._grow(longest + 1)
         self._position = longest
-        self._places = self._own_mask = None
+        self._places, self._own_mask = [], None
         keys = self.layers[0][2]
         if min(lengths) != longest:
             at = torch.tensor([(row.slot // self._size, row.slot % self._size, row.length) for row in self._rows])
@@ -253,7 +246,7 @@ class PromptCache:
             visible = torch.ones(len(self._cells), 1, self._size, 1, width, dtype=torch.bool)
             visible[cell, 0, slot, 0] = torch.arange(width)[None] <= position[:, None]
             self._own_mask = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf).to(keys)
-            self._places = tuple(part.to(keys.device) for part in (cell, slot, position))  # type: ignore[assignment]
+            self._places = [part.to(keys.device) for part in (cell, slot, position)]
         for row in self._rows:
             row.length += 1
 
@@ -280,31 +273,14 @@ class PromptCache:
         Returns:
             [N, H * D], of which the last N - R rows mean nothing
         """
-        prompt_keys, prompt_values, own_keys, own_values = self.layers[layer]
-        self._write(own_keys, own_values, key, value)
-        cells, heads, size, depth, _ = own_keys.shape
-        used, width = self._position + 1, aligned(self._position + 1)
-        slots = query if self._row_of_slot is None else query.index_select(0, self._row_of_slot)
-        grid = query.new_empty(cells, heads, size, query.shape[1] // heads, depth)
-        torch.mul(slots.view(cells, size, heads, -1, depth).transpose(1, 2), scale, out=grid)
-        queries = grid.view(cells * heads, -1, depth)  # [C * Hkv, S * rep, D]
-        scores = _to_prompt(queries, prompt_keys.flatten(0, 1), self._prompt_mask)
-        own = torch.bmm(grid.view(cells * heads * size, -1, depth), own_keys.view(-1, depth, self._room)[:, :, :width])
-        if self._own_mask is not None:
-            own.view(cells, heads, size, -1, width).add_(self._own_mask)
-        elif used < width:
-            own[:, :, used:] = -torch.inf
-        both = torch.cat([scores.view(*own.shape[:2], -1), own], -1).softmax(-1)
-        output = _from_prompt(both.view(*queries.shape[:2], -1)[:, :, : self._width], prompt_values.flatten(0, 1))
-        sums = output.view(*own.shape[:2], depth)
-        own_values = own_values.view(-1, self._room, depth)
-        for start in range(0, width, BLOCK):
-            stop = min(start + BLOCK, width)
-            sums += torch.bmm(both[:, :, self._width + start : self._width + stop], own_values[:, start:stop])
-        by_slot = output.view(cells, heads, size, -1).transpose(1, 2).reshape(cells * size, -1)
-        if self._row_of_slot is None and rows == len(self._rows):
-            return by_slot
-        return by_slot.index_select(0, self._slots(rows))
+        position, *places = self.places(rows)
+        return decode_step.attend(query, key, value, scale, *self.layers[layer], position, *places)  # type: ignore[arg-type]
+
+    def places(self, rows: int) -> tuple[int, list[Tensor], Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Where this step writes and reads, as `decode_step.attend` wants it; for `rows` rows of states."""
+        whole = self._row_of_slot is None and rows == len(self._rows)
+        slots = None if whole else self._slots(rows)
+        return self._position, self._places, self._prompt_mask, self._own_mask, self._row_of_slot, slots
 
     def _slots(self, rows: int) -> Tensor:
         """[N] the slot of each row, and of the first row for those beyond them."""
@@ -312,38 +288,6 @@ class PromptCache:
             slots = [row.slot for row in self._rows]
             self._padded_slots = torch.tensor(slots + slots[:1] * (rows - len(slots)), device=self.layers[0][0].device)
         return self._padded_slots
-
-    def _write(self, own_keys: Tensor, own_values: Tensor, key: Tensor, value: Tensor) -> None:
-        if self._places is not None:
-            cell, slot, position = self._places
-            own_keys[cell, :, slot, :, position] = key
-            own_values[cell, :, slot, position] = value
-            return
-        cells, heads, size, depth, _ = own_keys.shape
-        if self._row_of_slot is not None:
-            key, value = key.index_select(0, self._row_of_slot), value.index_select(0, self._row_of_slot)
-        own_keys[..., self._position] = key.view(cells, size, heads, depth).transpose(1, 2)
-        own_values[:, :, :, self._position] = value.view(cells, size, heads, depth).transpose(1, 2)
-
-
-def _to_prompt(queries: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
-    """Scores [B, M, W] of queries [B, M, D] with keys [B, D, W]."""
-    rows = queries.shape[1]
-    if rows < LEAST_ROWS:
-        queries = torch.nn.functional.pad(queries, (0, 0, 0, LEAST_ROWS - rows))
-    scores = torch.bmm(queries, keys) if mask is None else torch.baddbmm(mask, queries, keys)
-    return scores[:, :rows].contiguous() if rows < LEAST_ROWS else scores
-
-
-def _from_prompt(weights: Tensor, values: Tensor) -> Tensor:
-    """Sums [B, M, D] of values [B, W, D] with weights [B, M, W]."""
-    rows, width = weights.shape[1:]
-    if rows < LEAST_ROWS:
-        weights = torch.nn.functional.pad(weights, (0, 0, 0, LEAST_ROWS - rows))
-    sums = torch.bmm(weights[:, :, :BLOCK], values[:, :BLOCK])
-    for start in range(BLOCK, width, BLOCK):
-        sums += torch.bmm(weights[:, :, start : start + BLOCK], values[:, start : start + BLOCK])
-    return sums[:, :rows].contiguous() if rows < LEAST_ROWS else sums
 
 
 class Prefill:
