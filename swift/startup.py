@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import errno
 import gc
 import importlib
 import importlib.util
@@ -132,12 +133,22 @@ class QuickEnd:
 
 
 def write_out_files() -> None:
-    """Writes out what open files of this process still hold in Python's and in C's buffers."""
+    """Writes out what open files of this process still hold in Python's and in C's buffers.
+
+    A file that takes it no more (a full disk) is named on stderr.
+    """
     gc.unfreeze()  # what is frozen is not listed
-    objects = gc.get_objects()
+    objects, lost = gc.get_objects(), set[str]()
     for kinds in ((io.TextIOWrapper,), (io.BufferedWriter, io.BufferedRandom)):  # the first write into the second
         for one in objects:
             if type(one) in kinds:
-                with contextlib.suppress(OSError, ValueError):  # its reader is gone, or it is closed
+                try:
                     one.flush()
+                except ValueError:  # it is closed
+                    continue
+                except OSError as error:
+                    name = str(getattr(one, "name", "a file"))
+                    if error.errno not in (errno.EPIPE, errno.EBADF) and name not in lost:  # else nobody reads it
+                        lost.add(name)
+                        sys.stderr.write(f"{name}: {error.strerror}; what was written to it last is lost\n")
     ctypes.CDLL(None).fflush(None)

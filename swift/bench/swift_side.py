@@ -129,7 +129,7 @@ def make_trainer(work: Work, model: Any, folder: str, *, reference: Any = None) 
     from swift.arguments import parse
     from swift.observability.metrics import MetricStore
     from swift.trainers.distributed import Collectives
-    from swift.trainers.grpo import trainer_settings
+    from swift.trainers.grpo_arguments import trainer_settings
     from swift.trainers.grpo_trainer import GRPOTrainer
 
     args = parse("rlhf", command(work, folder, max_steps=1), os.environ).args

@@ -47,6 +47,8 @@ def use_fast_layers(model: nn.Module) -> int:
         forward: Any = _attend if name in KNOWN_ATTENTION else _feed_forward if name in KNOWN_MLPS else None
         if forward is None or "forward" in vars(module) or not _holds_plain_layers(module, _parts(module)):
             continue
+        if any(one.dtype != torch.float32 or one.device.type != "cpu" for one in module.parameters()):
+            continue
         if _attention_agrees(module) if forward is _attend else _mlp_agrees(module):
             module.forward = MethodType(forward, module)  # type: ignore[method-assign]
             changed += 1
@@ -68,6 +70,8 @@ def _holds_plain_layers(module: nn.Module, names: tuple[str, ...]) -> bool:
         if forward is not None and getattr(forward, "__func__", None) is not cpu_training.forward:
             return False
         if type(layer.weight) is not nn.Parameter or layer.weight.dim() != 2:  # spread over processes
+            return False
+        if min(layer.weight.shape) < cpu_training.NARROWEST:
             return False
     return True
 

@@ -40,7 +40,7 @@ STATE_BYTES = 12
 """Of a trained parameter in an optimizer that has taken no step yet: two moments and a float32 master."""
 
 
-CPU_PASS_TOKENS, CPU_PASS_BYTES = 1280, 1 << 29
+CPU_PASS_TOKENS, CPU_PASS_BYTES = 1280, 1 << 30
 """Tokens, and bytes of activations, of a pass on a CPU; what comes to more tokens counts. Matrix products of a thousand
 rows run at full speed; what narrow layers cost beside their products is worth more rows: see docs/memory.md."""
 

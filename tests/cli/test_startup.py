@@ -205,6 +205,22 @@ def test_a_quick_end_leaves_a_reader_that_is_gone_to_the_interpreter(folder):
     assert python(code, folder).returncode == 120  # as Python says when it cannot write out stdout
 
 
+def test_a_quick_end_says_what_a_full_disk_has_lost(folder):
+    code = """
+        from swift.startup import QuickEnd
+        end = QuickEnd()
+        end.arm()
+        import torch
+        full = open("/dev/full", "w")
+        full.write("the last line")
+        end.exit_code = 0
+    """
+    ended = python(code, folder)
+    assert ended.returncode == 0
+    line = "/dev/full: No space left on device; what was written to it last is lost"
+    assert ended.stderr.splitlines().count(line) == 1
+
+
 @pytest.mark.slow
 def test_a_plain_run_loads_nothing_that_it_does_not_use(nano_folders, tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}?"}}\n' for n in range(8)))

@@ -106,6 +106,9 @@ def test_layers_with_an_adapter_and_unknown_ones_keep_their_forward():
     biased = decoder("llama", mlp_bias=True, attention_bias=True)
     assert use_fast_layers(biased) == 2
     assert use_fast_layers(nn.Sequential(nn.Linear(64, 64))) == 0
+    for dtype in (torch.bfloat16, torch.float64):
+        assert use_fast_layers(decoder("qwen2").to(dtype)) == 0
+    assert use_fast_layers(decoder("qwen2", head_dim=8)) == 2  # keys of 16 are too narrow
 
 
 @needs_onednn

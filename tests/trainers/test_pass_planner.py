@@ -259,7 +259,7 @@ def test_a_narrow_model_has_larger_passes_as_long_as_they_take_little_memory(nan
     for whole_logits in (False, True):
         per_token = activation_bytes(shape, element=4, checkpointing=False, whole_logits=whole_logits)
         planner.measured(whole_logits=whole_logits, has_state=False)
-        assert planner.quick_tokens == 2**29 // per_token > 1280
+        assert planner.quick_tokens == 2**30 // per_token > 1280
     monkeypatch.setattr(pass_planner, "CPU_PASS_BYTES", 1279 * per_token)
     planner.measured(whole_logits=True, has_state=False)
     assert planner.quick_tokens == 1280

@@ -1,0 +1,176 @@
+"""What the arguments of a GRPO run say to its loss, to the trainer's step, and to transformers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swift.errors import ConfigError, join_problems
+
+if TYPE_CHECKING:
+    from swift.rl.losses import LossConfig
+    from swift.trainers.grpo import Parts
+    from swift.trainers.grpo_settings import GRPOSettings
+    from swift.trainers.window_entropy import EntropySettings
+
+
+def loss_settings(args: Any) -> LossConfig:
+    """The policy loss; a KL that lowers the rewards is no term of it.
+
+    Raises:
+        ConfigError: a value that the loss refuses.
+    """
+    from swift.rl.losses import LossConfig
+
+    try:
+        return LossConfig(
+            loss_type=args.loss_type,
+            importance_sampling_level=args.importance_sampling_level,
+            epsilon=args.epsilon,
+            epsilon_high=args.epsilon_high,
+            delta=args.delta,
+            beta=0.0 if args.kl_in_reward else args.beta,
+            kl_bias_correction=args.kl_bias_correction,
+            tau_pos=args.tau_pos,
+            tau_neg=args.tau_neg,
+        )
+    except ValueError as error:
+        raise ConfigError(f"--{error}") from error
+
+
+def entropy_settings(args: Any) -> EntropySettings:
+    """What the step does with the policy's entropy."""
+    from swift.rl.entropy import AdaptiveEntropy
+    from swift.trainers.window_entropy import EntropySettings
+
+    controller = AdaptiveEntropy(
+        coefficient=args.entropy_coef,
+        target=args.entropy_target,
+        step=args.entropy_coef_delta,
+        minimum=args.entropy_coef_min,
+        maximum=args.entropy_coef_max,
+    )
+    return EntropySettings(
+        coefficient=args.entropy_coef,
+        adaptive=controller if args.use_adaptive_entropy else None,
+        quantile=args.top_entropy_quantile,
+        log=args.log_entropy,
+    )
+
+
+def trainer_settings(args: Any, *, logprob_support: str = "full", given: Collection[str] = ()) -> GRPOSettings:
+    """The step's settings.
+
+    Args:
+        args: of the run.
+        logprob_support: of the engines (`swift.rollout.engines.base`).
+        given: settings that the user wrote; what merely follows from others yields where the engine cannot do it.
+
+    Raises:
+        ConfigError: sampler and trainer are to be compared by log-probs that the engine does not have.
+    """
+    from swift.trainers.grpo_settings import CorrectionSettings, GRPOSettings
+
+    max_tokens = args.max_tokens_per_micro_batch
+    correctable = logprob_support != "raw" or args.temperature == 1.0
+    if not correctable:
+        join_problems(_uncorrectable(args, given))
+    return GRPOSettings(
+        loss=loss_settings(args),
+        temperature=args.temperature,
+        max_completion_length=args.max_completion_length,
+        per_device=args.per_device_train_batch_size,
+        slice_size=args.mini_batch_size or (args.per_device_train_batch_size if max_tokens is None else None),
+        max_tokens=max_tokens,
+        fits_memory=max_tokens is None,
+        merges_passes=max_tokens is None and not args.mini_batch_size,
+        keep_dropout=args.lora_dropout > 0 and args.tuner_type == "lora",
+        skip_zero_advantage=args.skip_zero_advantage_batches,
+        comparable_sampling=correctable and not args.sampling_params().biased,
+        correctable_sampling=correctable,
+        correction=CorrectionSettings(
+            mode=args.rollout_importance_sampling_mode,
+            threshold=args.rollout_importance_sampling_threshold,
+            lower=args.rollout_importance_sampling_lower,
+            sequence_ratio=args.rollout_importance_sampling_ratio,
+        ),
+        log_offpolicy=args.log_rollout_offpolicy_metrics,
+        off_policy_delta=args.off_policy_sequence_mask_delta,
+        old_logprobs=args.old_logprobs,
+        entropy=entropy_settings(args),
+    )
+
+
+def _uncorrectable(args: Any, given: Collection[str]) -> list[str]:
+    """What cannot be done with log-probs at temperature 1 of samples that were drawn at another one."""
+    engine = f"this engine returns log-probs at temperature 1, not at --temperature {args.temperature:g}"
+    mode, asked = args.rollout_importance_sampling_mode, "rollout_importance_sampling_mode" in given
+    problems = {
+        f"--old_logprobs: sampler: {engine}; use --old_logprobs trainer, or": args.old_logprobs == "sampler",
+        f"--kl_in_reward: true: {engine}, so they cannot be compared with the reference's; use --kl_in_reward false, "
+        "or": args.kl_in_reward and args.beta > 0,
+        f"--replay_recompute_logps: false: {engine}; use --replay_recompute_logps true, or": (
+            args.replay_buffer_size and not args.replay_recompute_logps
+        ),
+        f"--rollout_importance_sampling_mode: {mode}: {engine}, so their ratio to the trainer's says nothing; use "
+        "--rollout_importance_sampling_mode none, or": asked and mode != "none",
+    }
+    return [f"{text} --temperature 1" for text, wanted in problems.items() if wanted]
+
+
+def uncorrected_lines(settings: GRPOSettings) -> list[str]:
+    """A remark when a correction that follows from other settings cannot be made with this engine."""
+    mode = settings.correction.mode
+    if settings.correctable_sampling or mode == "none":
+        return []
+    return [
+        f"--rollout_importance_sampling_mode: {mode} (derived): off, because this engine returns log-probs at "
+        f"temperature 1, not at --temperature {settings.temperature:g}: tokens of older weights are trained on as if "
+        "they were new; --temperature 1, or another engine"
+    ]
+
+
+def training_arguments(args: Any, folder: Path, parts: Parts) -> Any:
+    """TrainingArguments of transformers; a window is one of its batches, so its accumulation is 1."""
+    from transformers import TrainingArguments
+
+    from swift.trainers.session import on_one_device, training_options
+
+    options = training_options(args, folder, evaluates=parts.eval_prompts is not None)
+    with _silent_about("torch.distributed process group is initialized"):  # by an engine in this process, for itself
+        arguments = TrainingArguments(
+            **{**options, **epochs_as_steps(options, parts.plan.steps_per_epoch)},
+            max_steps=parts.plan.max_steps,
+            gradient_accumulation_steps=1,
+            ignore_data_skip=True,
+            remove_unused_columns=False,
+        )
+    return on_one_device(arguments)
+
+
+@contextmanager
+def _silent_about(beginning: str) -> Iterator[None]:
+    """Keep transformers from logging messages with this beginning about its arguments."""
+    logger = logging.getLogger("transformers.training_args")
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(beginning)
+
+    logger.addFilter(wanted)
+    try:
+        yield
+    finally:
+        logger.removeFilter(wanted)
+
+
+def epochs_as_steps(options: Mapping[str, Any], steps_per_epoch: int | None) -> dict[str, Any]:
+    """Saving and evaluating once per epoch, in steps: transformers sees a stream of windows without epochs."""
+    changed: dict[str, Any] = {}
+    for kind in ("save", "eval"):
+        if options[f"{kind}_strategy"] == "epoch":
+            assert steps_per_epoch, "the arguments refuse epochs of streaming data"
+            changed |= {f"{kind}_strategy": "steps", f"{kind}_steps": steps_per_epoch}
+    return changed
