@@ -82,10 +82,10 @@ def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return result
 
 
-def inverse_rms(states: Tensor, epsilon: float) -> Tensor:
-    """1 / sqrt(mean(x^2) + epsilon) over the last dimension, [..., 1], without gradients."""
-    norm = torch.linalg.vector_norm(states, dim=-1, keepdim=True)
-    return torch.addcmul(constant(epsilon, norm.dtype), norm, norm, value=1 / states.shape[-1]).rsqrt_()
+def inverse_rms(states: Tensor, epsilon: Tensor) -> Tensor:
+    """1 / sqrt(mean(x^2) + epsilon) over the last dimension, [..., 1], without gradients; epsilon is [1]."""
+    norm = torch.ops.aten.linalg_vector_norm(states, 2.0, [-1], True)  # TorchScript knows it by this name only
+    return torch.addcmul(epsilon, norm, norm, value=1.0 / states.shape[-1]).rsqrt_()
 
 
 @lru_cache(maxsize=16)
@@ -98,7 +98,7 @@ def constant(value: float, dtype: torch.dtype) -> Tensor:
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        inverse = inverse_rms(states, epsilon)
+        inverse = inverse_rms(states, constant(epsilon, states.dtype))
         normed = states * inverse
         ctx.save_for_backward(normed, inverse, weight)
         return normed * weight

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from swift.models.cpu_norms import inverse_rms
+
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 16
@@ -29,12 +31,6 @@ BLOCK = 128
 blocks are added apart, because other code adds to the smallest products."""
 LEAST_ROWS = 4
 """Products with fewer rows are computed by other kernels, with other roundings."""
-
-
-def inverse_rms(rows: Tensor, epsilon: Tensor) -> Tensor:
-    """1 / sqrt(mean(x^2) + epsilon) over the last dimension, [..., 1]."""
-    norm = torch.ops.aten.linalg_vector_norm(rows, 2.0, [-1], True)
-    return torch.addcmul(epsilon, norm, norm, value=1.0 / rows.shape[-1]).rsqrt_()
 
 
 def rms_norm(rows: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
@@ -163,7 +159,9 @@ def decode_layers(
         hidden: [N, hidden], overwritten.
         cos: [N, 1, D].
         sin: [N, 1, D], negative in its first half.
-        weights: of each layer; see `LAYER_WEIGHTS`.
+        weights: of each layer norm, epsilon [1], heads (queries, keys and values) and bias, norms of queries and of
+            keys and their epsilon, output and bias, second norm, inner (gate and up) and bias, down and bias; None for
+            what a model does not have.
         caches: of each layer the four tensors of `attend`.
         scales: softmax scale of each layer.
         num_rows: R.
@@ -211,14 +209,6 @@ def decode_layers(
         active = torch.nn.functional.silu(parts[0]).mul_(parts[1])
         hidden = hidden.add_(_product(active, down, down_bias))
     return hidden
-
-
-LAYER_WEIGHTS = (
-    "norm", "epsilon", "heads", "heads_bias", "query_norm", "key_norm", "head_epsilon",
-    "output", "output_bias", "inner_norm", "inner", "inner_bias", "down", "down_bias",
-)  # fmt: skip
-"""What `decode_layers` wants of each layer. heads: queries, keys and values; inner: gate and up. Epsilons [1]. None
-where a model has none."""
 
 
 def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -178,7 +178,7 @@ class BatchRun:
         token_R, logprob_R = self.sampler.draw(self.guides.mask(logits, self.rows), step)
         self.guides.advance(token_R, self.rows)
         self._last_R = token_R
-        tokens, logprobs = token_R.cpu().numpy(), logprob_R.cpu().numpy()  # the one look at the device
+        tokens, logprobs = token_R.cpu().numpy(), logprob_R.cpu().numpy()  # the one wait for the device
         self.tokens[rows, drawn_R], self.logprobs[rows, drawn_R] = tokens, logprobs
         live = rows[~self._finished_R] if self._finished_R.any() else rows
         self.lengths[live] += 1

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from swift.models import cpu_linear
-from swift.models.cpu_norms import constant, inverse_rms
+from swift.models.cpu_norms import constant
 from swift.models.forward import Span, TokenSequence, is_packed, pack, packed_logits, transformers_model
 from swift.models.sharded import is_spread
 from swift.rollout.engines import decode_step
@@ -361,7 +361,7 @@ class _Layer:
         return type(self.layer.mlp.act_fn).__name__ in ("SiLUActivation", "SiLU")
 
     def weights(self) -> list[Tensor | None]:
-        """Those of `decode_step.LAYER_WEIGHTS`, all of them packed."""
+        """Those of `decode_step.decode_layers`, all of them packed."""
         before_attention, before_mlp = self.norms
         queries, keys = self.head_norms if self.normed else (None, None)
         return [
@@ -390,7 +390,7 @@ class _Layer:
         if self.normed:
             of_queries, of_keys = self.head_norms
             turning = torch.cat((of_queries(turning[:, : self.heads]), of_keys(turning[:, self.heads :])), 1)
-        turned = torch.addcmul(turning * turn[0], turning.roll(self.depth // 2, -1), turn[1])[:count]
+        turned = decode_step.turned(turning, *turn)[:count]
         query, key = turned[:, : self.heads], turned[:, self.heads :]
         attended = attention.attend(index, query, key, heads[:count, self.heads + self.groups :], self.scale, rows)
         hidden = hidden.add_(self.to_output(attended))
@@ -412,7 +412,7 @@ class _Norm:
     def __call__(self, rows: Tensor) -> Tensor:
         if rows.device.type != "cpu":
             return nn.functional.rms_norm(rows, self.weight.shape, self.weight, self._value)
-        return inverse_rms(rows, self._value).mul(rows).mul_(self.weight)
+        return decode_step.rms_norm(rows, self.weight, self.epsilon)
 
 
 class _Product:
