@@ -139,12 +139,13 @@ class _GatedMLP(torch.autograd.Function):
         if wants_x:
             dx = cpu_linear.linear(dgates, gate.t())
             dx = cpu_linear.added(dx, dups, up.t()).view(ctx.shape)
-        if wants_gate and wants_up:
+        if wants_gate and wants_up and gate.shape[0] > cpu_training.WIDEST_CONVOLVED:
             turned = rows.t().contiguous()
             dgate, dup = (cpu_linear.linear(turned, part.t()).t().contiguous() for part in (dgates, dups))
-        elif wants_gate:
+            return dx, dgate, dup, ddown
+        if wants_gate:
             dgate = cpu_training.weight_gradient(dgates, rows)
-        elif wants_up:
+        if wants_up:
             dup = cpu_training.weight_gradient(dups, rows)
         return dx, dgate, dup, ddown
 

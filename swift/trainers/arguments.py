@@ -51,8 +51,8 @@ class OptimizationArguments:
     weight_decay: float = flag(0.1, at_least=0, everyday=False)
     """Decoupled weight decay."""
 
-    optim: Optimizer = flag("adamw_torch", values={"adamw": "adamw_torch"}, everyday=False)
-    """Optimizer, in transformers' words; adamw is adamw_torch. adamw_8bit keeps its state in 8 bits and needs
+    optim: Optimizer = flag("adamw_torch_fused", values={"adamw": "adamw_torch_fused"}, everyday=False)
+    """Optimizer, in transformers' words; adamw is adamw_torch_fused. adamw_8bit keeps its state in 8 bits and needs
     bitsandbytes, adafactor keeps sums of rows and columns only, adamw_cpu keeps its state in the host's memory and
     updates there. The other 8-bit, paged, galore and similar ones need their packages."""
 

@@ -304,7 +304,7 @@ def _conflicts(given: Mapping[str, Any], args: Any) -> list[tuple[str, Any, str]
 
 
 def _optimizer_problems(given: Mapping[str, Any]) -> list[tuple[str, Any, str]]:
-    """An optimizer of "auto" values is what --optim adamw_torch is; anything else would be a second setting."""
+    """An optimizer of "auto" values is what --optim adamw is; anything else would be a second setting."""
     found = []
     optimizer = given.get("optimizer")
     if optimizer is not None:

@@ -104,7 +104,7 @@ def test_names_cannot_be_shortened():
         ("scale_rewards", "False", "scale_rewards", "none"),
         ("vllm_mode", "async", "vllm_mode", "dedicated"),
         ("attn_impl", "flash_attention_2", "attn_impl", "flash_attn"),
-        ("optim", "adamw", "optim", "adamw_torch"),
+        ("optim", "adamw", "optim", "adamw_torch_fused"),
     ],
 )
 def test_other_spellings_of_names_and_values(alias, word, name, expected):

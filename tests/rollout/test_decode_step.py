@@ -11,6 +11,7 @@ from swift.models.forward import Span, choose_attention
 from swift.rollout.engines import decode_step
 from swift.rollout.engines.plain_decoder import PlainDecoder, obstacle
 from swift.rollout.engines.prompt_cache import Prefill, PromptCache
+from swift.rollout.engines.scripted import scripted
 
 needs_onednn = pytest.mark.skipif(not cpu_linear.available(), reason="no oneDNN for this processor")
 
@@ -89,19 +90,19 @@ def test_all_layers_in_one_call_have_the_bits_of_one_after_the_other(family, mor
 
 @needs_onednn
 def test_torchscript_takes_the_functions_and_python_is_there_without_it(monkeypatch):
-    assert isinstance(decode_step.compiled(), torch.jit.ScriptFunction)
-    decode_step.compiled.cache_clear()
+    assert isinstance(scripted(decode_step.decode), torch.jit.ScriptFunction)
+    scripted.cache_clear()
 
     def refuse(*_):
         raise RuntimeError("gone")
 
     monkeypatch.setattr(torch.jit, "script", refuse)
-    assert decode_step.compiled() is decode_step.decode_layers
+    assert scripted(decode_step.decode) is decode_step.decode
     with torch.inference_mode():
         found = decoder()
         prompts, which, *_ = CASES["a batch of groups"]
         own = decode(found, prompts, which, compute=found.step)
-    decode_step.compiled.cache_clear()
+    scripted.cache_clear()
     monkeypatch.undo()
     with torch.inference_mode():
         script = decode(found, prompts, which, compute=found.step)

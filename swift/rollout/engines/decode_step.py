@@ -11,18 +11,10 @@ key/value heads of width D; the cells of the cache are those of `swift.rollout.e
 
 from __future__ import annotations
 
-import functools
-import logging
-import warnings
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from swift.models.cpu_norms import inverse_rms
-
-logger = logging.getLogger(__name__)
 
 ALIGNMENT = 16
 """Widths are multiples of this."""
@@ -211,18 +203,66 @@ def decode_layers(
     return hidden
 
 
+def decode(
+    ids: Tensor,
+    positions: Tensor,
+    embeddings: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+    weights: list[list[Tensor | None]],
+    last: list[Tensor | None],
+    caches: list[list[Tensor]],
+    scales: list[float],
+    num_rows: int,
+    position: int,
+    places: list[Tensor],
+    prompt_mask: Tensor | None,
+    own_mask: Tensor | None,
+    row_of_slot: Tensor | None,
+    slot_of_row: Tensor | None,
+) -> Tensor:
+    """One step from tokens to logits.
+
+    Args:
+        ids: [N].
+        positions: [N].
+        embeddings: [V, hidden].
+        cosines: [T, 1, D], of the first T positions.
+        sines: [T, 1, D], negative in their first half.
+        weights: see `decode_layers`.
+        last: norm behind the layers, its epsilon [1], head in oneDNN's order and its bias or None.
+        caches: see `decode_layers`.
+        scales: see `decode_layers`.
+        num_rows: R.
+        position: see `attend`.
+        places: see `attend`.
+        prompt_mask: see `attend`.
+        own_mask: see `attend`.
+        row_of_slot: see `attend`.
+        slot_of_row: see `attend`.
+
+    Returns:
+        [R, V]
+    """
+    hidden = decode_layers(
+        torch.nn.functional.embedding(ids, embeddings),
+        cosines.index_select(0, positions),
+        sines.index_select(0, positions),
+        weights,
+        caches,
+        scales,
+        num_rows,
+        position,
+        places,
+        prompt_mask,
+        own_mask,
+        row_of_slot,
+        slot_of_row,
+    )
+    norm, epsilon, head, head_bias = last
+    assert norm is not None and epsilon is not None and head is not None
+    return _product(rms_norm(hidden, norm, epsilon), head, head_bias)[:num_rows]
+
+
 def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
-
-
-@functools.cache
-def compiled() -> Callable[..., Tensor]:
-    """`decode_layers`, in TorchScript where there is one."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            script: Any = torch.jit.script(decode_layers)
-    except Exception as error:  # whatever a later version says; the functions are the same
-        logger.debug("decode steps run without TorchScript: %s", error)
-        return decode_layers
-    return script  # type: ignore[no-any-return]

@@ -24,6 +24,7 @@ from swift.models.sharded import is_spread
 from swift.rollout.engines import decode_step
 from swift.rollout.engines.decode_step import BLOCK
 from swift.rollout.engines.prompt_cache import Prefill, PromptCache
+from swift.rollout.engines.scripted import scripted
 
 TOLERANCE = 1e-3
 """Largest difference from the model's own logits, in their standard deviations; roundings are a thousandth of it."""
@@ -179,6 +180,7 @@ class PlainDecoder:
         self.fast = self.packs = False
         self._head: _Product | None = None
         self._weights: list[list[Tensor | None]] = []  # of `decode_step`, where all are packed
+        self._last: list[Tensor | None] = []
 
     @property
     def vocab_size(self) -> int:
@@ -236,11 +238,13 @@ class PlainDecoder:
         self._head = _Product([self._base.lm_head], fast=self.fast, packs=self.packs)
         plain = all(layer.is_silu for layer in self._layers)
         self._weights = [layer.weights() for layer in self._layers] if self.packs and plain else []
+        norm = _Norm(self._decoder.norm)
+        self._last = [norm.weight, norm.epsilon, *self._head.packed] if self._weights else []
 
     def drop(self) -> None:
         """Give packed copies back; `refresh` comes before the next use."""
         self._head = None
-        self._weights = []
+        self._weights, self._last = [], []
         self._turns.drop()
         for layer in self._layers:
             layer.drop()
@@ -268,21 +272,26 @@ class PlainDecoder:
             positions: [R].
             cache: of the rows.
         """
-        if not self._weights:
+        table = self._turns.table(cache.most_positions, self._decoder.norm.weight) if self._weights else None
+        if table is None:
             return self.logits(ids, positions, cache)
-        hidden, (cos, sin) = self._begin(ids, positions)
+        count = ids.shape[0]
+        ids, positions = self._filled(ids, positions)
         caches = [list(layer) for layer in cache.layers]
         scales = [layer.scale for layer in self._layers]
-        places = cache.places(hidden.shape[0])
-        hidden = decode_step.compiled()(hidden, cos, sin, self._weights, caches, scales, ids.shape[0], *places)
-        return self._end(hidden[: ids.shape[0]])
+        fixed = (self._decoder.embed_tokens.weight, *table, self._weights, self._last)
+        return scripted(decode_step.decode)(ids, positions, *fixed, caches, scales, count, *cache.places(ids.shape[0]))
 
     def _begin(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """The states before the first layer and the angles, for as many rows as the products want."""
-        if self.fast and (more := cpu_linear.rounded_rows(ids.shape[0]) - ids.shape[0]):
-            ids, positions = nn.functional.pad(ids, (0, more)), nn.functional.pad(positions, (0, more))
+        ids, positions = self._filled(ids, positions)
         hidden = nn.functional.embedding(ids, self._decoder.embed_tokens.weight)
         return hidden, self._turns(positions, hidden)
+
+    def _filled(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        if self.fast and (more := cpu_linear.rounded_rows(ids.shape[0]) - ids.shape[0]):
+            return nn.functional.pad(ids, (0, more)), nn.functional.pad(positions, (0, more))
+        return ids, positions
 
     def _end(self, hidden: Tensor) -> Tensor:
         """Logits of the states behind the last layer."""
@@ -312,11 +321,18 @@ class _Turns:
         """Of `positions` [N], in the precision of `like`."""
         if not self._fixed or positions.device.type != "cpu":  # a look at the positions would wait for a device
             return self._compute(positions, like)
-        last = int(positions.max())
-        if self._table is None or last >= self._table[0].shape[0]:
-            size = max(FIRST_POSITIONS, 1 << last.bit_length())
+        cos, sin = self._up_to(int(positions.max()) + 1, like)
+        return cos.index_select(0, positions), sin.index_select(0, positions)
+
+    def table(self, count: int, like: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Of the first `count` positions or more on the CPU, where an angle depends on nothing else; else None."""
+        return self._up_to(count, like[None]) if self._fixed and like.device.type == "cpu" else None
+
+    def _up_to(self, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        if self._table is None or count > self._table[0].shape[0]:
+            size = max(FIRST_POSITIONS, 1 << (count - 1).bit_length())
             self._table = self._compute(torch.arange(size), like)
-        return self._table[0].index_select(0, positions), self._table[1].index_select(0, positions)
+        return self._table
 
     def _compute(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self._rotary(like[None], positions[None])

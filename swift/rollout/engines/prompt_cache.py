@@ -93,6 +93,11 @@ class PromptCache:
         """Live rows."""
         return len(self._rows)
 
+    @property
+    def most_positions(self) -> int:
+        """No row has more, with the one that this step writes."""
+        return self._width + self._position + 1
+
     def nbytes(self) -> int:
         """Bytes held."""
         return sum(part.nbytes for layer in self.layers for part in layer)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from swift.rollout.engines.scripted import scripted
 from swift.types import Request
 
 
@@ -105,19 +106,18 @@ class BatchSampler:
         tempered_RV = logits_RV / self.divisor_R1 if self.any_temperature else logits_RV
         if self.any_top_k or self.any_top_p or self.any_min_p:
             tempered_RV = self._truncate(tempered_RV.log_softmax(-1))
-        probs_RV = tempered_RV.softmax(-1)
         if isinstance(step, int):
             uniform_R = self.uniforms_RT[:, step]
         else:
             uniform_R = self.uniforms_RT.gather(1, step[:, None])[:, 0]
-        token_R = _inverse_cdf(probs_RV, uniform_R)
-        if self.any_greedy:
-            token_R = torch.where(self.temperature_R1[:, 0] > 0, token_R, logits_RV.argmax(-1))
+        greedy_R = self.temperature_R1[:, 0] <= 0 if self.any_greedy else None
+        drawn = scripted(_drawn) if logits_RV.device.type == "cpu" else _drawn  # elsewhere it would be fused
+        token_R, logprob_R = drawn(tempered_RV, uniform_R, greedy_R)
         if self.seen_RV is not None:
             self.seen_RV.scatter_(1, token_R[:, None], True)
         if self.counts_RV is not None:
             self.counts_RV.scatter_add_(1, token_R[:, None], torch.ones_like(token_R, dtype=torch.float32)[:, None])
-        return token_R, probs_RV.gather(1, token_R[:, None])[:, 0].log_()
+        return token_R, logprob_R
 
     def _penalise(self, logits_RV: Tensor) -> Tensor:
         """Divide positive and multiply negative logits of seen tokens (arXiv:1909.05858, eq. 13 as practised)."""
@@ -170,6 +170,15 @@ def _seen(prompts: Sequence[Sequence[int]], like_RV: Tensor) -> Tensor:
     for row, prompt in enumerate(prompts):
         seen_RV[row, torch.tensor(prompt, device=like_RV.device)] = True
     return seen_RV
+
+
+def _drawn(tempered_RV: Tensor, uniform_R: Tensor, greedy_R: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Tokens [R] and their log-probs [R], the likeliest where `greedy_R`."""
+    probs_RV = tempered_RV.softmax(-1)
+    token_R = _inverse_cdf(probs_RV, uniform_R)
+    if greedy_R is not None:
+        token_R = torch.where(greedy_R, tempered_RV.argmax(-1), token_R)
+    return token_R, probs_RV.gather(1, token_R[:, None])[:, 0].log_()
 
 
 def _inverse_cdf(probs_RV: Tensor, uniform_R: Tensor) -> Tensor:
