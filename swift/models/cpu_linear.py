@@ -4,6 +4,9 @@ PyTorch sends float32 products to MKL, which runs without its best kernels on pr
 chooses by what the processor can do. One thread of an AMD EPYC (Zen 5), 64 rows, 512 x 1536: 78 GFLOP/s by MKL, 160 by
 oneDNN, 180 with packed weights. A packed weight is a copy, so whoever packs must pack again when the weight changes.
 
+A call of it takes 20 microseconds before the first multiplication, ten times as long as one of MKL, so matrices of up
+to `SMALL` weights are MKL's (`is_small`).
+
 oneDNN compiles a kernel per shape, which takes 2 to 3 ms: callers should round the number of rows (`rounded_rows`).
 What a row gives does not depend on the rows beside it, as far as oneDNN's kernels go; a single row would be multiplied
 by another kernel, so it is doubled.
@@ -11,6 +14,7 @@ by another kernel, so it is doubled.
 
 from __future__ import annotations
 
+import functools
 import platform
 from typing import Any
 
@@ -19,6 +23,9 @@ from torch import Tensor, nn
 
 FEW_ROWS, SOME_ROWS = 64, 512
 """Up to these, rows are rounded to multiples of 8 and of 64; to multiples of 256 above."""
+
+SMALL = 40_000
+"""Weights of a matrix; with more, 64 rows take longer than the calls."""
 
 
 def available() -> bool:
@@ -58,6 +65,23 @@ def pack(weight: Tensor) -> Tensor:
     """A copy of `weight` [M, K] in the order that oneDNN's kernels read; for `linear` only."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
     return packed
+
+
+def is_small(weight: Tensor) -> bool:
+    """Whether few rows are multiplied sooner by MKL, which must be as good in every other respect."""
+    return weight.numel() <= SMALL and _is_steady(torch.get_num_threads())
+
+
+@functools.cache
+def _is_steady(threads: int) -> bool:
+    """Whether MKL gives a row the same bits whatever rows are beside it, with so many threads; tries it."""
+    generator = torch.Generator().manual_seed(0)
+    for depth, width in ((32, 64), (64, 96), (128, 128), (128, 263), (256, 128)):
+        rows, weight = (torch.randn(shape, generator=generator) for shape in ((128, depth), (depth, width)))
+        whole = torch.mm(rows, weight)
+        if any(not torch.equal(torch.mm(rows[:few], weight), whole[:few]) for few in (8, 16, 24, 40, 64, 96)):
+            return False
+    return True
 
 
 def lora_obstacle(module: nn.Module) -> str | None:

@@ -3,13 +3,15 @@
 A step of a small model is hundreds of operations that are over in microseconds, and calling them one by one from
 Python takes longer than they do. TorchScript runs the same operations one after the other without Python: the bits are
 the same, and other threads go on. Where this version of PyTorch has no TorchScript, or refuses these functions, they
-are called as they are.
+are called as they are. Parts of tensors are taken by `narrow`: TorchScript makes an operation of every colon.
 
 R rows with N >= R rows of states (rounded up for the products, the last N - R mean nothing), H query heads, Hkv
 key/value heads of width D; the cells of the cache are those of `swift.rollout.engines.prompt_cache`.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
@@ -23,6 +25,12 @@ BLOCK = 128
 blocks are added apart, because other code adds to the smallest products."""
 LEAST_ROWS = 4
 """Products with fewer rows are computed by other kernels, with other roundings."""
+
+
+@functools.cache
+def scalar(value: float) -> Tensor:
+    """A number as a tensor on the CPU, which goes with tensors of any device."""
+    return torch.tensor(value)
 
 
 def rms_norm(rows: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
@@ -39,7 +47,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    scale: float,
+    scale: Tensor,
     prompt_keys: Tensor,
     prompt_values: Tensor,
     own_keys: Tensor,
@@ -59,7 +67,7 @@ def attend(
         query: [R, H, D]; consecutive heads share a key/value head.
         key: [R, Hkv, D].
         value: [R, Hkv, D].
-        scale: softmax scale.
+        scale: softmax scale, a scalar on the CPU: TorchScript would make a tensor of a number each time.
         prompt_keys: [C, Hkv, D, W].
         prompt_values: [C, Hkv, W, D].
         own_keys: [C, Hkv, S, D, K], written.
@@ -92,20 +100,20 @@ def attend(
     torch.mul(query.view(cells, size, groups, -1, depth).transpose(1, 2), scale, out=grid)
     queries = grid.view(cells * groups, -1, depth)  # [C * Hkv, S * rep, D]
     scores = _to_prompt(queries, prompt_keys.flatten(0, 1), prompt_mask)
-    own = torch.bmm(grid.view(cells * groups * size, -1, depth), own_keys.view(-1, depth, room)[:, :, :width])
+    own = torch.bmm(grid.view(cells * groups * size, -1, depth), own_keys.view(-1, depth, room).narrow(2, 0, width))
     if own_mask is not None:
         own.view(cells, groups, size, -1, width).add_(own_mask)
     elif position + 1 < width:
-        own[:, :, position + 1 :].fill_(-float("inf"))
+        own.narrow(2, position + 1, width - position - 1).fill_(-float("inf"))
     both = torch.cat([scores.view(own.shape[0], own.shape[1], -1), own], -1).softmax(-1)
     prompt_width = prompt_keys.shape[3]
-    to_prompt = both.view(queries.shape[0], queries.shape[1], -1)[:, :, :prompt_width]
+    to_prompt = both.view(queries.shape[0], queries.shape[1], -1).narrow(2, 0, prompt_width)
     output = _from_prompt(to_prompt, prompt_values.flatten(0, 1))
     sums = output.view(own.shape[0], own.shape[1], depth)
     own_states = own_values.view(-1, room, depth)
     for start in range(0, width, block):
-        stop = min(start + block, width)
-        sums += torch.bmm(both[:, :, prompt_width + start : prompt_width + stop], own_states[:, start:stop])
+        length = min(block, width - start)
+        sums += torch.bmm(both.narrow(2, prompt_width + start, length), own_states.narrow(1, start, length))
     by_slot = output.view(cells, groups, size, -1).transpose(1, 2).reshape(cells * size, -1)
     return by_slot if slot_of_row is None else by_slot.index_select(0, slot_of_row)
 
@@ -116,7 +124,7 @@ def _to_prompt(queries: Tensor, keys: Tensor, mask: Tensor | None, least: int = 
     if rows < least:
         queries = torch.nn.functional.pad(queries, [0, 0, 0, least - rows])
     scores = torch.bmm(queries, keys) if mask is None else torch.baddbmm(mask, queries, keys)
-    return scores[:, :rows].contiguous() if rows < least else scores
+    return scores.narrow(1, 0, rows).contiguous() if rows < least else scores
 
 
 def _from_prompt(weights: Tensor, values: Tensor, block: int = BLOCK, least: int = LEAST_ROWS) -> Tensor:
@@ -124,10 +132,14 @@ def _from_prompt(weights: Tensor, values: Tensor, block: int = BLOCK, least: int
     rows, width = weights.shape[1], weights.shape[2]
     if rows < least:
         weights = torch.nn.functional.pad(weights, [0, 0, 0, least - rows])
-    sums = torch.bmm(weights[:, :, :block], values[:, :block])
+    if width <= block:
+        sums = torch.bmm(weights, values)
+    else:
+        sums = torch.bmm(weights.narrow(2, 0, block), values.narrow(1, 0, block))
     for start in range(block, width, block):
-        sums += torch.bmm(weights[:, :, start : start + block], values[:, start : start + block])
-    return sums[:, :rows].contiguous() if rows < least else sums
+        length = min(block, width - start)
+        sums += torch.bmm(weights.narrow(2, start, length), values.narrow(1, start, length))
+    return sums.narrow(1, 0, rows).contiguous() if rows < least else sums
 
 
 def decode_layers(
@@ -136,7 +148,7 @@ def decode_layers(
     sin: Tensor,
     weights: list[list[Tensor | None]],
     caches: list[list[Tensor]],
-    scales: list[float],
+    scales: list[Tensor],
     num_rows: int,
     position: int,
     places: list[Tensor],
@@ -145,7 +157,7 @@ def decode_layers(
     row_of_slot: Tensor | None,
     slot_of_row: Tensor | None,
 ) -> Tensor:
-    """All layers of one step, with weights in oneDNN's order.
+    """All layers of one step, with weights as `product` takes them.
 
     Args:
         hidden: [N, hidden], overwritten.
@@ -174,16 +186,19 @@ def decode_layers(
         assert norm is not None and epsilon is not None and inner_norm is not None
         assert heads is not None and output is not None and inner is not None and down is not None
         groups, depth = own_keys.shape[1], own_keys.shape[3]
-        states = _product(rms_norm(hidden, norm, epsilon), heads, heads_bias).view(hidden.shape[0], -1, depth)
-        turning = states[:, :-groups]
+        states = product(rms_norm(hidden, norm, epsilon), heads, heads_bias).view(hidden.shape[0], -1, depth)
+        count = states.shape[1] - 2 * groups  # query heads
+        turning = states.narrow(1, 0, count + groups)
         if query_norm is not None and key_norm is not None and head_epsilon is not None:
-            queries = rms_norm(turning[:, :-groups], query_norm, head_epsilon)
-            turning = torch.cat([queries, rms_norm(turning[:, -groups:], key_norm, head_epsilon)], 1)
-        turning = turned(turning, cos, sin)[:num_rows]
+            queries = rms_norm(turning.narrow(1, 0, count), query_norm, head_epsilon)
+            turning = torch.cat([queries, rms_norm(turning.narrow(1, count, groups), key_norm, head_epsilon)], 1)
+        turning = turned(turning, cos, sin)
+        if num_rows < states.shape[0]:
+            turning, states = turning.narrow(0, 0, num_rows), states.narrow(0, 0, num_rows)
         attended = attend(
-            turning[:, :-groups],
-            turning[:, -groups:],
-            states[:num_rows, -groups:],
+            turning.narrow(1, 0, count),
+            turning.narrow(1, count, groups),
+            states.narrow(1, count + groups, groups),
             scales[layer],
             prompt_keys,
             prompt_values,
@@ -196,10 +211,10 @@ def decode_layers(
             row_of_slot,
             slot_of_row,
         )
-        hidden = hidden.add_(_product(attended, output, output_bias))
-        parts = _product(rms_norm(hidden, inner_norm, epsilon), inner, inner_bias).chunk(2, -1)
+        hidden = hidden.add_(product(attended, output, output_bias))
+        parts = product(rms_norm(hidden, inner_norm, epsilon), inner, inner_bias).chunk(2, -1)
         active = torch.nn.functional.silu(parts[0]).mul_(parts[1])
-        hidden = hidden.add_(_product(active, down, down_bias))
+        hidden = hidden.add_(product(active, down, down_bias))
     return hidden
 
 
@@ -212,7 +227,7 @@ def decode(
     weights: list[list[Tensor | None]],
     last: list[Tensor | None],
     caches: list[list[Tensor]],
-    scales: list[float],
+    scales: list[Tensor],
     num_rows: int,
     position: int,
     places: list[Tensor],
@@ -261,8 +276,18 @@ def decode(
     )
     norm, epsilon, head, head_bias = last
     assert norm is not None and epsilon is not None and head is not None
-    return _product(rms_norm(hidden, norm, epsilon), head, head_bias)[:num_rows]
+    logits = product(rms_norm(hidden, norm, epsilon), head, head_bias)
+    return logits.narrow(0, 0, num_rows) if num_rows < logits.shape[0] else logits
 
 
-def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+def product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[N, M] of rows [N, K].
+
+    Args:
+        rows: at least `LEAST_ROWS`.
+        weight: packed for oneDNN (`swift.models.cpu_linear.pack`), or [K, M].
+        bias: [M].
+    """
+    if weight.is_mkldnn:
+        return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    return torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)

@@ -278,7 +278,7 @@ class PlainDecoder:
         count = ids.shape[0]
         ids, positions = self._filled(ids, positions)
         caches = [list(layer) for layer in cache.layers]
-        scales = [layer.scale for layer in self._layers]
+        scales = [decode_step.scalar(layer.scale) for layer in self._layers]
         fixed = (self._decoder.embed_tokens.weight, *table, self._weights, self._last)
         return scripted(decode_step.decode)(ids, positions, *fixed, caches, scales, count, *cache.places(ids.shape[0]))
 
@@ -377,7 +377,7 @@ class _Layer:
         return type(self.layer.mlp.act_fn).__name__ in ("SiLUActivation", "SiLU")
 
     def weights(self) -> list[Tensor | None]:
-        """Those of `decode_step.decode_layers`, all of them packed."""
+        """Those of `decode_step.decode_layers`."""
         before_attention, before_mlp = self.norms
         queries, keys = self.head_norms if self.normed else (None, None)
         return [
@@ -443,11 +443,13 @@ class _Product:
             bias = None
             if any(part[1] is not None for part in parts):
                 bias = torch.cat([b if b is not None else w.new_zeros(w.shape[0]) for w, b in parts])
-            self.packed = cpu_linear.pack(torch.cat([weight for weight, _ in parts])), bias
+            weight = torch.cat([weight for weight, _ in parts])
+            small = cpu_linear.is_small(weight)
+            self.packed = weight.t().contiguous() if small else cpu_linear.pack(weight), bias
 
     def __call__(self, rows: Tensor) -> Tensor:
         if self.packed:
-            return cpu_linear.linear(rows, *self.packed)
+            return decode_step.product(rows, *self.packed)
         product = cpu_linear.linear if self._fast else nn.functional.linear
         outputs = [product(rows, *cpu_linear.lora_weight(module)) for module in self._modules]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)

@@ -279,7 +279,8 @@ class PromptCache:
             [N, H * D], of which the last N - R rows mean nothing
         """
         position, *places = self.places(rows)
-        return decode_step.attend(query, key, value, scale, *self.layers[layer], position, *places)  # type: ignore[arg-type]
+        scaling = decode_step.scalar(scale)
+        return decode_step.attend(query, key, value, scaling, *self.layers[layer], position, *places)  # type: ignore[arg-type]
 
     def places(self, rows: int) -> tuple[int, list[Tensor], Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """Where this step writes and reads, as `decode_step.attend` wants it; for `rows` rows of states."""
