@@ -320,8 +320,8 @@ def transformers(groups: int = 16, generations: int = 8) -> Bench:
     return Bench(engine, prompts, 48, groups, generations)
 
 
-def transformers_tail(groups: int = 16, generations: int = 8) -> Bench:
-    """A random model that never ends by itself, with the lengths of the simulated engine."""
+def transformers_tail(groups: int = 16, generations: int = 8, size: str = "tiny") -> Bench:
+    """A random model of 0.6M parameters ("small": 24M) that never ends, with the lengths of the simulated engine."""
     from transformers import AutoModelForCausalLM
 
     from swift.models.tiny import build_tiny
@@ -337,7 +337,7 @@ def transformers_tail(groups: int = 16, generations: int = 8) -> Bench:
             super().submit(replace(request, sampling=sampling))
 
     with tempfile.TemporaryDirectory() as folder:
-        build_tiny(folder, size="tiny", seed=SEED)
+        build_tiny(folder, size=size, seed=SEED)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
     prompts = [Prompt(f"p{i}", [], [1 + i % 200, 1 + i // 200] * 8) for i in range(PROMPTS)]
     return Bench(LongTailed(model, eos_token_ids=()), prompts, MOST_TOKENS, groups, generations)
@@ -390,6 +390,7 @@ BENCHES: dict[str, Callable[[], Bench]] = {
     "transformers-few": lambda: transformers(4, 4),
     "transformers-tail": transformers_tail,
     "transformers-few-tail": lambda: transformers_tail(4, 4),
+    "transformers-small-few-tail": lambda: transformers_tail(4, 4, "small"),
     "vllm": vllm,
     "vllm-few": lambda: vllm(4, 4),
 }

@@ -40,9 +40,10 @@ STATE_BYTES = 12
 """Of a trained parameter in an optimizer that has taken no step yet: two moments and a float32 master."""
 
 
-CPU_PASS_TOKENS, CPU_PASS_BYTES = 1280, 1 << 30
-"""Tokens, and bytes of activations, of a pass on a CPU; what comes to more tokens counts. Matrix products of a thousand
-rows run at full speed; what narrow layers cost beside their products is worth more rows: see docs/memory.md."""
+CPU_PASS_TOKENS, CPU_PASS_BYTES, CPU_TRAINER_BYTES = 1280, 1 << 30, 9 << 28
+"""Tokens of a pass on a CPU, bytes of its activations, and bytes of these with weights, gradients and optimizer; what
+comes to most tokens counts. Matrix products of a thousand rows run at full speed; what layers cost beside their
+products is worth more rows, and memory as long as a run stays small: see docs/memory.md."""
 
 
 class PassPlanner:
@@ -176,7 +177,9 @@ class PassPlanner:
             checkpointing=bool(getattr(self.model, "is_gradient_checkpointing", False)),
             whole_logits=whole_logits,
         )
-        self.quick_tokens = max(CPU_PASS_TOKENS, CPU_PASS_BYTES // per_token)
+        weights = sum(_own_elements(one) * one.dtype.itemsize for one in self.model.parameters())
+        others = weights + expected_bytes(self.model.parameters(), has_state=False)
+        self.quick_tokens = max(CPU_PASS_TOKENS, max(CPU_PASS_BYTES, CPU_TRAINER_BYTES - others) // per_token)
         return tokens_that_fit(
             free_bytes(self.device),
             expected=expected_bytes(self.model.parameters(), has_state=has_state),

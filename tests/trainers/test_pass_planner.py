@@ -218,6 +218,7 @@ def test_passes_on_a_cpu_are_cut_where_larger_ones_are_no_faster(nano_folders, t
     """Four completions of 8 behind a prompt are 31 or 32 tokens."""
     folder = nano_folders["qwen2"]
     monkeypatch.setattr(pass_planner, "CPU_PASS_BYTES", 0)
+    monkeypatch.setattr(pass_planner, "CPU_TRAINER_BYTES", 0)
     monkeypatch.setattr(pass_planner, "CPU_PASS_TOKENS", 20)
     expected, explicit = passes_of(make_trainer(folder, tmp_path, slice_size=4, settings={"max_tokens": 63}))
     assert [samples for samples, _ in explicit] == [4, 4]
@@ -239,6 +240,7 @@ def test_small_device_batches_are_merged_on_a_cpu_up_to_what_is_quick_and_fits(n
     assert len(single) == 8
     for quick, fitting, found in ((1280, 10**6, [8]), (40, 10**6, [4, 4]), (40, 40, [1] * 8), (1280, 40, [1] * 8)):
         monkeypatch.setattr(pass_planner, "CPU_PASS_BYTES", 0)
+        monkeypatch.setattr(pass_planner, "CPU_TRAINER_BYTES", 0)
         monkeypatch.setattr(pass_planner, "CPU_PASS_TOKENS", quick)
         settings = {"fits_memory": True, "merges_passes": True}
         trainer = make_trainer(folder, tmp_path, slice_size=1, settings=settings)
@@ -259,7 +261,11 @@ def test_a_narrow_model_has_larger_passes_as_long_as_they_take_little_memory(nan
     for whole_logits in (False, True):
         per_token = activation_bytes(shape, element=4, checkpointing=False, whole_logits=whole_logits)
         planner.measured(whole_logits=whole_logits, has_state=False)
-        assert planner.quick_tokens == 2**30 // per_token > 1280
+        weights = 20 * sum(one.numel() for one in planner.model.parameters())  # with gradients and optimizer
+        assert planner.quick_tokens == (2.25 * 2**30 - weights) // per_token > 1280
+    monkeypatch.setattr(pass_planner, "CPU_TRAINER_BYTES", weights + 10)
+    planner.measured(whole_logits=True, has_state=True)
+    assert planner.quick_tokens == 2**30 // per_token
     monkeypatch.setattr(pass_planner, "CPU_PASS_BYTES", 1279 * per_token)
     planner.measured(whole_logits=True, has_state=False)
     assert planner.quick_tokens == 1280
