@@ -5,8 +5,8 @@ the model itself. Here they live on the CPU while the model stays on its device:
 travel to the host, the CPU updates float32 masters, and the rounded weights travel back. A step takes longer (a copy
 each way, and the CPU's arithmetic); the device holds weights, gradients and activations only.
 
-On a machine without accelerator there is nothing to move, and the numbers are those of `adamw_torch`, bit for bit.
-On one, torch's fused kernel for CPUs does the update: one pass over memory instead of ten, and roundings of its own.
+torch's fused kernel for CPUs does the update, one pass over memory instead of ten. On a machine without accelerator
+there is nothing to move, and the numbers are those of `adamw_torch_fused`, which is `adamw`, bit for bit.
 Clipping and schedule act as ever, because they see the gradients of the model and the groups of this optimizer.
 Masters and moments are its state, so a resumed run goes on exactly. Each process keeps a copy of its own.
 """
@@ -33,16 +33,14 @@ class CPUAdamW(AdamW):
     Args:
         params: as for `torch.optim.AdamW`; those of the device and those of 16 bits get a master, float32 weights on
             the CPU are updated in place.
-        options: as for `torch.optim.AdamW`; `fused` is chosen here.
+        options: as for `torch.optim.AdamW`; it is always `fused`.
     """
 
     def __init__(self, params: ParamsT, **options: Any) -> None:
         super().__init__(params, **options)
-        away = any(weight.device != HOST for group in self.param_groups for weight in group["params"])
         keep_master_weights(self, on=HOST)
-        if away:
-            for group in self.param_groups:
-                group["fused"] = True
+        for group in self.param_groups:
+            group["fused"] = True
 
 
 def load_on_host(trainer: Trainer) -> None:

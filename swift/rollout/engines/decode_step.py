@@ -245,7 +245,7 @@ def decode(
         cosines: [T, 1, D], of the first T positions.
         sines: [T, 1, D], negative in their first half.
         weights: see `decode_layers`.
-        last: norm behind the layers, its epsilon [1], head in oneDNN's order and its bias or None.
+        last: norm behind the layers, its epsilon [1], head as `product` takes it and its bias or None.
         caches: see `decode_layers`.
         scales: see `decode_layers`.
         num_rows: R.
