@@ -13,8 +13,8 @@ unit each. `simulated` has an engine with a clock in place of a model, and room 
 has room for one; `transformers` decodes the demo's model; `transformers-few` the same with 4 groups of 4, so few rows
 that a decode step costs the same for twice as many; `vllm` and `vllm-few` are these two in vLLM. The demo's
 completions are all about as long; those of `transformers-tail`, of a random model of the same size, are long-tailed as
-in `simulated`. The script fails when the median unit takes more than 0.6 times as long as with batches, in `simulated`
-or in `transformers-tail`.
+in `simulated`; `transformers-small-few-tail` is a model of 24M parameters with 4 groups of 4. The script fails when the
+median unit takes more than 0.6 times as long as with batches, in `simulated` or in `transformers-tail`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from swift.models import cpu_layers, cpu_linear
+from swift.models import cpu_layers, cpu_linear, cpu_training
 from swift.models.cpu_layers import gated_mlp, joint_product, rotated, use_fast_layers
 from swift.models.cpu_norms import use_fast_norms
 from swift.models.cpu_training import use_fast_products
@@ -47,7 +47,9 @@ def near(one, other, bound):
 @needs_onednn
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("frozen", ["", "embed_tokens", "up_proj", "gate_proj", "k_proj", "v_proj.bias", "mlp"])
-def test_a_decoder_with_fast_layers_has_the_outputs_and_gradients_of_its_own(family, frozen):
+@pytest.mark.parametrize("convolved", [cpu_training.WIDEST_CONVOLVED, 0])  # as narrow layers, as wide ones
+def test_a_decoder_with_fast_layers_has_the_outputs_and_gradients_of_its_own(family, frozen, convolved, monkeypatch):
+    monkeypatch.setattr(cpu_training, "WIDEST_CONVOLVED", convolved)
     model = decoder(family)
     for name, weight in model.named_parameters():
         weight.requires_grad_(not frozen or frozen not in name)

@@ -24,7 +24,7 @@ def with_gradients(multiply, given):
 @needs_onednn
 @pytest.mark.parametrize("frozen", [(), (0,), (1,), (1, 2)])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(130, 48), (2, 65, 48), (1, 1, 48)])
+@pytest.mark.parametrize("shape", [(130, 48), (132, 48), (2, 65, 48), (1, 1, 48)])
 def test_products_and_gradients_are_those_of_pytorch(shape, bias, frozen):
     torch.manual_seed(0)
     given = [torch.randn(shape), torch.randn(40, 48), torch.randn(40) if bias else None]

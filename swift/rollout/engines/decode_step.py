@@ -142,11 +142,14 @@ def _from_prompt(weights: Tensor, values: Tensor, block: int = BLOCK, least: int
     return sums.narrow(1, 0, rows).contiguous() if rows < least else sums
 
 
-def decode_layers(
-    hidden: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+def decode(
+    ids: Tensor,
+    positions: Tensor,
+    embeddings: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
     weights: list[list[Tensor | None]],
+    last: list[Tensor | None],
     caches: list[list[Tensor]],
     scales: list[Tensor],
     num_rows: int,
@@ -157,15 +160,18 @@ def decode_layers(
     row_of_slot: Tensor | None,
     slot_of_row: Tensor | None,
 ) -> Tensor:
-    """All layers of one step, with weights as `product` takes them.
+    """One step from tokens to logits.
 
     Args:
-        hidden: [N, hidden], overwritten.
-        cos: [N, 1, D].
-        sin: [N, 1, D], negative in its first half.
+        ids: [N].
+        positions: [N].
+        embeddings: [V, hidden].
+        cosines: [T, 1, D], of the first T positions.
+        sines: [T, 1, D], negative in their first half.
         weights: of each layer norm, epsilon [1], heads (queries, keys and values) and bias, norms of queries and of
-            keys and their epsilon, output and bias, second norm, inner (gate and up) and bias, down and bias; None for
-            what a model does not have.
+            keys and their epsilon, output and bias, second norm, inner (gate and up) and bias, down and bias, matrices
+            as `product` takes them; None for what a model does not have.
+        last: norm behind the layers, its epsilon [1], head as `product` takes it and its bias or None.
         caches: of each layer the four tensors of `attend`.
         scales: softmax scale of each layer.
         num_rows: R.
@@ -177,8 +183,10 @@ def decode_layers(
         slot_of_row: see `attend`.
 
     Returns:
-        [N, hidden], before the last norm
+        [R, V]
     """
+    hidden = torch.nn.functional.embedding(ids, embeddings)
+    cos, sin = cosines.index_select(0, positions), sines.index_select(0, positions)
     for layer in range(len(weights)):
         norm, epsilon, heads, heads_bias, query_norm, key_norm, head_epsilon = weights[layer][:7]
         output, output_bias, inner_norm, inner, inner_bias, down, down_bias = weights[layer][7:]
@@ -215,65 +223,6 @@ def decode_layers(
         parts = product(rms_norm(hidden, inner_norm, epsilon), inner, inner_bias).chunk(2, -1)
         active = torch.nn.functional.silu(parts[0]).mul_(parts[1])
         hidden = hidden.add_(product(active, down, down_bias))
-    return hidden
-
-
-def decode(
-    ids: Tensor,
-    positions: Tensor,
-    embeddings: Tensor,
-    cosines: Tensor,
-    sines: Tensor,
-    weights: list[list[Tensor | None]],
-    last: list[Tensor | None],
-    caches: list[list[Tensor]],
-    scales: list[Tensor],
-    num_rows: int,
-    position: int,
-    places: list[Tensor],
-    prompt_mask: Tensor | None,
-    own_mask: Tensor | None,
-    row_of_slot: Tensor | None,
-    slot_of_row: Tensor | None,
-) -> Tensor:
-    """One step from tokens to logits.
-
-    Args:
-        ids: [N].
-        positions: [N].
-        embeddings: [V, hidden].
-        cosines: [T, 1, D], of the first T positions.
-        sines: [T, 1, D], negative in their first half.
-        weights: see `decode_layers`.
-        last: norm behind the layers, its epsilon [1], head as `product` takes it and its bias or None.
-        caches: see `decode_layers`.
-        scales: see `decode_layers`.
-        num_rows: R.
-        position: see `attend`.
-        places: see `attend`.
-        prompt_mask: see `attend`.
-        own_mask: see `attend`.
-        row_of_slot: see `attend`.
-        slot_of_row: see `attend`.
-
-    Returns:
-        [R, V]
-    """
-    hidden = decode_layers(
-        torch.nn.functional.embedding(ids, embeddings),
-        cosines.index_select(0, positions),
-        sines.index_select(0, positions),
-        weights,
-        caches,
-        scales,
-        num_rows,
-        position,
-        places,
-        prompt_mask,
-        own_mask,
-        row_of_slot,
-        slot_of_row,
-    )
     norm, epsilon, head, head_bias = last
     assert norm is not None and epsilon is not None and head is not None
     logits = product(rms_norm(hidden, norm, epsilon), head, head_bias)

@@ -377,7 +377,7 @@ class _Layer:
         return type(self.layer.mlp.act_fn).__name__ in ("SiLUActivation", "SiLU")
 
     def weights(self) -> list[Tensor | None]:
-        """Those of `decode_step.decode_layers`."""
+        """Those of `decode_step.decode`."""
         before_attention, before_mlp = self.norms
         queries, keys = self.head_norms if self.normed else (None, None)
         return [
