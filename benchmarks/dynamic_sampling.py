@@ -327,43 +327,69 @@ def transformers_tail(groups: int = 16, generations: int = 8, size: str = "tiny"
     from swift.models.tiny import build_tiny
     from swift.rollout.engines.transformers import TransformersEngine
 
-    class LongTailed(TransformersEngine):
-        """Every request has a limit by its seed: exponential, cut at the longest."""
-
-        def submit(self, request: Request) -> None:
-            word = hashlib.blake2b(str(request.sampling.seed).encode(), digest_size=8).digest()
-            drawn = -TYPICAL_TOKENS * math.log1p(-int.from_bytes(word, "big") / 2**64)
-            sampling = replace(request.sampling, max_new_tokens=max(1, min(MOST_TOKENS, round(drawn))))
-            super().submit(replace(request, sampling=sampling))
-
     with tempfile.TemporaryDirectory() as folder:
         build_tiny(folder, size=size, seed=SEED)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
-    prompts = [Prompt(f"p{i}", [], [1 + i % 200, 1 + i // 200] * 8) for i in range(PROMPTS)]
-    return Bench(LongTailed(model, eos_token_ids=()), prompts, MOST_TOKENS, groups, generations)
+    engine = long_tailed(TransformersEngine(model, eos_token_ids=()))
+    return Bench(engine, tail_prompts(), MOST_TOKENS, groups, generations)
+
+
+def long_tailed(engine: InferenceEngine) -> InferenceEngine:
+    """Every request has a limit by its seed: exponential, cut at the longest."""
+    submit = engine.submit
+
+    def limited(request: Request) -> None:
+        word = hashlib.blake2b(str(request.sampling.seed).encode(), digest_size=8).digest()
+        drawn = -TYPICAL_TOKENS * math.log1p(-int.from_bytes(word, "big") / 2**64)
+        sampling = replace(request.sampling, max_new_tokens=max(1, min(MOST_TOKENS, round(drawn))))
+        submit(replace(request, sampling=sampling))
+
+    engine.submit = limited  # type: ignore[method-assign]
+    return engine
+
+
+def tail_prompts() -> list[Prompt]:
+    """For a model that knows no language."""
+    return [Prompt(f"p{i}", [], [1 + i % 200, 1 + i // 200] * 8) for i in range(PROMPTS)]
 
 
 def vllm(groups: int = 16, generations: int = 8) -> Bench:
-    """The same in vLLM; its weights stay as they are, so nothing is published."""
+    """The demo's model and problems in vLLM."""
     from transformers import GenerationConfig
-
-    from swift.rollout.engines.spec import EngineSpec, build_engine
 
     with tempfile.TemporaryDirectory() as folder:
         path = demo_model(Path(folder))
         prompts = demo_prompts(path)
         ends = GenerationConfig.from_pretrained(path).eos_token_id
-        spec = EngineSpec(
-            backend="vllm",
-            model=str(path),
-            eos_token_ids=tuple(ends if isinstance(ends, list) else [ends]),
-            max_model_len=128,
-            max_num_seqs=512,
-            enforce_eager=True,
-        )
-        engine = build_engine(spec)
-    engine.capabilities = replace(engine.capabilities, shares_weights=True)
+        engine = vllm_engine(path, ends if isinstance(ends, list) else [ends], 128)
     return Bench(engine, prompts, 48, groups, generations)
+
+
+def vllm_tail(groups: int, generations: int, size: str = "tiny") -> Bench:
+    """As `transformers_tail`, in vLLM."""
+    from swift.models.tiny import build_tiny
+
+    with tempfile.TemporaryDirectory() as folder:
+        build_tiny(folder, size=size, seed=SEED)
+        engine = vllm_engine(Path(folder), [], 512)
+    return Bench(long_tailed(engine), tail_prompts(), MOST_TOKENS, groups, generations)
+
+
+def vllm_engine(model: Path, ends: Sequence[int], max_model_len: int) -> InferenceEngine:
+    """An engine of vLLM in this process; its weights stay as they are, so nothing is published."""
+    from swift.rollout.engines.spec import EngineSpec, build_engine
+
+    spec = EngineSpec(
+        backend="vllm",
+        model=str(model),
+        eos_token_ids=tuple(ends),
+        max_model_len=max_model_len,
+        max_num_seqs=512,
+        enforce_eager=True,
+    )
+    engine = build_engine(spec)
+    engine.capabilities = replace(engine.capabilities, shares_weights=True)
+    return engine
 
 
 def demo_prompts(model: Path) -> list[Prompt]:
@@ -393,6 +419,7 @@ BENCHES: dict[str, Callable[[], Bench]] = {
     "transformers-small-few-tail": lambda: transformers_tail(4, 4, "small"),
     "vllm": vllm,
     "vllm-few": lambda: vllm(4, 4),
+    "vllm-few-tail": lambda: vllm_tail(4, 4),
 }
 
 

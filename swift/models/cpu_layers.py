@@ -76,7 +76,8 @@ def _holds_plain_layers(module: nn.Module, names: tuple[str, ...]) -> bool:
     return True
 
 
-def _is_plain(module: nn.Module, states: Tensor, names: tuple[str, ...]) -> bool:
+def is_plain(module: nn.Module, states: Tensor, names: tuple[str, ...]) -> bool:
+    """Whether the short way is right for these states, which may not be those of the call before."""
     return _holds_plain_layers(module, names) and all(
         cpu_training.is_plain(states, module._modules[name].weight)  # type: ignore[union-attr, arg-type]
         for name in names
@@ -87,7 +88,7 @@ def _is_plain(module: nn.Module, states: Tensor, names: tuple[str, ...]) -> bool
 
 
 def _feed_forward(self: Any, x: Tensor) -> Tensor:
-    if not _is_plain(self, x, INNER):
+    if not is_plain(self, x, INNER):
         result: Tensor = type(self).forward(self, x)
         return result
     return gated_mlp(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
@@ -103,7 +104,7 @@ def _mlp_agrees(module: Any) -> bool:
     with torch.no_grad():
         own = type(module).forward(module, x)
         found = gated_mlp(x, module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight)
-    return _near(own, found)
+    return near(own, found)
 
 
 def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -112,12 +113,26 @@ def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return result
 
 
+def mlp_inner(rows: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """g, s(g) and u of rows [N, H], [N, I] each."""
+    gates, ups = cpu_linear.linear(rows, gate), cpu_linear.linear(rows, up)
+    return gates, nn.functional.silu(gates), ups
+
+
+def mlp_outer_gradients(
+    grads: Tensor, gates: Tensor, active: Tensor, ups: Tensor, down: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of g and u [N, I] from those of y [N, H]."""
+    dhidden = cpu_linear.linear(grads, down.t())
+    dups = dhidden * active
+    return torch.ops.aten.silu_backward(dhidden.mul_(ups), gates), dups
+
+
 class _GatedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         rows = cpu_training.rows(x)
-        gates, ups = cpu_linear.linear(rows, gate), cpu_linear.linear(rows, up)
-        active = nn.functional.silu(gates)
+        gates, active, ups = mlp_inner(rows, gate, up)
         ctx.save_for_backward(rows, gates, active, ups, gate, up, down)
         ctx.shape = x.shape
         return cpu_linear.linear(active * ups, down).view(x.shape)
@@ -133,9 +148,7 @@ class _GatedMLP(torch.autograd.Function):
             ddown = cpu_training.weight_gradient(grads, active * ups)
         if not (wants_x or wants_gate or wants_up):
             return None, None, None, ddown
-        dhidden = cpu_linear.linear(grads, down.t())
-        dups = dhidden * active
-        dgates = torch.ops.aten.silu_backward(dhidden.mul_(ups), gates)
+        dgates, dups = mlp_outer_gradients(grads, gates, active, ups, down)
         if wants_x:
             dx = cpu_linear.linear(dgates, gate.t())
             dx = cpu_linear.added(dx, dups, up.t()).view(ctx.shape)
@@ -161,41 +174,57 @@ def _attend(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    if position_embeddings is None or not _is_plain(self, hidden_states, HEADS):
+    if position_embeddings is None or not is_plain(self, hidden_states, HEADS):
         result: tuple[Tensor, Tensor | None] = type(self).forward(
             self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
         )
         return result
+    query, key, value = heads(self, hidden_states, position_embeddings)
+    output, weights = attended(self, query, key, value, attention_mask, past_key_values, **kwargs)
+    return self.o_proj(output), weights
+
+
+def heads(attention: Any, states: Tensor, positions: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys, turned, and values [B, heads, T, D] of normed states [B, T, H]."""
+    shape = (*states.shape[:-1], -1, attention.head_dim)
+    layers = [attention.q_proj, attention.k_proj, attention.v_proj]
+    joint = joint_product(states, [layer.weight for layer in layers], [layer.bias for layer in layers])
+    query, key, value = (part.view(shape) for part in joint)
+    if hasattr(attention, "q_norm"):
+        query, key = attention.q_norm(query), attention.k_norm(key)
+    cos, sin = angles(positions)
+    query, key = (rotated(part, cos, sin).transpose(1, 2) for part in (query, key))
+    return query, key, value.transpose(1, 2)
+
+
+def attended(
+    attention: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    past_key_values: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """What a module's kind of attention gives [B, T, heads x D], and its weights if it shows them."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-    states = joint_product(
-        hidden_states,
-        [self.q_proj.weight, self.k_proj.weight, self.v_proj.weight],
-        [self.q_proj.bias, self.k_proj.bias, self.v_proj.bias],
-    )
-    query, key, value = (part.view(shape) for part in states)
-    if hasattr(self, "q_norm"):
-        query, key = self.q_norm(query), self.k_norm(key)
-    cos, sin = position_embeddings
-    sin = sin * _signs(sin.shape[-1])
-    query, key = (rotated(part, cos[:, :, None], sin[:, :, None]).transpose(1, 2) for part in (query, key))
-    value = value.transpose(1, 2)
     if past_key_values is not None:
-        key, value = past_key_values.update(key, value, self.layer_idx)
-    attention: Any = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _eager(self))
-    output, weights = attention(
-        self,
+        key, value = past_key_values.update(key, value, attention.layer_idx)
+    kind = attention.config._attn_implementation
+    function: Any = ALL_ATTENTION_FUNCTIONS.get_interface(kind, _eager(attention))
+    output, weights = function(
+        attention,
         query,
         key,
         value,
         attention_mask,
-        dropout=self.attention_dropout if self.training else 0.0,
-        scaling=self.scaling,
-        sliding_window=getattr(self, "sliding_window", getattr(self.config, "sliding_window", None)),
+        dropout=attention.attention_dropout if attention.training else 0.0,
+        scaling=attention.scaling,
+        sliding_window=getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None)),
         **kwargs,
     )
-    return self.o_proj(output.reshape(*shape[:-2], -1)), weights
+    return output.flatten(2), weights
 
 
 def _eager(module: nn.Module) -> Any:
@@ -203,26 +232,39 @@ def _eager(module: nn.Module) -> Any:
     return type(module).forward.__globals__["eager_attention_forward"]
 
 
-def _signs(depth: int) -> Tensor:
-    signs = torch.ones(depth)
-    signs[: depth // 2] = -1.0
-    return signs
+def angles(positions: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [B, T, D] as `rotated` takes them, [B, T, 1, D]."""
+    cos, sin = positions
+    signs = torch.ones(sin.shape[-1])
+    signs[: sin.shape[-1] // 2] = -1.0
+    return cos[:, :, None], (sin * signs)[:, :, None]
 
 
 def _attention_agrees(module: Any) -> bool:
-    depth, width = module.head_dim, module.q_proj.in_features
-    if depth % 2:
+    if module.head_dim % 2:
         return False
-    alike = copy.copy(module)  # the same weights, another way to attend
-    alike.config = copy.copy(module.config)
-    alike.config._attn_implementation = "sdpa"
-    steps = cpu_training.FEWEST_ROWS
-    x = torch.linspace(-2, 2, steps * width).view(1, steps, width).sin()
-    angles = torch.linspace(0, 3, steps * depth // 2).view(1, steps, depth // 2).repeat(1, 1, 2)
-    positions = (angles.cos(), angles.sin())
+    alike = with_plain_attention(module)
+    x, positions = trial_states(module)
     with torch.no_grad():
         own = type(module).forward(alike, x, positions, None)[0]
-        return _near(own, _attend(alike, x, positions)[0])
+        return near(own, _attend(alike, x, positions)[0])
+
+
+def with_plain_attention(module: Any) -> Any:
+    """An attention module with the same weights and its own forward that needs nothing but states and positions."""
+    alike = copy.copy(module)
+    vars(alike).pop("forward", None)  # bound to `module`
+    alike.config = copy.copy(module.config)
+    alike.config._attn_implementation = "sdpa"
+    return alike
+
+
+def trial_states(attention: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """States [1, T, H] and the cosines and sines [1, T, D] of their positions, to try a module with."""
+    depth, width, steps = attention.head_dim, attention.q_proj.in_features, cpu_training.FEWEST_ROWS
+    x = torch.linspace(-2, 2, steps * width).view(1, steps, width).sin()
+    turns = torch.linspace(0, 3, steps * depth // 2).view(1, steps, depth // 2).repeat(1, 1, 2)
+    return x, (turns.cos(), turns.sin())
 
 
 def joint_product(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> tuple[Tensor, ...]:
@@ -279,14 +321,26 @@ class _Rotated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return torch.addcmul(states * cos, states.roll(states.shape[-1] // 2, -1), sin)
+        return turned(states, cos, sin)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return (grad * sin).roll(grad.shape[-1] // 2, -1).addcmul_(grad, cos), None, None
+        return turned_back(grad, cos, sin), None, None
 
 
-def _near(own: Tensor, found: Tensor) -> bool:
+def turned(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`rotated` without gradients."""
+    return torch.addcmul(states * cos, states.roll(states.shape[-1] // 2, -1), sin)
+
+
+def turned_back(grad: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
+    """The gradient of what `rotated` was given, written into `out` if there is one."""
+    rolled = (grad * sin).roll(grad.shape[-1] // 2, -1)
+    return torch.addcmul(rolled, grad, cos, out=rolled if out is None else out)
+
+
+def near(own: Tensor, found: Tensor) -> bool:
+    """Whether a trial has found what a layer says itself."""
     return own.shape == found.shape and bool((own - found).abs().max() <= TOLERANCE * own.std().clamp(min=1e-6))

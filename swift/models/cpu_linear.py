@@ -55,9 +55,9 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return product
 
 
-def added(sums: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
-    """`sums` [N, M] plus `linear(rows, weight)`, at once."""
-    product: Tensor = torch.ops.mkldnn._linear_pointwise.binary(rows, sums, weight, None, "add")
+def added(sums: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`sums` [N, M] plus `linear(rows, weight, bias)`, at once."""
+    product: Tensor = torch.ops.mkldnn._linear_pointwise.binary(rows, sums, weight, bias, "add")
     return product
 
 

@@ -44,8 +44,13 @@ def _epsilon(module: nn.Module) -> float | None:
         return None
     if [name for name, _ in module.named_parameters()] != ["weight"] or module.weight.dim() != 1:  # type: ignore[operator]
         return None
-    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    epsilon = epsilon_of(module)
     return float(epsilon) if isinstance(epsilon, (int, float)) else None
+
+
+def epsilon_of(module: nn.Module) -> Any:
+    """What a norm adds to the mean of squares."""
+    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
 
 def _agrees(module: nn.Module) -> bool:
@@ -62,12 +67,11 @@ def _agrees(module: nn.Module) -> bool:
 
 def _forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
     weight: Any = self.weight
-    epsilon: Any = getattr(self, "variance_epsilon", getattr(self, "eps", None))
     plain = hidden_states.device.type == "cpu" and hidden_states.dtype == weight.dtype == torch.float32
     if not plain or torch.is_autocast_enabled("cpu"):
         result: Tensor = type(self).forward(self, hidden_states)
         return result
-    return rms_norm(hidden_states, weight, epsilon)
+    return rms_norm(hidden_states, weight, epsilon_of(self))
 
 
 def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:

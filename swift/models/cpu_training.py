@@ -11,6 +11,7 @@ different lengths (`filled_length`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
@@ -99,14 +100,20 @@ class _Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         states, weight = ctx.saved_tensors
-        wants_states, wants_weight, wants_bias = ctx.needs_input_grad
-        grads = rows(grad)
-        dstates = dweight = None
-        if wants_states:
-            dstates = cpu_linear.linear(grads, weight.t()).view(states.shape)
-        if wants_weight:
-            dweight = weight_gradient(grads, rows(states))
-        return dstates, dweight, grads.sum(0) if wants_bias else None
+        return product_gradients(grad, states, weight, ctx.needs_input_grad)
+
+
+def product_gradients(
+    grad: Tensor, states: Tensor, weight: Tensor, wants: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Of `product`: the gradients of states, weight and bias that are wanted, from that of the output."""
+    grads = rows(grad)
+    dstates = dweight = None
+    if wants[0]:
+        dstates = cpu_linear.linear(grads, weight.t()).view(states.shape)
+    if wants[1]:
+        dweight = weight_gradient(grads, rows(states))
+    return dstates, dweight, grads.sum(0) if wants[2] else None
 
 
 def weight_gradient(grads: Tensor, states: Tensor) -> Tensor:

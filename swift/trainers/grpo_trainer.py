@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from swift.errors import NumericError, RewardError
+from swift.models.cpu_blocks import use_fast_blocks
 from swift.models.cpu_layers import use_fast_layers
 from swift.models.cpu_memory import keep_freed_memory
 from swift.models.cpu_norms import use_fast_norms
@@ -198,6 +199,7 @@ class GRPOTrainer(SealedTrainer):
             use_fast_products(model)
             use_fast_norms(model)
             use_fast_layers(model)
+            use_fast_blocks(model)
             keep_freed_memory()
 
     def collate(self, samples: Sequence[TrainSample], weights_S: Sequence[float]) -> MicroBatch:

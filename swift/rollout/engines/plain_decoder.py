@@ -38,7 +38,8 @@ ATTENTION_PARTS = (
     {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"},
 )
 EQUAL_FORWARDS = tuple(
-    f"swift.models.{name}" for name in ("cpu_layers", "cpu_norms", "cpu_training", "direct_gradients", "scoring")
+    f"swift.models.{name}"
+    for name in ("cpu_blocks", "cpu_layers", "cpu_norms", "cpu_training", "direct_gradients", "scoring")
 )
 """What these put in the place of a module's forward gives the same logits, where logits are asked for."""
 PACKED_BYTES = 1 << 30
