@@ -34,8 +34,9 @@ def text(paths: Sequence[Path]) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
         peers = list(dict.fromkeys(side for row in content["rows"] for side in row["sides"] if side != "swift"))
         rates = [row["gemm_flops_per_s"] / 1e9 for row in content["rows"] if "gemm_flops_per_s" in row]
+        family = f" ({machine['processor_family']})" if "processor_family" in machine else ""
         parts += [
-            f"{content['utc']}: {machine['processor']}, {machine['usable_cores']} cores, "
+            f"{content['utc']}: {machine['processor']}{family}, {machine['usable_cores']} cores, "
             + (f"matrix products at {min(rates):.0f} to {max(rates):.0f} GFLOP/s; " if rates else "")
             + f"{versions}",
             markdown(content["rows"], peers),

