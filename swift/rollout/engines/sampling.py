@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from swift.rollout.engines.scripted import scripted
 from swift.types import Request
 
+WIDE, BLOCK = 4096, 128
+"""Vocabularies from this size on are summed block by block; tokens of a block."""
+
 
 class BatchSampler:
     """Draws one token per row and step.
@@ -181,11 +184,34 @@ def _drawn(tempered_RV: Tensor, uniform_R: Tensor, greedy_R: Tensor | None) -> t
     return token_R, probs_RV.gather(1, token_R[:, None])[:, 0].log_()
 
 
-def _inverse_cdf(probs_RV: Tensor, uniform_R: Tensor) -> Tensor:
-    """The token at which the cumulative probability first exceeds the uniform; never one of probability 0."""
-    cumulative_RV = probs_RV.cumsum(-1, dtype=torch.float64)
-    total_R1 = cumulative_RV[:, -1:].contiguous()
-    token_R1 = torch.searchsorted(cumulative_RV, uniform_R[:, None] * total_R1, right=True)
-    last_R1 = torch.searchsorted(cumulative_RV, total_R1)  # first index that reaches the total
-    within = cumulative_RV.shape[1] - 1  # a row that is not numbers has no place for anything
-    return torch.minimum(token_R1, last_R1).clamp_(max=within)[:, 0]
+def _inverse_cdf(probs_RV: Tensor, uniform_R: Tensor, block: int = BLOCK, wide: int = WIDE) -> Tensor:
+    """The token at which the cumulative probability first exceeds the uniform; never one of probability 0.
+
+    Sums are those of float64. Of a wide vocabulary they are those of blocks first, then of the one that is hit: sums up
+    to every single token would take several times as long.
+    """
+    size, uniform_R1 = probs_RV.shape[1], uniform_R[:, None]
+    if size < wide:
+        return _first_beyond(probs_RV.cumsum(-1, dtype=torch.float64), uniform_R1)[:, 0]
+    whole = size // block * block
+    sums_RB = probs_RV.narrow(1, 0, whole).view(probs_RV.shape[0], -1, block).sum(-1)
+    if whole < size:
+        sums_RB = torch.cat([sums_RB, probs_RV.narrow(1, whole, size - whole).sum(-1, keepdim=True)], 1)
+    cumulative_RB = sums_RB.cumsum(-1, dtype=torch.float64)
+    block_R1 = _first_beyond(cumulative_RB, uniform_R1)
+    token_RK = block_R1 * block + torch.arange(block, device=probs_RV.device)
+    inside_RK = probs_RV.gather(1, token_RK.clamp(max=size - 1)).masked_fill_(token_RK >= size, 0.0)
+    sum_R1 = sums_RB.gather(1, block_R1).double()
+    before_R1 = cumulative_RB.gather(1, block_R1) - sum_R1
+    within_R1 = (uniform_R1 * cumulative_RB[:, -1:] - before_R1) / sum_R1
+    place_R1 = _first_beyond(inside_RK.cumsum(-1, dtype=torch.float64), within_R1.clamp_(0.0, 1.0))
+    return (block_R1 * block + place_R1)[:, 0].clamp_(max=size - 1)
+
+
+def _first_beyond(cumulative_RN: Tensor, share_R1: Tensor) -> Tensor:
+    """The first place [R, 1] that goes beyond a share of a row's total, or reaches the total if none does."""
+    total_R1 = cumulative_RN[:, -1:].contiguous()
+    place_R1 = torch.searchsorted(cumulative_RN, share_R1 * total_R1, right=True)
+    last_R1 = torch.searchsorted(cumulative_RN, total_R1)  # first place that reaches the total
+    within = cumulative_RN.shape[1] - 1  # a row that is not numbers has no place for anything
+    return torch.minimum(place_R1, last_R1).clamp_(max=within)

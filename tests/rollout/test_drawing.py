@@ -1,0 +1,68 @@
+"""Drawing from uniforms: small and wide vocabularies, edges, rows that are no distribution."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from swift.rollout.engines import sampling
+from swift.rollout.engines.sampling import _drawn, _inverse_cdf
+from swift.rollout.engines.scripted import scripted
+
+
+def distributions(rows, size):
+    generator = torch.Generator().manual_seed(size)
+    return torch.randn(rows, size, generator=generator).mul_(3).softmax(-1)
+
+
+@pytest.mark.parametrize("size", [4096, 5000, 8192 + 1, 32768 + 127])
+def test_a_wide_vocabulary_is_drawn_from_as_a_small_one(size):
+    probs = distributions(256, size)
+    uniforms = torch.rand(256, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    blocks, plain = _inverse_cdf(probs, uniforms), _inverse_cdf(probs, uniforms, wide=size + 1)
+    cumulative = probs.double().cumsum(-1)
+    reached = cumulative.gather(1, blocks[:, None])[:, 0]
+    before = reached - probs.gather(1, blocks[:, None])[:, 0].double()
+    assert ((before - 1e-6 <= uniforms) & (uniforms <= reached + 1e-6)).all()
+    assert (blocks == plain).float().mean() > 0.98, "roundings may move a draw to its neighbour"
+    assert torch.equal(blocks, scripted(_inverse_cdf)(probs, uniforms))
+
+
+@pytest.mark.parametrize("size", [7, 4096, 4096 + 50])
+def test_tokens_without_probability_are_never_drawn(size):
+    probs = distributions(64, size)
+    probs[:, ::3] = 0
+    probs[:, -200:] = 0
+    probs[:, 1] += 1e-3
+    for uniform in (0.0, 0.3, 1 - 2**-53):
+        tokens = _inverse_cdf(probs, torch.full((64,), uniform, dtype=torch.float64))
+        assert (probs.gather(1, tokens[:, None]) > 0).all()
+    assert (_inverse_cdf(probs, torch.zeros(64, dtype=torch.float64)) == 1).all()
+
+
+@pytest.mark.parametrize("size", [7, 4096 + 50])
+def test_one_token_with_all_of_it(size):
+    for token in (0, size // 2, size - 1):
+        probs = torch.nn.functional.one_hot(torch.tensor([token]), size).float()
+        for uniform in (0.0, 0.5, 1 - 2**-53):
+            assert _inverse_cdf(probs, torch.tensor([uniform], dtype=torch.float64)).item() == token
+
+
+@pytest.mark.parametrize("size", [7, 4096 + 50])
+def test_a_row_that_is_not_numbers_harms_no_other(size):
+    logits = torch.randn(3, size, generator=torch.Generator().manual_seed(0))
+    uniforms = torch.tensor([0.2, 0.7, 0.9], dtype=torch.float64)
+    tokens, logprobs = _drawn(logits.clone(), uniforms, None)
+    logits[1] = float("nan")
+    found, values = _drawn(logits, uniforms, None)
+    assert found[[0, 2]].tolist() == tokens[[0, 2]].tolist() and 0 <= found[1] < size
+    assert values[[0, 2]].tolist() == logprobs[[0, 2]].tolist() and values[1].isnan()
+
+
+def test_frequencies_of_a_wide_vocabulary_are_its_probabilities():
+    probs = distributions(1, sampling.WIDE + 300)
+    count = 20_000
+    uniforms = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    tokens = torch.cat([_inverse_cdf(probs.expand(1000, -1), part) for part in uniforms.split(1000)])
+    counted = torch.bincount(tokens, minlength=probs.shape[1])
+    assert (counted / count - probs[0]).abs().max() <= 1.01 / count
