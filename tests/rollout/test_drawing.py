@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from swift.rollout.engines import sampling
-from swift.rollout.engines.sampling import _drawn, _inverse_cdf
+from swift.rollout.engines.sampling import BatchSampler, _drawn, _inverse_cdf
 from swift.rollout.engines.scripted import scripted
+from swift.types import Request, SamplingParams
 
 
 def distributions(rows, size):
@@ -66,3 +69,63 @@ def test_frequencies_of_a_wide_vocabulary_are_its_probabilities():
     tokens = torch.cat([_inverse_cdf(probs.expand(1000, -1), part) for part in uniforms.split(1000)])
     counted = torch.bincount(tokens, minlength=probs.shape[1])
     assert (counted / count - probs[0]).abs().max() <= 1.01 / count
+
+
+def truncated(logprobs, **options):
+    """By one row's settings, or those of several rows."""
+    settings = [dict(zip(options, values, strict=True)) for values in zip(*options.values(), strict=True)]
+    requests = [Request(f"r{i}", [1], SamplingParams(8, **one)) for i, one in enumerate(settings)]
+    sampler = BatchSampler(requests, torch.zeros(len(requests), 8, dtype=torch.float64))
+    return sampler._truncate(logprobs)
+
+
+def reference(logprobs, top_k=0, top_p=1.0, min_p=0.0):
+    """Token by token."""
+    order = sorted(range(len(logprobs)), key=lambda token: -float(logprobs[token]))
+    order = order[:top_k] if top_k > 0 else order
+    total = sum(math.exp(logprobs[token]) for token in order)
+    kept, mass = set(), 0.0
+    for token in order:
+        below = min_p > 0 and logprobs[token] < logprobs[order[0]] + math.log(min_p)
+        if kept and (mass >= top_p * total or below):
+            break
+        kept.add(token)
+        mass += math.exp(logprobs[token])
+    return kept
+
+
+@pytest.mark.parametrize("size", [50, 3000])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_k": [5, 20]},
+        {"top_p": [0.5, 0.9]},
+        {"min_p": [0.3, 0.01]},
+        {"top_k": [20, 7], "top_p": [0.8, 0.99]},
+        {"top_k": [0, 7], "top_p": [0.6, 0.9]},
+        {"top_k": [0, 7], "top_p": [1.0, 0.9]},
+        {"top_k": [0, 2000], "top_p": [0.9, 1.0], "min_p": [0.001, 0.0]},
+        {"top_k": [4000, 1], "top_p": [0.9, 1.0]},
+        {"top_p": [0.9999, 0.2]},  # more tokens than are looked at first
+    ],
+)
+def test_what_truncation_leaves(size, options):
+    generator = torch.Generator().manual_seed(size)
+    logprobs = torch.randn(2, size, generator=generator).mul_(2).log_softmax(-1)
+    found = truncated(logprobs.clone(), **options)
+    for row in range(2):
+        wanted = reference(logprobs[row].double().tolist(), **{name: values[row] for name, values in options.items()})
+        kept = set((found[row] > -torch.inf).nonzero()[:, 0].tolist())
+        assert len(kept ^ wanted) <= 1, "a rounding may move the edge by a token"
+        assert torch.equal(found[row, sorted(kept)], logprobs[row, sorted(kept)])
+
+
+@pytest.mark.parametrize("likely", [10, 1500])
+def test_all_are_sorted_only_where_few_do_not_suffice(likely, monkeypatch):
+    logits = torch.zeros(1, 3000)
+    logits[:, :likely] = 20.0
+    calls, sort = [], torch.Tensor.sort
+    monkeypatch.setattr(torch.Tensor, "sort", lambda self, *given, **how: calls.append(1) or sort(self, *given, **how))
+    kept = truncated(logits.log_softmax(-1), top_p=[0.8733]) > -torch.inf
+    assert kept.sum() == math.ceil(0.8733 * likely)
+    assert len(calls) == (likely > sampling.CANDIDATES)
