@@ -74,14 +74,13 @@ def _forward(
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     **kwargs: Any,
 ) -> Tensor:
+    kwargs |= {"position_ids": position_ids, "use_cache": use_cache}  # kinds of attention may ask for them
     if position_embeddings is None or not _is_plain(self, hidden_states):
         result: Tensor = type(self).forward(
             self,
             hidden_states,
             attention_mask=attention_mask,
-            position_ids=position_ids,
             past_key_values=past_key_values,
-            use_cache=use_cache,
             position_embeddings=position_embeddings,
             **kwargs,
         )

@@ -112,6 +112,28 @@ def test_a_layer_that_computes_something_else_is_found_out(monkeypatch):
 
 
 @needs_onednn
+def test_attention_is_told_what_it_is_told_without(monkeypatch):
+    from transformers import AttentionInterface
+
+    told = []
+
+    def listens(module, query, key, value, attention_mask, **kwargs):
+        told.append({name: value for name, value in kwargs.items() if name != "position_embeddings"})
+        return query.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("listens", listens)
+    model = decoder("qwen2")
+    model.config._attn_implementation = "listens"
+    model(input_ids=MANY)
+    own = told.copy()
+    told.clear()
+    assert hastened(model) == 2
+    model(input_ids=MANY)
+    assert [set(one) for one in told] == [set(one) for one in own]
+    assert all(torch.equal(one["position_ids"], other["position_ids"]) for one, other in zip(told, own, strict=True))
+
+
+@needs_onednn
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_packed_stream_with_shared_prompts(family):
     model = decoder(family)
