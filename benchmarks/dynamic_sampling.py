@@ -13,8 +13,9 @@ unit each. `simulated` has an engine with a clock in place of a model, and room 
 has room for one; `transformers` decodes the demo's model; `transformers-few` the same with 4 groups of 4, so few rows
 that a decode step costs the same for twice as many; `vllm` and `vllm-few` are these two in vLLM. The demo's
 completions are all about as long; those of `transformers-tail`, of a random model of the same size, are long-tailed as
-in `simulated`; `transformers-small-few-tail` is a model of 24M parameters with 4 groups of 4. The script fails when the
-median unit takes more than 0.6 times as long as with batches, in `simulated` or in `transformers-tail`.
+in `simulated`; `transformers-small-few-tail` is a model of 24M parameters with 4 groups of 4, `vllm-few-tail` the
+random one of 0.6M in vLLM. The script fails when the median unit takes more than 0.6 times as long as with batches, in
+`simulated` or in `transformers-tail`.
 """
 
 from __future__ import annotations
@@ -365,12 +366,12 @@ def vllm(groups: int = 16, generations: int = 8) -> Bench:
     return Bench(engine, prompts, 48, groups, generations)
 
 
-def vllm_tail(groups: int, generations: int, size: str = "tiny") -> Bench:
+def vllm_tail(groups: int, generations: int) -> Bench:
     """As `transformers_tail`, in vLLM."""
     from swift.models.tiny import build_tiny
 
     with tempfile.TemporaryDirectory() as folder:
-        build_tiny(folder, size=size, seed=SEED)
+        build_tiny(folder, size="tiny", seed=SEED)
         engine = vllm_engine(Path(folder), [], 512)
     return Bench(long_tailed(engine), tail_prompts(), MOST_TOKENS, groups, generations)
 

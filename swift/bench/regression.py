@@ -26,14 +26,20 @@ def processor_family(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     Args:
         cpuinfo: where Linux says it.
     """
-    fields: dict[str, str] = {}
-    if cpuinfo.is_file():
-        lines = (line.partition(":") for line in cpuinfo.read_text(encoding="utf-8").splitlines())
-        for name, _, value in lines:
-            fields.setdefault(name.strip(), value.strip())
+    fields = processor_fields(cpuinfo)
     if "vendor_id" in fields and "cpu family" in fields:
         return f"{fields['vendor_id']} family {fields['cpu family']}"
     return platform.machine()
+
+
+def processor_fields(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
+    """What Linux says of the first processor; nothing elsewhere."""
+    fields: dict[str, str] = {}
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            fields.setdefault(name.strip(), value.strip())
+    return fields
 
 
 def expected(baseline: Baseline, family: str) -> dict[str, float]:

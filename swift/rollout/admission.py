@@ -8,9 +8,8 @@ launches enough new ones to fill the rest, by the share of groups that taught so
 
 W / rate launches suffice on average only; in nearly every second batch they would fall short, and one late replacement
 costs as long as the longest completion. The second term is one and a half standard deviations of the launches needed,
-so shortage becomes rare. What it brings too many is not lost: it is carried, and fewer are launched next time. With one
-deviation units take 8 % longer in the mean (a simulation of long-tailed completions), with two 4 % less, but then
-three groups in ten are carried, not two.
+so shortage becomes rare. What it brings too many is not lost: it is carried, and fewer are launched next time. More
+deviations mean shorter units and older groups.
 
 A group is judged as soon as it is scored. One that teaches nothing is dropped, and a new prompt takes its place at once
 while kept + in flight < Q - carried and the budget of Q * (1 + max_resample_times) launches lasts. When nothing is in

@@ -7,16 +7,14 @@ import copy
 import pytest
 import torch
 
-from swift.models import cpu_blocks, cpu_linear
+from swift.models import cpu_blocks
 from swift.models.cpu_blocks import normed_heads, plus_mlp, plus_product, use_fast_blocks
 from swift.models.cpu_layers import angles, use_fast_layers
 from swift.models.cpu_norms import use_fast_norms
 from swift.models.cpu_training import use_fast_products
 from swift.models.forward import TokenSequence, choose_attention, pack, packed_logits
 from swift.rollout.engines.plain_decoder import obstacle
-from tests.models.test_cpu_layers import FAMILIES, decoder, gradients, near
-
-needs_onednn = pytest.mark.skipif(not cpu_linear.available(), reason="no oneDNN for this processor")
+from tests.models.test_cpu_layers import FAMILIES, agree, decoder, gradients, near, needs_onednn
 
 MANY = torch.arange(2 * 256).view(2, 256) % 50
 """Rows enough for norms that are part of products."""
@@ -49,12 +47,7 @@ def test_a_decoder_with_fast_blocks_has_the_outputs_and_gradients_of_its_own(fam
     exact = copy.deepcopy(model).double()
     assert hastened(model) == 2
     assert use_fast_blocks(model) == 0
-    (output, found), (expected, wanted) = gradients(model, MANY[:, :rows]), gradients(exact, MANY[:, :rows])
-    near(output, expected, 1e-6)
-    assert set(found) == set(wanted)
-    for name, one in found.items():
-        assert one.is_contiguous()
-        near(one, wanted[name], 2e-6)
+    agree(model, exact, MANY[:, :rows])
 
 
 @needs_onednn

@@ -40,6 +40,16 @@ def gradients(model, ids):
     return output.detach(), found
 
 
+def agree(model, exact, ids):
+    """Outputs and gradients of a model in float32 are those of another in float64."""
+    (output, found), (expected, wanted) = gradients(model, ids), gradients(exact, ids)
+    near(output, expected, 1e-6)
+    assert set(found) == set(wanted)
+    for name, one in found.items():
+        assert one.is_contiguous()
+        near(one, wanted[name], 2e-6)
+
+
 def near(one, other, bound):
     one, other = one.detach().double(), other.detach().double()
     assert float((one - other).norm()) <= bound * float(other.norm())
@@ -60,12 +70,7 @@ def test_a_decoder_with_fast_layers_has_the_outputs_and_gradients_of_its_own(fam
     assert use_fast_layers(model) == 4
     assert use_fast_layers(model) == 0
     ids = torch.arange(2 * 40).view(2, 40) % 50
-    (output, found), (expected, wanted) = gradients(model, ids), gradients(exact, ids)
-    near(output, expected, 1e-6)
-    assert set(found) == set(wanted)
-    for name, one in found.items():
-        assert one.is_contiguous()
-        near(one, wanted[name], 2e-6)
+    agree(model, exact, ids)
 
 
 @needs_onednn

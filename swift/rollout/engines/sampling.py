@@ -150,9 +150,9 @@ class BatchSampler:
 
     def _truncate(self, logprobs_RV: Tensor) -> Tensor:
         """Log-probs with -inf outside of top-k, top-p (arXiv:1904.09751) and min-p (2407.01082)."""
-        floor_R1 = logprobs_RV.amax(-1, keepdim=True) + self.min_p_R1.clamp(min=1e-38).log()
+        least_R1 = self.min_p_R1.clamp(min=1e-38).log()  # beside the likeliest
         if not (self.any_top_k or self.any_top_p):
-            return logprobs_RV.masked_fill(logprobs_RV < floor_R1, -torch.inf)
+            return logprobs_RV.masked_fill(logprobs_RV < logprobs_RV.amax(-1, keepdim=True) + least_R1, -torch.inf)
         sorted_RM, order_RM = self._likeliest(logprobs_RV)
         keep_RM = torch.ones_like(sorted_RM, dtype=torch.bool)
         if self.any_top_k:
@@ -163,7 +163,7 @@ class BatchSampler:
             total_R1 = torch.where(self.top_k_R1 > 0, kept_RM.sum(-1, keepdim=True), 1.0)
             keep_RM &= (kept_RM.cumsum(-1) - kept_RM < self.top_p_R1 * total_R1) | (self.top_p_R1 >= 1.0)
         if self.any_min_p:
-            keep_RM &= sorted_RM >= floor_R1
+            keep_RM &= sorted_RM >= sorted_RM[:, :1] + least_R1
         keep_RM[:, 0] = True
         truncated_RV = torch.full_like(logprobs_RV, -torch.inf)
         return truncated_RV.scatter_(1, order_RM, sorted_RM.masked_fill_(~keep_RM, -torch.inf))
