@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 
 ROOT = Path(__file__).parent
 
@@ -18,6 +18,16 @@ version = re.search(r'__version__ = "([^"]+)"', (ROOT / "swift" / "__init__.py")
 if version is None:
     raise RuntimeError("swift/__init__.py does not define __version__")
 
+# Plain C, loaded by swift/native/__init__.py; where there is no compiler the package is installed without it.
+native = Extension(
+    "swift.native._decode",
+    sources=["swift/native/decode.c"],
+    depends=["swift/native/decode_kernels.h"],
+    extra_compile_args=["-std=gnu11", "-O3", "-ffp-contract=fast", "-Wno-psabi"],
+    libraries=["m"],
+    optional=True,
+)
+
 setup(
     name="swift-rl",
     version=version.group(1),
@@ -28,6 +38,7 @@ setup(
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["swift", "swift.*"]),
     package_data={"swift": ["py.typed", "data/shipped/**/*"]},
+    ext_modules=[native],
     install_requires=requirements("base"),
     extras_require={name: requirements(name) for name in ("hub", "loggers", "guided", "dev")},
     entry_points={"console_scripts": ["swift = swift.cli.main:main"]},

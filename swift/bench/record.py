@@ -20,6 +20,8 @@ def facts() -> dict[str, Any]:
     import psutil
     import torch
 
+    from swift.native import kernels
+
     return {
         "python": platform.python_version(),
         "versions": {name: found for name in PACKAGES if (found := _version(name)) is not None},
@@ -31,6 +33,7 @@ def facts() -> dict[str, Any]:
             "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
             "torch_threads": torch.get_num_threads(),
+            "native": getattr(kernels(), "instructions", None),
             "load_average": [round(load, 2) for load in os.getloadavg()],
         },
     }

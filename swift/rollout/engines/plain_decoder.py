@@ -3,7 +3,8 @@
 transformers' forward spends more on masks, wrappers and small operations than a decode step of a small model takes,
 and its products go through MKL. Here a step is the arithmetic alone: one product for queries, keys and values,
 attention that reads a shared prompt once (`prompt_cache`), and on a CPU oneDNN's products with packed weights
-(`swift.models.cpu_linear`). LoRA adapters are added into the packed copies.
+(`swift.models.cpu_linear`) and compiled kernels between them (`native_step`, `swift.native`). LoRA adapters are added
+into the packed copies.
 
 It is used for models that are known to be no more than this, and after a trial against their own forward pass. Anything
 else (hooks, patched layers, autocast, quantised or spread weights, other types) keeps the model's own forward.
@@ -21,8 +22,10 @@ from swift.models import cpu_linear
 from swift.models.cpu_norms import constant
 from swift.models.forward import Span, TokenSequence, is_packed, pack, packed_logits, transformers_model
 from swift.models.sharded import is_spread
+from swift.native import kernels
 from swift.rollout.engines import decode_step
 from swift.rollout.engines.decode_step import BLOCK
+from swift.rollout.engines.native_step import NativeStep
 from swift.rollout.engines.prompt_cache import Prefill, PromptCache
 from swift.rollout.engines.scripted import scripted
 
@@ -182,6 +185,7 @@ class PlainDecoder:
         self._head: _Product | None = None
         self._weights: list[list[Tensor | None]] = []  # of `decode_step`, where all are packed
         self._last: list[Tensor | None] = []
+        self._native: NativeStep | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -202,6 +206,8 @@ class PlainDecoder:
             whole = product(rows)
             if any(not torch.equal(product(rows[:few].contiguous()), whole[:few]) for few in (8, 24, 64)):
                 return False
+        if self._native is not None:
+            return True  # its kernels compute each row from that row alone
         spans = [Span(0, 5), Span(5, BLOCK + 40), Span(BLOCK + 45, 2 * BLOCK + 90)]
         stream = random(spans[-1].stop, layer.groups, layer.depth), random(spans[-1].stop, layer.groups, layer.depth)
         steps = [(random(1, layer.heads, layer.depth), random(1, layer.groups, layer.depth)) for _ in range(24)]
@@ -241,11 +247,21 @@ class PlainDecoder:
         self._weights = [layer.weights() for layer in self._layers] if self.packs and plain else []
         norm = _Norm(self._decoder.norm)
         self._last = [norm.weight, norm.epsilon, *self._head.packed] if self._weights else []
+        self._native = self._compiled()
+
+    def _compiled(self) -> NativeStep | None:
+        """The step with compiled kernels, where there are any and they take these weights."""
+        found = kernels() if self._weights else None
+        embeddings, depth = self._decoder.embed_tokens.weight, self._layers[0].depth
+        if found is None or NativeStep.obstacle(embeddings, self._weights, depth) is not None:
+            return None
+        scales = [layer.scale for layer in self._layers]
+        return NativeStep(found, embeddings, self._weights, self._last, scales, depth)
 
     def drop(self) -> None:
         """Give packed copies back; `refresh` comes before the next use."""
         self._head = None
-        self._weights, self._last = [], []
+        self._weights, self._last, self._native = [], [], None
         self._turns.drop()
         for layer in self._layers:
             layer.drop()
@@ -278,6 +294,8 @@ class PlainDecoder:
             return self.logits(ids, positions, cache)
         count = ids.shape[0]
         ids, positions = self._filled(ids, positions)
+        if self._native is not None:
+            return self._native(ids, positions, table, cache)
         caches = [list(layer) for layer in cache.layers]
         scales = [decode_step.scalar(layer.scale) for layer in self._layers]
         fixed = (self._decoder.embed_tokens.weight, *table, self._weights, self._last)

@@ -84,9 +84,11 @@ class PromptCache:
         self._prompt_mask: Tensor | None = None  # [C * Hkv, 1, W], 0 or -inf
         self._row_of_slot: Tensor | None = None  # None: row i is in slot i
         self._padded_slots: Tensor | None = None
-        self._places: list[Tensor] = []  # cell, slot and position of each row, when they differ
-        self._position = 0  # where every row writes, when they are equal
-        self._own_mask: Tensor | None = None
+        self._slots_R = self._prompts_R = self._own_R = torch.empty(0, dtype=torch.int64)
+        self._position = 0  # where every row writes, the latest where they differ
+        self._differ: tuple[list[Tensor], Tensor] | None = None  # where they differ: places and mask, when asked for
+        self.arrangement = 0
+        """Counts how often the tensors of `layers` were made anew."""
 
     @property
     def num_rows(self) -> int:
@@ -157,6 +159,7 @@ class PromptCache:
                 self.layers.append(made)
             else:
                 self.layers[index] = made  # never more than one layer exists twice
+        self.arrangement += 1
         self._index()
         self._mask_prompts()
 
@@ -223,6 +226,8 @@ class PromptCache:
             rows = dict(zip(slots, range(len(slots)), strict=True))
             device = self.layers[0][0].device
             self._row_of_slot = torch.tensor([rows.get(slot, 0) for slot in range(total)], device=device)
+        self._slots_R = torch.tensor(slots)
+        self._prompts_R = torch.tensor([self._prompt_lengths[row.prompt] for row in self._rows])
 
     def _mask_prompts(self) -> None:
         lengths = [self._prompt_lengths[prompt] for prompt in self._cells]
@@ -242,18 +247,14 @@ class PromptCache:
         if longest >= self._room:
             self._grow(longest + 1)
         self._position = longest
-        self._places, self._own_mask = [], None
-        keys = self.layers[0][2]
-        if min(lengths) != longest:
-            at = torch.tensor([(row.slot // self._size, row.slot % self._size, row.length) for row in self._rows])
-            cell, slot, position = at.T
-            width = aligned(longest + 1)
-            visible = torch.ones(len(self._cells), 1, self._size, 1, width, dtype=torch.bool)
-            visible[cell, 0, slot, 0] = torch.arange(width)[None] <= position[:, None]
-            self._own_mask = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf).to(keys)
-            self._places = [part.to(keys.device) for part in (cell, slot, position)]
+        self._differ = None
+        self._own_R = torch.tensor(lengths)
         for row in self._rows:
             row.length += 1
+
+    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Slot, own tokens before this step and tokens of the prompt of each row, [R] each, on the CPU."""
+        return self._slots_R, self._own_R, self._prompts_R
 
     def _grow(self, length: int) -> None:
         room, self._room = self._room, self._room_for(length)
@@ -263,6 +264,7 @@ class PromptCache:
             values = own_values.new_zeros(*own_values.shape[:3], self._room, own_values.shape[4])
             values[:, :, :, :room] = own_values
             self.layers[index] = (prompt_keys, prompt_values, keys, values)
+        self.arrangement += 1
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, rows: int) -> Tensor:
         """Write one position per row and attend to the prompt and the row's own positions.
@@ -286,7 +288,20 @@ class PromptCache:
         """Where this step writes and reads, as `decode_step.attend` wants it; for `rows` rows of states."""
         whole = self._row_of_slot is None and rows == len(self._rows)
         slots = None if whole else self._slots(rows)
-        return self._position, self._places, self._prompt_mask, self._own_mask, self._row_of_slot, slots
+        places, own_mask = self._differences() if int(self._own_R.min()) != self._position else ([], None)
+        return self._position, places, self._prompt_mask, own_mask, self._row_of_slot, slots
+
+    def _differences(self) -> tuple[list[Tensor], Tensor]:
+        """Cell, slot and position [R] of each row, and the mask [C, 1, S, 1, width] of what it sees of its own."""
+        if self._differ is None:
+            keys = self.layers[0][2]
+            cell, slot, position = self._slots_R // self._size, self._slots_R % self._size, self._own_R
+            width = aligned(self._position + 1)
+            visible = torch.ones(len(self._cells), 1, self._size, 1, width, dtype=torch.bool)
+            visible[cell, 0, slot, 0] = torch.arange(width)[None] <= position[:, None]
+            mask = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf).to(keys)
+            self._differ = [part.to(keys.device) for part in (cell, slot, position)], mask
+        return self._differ
 
     def _slots(self, rows: int) -> Tensor:
         """[N] the slot of each row, and of the first row for those beyond them."""

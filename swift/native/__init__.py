@@ -1,0 +1,121 @@
+"""The compiled part of swift: what a decode step on a CPU does between its matrix products (`decode.c`).
+
+PyTorch has no operation for attention over a prompt that rows share and their own tokens beside it, and composed of
+operations it takes a dozen of them per layer, each over in microseconds. Here it is one call.
+
+`setup.py` compiles it with the machine's C compiler, in seconds and without headers of PyTorch; where there is no
+compiler, the package is installed without it and `kernels` is None: the same results, up to rounding, by operations of
+PyTorch. The instruction set is chosen when it is loaded, so a built package can be moved between machines.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swift.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+LANES = 16
+"""Widths are multiples of this many floats."""
+
+VARIABLE = "SWIFT_NATIVE"
+"""Environment variable: 0 for PyTorch's operations only; avx512, avx2 or plain for that instruction set."""
+
+
+class Layer(ctypes.Structure):
+    """`swift_layer` of decode.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("prompt_keys", "prompt_values", "own_keys", "own_values")),
+        *((name, ctypes.c_void_p) for name in ("query_norm", "key_norm")),
+        *((name, ctypes.c_int64) for name in ("heads", "groups", "depth", "width", "size", "room")),
+        *((name, ctypes.c_float) for name in ("epsilon", "scale")),
+    ]
+
+
+class Step(ctypes.Structure):
+    """`swift_step` of decode.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("slots", "own", "prompts", "positions", "cosines", "sines")),
+        *((name, ctypes.c_void_p) for name in ("states", "output", "workspace")),
+        *((name, ctypes.c_int64) for name in ("share", "rows", "threads")),
+    ]
+
+
+class Kernels:
+    """The functions of decode.c; pointers are `Tensor.data_ptr()`, of contiguous float32 or int64 on the CPU.
+
+    Args:
+        library: as loaded.
+        instructions: the instruction set to use; None: the best of this processor.
+
+    Raises:
+        ConfigError: this processor or this build does not have the instruction set.
+    """
+
+    def __init__(self, library: ctypes.CDLL, instructions: str | None = None) -> None:
+        library.swift_choose.restype = ctypes.c_char_p
+        chosen = library.swift_choose(instructions.encode() if instructions else None)
+        if chosen is None:
+            raise ConfigError(
+                f"{VARIABLE}: {instructions!r} is nothing that this processor or this build of swift has; "
+                "unset it, or set it to 0 (PyTorch's operations), plain, avx2 or avx512"
+            )
+        self.instructions: str = chosen.decode()
+        pointer, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+        self.attend: Any = _declared(library.swift_attend, ctypes.POINTER(Layer), ctypes.POINTER(Step))
+        add_norm = [pointer, pointer, pointer, real, pointer, number, number, number]
+        self.add_norm: Any = _declared(library.swift_add_norm, *add_norm)
+        self.gate: Any = _declared(library.swift_gate, pointer, pointer, number, number, number)
+        self.threaded = _use_threads(library)
+
+
+def _declared(function: Any, *types: Any) -> Any:
+    function.argtypes, function.restype = types, None
+    return function
+
+
+def _use_threads(library: ctypes.CDLL) -> bool:
+    """Hand over the OpenMP runtime that PyTorch has loaded; without one everything runs in the calling thread."""
+    for path in sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*")):
+        try:
+            entry = ctypes.CDLL(str(path)).GOMP_parallel  # looked up in what PyTorch is linked against, too
+        except (OSError, AttributeError):
+            continue
+        library.swift_use_threads(ctypes.cast(entry, ctypes.c_void_p))
+        return True
+    return False
+
+
+def library_path() -> Path | None:
+    """The compiled library; None where the package was installed without it."""
+    folder = Path(__file__).parent
+    return next((path for suffix in EXTENSION_SUFFIXES if (path := folder / f"_decode{suffix}").is_file()), None)
+
+
+@functools.cache
+def kernels() -> Kernels | None:
+    """The compiled functions; None where there are none, or `VARIABLE` says that they are not wanted."""
+    wanted = os.environ.get(VARIABLE, "").strip().lower()
+    if wanted in ("0", "no", "off", "false"):
+        return None
+    path = library_path()
+    if path is None:
+        logger.info("swift was installed without its compiled part (no C compiler?): sampling on a CPU takes longer")
+        return None
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        logger.warning("%s cannot be loaded: %s; install swift again", path, error)
+        return None
+    return Kernels(library, None if wanted in ("", "1", "yes", "on", "true") else wanted)

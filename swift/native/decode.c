@@ -1,0 +1,192 @@
+/* What a decode step does between its matrix products, in one call each: norms, gates, and attention over the cells of
+   swift/rollout/engines/prompt_cache.py. See swift/native/__init__.py for how it is built, loaded and called.
+
+   Plain C without a dependency. The threads are PyTorch's: `swift_use_threads` is handed the entry of the OpenMP
+   runtime that PyTorch has loaded, because a second runtime would fight with it for the cores. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define LANES 16
+typedef float vec __attribute__((vector_size(64)));
+typedef float vec_in_memory __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t integers __attribute__((vector_size(64)));
+
+/* A layer of the cache and of the model: cells of S slots, Hkv key/value heads of D, prompts up to W, own up to K. */
+struct swift_layer {
+    const float *prompt_keys;   /* [C, Hkv, D, W] */
+    const float *prompt_values; /* [C, Hkv, W, D] */
+    float *own_keys;            /* [C, Hkv, S, D, K] */
+    float *own_values;          /* [C, Hkv, S, K, D] */
+    const float *query_norm;    /* [D] or NULL */
+    const float *key_norm;      /* [D] or NULL */
+    int64_t heads, groups, depth, width, size, room; /* H, Hkv, D, W, S, K; D, W and K are multiples of 16 */
+    float epsilon;              /* of the norms of heads */
+    float scale;                /* of softmax */
+};
+
+/* The rows of a step. */
+struct swift_step {
+    const int64_t *slots;     /* [R], of all cells */
+    const int64_t *own;       /* [R], own tokens so far: where this step writes */
+    const int64_t *prompts;   /* [R], lengths */
+    const int64_t *positions; /* [R], rows of the tables of angles */
+    const float *cosines;     /* [T, D] */
+    const float *sines;       /* [T, D], negative in their first half */
+    const float *states;      /* [R, H + 2 Hkv, D]: queries, keys, values */
+    float *output;            /* [R, H * D] */
+    float *workspace;         /* [threads, share] */
+    int64_t share;            /* at least 2 rep D + D + rep (W + K) with rep = H / Hkv */
+    int64_t rows;
+    int64_t threads;
+};
+
+/* GOMP_parallel of the OpenMP runtime: fn(data) on each of `threads` threads, which have ended when it returns. */
+typedef void (*run_threads)(void (*fn)(void *), void *data, unsigned threads, unsigned flags);
+static run_threads runtime = 0;
+
+void swift_use_threads(run_threads entry) {
+    runtime = entry;
+}
+
+#if defined(__x86_64__)
+#define TARGET __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma")))
+#define NAME(x) x##_avx512
+#include "decode_kernels.h"
+#undef TARGET
+#undef NAME
+#define TARGET __attribute__((target("avx2,fma")))
+#define NAME(x) x##_avx2
+#include "decode_kernels.h"
+#undef TARGET
+#undef NAME
+#endif
+#define TARGET
+#define NAME(x) x##_plain
+#include "decode_kernels.h"
+#undef TARGET
+#undef NAME
+
+struct kernels {
+    const char *name;
+    void (*attend_one)(const struct swift_layer *, const struct swift_step *, int64_t, int64_t, float *);
+    void (*add_norm_row)(float *, const float *, const float *, float, int64_t, float *);
+    void (*gate_row)(const float *, int64_t, float *);
+};
+
+#define KERNELS(set) {#set, attend_one_##set, add_norm_row_##set, gate_row_##set}
+static const struct kernels SETS[] = {
+#if defined(__x86_64__)
+    KERNELS(avx512),
+    KERNELS(avx2),
+#endif
+    KERNELS(plain),
+};
+static const struct kernels *chosen = 0;
+
+static int runs_here(const char *name) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (!strcmp(name, "avx512"))
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+               __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+               __builtin_cpu_supports("fma");
+    if (!strcmp(name, "avx2"))
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
+    return !strcmp(name, "plain");
+}
+
+/* Use the instruction set of this name, or the first that this processor has for NULL; its name, or NULL for none. */
+const char *swift_choose(const char *name) {
+    for (unsigned i = 0; i < sizeof SETS / sizeof *SETS; i++)
+        if ((!name || !strcmp(name, SETS[i].name)) && runs_here(SETS[i].name)) {
+            chosen = &SETS[i];
+            return chosen->name;
+        }
+    return 0;
+}
+
+/* Threads take tasks from a counter until there are none left. */
+struct work {
+    void (*task)(const void *, int64_t, int64_t);
+    const void *data;
+    int64_t count, portion, next, threads_so_far;
+};
+
+static void take_tasks(void *shared) {
+    struct work *work = shared;
+    const int64_t thread = __atomic_fetch_add(&work->threads_so_far, 1, __ATOMIC_RELAXED);
+    for (;;) {
+        const int64_t start = __atomic_fetch_add(&work->next, work->portion, __ATOMIC_RELAXED);
+        if (start >= work->count)
+            return;
+        const int64_t stop = start + work->portion < work->count ? start + work->portion : work->count;
+        for (int64_t i = start; i < stop; i++)
+            work->task(work->data, i, thread);
+    }
+}
+
+static void share_out(void (*task)(const void *, int64_t, int64_t), const void *data, int64_t count, int64_t threads) {
+    if (!runtime || threads <= 1) {
+        for (int64_t i = 0; i < count; i++)
+            task(data, i, 0);
+        return;
+    }
+    const int64_t portion = count / (threads * 8);
+    struct work work = {task, data, count, portion > 0 ? portion : 1, 0, 0};
+    runtime(take_tasks, &work, (unsigned)threads, 0);
+}
+
+struct attention {
+    const struct swift_layer *layer;
+    const struct swift_step *step;
+};
+
+static void attention_task(const void *data, int64_t index, int64_t thread) {
+    const struct attention *both = data;
+    const struct swift_step *step = both->step; /* rows of a cell follow each other: they read the same prompt */
+    chosen->attend_one(both->layer, step, index % step->rows, index / step->rows, step->workspace + thread * step->share);
+}
+
+/* Attention of a step in one layer, with the norms of heads and rotary positions; writes the cache. */
+void swift_attend(const struct swift_layer *layer, const struct swift_step *step) {
+    const struct attention both = {layer, step};
+    share_out(attention_task, &both, step->rows * layer->groups, step->threads);
+}
+
+struct rows_of_floats {
+    float *first;
+    const float *second, *third;
+    float *output;
+    int64_t width;
+    float epsilon;
+};
+
+static void add_norm_task(const void *data, int64_t row, int64_t thread) {
+    const struct rows_of_floats *rows = data;
+    const int64_t at = row * rows->width;
+    (void)thread;
+    chosen->add_norm_row(rows->first + at, rows->second ? rows->second + at : 0, rows->third, rows->epsilon, rows->width,
+                         rows->output + at);
+}
+
+/* hidden [N, width] += added [N, width] (may be NULL); output [N, width] = root-mean-square norm times weight. */
+void swift_add_norm(float *hidden, const float *added, const float *weight, float epsilon, float *output, int64_t count,
+                    int64_t width, int64_t threads) {
+    const struct rows_of_floats rows = {hidden, added, weight, output, width, epsilon};
+    share_out(add_norm_task, &rows, count, threads);
+}
+
+static void gate_task(const void *data, int64_t row, int64_t thread) {
+    const struct rows_of_floats *rows = data;
+    (void)thread;
+    chosen->gate_row(rows->second + row * 2 * rows->width, rows->width, rows->output + row * rows->width);
+}
+
+/* output [N, width] = silu(gate) * up of [N, 2 * width]. */
+void swift_gate(const float *both, float *output, int64_t count, int64_t width, int64_t threads) {
+    const struct rows_of_floats rows = {0, both, 0, output, width, 0};
+    share_out(gate_task, &rows, count, threads);
+}

@@ -1,0 +1,196 @@
+"""The compiled kernels compute what the functions of `decode_step` compute, with every instruction set."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import shutil
+
+import pytest
+import torch
+from test_decode_step import CASES, decode, decoder
+
+from swift.errors import ConfigError
+from swift.models import cpu_linear
+from swift.models.forward import Span
+from swift.native import Kernels, Layer, Step, library_path
+from swift.rollout.engines import decode_step
+from swift.rollout.engines.native_step import NativeStep
+from swift.rollout.engines.prompt_cache import PromptCache
+
+pytestmark = pytest.mark.skipif(library_path() is None, reason="swift was installed without a compiler")
+needs_onednn = pytest.mark.skipif(not cpu_linear.available(), reason="no oneDNN for this processor")
+
+SETS = ("avx512", "avx2", "plain")
+
+
+@pytest.fixture(scope="module", params=SETS)
+def kernels(request, tmp_path_factory):
+    copy = shutil.copy(library_path(), tmp_path_factory.mktemp("native") / f"{request.param}.so")  # its own choice
+    try:
+        return Kernels(ctypes.CDLL(str(copy)), request.param)
+    except ConfigError:
+        pytest.skip(f"this processor has no {request.param}")
+
+
+def native_step(found, kernels):
+    scales = [layer.scale for layer in found._layers]
+    embeddings = found._decoder.embed_tokens.weight
+    assert NativeStep.obstacle(embeddings, found._weights, found._layers[0].depth) is None
+    return NativeStep(kernels, embeddings, found._weights, found._last, scales, found._layers[0].depth)
+
+
+FAMILIES = [
+    ("qwen2", {}),
+    ("qwen3", {}),
+    ("llama", {"mlp_bias": True, "attention_bias": True}),
+    ("mistral", {"num_attention_heads": 6, "num_key_value_heads": 1, "hidden_size": 96}),
+    ("qwen2", {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 80, "hidden_size": 240}),
+]
+
+
+@needs_onednn
+@torch.inference_mode()
+@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize(("family", "more"), FAMILIES)
+def test_logits_are_those_of_pytorchs_operations(family, more, case, kernels):
+    found = decoder(family, **more)
+    prompts, which, leaving, joining = CASES[case]
+    expected = decode(found, prompts, which, leaving=leaving, joining=joining, compute=found.logits)
+    found._native = native_step(found, kernels)
+    own = decode(found, prompts, which, leaving=leaving, joining=joining, compute=found.step)
+    for one, other in zip(own, expected, strict=True):
+        assert one.shape == other.shape
+        assert (one - other).abs().max() < 1e-5 * other.std()
+
+
+@needs_onednn
+@torch.inference_mode()
+def test_a_row_has_the_same_bits_beside_any_others_and_with_any_number_of_threads(kernels):
+    found = decoder("qwen3")
+    found._native = native_step(found, kernels)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        many = decode(found, [5, 140, 30], [1, 0, 0, 2, 2, 1, 0, 0, 1], compute=found.step)
+        torch.set_num_threads(1)
+        alone = decode(found, [5, 140, 30], [1], compute=found.step)
+        again = decode(found, [5, 140, 30], [1, 0, 0, 2, 2, 1, 0, 0, 1], compute=found.step)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, other) for one, other in zip(many, again, strict=True))
+    assert all(torch.equal(one[:1], other) for one, other in zip(many, alone, strict=True))
+
+
+def attend(kernels, cache, states, heads, scale=1.0):
+    """Attention of one layer without rotary positions."""
+    prompt_keys, _, own_keys, _ = cache.layers[0]
+    _, groups, depth, width = prompt_keys.shape
+    shared, room = heads // groups, own_keys.shape[4]
+    share = (2 * shared + 1) * depth + shared * (width + room)
+    slots, own, prompts = cache.rows()
+    rows, threads = len(slots), 2
+    keep = torch.zeros(rows, dtype=torch.int64), torch.ones(1, depth), torch.zeros(1, depth)
+    workspace, output = torch.empty(threads * share), torch.full((rows, heads * depth), torch.nan)
+    layer = Layer(
+        *(part.data_ptr() for part in cache.layers[0]),
+        *(None, None, heads, groups, depth, width, own_keys.shape[2], room, 0.0, scale),
+    )
+    pointers = [part.data_ptr() for part in (slots, own, prompts, *keep, states, output, workspace)]
+    kernels.attend(ctypes.byref(layer), ctypes.byref(Step(*pointers, share, rows, threads)))
+    return output
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("heads", "groups", "depth"), [(4, 2, 16), (3, 3, 32), (7, 1, 48), (4, 1, 128)])
+def test_attention_of_rows_that_come_and_go_against_float64(seed, heads, groups, depth, kernels):
+    chance = random.Random(seed)
+    torch.manual_seed(seed)
+    cache, rows = PromptCache(), []
+    for _ in range(60):
+        if not rows or chance.random() < 0.1:
+            lengths = [chance.choice([1, 7, 16, 140]) for _ in range(chance.randint(1, 3))]
+            spans = [Span(sum(lengths[:i]), length) for i, length in enumerate(lengths)]
+            keys, values = torch.randn(2, sum(lengths), groups, depth)
+            which = [chance.randrange(len(spans)) for _ in range(chance.randint(1, 6))]
+            cache.add([(keys, values)], spans, which, [60] * len(which))
+            rows += [(keys[spans[i].start : spans[i].stop], values[spans[i].start : spans[i].stop]) for i in which]
+        states = torch.randn(len(rows), heads + 2 * groups, depth)
+        query, key, value = states.split([heads, groups, groups], 1)
+        cache.begin_step()
+        found = attend(kernels, cache, states, heads, scale=depth**-0.5)
+        rows = [
+            (torch.cat([k, a[None]]), torch.cat([v, b[None]])) for (k, v), a, b in zip(rows, key, value, strict=True)
+        ]
+        for i, (k, v) in enumerate(rows):
+            k, v = (part.double().repeat_interleave(heads // groups, 1) for part in (k, v))
+            weights = torch.einsum("hd,thd->ht", query[i].double() * depth**-0.5, k).softmax(-1)
+            expected = torch.einsum("ht,thd->hd", weights, v).flatten()
+            assert (found[i] - expected).abs().max() < 3e-6
+        kept = [i for i in range(len(rows)) if chance.random() > 0.05]
+        rows = [rows[i] for i in kept]
+        cache.keep(kept)
+
+
+def test_a_row_that_is_not_numbers_spoils_no_other_and_stays_visible(kernels):
+    cache = PromptCache()
+    keys, values = torch.randn(2, 30, 2, 16)
+    cache.add([(keys, values)], [Span(0, 10), Span(10, 20)], [0, 0, 1], [16] * 3)
+    for broken in (torch.nan, torch.inf):
+        cache.begin_step()
+        states = torch.randn(3, 8, 16)
+        states[1] = broken
+        assert attend(kernels, cache, states, 4).isfinite().all(1).tolist() == [True, False, True]
+
+
+def test_scores_far_apart_are_the_limit_of_softmax(kernels):
+    cache = PromptCache()
+    keys, values = torch.zeros(2, 3, 1, 16)
+    keys[1, 0, 0] = 1000.0
+    values[:, 0, 0] = torch.tensor([1.0, 2.0, 3.0])
+    cache.add([(keys, values)], [Span(0, 3)], [0], [16])
+    cache.begin_step()
+    states = torch.zeros(1, 3, 16)
+    states[0, 0, 0] = 100.0
+    found = attend(kernels, cache, states, 1)
+    assert found[0, 0] == 2.0 and not found[0, 1:].any()
+
+
+@pytest.mark.parametrize("width", [16, 48, 128, 1024])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_norms_and_gates_against_float64(width, threads, kernels):
+    torch.manual_seed(0)
+    hidden, added, weight = torch.randn(13, width), torch.randn(13, width), torch.rand(width)
+    expected_sum = hidden.double() + added.double()
+    output = torch.empty_like(hidden)
+    kernels.add_norm(
+        hidden.data_ptr(), added.data_ptr(), weight.data_ptr(), 1e-6, output.data_ptr(), 13, width, threads
+    )
+    expected = decode_step.rms_norm(expected_sum, weight.double(), torch.tensor([1e-6], dtype=torch.float64))
+    assert (hidden - expected_sum).abs().max() < 1e-6
+    assert (output - expected).abs().max() < 1e-6
+    before = hidden.clone()
+    kernels.add_norm(hidden.data_ptr(), None, weight.data_ptr(), 1e-6, output.data_ptr(), 13, width, threads)
+    assert torch.equal(hidden, before)
+    both = torch.randn(13, 2 * width) * 10
+    both[0, :4] = torch.tensor([-1000.0, 1000.0, torch.nan, 0.0])
+    both[0, width + 1] = 1.0
+    kernels.gate(both.data_ptr(), output.data_ptr(), 13, width, threads)
+    gate, up = both.double().chunk(2, -1)
+    expected = torch.nn.functional.silu(gate) * up
+    assert output[0, 2].isnan()
+    error = (output - expected) / (1 + expected.abs())
+    assert error.nan_to_num().abs().max() < 1e-6
+
+
+@needs_onednn
+@torch.inference_mode()
+@pytest.mark.parametrize("more", [{"hidden_size": 72}, {"head_dim": 24}, {"intermediate_size": 100}])
+def test_other_widths_are_left_to_pytorch(more):
+    found = decoder("qwen2", **more)
+    embeddings, depth = found._decoder.embed_tokens.weight, found._layers[0].depth
+    assert NativeStep.obstacle(embeddings, found._weights, depth) == "widths that are no multiples of 16"
+    found.refresh()
+    assert found._native is None
+    prompts, which, *_ = CASES["a batch of groups"]
+    assert decode(found, prompts, which, compute=found.step)[-1].isfinite().all()
