@@ -20,9 +20,9 @@ if version is None:
 
 # Plain C, loaded by swift/native/__init__.py; where there is no compiler the package is installed without it.
 native = Extension(
-    "swift.native._decode",
-    sources=["swift/native/decode.c"],
-    depends=["swift/native/decode_kernels.h"],
+    "swift.native._kernels",
+    sources=["swift/native/kernels.c"],
+    depends=["swift/native/kernels.h"],
     extra_compile_args=["-std=gnu11", "-O3", "-ffp-contract=fast", "-Wno-psabi"],
     libraries=["m"],
     optional=True,

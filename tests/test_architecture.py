@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "observability": {"errors", "types"},
     "rl": {"flags"},
     "data": {"errors", "flags", "types"},
-    "models": {"errors", "flags", "types", "data", "rl"},
+    "models": {"errors", "flags", "types", "native", "data", "rl"},
     "plugin": {"errors", "rewards"},
     "rewards": {"errors", "flags", "types", "plugin", "data", "models"},
     "rollout": {"errors", "flags", "startup", "types", "native", "plugin", "data", "models", "rl"},

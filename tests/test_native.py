@@ -34,7 +34,7 @@ def test_without_the_library_there_are_no_kernels_and_it_is_said_once(fresh, mon
         assert native.kernels() is None
         assert native.kernels() is None
     assert [record.message for record in caplog.records] == [
-        "swift was installed without its compiled part (no C compiler?): sampling on a CPU takes longer"
+        "swift was installed without its compiled part (no C compiler?): a CPU takes longer to sample and to train"
     ]
 
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from swift.models import cpu_layers, cpu_linear, cpu_norms, cpu_training
+from swift.models import cpu_layers, cpu_linear, cpu_norms, cpu_rows, cpu_training
 from swift.models.cpu_layers import angles
-from swift.models.cpu_norms import constant, epsilon_of, inverse_rms
+from swift.models.cpu_norms import epsilon_of
 
 KNOWN_LAYERS = ("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "MistralDecoderLayer")
 """Norm, attention, sum, norm, MLP, sum."""
@@ -159,12 +159,12 @@ class _Heads(torch.autograd.Function):
         ctx: Any, x: Tensor, norm: Tensor, epsilon: float, cos: Tensor, sin: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
         weights, biases = parameters[:3], parameters[3:]
-        normed, inverse = _normed(x, epsilon)
+        normed, inverse = cpu_rows.normed(cpu_training.rows(x), epsilon)
         ctx.save_for_backward(normed, inverse, norm, cos, sin, *weights)
         ctx.shape, ctx.widths, ctx.num_biases = x.shape, [weight.shape[0] for weight in weights], len(biases)
         joint = cpu_linear.linear(normed, torch.cat(weights) * norm, torch.cat(biases) if biases else None)
         query, key, value = (part.view(*x.shape[:-1], -1, cos.shape[-1]) for part in joint.split(ctx.widths, 1))
-        return (*(cpu_layers.turned(part, cos, sin) for part in (query, key)), value)
+        return (*(cpu_rows.turned(part, cos, sin) for part in (query, key)), value)
 
     @staticmethod
     @once_differentiable
@@ -176,13 +176,14 @@ class _Heads(torch.autograd.Function):
         for part, grad, turns in zip(joint.split(ctx.widths, 1), grads, (True, True, False), strict=True):
             target = part.view(grad.shape)
             if turns:
-                cpu_layers.turned_back(grad, cos, sin, out=target)
+                cpu_rows.turned_back(grad, cos, sin, out=target)
             else:
                 target.copy_(grad)
         weight = torch.cat(weights)
         dx = None
         if wants_x:
-            dx = _through_norm(cpu_linear.linear(joint, (weight * norm).t()), normed, inverse).view(ctx.shape)
+            pull = cpu_linear.linear(joint, (weight * norm).t())
+            dx = cpu_rows.norm_gradient(pull, normed, inverse).view(ctx.shape)
         dnorm, dweights = None, [None] * 3
         if wants_norm or any(wants[:3]):
             pull = cpu_training.weight_gradient(joint, normed)
@@ -231,24 +232,24 @@ def plus_mlp(x: Tensor, norm: Tensor, epsilon: float, gate: Tensor, up: Tensor, 
 class _PlusMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, norm: Tensor, epsilon: float, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        normed, inverse = _normed(x, epsilon)
-        gates, active, ups = cpu_layers.mlp_inner(normed, gate * norm, up * norm)
-        ctx.save_for_backward(normed, inverse, norm, gates, active, ups, gate, up, down)
-        return cpu_linear.added(cpu_training.rows(x), active * ups, down).view(x.shape)
+        normed, inverse = cpu_rows.normed(cpu_training.rows(x), epsilon)
+        gates, ups = cpu_linear.linear(normed, gate * norm), cpu_linear.linear(normed, up * norm)
+        ctx.save_for_backward(normed, inverse, norm, gates, ups, gate, up, down)
+        return cpu_linear.added(cpu_training.rows(x), cpu_rows.gated(gates, ups), down).view(x.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        normed, inverse, norm, gates, active, ups, gate, up, down = ctx.saved_tensors
+        normed, inverse, norm, gates, ups, gate, up, down = ctx.saved_tensors
         wants_x, wants_norm, _, wants_gate, wants_up, wants_down = ctx.needs_input_grad
         grads = cpu_training.rows(grad)
-        ddown = cpu_training.weight_gradient(grads, active * ups) if wants_down else None
-        dgates, dups = cpu_layers.mlp_outer_gradients(grads, gates, active, ups, down)
+        dgates, dups, inner = cpu_rows.gated_gradients(cpu_linear.linear(grads, down.t()), gates, ups)
+        ddown = cpu_training.weight_gradient(grads, inner) if wants_down else None
         dx = dnorm = dgate = dup = None
         if wants_x:
             pull = cpu_linear.linear(dgates, (gate * norm).t())
             pull = cpu_linear.added(pull, dups, (up * norm).t())
-            dx = _through_norm(pull, normed, inverse, plus=grads).view(grad.shape)
+            dx = cpu_rows.norm_gradient(pull, normed, inverse, plus=grads).view(grad.shape)
         if wants_norm or wants_gate:
             dgate = cpu_training.weight_gradient(dgates, normed)
         if wants_norm or wants_up:
@@ -259,21 +260,6 @@ class _PlusMLP(torch.autograd.Function):
         dgate = dgate * norm if wants_gate and dgate is not None else None
         dup = dup * norm if wants_up and dup is not None else None
         return dx, dnorm, None, dgate, dup, ddown
-
-
-def _normed(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """[..., H] -> rows divided by their root mean square [N, H], and one over that [N, 1]."""
-    rows = cpu_training.rows(x)
-    inverse = inverse_rms(rows, constant(epsilon, rows.dtype))
-    return rows * inverse, inverse
-
-
-def _through_norm(pull: Tensor, normed: Tensor, inverse: Tensor, plus: Tensor | None = None) -> Tensor:
-    """The gradient of what went into a norm without weight, from `pull` of what came out, which is overwritten."""
-    ones = normed.new_ones(normed.shape[1])
-    mean = torch.mv(pull * normed, ones).view(inverse.shape).div_(-normed.shape[1])
-    pull.addcmul_(normed, mean)
-    return pull.mul_(inverse) if plus is None else torch.addcmul(plus, pull, inverse)
 
 
 def _agrees(layer: Any) -> bool:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from swift.models import cpu_linear, cpu_training
+from swift.models import cpu_linear, cpu_rows, cpu_training
 
 KNOWN_ATTENTION = ("LlamaAttention", "Qwen2Attention", "Qwen3Attention", "MistralAttention")
 """Rotary attention with grouped heads and nothing else, but for a norm of queries and keys."""
@@ -113,42 +113,24 @@ def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return result
 
 
-def mlp_inner(rows: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """g, s(g) and u of rows [N, H], [N, I] each."""
-    gates, ups = cpu_linear.linear(rows, gate), cpu_linear.linear(rows, up)
-    return gates, nn.functional.silu(gates), ups
-
-
-def mlp_outer_gradients(
-    grads: Tensor, gates: Tensor, active: Tensor, ups: Tensor, down: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The gradients of g and u [N, I] from those of y [N, H]."""
-    dhidden = cpu_linear.linear(grads, down.t())
-    dups = dhidden * active
-    return torch.ops.aten.silu_backward(dhidden.mul_(ups), gates), dups
-
-
 class _GatedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         rows = cpu_training.rows(x)
-        gates, active, ups = mlp_inner(rows, gate, up)
-        ctx.save_for_backward(rows, gates, active, ups, gate, up, down)
+        gates, ups = cpu_linear.linear(rows, gate), cpu_linear.linear(rows, up)
+        ctx.save_for_backward(rows, gates, ups, gate, up, down)
         ctx.shape = x.shape
-        return cpu_linear.linear(active * ups, down).view(x.shape)
+        return cpu_linear.linear(cpu_rows.gated(gates, ups), down).view(x.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, gates, active, ups, gate, up, down = ctx.saved_tensors
+        rows, gates, ups, gate, up, down = ctx.saved_tensors
         wants_x, wants_gate, wants_up, wants_down = ctx.needs_input_grad
         grads = cpu_training.rows(grad)
-        dx = dgate = dup = ddown = None
-        if wants_down:
-            ddown = cpu_training.weight_gradient(grads, active * ups)
-        if not (wants_x or wants_gate or wants_up):
-            return None, None, None, ddown
-        dgates, dups = mlp_outer_gradients(grads, gates, active, ups, down)
+        dx = dgate = dup = None
+        dgates, dups, inner = cpu_rows.gated_gradients(cpu_linear.linear(grads, down.t()), gates, ups)
+        ddown = cpu_training.weight_gradient(grads, inner) if wants_down else None
         if wants_x:
             dx = cpu_linear.linear(dgates, gate.t())
             dx = cpu_linear.added(dx, dups, up.t()).view(ctx.shape)
@@ -309,9 +291,9 @@ def rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions (arXiv:2104.09864), with gradients for `states`.
 
     Args:
-        states: [..., D].
-        cos: [..., D], broadcast.
-        sin: [..., D], negative in its first half.
+        states: [..., H, D].
+        cos: [..., 1, D].
+        sin: [..., 1, D], negative in its first half.
     """
     result: Tensor = _Rotated.apply(states, cos, sin)
     return result
@@ -321,24 +303,13 @@ class _Rotated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return turned(states, cos, sin)
+        return cpu_rows.turned(states, cos, sin)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return turned_back(grad, cos, sin), None, None
-
-
-def turned(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`rotated` without gradients."""
-    return torch.addcmul(states * cos, states.roll(states.shape[-1] // 2, -1), sin)
-
-
-def turned_back(grad: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
-    """The gradient of what `rotated` was given, written into `out` if there is one."""
-    rolled = (grad * sin).roll(grad.shape[-1] // 2, -1)
-    return torch.addcmul(rolled, grad, cos, out=rolled if out is None else out)
+        return cpu_rows.turned_back(grad, cos, sin), None, None
 
 
 def near(own: Tensor, found: Tensor) -> bool:

@@ -12,13 +12,14 @@ The sums are those of float32 in another order.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from swift.models import cpu_rows
 
 TOLERANCE = 1e-5
 """Largest difference to the layer's own output in the trial, whose values are about 1."""
@@ -86,34 +87,18 @@ def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return result
 
 
-def inverse_rms(states: Tensor, epsilon: Tensor) -> Tensor:
-    """1 / sqrt(mean(x^2) + epsilon) over the last dimension, [..., 1], without gradients; epsilon is [1]."""
-    norm = torch.ops.aten.linalg_vector_norm(states, 2.0, [-1], True)  # TorchScript knows it by this name only
-    return torch.addcmul(epsilon, norm, norm, value=1.0 / states.shape[-1]).rsqrt_()
-
-
-@lru_cache(maxsize=16)
-def constant(value: float, dtype: torch.dtype) -> Tensor:
-    """[1], on the CPU."""
-    with torch.inference_mode(False):  # it may be used in training, too
-        return torch.full((1,), value, dtype=dtype)
-
-
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        inverse = inverse_rms(states, constant(epsilon, states.dtype))
-        normed = states * inverse
+        output, normed, inverse = cpu_rows.weighted_norm(states, weight, epsilon)
         ctx.save_for_backward(normed, inverse, weight)
-        return normed * weight
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         normed, inverse, weight = ctx.saved_tensors
-        pull = grad * normed
-        dweight = pull.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        dweight = (grad * normed).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         if not ctx.needs_input_grad[0]:
             return None, dweight, None
-        mean = torch.mv(pull.flatten(0, -2), weight).view(inverse.shape).div_(-weight.shape[0])
-        return (grad * weight).addcmul_(normed, mean).mul_(inverse), dweight, None
+        return cpu_rows.norm_gradient(grad.contiguous(), normed, inverse, weight=weight), dweight, None

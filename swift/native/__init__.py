@@ -1,7 +1,8 @@
-"""The compiled part of swift: what a decode step on a CPU does between its matrix products (`decode.c`).
+"""The compiled part of swift: what a decoder on a CPU does between its matrix products (`kernels.c`).
 
-PyTorch has no operation for attention over a prompt that rows share and their own tokens beside it, and composed of
-operations it takes a dozen of them per layer, each over in microseconds. Here it is one call.
+Composed of PyTorch's operations, a norm, a gate or a rotary position is several passes over the same numbers, and
+attention of a decode step over a shared prompt and own tokens is a dozen operations per layer, each over in
+microseconds. Here each is one call. `swift.rollout.engines.native_step` and `swift.models.cpu_rows` call them.
 
 `setup.py` compiles it with the machine's C compiler, in seconds and without headers of PyTorch; where there is no
 compiler, the package is installed without it and `kernels` is None: the same results, up to rounding, by operations of
@@ -27,12 +28,15 @@ logger = logging.getLogger(__name__)
 LANES = 16
 """Widths are multiples of this many floats."""
 
+FEW_FLOATS = 16_384
+"""Up to these, one thread is through before a second has begun."""
+
 VARIABLE = "SWIFT_NATIVE"
 """Environment variable: 0 for PyTorch's operations only; avx512, avx2 or plain for that instruction set."""
 
 
 class Layer(ctypes.Structure):
-    """`swift_layer` of decode.c."""
+    """`swift_layer` of kernels.c."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("prompt_keys", "prompt_values", "own_keys", "own_values")),
@@ -43,7 +47,7 @@ class Layer(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """`swift_step` of decode.c."""
+    """`swift_step` of kernels.c."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("slots", "own", "prompts", "positions", "cosines", "sines")),
@@ -53,7 +57,7 @@ class Step(ctypes.Structure):
 
 
 class Kernels:
-    """The functions of decode.c; pointers are `Tensor.data_ptr()`, of contiguous float32 or int64 on the CPU.
+    """The functions of kernels.c; pointers are `Tensor.data_ptr()`, of contiguous float32 or int64 on the CPU.
 
     Args:
         library: as loaded.
@@ -76,7 +80,11 @@ class Kernels:
         self.attend: Any = _declared(library.swift_attend, ctypes.POINTER(Layer), ctypes.POINTER(Step))
         add_norm = [pointer, pointer, pointer, real, pointer, number, number, number]
         self.add_norm: Any = _declared(library.swift_add_norm, *add_norm)
-        self.gate: Any = _declared(library.swift_gate, pointer, pointer, number, number, number)
+        self.gate: Any = _declared(library.swift_gate, *[pointer] * 3, *[number] * 4)
+        self.gate_back: Any = _declared(library.swift_gate_back, *[pointer] * 6, *[number] * 3)
+        self.norm: Any = _declared(library.swift_norm, pointer, pointer, real, *[pointer] * 3, *[number] * 3)
+        self.norm_back: Any = _declared(library.swift_norm_back, *[pointer] * 6, *[number] * 3)
+        self.turn: Any = _declared(library.swift_turn, *[pointer] * 4, *[number] * 8)
         self.threaded = _use_threads(library)
 
 
@@ -97,10 +105,15 @@ def _use_threads(library: ctypes.CDLL) -> bool:
     return False
 
 
+def threads_for(count: int) -> int:
+    """Threads for `count` floats: one, or those of PyTorch."""
+    return torch.get_num_threads() if count > FEW_FLOATS else 1
+
+
 def library_path() -> Path | None:
     """The compiled library; None where the package was installed without it."""
     folder = Path(__file__).parent
-    return next((path for suffix in EXTENSION_SUFFIXES if (path := folder / f"_decode{suffix}").is_file()), None)
+    return next((path for suffix in EXTENSION_SUFFIXES if (path := folder / f"_kernels{suffix}").is_file()), None)
 
 
 @functools.cache
@@ -111,7 +124,9 @@ def kernels() -> Kernels | None:
         return None
     path = library_path()
     if path is None:
-        logger.info("swift was installed without its compiled part (no C compiler?): sampling on a CPU takes longer")
+        logger.info(
+            "swift was installed without its compiled part (no C compiler?): a CPU takes longer to sample and to train"
+        )
         return None
     try:
         library = ctypes.CDLL(str(path))

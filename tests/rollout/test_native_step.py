@@ -175,7 +175,8 @@ def test_norms_and_gates_against_float64(width, threads, kernels):
     both = torch.randn(13, 2 * width) * 10
     both[0, :4] = torch.tensor([-1000.0, 1000.0, torch.nan, 0.0])
     both[0, width + 1] = 1.0
-    kernels.gate(both.data_ptr(), output.data_ptr(), 13, width, threads)
+    ups = both.data_ptr() + 4 * width
+    kernels.gate(both.data_ptr(), ups, output.data_ptr(), 13, width, 2 * width, threads)
     gate, up = both.double().chunk(2, -1)
     expected = torch.nn.functional.silu(gate) * up
     assert output[0, 2].isnan()

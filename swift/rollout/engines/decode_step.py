@@ -16,7 +16,7 @@ import functools
 import torch
 from torch import Tensor
 
-from swift.models.cpu_norms import inverse_rms
+from swift.models.cpu_rows import inverse_rms
 
 ALIGNMENT = 16
 """Widths are multiples of this."""

@@ -13,12 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from swift.native import LANES, Kernels, Layer, Step
+from swift.native import LANES, Kernels, Layer, Step, threads_for
 from swift.rollout.engines.decode_step import product
 from swift.rollout.engines.prompt_cache import PromptCache
-
-FEW_FLOATS = 16_384
-"""Up to these, one thread is through before a second has begun."""
 
 
 class NativeStep:
@@ -85,7 +82,7 @@ class NativeStep:
         hidden = torch.nn.functional.embedding(ids, self._embeddings)
         num_rows, width = hidden.shape
         normed = torch.empty_like(hidden)
-        some = threads if hidden.numel() > FEW_FLOATS else 1
+        some = threads_for(hidden.numel())
         hidden_at, normed_at = hidden.data_ptr(), normed.data_ptr()
 
         def add_norm(added: Tensor | None, index: int, weight: Tensor | None) -> Tensor:
@@ -113,8 +110,9 @@ class NativeStep:
             both = product(states, inner, inner_bias)
             if active is None:
                 active = both.new_empty(num_rows, both.shape[1] // 2)
-            several = threads if both.numel() > FEW_FLOATS else 1
-            kernels.gate(both.data_ptr(), active.data_ptr(), num_rows, active.shape[1], several)
+            gates, inner_width = both.data_ptr(), active.shape[1]
+            ups = gates + inner_width * both.element_size()
+            kernels.gate(gates, ups, active.data_ptr(), num_rows, inner_width, both.shape[1], threads_for(both.numel()))
             following = weights[index + 1] if index + 1 < len(weights) else self._last
             states = add_norm(product(active, down, down_bias), index + 1, following[0])
         head = self._last[2]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from swift.models import cpu_linear
-from swift.models.cpu_norms import constant
+from swift.models.cpu_rows import constant
 from swift.models.forward import Span, TokenSequence, is_packed, pack, packed_logits, transformers_model
 from swift.models.sharded import is_spread
 from swift.native import kernels

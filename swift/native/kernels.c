@@ -1,5 +1,6 @@
-/* What a decode step does between its matrix products, in one call each: norms, gates, and attention over the cells of
-   swift/rollout/engines/prompt_cache.py. See swift/native/__init__.py for how it is built, loaded and called.
+/* What a decoder does between its matrix products, in one call each: norms, rotary positions and gates with their
+   gradients, and for sampling attention over the cells of swift/rollout/engines/prompt_cache.py. See
+   swift/native/__init__.py for how it is built, loaded and called.
 
    Plain C without a dependency. The threads are PyTorch's: `swift_use_threads` is handed the entry of the OpenMP
    runtime that PyTorch has loaded, because a second runtime would fight with it for the cores. */
@@ -53,18 +54,18 @@ void swift_use_threads(run_threads entry) {
 #if defined(__x86_64__)
 #define TARGET __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma")))
 #define NAME(x) x##_avx512
-#include "decode_kernels.h"
+#include "kernels.h"
 #undef TARGET
 #undef NAME
 #define TARGET __attribute__((target("avx2,fma")))
 #define NAME(x) x##_avx2
-#include "decode_kernels.h"
+#include "kernels.h"
 #undef TARGET
 #undef NAME
 #endif
 #define TARGET
 #define NAME(x) x##_plain
-#include "decode_kernels.h"
+#include "kernels.h"
 #undef TARGET
 #undef NAME
 
@@ -72,10 +73,16 @@ struct kernels {
     const char *name;
     void (*attend_one)(const struct swift_layer *, const struct swift_step *, int64_t, int64_t, float *);
     void (*add_norm_row)(float *, const float *, const float *, float, int64_t, float *);
-    void (*gate_row)(const float *, int64_t, float *);
+    void (*gate_row)(const float *, const float *, int64_t, float *);
+    void (*gate_back_row)(const float *, const float *, const float *, int64_t, float *, float *, float *);
+    float (*norm_row)(const float *, const float *, float, int64_t, float *, float *);
+    void (*norm_back_row)(const float *, const float *, const float *, float, const float *, int64_t, float *);
+    void (*turn_head)(const float *, const float *, const float *, int64_t, int, float *);
 };
 
-#define KERNELS(set) {#set, attend_one_##set, add_norm_row_##set, gate_row_##set}
+#define KERNELS(set)                                                                                                   \
+    {#set, attend_one_##set, add_norm_row_##set, gate_row_##set, gate_back_row_##set, norm_row_##set,                  \
+     norm_back_row_##set, turn_head_##set}
 static const struct kernels SETS[] = {
 #if defined(__x86_64__)
     KERNELS(avx512),
@@ -156,37 +163,125 @@ void swift_attend(const struct swift_layer *layer, const struct swift_step *step
     share_out(attention_task, &both, step->rows * layer->groups, step->threads);
 }
 
-struct rows_of_floats {
-    float *first;
-    const float *second, *third;
+struct add_norm {
+    float *hidden;
+    const float *added, *weight;
+    float epsilon;
     float *output;
     int64_t width;
-    float epsilon;
 };
 
 static void add_norm_task(const void *data, int64_t row, int64_t thread) {
-    const struct rows_of_floats *rows = data;
+    const struct add_norm *rows = data;
     const int64_t at = row * rows->width;
     (void)thread;
-    chosen->add_norm_row(rows->first + at, rows->second ? rows->second + at : 0, rows->third, rows->epsilon, rows->width,
+    chosen->add_norm_row(rows->hidden + at, rows->added ? rows->added + at : 0, rows->weight, rows->epsilon, rows->width,
                          rows->output + at);
 }
 
 /* hidden [N, width] += added [N, width] (may be NULL); output [N, width] = root-mean-square norm times weight. */
 void swift_add_norm(float *hidden, const float *added, const float *weight, float epsilon, float *output, int64_t count,
                     int64_t width, int64_t threads) {
-    const struct rows_of_floats rows = {hidden, added, weight, output, width, epsilon};
+    const struct add_norm rows = {hidden, added, weight, epsilon, output, width};
     share_out(add_norm_task, &rows, count, threads);
 }
 
+struct gate {
+    const float *grads, *gates, *ups;
+    float *dgates, *dups, *output;
+    int64_t width, stride;
+};
+
 static void gate_task(const void *data, int64_t row, int64_t thread) {
-    const struct rows_of_floats *rows = data;
+    const struct gate *rows = data;
     (void)thread;
-    chosen->gate_row(rows->second + row * 2 * rows->width, rows->width, rows->output + row * rows->width);
+    chosen->gate_row(rows->gates + row * rows->stride, rows->ups + row * rows->stride, rows->width,
+                     rows->output + row * rows->width);
 }
 
-/* output [N, width] = silu(gate) * up of [N, 2 * width]. */
-void swift_gate(const float *both, float *output, int64_t count, int64_t width, int64_t threads) {
-    const struct rows_of_floats rows = {0, both, 0, output, width, 0};
+/* output [N, width] = silu(gates) * ups, whose rows lie `stride` apart. */
+void swift_gate(const float *gates, const float *ups, float *output, int64_t count, int64_t width, int64_t stride,
+                int64_t threads) {
+    const struct gate rows = {0, gates, ups, 0, 0, output, width, stride};
     share_out(gate_task, &rows, count, threads);
+}
+
+static void gate_back_task(const void *data, int64_t row, int64_t thread) {
+    const struct gate *rows = data;
+    const int64_t at = row * rows->width;
+    (void)thread;
+    chosen->gate_back_row(rows->grads + at, rows->gates + at, rows->ups + at, rows->width, rows->dgates + at,
+                          rows->dups + at, rows->output + at);
+}
+
+/* The gradients of gates (may overwrite `grads`) and ups from `grads` of the output, and that output; [N, width] each. */
+void swift_gate_back(const float *grads, const float *gates, const float *ups, float *dgates, float *dups,
+                     float *output, int64_t count, int64_t width, int64_t threads) {
+    const struct gate rows = {grads, gates, ups, dgates, dups, output, width, width};
+    share_out(gate_back_task, &rows, count, threads);
+}
+
+struct norm {
+    const float *first, *weight, *normed, *added;
+    float epsilon;
+    float *inverse, *result, *output;
+    int64_t width;
+};
+
+static void norm_task(const void *data, int64_t row, int64_t thread) {
+    const struct norm *rows = data;
+    const int64_t at = row * rows->width;
+    (void)thread;
+    rows->inverse[row] = chosen->norm_row(rows->first + at, rows->weight, rows->epsilon, rows->width, rows->result + at,
+                                          rows->output + at);
+}
+
+/* normed [N, width] = states / rms, inverse [N] = 1 / rms, output = normed * weight (both may be NULL). */
+void swift_norm(const float *states, const float *weight, float epsilon, float *normed, float *inverse, float *output,
+                int64_t count, int64_t width, int64_t threads) {
+    const struct norm rows = {states, weight, 0, 0, epsilon, inverse, normed, output, width};
+    share_out(norm_task, &rows, count, threads);
+}
+
+static void norm_back_task(const void *data, int64_t row, int64_t thread) {
+    const struct norm *rows = data;
+    const int64_t at = row * rows->width;
+    (void)thread;
+    chosen->norm_back_row(rows->first + at, rows->weight, rows->normed + at, rows->inverse[row],
+                          rows->added ? rows->added + at : 0, rows->width, rows->output + at);
+}
+
+/* output [N, width]: the gradient of states from `grads` of the output of swift_norm, plus `added`; weight and added may
+   be NULL, and output may be grads. */
+void swift_norm_back(const float *grads, const float *weight, const float *normed, float *inverse, const float *added,
+                     float *output, int64_t count, int64_t width, int64_t threads) {
+    const struct norm rows = {grads, weight, normed, added, 0, inverse, 0, output, width};
+    share_out(norm_back_task, &rows, count, threads);
+}
+
+struct turn {
+    const float *states, *cosines, *sines;
+    float *output;
+    int64_t heads, depth, row, head, output_row;
+    int back;
+};
+
+static void turn_task(const void *data, int64_t row, int64_t thread) {
+    const struct turn *rows = data;
+    const int64_t angle = row * rows->depth;
+    (void)thread;
+    for (int64_t head = 0; head < rows->heads; head++)
+        chosen->turn_head(rows->states + row * rows->row + head * rows->head, rows->cosines + angle,
+                          rows->sines + angle, rows->depth, rows->back,
+                          rows->output + row * rows->output_row + head * rows->depth);
+}
+
+/* output [N, heads, depth] with rotary positions, or (back) the gradient of states that were turned. Rows of states lie
+   `row` apart and heads `head`, rows of the output `output_row`; cosines and sines [N, depth], these negative in their
+   first half. */
+void swift_turn(const float *states, const float *cosines, const float *sines, float *output, int64_t count,
+                int64_t heads, int64_t depth, int64_t row, int64_t head, int64_t output_row, int64_t back,
+                int64_t threads) {
+    const struct turn rows = {states, cosines, sines, output, heads, depth, row, head, output_row, back != 0};
+    share_out(turn_task, &rows, count, threads);
 }

@@ -1,4 +1,4 @@
-/* The kernels of decode.c for one instruction set: compiled once for each, with TARGET and NAME(x) defined by decode.c.
+/* The kernels of kernels.c for one instruction set: compiled once for each, with TARGET and NAME(x) defined there.
 
    Vectors are those of GCC and Clang, 16 floats wide; the compiler splits them where registers are narrower. What a row
    gets is computed from that row alone, in an order that depends on its own lengths only. */
@@ -245,11 +245,67 @@ TARGET static void NAME(add_norm_row)(float *hidden, const float *added, const f
         NAME(store)(output + i, NAME(load)(hidden + i) * inverse * NAME(load)(weight + i));
 }
 
-/* output = silu(gate) * up; [2 * width] holds gate and up */
-TARGET static void NAME(gate_row)(const float *both, int64_t width, float *output) {
+/* output = gate * s(gate) * up, with s the logistic function */
+TARGET static void NAME(gate_row)(const float *gates, const float *ups, int64_t width, float *output) {
     for (int64_t i = 0; i < width; i += LANES) {
-        const vec gate = NAME(load)(both + i);
-        NAME(store)(output + i, gate / (1.0f + NAME(exponential)(-gate)) * NAME(load)(both + width + i));
+        const vec gate = NAME(load)(gates + i);
+        NAME(store)(output + i, gate / (1.0f + NAME(exponential)(-gate)) * NAME(load)(ups + i));
+    }
+}
+
+/* From the gradient of gate_row's output: its output again and the gradients of gates (may overwrite `grads`) and ups. */
+TARGET static void NAME(gate_back_row)(const float *grads, const float *gates, const float *ups, int64_t width,
+                                       float *dgates, float *dups, float *output) {
+    for (int64_t i = 0; i < width; i += LANES) {
+        const vec grad = NAME(load)(grads + i), gate = NAME(load)(gates + i), up = NAME(load)(ups + i);
+        const vec slope = 1.0f / (1.0f + NAME(exponential)(-gate)), active = gate * slope;
+        NAME(store)(output + i, active * up);
+        NAME(store)(dups + i, grad * active);
+        NAME(store)(dgates + i, grad * up * (slope + active * (1.0f - slope)));
+    }
+}
+
+/* normed = row / rms(row), and output = normed * weight if there is a weight; returns 1 / rms(row). */
+TARGET static float NAME(norm_row)(const float *row, const float *weight, float epsilon, int64_t width, float *normed,
+                                   float *output) {
+    const float inverse = NAME(inverse_rms)(row, width, epsilon);
+    for (int64_t i = 0; i < width; i += LANES) {
+        const vec part = NAME(load)(row + i) * inverse;
+        NAME(store)(normed + i, part);
+        if (weight)
+            NAME(store)(output + i, part * NAME(load)(weight + i));
+    }
+    return inverse;
+}
+
+/* The gradient of what went into norm_row from `grads` of what came out, plus `added`; weight and added may be NULL. */
+TARGET static void NAME(norm_back_row)(const float *grads, const float *weight, const float *normed, float inverse,
+                                       const float *added, int64_t width, float *output) {
+    vec sums = {0};
+    for (int64_t i = 0; i < width; i += LANES) {
+        vec grad = NAME(load)(grads + i);
+        if (weight)
+            grad *= NAME(load)(weight + i);
+        sums += grad * NAME(load)(normed + i);
+    }
+    const float mean = NAME(sum)(sums) / (float)width;
+    for (int64_t i = 0; i < width; i += LANES) {
+        vec grad = NAME(load)(grads + i);
+        if (weight)
+            grad *= NAME(load)(weight + i);
+        grad = (grad - NAME(load)(normed + i) * mean) * inverse;
+        NAME(store)(output + i, added ? grad + NAME(load)(added + i) : grad);
+    }
+}
+
+/* One head with rotary position, or (back) the gradient of one that was turned. */
+TARGET static void NAME(turn_head)(const float *restrict head, const float *restrict cos, const float *restrict sin,
+                                   int64_t depth, int back, float *restrict output) {
+    const int64_t half = depth / 2;
+    const float *first = back ? sin + half : sin, *second = back ? sin : sin + half;
+    for (int64_t d = 0; d < half; d++) {
+        output[d] = head[d] * cos[d] + head[d + half] * first[d];
+        output[d + half] = head[d + half] * cos[d + half] + head[d] * second[d];
     }
 }
 
