@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 LANES = 16
 """Widths are multiples of this many floats."""
 
+PANEL = 32
+"""Columns of a matrix that `Kernels.product` multiplies at once."""
+
 FEW_FLOATS = 16_384
 """Up to these, one thread is through before a second has begun."""
 
@@ -85,6 +88,8 @@ class Kernels:
         self.norm: Any = _declared(library.swift_norm, pointer, pointer, real, *[pointer] * 3, *[number] * 3)
         self.norm_back: Any = _declared(library.swift_norm_back, *[pointer] * 6, *[number] * 3)
         self.turn: Any = _declared(library.swift_turn, *[pointer] * 4, *[number] * 8)
+        self.product: Any = _declared(library.swift_product, *[pointer] * 4, *[number] * 4)
+        self.pack: Any = _declared(library.swift_pack, *[pointer] * 2, *[number] * 3)
         self.threaded = _use_threads(library)
 
 

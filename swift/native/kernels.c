@@ -10,6 +10,8 @@
 #include <string.h>
 
 #define LANES 16
+#define PANEL 32 /* columns of a matrix that are multiplied at once */
+#define DEPTH 256 /* rows of a panel that are summed at once; as many as stay in the nearest cache */
 typedef float vec __attribute__((vector_size(64)));
 typedef float vec_in_memory __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t integers __attribute__((vector_size(64)));
@@ -54,20 +56,26 @@ void swift_use_threads(run_threads entry) {
 #if defined(__x86_64__)
 #define TARGET __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma")))
 #define NAME(x) x##_avx512
+#define ROWS 8 /* with a panel's columns they fill the registers */
 #include "kernels.h"
 #undef TARGET
 #undef NAME
+#undef ROWS
 #define TARGET __attribute__((target("avx2,fma")))
 #define NAME(x) x##_avx2
+#define ROWS 3
 #include "kernels.h"
 #undef TARGET
 #undef NAME
+#undef ROWS
 #endif
 #define TARGET
 #define NAME(x) x##_plain
+#define ROWS 2
 #include "kernels.h"
 #undef TARGET
 #undef NAME
+#undef ROWS
 
 struct kernels {
     const char *name;
@@ -78,11 +86,12 @@ struct kernels {
     float (*norm_row)(const float *, const float *, float, int64_t, float *, float *);
     void (*norm_back_row)(const float *, const float *, const float *, float, const float *, int64_t, float *);
     void (*turn_head)(const float *, const float *, const float *, int64_t, int, float *);
+    void (*product_rows)(const float *, int64_t, const float *, const float *, int64_t, float *, int64_t, int64_t);
 };
 
 #define KERNELS(set)                                                                                                   \
     {#set, attend_one_##set, add_norm_row_##set, gate_row_##set, gate_back_row_##set, norm_row_##set,                  \
-     norm_back_row_##set, turn_head_##set}
+     norm_back_row_##set, turn_head_##set, product_rows_##set}
 static const struct kernels SETS[] = {
 #if defined(__x86_64__)
     KERNELS(avx512),
@@ -284,4 +293,61 @@ void swift_turn(const float *states, const float *cosines, const float *sines, f
                 int64_t threads) {
     const struct turn rows = {states, cosines, sines, output, heads, depth, row, head, output_row, back != 0};
     share_out(turn_task, &rows, count, threads);
+}
+
+struct product {
+    const float *rows, *panels, *bias;
+    float *output;
+    int64_t count, depth, width, portion, portions;
+};
+
+static void product_task(const void *data, int64_t index, int64_t thread) {
+    const struct product *all = data;
+    const int64_t panel = index / all->portions, column = panel * PANEL;
+    const int64_t row = index % all->portions * all->portion;
+    const int64_t count = all->count - row < all->portion ? all->count - row : all->portion;
+    const int64_t columns = all->width - column < PANEL ? all->width - column : PANEL;
+    (void)thread;
+    chosen->product_rows(all->rows + row * all->depth, all->depth, all->panels + panel * all->depth * PANEL,
+                         all->bias ? all->bias + column : 0, count, all->output + row * all->width + column, all->width,
+                         columns);
+}
+
+/* output [N, M] = rows [N, K] times a matrix in panels [ceil(M / 32), K, 32], plus bias [32 ceil(M / 32)] (may be NULL).
+   The sums of a row are taken in the same order whatever rows are beside it. */
+void swift_product(const float *rows, const float *panels, const float *bias, float *output, int64_t count,
+                   int64_t depth, int64_t width, int64_t threads) {
+    const int64_t num_panels = (width + PANEL - 1) / PANEL;
+    int64_t portion = 128; /* rows that stay in the cache beside a panel; fewer where threads would have nothing to do */
+    while (portion > 8 && num_panels * ((count + portion - 1) / portion) < 4 * threads)
+        portion /= 2;
+    const int64_t portions = (count + portion - 1) / portion;
+    const struct product all = {rows, panels, bias, output, count, depth, width, portion, portions};
+    share_out(product_task, &all, num_panels * portions, threads);
+}
+
+struct packing {
+    const float *weight;
+    float *panels;
+    int64_t width, depth;
+};
+
+static void packing_task(const void *data, int64_t panel, int64_t thread) {
+    const struct packing *all = data;
+    const int64_t first = panel * PANEL, columns = all->width - first < PANEL ? all->width - first : PANEL;
+    const float *weight = all->weight + first * all->depth;
+    float *panels = all->panels + first * all->depth;
+    (void)thread;
+    for (int64_t start = 0; start < all->depth; start += LANES) { /* a line of each row at a time */
+        const int64_t stop = start + LANES < all->depth ? start + LANES : all->depth;
+        for (int64_t column = 0; column < PANEL; column++)
+            for (int64_t k = start; k < stop; k++)
+                panels[k * PANEL + column] = column < columns ? weight[column * all->depth + k] : 0;
+    }
+}
+
+/* panels [ceil(M / 32), K, 32] of weight [M, K]; columns beyond M are zero. */
+void swift_pack(const float *weight, float *panels, int64_t width, int64_t depth, int64_t threads) {
+    const struct packing all = {weight, panels, width, depth};
+    share_out(packing_task, &all, (width + PANEL - 1) / PANEL, threads);
 }

@@ -309,4 +309,54 @@ TARGET static void NAME(turn_head)(const float *restrict head, const float *rest
     }
 }
 
+/* output [count, 32] += rows [count, depth] times a panel [depth, 32]; rows lie `row_stride` apart, and `columns` of each
+   32 are there. */
+INLINE void NAME(product_block)(const float *rows, int64_t row_stride, int64_t depth, const float *panel,
+                                const int count, float *output, int64_t stride, int64_t columns) {
+    vec sums[ROWS][2];
+    for (int r = 0; r < count; r++)
+        sums[r][0] = sums[r][1] = (vec){0};
+    for (int64_t k = 0; k < depth; k++) {
+        const vec left = NAME(load)(panel + k * PANEL), right = NAME(load)(panel + k * PANEL + LANES);
+        for (int r = 0; r < count; r++) {
+            const float state = rows[r * row_stride + k];
+            sums[r][0] += state * left;
+            sums[r][1] += state * right;
+        }
+    }
+    for (int r = 0; r < count; r++) {
+        float *line = output + r * stride;
+        if (columns == PANEL) {
+            NAME(store)(line, NAME(load)(line) + sums[r][0]);
+            NAME(store)(line + LANES, NAME(load)(line + LANES) + sums[r][1]);
+        } else {
+            float whole[PANEL];
+            NAME(store)(whole, sums[r][0]);
+            NAME(store)(whole + LANES, sums[r][1]);
+            for (int64_t column = 0; column < columns; column++)
+                line[column] += whole[column];
+        }
+    }
+}
+
+/* output [count, columns] = bias [32] (may be NULL) plus the product. Sums over depth are taken in blocks, which are
+   added up: their rounding errors are those of short sums. */
+TARGET static void NAME(product_rows)(const float *rows, int64_t depth, const float *panel, const float *bias,
+                                      int64_t count, float *output, int64_t stride, int64_t columns) {
+    for (int64_t r = 0; r < count; r++)
+        for (int64_t column = 0; column < columns; column++)
+            output[r * stride + column] = bias ? bias[column] : 0;
+    for (int64_t start = 0; start < depth; start += DEPTH) {
+        const int64_t length = depth - start < DEPTH ? depth - start : DEPTH;
+        const float *states = rows + start, *part = panel + start * PANEL;
+        int64_t r = 0;
+        for (; r + ROWS <= count; r += ROWS)
+            NAME(product_block)(states + r * depth, depth, length, part, ROWS, output + r * stride, stride, columns);
+        for (; r + ROWS / 2 <= count && ROWS > 2; r += ROWS / 2)
+            NAME(product_block)(states + r * depth, depth, length, part, ROWS / 2, output + r * stride, stride, columns);
+        for (; r < count; r++)
+            NAME(product_block)(states + r * depth, depth, length, part, 1, output + r * stride, stride, columns);
+    }
+}
+
 #undef INLINE

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from swift.models import cpu_linear
 from swift.models.forward import Span, choose_attention
-from swift.rollout.engines import decode_step
+from swift.rollout.engines import decode_step, plain_decoder
 from swift.rollout.engines.plain_decoder import PlainDecoder, obstacle
 from swift.rollout.engines.prompt_cache import Prefill, PromptCache
 from swift.rollout.engines.scripted import scripted
@@ -31,9 +33,17 @@ def decoder(family="qwen2", **more):
     choose_attention(model)
     assert obstacle(model) is None
     found = PlainDecoder(model)
-    found.refresh()
-    found._native = None  # the kernels of `swift.native` are compared with this in test_native_step.py
+    with without_kernels():
+        found.refresh()
     return found
+
+
+@contextmanager
+def without_kernels():
+    """What machines without a compiler do; test_native_step.py compares the kernels with this."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plain_decoder, "kernels", lambda: None)
+        yield
 
 
 def decode(decoder, prompts, which, *, leaving=(), joining=(), compute):

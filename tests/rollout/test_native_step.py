@@ -12,10 +12,10 @@ from test_decode_step import CASES, decode, decoder
 
 from swift.errors import ConfigError
 from swift.models import cpu_linear
+from swift.models.cpu_panels import Panels
 from swift.models.forward import Span
 from swift.native import Kernels, Layer, Step, library_path
-from swift.rollout.engines import decode_step
-from swift.rollout.engines.native_step import NativeStep
+from swift.rollout.engines import decode_step, plain_decoder
 from swift.rollout.engines.prompt_cache import PromptCache
 
 pytestmark = pytest.mark.skipif(library_path() is None, reason="swift was installed without a compiler")
@@ -33,11 +33,13 @@ def kernels(request, tmp_path_factory):
         pytest.skip(f"this processor has no {request.param}")
 
 
-def native_step(found, kernels):
-    scales = [layer.scale for layer in found._layers]
-    embeddings = found._decoder.embed_tokens.weight
-    assert NativeStep.obstacle(embeddings, found._weights, found._layers[0].depth) is None
-    return NativeStep(kernels, embeddings, found._weights, found._last, scales, found._layers[0].depth)
+def use(kernels, found):
+    """Let a decoder take its weights again, for these kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plain_decoder, "kernels", lambda: kernels)
+        found.refresh()
+    assert found._native is not None
+    return found
 
 
 FAMILIES = [
@@ -57,7 +59,7 @@ def test_logits_are_those_of_pytorchs_operations(family, more, case, kernels):
     found = decoder(family, **more)
     prompts, which, leaving, joining = CASES[case]
     expected = decode(found, prompts, which, leaving=leaving, joining=joining, compute=found.logits)
-    found._native = native_step(found, kernels)
+    use(kernels, found)
     own = decode(found, prompts, which, leaving=leaving, joining=joining, compute=found.step)
     for one, other in zip(own, expected, strict=True):
         assert one.shape == other.shape
@@ -67,8 +69,7 @@ def test_logits_are_those_of_pytorchs_operations(family, more, case, kernels):
 @needs_onednn
 @torch.inference_mode()
 def test_a_row_has_the_same_bits_beside_any_others_and_with_any_number_of_threads(kernels):
-    found = decoder("qwen3")
-    found._native = native_step(found, kernels)
+    found = use(kernels, decoder("qwen3"))
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
@@ -186,12 +187,48 @@ def test_norms_and_gates_against_float64(width, threads, kernels):
 
 @needs_onednn
 @torch.inference_mode()
-@pytest.mark.parametrize("more", [{"hidden_size": 72}, {"head_dim": 24}, {"intermediate_size": 100}])
-def test_other_widths_are_left_to_pytorch(more):
-    found = decoder("qwen2", **more)
-    embeddings, depth = found._decoder.embed_tokens.weight, found._layers[0].depth
-    assert NativeStep.obstacle(embeddings, found._weights, depth) == "widths that are no multiples of 16"
+@pytest.mark.parametrize(
+    "more", [{"hidden_size": 72}, {"head_dim": 24}, {"intermediate_size": 100}, {"hidden_act": "gelu"}]
+)
+def test_other_widths_and_activations_are_left_to_pytorch(more):
+    found = decoder("llama", **more)
     found.refresh()
     assert found._native is None
     prompts, which, *_ = CASES["a batch of groups"]
     assert decode(found, prompts, which, compute=found.step)[-1].isfinite().all()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("width", "depth"), [(32, 16), (256, 128), (263, 40), (7, 3), (1, 1), (96, 1000)])
+def test_products_with_panels_are_those_of_float64_and_a_row_has_the_same_bits_anywhere(width, depth, bias, kernels):
+    torch.manual_seed(0)
+    weight, offsets = torch.randn(width, depth), torch.randn(width) if bias else None
+    panels = Panels(kernels, weight, offsets)
+    rows = torch.randn(300, depth)
+    expected = rows.double() @ weight.double().T + (0 if offsets is None else offsets.double())
+    whole = panels(rows)
+    assert whole.shape == (300, width)
+    assert (whole - expected).abs().max() < 3e-6 * depth**0.5
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3, 7, 8, 13, 64, 200):
+            torch.set_num_threads(1 + count % 2)
+            assert torch.equal(panels(rows[:count].contiguous()), whole[:count])
+            assert torch.equal(panels(rows[-count:].contiguous()), whole[-count:])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_panels_take_no_rows_of_another_kind(kernels):
+    panels = Panels(kernels, torch.randn(32, 16))
+    for rows in (torch.randn(4, 15), torch.randn(4, 16).double(), torch.randn(16, 4).t(), torch.randn(16)):
+        with pytest.raises(ValueError, match=r"float32 \[N, 16\] without gaps is taken"):
+            panels(rows)
+    assert panels(torch.empty(0, 16)).shape == (0, 32)
+
+
+def test_a_batch_gives_its_panels_back(kernels):
+    with torch.inference_mode():
+        found = use(kernels, decoder())
+    found.drop()
+    assert found._native is None and found._head is None

@@ -1,7 +1,7 @@
-"""A decode step with the compiled kernels of `swift.native`: per layer four products of PyTorch and four calls between.
+"""A decode step with the compiled kernels of `swift.native`: a few calls per layer, no other passes over the states.
 
-It computes what `decode_step.decode` computes, up to rounding, from the same weights and the same cache. Rows need no
-masks here and none is moved: each is told where it is, and reads as many positions as it has.
+It computes what `decode_step.decode` computes, up to rounding, from the same cache. Rows need no masks here and none is
+moved: each is told where it is, and reads as many positions as it has. What a row gets does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -9,123 +9,136 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from swift.models.cpu_panels import Panels
 from swift.native import LANES, Kernels, Layer, Step, threads_for
-from swift.rollout.engines.decode_step import product
 from swift.rollout.engines.prompt_cache import PromptCache
 
 
+@dataclass(frozen=True, slots=True)
+class NativeLayer:
+    """The weights of a decoder layer, whose activation is silu."""
+
+    norm: Tensor
+    """[hidden], before attention."""
+    epsilon: float
+    """Of this norm and the one before the MLP."""
+    heads: Panels
+    """Queries, keys and values."""
+    query_norm: Tensor | None
+    """[D]"""
+    key_norm: Tensor | None
+    """[D]"""
+    head_epsilon: float
+    scale: float
+    """Of softmax."""
+    output: Panels
+    inner_norm: Tensor
+    """[hidden], before the MLP."""
+    inner: Panels
+    """Gates and ups."""
+    down: Panels
+
+
+def takes(*widths: int) -> bool:
+    """Whether the kernels take states, heads and inner states of these widths."""
+    return all(width % LANES == 0 for width in widths)
+
+
 class NativeStep:
-    """The weights of a model as `decode_step.decode` takes them, and its step.
+    """The step of a model whose weights have been packed.
 
     Args:
         kernels: compiled.
         embeddings: [V, hidden].
-        weights: of each layer.
-        last: behind the layers.
-        scales: softmax scale of each layer.
+        layers: all of one shape.
+        norm: [hidden], behind the layers.
+        epsilon: of that norm.
+        head: gives the logits.
         depth: D, width of a head.
+        groups: Hkv, key/value heads.
     """
 
     def __init__(
         self,
         kernels: Kernels,
         embeddings: Tensor,
-        weights: Sequence[Sequence[Tensor | None]],
-        last: Sequence[Tensor | None],
-        scales: Sequence[float],
+        layers: Sequence[NativeLayer],
+        norm: Tensor,
+        epsilon: float,
+        head: Panels,
         depth: int,
+        groups: int,
     ) -> None:
-        self._kernels, self._embeddings, self._weights, self._last = kernels, embeddings, weights, last
+        self._kernels, self._embeddings, self._weights, self._head = kernels, embeddings, layers, head
+        self._norms = [(part.norm, part.epsilon) for part in layers] + [(norm, epsilon)]
+        self._heads = layers[0].heads.width // depth - 2 * groups
         self._depth = depth
-        self._layers = [Layer() for _ in weights]
-        for layer, parts, scale in zip(self._layers, weights, scales, strict=True):
-            layer.query_norm, layer.key_norm = (None if part is None else part.data_ptr() for part in parts[4:6])
-            layer.epsilon = 0.0 if parts[6] is None else float(parts[6])
-            layer.depth, layer.scale = depth, scale
-        self._pointers = [ctypes.byref(layer) for layer in self._layers]
-        self._epsilons = [_number(parts[1]) for parts in (*weights, last)]
+        self._layers = [
+            Layer(
+                query_norm=None if one.query_norm is None else one.query_norm.data_ptr(),
+                key_norm=None if one.key_norm is None else one.key_norm.data_ptr(),
+                heads=self._heads,
+                groups=groups,
+                depth=depth,
+                epsilon=one.head_epsilon,
+                scale=one.scale,
+            )
+            for one in layers
+        ]
+        self._share = 0  # floats of workspace for each thread
         self._workspace = torch.empty(0)
         self._seen: weakref.ref[PromptCache] | None = None
         self._arrangement = -1
-        self._room = 0  # floats of workspace per thread
-
-    @staticmethod
-    def obstacle(embeddings: Tensor, weights: Sequence[Sequence[Tensor | None]], depth: int) -> str | None:
-        """Why the kernels do not take these weights, in a few words."""
-        widths = [embeddings.shape[1], depth]
-        for parts in weights:
-            inner = parts[10]
-            assert inner is not None
-            widths.append(inner.shape[0 if inner.is_mkldnn else 1] // 2)
-        if any(width % LANES for width in widths):
-            return f"widths that are no multiples of {LANES}"
-        found = [part for parts in weights for part in parts if part is not None]
-        if not all(part.is_mkldnn or part.is_contiguous() for part in found):
-            return "weights that are not contiguous"
-        return None
 
     def __call__(self, ids: Tensor, positions: Tensor, table: tuple[Tensor, Tensor], cache: PromptCache) -> Tensor:
         """Logits [R, V] of the next token of each row of a cache, whose step has begun.
 
         Args:
-            ids: [N], N >= R.
-            positions: [N].
-            table: cosines and sines [T, 1, D] of more positions than a row has.
+            ids: [R].
+            positions: [R].
+            table: cosines and sines [T, 1, D] of more positions than a row has, the sines negative in their first half.
             cache: of the rows.
         """
-        kernels, weights = self._kernels, self._weights
-        threads = torch.get_num_threads()
+        kernels = self._kernels
         hidden = torch.nn.functional.embedding(ids, self._embeddings)
-        num_rows, width = hidden.shape
+        count, width = hidden.shape
         normed = torch.empty_like(hidden)
-        some = threads_for(hidden.numel())
-        hidden_at, normed_at = hidden.data_ptr(), normed.data_ptr()
+        attended = hidden.new_empty(count, self._heads * self._depth)
+        active = hidden.new_empty(count, self._weights[0].inner.width // 2)
+        step = self._begin(positions, table, cache)
+        step.output = attended.data_ptr()
+        sizes = count, width, threads_for(hidden.numel())
 
-        def add_norm(added: Tensor | None, index: int, weight: Tensor | None) -> Tensor:
-            """`hidden` with what is added, and its norm."""
-            assert weight is not None
+        def add_norm(added: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
+            """Add to the states; their norm."""
             pointer = None if added is None else added.data_ptr()
-            epsilon = self._epsilons[index]
-            kernels.add_norm(hidden_at, pointer, weight.data_ptr(), epsilon, normed_at, num_rows, width, some)
+            kernels.add_norm(hidden.data_ptr(), pointer, weight.data_ptr(), epsilon, normed.data_ptr(), *sizes)
             return normed
 
-        step = self._begin(positions, table, cache, threads)
-        pointer = ctypes.byref(step)
-        attended: Tensor | None = None
-        active: Tensor | None = None
-        states = add_norm(None, 0, weights[0][0])
-        for index, parts in enumerate(weights):
-            heads, heads_bias, output, output_bias, inner, inner_bias, down, down_bias = _matrices(parts)
-            turning = product(states, heads, heads_bias)
-            if attended is None:
-                of_heads = turning.shape[1] - 2 * self._layers[index].groups * self._depth
-                attended = turning.new_zeros(num_rows, of_heads)
-            step.states, step.output = turning.data_ptr(), attended.data_ptr()
-            kernels.attend(self._pointers[index], pointer)
-            states = add_norm(product(attended, output, output_bias), index, parts[9])
-            both = product(states, inner, inner_bias)
-            if active is None:
-                active = both.new_empty(num_rows, both.shape[1] // 2)
-            gates, inner_width = both.data_ptr(), active.shape[1]
-            ups = gates + inner_width * both.element_size()
-            kernels.gate(gates, ups, active.data_ptr(), num_rows, inner_width, both.shape[1], threads_for(both.numel()))
-            following = weights[index + 1] if index + 1 < len(weights) else self._last
-            states = add_norm(product(active, down, down_bias), index + 1, following[0])
-        head = self._last[2]
-        assert head is not None
-        logits = product(states, head, self._last[3])
-        return logits.narrow(0, 0, cache.num_rows) if cache.num_rows < num_rows else logits
+        states = add_norm(None, *self._norms[0])
+        for layer, weights, following in zip(self._layers, self._weights, self._norms[1:], strict=True):
+            turning = weights.heads(states)
+            step.states = turning.data_ptr()
+            kernels.attend(ctypes.byref(layer), ctypes.byref(step))
+            states = add_norm(weights.output(attended), weights.inner_norm, weights.epsilon)
+            both = weights.inner(states)
+            gates, ups = both.data_ptr(), both.data_ptr() + both.nbytes // (2 * count)
+            kernels.gate(gates, ups, active.data_ptr(), *active.shape, both.shape[1], threads_for(both.numel()))
+            states = add_norm(weights.down(active), *following)
+        return self._head(states)
 
-    def _begin(self, positions: Tensor, table: tuple[Tensor, Tensor], cache: PromptCache, threads: int) -> Step:
+    def _begin(self, positions: Tensor, table: tuple[Tensor, Tensor], cache: PromptCache) -> Step:
         """The rows of a step."""
         if self._seen is None or self._seen() is not cache or self._arrangement != cache.arrangement:
             self._look_at(cache)
-        if self._workspace.numel() < threads * self._room:
-            self._workspace = torch.empty(threads * self._room)
+        threads = torch.get_num_threads()
+        if self._workspace.numel() < threads * self._share:
+            self._workspace = torch.empty(threads * self._share)
         slots, own, prompts = cache.rows()
         cosines, sines = table
         return Step(
@@ -136,36 +149,16 @@ class NativeStep:
             cosines=cosines.data_ptr(),
             sines=sines.data_ptr(),
             workspace=self._workspace.data_ptr(),
-            share=self._room,
+            share=self._share,
             rows=cache.num_rows,
             threads=threads,
         )
 
     def _look_at(self, cache: PromptCache) -> None:
         """Take down where the tensors of a cache are."""
-        for index, (layer, parts) in enumerate(zip(self._layers, cache.layers, strict=True)):
-            keys, _, own_keys, _ = parts
+        for layer, parts in zip(self._layers, cache.layers, strict=True):
             layer.prompt_keys, layer.prompt_values, layer.own_keys, layer.own_values = (p.data_ptr() for p in parts)
-            _, layer.groups, _, layer.width = keys.shape
-            layer.size, layer.room = own_keys.shape[2], own_keys.shape[4]
-            heads = self._weights[index][2]
-            assert heads is not None
-            rows = heads.shape[0 if heads.is_mkldnn else 1]
-            layer.heads = rows // self._depth - 2 * layer.groups
-        shared = layer.heads // layer.groups
-        self._room = (2 * shared + 1) * self._depth + shared * (layer.width + layer.room)
+            layer.width, layer.size, layer.room = parts[0].shape[3], parts[2].shape[2], parts[2].shape[4]
+        shared = self._heads // layer.groups
+        self._share = (2 * shared + 1) * self._depth + shared * (layer.width + layer.room)
         self._seen, self._arrangement = weakref.ref(cache), cache.arrangement
-
-
-def _number(value: Tensor | None) -> float:
-    assert value is not None
-    return float(value)
-
-
-def _matrices(
-    parts: Sequence[Tensor | None],
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Heads, output, inner and down with their biases."""
-    heads, output, inner, down = parts[2], parts[7], parts[10], parts[12]
-    assert heads is not None and output is not None and inner is not None and down is not None
-    return heads, parts[3], output, parts[8], inner, parts[11], down, parts[13]

@@ -2,9 +2,9 @@
 
 transformers' forward spends more on masks, wrappers and small operations than a decode step of a small model takes,
 and its products go through MKL. Here a step is the arithmetic alone: one product for queries, keys and values,
-attention that reads a shared prompt once (`prompt_cache`), and on a CPU oneDNN's products with packed weights
-(`swift.models.cpu_linear`) and compiled kernels between them (`native_step`, `swift.native`). LoRA adapters are added
-into the packed copies.
+attention that reads a shared prompt once (`prompt_cache`), and on a CPU packed weights and compiled kernels
+(`native_step`, `swift.native`) or, where there are none, oneDNN's products (`swift.models.cpu_linear`). LoRA adapters
+are added into the packed copies.
 
 It is used for models that are known to be no more than this, and after a trial against their own forward pass. Anything
 else (hooks, patched layers, autocast, quantised or spread weights, other types) keeps the model's own forward.
@@ -19,13 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from swift.models import cpu_linear
+from swift.models.cpu_panels import Panels
 from swift.models.cpu_rows import constant
 from swift.models.forward import Span, TokenSequence, is_packed, pack, packed_logits, transformers_model
 from swift.models.sharded import is_spread
-from swift.native import kernels
-from swift.rollout.engines import decode_step
+from swift.native import Kernels, kernels
+from swift.rollout.engines import decode_step, native_step
 from swift.rollout.engines.decode_step import BLOCK
-from swift.rollout.engines.native_step import NativeStep
+from swift.rollout.engines.native_step import NativeLayer, NativeStep
 from swift.rollout.engines.prompt_cache import Prefill, PromptCache
 from swift.rollout.engines.scripted import scripted
 
@@ -181,7 +182,7 @@ class PlainDecoder:
         self._turns = _Turns(self._decoder.rotary_emb)
         weights = sum(weight.numel() for weight in {module_weight(one) for one in _linears(base)}) * 4
         self._small = weights <= PACKED_BYTES
-        self.fast = self.packs = False
+        self.fast = False
         self._head: _Product | None = None
         self._weights: list[list[Tensor | None]] = []  # of `decode_step`, where all are packed
         self._last: list[Tensor | None] = []
@@ -238,25 +239,31 @@ class PlainDecoder:
 
     def refresh(self) -> None:
         """Take the weights as they are now, where they are now."""
-        self.fast = next(self.model.parameters()).device.type == "cpu" and cpu_linear.available()
-        self.packs = self.fast and self._small
+        on_cpu = next(self.model.parameters()).device.type == "cpu"
+        self.fast = on_cpu and cpu_linear.available()
+        found = kernels() if on_cpu and self._small and self._is_for_kernels() else None
+        packs = self._small and (self.fast or found is not None)
         for layer in self._layers:
-            layer.refresh(fast=self.fast, packs=self.packs)
-        self._head = _Product([self._base.lm_head], fast=self.fast, packs=self.packs)
-        plain = all(layer.is_silu for layer in self._layers)
-        self._weights = [layer.weights() for layer in self._layers] if self.packs and plain else []
+            layer.refresh(fast=self.fast, packs=packs, kernels=found)
+        self._head = _Product([self._base.lm_head], fast=self.fast, packs=packs, kernels=found)
         norm = _Norm(self._decoder.norm)
+        scripts = packs and found is None and all(layer.is_silu for layer in self._layers)
+        self._weights = [layer.weights() for layer in self._layers] if scripts else []
         self._last = [norm.weight, norm.epsilon, *self._head.packed] if self._weights else []
-        self._native = self._compiled()
+        self._native = self._compiled(found, norm) if found is not None else None
 
-    def _compiled(self) -> NativeStep | None:
-        """The step with compiled kernels, where there are any and they take these weights."""
-        found = kernels() if self._weights else None
-        embeddings, depth = self._decoder.embed_tokens.weight, self._layers[0].depth
-        if found is None or NativeStep.obstacle(embeddings, self._weights, depth) is not None:
-            return None
-        scales = [layer.scale for layer in self._layers]
-        return NativeStep(found, embeddings, self._weights, self._last, scales, depth)
+    def _is_for_kernels(self) -> bool:
+        first = self._layers[0]
+        inner = module_weight(first.layer.mlp.gate_proj).shape[0]
+        widths = first.depth, inner, self._decoder.embed_tokens.weight.shape[1]
+        return all(layer.is_silu for layer in self._layers) and native_step.takes(*widths)
+
+    def _compiled(self, found: Kernels, norm: _Norm) -> NativeStep:
+        assert self._head is not None and self._head.panels is not None
+        embeddings, first = self._decoder.embed_tokens.weight, self._layers[0]
+        layers = [layer.native() for layer in self._layers]
+        epsilon = float(norm.epsilon)
+        return NativeStep(found, embeddings, layers, norm.weight, epsilon, self._head.panels, first.depth, first.groups)
 
     def drop(self) -> None:
         """Give packed copies back; `refresh` comes before the next use."""
@@ -289,13 +296,15 @@ class PlainDecoder:
             positions: [R].
             cache: of the rows.
         """
-        table = self._turns.table(cache.most_positions, self._decoder.norm.weight) if self._weights else None
+        table = None
+        if self._weights or self._native is not None:
+            table = self._turns.table(cache.most_positions, self._decoder.norm.weight)
         if table is None:
             return self.logits(ids, positions, cache)
-        count = ids.shape[0]
-        ids, positions = self._filled(ids, positions)
         if self._native is not None:
             return self._native(ids, positions, table, cache)
+        count = ids.shape[0]
+        ids, positions = self._filled(ids, positions)
         caches = [list(layer) for layer in cache.layers]
         scales = [decode_step.scalar(layer.scale) for layer in self._layers]
         fixed = (self._decoder.embed_tokens.weight, *table, self._weights, self._last)
@@ -307,8 +316,13 @@ class PlainDecoder:
         hidden = nn.functional.embedding(ids, self._decoder.embed_tokens.weight)
         return hidden, self._turns(positions, hidden)
 
+    @property
+    def _rounds(self) -> bool:
+        """Whether products want few different numbers of rows."""
+        return self.fast and self._native is None
+
     def _filled(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        if self.fast and (more := cpu_linear.rounded_rows(ids.shape[0]) - ids.shape[0]):
+        if self._rounds and (more := cpu_linear.rounded_rows(ids.shape[0]) - ids.shape[0]):
             return nn.functional.pad(ids, (0, more)), nn.functional.pad(positions, (0, more))
         return ids, positions
 
@@ -316,7 +330,7 @@ class PlainDecoder:
         """Logits of the states behind the last layer."""
         assert self._head is not None, "refresh comes first"
         wanted = hidden.shape[0]
-        if self.fast and (more := cpu_linear.rounded_rows(wanted) - wanted):
+        if self._rounds and (more := cpu_linear.rounded_rows(wanted) - wanted):
             hidden = nn.functional.pad(hidden, (0, 0, 0, more))
         return self._head(_Norm(self._decoder.norm)(hidden))[:wanted]
 
@@ -375,12 +389,12 @@ class _Layer:
         self.groups = module_weight(attention.k_proj).shape[0] // self.depth
         self.normed = hasattr(attention, "q_norm")
 
-    def refresh(self, *, fast: bool, packs: bool) -> None:
+    def refresh(self, *, fast: bool, packs: bool, kernels: Kernels | None) -> None:
         """Take the weights as they are now."""
         attention, mlp = self.layer.self_attn, self.layer.mlp
 
         def product(*modules: nn.Module) -> _Product:
-            return _Product(modules, fast=fast, packs=packs)
+            return _Product(modules, fast=fast, packs=packs, kernels=kernels)
 
         self.to_heads = product(attention.q_proj, attention.k_proj, attention.v_proj)
         self.to_output = product(attention.o_proj)
@@ -408,6 +422,28 @@ class _Layer:
             *self.to_inner.packed,
             *self.to_down.packed,
         ]
+
+    def native(self) -> NativeLayer:
+        """Those of `native_step`; all are packed in panels."""
+        before_attention, before_mlp = self.norms
+        queries, keys = self.head_norms if self.normed else (None, None)
+        heads, output, inner, down = (
+            product.panels for product in (self.to_heads, self.to_output, self.to_inner, self.to_down)
+        )
+        assert heads is not None and output is not None and inner is not None and down is not None
+        return NativeLayer(
+            norm=before_attention.weight,
+            epsilon=float(before_attention.epsilon),
+            heads=heads,
+            query_norm=queries.weight if queries else None,
+            key_norm=keys.weight if keys else None,
+            head_epsilon=float(queries.epsilon) if queries else 0.0,
+            scale=self.scale,
+            output=output,
+            inner_norm=before_mlp.weight,
+            inner=inner,
+            down=down,
+        )
 
     def drop(self) -> None:
         """Hold no weights."""
@@ -453,20 +489,28 @@ class _Norm:
 class _Product:
     """One or more linear layers with the same input, their outputs side by side."""
 
-    def __init__(self, modules: Sequence[nn.Module], *, fast: bool, packs: bool) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], *, fast: bool, packs: bool, kernels: Kernels | None = None
+    ) -> None:
         self._modules, self._fast = modules, fast
         self.width = module_weight(modules[0]).shape[1]
         self.packed: tuple[Tensor, Tensor | None] | tuple[()] = ()
+        self.panels: Panels | None = None
         if packs:
             parts = [cpu_linear.lora_weight(module) for module in modules]
             bias = None
             if any(part[1] is not None for part in parts):
                 bias = torch.cat([b if b is not None else w.new_zeros(w.shape[0]) for w, b in parts])
             weight = torch.cat([weight for weight, _ in parts])
-            small = cpu_linear.is_small(weight)
-            self.packed = weight.t().contiguous() if small else cpu_linear.pack(weight), bias
+            if kernels is not None:
+                self.panels = Panels(kernels, weight, bias)
+            else:
+                small = cpu_linear.is_small(weight)
+                self.packed = weight.t().contiguous() if small else cpu_linear.pack(weight), bias
 
     def __call__(self, rows: Tensor) -> Tensor:
+        if self.panels is not None:
+            return self.panels(rows.contiguous())
         if self.packed:
             return decode_step.product(rows, *self.packed)
         product = cpu_linear.linear if self._fast else nn.functional.linear
