@@ -1,5 +1,6 @@
 """Package definition of `swift`; the dependency ranges live in requirements/*.txt."""
 
+import hashlib
 import re
 from pathlib import Path
 
@@ -19,10 +20,14 @@ if version is None:
     raise RuntimeError("swift/__init__.py does not define __version__")
 
 # Plain C, loaded by swift/native/__init__.py; where there is no compiler the package is installed without it.
+# It knows the sources that it was made from, so that one that is older than its package is not used.
+SOURCES = ["swift/native/kernels.c", "swift/native/kernels.h"]
+digest = hashlib.sha256(b"".join((ROOT / source).read_bytes() for source in SOURCES)).hexdigest()
 native = Extension(
     "swift.native._kernels",
-    sources=["swift/native/kernels.c"],
-    depends=["swift/native/kernels.h"],
+    sources=SOURCES[:1],
+    depends=SOURCES[1:],
+    define_macros=[("SWIFT_SOURCES", f'"{digest}"')],
     extra_compile_args=["-std=gnu11", "-O3", "-ffp-contract=fast", "-Wno-psabi"],
     libraries=["m"],
     optional=True,

@@ -1,5 +1,6 @@
 """The compiled part is there where it can be, is left out where it cannot, and says what is wrong with a setting."""
 
+import _ctypes
 import logging
 import shutil
 import subprocess
@@ -43,6 +44,30 @@ def test_a_library_of_another_machine_is_left_out_with_a_warning(fresh, monkeypa
     monkeypatch.setattr(native, "library_path", lambda: tmp_path / "_decode.so")
     assert native.kernels() is None
     assert "install swift again" in caplog.text
+
+
+@pytest.mark.skipif(native.library_path() is None, reason="swift was installed without a compiler")
+def test_a_library_that_was_compiled_from_other_sources_is_left_out_with_a_warning(fresh, monkeypatch, caplog):
+    monkeypatch.delenv(native.VARIABLE, raising=False)
+    monkeypatch.setattr(native, "sources_digest", lambda: "what an update has brought")
+    assert native.kernels() is None
+    assert "was not compiled from the sources beside it" in caplog.text and "install swift again" in caplog.text
+
+
+def test_a_library_that_knows_nothing_of_its_sources_is_left_out(fresh, monkeypatch, caplog):
+    monkeypatch.delenv(native.VARIABLE, raising=False)
+    monkeypatch.setattr(native, "library_path", lambda: _ctypes.__file__)  # any library will do
+    assert native.kernels() is None
+    assert "install swift again" in caplog.text
+
+
+@pytest.mark.skipif(native.library_path() is None, reason="swift was installed without a compiler")
+def test_without_threads_of_pytorch_it_is_left_out(fresh, monkeypatch, caplog):
+    monkeypatch.delenv(native.VARIABLE, raising=False)
+    monkeypatch.setattr(native, "_use_threads", lambda library: False)
+    with caplog.at_level(logging.INFO, logger="swift.native"):
+        assert native.kernels() is None
+    assert "cannot be used" in caplog.text
 
 
 def test_the_variable_switches_it_off(fresh, monkeypatch):

@@ -6,8 +6,8 @@ With x the input of the MLP, G and U its gate and up weights, D its down weight,
 
     g = x G^T        u = x U^T        h = s(g) * u        y = h D^T        (arXiv:2002.05202, eq. 6)
 
-h is computed again in the backward pass, so a layer keeps a quarter less of its MLP. The sums are those of float32 in
-another order. Two threads of an AMD EPYC (Zen 5): training takes 6 % less with a hidden size of 128, 3 % with 512.
+s(g) and h are computed again in the backward pass, so a layer keeps half as much of its MLP. The sums are those of
+float32 in another order.
 """
 
 from __future__ import annotations
@@ -129,6 +129,8 @@ class _GatedMLP(torch.autograd.Function):
         wants_x, wants_gate, wants_up, wants_down = ctx.needs_input_grad
         grads = cpu_training.rows(grad)
         dx = dgate = dup = None
+        if not (wants_x or wants_gate or wants_up):
+            return None, None, None, cpu_training.weight_gradient(grads, cpu_rows.gated(gates, ups))
         dgates, dups, inner = cpu_rows.gated_gradients(cpu_linear.linear(grads, down.t()), gates, ups)
         ddown = cpu_training.weight_gradient(grads, inner) if wants_down else None
         if wants_x:

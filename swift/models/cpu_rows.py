@@ -84,7 +84,7 @@ def normed(states: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
 
 def weighted_norm(states: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
     """`normed` times `weight` [D], and what `normed` gives."""
-    found = _compiled(states, weight)
+    found = _compiled(states, weight) if weight.shape == states.shape[-1:] else None
     if found is None:
         result, inverse = normed(states, epsilon)
         return result * weight, result, inverse
@@ -136,7 +136,7 @@ def turned(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         sin: [..., 1, D], negative in its first half.
     """
     if (found := _takes_heads(states, cos, sin)) is not None:
-        output = torch.empty(states.shape)
+        output = states.new_empty(states.shape)
         _turn(found, states, cos, sin, output, back=False)
         return output
     return torch.addcmul(states * cos, states.roll(states.shape[-1] // 2, -1), sin)
@@ -145,7 +145,7 @@ def turned(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def turned_back(grad: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
     """The gradient of what `turned` was given [..., H, D], written into `out` if there is one."""
     if (found := _takes_heads(grad, cos, sin)) is not None and (out is None or _row_strides(out) is not None):
-        output = torch.empty(grad.shape) if out is None else out
+        output = grad.new_empty(grad.shape) if out is None else out
         if output.stride(-2) == output.shape[-1]:
             _turn(found, grad, cos, sin, output, back=True)
             return output

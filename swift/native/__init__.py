@@ -1,8 +1,9 @@
-"""The compiled part of swift: what a decoder on a CPU does between its matrix products (`kernels.c`).
+"""The compiled part of swift: parts of a decoder on a CPU (`kernels.c`).
 
 Composed of PyTorch's operations, a norm, a gate or a rotary position is several passes over the same numbers, and
 attention of a decode step over a shared prompt and own tokens is a dozen operations per layer, each over in
-microseconds. Here each is one call. `swift.rollout.engines.native_step` and `swift.models.cpu_rows` call them.
+microseconds; a product of few rows is over sooner than a library has chosen how to compute it. Here each is one call.
+`swift.rollout.engines.native_step`, `swift.models.cpu_panels` and `swift.models.cpu_rows` call them.
 
 `setup.py` compiles it with the machine's C compiler, in seconds and without headers of PyTorch; where there is no
 compiler, the package is installed without it and `kernels` is None: the same results, up to rounding, by operations of
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import logging
 import os
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -99,15 +101,36 @@ def _declared(function: Any, *types: Any) -> Any:
 
 
 def _use_threads(library: ctypes.CDLL) -> bool:
-    """Hand over the OpenMP runtime that PyTorch has loaded; without one everything runs in the calling thread."""
-    for path in sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*")):
+    """Hand over the OpenMP runtime whose threads PyTorch uses: another one's would fight with them for the cores."""
+    paths = sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))
+    for path in (None, *map(str, paths)):  # None: what was loaded before everything else, as by LD_PRELOAD
         try:
-            entry = ctypes.CDLL(str(path)).GOMP_parallel  # looked up in what PyTorch is linked against, too
+            entry = ctypes.CDLL(path).GOMP_parallel  # looked up in what PyTorch is linked against, too
         except (OSError, AttributeError):
             continue
         library.swift_use_threads(ctypes.cast(entry, ctypes.c_void_p))
         return True
     return False
+
+
+def sources_digest() -> str | None:
+    """Of the C files beside this one, as `setup.py` has it compiled in; None where only the library is installed."""
+    files = [Path(__file__).parent / name for name in ("kernels.c", "kernels.h")]
+    if not all(file.is_file() for file in files):
+        return None
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _is_of_these_sources(library: ctypes.CDLL) -> bool:
+    wanted = sources_digest()
+    if wanted is None:
+        return True
+    try:
+        library.swift_sources.restype = ctypes.c_char_p
+        found: bytes = library.swift_sources()
+    except AttributeError:
+        return False
+    return found.decode() == wanted
 
 
 def threads_for(count: int) -> int:
@@ -138,4 +161,11 @@ def kernels() -> Kernels | None:
     except OSError as error:
         logger.warning("%s cannot be loaded: %s; install swift again", path, error)
         return None
-    return Kernels(library, None if wanted in ("", "1", "yes", "on", "true") else wanted)
+    if not _is_of_these_sources(library):
+        logger.warning("%s was not compiled from the sources beside it and is not used; install swift again", path)
+        return None
+    found = Kernels(library, None if wanted in ("", "1", "yes", "on", "true") else wanted)
+    if not found.threaded:
+        logger.info("the threads of this PyTorch cannot be used by swift's compiled part, which is left out")
+        return None
+    return found

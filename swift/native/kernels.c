@@ -1,5 +1,5 @@
-/* What a decoder does between its matrix products, in one call each: norms, rotary positions and gates with their
-   gradients, and for sampling attention over the cells of swift/rollout/engines/prompt_cache.py. See
+/* What a decoder on a CPU does, in one call each: norms, rotary positions and gates with their gradients, and for sampling
+   products with packed matrices and attention over the cells of swift/rollout/engines/prompt_cache.py. See
    swift/native/__init__.py for how it is built, loaded and called.
 
    Plain C without a dependency. The threads are PyTorch's: `swift_use_threads` is handed the entry of the OpenMP
@@ -44,6 +44,15 @@ struct swift_step {
     int64_t rows;
     int64_t threads;
 };
+
+#ifndef SWIFT_SOURCES
+#define SWIFT_SOURCES ""
+#endif
+
+/* The digest of the sources that this was compiled from; see setup.py. */
+const char *swift_sources(void) {
+    return SWIFT_SOURCES;
+}
 
 /* GOMP_parallel of the OpenMP runtime: fn(data) on each of `threads` threads, which have ended when it returns. */
 typedef void (*run_threads)(void (*fn)(void *), void *data, unsigned threads, unsigned flags);

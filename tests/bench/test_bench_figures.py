@@ -7,7 +7,7 @@ import pytest
 
 from swift.bench import measure, record, regression, table
 from swift.bench.profile import PHASES, Phases
-from swift.bench.ratios import ratio_of_medians, spread
+from swift.bench.ratios import ratio_of_means, ratio_of_medians, spread
 from swift.bench.scaling import AXES, at
 from swift.bench.work import Work
 
@@ -27,9 +27,18 @@ def test_load_that_hits_both_sides_of_a_pair_cancels_in_the_ratio():
     assert ratio.low == pytest.approx(3.0) and ratio.high == pytest.approx(3.0)
 
 
-def test_unpaired_measurements_are_refused():
+def test_the_ratio_of_means_sees_what_the_median_does_not():
+    above, below = [1.0] * 6 + [9.0] * 4, [2.0] * 6 + [8.0] * 4
+    assert ratio_of_medians(above, below).value == pytest.approx(0.5)
+    ratio = ratio_of_means(above, below)
+    assert ratio.value == pytest.approx(42 / 44)
+    assert ratio.low < 0.9 and ratio.high > 1.0
+
+
+@pytest.mark.parametrize("ratio", [ratio_of_medians, ratio_of_means])
+def test_unpaired_measurements_are_refused(ratio):
     with pytest.raises(ValueError, match="not pairs"):
-        ratio_of_medians([1.0, 2.0], [1.0])
+        ratio([1.0, 2.0], [1.0])
 
 
 def test_spread_is_median_and_extremes():

@@ -8,7 +8,8 @@ import shutil
 
 import pytest
 import torch
-from test_decode_step import CASES, decode, decoder
+from peft import LoraConfig, get_peft_model
+from test_decode_step import CASES, decode, decoder, without_kernels
 
 from swift.errors import ConfigError
 from swift.models import cpu_linear
@@ -16,7 +17,8 @@ from swift.models.cpu_panels import Panels
 from swift.models.forward import Span
 from swift.native import Kernels, Layer, Step, library_path
 from swift.rollout.engines import decode_step, plain_decoder
-from swift.rollout.engines.prompt_cache import PromptCache
+from swift.rollout.engines.plain_decoder import PlainDecoder, obstacle
+from swift.rollout.engines.prompt_cache import Prefill, PromptCache
 
 pytestmark = pytest.mark.skipif(library_path() is None, reason="swift was installed without a compiler")
 needs_onednn = pytest.mark.skipif(not cpu_linear.available(), reason="no oneDNN for this processor")
@@ -225,6 +227,71 @@ def test_panels_take_no_rows_of_another_kind(kernels):
         with pytest.raises(ValueError, match=r"float32 \[N, 16\] without gaps is taken"):
             panels(rows)
     assert panels(torch.empty(0, 16)).shape == (0, 32)
+
+
+@needs_onednn
+@torch.inference_mode()
+def test_angles_that_depend_on_the_longest_sequence_are_left_to_pytorch(kernels):
+    more = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
+    found = decoder("llama", **more)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plain_decoder, "kernels", lambda: kernels)
+        found.refresh()
+    assert found._native is None
+
+
+@needs_onednn
+@torch.inference_mode()
+def test_layers_of_several_widths_are_left_to_pytorch(kernels):
+    found = decoder()
+    found._layers[1].inner //= 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plain_decoder, "kernels", lambda: kernels)
+        found.refresh()
+    assert found._native is None
+
+
+@torch.inference_mode()
+def test_a_step_of_other_rows_than_the_cache_has_is_refused(kernels):
+    found = use(kernels, decoder())
+    cache, prefill = PromptCache(), Prefill([Span(0, 3)])
+    found.logits(torch.tensor([1, 2, 3]), torch.arange(3), prefill)
+    cache.add(prefill.captured, [Span(0, 3)], [0, 0], [16, 16])
+    with pytest.raises(ValueError, match="for 2 rows whose step has begun"):
+        found.step(torch.tensor([1, 2]), torch.tensor([3, 3]), cache)
+    cache.begin_step()
+    with pytest.raises(ValueError, match="3 tokens for a cache of 2 rows"):
+        found.step(torch.tensor([1, 2, 3]), torch.tensor([3, 3]), cache)
+    with pytest.raises(ValueError, match="for 2 rows whose step has begun"):
+        found.step(torch.tensor([1, 2]), torch.tensor([3, 3], dtype=torch.int32), cache)
+    assert found.step(torch.tensor([1, 2]), torch.tensor([3, 3]), cache).shape == (2, 50)
+
+
+def test_a_row_takes_no_more_tokens_than_it_was_added_for():
+    cache = PromptCache()
+    keys, values = torch.randn(2, 3, 2, 16)
+    cache.add([(keys, values)], [Span(0, 3)], [0], [16])
+    for _ in range(16):
+        cache.begin_step()
+    with pytest.raises(ValueError, match="added for 16 tokens at most has 16 and takes another"):
+        cache.begin_step()
+
+
+@needs_onednn
+@torch.inference_mode()
+def test_adapters_are_added_into_the_panels(kernels):
+    found = decoder("qwen3")
+    model = get_peft_model(found.model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    assert obstacle(model) is None
+    adapted = PlainDecoder(model)
+    with without_kernels():
+        adapted.refresh()
+    prompts, which, *_ = CASES["a batch of groups"]
+    expected = decode(adapted, prompts, which, compute=adapted.logits)
+    own = decode(use(kernels, adapted), prompts, which, compute=adapted.step)
+    other = decode(use(kernels, decoder("qwen3")), prompts, which, compute=found.logits)
+    assert all((one - two).abs().max() < 1e-5 * two.std() for one, two in zip(own, expected, strict=True))
+    assert (other[-1] - expected[-1]).abs().max() > 0.01 * expected[-1].std()
 
 
 def test_a_batch_gives_its_panels_back(kernels):

@@ -80,8 +80,6 @@ class NativeStep:
         self._depth = depth
         self._layers = [
             Layer(
-                query_norm=None if one.query_norm is None else one.query_norm.data_ptr(),
-                key_norm=None if one.key_norm is None else one.key_norm.data_ptr(),
                 heads=self._heads,
                 groups=groups,
                 depth=depth,
@@ -91,7 +89,7 @@ class NativeStep:
             for one in layers
         ]
         self._share = 0  # floats of workspace for each thread
-        self._workspace = torch.empty(0)
+        self._workspace = embeddings.new_empty(0)
         self._seen: weakref.ref[PromptCache] | None = None
         self._arrangement = -1
 
@@ -111,6 +109,8 @@ class NativeStep:
         attended = hidden.new_empty(count, self._heads * self._depth)
         active = hidden.new_empty(count, self._weights[0].inner.width // 2)
         step = self._begin(positions, table, cache)
+        if count != step.rows:
+            raise ValueError(f"{count} tokens for a cache of {step.rows} rows")
         step.output = attended.data_ptr()
         sizes = count, width, threads_for(hidden.numel())
 
@@ -124,6 +124,8 @@ class NativeStep:
         for layer, weights, following in zip(self._layers, self._weights, self._norms[1:], strict=True):
             turning = weights.heads(states)
             step.states = turning.data_ptr()
+            if weights.query_norm is not None and weights.key_norm is not None:
+                layer.query_norm, layer.key_norm = weights.query_norm.data_ptr(), weights.key_norm.data_ptr()
             kernels.attend(ctypes.byref(layer), ctypes.byref(step))
             states = add_norm(weights.output(attended), weights.inner_norm, weights.epsilon)
             both = weights.inner(states)
@@ -138,9 +140,12 @@ class NativeStep:
             self._look_at(cache)
         threads = torch.get_num_threads()
         if self._workspace.numel() < threads * self._share:
-            self._workspace = torch.empty(threads * self._share)
+            self._workspace = self._workspace.new_empty(threads * self._share)
         slots, own, prompts = cache.rows()
         cosines, sines = table
+        for part in (slots, own, prompts, positions):
+            if part.shape != (cache.num_rows,) or part.dtype != torch.int64 or not part.is_contiguous():
+                raise ValueError(f"{list(part.shape)} {part.dtype} for {cache.num_rows} rows whose step has begun")
         return Step(
             slots=slots.data_ptr(),
             own=own.data_ptr(),

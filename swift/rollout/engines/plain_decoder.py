@@ -194,7 +194,7 @@ class PlainDecoder:
         return int(module_weight(self._base.lm_head).shape[0])
 
     def same_in_any_batch(self) -> bool:
-        """Whether the kernels of this machine give a row the same bits whatever rows are beside it; tries it."""
+        """Whether a row gets the same bits whatever rows are beside it; tries what swift's kernels do not do."""
         assert self._head is not None, "refresh comes first"
         generator = torch.Generator().manual_seed(0)
         layer = self._layers[0]
@@ -253,10 +253,11 @@ class PlainDecoder:
         self._native = self._compiled(found, norm) if found is not None else None
 
     def _is_for_kernels(self) -> bool:
-        first = self._layers[0]
-        inner = module_weight(first.layer.mlp.gate_proj).shape[0]
-        widths = first.depth, inner, self._decoder.embed_tokens.weight.shape[1]
-        return all(layer.is_silu for layer in self._layers) and native_step.takes(*widths)
+        """Whether all layers are of one shape that they take, and angles lie in a table."""
+        hidden = self._decoder.embed_tokens.weight.shape[1]
+        shapes = {(one.depth, one.heads, one.groups, one.inner, one.is_silu) for one in self._layers}
+        depth, _, _, inner, silu = next(iter(shapes))
+        return len(shapes) == 1 and silu and self._turns.fixed and native_step.takes(hidden, depth, inner)
 
     def _compiled(self, found: Kernels, norm: _Norm) -> NativeStep:
         assert self._head is not None and self._head.panels is not None
@@ -347,19 +348,19 @@ class _Turns:
     def __init__(self, rotary: Any) -> None:
         self._rotary = rotary
         kind = str(getattr(rotary, "rope_type", "dynamic"))
-        self._fixed = "dynamic" not in kind and kind != "longrope"  # those look at the longest sequence
+        self.fixed = "dynamic" not in kind and kind != "longrope"  # those look at the longest sequence
         self._table: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """Of `positions` [N], in the precision of `like`."""
-        if not self._fixed or positions.device.type != "cpu":  # a look at the positions would wait for a device
+        if not self.fixed or positions.device.type != "cpu":  # a look at the positions would wait for a device
             return self._compute(positions, like)
         cos, sin = self._up_to(int(positions.max()) + 1, like)
         return cos.index_select(0, positions), sin.index_select(0, positions)
 
     def table(self, count: int, like: Tensor) -> tuple[Tensor, Tensor] | None:
         """Of the first `count` positions or more on the CPU, where an angle depends on nothing else; else None."""
-        return self._up_to(count, like[None]) if self._fixed and like.device.type == "cpu" else None
+        return self._up_to(count, like[None]) if self.fixed and like.device.type == "cpu" else None
 
     def _up_to(self, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
         if self._table is None or count > self._table[0].shape[0]:
@@ -387,6 +388,7 @@ class _Layer:
         self.scale = attention.scaling
         self.heads = module_weight(attention.q_proj).shape[0] // self.depth
         self.groups = module_weight(attention.k_proj).shape[0] // self.depth
+        self.inner = module_weight(layer.mlp.gate_proj).shape[0]
         self.normed = hasattr(attention, "q_norm")
 
     def refresh(self, *, fast: bool, packs: bool, kernels: Kernels | None) -> None:

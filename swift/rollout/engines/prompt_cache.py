@@ -10,10 +10,10 @@ Keys are stored with positions last: a product that reads them in that order is 
 costing its share of the model at once and leaves a hole; when holes are a quarter of the slots, the cells are made anew
 from the rows that are there, with S such that C * (W + S * K) is least.
 
-What a row gets does not depend on the rows beside it, to the last bit, where the kernels allow it
-(`PlainDecoder.same_in_any_batch` tries): widths are multiples of 16, sums over positions are cut into equal blocks, and
-no product has less than four rows. Filled-up positions hold zeros, count with probability 0, and sit behind the ones
-that count.
+What a row gets does not depend on the rows beside it, to the last bit: with compiled kernels (`swift.native`) in any
+case, with PyTorch's where those allow it (`PlainDecoder.same_in_any_batch` tries). For those, widths are multiples of
+16, sums over positions are cut into equal blocks, and no product has less than four rows. Filled-up positions hold
+zeros, count with probability 0, and sit behind the ones that count.
 """
 
 from __future__ import annotations
@@ -246,6 +246,8 @@ class PromptCache:
         longest = max(lengths)
         if longest >= self._room:
             self._grow(longest + 1)
+        if longest >= self._room:
+            raise ValueError(f"a row that was added for {self._room} tokens at most has {longest} and takes another")
         self._position = longest
         self._differ = None
         self._own_R = torch.tensor(lengths)
