@@ -231,6 +231,22 @@ def test_a_cache_that_is_not_reset_fails_the_update(engine, model, monkeypatch):
     engine.rebuild()
 
 
+def test_a_cache_that_was_not_reset_holds_nothing_for_other_weights(folder, model, monkeypatch):
+    engine = build_engine(spec(folder, max_model_len=512))
+    try:
+        block = engine._llm.vllm_config.cache_config.block_size
+        prompt = [5 + i % 200 for i in range(2 * block + 7)]
+        first = sample(engine, [request("first", prompt, tokens=4)])["first"]
+        again = sample(engine, [request("again", prompt, tokens=4)])["again"]
+        assert again.token_ids == first.token_ids
+        monkeypatch.setattr(engine._llm, "reset_prefix_cache", lambda **_: True)  # says so, and does not
+        nudge(model, seed=1)
+        engine.load_weights(PolicyWeights(model), 17)
+        assert drift(engine, model, [request("after", prompt, tokens=4)]) <= LIMIT
+    finally:
+        engine.close()
+
+
 def test_requests_kept_over_a_rebuild_end_with_abort(engine):
     engine.submit(request("kept", tokens=50))
     engine.pause("keep")

@@ -12,6 +12,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -226,11 +227,12 @@ def laid_out(model, kind):
             enable_packed_attention(model)
 
 
-def measure(bench: Bench, unit: TrainUnit, layouts: list[Layout]) -> dict:
-    """Gradient and passes of every setting and layout."""
+def measure(bench: Bench, unit: TrainUnit, layouts: list[Layout], names: Collection[str] | None = None) -> dict:
+    """Gradient and passes of every setting (or of those with these names) and layout."""
     return {
         (name, layout.passes, layout.kind): (bench.gradient(unit, setting, layout), bench.passes)
         for name, setting in settings().items()
+        if names is None or name in names
         for layout in layouts
         if layout.passes or limited(name)
     }
@@ -242,11 +244,14 @@ def limited(name: str) -> bool:
     return loss in ("dapo", "bnpo") and situation in LIMITED
 
 
-def on_two_ranks(folder: Path, model: str, unit: TrainUnit, layouts: list[Layout]) -> dict:
+def on_two_ranks(
+    folder: Path, model: str, unit: TrainUnit, layouts: list[Layout], names: Collection[str] | None = None
+) -> dict:
     """`measure` in two processes."""
     folder.mkdir()
     layouts = [[layout.passes, layout.kind, layout.tokens] for layout in layouts]
-    (folder / "task.json").write_text(json.dumps({"model": str(model), "unit": unit.to_json(), "layouts": layouts}))
+    task = {"model": str(model), "unit": unit.to_json(), "layouts": layouts, "names": names and list(names)}
+    (folder / "task.json").write_text(json.dumps(task))
     here = Path(__file__).parent
     paths = os.pathsep.join(map(str, (here, here.parent / "fakes", here.parents[1])))
     workers = []
@@ -275,7 +280,8 @@ def main(folder: str, rank: str) -> None:
     )
     task = json.loads((place / "task.json").read_text())
     bench = Bench(task["model"], place / f"rank-{rank}")
-    found = measure(bench, TrainUnit.from_json(task["unit"]), [Layout(*layout) for layout in task["layouts"]])
+    layouts = [Layout(*layout) for layout in task["layouts"]]
+    found = measure(bench, TrainUnit.from_json(task["unit"]), layouts, task["names"])
     if rank == "0":
         torch.save(found, place / "found")
     dist.barrier()

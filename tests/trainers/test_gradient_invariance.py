@@ -52,6 +52,9 @@ ALONE = Layout(4, "single")
 SETTINGS = settings()
 AMPLIFIED = [name for name in SETTINGS if name.startswith("vespo") and SETTINGS[name].start]
 
+OF_OTHERS = [f"{name}, {situation}" for name in LOSSES for situation in ("later update", "with KL")]
+"""What is looked at with the other architectures."""
+
 
 @pytest.fixture(scope="module")
 def bench(nano_folders, tmp_path_factory):
@@ -120,6 +123,29 @@ def test_two_processes_have_the_gradient_of_one(single, two_ranks, name):
     if name in AMPLIFIED:
         found = {key: gap for key, gap in found.items() if key[1] != "padded"}
     assert max(found.values()) < FP32, found
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def other(request, nano_folders, tmp_path_factory):
+    """Another architecture in one process and in two."""
+    folder = nano_folders[request.param]
+    bench = Bench(folder, tmp_path_factory.mktemp(request.param))
+    unit = rollout(bench.trainer)
+    alone = measure(bench, unit, [*CUTS, ALONE, *PADDED], OF_OTHERS)
+    place = tmp_path_factory.mktemp("ranks") / request.param
+    return alone, on_two_ranks(place, folder, unit, [*CUTS, PADDED[1]], OF_OTHERS)
+
+
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_other_architectures_have_one_gradient_too(other, name):
+    reference = whole(other[0], name)
+    assert reference.norm() > 0.1
+    for found, layouts in zip(other, (7, 5), strict=True):
+        differences = gaps(found, name, reference)
+        assert len(differences) == layouts
+        if name in AMPLIFIED:
+            differences = {key: gap for key, gap in differences.items() if key[1] != "padded"}
+        assert max(differences.values()) < FP32, differences
 
 
 @pytest.mark.parametrize("name", SETTINGS)

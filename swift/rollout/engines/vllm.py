@@ -1,9 +1,9 @@
 """vLLM in this process: the engine shares the trainer's device and takes turns with it.
 
-One request is one sample with its own seed. Prompts of a group share their prefill through the prefix cache. Only our
-end tokens end a completion, and the ending token belongs to it; log-probs are of the sampled token after temperature,
-penalties and truncation. What the trainer has in the same process (random generators, environment, process group)
-stays as it was.
+One request is one sample with its own seed. Prompts of a group share their prefill through the prefix cache, whose
+blocks are told apart by the version of the weights, beside being dropped when these change. Only our end tokens end a
+completion, and the ending token belongs to it; log-probs are of the sampled token after temperature, penalties and
+truncation. What the trainer has in the same process (random generators, environment, process group) stays as it was.
 
     awake -- sleep(1|2) --> asleep -- wake(weights) --> weights awake -- wake(kv_cache) --> awake
     whole -- first bucket --> taken apart -- commit --> whole            (a failure or abort: void, until `rebuild`)
@@ -219,7 +219,7 @@ class VLLMEngine(InferenceEngine):
             with same_randomness():
                 self._llm.add_request(
                     request.request_id,
-                    {"prompt_token_ids": list(request.prompt_ids)},
+                    {"prompt_token_ids": list(request.prompt_ids), "cache_salt": f"version {self.version}"},
                     self._parameters(request),
                     lora_request=lora,
                 )
