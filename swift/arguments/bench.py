@@ -11,7 +11,7 @@ from swift.flags import flag
 
 RowName = Literal[
     "tiny", "tiny-kl", "tiny-natural", "small", "small-prompt", "small-tail", "train", "train-prompt", "generate",
-    "head", "publish", "start",
+    "head", "publish", "start", "gpu", "gpu-train", "gpu-generate", "gpu-packed",
 ]  # fmt: skip
 """The rows of `swift.bench.works`."""
 
@@ -25,8 +25,8 @@ class BenchSettings:
 
     GROUP: ClassVar[str] = "Run"
 
-    work: list[RowName] = flag([], unset="all")
-    """Rows to measure; all of them by default. docs/benchmarks.md describes each."""
+    work: list[RowName] = flag([], unset="all that this machine can do")
+    """Rows to measure; docs/benchmarks.md describes each."""
 
     peers: list[Literal["trl", "ms-swift", "none"]] = flag(["trl"])
     """Trainers that swift is measured against, or none. ms-swift needs `--ms_swift_python`."""
@@ -43,8 +43,8 @@ class BenchSettings:
     warmup: int | None = flag(at_least=0, unset="that of the row")
     """Turns of each side before those that count."""
 
-    size: Literal["nano", "tiny", "small"] | None = flag(everyday=False, unset="that of the row")
-    """Size of the model of every row: 0.04M, 0.6M or 24M parameters. For trying the command out."""
+    size: Literal["nano", "tiny", "small", "half"] | None = flag(everyday=False, unset="that of the row")
+    """Size of the model of every row: 0.04M, 0.6M, 24M or 0.4B parameters. For trying the command out."""
 
     completion_tokens: int | None = flag(at_least=2, everyday=False, unset="that of the row")
     """Longest completions of every row, in tokens. For trying the command out."""

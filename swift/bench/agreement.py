@@ -19,9 +19,11 @@ REQUIRED_COSINE = 0.9999
 def agreement(work: Work) -> dict[str, float]:
     """Cosine and relative size of the two gradients of one optimizer step, and both losses.
 
+    In float32, whatever the work is done in: in 16 bits two orders of the same sum differ by more than is asked here.
     With beta > 0 the policy is moved a little away from the reference first, because the gradient of the KL term
     is zero where they are equal.
     """
+    work = replace(work, dtype="float32", recompute=False)
     rollouts = frozen(work, lengths="forced" if work.lengths == "tail" else "mixed")
     start = swift_side.load_model(work)
     policy = _moved(start) if work.beta > 0 else start
@@ -42,7 +44,8 @@ def _moved(model: Any) -> Any:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in moved.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02 * parameter.std())
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+            parameter.add_(noise * 0.02 * parameter.std())
     return moved
 
 

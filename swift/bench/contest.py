@@ -70,6 +70,8 @@ class Stopwatch:
     def read(self) -> dict[str, float]:
         """`seconds` and `processor_s` so far."""
         clock, processor = self._began
+        if (cuda := _cuda()) is not None:
+            cuda.synchronize()
         return {"seconds": time.perf_counter() - clock, "processor_s": processor_seconds(os.getpid()) - processor}
 
 
@@ -87,8 +89,16 @@ def processor_seconds(pid: int) -> float:
     return own + sum(one.user + one.system for one in times)
 
 
+def _cuda() -> Any:
+    """torch.cuda, if this process uses it."""
+    torch = sys.modules.get("torch")
+    return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
+
+
 def forget_peak() -> None:
-    """Let the peak of resident memory begin anew, where the system can do that (Linux)."""
+    """Let the peak of memory begin anew, that of resident memory where the system can do that (Linux)."""
+    if (cuda := _cuda()) is not None:
+        cuda.reset_peak_memory_stats()
     path = Path("/proc/self/clear_refs")
     if path.exists():
         with contextlib.suppress(PermissionError):  # then the peak of loading counts too, on every side
@@ -96,7 +106,7 @@ def forget_peak() -> None:
 
 
 def memory() -> dict[str, float]:
-    """Peak resident memory since `forget_peak`, that of now, and what its own worker processes have now, in MiB."""
+    """Peak memory since `forget_peak`, resident memory of now, and what its own worker processes have now, in MiB."""
     import psutil
 
     workers = 0
@@ -113,7 +123,9 @@ def memory() -> dict[str, float]:
 
 
 def peak_mib() -> float:
-    """Peak resident memory of this process since `forget_peak`, else since its start."""
+    """Peak memory of this process since `forget_peak`, else since its start: allocated on its GPU, else resident."""
+    if (cuda := _cuda()) is not None:
+        return cuda.max_memory_allocated() / 2**20
     status = Path("/proc/self/status")
     if status.exists():
         for line in status.read_text(encoding="ascii", errors="replace").splitlines():
@@ -140,6 +152,7 @@ class Contender:
             self._process = subprocess.Popen(
                 _command(side, kind, work, theirs.fileno(), python),
                 pass_fds=[theirs.fileno()],
+                env=environment(work),
                 stdout=self._output,
                 stderr=self._output,
             )
@@ -177,6 +190,13 @@ class Contender:
             self._file.close()
             self._socket.close()
             self._output.close()
+
+
+def environment(work: Work) -> dict[str, str]:
+    """The variables of a process that works on the CPU, or on one GPU."""
+    if work.device == "cpu":
+        return {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
 
 
 def _command(side: str, kind: str, work: Work, descriptor: int, python: str | None) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from swift.bench import ms_swift, swift_side, trl_side
-from swift.bench.contest import alternate, ask, processor_seconds, seconds
+from swift.bench.contest import alternate, ask, environment, processor_seconds, seconds
 from swift.bench.flops import Dimensions, StepFlops, step_flops
 from swift.bench.ratios import ratio_of_medians, spread
 from swift.bench.rollouts import frozen
@@ -116,7 +116,7 @@ class Bench:
                 module = swift_side if side == "swift" else trl_side
                 command, done = module.start_command(work, folder), module.first_step_done
             began = time.perf_counter()
-            process = subprocess.Popen(command, stdout=output, stderr=output)
+            process = subprocess.Popen(command, stdout=output, stderr=output, env=environment(work))
             try:
                 while not done(folder):
                     ended, took = process.poll() is not None, time.perf_counter() - began
@@ -134,7 +134,8 @@ class Bench:
 
 def _takes_ms_swift(row: Row, work: Work) -> bool:
     """ms-swift is driven by its command: whole steps are what it can show, and lengths cannot be cut to a tail."""
-    return row.kind in ("step", "start") and work.lengths == "forced" and work.beta == 0 and work.vocab_size is None
+    plain = work.lengths == "forced" and work.beta == 0 and work.vocab_size is None and work.device == "cpu"
+    return row.kind in ("step", "start") and plain
 
 
 def agrees(agreement: Mapping[str, float]) -> bool:
@@ -219,15 +220,17 @@ def floor(flops: int, machine: Sequence[dict[str, Any]], swift: Sequence[dict[st
         swift: turns of swift.
     """
     rate = spread(seconds(machine, "flops_per_s"))["median"]
-    processor_rate = spread(seconds(machine, "flops_per_processor_s"))["median"]
-    return {
+    found = {
         "flops": flops,
         "gemm_flops_per_s": rate,
         "threads": machine[0]["threads"],
         "floor_s": flops / rate,
         "floor_share": flops / rate / spread(seconds(swift, "seconds"))["median"],
-        "floor_share_processor": flops / processor_rate / spread(seconds(swift, "processor_s"))["median"],
     }
+    if "flops_per_processor_s" in machine[0]:
+        processor_rate = spread(seconds(machine, "flops_per_processor_s"))["median"]
+        found["floor_share_processor"] = flops / processor_rate / spread(seconds(swift, "processor_s"))["median"]
+    return found
 
 
 def profiled(work: Work, *, turns: int) -> dict[str, Any]:

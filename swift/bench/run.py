@@ -67,8 +67,8 @@ def measure_rows(args: BenchSettings, folder: str) -> tuple[list[dict[str, Any]]
     rows: list[dict[str, Any]] = []
     failed: list[str] = []
     for name in args.work or ROWS:
-        if name == "publish" and find_spec("vllm") is None:
-            print(f"{name}: not measured: vLLM is not installed", file=sys.stderr)
+        if (obstacle := ROWS[name].obstacle) is not None:
+            print(f"{name}: not measured: {obstacle}", file=sys.stderr)
             continue
         print(f"{name}: {ROWS[name].title} ...", file=sys.stderr)
         try:

@@ -23,7 +23,7 @@ def command(work: Work, output_dir: str, *, max_steps: int) -> list[str]:
         "external_plugins": work.plugin,
         "reward_funcs": "even_share",
         "tuner_type": "full",
-        "torch_dtype": "float32",
+        "torch_dtype": work.dtype,
         "loss_type": "grpo",
         "beta": work.beta,
         "temperature": 1.0,
@@ -31,7 +31,7 @@ def command(work: Work, output_dir: str, *, max_steps: int) -> list[str]:
         "per_device_train_batch_size": work.per_device,
         "gradient_accumulation_steps": work.accumulation,
         "max_completion_length": work.completion_tokens,
-        "gradient_checkpointing": "false",
+        "gradient_checkpointing": str(work.recompute).lower(),
         "learning_rate": 1e-6,
         "max_steps": max_steps,
         "logging_steps": 1,
@@ -135,7 +135,7 @@ def make_trainer(work: Work, model: Any, folder: str, *, reference: Any = None) 
     args = parse("rlhf", command(work, folder, max_steps=1), os.environ).args
     return GRPOTrainer(
         model=model,
-        args=TrainingArguments(folder, max_steps=1, learning_rate=1e-6, report_to="none", use_cpu=True),
+        args=TrainingArguments(folder, max_steps=1, learning_rate=1e-6, report_to="none", use_cpu=work.device == "cpu"),
         settings=trainer_settings(args),
         pipeline=None,  # type: ignore[arg-type]
         collectives=Collectives(),
@@ -145,11 +145,14 @@ def make_trainer(work: Work, model: Any, folder: str, *, reference: Any = None) 
 
 
 def load_model(work: Work) -> Any:
-    """The policy in fp32."""
+    """The policy, where and as what it is trained."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(work.model, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(work.model, dtype=getattr(torch, work.dtype)).to(work.device)
+    if work.recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
 
 
 def backward(trainer: Any, rollouts: list[Rollout]) -> float:

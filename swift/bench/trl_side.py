@@ -1,6 +1,7 @@
 """What TRL's own GRPOTrainer does in each task, with the settings under which it is fastest here.
 
-Gradient checkpointing and 16-bit, TRL's defaults, are off; sdpa attention; all generations of a step in one call.
+On a CPU gradient checkpointing and 16-bit, TRL's defaults, are off; sdpa attention; all generations of a step in one
+call.
 Each function runs in a child process of its own; see `swift.bench.contest`.
 """
 
@@ -34,10 +35,10 @@ def make_trainer(work: Work, folder: str, *, max_steps: int = 1, callbacks: Any 
         learning_rate=1e-6,
         weight_decay=0.1,
         adam_beta2=0.95,
-        bf16=False,
-        use_cpu=True,
-        gradient_checkpointing=False,
-        model_init_kwargs={"dtype": "float32"} if model is None else None,
+        bf16=work.dtype == "bfloat16",
+        use_cpu=work.device == "cpu",
+        gradient_checkpointing=work.recompute,
+        model_init_kwargs={"dtype": work.dtype} if model is None else None,
         logging_steps=1,
         save_strategy="no",
         report_to="none",
@@ -95,16 +96,15 @@ def batches_of(work: Work, rollouts: list[Rollout]) -> list[dict[str, Any]]:
         part = rollouts[start : start + work.per_device]
         prompt_rows = [torch.from_numpy(one.prompt_ids).long() for one in part]
         rows = [torch.from_numpy(one.token_ids).long() for one in part]
-        batches.append(
-            {
-                "prompt_ids": pad(prompt_rows, padding_value=0, padding_side="left"),
-                "prompt_mask": pad([torch.ones_like(row) for row in prompt_rows], padding_value=0, padding_side="left"),
-                "completion_ids": pad(rows, padding_value=0, padding_side="right"),
-                "completion_mask": pad([torch.ones_like(row) for row in rows], padding_value=0, padding_side="right"),
-                "advantages": torch.tensor([one.advantage for one in part]),
-                "num_items_in_batch": torch.tensor(sum(one.token_ids.size for one in rollouts)),
-            }
-        )
+        batch = {
+            "prompt_ids": pad(prompt_rows, padding_value=0, padding_side="left"),
+            "prompt_mask": pad([torch.ones_like(row) for row in prompt_rows], padding_value=0, padding_side="left"),
+            "completion_ids": pad(rows, padding_value=0, padding_side="right"),
+            "completion_mask": pad([torch.ones_like(row) for row in rows], padding_value=0, padding_side="right"),
+            "advantages": torch.tensor([one.advantage for one in part]),
+            "num_items_in_batch": torch.tensor(sum(one.token_ids.size for one in rollouts)),
+        }
+        batches.append({name: tensor.to(work.device) for name, tensor in batch.items()})
     return batches
 
 

@@ -47,7 +47,8 @@ class Work:
 
     folder: where model, prompts and plugin lie. lengths: "forced" gives every completion `completion_tokens` tokens and
     "tail" those of `Work.limits`, because the end token is none that the model can sample; with "natural" completions
-    end where the model ends them. vocab_size: None is the tokenizer's.
+    end where the model ends them. vocab_size: None is the tokenizer's. device, dtype: where weights lie, and as what.
+    recompute: gradient checkpointing.
     """
 
     folder: str
@@ -60,6 +61,9 @@ class Work:
     prompt_tokens: int = 16
     beta: float = 0.0
     lengths: Lengths = "forced"
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    recompute: bool = False
     seed: int = 0
 
     @property
@@ -98,9 +102,11 @@ class Work:
         """Short, for tables."""
         words = {"forced": "all", "natural": "up to", "tail": "long-tailed to"}[self.lengths]
         vocabulary = f", vocabulary {self.vocab_size}" if self.vocab_size else ""
+        place = "" if (self.device, self.dtype) == ("cpu", "float32") else f", {self.dtype} on {self.device}"
         return (
             f"{self.size}{vocabulary}, prompts {self.prompt_tokens}, {self.num_completions} x {words} "
-            f"{self.completion_tokens} tokens, G {self.num_generations}, beta {self.beta:g}"
+            f"{self.completion_tokens} tokens, G {self.num_generations}, beta {self.beta:g}{place}"
+            f"{', recomputed' if self.recompute else ''}"
         )
 
     @property

@@ -1,8 +1,9 @@
-"""The rows of `swift bench`: what is measured, on which work, and what it should reach. Data only."""
+"""The rows of `swift bench`: what is measured, on which work, and what it should reach."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, Literal
 
 from swift.bench.work import Work
@@ -29,6 +30,17 @@ class Row:
     aim: float | None = None
     figure: Literal["seconds", "peak_mib"] = "seconds"
 
+    @property
+    def obstacle(self) -> str | None:
+        """Why the row cannot be measured here, in a few words."""
+        if self.kind == "publish" and find_spec("vllm") is None:
+            return "vLLM is not installed"
+        if self.settings.get("device") == "cuda":
+            import torch
+
+            return None if torch.cuda.is_available() else "there is no CUDA device"
+        return None
+
     def work(self, folder: str, **changes: Any) -> Work:
         """What the sides work on; what is asked for on the command line wins."""
         return Work(folder=folder, **{**self.settings, **changes})
@@ -36,6 +48,9 @@ class Row:
 
 _SMALL: dict[str, Any] = {"size": "small"}
 _HEAD: dict[str, Any] = {"size": "small", "vocab_size": 151_936, "num_completions": 16, "completion_tokens": 128}
+
+_GPU: dict[str, Any] = {"size": "half", "vocab_size": 151_936, "device": "cuda", "dtype": "bfloat16"}
+_LONG: dict[str, Any] = {**_GPU, "prompt_tokens": 512, "completion_tokens": 1024, "lengths": "tail", "per_device": 8}
 
 ROWS: dict[str, Row] = {
     "tiny": Row(kind="step", title="0.6M, short prompts, 64 tokens", pairs=15, warmup=3, at_least=2, aim=3),
@@ -87,6 +102,18 @@ ROWS: dict[str, Row] = {
     ),
     "publish": Row(
         kind="publish", title="weights to vLLM in process, 24M", settings=_SMALL, pairs=15, warmup=2, at_least=3, aim=10
+    ),
+    "gpu": Row(
+        kind="step", title="0.5B, bf16, prompts of 512, lengths long-tailed to 1024", settings=_LONG, pairs=5, warmup=1
+    ),
+    "gpu-train": Row(kind="train", title="training alone, the same", settings=_LONG, pairs=5, warmup=2),
+    "gpu-generate": Row(kind="generate", title="sampling alone, the same", settings=_LONG, pairs=3, warmup=1),
+    "gpu-packed": Row(
+        kind="train",
+        title="training alone, 0.5B, bf16, 16k tokens, recomputed",
+        settings={**_GPU, "completion_tokens": 1008, "num_completions": 16, "per_device": 16, "recompute": True},
+        pairs=5,
+        warmup=2,
     ),
     "start": Row(kind="start", title="command to first step, 0.6M, seconds", pairs=3, warmup=1, at_least=8, aim=5),
 }

@@ -12,14 +12,15 @@ Each completion segment attends to [its prompt ; itself]. The layout travels to 
 transformers' attention interface (`AttentionInterface`), so any decoder model that uses that interface works
 without a patch. A group of one is plain packing: nothing else changes when prompts are not shared.
 
-Models whose layers need more than this (sliding windows, recurrent or linear attention layers, attention sinks) are
-found by `choose_attention`, keep their own attention and take the padded path, which is slower and equal.
+Sliding windows, soft caps of attention scores and attention sinks come to the attention function with each layer's call
+(`Variant`). Models whose layers need more than this (recurrent or linear attention layers, positions that are not
+rotary) are found by `choose_attention`, keep their own attention and take the padded path, which is slower and equal.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,12 +29,15 @@ from torch import Tensor, nn
 
 from swift.models.cpu_training import filled_length
 from swift.models.prompt_sharing import SharingCost
-from swift.models.segments import GroupSpans, SegmentLayout, Span
+from swift.models.segments import GroupSpans, SegmentLayout, Span, Variant, attended
 
 ATTENTION_NAME = "swift_segments"
 
-UNSUPPORTED_EXTRAS = ("sliding_window", "softcap", "s_aux", "position_bias")
+UNSUPPORTED_EXTRAS = ("position_bias",)
 """What some layers hand to their attention function and packed attention would leave out."""
+
+PACKED_LAYERS = {"full_attention", "sliding_attention"}
+"""Types of layers that can be packed, as configurations name them."""
 
 
 class DecodeLayout:
@@ -46,22 +50,32 @@ class DecodeLayout:
     def __init__(self, mask: Tensor | None) -> None:
         self.mask = mask
 
-    def attend_grouped(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    def attend_grouped(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, variant: Variant
+    ) -> Tensor:
         """Query heads of a key/value head become query positions, so that no head is ever repeated.
 
         Args:
             query: [R, H, 1, D].
-            key: [R, Hkv, K, D].
+            key: [R, Hkv, K, D]; the last position is that of the new token.
             value: [R, Hkv, K, Dv].
             scale: softmax scale; None means 1 / sqrt(D).
+            variant: of the layer.
 
         Returns:
             [R, 1, H, Dv]
         """
         num_rows, num_heads, _, head_size = query.shape
-        grouped = query.view(num_rows, key.shape[1], -1, head_size)
-        attended = nn.functional.scaled_dot_product_attention(grouped, key, value, attn_mask=self.mask, scale=scale)
-        return attended.reshape(num_rows, 1, num_heads, value.shape[3])
+        num_kv, num_keys = key.shape[1:3]
+        grouped = query.view(num_rows, num_kv, -1, head_size)
+        mask, variant = self.mask, variant.within(num_keys)
+        if variant.window is not None:
+            recent = torch.arange(num_keys, device=key.device) >= num_keys - variant.window
+            mask = recent if mask is None else mask & recent
+        if variant.sinks is not None:
+            variant = replace(variant, sinks=variant.sinks.view(num_kv, -1))
+        found = attended(grouped, key, value, mask=mask, scale=scale, variant=variant)
+        return found.reshape(num_rows, 1, num_heads, value.shape[3])
 
 
 def _segment_attention(
@@ -84,9 +98,10 @@ def _segment_attention(
     for name in UNSUPPORTED_EXTRAS:
         if extras.get(name) is not None:
             raise NotImplementedError(f"its attention takes {name}")
+    variant = Variant(extras.get("sliding_window"), extras.get("softcap"), extras.get("s_aux"))
     if isinstance(attention_layout, DecodeLayout):
-        return attention_layout.attend_grouped(query, key, value, scaling), None
-    return attention_layout.attend(query, key, value, scaling), None
+        return attention_layout.attend_grouped(query, key, value, scaling, variant), None
+    return attention_layout.attend(query, key, value, scaling, variant), None
 
 
 def enable_packed_attention(model: nn.Module) -> None:
@@ -136,45 +151,53 @@ def _packing_gap(model: nn.Module) -> str | None:
             own_NV = torch.cat([padded_logits(model, [one], device=device) for one in sequences]).float()
             enable_packed_attention(model)
             tokens = pack(sequences, device=device)
-            asked = _count_calls(tokens.layout)
+            asked = _noted_calls(tokens.layout)
             gap_N = (packed_logits(model, tokens).float() - own_NV).abs().mean(-1)
     except NotImplementedError as error:
         return str(error)
     finally:
         model.train(was_training)
-    if len(asked) < (getattr(transformers_model(model).config.get_text_config(), "num_hidden_layers", None) or 1):
+    config = transformers_model(model).config.get_text_config()
+    if len(asked) < (getattr(config, "num_hidden_layers", None) or 1):
         return "not all of its layers ask transformers' attention interface"
+    if sum(variant.window is not None for variant in asked) < _num_windows(config):
+        return "not all of its layers hand their sliding window to attention"
     worst = max(float(gap_N[tokens.sequence_index == i].mean()) for i in range(len(sequences)))
     tolerance = 1e-2 if next(model.parameters()).dtype == torch.float32 else 1e-1
     return "packed logits differ from its own" if worst > tolerance * float(own_NV.std()) else None
 
 
-def _count_calls(layout: SegmentLayout) -> list[None]:
-    """A list that grows by one with each layer that asks for attention."""
-    calls: list[None] = []
+def _noted_calls(layout: SegmentLayout) -> list[Variant]:
+    """A list that grows with each layer that asks for attention, by what it asks for."""
+    calls: list[Variant] = []
     attend = layout.attend
 
-    def counted(*states: Any) -> Tensor:
-        calls.append(None)
-        return attend(*states)
+    def noted(query: Tensor, key: Tensor, value: Tensor, scale: float | None, variant: Variant) -> Tensor:
+        calls.append(variant)
+        return attend(query, key, value, scale, variant)
 
-    layout.attend = counted  # type: ignore[assignment]
+    layout.attend = noted  # type: ignore[method-assign, assignment]
     return calls
+
+
+def _num_windows(config: Any) -> int:
+    """How many layers have a sliding window, which a trial on short sequences does not show."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return sum(kind == "sliding_attention" for kind in kinds)
+    windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    return config.num_hidden_layers if windowed else 0
 
 
 def packing_obstacle(model: nn.Module) -> str | None:
     """Why packed segments would be wrong for this model, in a few words; None when they are right."""
     base = transformers_model(model)
     config = base.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds - {"full_attention"}:
-        return f"layers of type {', '.join(sorted(kinds - {'full_attention'}))}"
+    others = set(getattr(config, "layer_types", None) or []) - PACKED_LAYERS
+    if others:
+        return f"layers of type {', '.join(sorted(others))}"
     if not getattr(base, "_supports_attention_backend", False):
         return "the model does not use transformers' attention interface"
-    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        return f"a sliding window of {config.sliding_window} tokens"
-    if getattr(config, "attn_logit_softcapping", None):
-        return "soft-capped attention logits"
     if not (hasattr(config, "rope_parameters") or hasattr(config, "rope_theta")):
         return "no rotary positions"
     return None

@@ -1,15 +1,19 @@
 """Attention of packed segments by masked SDPA: the way of every device that has no better one, and the oracle.
 
-The completions of a group become rows of one length behind a copy of their prompt.
+The completions of a group become rows of one length behind a copy of their prompt. Layers with windows that cut
+something off, soft caps or sinks come here on every device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+
+from swift.models.segments import PLAIN, Variant, attended
 
 if TYPE_CHECKING:
     from swift.models.segments import GroupSpans
@@ -27,7 +31,9 @@ class SegmentRows:
         self.groups = list(groups)
         self._blocks = [_CompletionBlock(group, device) for group in self.groups if _has_inputs(group)]
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, variant: Variant = PLAIN
+    ) -> Tensor:
         """See `SegmentLayout.attend`."""
         repeats = query.shape[1] // key.shape[1]
         if repeats > 1:
@@ -38,16 +44,32 @@ class SegmentRows:
         output = query.new_empty(*query.shape[:3], value.shape[3])
         for group in self.groups:
             rows = slice(group.prompt.start, group.prompt.stop)
-            output[:, :, rows] = nn.functional.scaled_dot_product_attention(
-                query[:, :, rows], key[:, :, rows], value[:, :, rows], is_causal=True, scale=scale
-            )
+            states = (query[:, :, rows], key[:, :, rows], value[:, :, rows])
+            if variant.is_plain:
+                of_prompt = nn.functional.scaled_dot_product_attention(*states, is_causal=True, scale=scale)
+            else:
+                mask = _visible(group.prompt.length, 0, variant.window, query.device)
+                of_prompt = attended(*states, mask=mask, scale=scale, variant=_of_heads(variant))
+            output[:, :, rows] = of_prompt
         for block in self._blocks:
-            block.attend(query, key, value, output, scale)
+            block.attend(query, key, value, output, scale, variant)
         return output.transpose(1, 2)
 
 
 def _has_inputs(group: GroupSpans) -> bool:
     return any(span.length for span in group.completions)
+
+
+def _of_heads(variant: Variant) -> Variant:
+    """The variant with its sinks [H, 1], for states [..., H, L, D]."""
+    return variant if variant.sinks is None else replace(variant, sinks=variant.sinks[:, None])
+
+
+def _visible(num_queries: int, num_before: int, window: int | None, device: torch.device) -> Tensor:
+    """[L, P + L]: what each of L queries behind P tokens sees."""
+    visible = torch.ones(num_queries, num_before + num_queries, dtype=torch.bool, device=device)
+    visible = visible.tril(diagonal=num_before)
+    return visible if window is None else visible.triu(diagonal=num_before - window + 1)
 
 
 class _CompletionBlock:
@@ -69,10 +91,17 @@ class _CompletionBlock:
         self.real_steps = real.nonzero(as_tuple=True)[1].to(device)
         self.real_index = own[real].to(device)
         self.prompt = slice(group.prompt.start, group.prompt.stop)
-        visible = torch.ones(longest, group.prompt.length + longest, dtype=torch.bool)
-        self.mask = visible.tril(diagonal=group.prompt.length).to(device)  # [L, P + L]
+        self._masks: dict[int | None, Tensor] = {}  # [L, P + L] by window
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, scale: float | None) -> None:
+    def _mask(self, window: int | None) -> Tensor:
+        if window not in self._masks:
+            num_before = self.prompt.stop - self.prompt.start
+            self._masks[window] = _visible(self.own_index.shape[1], num_before, window, self.own_index.device)
+        return self._masks[window]
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, scale: float | None, variant: Variant
+    ) -> None:
         """Write the attention of the group's completions into `output` [1, H, T, E]."""
         num_rows = self.own_index.shape[0]
 
@@ -81,7 +110,12 @@ class _CompletionBlock:
             return torch.cat([prompt, states[0][:, self.own_index].transpose(0, 1)], dim=2)
 
         rows = query[0][:, self.own_index].transpose(0, 1)  # [C, H, L, D]
-        attended = nn.functional.scaled_dot_product_attention(
-            rows, with_prompt(key), with_prompt(value), attn_mask=self.mask, scale=scale
+        found = attended(
+            rows,
+            with_prompt(key),
+            with_prompt(value),
+            mask=self._mask(variant.window),
+            scale=scale,
+            variant=_of_heads(variant),
         )
-        output[0, :, self.real_index] = attended[self.real_rows, :, self.real_steps].transpose(0, 1)
+        output[0, :, self.real_index] = found[self.real_rows, :, self.real_steps].transpose(0, 1)

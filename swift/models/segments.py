@@ -6,18 +6,24 @@
     cpu     `segment_tiles`   products of visible keys only
     cuda    `segment_flex`    FlexAttention, where a trial agrees with the next
     others  `segment_rows`    masked SDPA
+
+A layer whose attention is more than a softmax of scaled products says so by a `Variant`; `segment_rows` knows all of
+them. A window that is wider than every sequence of the stream is none.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from swift.models.segment_rows import SegmentRows
 
 Kernel = Literal["tiles", "flex", "rows"]
 
@@ -50,6 +56,61 @@ class GroupSpans:
     """Tokens that fill up a stream: nothing is predicted from them, a kernel may give them any finite output."""
 
 
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What a layer's attention does beside softmax(scale q k).
+
+    window: a query sees itself and the window - 1 tokens before it. softcap: a score s becomes c tanh(s / c)
+    (arXiv:2408.00118, section 2). sinks: a further logit of each head [H], whose share of the softmax goes nowhere
+    (arXiv:2508.10925, section 2.2).
+    """
+
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing beside it."""
+        return self.window is None and self.softcap is None and self.sinks is None
+
+    def within(self, num_tokens: int) -> Variant:
+        """The same for sequences of at most `num_tokens` tokens."""
+        return self if self.window is None or self.window < num_tokens else replace(self, window=None)
+
+
+PLAIN = Variant()
+
+
+def attended(
+    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, scale: float | None, variant: Variant
+) -> Tensor:
+    """Masked attention of one variant; its window is in the mask.
+
+    Args:
+        query: [..., A, L, D].
+        key: [..., A, C, D].
+        value: [..., A, C, E].
+        mask: bool, broadcast to [..., A, L, C]: what is seen; None for everything.
+        scale: softmax scale; None means 1 / sqrt(D).
+        variant: its sinks broadcast to [..., A, L].
+
+    Returns:
+        [..., A, L, E]
+    """
+    if variant.softcap is None and variant.sinks is None:
+        return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    scores = (query @ key.mT).float() * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if variant.softcap is not None:
+        scores = variant.softcap * torch.tanh(scores / variant.softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    if variant.sinks is None:
+        return scores.softmax(-1).to(value.dtype) @ value
+    sinks = variant.sinks.float().expand(scores.shape[:-1])[..., None]
+    return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1].to(value.dtype) @ value
+
+
 class _Attends(Protocol):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor: ...
 
@@ -65,9 +126,14 @@ class SegmentLayout:
     def __init__(self, groups: Sequence[GroupSpans], device: torch.device | str = "cpu") -> None:
         self.groups = list(groups)
         self.device = torch.device(device)
+        self.longest = max(
+            group.prompt.length + max((span.length for span in group.completions), default=0) for group in self.groups
+        )
         self._made: dict[Kernel, _Attends] = {}
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, variant: Variant = PLAIN
+    ) -> Tensor:
         """Attention of every segment to its prompt and itself.
 
         Args:
@@ -75,12 +141,24 @@ class SegmentLayout:
             key: [1, K, T, D]; query heads h * H / K and following see key/value head h.
             value: [1, K, T, E].
             scale: softmax scale; None means 1 / sqrt(D).
+            variant: of the layer.
 
         Returns:
             [1, T, H, E]
         """
+        variant = variant.within(self.longest)
+        if not variant.is_plain:
+            return self._rows().attend(query, key, value, scale, variant)
         heads = (query.shape[1], key.shape[1], query.shape[3], value.shape[3])
         return self.using(kernel_for(query.device, _computed_in(query), heads)).attend(query, key, value, scale)
+
+    def _rows(self) -> SegmentRows:
+        """The kernel that knows every variant."""
+        from swift.models.segment_rows import SegmentRows
+
+        rows = self.using("rows")
+        assert isinstance(rows, SegmentRows)
+        return rows
 
     def using(self, kernel: Kernel) -> _Attends:
         """One kernel's view of this layout."""

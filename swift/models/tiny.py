@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Arch = Literal["qwen2", "llama", "qwen3"]
-Size = Literal["nano", "tiny", "small"]
+Size = Literal["nano", "tiny", "small", "half"]
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,10 @@ SHAPES: dict[str, Shape] = {
     "nano": Shape(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=128, context=1024),
     "tiny": Shape(hidden=128, layers=4, heads=4, kv_heads=2, intermediate=256, context=2048),
     "small": Shape(hidden=512, layers=8, heads=8, kv_heads=2, intermediate=1536, context=4096),
+    "half": Shape(hidden=896, layers=24, heads=14, kv_heads=2, intermediate=4864, context=32768),
 }
-"""Parameters with tied embeddings: nano 0.04M (tests), tiny 0.6M (the demo), small 24M (benchmarks)."""
+"""Parameters with tied embeddings: nano 0.04M (tests), tiny 0.6M (the demo), small 24M (benchmarks), half 0.36B, and
+0.5B with a vocabulary of 152k, which is the shape of Qwen2.5-0.5B (benchmarks on a GPU)."""
 
 ARCHS = ("qwen2", "llama", "qwen3")
 

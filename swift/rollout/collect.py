@@ -464,14 +464,28 @@ class RolloutCollector:
         """Whether nothing that was given to the reward workers so far is still with them; rank 0 only."""
         return isinstance(current, LiveRound) or all(future.done() for future in current.futures.values())
 
-    def finish(self, current: Round, *, timer: Callable[[str], Any]) -> tuple[list[RolloutGroup], dict[str, float]]:
+    def finish(
+        self,
+        current: Round,
+        *,
+        timer: Callable[[str], Any],
+        meanwhile: Callable[[list[RolloutGroup]], None] | None = None,
+    ) -> tuple[list[RolloutGroup], dict[str, float]]:
         """Bring the parts of all ranks together and wait for the scores; see `run`.
+
+        Args:
+            current: the round.
+            timer: context manager factory for the phases "generate" and "reward".
+            meanwhile: called on every rank with the sampled groups, if reward functions still work on them.
 
         Raises:
             SwiftError: on every rank, what failed on any.
         """
         with timer("generate"):
             late = self._exchange(current)
+        # the answer of the moment decides when something is done, never what
+        if meanwhile is not None and self._agree(partial(self._still_scoring, current)):
+            meanwhile(current.groups)
         with timer("reward"):
             scores, metrics = self._agree(lambda: self._score(current))
         if late:
@@ -563,15 +577,29 @@ class RolloutCollector:
         scores.excluded = [fault(one) or why for one, why in zip(group.completions, scores.excluded, strict=True)]
 
     def _score(self, current: Round) -> tuple[list[GroupScores], dict[str, float]]:
-        """Wait for what was submitted while decoding, or submit now; rank 0 only."""
-        groups, progress = current.groups, current.progress
-        if self.scorer.needs_whole_batch:
-            waiting = self.scorer.submit_batch(groups, progress)
-        else:
-            waiting = [current.futures.get(g.group_id) or self.scorer.submit(g, progress) for g in groups]
-        scores = self.scorer.add_model_scores(groups, [future.result() for future in waiting])
+        """Wait for the scores of a round; rank 0 only."""
+        groups = current.groups
+        self._submit(current)
+        results = [current.futures[group.group_id].result() for group in groups]
+        scores = self.scorer.add_model_scores(groups, results)
         self.scorer.end_batch(groups)
         return scores, self.scorer.drain_metrics(groups)
+
+    def _still_scoring(self, current: Round) -> bool:
+        """Whether reward workers have anything of a round left, now that they were given all; rank 0 only."""
+        self._submit(current)
+        return not self.all_scored(current)
+
+    def _submit(self, current: Round) -> None:
+        """Give the reward workers what they did not get while it was sampled; rank 0 only."""
+        groups, futures = current.groups, current.futures
+        waiting = [group for group in groups if group.group_id not in futures]
+        if waiting and self.scorer.needs_whole_batch:
+            submitted = self.scorer.submit_batch(groups, current.progress)
+            futures.update(zip([group.group_id for group in groups], submitted, strict=True))
+            return
+        for group in waiting:
+            futures[group.group_id] = self.scorer.submit(group, current.progress)
 
     def _sampling(self, launch: Launch, sample: int, namespace: str) -> SamplingParams:
         seed = sample_seed(self.seed, namespace + launch.prompt.prompt_id, launch.launch, sample)

@@ -30,7 +30,7 @@ from swift.rollout.phase import GenerationPhase, PublishPhase
 from swift.rollout.prefetch import GenerationThread
 from swift.rollout.replay import ReplayBuffer
 from swift.rollout.scheduler import Intake, RolloutScheduler
-from swift.rollout.units import MadeUnit, UnitConfig, UnitMaker, round_metrics
+from swift.rollout.units import Begun, MadeUnit, UnitConfig, UnitMaker, round_metrics
 from swift.rollout.weight_sync.publisher import WeightPublisher
 from swift.types import Prompt, RolloutGroup, TrainerProgress
 
@@ -90,13 +90,15 @@ class _Ahead:
     """A round that was asked for and not yet trained on.
 
     intake: what it began with. before: where launching stood before its launches; one of dynamic sampling notes that
-    itself, when it begins. result: its scored groups once they are on every rank. failure: why there will be none.
+    itself, when it begins. begun: what was done about its unit while it was scored. result: its scored groups once they
+    are on every rank. failure: why there will be none.
     """
 
     intake: Intake
     before: dict[str, Any] | None = None
     current: Round | LiveRound | None = None
     live: LiveRound | None = None
+    begun: Begun | None = None
     result: RoundResult | None = None
     failure: SwiftError | None = None
 
@@ -185,7 +187,8 @@ class RolloutPipeline:
             self.unit = TrainUnit([], self.config.num_windows, self.config.num_iterations)
             self.unit.arriving = self._parts(self.unit, progress)
             return
-        self.unit = self._make_unit(self._first_result(), progress).unit
+        result, begun = self._first_result()
+        self.unit = self._make_unit(result, progress, begun).unit
         self._ask_ahead(progress)
 
     def _parts(self, unit: TrainUnit, progress: TrainerProgress) -> Iterator[Part]:
@@ -200,7 +203,7 @@ class RolloutPipeline:
             unit.samples += self.units.samples(groups, first)
             yield Part(range(start, len(unit.samples)), last=False)
         try:
-            made = self._make_unit(self._first_result(), progress)
+            made = self._make_unit(self._first_result()[0], progress)
         except SwiftError:
             self.unit = None  # a part of it is nothing that could be saved
             raise
@@ -236,10 +239,11 @@ class RolloutPipeline:
         over = not self._thread.samples(one.current) and self.collector.all_scored(one.current)
         return over, self.collector.arrived(one.current)
 
-    def _first_result(self) -> RoundResult:
-        """The result of the next round, which leaves those ahead; collective."""
+    def _first_result(self) -> tuple[RoundResult, Begun | None]:
+        """The result of the next round, which leaves those ahead, and what was begun meanwhile; collective."""
+        one = self._ahead[0]
         try:
-            result = self._result(self._ahead[0])
+            result = self._result(one, begins=self.units.can_begin and not self.config.streaming_groups)
         except SwiftError:  # nothing of this round was trained on: a checkpoint saved now draws it again
             self.scheduler.load_state_dict(self._without(list(self._ahead)))
             self._ahead.clear()
@@ -247,7 +251,7 @@ class RolloutPipeline:
         self._ahead.popleft()
         self.scheduler.rate = self.scheduler.rate.updated(result.informative, result.launched)
         self.scheduler.carry(result.carried)
-        return result
+        return result, one.begun
 
     def _ask_ahead(self, progress: TrainerProgress) -> None:
         """Have the rounds sampled that may be."""
@@ -360,8 +364,12 @@ class RolloutPipeline:
         if failures:
             raise failure or failures[0]
 
-    def _result(self, one: _Ahead) -> RoundResult:
+    def _result(self, one: _Ahead, *, begins: bool = False) -> RoundResult:
         """The scored groups of a round, waited for; collective.
+
+        Args:
+            one: the round.
+            begins: whether it is trained on next, so that its unit can be begun while rewards are computed.
 
         Raises:
             SwiftError: on every rank, and at every call: its failure.
@@ -370,7 +378,7 @@ class RolloutPipeline:
             try:
                 with self.timer("generate"):
                     self._thread.wait(one.current)
-                one.result = self._finished(one.current, one.intake)
+                one.result = self._finished(one, one.current, begins=begins)
             except SwiftError as error:
                 one.failure = error
             one.current = None
@@ -379,11 +387,16 @@ class RolloutPipeline:
         assert one.result is not None
         return one.result
 
-    def _finished(self, current: Round | LiveRound, intake: Intake) -> RoundResult:
-        if isinstance(current, LiveRound):
+    def _finished(self, one: _Ahead, current: Round | LiveRound, *, begins: bool) -> RoundResult:
+        if isinstance(current, LiveRound):  # which groups are trained on is a matter of their scores
             return self.collector.finish_live(current, timer=self.timer)
-        groups, metrics = self.collector.finish(current, timer=self.timer)
-        return RoundResult([*intake.carried, *groups], metrics, carried_in=len(intake.carried))
+        carried = one.intake.carried
+
+        def begin(groups: list[RolloutGroup]) -> None:
+            one.begun = self.units.begin([*carried, *groups])
+
+        groups, metrics = self.collector.finish(current, timer=self.timer, meanwhile=begin if begins else None)
+        return RoundResult([*carried, *groups], metrics, carried_in=len(carried))
 
     def _settle(self) -> None:
         """Wait for the rounds ahead, so that the engine is free; collective. A failure is raised at its turn."""
@@ -391,8 +404,8 @@ class RolloutPipeline:
             with contextlib.suppress(SwiftError):
                 self._result(one)
 
-    def _make_unit(self, result: RoundResult, progress: TrainerProgress) -> MadeUnit:
-        made = self.units.make(result.groups, progress.global_step)
+    def _make_unit(self, result: RoundResult, progress: TrainerProgress, begun: Begun | None = None) -> MadeUnit:
+        made = self.units.make(result.groups, progress.global_step, begun)
         self.scheduler.end_unit(
             trained=made.trained,
             excluded=made.excluded + result.num_excluded,

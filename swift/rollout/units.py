@@ -16,11 +16,15 @@ import torch
 
 from swift.rl.advantages import Advantages, Estimator, Scale, compute_advantages, reward_matrix
 from swift.rollout.batch import TrainSample, TrainUnit
+from swift.rollout.collect import fault
 from swift.rollout.replay import ReplayBuffer, ReplayEntry
 from swift.types import Completion, GroupScores, RolloutGroup
 
 KLOfSamples = Callable[[Sequence[TrainSample]], Sequence[float]]
 """The k1 estimate of each sample's divergence from the reference, in nats, the same on every rank; collective."""
+
+Refer = Callable[[TrainUnit], None]
+"""Fills in the reference's log-probs of the samples that this rank will train on; collective."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +45,18 @@ class UnitConfig:
     reward_weights: Sequence[float] = ()
     overlong_filter: bool = False
     reward_kl: float = 0.0
+
+
+@dataclass(slots=True)
+class Begun:
+    """What can be done about a unit before its scores are known.
+
+    samples: with advantage 0; those of faulty completions are not trained on. kl_S: k1 of each in nats, float64, where
+    the reward has a KL.
+    """
+
+    samples: list[TrainSample]
+    kl_S: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -70,36 +86,65 @@ class UnitMaker:
         config: how.
         replay: the buffer, or None.
         kl_of: needed when `config.reward_kl` > 0; may be set later.
+        refer: for a loss with a KL; may be set later. Without it the trainer finds log-probs missing and makes them.
     """
 
     def __init__(
-        self, config: UnitConfig, *, replay: ReplayBuffer | None = None, kl_of: KLOfSamples | None = None
+        self,
+        config: UnitConfig,
+        *,
+        replay: ReplayBuffer | None = None,
+        kl_of: KLOfSamples | None = None,
+        refer: Refer | None = None,
     ) -> None:
         self.config = config
         self.replay = replay
         self.kl_of = kl_of
+        self.refer = refer
+
+    @property
+    def can_begin(self) -> bool:
+        """Whether there is work for `begin`: a reference whose passes need no scores.
+
+        Which groups a replay buffer stands in for is a matter of scores.
+        """
+        return self.config.reward_kl > 0 or (self.refer is not None and self.replay is None)
+
+    def begin(self, groups: Sequence[RolloutGroup]) -> Begun:
+        """The passes of the reference over a round, while its rewards are still computed; collective."""
+        samples = list(self._samples(groups))
+        if self.config.reward_kl > 0:
+            return Begun(samples, self._kl(samples))
+        if self.refer is not None:
+            self.refer(TrainUnit(samples, self.config.num_windows, self.config.num_iterations))
+        return Begun(samples)
 
     def samples(self, groups: Sequence[RolloutGroup], first: int) -> list[TrainSample]:
         """Samples with advantages of groups that share no statistics with others; numbered from `first`."""
         samples = list(self._samples(groups, first))
+        _leave_out(samples, groups)
         for sample, advantage in zip(samples, self.advantages(groups).advantages_S.tolist(), strict=True):
             sample.advantage = advantage
         return samples
 
-    def make(self, groups: Sequence[RolloutGroup], step: int) -> MadeUnit:
+    def make(self, groups: Sequence[RolloutGroup], step: int, begun: Begun | None = None) -> MadeUnit:
         """The unit of a round.
 
         Args:
             groups: scored, in launch order; as many as a unit has.
             step: optimizer steps done.
+            begun: what `begin` made of the same groups.
         """
         config = self.config
-        samples = list(self._samples(groups))
+        if begun is None or _leave_out(begun.samples, groups):
+            # where scores leave samples out, passes are cut as if nothing had been begun: that depends on no clock
+            begun = Begun(list(self._samples(groups)))
+            _leave_out(begun.samples, groups)
+        samples = begun.samples
         penalty = None
         metrics: dict[str, float] = {}
         if config.reward_kl > 0:
-            assert self.kl_of is not None, "the trainer has not said how the KL is computed"
-            kl_S = torch.tensor(list(self.kl_of(samples)), dtype=torch.float64)
+            kl_S = begun.kl_S if begun.kl_S is not None else self._kl(samples)
             penalty = config.reward_kl * kl_S
             metrics["kl_in_reward"] = _mean_of_trained(kl_S, samples)
         batches = self._batches(groups)
@@ -126,6 +171,10 @@ class UnitMaker:
             excluded=excluded,
             metrics={**metrics, **self._replay_metrics(replayed, step)},
         )
+
+    def _kl(self, samples: Sequence[TrainSample]) -> torch.Tensor:
+        assert self.kl_of is not None, "the trainer has not said how the KL is computed"
+        return torch.tensor(list(self.kl_of(samples)), dtype=torch.float64)
 
     def advantages(self, groups: Sequence[RolloutGroup], kl_penalty_S: torch.Tensor | None = None) -> Advantages:
         """Advantages of scored groups that share their batch statistics."""
@@ -166,8 +215,8 @@ class UnitMaker:
     def _samples(self, groups: Sequence[RolloutGroup], first: int = 0) -> Iterator[TrainSample]:
         for number, group in enumerate(groups, first):
             prompt = np.asarray(group.prompt.token_ids, dtype=np.int32)
-            for completion, reason in zip(group.completions, scores_of(group).excluded, strict=True):
-                counts = reason is None and bool(completion.token_ids) and not self.cut(completion)
+            for completion in group.completions:
+                counts = fault(completion) is None and bool(completion.token_ids) and not self.cut(completion)
                 yield TrainSample(
                     group=number,
                     prompt_ids=prompt,
@@ -221,6 +270,16 @@ class UnitMaker:
         return metrics
 
 
+def _leave_out(samples: Sequence[TrainSample], groups: Sequence[RolloutGroup]) -> bool:
+    """Train on no sample that its scores exclude; whether any was to be trained on before."""
+    reasons = [reason for group in groups for reason in scores_of(group).excluded]
+    left_out = [sample for sample, reason in zip(samples, reasons, strict=True) if reason is not None]
+    lost = [sample for sample in left_out if sample.num_trained]
+    for sample in lost:
+        sample.trained[:] = False
+    return bool(lost)
+
+
 def _mean_of_trained(values_S: torch.Tensor, samples: Sequence[TrainSample]) -> float:
     """The mean over completions with a trained token; 0 without any."""
     trained = [value for value, sample in zip(values_S.tolist(), samples, strict=True) if sample.num_trained]
@@ -255,4 +314,4 @@ def round_metrics(groups: Sequence[RolloutGroup], results: Sequence[Advantages])
     return metrics
 
 
-__all__ = ["MadeUnit", "UnitConfig", "UnitMaker", "round_metrics", "scores_of"]
+__all__ = ["Begun", "MadeUnit", "UnitConfig", "UnitMaker", "round_metrics", "scores_of"]

@@ -577,6 +577,8 @@ class _Session:
             trainer.add_callback(board)
         if args.kl_in_reward and args.beta > 0:
             trainer.pipeline.units.kl_of = RewardKL(trainer)
+        elif args.beta > 0:
+            trainer.pipeline.units.refer = trainer.refer
         return trainer
 
     def _build_pipeline(self) -> Any:

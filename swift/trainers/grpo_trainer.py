@@ -667,6 +667,20 @@ class GRPOTrainer(SealedTrainer):
             samples = [unit.samples[i] for i in mine or [_first(plan)]]
             yield self.collate(samples, [0.0] * len(samples)), mine
 
+    def refer(self, unit: TrainUnit) -> None:
+        """Fill in the reference's log-probs of a unit, on the rank and in the pass that will train on each; collective.
+
+        The pipeline asks for it while rewards are computed.
+        """
+        self._fit_memory()
+        with self.metrics.timer("train"):
+            for number in range(unit.num_windows):
+                window = unit.window(number)
+                plan = self.plan(unit.samples, window, [unit.samples[i].num_trained > 0 for i in window])
+                for batch, part in self._own_batches(unit, plan, lambda i: unit.samples[i].ref_logprobs is None):
+                    self._ensure_ref_logprobs(batch, keep=bool(part))
+                    self.on_progress()
+
     def _ensure_ref_logprobs(self, batch: MicroBatch, *, keep: bool) -> None:
         """Fill in the reference's log-probs; with `keep`, on the rank that owns the samples, for later visits too."""
         if self.settings.loss.beta == 0:

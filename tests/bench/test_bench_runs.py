@@ -40,9 +40,12 @@ class OneTurn:
         self.report = work()
 
 
-@pytest.fixture(scope="module")
-def work(tmp_path_factory):
-    work = Work(folder=str(tmp_path_factory.mktemp("bench")), size="nano", completion_tokens=8, lengths="tail")
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def work(tmp_path_factory, request):
+    """In 16 bits as rows for a GPU are."""
+    as_on_gpu = {"dtype": request.param, "recompute": request.param == "bfloat16"}
+    folder = str(tmp_path_factory.mktemp("bench"))
+    work = Work(folder=folder, size="nano", completion_tokens=8, lengths="tail", **as_on_gpu)
     prepare(work)
     return work
 

@@ -52,6 +52,29 @@ def test_the_work_of_the_head_is_2048_tokens_of_a_large_vocabulary():
     assert sum(work.limits) == 2048 and work.vocab_size == 151_936
 
 
+def test_the_packed_work_for_a_gpu_is_16k_tokens_in_one_pass():
+    work = ROWS["gpu-packed"].work("x")
+    in_stream = sum(limit - 1 for limit in work.limits) + work.num_prompts * work.prompt_tokens
+    assert in_stream == pytest.approx(16_384, rel=0.02) and work.accumulation == 1 and work.recompute
+
+
+def test_rows_that_need_a_gpu_are_left_out_without_one(monkeypatch):
+    import torch
+
+    for present in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda present=present: present)
+        obstacles = {name: row.obstacle for name, row in ROWS.items() if name != "publish"}
+        assert all((reason is None) == (present or not name.startswith("gpu")) for name, reason in obstacles.items())
+
+
+def test_a_side_sees_a_gpu_only_where_its_work_is_there(monkeypatch):
+    from swift.bench.contest import environment
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert environment(ROWS["tiny"].work("x"))["CUDA_VISIBLE_DEVICES"] == ""
+    assert environment(ROWS["gpu"].work("x"))["CUDA_VISIBLE_DEVICES"] == "2"
+
+
 def test_frozen_rollouts_come_in_groups_and_are_the_same_every_time():
     work = Work(folder="unused", num_completions=8, num_generations=4, completion_tokens=6)
     first, second = frozen(work, lengths="mixed"), frozen(work, lengths="mixed")

@@ -69,6 +69,7 @@ def test_two_processes_training_on_parts_train_what_one_does_on_the_whole(cli):
     twice = {"num_iterations": 2, "max_steps": 6}  # samples change hands between the visits
     whole, _, _ = cli.finish("whole", **{**BASE, **twice}, parity_check="off")
     flags = {**HALF, **twice, **DEDICATED, "num_infer_workers": 1, "cpu_devices": 3, "streaming_partial_batch": True}
+    flags |= {"streaming_min_groups": 3, "skip_zero_advantage_batches": False}
     parts, _, _ = cli.finish("parts", **flags, variables=TWO)
     assert trained(parts) == trained(whole)
     assert_close(parts, whole, "loss", "grad_norm", "ratio/max", "tokens/trained")

@@ -75,11 +75,62 @@ def test_lora_policies_are_packed_too(nano_folder):
     assert (packed_logits(lora, pack(SEQUENCES)) - oracle).abs().max() < 1e-5
 
 
-def test_models_with_sliding_windows_are_named_and_not_packed(nano_folders):
+def test_layers_of_other_types_are_named(nano_folders):
     model = load(nano_folders["qwen3"], False)
     assert packing_obstacle(model) is None
-    model.config.layer_types = ["full_attention", "sliding_attention"]
-    assert "sliding_attention" in str(packing_obstacle(model))
+    model.config.layer_types = ["full_attention", "chunked_attention"]
+    assert "chunked_attention" in str(packing_obstacle(model))
+
+
+def test_a_window_that_layers_keep_to_themselves_is_found_out(nano_folders):
+    """A trial on short sequences would not show it."""
+    model = load(nano_folders["llama"], False)
+    model.config.sliding_window = 4096
+    assert "sliding window" in str(choose_attention(model))
+    assert not is_packed(model)
+
+
+WINDOWED = [
+    ("mistral", {}),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}),
+    ("gemma2", {"attn_logit_softcapping": 2.0}),
+    ("gemma3_text", {}),
+    ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"]}),
+]
+LONG = [
+    TokenSequence(list(range(2, 14)), list(range(20, 29))),
+    TokenSequence(list(range(2, 14)), list(range(30, 33))),
+    TokenSequence([5, 6, 7], list(range(40, 52))),
+    *SEQUENCES,
+]
+
+
+@pytest.mark.parametrize(("arch", "settings"), WINDOWED)
+@pytest.mark.parametrize("window", [4, 8, 4096])
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_windows_soft_caps_and_sinks_are_packed_too(small_model, arch, settings, window, share_prompts):
+    model = small_model(arch, **{**settings, "sliding_window": window})
+    model.eval()
+    oracle = torch.cat([padded_logits(model, [sequence]) for sequence in LONG])
+    expected = {name: gradient.clone() for name, gradient in gradients(model, oracle).items() if gradient is not None}
+    model.zero_grad()
+    assert choose_attention(model) is None
+    mine = packed_logits(model, pack(LONG, share_prompts=share_prompts))
+    assert (mine - oracle).abs().max() < 1e-5
+    found = gradients(model, mine)
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6, name
+
+
+def test_a_window_wider_than_every_sequence_takes_the_fast_way(small_model, monkeypatch):
+    from swift.models.segment_rows import SegmentRows
+
+    model = small_model("mistral", sliding_window=21)
+    assert choose_attention(model) is None
+    tokens = pack(LONG)
+    assert tokens.layout.longest == 12 + 8
+    monkeypatch.setattr(SegmentRows, "attend", None)
+    packed_logits(model, tokens)
 
 
 @pytest.mark.parametrize("arch", ["deepseek_v3", "gpt_neox", "mixtral"])
@@ -120,9 +171,6 @@ def test_long_streams_are_filled_up_with_tokens_that_change_nothing(nano_folder)
 @pytest.mark.parametrize(
     ("arch", "reason"),
     [
-        ("mistral", "sliding window of 8"),
-        ("gemma2", "sliding_attention"),
-        ("gpt_oss", "sliding window of 8"),  # with attention sinks
         ("nemotron", "do not pass the packed layout"),
         ("gpt2", "no rotary positions"),
         ("mamba", "linear_attention"),

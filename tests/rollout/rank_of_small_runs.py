@@ -20,6 +20,8 @@ from small_runs import SlowScorer, SmallRun
 
 from swift.errors import EngineDead, EngineError, RewardError
 from swift.rollout.collect import EngineShare
+from swift.rollout.replay import ReplayBuffer
+from swift.rollout.scheduler import RerollConfig
 from swift.trainers.distributed import Collectives
 
 STEPS = 6
@@ -46,6 +48,34 @@ def alone(me, ranks):
 def shared(me, ranks, **script):
     """Each rank has an engine for half of every round."""
     return SmallRun(ScriptedEngine(**script), depth=1, ranks=ranks)
+
+
+def dull(group):
+    """Groups of this prompt teach nothing, every second time."""
+    return group.prompt.prompt_id in ("p1", "p4") and group.launch % 2 == 0
+
+
+def replaying(me, ranks):
+    buffer = ReplayBuffer(4, max_age=8, seed=3, recompute=True)
+    return SmallRun(ScriptedEngine(), depth=1, ranks=ranks, replay=buffer, scorer=SlowScorer(dull=dull))
+
+
+def trying_again(me, ranks):
+    again = RerollConfig(start_step=1, max_groups=1)
+    return SmallRun(ScriptedEngine(), depth=1, ranks=ranks, reroll=again, scorer=SlowScorer(dull=dull))
+
+
+def every_third_step(me, ranks):
+    return SmallRun(ScriptedEngine(), depth=2, interval=3, windows=2, ranks=ranks)
+
+
+def in_flight(me, ranks):
+    """Completions of 40 tokens at 5 ms each: several steps end while they are sampled."""
+    return SmallRun(ScriptedEngine(step_s=0.005), depth=2, in_flight=True, ranks=ranks, max_tokens=40)
+
+
+SUCCESSFUL = [alone, shared, replaying, trying_again, every_third_step]
+"""These end as they do on one rank."""
 
 
 def owner_dies(me, ranks):
@@ -101,9 +131,19 @@ def owner_cannot_pause(me, ranks):
 
 
 SCENARIOS = [
-    alone, shared, owner_dies, other_dies, other_dies_at_once, other_breaks_down, rewards_break, update_lost_once,
-    update_lost_twice, owner_cannot_pause,
+    *SUCCESSFUL, in_flight, owner_dies, other_dies, other_dies_at_once, other_breaks_down, rewards_break,
+    update_lost_once, update_lost_twice, owner_cannot_pause,
 ]  # fmt: skip
+
+
+def story(run):
+    """What the rounds of a run say about what was replaced, and how old tokens were."""
+    return {
+        "replayed": sum(scored.metrics.get("replay/groups", 0) for scored in run.rounds),
+        "again": [group.launch_index for scored in run.rounds for group in scored.groups if group.launch],
+        "ages": [step.staleness["off_policy/max"] for step in run.steps],
+        "mixed": sum(len(versions) > 1 for step in run.steps for versions in step.versions),
+    }
 
 
 def play(scenario, me, ranks):
@@ -121,6 +161,7 @@ def play(scenario, me, ranks):
     return {
         **ended,
         "steps": [(step.step, step.tokens, step.value) for step in run.steps],
+        **story(run),
         "seconds": time.monotonic() - began,
         "thread_left": bool(thread and thread.is_alive()),
         "events": [event[0] for event in (run.engine.events if run.engine else [])],

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import rank_of_small_runs
 from rank_of_small_runs import STEPS
-from scripted_engine import ScriptedEngine
-from small_runs import SmallRun
+from small_runs import NumberedPrompts, OneRank
 
 pytestmark = pytest.mark.slow
 
@@ -43,14 +43,35 @@ def ranks(tmp_path_factory):
     return {name: [one[name] for one in both] for name in both[0]}
 
 
-@pytest.mark.parametrize("scenario", ["alone", "shared"])
+@pytest.mark.parametrize("scenario", rank_of_small_runs.SUCCESSFUL)
 def test_two_ranks_sample_and_train_what_one_does(ranks, scenario):
-    single = SmallRun(ScriptedEngine(), depth=1).train(STEPS)
+    single = scenario(0, OneRank()).train(STEPS)
     single.close()
     expected = [[step.step, step.tokens, step.value] for step in single.steps]
-    for rank in ranks[scenario]:
+    for rank in ranks[scenario.__name__]:
         assert rank["error"] is None, rank["line"]
         assert rank["steps"] == expected
+        assert {name: rank[name] for name in ("replayed", "again", "ages", "mixed")} == rank_of_small_runs.story(single)
+
+
+def test_on_two_ranks_groups_are_replayed_and_prompts_tried_again(ranks):
+    assert ranks["replaying"][0]["replayed"] > 0 == ranks["shared"][0]["replayed"]
+    first_epoch = len(NumberedPrompts().prompts)
+    assert min(ranks["trying_again"][0]["again"]) < first_epoch <= min(ranks["shared"][0]["again"])
+
+
+def test_an_interval_and_a_depth_bound_the_age_on_two_ranks(ranks):
+    depth, interval, updates = 2, 3, 2
+    for rank in ranks["every_third_step"]:
+        assert interval - 1 < max(rank["ages"]) <= depth * updates + interval - 1 + updates - 1
+
+
+def test_weights_change_in_flight_on_two_ranks_and_both_train_on_the_same_tokens(ranks):
+    first, second = ranks["in_flight"]
+    assert first["error"] is second["error"] is None, first["line"] + second["line"]
+    assert first["steps"] == second["steps"] and len(first["steps"]) == STEPS
+    assert first["mixed"] == second["mixed"] > 0, "no completion saw two versions"
+    assert max(first["ages"]) <= 2
 
 
 @pytest.mark.parametrize(

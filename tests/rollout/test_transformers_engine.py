@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -271,28 +272,34 @@ def test_new_weights_give_new_logprobs_and_the_version_is_recorded(nano_folder):
     assert after.versions == [(7, 0, len(after.token_ids))]
 
 
-OWN_ATTENTION = ["mistral", "gemma2", "gpt_oss", "gpt2", "nemotron", "qwen3_next"]
+@pytest.mark.parametrize("arch", ["mistral", "gemma2", "gemma3_text", "gpt_oss"])
+def test_windows_soft_caps_and_sinks_are_sampled_in_the_packed_way(small_model, arch):
+    assert_sampled_as_it_is(small_model(arch), packed=True)
 
 
-@pytest.mark.parametrize("arch", OWN_ATTENTION)
+@pytest.mark.parametrize("arch", ["gpt2", "nemotron", "qwen3_next"])
 def test_models_that_cannot_be_packed_are_sampled_with_their_own_attention(small_model, arch):
     linear = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
     linear |= {"linear_value_head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
     linear |= {"layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 16}
-    model = small_model(arch, **(linear if arch == "qwen3_next" else {}))
+    assert_sampled_as_it_is(small_model(arch, **(linear if arch == "qwen3_next" else {})), packed=False)
+
+
+def assert_sampled_as_it_is(model, *, packed):
+    """The engine's log-probs are those of the model's own forward pass, row by row."""
+    own = copy.deepcopy(model).eval()
     ends = replace(PLAIN, stop_token_ids=(1, 2, 3, 4, 5, 6))  # rows end at different times, so that they leave
     requests = make_requests([*PROMPTS, [30] * 11], samples=5, sampling=ends)
     engine = TransformersEngine(model, eos_token_ids=[])
-    assert engine.obstacle is not None
+    assert (engine.obstacle is None) == packed
     completions = run(engine, requests)
     assert len({len(completion.token_ids) for completion in completions.values()}) > 2
-    model.eval()
     for request in requests:
         completion = completions[request.request_id]
         with torch.no_grad():
-            logits = padded_logits(model, [TokenSequence(request.prompt_ids, completion.token_ids)])
+            logits = padded_logits(own, [TokenSequence(request.prompt_ids, completion.token_ids)])
         expected = (logits / 0.9).log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-        assert (torch.tensor(completion.logprobs) - expected).abs().max() < 1e-5
+        assert (torch.tensor(completion.logprobs) - expected).abs().max() < 5e-5  # Gemma's norms amplify roundings
 
 
 def test_a_model_without_a_cache_of_the_usual_kind_is_refused(small_model):

@@ -177,6 +177,8 @@ def make_trainer(
         reference=reference,
         eval_prompts=eval_prompts,
     )
+    if trainer.settings.loss.beta > 0:
+        pipeline.units.refer = trainer.refer
     trainer.rounds = rounds
     trainer.add_callback(PipelineCallback(trainer, stop_requested=lambda: False, epoch=lambda: 0.0))
     return trainer

@@ -53,10 +53,13 @@ def test_samples_without_advantage_are_left_out_and_still_counted(nano_folders, 
     trainer = make_trainer(nano_folders["qwen2"], tmp_path, reward=reward)
     with_skip = count_forwards(trainer, calls, lambda: gradients_of_one_step(trainer))
     sequences = calls[0]
-    everything = make_trainer(nano_folders["qwen2"], tmp_path, reward=reward)
-    everything._contributes = lambda sample: True
-    assert relative_difference(with_skip, gradients_of_one_step(everything)) < 1e-6
     assert sequences == 4, "the group of equal rewards takes no part in the forward pass"
+    settings = {"skip_zero_advantage": False}
+    everything = make_trainer(nano_folders["qwen2"], tmp_path, reward=reward, settings=settings)
+    calls.clear()
+    without = count_forwards(everything, calls, lambda: gradients_of_one_step(everything))
+    assert relative_difference(with_skip, without) < 1e-6
+    assert sum(calls) == 8
 
 
 def count_forwards(trainer, calls, action):

@@ -12,7 +12,7 @@ ways to compute a step:
     slots     [ left padding | prompt | generated so far | free ]
               0              W        W + t              K          W = longest prompt, t = decode steps
 
-* `OwnCacheRun`: a model that cannot be packed (sliding windows, recurrent layers) keeps its own attention and its own
+* `OwnCacheRun`: a model that cannot be packed (recurrent layers, learned positions) keeps its own attention and its own
   cache; its batches hold prompts of one length, so that nothing is padded and nothing can depend on padding.
 """
 

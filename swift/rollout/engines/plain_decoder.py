@@ -92,6 +92,8 @@ def _structure(base: Any) -> str | None:
             return "layers with other parts than a plain decoder's"
         if type(layer.self_attn).__name__ not in KNOWN_ATTENTION:
             return f"attention of type {type(layer.self_attn).__name__}"
+        if getattr(layer.self_attn, "sliding_window", getattr(base.config, "sliding_window", None)):
+            return "a sliding window"
     linear = (found for module in _linears(base) if (found := cpu_linear.lora_obstacle(module)) is not None)
     return next(linear, None)
 

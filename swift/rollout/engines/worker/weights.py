@@ -5,6 +5,9 @@ rank can be asked for them then: gathering is a collective. So the buckets of th
 staged, in shared memory: **one copy of the model in the engine's type per node**, whatever the number of workers,
 since all of them refer to the same segments. The copy of the version before is given up when the first bucket of a new
 one is sent, so that there are never two. `staging` moves the copy from memory to a folder.
+
+A bucket in shared memory is confirmed when the next one is staged: while the worker takes it, the trainer gathers and
+copies the next.
 """
 
 from __future__ import annotations
@@ -119,6 +122,7 @@ class WorkerUpdate(WeightUpdate):
         self._deadline = deadline
         self._segments: list[Segment] = []
         self._buckets = 0
+        self._unconfirmed: tuple[int, Call] | None = None
         self._transport: Transport | None = None
         self._open = True
 
@@ -127,24 +131,40 @@ class WorkerUpdate(WeightUpdate):
             raise SyncFailed(f"weights: version {self.version} for {self.engine}: the update is over; begin another")
         self._owner.weights_change(f"the update to version {self.version} has not arrived whole")
         self._buckets += 1
-        self._guarded(f"bucket {self._buckets}", lambda: self._transfer(bucket))
+        phase = f"bucket {self._buckets}"
+        segment = self._guarded(phase, lambda: self._staged(bucket))
+        self._confirm()
+        self._guarded(phase, lambda: self._transfer(bucket, segment))
 
-    def _transfer(self, bucket: Bucket) -> None:
+    def _staged(self, bucket: Bucket) -> Segment | None:
+        """The bucket in shared memory, where it is sent or kept there."""
         if self._transport is None:
             self._transport = self.way_of(bucket)
             if self._transport == "broadcast":
                 self._join(bucket)
-        if self._owner.keeps_weights or self._transport == "shared_memory":
-            segment = shared_memory.stage(bucket, self._owner.staging)
-            if self._owner.keeps_weights:
-                self._segments.append(segment)
+        if not self._owner.keeps_weights and self._transport != "shared_memory":
+            return None
+        segment = shared_memory.stage(bucket, self._owner.staging)
+        if self._owner.keeps_weights:
+            self._segments.append(segment)
+        return segment
+
+    def _transfer(self, bucket: Bucket, segment: Segment | None) -> None:
         if self._transport == "shared_memory":
-            self._wait(self._post(segment.header(), [segment.descriptor]))
+            assert segment is not None, "what is sent in shared memory lies there"
+            self._unconfirmed = self._buckets, self._post(segment.header(), [segment.descriptor])
         elif self._transport == "cuda_ipc":
             self._wait(self._post(cuda_ipc.header_for(bucket)))
             cuda_ipc.release()
         else:
             self._broadcaster().transmit(bucket, self._announced)
+
+    def _confirm(self) -> None:
+        """Wait until the worker has taken the bucket before, if that is still open."""
+        open_one, self._unconfirmed = self._unconfirmed, None
+        if open_one is not None:
+            number, call = open_one
+            self._guarded(f"bucket {number}", lambda: self._wait(call))
 
     def _announced(self, header: dict[str, Any]) -> Callable[[], object]:
         call = self._post(header)
@@ -195,6 +215,7 @@ class WorkerUpdate(WeightUpdate):
         self._owner.broadcaster.connect(self.engine, self._link.host_pid, invite)
 
     def _finish(self) -> Ack:
+        self._confirm()
         return self._guarded("commit", lambda: Ack(**self._link.ask("commit", _left(self._deadline))))
 
     def commit(self) -> Ack:

@@ -1,0 +1,120 @@
+"""Passes of the reference run while rewards are computed, and change no bit by that."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from grpo_parts import Scorer, all_different, logs_of, make_trainer
+
+from swift.models.reference import FrozenReference
+from swift.rl.losses import LossConfig
+from swift.trainers.reward_kl import RewardKL
+
+WAIT_S = 60.0
+
+
+class Patient(Scorer):
+    """Scores on a thread of its own, and only once the reference has looked at something."""
+
+    def __init__(self, reward, seen, *, needs_whole_batch=False):
+        super().__init__(reward)
+        self.seen, self.needs_whole_batch, self.waited = seen, needs_whole_batch, []
+        self.pool = ThreadPoolExecutor(max_workers=8)
+
+    def submit(self, group, progress):
+        return self.pool.submit(self._score, group, progress)
+
+    def _score(self, group, progress):
+        self.waited.append(self.seen.wait(WAIT_S))
+        return super().submit(group, progress).result()
+
+    def drain_metrics(self, groups=None):
+        self.seen.clear()
+        return {}
+
+
+class Watched(FrozenReference):
+    """A reference that says when it is run."""
+
+    def __init__(self, module):
+        super().__init__(module)
+        self.seen, self.runs = threading.Event(), 0
+
+    def active(self):
+        self.runs += 1
+        self.seen.set()
+        return super().active()
+
+
+def some_without_reward(completion, prompt):
+    return None if sum(completion.token_ids) % 3 == 0 else all_different(completion, prompt)
+
+
+def trained(folder, tmp_path, *, patient, reward=all_different, in_reward=False, whole=False, **settings):
+    """A run of three steps, whether its rewards waited for the reference, and its reference."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    reference = Watched(AutoModelForCausalLM.from_pretrained(folder))
+    scorer = Patient(reward, reference.seen, needs_whole_batch=whole) if patient else Scorer(reward)
+    trainer = make_trainer(
+        folder, tmp_path / str(patient), reference=reference, scorer=scorer, max_steps=3, slice_size=2,
+        loss=LossConfig(beta=0.0 if in_reward else 0.5), **settings,
+    )  # fmt: skip
+    reference.runs = 0
+    if in_reward:
+        trainer.pipeline.units.config = replaced(trainer.pipeline.units.config, reward_kl=0.5)
+        trainer.pipeline.units.kl_of = RewardKL(trainer)
+    trainer.train()
+    return trainer, getattr(scorer, "waited", []), reference
+
+
+def replaced(config, **changes):
+    import dataclasses
+
+    return dataclasses.replace(config, **changes)
+
+
+CASES = [
+    pytest.param({}, id="loss"),
+    pytest.param({"windows": 3}, id="windows"),
+    pytest.param({"depth": 1}, id="one-ahead"),
+    pytest.param({"whole": True}, id="whole-batch"),
+    pytest.param({"in_reward": True}, id="reward"),
+    pytest.param({"reward": some_without_reward}, id="without-reward"),
+    pytest.param({"reward": some_without_reward, "in_reward": True}, id="without-reward-in-reward"),
+]
+
+
+@pytest.mark.parametrize("settings", CASES)
+def test_rewards_may_take_until_the_reference_has_run_and_no_bit_changes(nano_folders, tmp_path, settings):
+    folder = nano_folders["qwen2"]
+    late, waited, reference = trained(folder, tmp_path, patient=True, **settings)
+    assert waited and all(waited), "a reward was still waiting for the reference"
+    plain, _, _ = trained(folder, tmp_path, patient=False, **settings)
+    for (name, ours), theirs in zip(late.model.named_parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+    measure = "kl_in_reward" if settings.get("in_reward") else "kl"
+    assert [row[measure] for row in logs_of(late)] == [row[measure] for row in logs_of(plain)]
+    assert logs_of(late)[-1][measure] != 0
+    if "reward" not in settings:
+        passes = len(logs_of(late)) * 4  # 8 completions by slices of 2
+        assert reference.runs == passes, "no pass was made twice"
+
+
+def test_what_a_replay_buffer_may_stand_in_for_is_not_passed_over(nano_folders, tmp_path):
+    from swift.rollout.replay import ReplayBuffer
+
+    trainer = make_trainer(nano_folders["qwen2"], tmp_path, loss=LossConfig(beta=0.5), reference=watched(nano_folders))
+    assert trainer.pipeline.units.can_begin
+    trainer.pipeline.units.replay = ReplayBuffer(4, max_age=4, seed=0, recompute=False)
+    assert not trainer.pipeline.units.can_begin
+
+
+def watched(folders):
+    from transformers import AutoModelForCausalLM
+
+    return Watched(AutoModelForCausalLM.from_pretrained(folders["qwen2"]))
