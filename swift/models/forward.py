@@ -70,7 +70,7 @@ class DecodeLayout:
         grouped = query.view(num_rows, num_kv, -1, head_size)
         mask, variant = self.mask, variant.within(num_keys)
         if variant.window is not None:
-            recent = torch.arange(num_keys, device=key.device) >= num_keys - variant.window
+            recent = (torch.arange(num_keys, device=key.device) >= num_keys - variant.window).view(1, 1, 1, -1)
             mask = recent if mask is None else mask & recent
         if variant.sinks is not None:
             variant = replace(variant, sinks=variant.sinks.view(num_kv, -1))

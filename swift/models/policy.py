@@ -93,7 +93,7 @@ def load_base(
                 folder,
                 config=config,
                 dtype=pick_dtype(args.torch_dtype, device),
-                attn_implementation=ATTENTION.get(args.attn_impl, args.attn_impl),
+                attn_implementation=_attention_for(config, args.attn_impl),
                 trust_remote_code=args.trust_remote_code,
                 use_safetensors=True,
                 local_files_only=True,
@@ -111,6 +111,16 @@ def load_base(
     if not model_dropout:
         clear_module_dropout(model)
     return model.to(device) if device is not None else model
+
+
+def _attention_for(config: Any, wanted: str) -> str:
+    """`--attn_impl` in transformers' words; eager where it is sdpa and the architecture has none (attention sinks)."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    if wanted == "sdpa" and known and not MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa:
+        return "eager"
+    return ATTENTION.get(wanted, wanted)
 
 
 def load_config(folder: Path, args: CheckpointArguments) -> Any:

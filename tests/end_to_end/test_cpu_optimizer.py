@@ -1,8 +1,9 @@
-"""`--optim adamw_cpu` from the command line: the numbers of adamw, and an exact resume."""
+"""Optimizers from the command line: adamw_cpu has the numbers of adamw, adamw_8bit a quarter of its state."""
 
 import shutil
 
 import pytest
+import torch
 from cli_runs import assert_same, log_rows, state_files
 
 pytestmark = pytest.mark.slow
@@ -19,4 +20,23 @@ def test_it_trains_like_adamw_and_resumes_exactly(cli):
     for name in ("checkpoint-4", "checkpoint-5"):
         shutil.rmtree(folder / name)
     cli.finish("cpu", optim="adamw_cpu", **FLAGS, resume_from_checkpoint=folder / "checkpoint-2")
+    assert_same(state_files(folder), straight, "resumed")
+
+
+def types_in(state):
+    """Those of all tensors; bitsandbytes keeps them in a dict of its own for each weight."""
+    for one in state.values():
+        yield from types_in(one) if isinstance(one, dict) else [one.dtype] if isinstance(one, torch.Tensor) else []
+
+
+def test_eight_bit_states_train_and_resume_exactly(cli):
+    pytest.importorskip("bitsandbytes")
+    folder, _, _ = cli.finish("bits", optim="adamw_8bit", **FLAGS)
+    straight = state_files(folder)
+    assert log_rows(folder)[-1]["grad_norm"] > 0
+    state = torch.load(folder / "checkpoint-5" / "optimizer.pt", weights_only=False)["state"]
+    assert torch.uint8 in set(types_in(state)), "no weight was large enough"
+    for name in ("checkpoint-4", "checkpoint-5"):
+        shutil.rmtree(folder / name)
+    cli.finish("bits", optim="adamw_8bit", **FLAGS, resume_from_checkpoint=folder / "checkpoint-2")
     assert_same(state_files(folder), straight, "resumed")

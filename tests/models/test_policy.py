@@ -152,6 +152,11 @@ def test_the_attention_implementation_is_passed_on(qwen2):
     assert load_policy(full(qwen2, attn_impl="eager")).config._attn_implementation == "eager"
 
 
+def test_an_architecture_without_sdpa_gets_eager(small_model, tmp_path):
+    small_model("gpt_oss").save_pretrained(tmp_path)
+    assert load_policy(full(tmp_path)).config._attn_implementation == "eager"
+
+
 def test_missing_weights_are_never_invented(qwen2, tmp_path):
     shutil.copytree(qwen2, tmp_path / "m")
     weights = load_file(tmp_path / "m" / "model.safetensors")

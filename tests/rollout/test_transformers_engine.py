@@ -273,8 +273,9 @@ def test_new_weights_give_new_logprobs_and_the_version_is_recorded(nano_folder):
 
 
 @pytest.mark.parametrize("arch", ["mistral", "gemma2", "gemma3_text", "gpt_oss"])
-def test_windows_soft_caps_and_sinks_are_sampled_in_the_packed_way(small_model, arch):
-    assert_sampled_as_it_is(small_model(arch), packed=True)
+@pytest.mark.parametrize("prompts", [None, [[30] * 7, [31] * 7]], ids=["padded", "one length"])
+def test_windows_soft_caps_and_sinks_are_sampled_in_the_packed_way(small_model, arch, prompts):
+    assert_sampled_as_it_is(small_model(arch), packed=True, prompts=prompts)
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "nemotron", "qwen3_next"])
@@ -285,11 +286,11 @@ def test_models_that_cannot_be_packed_are_sampled_with_their_own_attention(small
     assert_sampled_as_it_is(small_model(arch, **(linear if arch == "qwen3_next" else {})), packed=False)
 
 
-def assert_sampled_as_it_is(model, *, packed):
+def assert_sampled_as_it_is(model, *, packed, prompts=None):
     """The engine's log-probs are those of the model's own forward pass, row by row."""
     own = copy.deepcopy(model).eval()
     ends = replace(PLAIN, stop_token_ids=(1, 2, 3, 4, 5, 6))  # rows end at different times, so that they leave
-    requests = make_requests([*PROMPTS, [30] * 11], samples=5, sampling=ends)
+    requests = make_requests(prompts or [*PROMPTS, [30] * 11], samples=5, sampling=ends)
     engine = TransformersEngine(model, eos_token_ids=[])
     assert (engine.obstacle is None) == packed
     completions = run(engine, requests)
