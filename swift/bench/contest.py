@@ -152,7 +152,7 @@ class Contender:
             self._process = subprocess.Popen(
                 _command(side, kind, work, theirs.fileno(), python),
                 pass_fds=[theirs.fileno()],
-                env=environment(work),
+                **place(work, other_interpreter=python is not None),
                 stdout=self._output,
                 stderr=self._output,
             )
@@ -192,11 +192,18 @@ class Contender:
             self._output.close()
 
 
-def environment(work: Work) -> dict[str, str]:
-    """The variables of a process that works on the CPU, or on one GPU."""
-    if work.device == "cpu":
-        return {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    return {**os.environ, "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+def place(work: Work, *, other_interpreter: bool = False) -> dict[str, Any]:
+    """Where a side is started, as arguments of `Popen`: it works on the CPU, or on one GPU.
+
+    Another interpreter must not find this package, whose name is ms-swift's too: neither in the present folder nor on
+    this one's path.
+    """
+    gpu = "" if work.device == "cpu" else os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+    if not other_interpreter:
+        return {"env": environment}
+    environment.pop("PYTHONPATH", None)
+    return {"env": environment, "cwd": work.folder}
 
 
 def _command(side: str, kind: str, work: Work, descriptor: int, python: str | None) -> list[str]:

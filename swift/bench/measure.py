@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from swift.bench import ms_swift, swift_side, trl_side
-from swift.bench.contest import alternate, ask, environment, processor_seconds, seconds
+from swift.bench.contest import alternate, ask, place, processor_seconds, seconds
 from swift.bench.flops import Dimensions, StepFlops, step_flops
 from swift.bench.ratios import ratio_of_medians, spread
 from swift.bench.rollouts import frozen
@@ -116,7 +116,8 @@ class Bench:
                 module = swift_side if side == "swift" else trl_side
                 command, done = module.start_command(work, folder), module.first_step_done
             began = time.perf_counter()
-            process = subprocess.Popen(command, stdout=output, stderr=output, env=environment(work))
+            where = place(work, other_interpreter=side == "ms-swift")
+            process = subprocess.Popen(command, stdout=output, stderr=output, **where)
             try:
                 while not done(folder):
                     ended, took = process.poll() is not None, time.perf_counter() - began

@@ -68,11 +68,21 @@ def test_rows_that_need_a_gpu_are_left_out_without_one(monkeypatch):
 
 
 def test_a_side_sees_a_gpu_only_where_its_work_is_there(monkeypatch):
-    from swift.bench.contest import environment
+    from swift.bench.contest import place
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    assert environment(ROWS["tiny"].work("x"))["CUDA_VISIBLE_DEVICES"] == ""
-    assert environment(ROWS["gpu"].work("x"))["CUDA_VISIBLE_DEVICES"] == "2"
+    assert place(ROWS["tiny"].work("x"))["env"]["CUDA_VISIBLE_DEVICES"] == ""
+    assert place(ROWS["gpu"].work("x"))["env"]["CUDA_VISIBLE_DEVICES"] == "2"
+
+
+def test_another_interpreter_does_not_find_this_package(monkeypatch, tmp_path):
+    from swift.bench.contest import place
+
+    monkeypatch.setenv("PYTHONPATH", "here")
+    work = Work(folder=str(tmp_path))
+    assert place(work)["env"]["PYTHONPATH"] == "here" and "cwd" not in place(work)
+    other = place(work, other_interpreter=True)
+    assert "PYTHONPATH" not in other["env"] and other["cwd"] == str(tmp_path)
 
 
 def test_frozen_rollouts_come_in_groups_and_are_the_same_every_time():
