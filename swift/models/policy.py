@@ -114,11 +114,14 @@ def load_base(
 
 
 def _attention_for(config: Any, wanted: str) -> str:
-    """`--attn_impl` in transformers' words; eager where it is sdpa and the architecture has none (attention sinks)."""
+    """`--attn_impl` in transformers' words; eager where it is sdpa and the architecture has none, or caps scores."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    from swift.models.forward import has_soft_cap
+
     known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    if wanted == "sdpa" and known and not MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa:
+    without = known and not MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa
+    if wanted == "sdpa" and (without or has_soft_cap(config)):
         return "eager"
     return ATTENTION.get(wanted, wanted)
 

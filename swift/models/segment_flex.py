@@ -46,7 +46,7 @@ class FlexSegments:
         output = _flex_attention(query.device.type)(
             *filled, block_mask=self.block_mask, scale=scale, enable_gqa=repeats > 1
         )
-        return output[:, :, : self.num_tokens].transpose(1, 2)
+        return output[:, :, : self.num_tokens].transpose(1, 2).contiguous()
 
 
 def segment_numbers(groups: Sequence[GroupSpans]) -> tuple[Tensor, Tensor]:

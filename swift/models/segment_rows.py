@@ -6,17 +6,24 @@ something off, soft caps or sinks come here on every device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from swift.models.segments import PLAIN, Variant, attended
 
 if TYPE_CHECKING:
     from swift.models.segments import GroupSpans
+
+
+SCORES = 2**24
+"""Scores of completions that are computed at once where a layer's attention is not plain (64 MiB in fp32)."""
 
 
 class SegmentRows:
@@ -29,6 +36,7 @@ class SegmentRows:
 
     def __init__(self, groups: Sequence[GroupSpans], device: torch.device | str) -> None:
         self.groups = list(groups)
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
         self._blocks = [_CompletionBlock(group, device) for group in self.groups if _has_inputs(group)]
 
     def attend(
@@ -48,16 +56,29 @@ class SegmentRows:
             if variant.is_plain:
                 of_prompt = nn.functional.scaled_dot_product_attention(*states, is_causal=True, scale=scale)
             else:
-                mask = _visible(group.prompt.length, 0, variant.window, query.device)
-                of_prompt = attended(*states, mask=mask, scale=scale, variant=_of_heads(variant))
+                mask = self._mask(group.prompt.length, variant.window, query.device)
+                of_prompt = _recomputed(attended, *states, mask=mask, scale=scale, variant=_of_heads(variant))
             output[:, :, rows] = of_prompt
         for block in self._blocks:
             block.attend(query, key, value, output, scale, variant)
-        return output.transpose(1, 2)
+        return output.transpose(1, 2).contiguous()
+
+    def _mask(self, length: int, window: int | None, device: torch.device) -> Tensor:
+        """[P, P] of a prompt."""
+        if (length, window) not in self._masks:
+            self._masks[length, window] = _visible(length, 0, window, device)
+        return self._masks[length, window]
 
 
 def _has_inputs(group: GroupSpans) -> bool:
     return any(span.length for span in group.completions)
+
+
+def _recomputed(compute: Callable[..., Tensor], *states: Tensor, **options: Any) -> Tensor:
+    """What `compute` gives; its inner results are not kept for the backward but computed again."""
+    if not torch.is_grad_enabled():
+        return compute(*states, **options)
+    return checkpoint(compute, *states, use_reentrant=False, preserve_rng_state=False, **options)
 
 
 def _of_heads(variant: Variant) -> Variant:
@@ -87,7 +108,8 @@ class _CompletionBlock:
         own = starts + torch.minimum(steps, lengths - 1)  # [C, L] stream index of each query
         real = steps < lengths
         self.own_index = own.to(device)
-        self.real_rows = real.nonzero(as_tuple=True)[0].to(device)
+        self._real_rows = real.nonzero(as_tuple=True)[0].numpy()  # ascending
+        self.real_rows = torch.from_numpy(self._real_rows).to(device)
         self.real_steps = real.nonzero(as_tuple=True)[1].to(device)
         self.real_index = own[real].to(device)
         self.prompt = slice(group.prompt.start, group.prompt.stop)
@@ -103,19 +125,32 @@ class _CompletionBlock:
         self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, scale: float | None, variant: Variant
     ) -> None:
         """Write the attention of the group's completions into `output` [1, H, T, E]."""
-        num_rows = self.own_index.shape[0]
+        num_rows, longest = self.own_index.shape
+        compute = self._attended if variant.is_plain else partial(_recomputed, self._attended)
+        scores = query.shape[1] * longest * (self.prompt.stop - self.prompt.start + longest)
+        step = num_rows if variant.is_plain else max(1, SCORES // scores)
+        for first in range(0, num_rows, step):
+            rows = slice(first, first + step)
+            found = compute(query, key, value, rows=rows, scale=scale, variant=variant)
+            of_rows = slice(*np.searchsorted(self._real_rows, (rows.start, rows.stop)))
+            places = self.real_rows[of_rows] - first, slice(None), self.real_steps[of_rows]
+            output[0, :, self.real_index[of_rows]] = found[places].transpose(0, 1)
+
+    def _attended(
+        self, query: Tensor, key: Tensor, value: Tensor, *, rows: slice, scale: float | None, variant: Variant
+    ) -> Tensor:
+        """[C, H, L, E] of some completions."""
+        own_index = self.own_index[rows]
 
         def with_prompt(states: Tensor) -> Tensor:  # [1, H, T, D] -> [C, H, P + L, D]
-            prompt = states[:, :, self.prompt].expand(num_rows, -1, -1, -1)
-            return torch.cat([prompt, states[0][:, self.own_index].transpose(0, 1)], dim=2)
+            prompt = states[:, :, self.prompt].expand(own_index.shape[0], -1, -1, -1)
+            return torch.cat([prompt, states[0][:, own_index].transpose(0, 1)], dim=2)
 
-        rows = query[0][:, self.own_index].transpose(0, 1)  # [C, H, L, D]
-        found = attended(
-            rows,
+        return attended(
+            query[0][:, own_index].transpose(0, 1),
             with_prompt(key),
             with_prompt(value),
             mask=self._mask(variant.window),
             scale=scale,
             variant=_of_heads(variant),
         )
-        output[0, :, self.real_index] = found[self.real_rows, :, self.real_steps].transpose(0, 1)

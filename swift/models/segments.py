@@ -127,7 +127,9 @@ class SegmentLayout:
         self.groups = list(groups)
         self.device = torch.device(device)
         self.longest = max(
-            group.prompt.length + max((span.length for span in group.completions), default=0) for group in self.groups
+            group.prompt.length + max((span.length for span in group.completions), default=0)
+            for group in self.groups
+            if not group.unseen
         )
         self._made: dict[Kernel, _Attends] = {}
 

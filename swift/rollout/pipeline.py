@@ -203,7 +203,8 @@ class RolloutPipeline:
             unit.samples += self.units.samples(groups, first)
             yield Part(range(start, len(unit.samples)), last=False)
         try:
-            made = self._make_unit(self._first_result()[0], progress)
+            result, _ = self._first_result()
+            made = self._make_unit(result, progress, self.units.untouched(result.groups))  # its parts know their own
         except SwiftError:
             self.unit = None  # a part of it is nothing that could be saved
             raise

@@ -110,14 +110,18 @@ class UnitMaker:
         """
         return self.config.reward_kl > 0 or (self.refer is not None and self.replay is None)
 
+    def untouched(self, groups: Sequence[RolloutGroup]) -> Begun:
+        """The samples of a round of which nothing has been computed."""
+        return Begun(list(self._samples(groups)))
+
     def begin(self, groups: Sequence[RolloutGroup]) -> Begun:
         """The passes of the reference over a round, while its rewards are still computed; collective."""
-        samples = list(self._samples(groups))
+        begun = self.untouched(groups)
         if self.config.reward_kl > 0:
-            return Begun(samples, self._kl(samples))
-        if self.refer is not None:
-            self.refer(TrainUnit(samples, self.config.num_windows, self.config.num_iterations))
-        return Begun(samples)
+            begun.kl_S = self._kl(begun.samples)
+        elif self.refer is not None:
+            self.refer(TrainUnit(begun.samples, self.config.num_windows, self.config.num_iterations))
+        return begun
 
     def samples(self, groups: Sequence[RolloutGroup], first: int) -> list[TrainSample]:
         """Samples with advantages of groups that share no statistics with others; numbered from `first`."""
@@ -136,10 +140,11 @@ class UnitMaker:
             begun: what `begin` made of the same groups.
         """
         config = self.config
-        if begun is None or _leave_out(begun.samples, groups):
-            # where scores leave samples out, passes are cut as if nothing had been begun: that depends on no clock
-            begun = Begun(list(self._samples(groups)))
-            _leave_out(begun.samples, groups)
+        if begun is None:
+            # where scores leave samples out, passes are cut without that in any case: it depends on no clock
+            left_out = any(reason is not None for group in groups for reason in scores_of(group).excluded)
+            begun = self.begin(groups) if left_out and self.can_begin else self.untouched(groups)
+        _leave_out(begun.samples, groups)
         samples = begun.samples
         penalty = None
         metrics: dict[str, float] = {}
@@ -270,14 +275,12 @@ class UnitMaker:
         return metrics
 
 
-def _leave_out(samples: Sequence[TrainSample], groups: Sequence[RolloutGroup]) -> bool:
-    """Train on no sample that its scores exclude; whether any was to be trained on before."""
+def _leave_out(samples: Sequence[TrainSample], groups: Sequence[RolloutGroup]) -> None:
+    """Train on no sample that its scores exclude."""
     reasons = [reason for group in groups for reason in scores_of(group).excluded]
-    left_out = [sample for sample, reason in zip(samples, reasons, strict=True) if reason is not None]
-    lost = [sample for sample in left_out if sample.num_trained]
-    for sample in lost:
-        sample.trained[:] = False
-    return bool(lost)
+    for sample, reason in zip(samples, reasons, strict=True):
+        if reason is not None:
+            sample.trained[:] = False
 
 
 def _mean_of_trained(values_S: torch.Tensor, samples: Sequence[TrainSample]) -> float:

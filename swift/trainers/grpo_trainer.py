@@ -670,9 +670,10 @@ class GRPOTrainer(SealedTrainer):
     def refer(self, unit: TrainUnit) -> None:
         """Fill in the reference's log-probs of a unit, on the rank and in the pass that will train on each; collective.
 
-        The pipeline asks for it while rewards are computed.
+        The pipeline asks for it while rewards are computed. Nothing is done before a pass has its size.
         """
-        self._fit_memory()
+        if self.settings.fits_memory and not self._memory_fitted:
+            return
         with self.metrics.timer("train"):
             for number in range(unit.num_windows):
                 window = unit.window(number)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ SIDE_FIGURES = {"seconds", "all_seconds", "peak_mib", "workers_mib", "processor_
 
 FAKE_COMMAND = """
 import sys
+from pathlib import Path
 from transformers.trainer_callback import CallbackHandler
 from types import SimpleNamespace
 assert "--num_generations" in sys.argv
@@ -97,12 +99,15 @@ def test_a_void_row_a_lost_row_and_a_fallen_ratio_fail_the_command(capsys):
 
 
 @pytest.mark.slow
-def test_ms_swift_takes_turns_in_its_own_interpreter(tmp_path, monkeypatch, work):
+def test_ms_swift_takes_turns_in_its_own_interpreter(tmp_path, monkeypatch):
     package = tmp_path / "swift" / "cli"
     package.mkdir(parents=True)
     (package / "rlhf.py").write_text(FAKE_COMMAND)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    side = Contender("ms-swift", "step", work, sys.executable)
+    interpreter = tmp_path / "python"
+    interpreter.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    interpreter.chmod(0o755)
+    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))  # where this package is found, and must not be
+    side = Contender("ms-swift", "step", Work(folder=str(tmp_path)), str(interpreter))
     try:
         assert side.receive() == {"ready": True}
         for _ in range(2):

@@ -15,6 +15,7 @@ from swift.models.forward import (
     packing_obstacle,
     padded_logits,
 )
+from swift.models.segments import Variant
 
 SEQUENCES = [
     TokenSequence([5, 6, 7, 8], [10, 11, 12]),
@@ -93,9 +94,10 @@ def test_a_window_that_layers_keep_to_themselves_is_found_out(nano_folders):
 WINDOWED = [
     ("mistral", {}),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}),
-    ("gemma2", {"attn_logit_softcapping": 2.0}),
-    ("gemma3_text", {}),
+    ("gemma2", {"attn_logit_softcapping": 2.0, "num_key_value_heads": 2}),
+    ("gemma3_text", {"num_key_value_heads": 2}),
     ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"]}),
+    *((arch, {}) for arch in ("phi3", "starcoder2", "cohere2", "olmo3", "exaone4", "afmoe")),
 ]
 LONG = [
     TokenSequence(list(range(2, 14)), list(range(20, 29))),
@@ -111,6 +113,7 @@ LONG = [
 def test_windows_soft_caps_and_sinks_are_packed_too(small_model, arch, settings, window, share_prompts):
     model = small_model(arch, **{**settings, "sliding_window": window})
     model.eval()
+    model.set_attn_implementation("eager")  # sdpa has no soft caps
     oracle = torch.cat([padded_logits(model, [sequence]) for sequence in LONG])
     expected = {name: gradient.clone() for name, gradient in gradients(model, oracle).items() if gradient is not None}
     model.zero_grad()
@@ -120,6 +123,57 @@ def test_windows_soft_caps_and_sinks_are_packed_too(small_model, arch, settings,
     found = gradients(model, mine)
     for name, gradient in expected.items():
         assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6, name
+
+
+def test_rows_may_be_computed_in_parts(small_model, monkeypatch):
+    from swift.models import segment_rows
+
+    model = small_model("gemma2", sliding_window=4)
+    assert choose_attention(model) is None
+    whole = packed_logits(model, pack(LONG))
+    expected = {name: gradient.clone() for name, gradient in gradients(model, whole).items()}
+    model.zero_grad()
+    monkeypatch.setattr(segment_rows, "SCORES", 1)
+    parts = packed_logits(model, pack(LONG))
+    assert (parts - whole).abs().max() < 1e-6
+    for name, gradient in gradients(model, parts).items():
+        assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm() + 1e-6, name
+
+
+def test_a_soft_cap_is_never_left_out(small_model, monkeypatch):
+    """Whichever way the model takes: transformers' sdpa would leave it out."""
+    from swift.models import forward
+
+    model = small_model("gemma2", attn_logit_softcapping=2.0).eval()
+    assert model.config._attn_implementation == "sdpa"
+    monkeypatch.setattr(forward, "packing_obstacle", lambda model: "not today")
+    assert choose_attention(model) == "not today"
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_model_that_packing_breaks_keeps_its_own_attention(nano_folder, monkeypatch):
+    from swift.models.segments import SegmentLayout
+
+    def breaks(*states):
+        raise RuntimeError("view size is not compatible")
+
+    model = load(nano_folder, False)
+    monkeypatch.setattr(SegmentLayout, "attend", breaks)
+    assert choose_attention(model) == "packing fails (RuntimeError: view size is not compatible)"
+    assert not is_packed(model)
+
+
+def test_windows_that_the_own_attention_leaves_out_are_refused(small_model):
+    assert "does not know" in str(choose_attention(small_model("olmoe", num_experts=2, num_experts_per_tok=1)))
+
+
+def test_attention_is_contiguous_as_models_expect(small_model):
+    model = small_model("mistral", sliding_window=4)
+    assert choose_attention(model) is None
+    tokens = pack(LONG)
+    states = torch.randn(1, 4, tokens.input_ids.shape[1], 8)
+    for variant in (Variant(), Variant(window=4), Variant(softcap=3.0)):
+        assert tokens.layout.attend(states, states, states, None, variant).is_contiguous()
 
 
 def test_a_window_wider_than_every_sequence_takes_the_fast_way(small_model, monkeypatch):

@@ -289,6 +289,8 @@ def test_models_that_cannot_be_packed_are_sampled_with_their_own_attention(small
 def assert_sampled_as_it_is(model, *, packed, prompts=None):
     """The engine's log-probs are those of the model's own forward pass, row by row."""
     own = copy.deepcopy(model).eval()
+    if packed:
+        own.set_attn_implementation("eager")  # sdpa has no soft caps
     ends = replace(PLAIN, stop_token_ids=(1, 2, 3, 4, 5, 6))  # rows end at different times, so that they leave
     requests = make_requests(prompts or [*PROMPTS, [30] * 11], samples=5, sampling=ends)
     engine = TransformersEngine(model, eos_token_ids=[])
@@ -300,7 +302,7 @@ def assert_sampled_as_it_is(model, *, packed, prompts=None):
         with torch.no_grad():
             logits = padded_logits(own, [TokenSequence(request.prompt_ids, completion.token_ids)])
         expected = (logits / 0.9).log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-        assert (torch.tensor(completion.logprobs) - expected).abs().max() < 5e-5  # Gemma's norms amplify roundings
+        assert (torch.tensor(completion.logprobs) - expected).abs().max() < 1e-5
 
 
 def test_a_model_without_a_cache_of_the_usual_kind_is_refused(small_model):

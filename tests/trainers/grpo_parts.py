@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from swift.observability.metrics import MetricStore
 from swift.rl.losses import LossConfig
@@ -67,6 +67,29 @@ class Scorer:
         pass
 
     def drain_metrics(self, groups=None):
+        return {}
+
+
+class LateScorer(Scorer):
+    """Scores on threads of its own, and only once `seen` is set, which is cleared after each round."""
+
+    WAIT_S = 60.0
+
+    def __init__(self, reward, seen, *, needs_whole_batch=False):
+        super().__init__(reward)
+        self.seen, self.needs_whole_batch, self.calls = seen, needs_whole_batch, 0
+        self.pool = ThreadPoolExecutor(max_workers=8)
+
+    def submit(self, group, progress):
+        return self.pool.submit(self._score, group, progress)
+
+    def _score(self, group, progress):
+        assert self.seen.wait(self.WAIT_S), "nobody did anything while rewards were computed"
+        self.calls += 1
+        return super().submit(group, progress).result()
+
+    def drain_metrics(self, groups=None):
+        self.seen.clear()
         return {}
 
 

@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,7 +105,7 @@ def load(task: dict[str, Any]) -> tuple[Any, Any]:
 
 def build(task: dict[str, Any]) -> Any:
     """A GRPO trainer on the task's model and way of spreading it."""
-    from grpo_parts import make_trainer
+    from grpo_parts import LateScorer, make_trainer
 
     from swift.rl.losses import LossConfig
 
@@ -113,6 +114,11 @@ def build(task: dict[str, Any]) -> Any:
     beta = task.get("beta", 0.0)
     poisoned = task.get("poisoned_step")
     flat = task.get("flat_steps", [])
+    seen = threading.Event()
+
+    def score(completion: Any, prompt: Any) -> float:
+        return reward(completion, prompt, flat)
+
     trainer = make_trainer(
         task["model"],
         task["output"],
@@ -120,18 +126,32 @@ def build(task: dict[str, Any]) -> Any:
         reference=reference if beta else None,
         loss=LossConfig(beta=beta, **task.get("loss", {})),
         settings=objective(task),
-        reward=lambda completion, prompt: reward(completion, prompt, flat),
+        reward=score,
+        scorer=LateScorer(score, seen) if task.get("late") else None,
         **task.get("parts", {}),
         **task.get("arguments", {}),
         **spread_options(args),
     )
     around(trainer, gather=task.get("gather", True))
+    if task.get("late"):
+        report_reference(trainer, seen)
     if "moves" in task:
         every, alpha = task["moves"]
         trainer.add_callback(EveryFewSteps(every, lambda step: trainer.move_reference(alpha)))
     if poisoned is not None:
         poison(trainer, poisoned)
     return trainer
+
+
+def report_reference(trainer: Any, seen: threading.Event) -> None:
+    """Tell rewards when the reference has looked at a unit."""
+    refer = trainer.pipeline.units.refer
+
+    def told(unit: Any) -> None:
+        refer(unit)
+        seen.set()
+
+    trainer.pipeline.units.refer = told
 
 
 def objective(task: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""Two processes choose the same tokens, steer the same controller and move the same reference as one does."""
+"""Two processes choose the same tokens, steer the same controller and move the same reference as one does.
+
+In two processes rewards come only after the passes of the reference, in one process before them.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,8 @@ def spread(nano_folders, tmp_path_factory):
     results = {}
     for fsdp in (False, True):  # a process has one of the two libraries
         folder = tmp_path_factory.mktemp("spread")
-        ways = {way: {**KINDS[kind], **how} for way, (kind, how) in WAYS.items() if ("fsdp" in how) == fsdp}
+        chosen = {way: one for way, one in WAYS.items() if ("fsdp" in one[1]) == fsdp}
+        ways = {way: {**KINDS[kind], **how, "late": True} for way, (kind, how) in chosen.items()}
         if not fsdp:
             saving = {**EVERYTHING["arguments"], "save_strategy": "steps", "save_steps": 3}
             ways["zero3"] |= {"arguments": saving, "output": str(folder / "saved")}
