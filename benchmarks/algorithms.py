@@ -58,6 +58,7 @@ AHEAD = (
     "--vllm_mode dedicated --async_generate true --prefetch_depth 2 --log_rollout_offpolicy_metrics true "
     "--rollout_importance_sampling_mode "
 )
+ANSWER = "<think>[^<]{1,30}</think><answer>-?[0-9]{1,3}</answer>"
 OPTIONS = (
     Option("baseline", "", "frac_reward_zero_std"),
     Option("dapo, two updates", TWICE, "clip_ratio/region_mean"),
@@ -97,6 +98,25 @@ OPTIONS = (
         "--vllm_mode dedicated --async_generate true --streaming_partial_batch true --streaming_min_groups 4",
         "off_policy/mean",
     ),
+    Option("in-flight updates", AHEAD + "token_truncate --in_flight_updates true", "off_policy/max", "max"),
+    Option("weights every 4 steps", "--vllm_mode dedicated --vllm_sync_interval 4", "off_policy/max", "max"),
+    Option("max_staleness", AHEAD + "token_truncate --max_staleness 1", "off_policy/max", "max"),
+    Option("zero advantages computed", "--skip_zero_advantage_batches false", "time/train"),
+    Option("replay, stored log-probs", "--replay_buffer_size 64 --replay_recompute_logps false", "replay/age"),
+    Option("ratio against the sampler", TWICE + "--old_logprobs sampler", "clip_ratio/region_mean"),
+    Option("overlong_filter", "--max_completion_length 21 --overlong_filter true", "tokens/trained"),
+    Option(
+        "soft_overlong", "--reward_funcs accuracy format soft_overlong --soft_max_length 22 --soft_cache_length 2",
+        "rewards/soft_overlong/mean", "last",
+    ),
+    Option("one reward worker", "--reward_workers 1", "time/reward"),
+    Option("guided regex", "--vllm_guided_decoding_regex " + ANSWER, "rewards/format/mean", "min"),
+    Option("generation_kwargs", '--generation_kwargs {"presence_penalty":0.5}', "mismatch/biased"),
+    Option("rollout_func", "--rollout_func examples/train/grpo/plugin/rollout.py:two_turns", "turns"),
+    Option("log_unique_prompts", "--log_completions true --log_unique_prompts true", "completions/unique_prompts"),
+    Option("adafactor", "--optim adafactor --learning_rate 1e-3", "grad_norm"),
+    Option("adamw_8bit", "--optim adamw_8bit", "grad_norm"),
+    Option("adamw_cpu", "--optim adamw_cpu", "grad_norm"),
     Option("entropy bonus, adaptive", "--use_adaptive_entropy true --entropy_target 0.1", "entropy_coef", "max"),
     Option("top-entropy tokens", "--top_entropy_quantile 0.2", "entropy_threshold"),
 )  # fmt: skip
@@ -169,6 +189,7 @@ def execute(words: list[str], folder: Path) -> float:
     began = time.monotonic()
     done = subprocess.run(
         words,
+        cwd=ROOT,
         env=environment(PYTHONPATH=str(ROOT), OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1")),
         capture_output=True,
         text=True,
@@ -286,7 +307,7 @@ def main() -> int:
     """Measure, print, record; the exit code."""
     options = parse(sys.argv[1:])
     with tempfile.TemporaryDirectory() as temporary:
-        home = options.keep or Path(temporary)
+        home = (options.keep or Path(temporary)).resolve()
         model = demo_model(Path(temporary))
         data = problems(home / "data")
         chosen = [option for option in OPTIONS if option.name in options.only]

@@ -27,7 +27,8 @@ def run(seed, **figures):
     return {"seed": seed, **zeros, **figures}
 
 
-def test_every_option_is_a_command_that_swift_accepts_and_has(algorithms, tmp_path):
+def test_every_option_is_a_command_that_swift_accepts_and_has(algorithms, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
     data = tmp_path / "train.jsonl", tmp_path / "held_out.jsonl"
     for file in data:
         file.write_text('{"query": "1+1=", "solution": "2", "carries": 0}\n')
