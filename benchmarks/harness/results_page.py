@@ -31,7 +31,8 @@ def text(paths: Sequence[Path]) -> str:
     for path in paths:
         content = json.loads(path.read_text(encoding="utf-8"))
         machine = content["machine"]
-        versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+        known = {**content["versions"], **content.get("peers", {})}
+        versions = ", ".join(f"{name} {version}" for name, version in known.items())
         peers = list(dict.fromkeys(side for row in content["rows"] for side in row["sides"] if side != "swift"))
         rates = [row["gemm_flops_per_s"] / 1e9 for row in content["rows"] if "gemm_flops_per_s" in row]
         family = f" ({machine['processor_family']})" if "processor_family" in machine else ""
