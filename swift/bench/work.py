@@ -176,6 +176,16 @@ def _widen(folder: Path, vocab_size: int, seed: int) -> None:
     with torch.random.fork_rng(devices=[]), quiet_loading():
         torch.manual_seed(seed)
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    _name_all_tokens(folder / "tokenizer.json", vocab_size)
+
+
+def _name_all_tokens(file: Path, vocab_size: int) -> None:
+    """Give the tokenizer a token for each number that the model can sample, so that what is added lies behind them."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    vocab: dict[str, int] = content["model"]["vocab"]
+    first = 1 + max(*vocab.values(), *(token["id"] for token in content["added_tokens"]))
+    vocab |= {f"filler{number}": number for number in range(first, vocab_size)}
+    file.write_text(json.dumps(content), encoding="utf-8")
 
 
 def _end_out_of_reach(folder: Path) -> None:

@@ -98,9 +98,9 @@ def test_the_forced_models_end_token_cannot_be_sampled(tmp_path, vocab_size):
     work = Work(folder=str(tmp_path), size="nano", vocab_size=vocab_size)
     prepare(work)
     config = AutoConfig.from_pretrained(work.model)
-    assert config.eos_token_id >= config.vocab_size
-    if vocab_size is None:
-        assert AutoTokenizer.from_pretrained(work.model).eos_token_id == config.eos_token_id
+    tokenizer = AutoTokenizer.from_pretrained(work.model)
+    assert tokenizer.eos_token_id == config.eos_token_id >= config.vocab_size
+    assert len(tokenizer.decode([config.vocab_size - 1])) > 0
 
 
 @pytest.mark.parametrize(
