@@ -69,6 +69,8 @@ def measure_rows(args: BenchSettings, folder: str) -> tuple[list[dict[str, Any]]
     for name in args.work or ROWS:
         if (obstacle := ROWS[name].obstacle) is not None:
             print(f"{name}: not measured: {obstacle}", file=sys.stderr)
+            if args.work:  # it was asked for by name
+                failed.append(f"{name}: {obstacle}")
             continue
         print(f"{name}: {ROWS[name].title} ...", file=sys.stderr)
         try:

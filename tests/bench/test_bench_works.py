@@ -1,6 +1,8 @@
 """The rows, their work, and the settings of the command."""
 
+import json
 import typing
+from pathlib import Path
 
 import pytest
 from transformers import AutoConfig, AutoTokenizer
@@ -13,6 +15,8 @@ from swift.bench.scaling import AXES
 from swift.bench.work import Work, prepare
 from swift.bench.works import ROWS, TARGETS
 from swift.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_command_knows_every_row_and_every_axis():
@@ -83,6 +87,28 @@ def test_another_interpreter_does_not_find_this_package(monkeypatch, tmp_path):
     assert place(work)["env"]["PYTHONPATH"] == "here" and "cwd" not in place(work)
     other = place(work, other_interpreter=True)
     assert "PYTHONPATH" not in other["env"] and other["cwd"] == str(tmp_path)
+
+
+def test_a_row_that_is_asked_for_by_name_and_cannot_be_measured_fails_the_command(monkeypatch):
+    import torch
+
+    from swift.bench.run import measure_rows
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    rows, failed = measure_rows(parse("bench", ["--work", "gpu"], {}).args, "unused")
+    assert rows == [] and failed == ["gpu: there is no CUDA device"]
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_the_page_has_the_figures_of_the_scaling_files_that_it_links(axis):
+    lines = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").splitlines()
+    (line,) = [line for line in lines if f"results/scaling-{axis}-" in line]
+    file = (ROOT / "docs" / line.split("(")[-1].split(")")[0]).resolve()
+    assert file.is_file()
+    points = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))["rows"]
+    for side in ("swift", "trl"):
+        if side in points[0]:
+            assert f"{points[0][side]['median']:.3f} to {points[-1][side]['median']:.3f} |" in line
 
 
 def test_frozen_rollouts_come_in_groups_and_are_the_same_every_time():

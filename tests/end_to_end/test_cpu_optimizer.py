@@ -36,7 +36,7 @@ def types_in(state):
 
 def test_eight_bit_states_train_and_resume_exactly(cli):
     if not list(OPTIONAL.glob("bitsandbytes-*")):
-        pytest.skip("bitsandbytes is not installed")
+        pytest.skip(f"no bitsandbytes in {OPTIONAL}; make install puts it there")
     flags = {**FLAGS, "optim": "adamw_8bit", "variables": {"PYTHONPATH": f"{ROOT}{os.pathsep}{OPTIONAL}"}}
     folder, _, _ = cli.finish("bits", **flags)
     straight = state_files(folder)
