@@ -1,6 +1,6 @@
 # Everything is done in .venv, which `make install` creates; every other target installs first if need be.
 #
-#   make install        torch (CPU), requirements/{base,hub,dev,deepspeed}.txt, vLLM's CPU build and this package, editable
+#   make install        torch (CPU), requirements/{base,hub,deepspeed,ray,dev}.txt, vLLM's CPU build and this package, editable
 #   make demo           train a tiny model for real and show its curve
 #   make test           lint, types, all tests                      make test-fast   without the slow tests
 #   make test-engines   only the long ones with engines: every mode, the conformance suite, servers, two hosts
@@ -19,7 +19,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_INSTALL_FLAGS)
-REQUIREMENTS := requirements/base.txt requirements/hub.txt requirements/deepspeed.txt requirements/dev.txt
+REQUIREMENTS := $(addprefix requirements/,base.txt hub.txt deepspeed.txt ray.txt dev.txt)
 WORKERS ?= 2
 BASELINE := benchmarks/baseline.json
 BENCH_FLAGS ?=

@@ -45,6 +45,6 @@ setup(
     package_data={"swift": ["py.typed", "data/shipped/**/*"]},
     ext_modules=[native],
     install_requires=requirements("base"),
-    extras_require={name: requirements(name) for name in ("hub", "loggers", "guided", "optim", "dev")},
+    extras_require={name: requirements(name) for name in ("hub", "loggers", "guided", "optim", "ray", "dev")},
     entry_points={"console_scripts": ["swift = swift.cli.main:main"]},
 )
