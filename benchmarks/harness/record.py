@@ -28,7 +28,6 @@ def facts() -> dict[str, Any]:
     import psutil
 
     cpu = cpu_fields()
-    flags = (cpu.get("flags") or cpu.get("Features") or "").split()
     return {
         "utc": f"{dt.datetime.now(tz=dt.UTC):%Y-%m-%dT%H:%MZ}",
         "commit": _commit(),
@@ -37,7 +36,7 @@ def facts() -> dict[str, Any]:
         "machine": {
             "processor": cpu.get("model name") or platform.processor() or platform.machine(),
             "family": family(cpu),
-            "instructions": next((name for name in INSTRUCTIONS if name in flags), platform.machine()),
+            "instructions": instructions(cpu),
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "threads": os.environ.get("OMP_NUM_THREADS", "torch's choice"),
             "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
@@ -57,10 +56,16 @@ def cpu_fields(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
 
 
 def family(cpu: Mapping[str, str]) -> str:
-    """Maker and family of the processor, else the architecture."""
+    """Maker, family and instruction set of the processor, else the architecture."""
     if "vendor_id" in cpu and "cpu family" in cpu:
-        return f"{cpu['vendor_id']} family {cpu['cpu family']} model {cpu.get('model', '?')}"
+        return f"{cpu['vendor_id']} family {cpu['cpu family']} {instructions(cpu)}"
     return platform.machine()
+
+
+def instructions(cpu: Mapping[str, str]) -> str:
+    """The widest of the known instruction sets."""
+    flags = (cpu.get("flags") or cpu.get("Features") or "").split()
+    return next((name for name in INSTRUCTIONS if name in flags), platform.machine())
 
 
 def _version(package: str) -> str | None:
@@ -116,7 +121,9 @@ def merge(path: Path, rows: Sequence[Mapping[str, Any]], **more: Any) -> Path:
 
 def recorded_ratios(folder: Path = RESULTS, of: str | None = None) -> dict[str, float]:
     """The ratios to compare with: those of this family of processors, else the lowest of any."""
-    found = {path: ratios_of(json.loads(path.read_text(encoding="utf-8"))["rows"]) for path in folder.glob("run-*.json")}
+    found = {
+        path: ratios_of(json.loads(path.read_text(encoding="utf-8"))["rows"]) for path in folder.glob("run-*.json")
+    }
     own = found.get(results_file("run", of, folder))
     if own is not None:
         return own

@@ -29,28 +29,28 @@ def command(side: str, work: Work, output: Path, steps: int, seed: int, ms_swift
     """The command of a side for so many steps; a side that is no peer is a variant of swift."""
     shared = _shared(work, output, steps, seed)
     if side == "trl":
-        return Command(_trl(work, shared), _environment(work), output)
+        return Command(_trl(work, shared), environment(work.row.device), output)
     if side == "ms-swift":
         assert ms_swift_python is not None
         # another package of the name `swift` must not be found: neither here nor on this one's path
-        environment = {name: value for name, value in _environment(work).items() if name != "PYTHONPATH"}
-        return Command(_ms_swift(work, shared, ms_swift_python), environment, output)
+        variables = {name: value for name, value in environment(work.row.device).items() if name != "PYTHONPATH"}
+        return Command(_ms_swift(work, shared, ms_swift_python), variables, output)
     flags = [*work.row.flags, *work.row.variants.get(side, ())]
-    return Command([SWIFT, "rlhf", *_words(_swift(work, shared), flags)], _environment(work), output)
+    return Command([SWIFT, "rlhf", *_words(_swift(work, shared), flags)], environment(work.row.device), output)
 
 
 def recorded_command(side: str, work: Work, output: Path) -> Command:
     """One step of plain gradient descent, rate 1, on recorded completions; the model is saved in `output`."""
     shared = {**_shared(work, output, 1, 0), "learning_rate": 1.0}
-    environment = {**_environment(work), "RECORDED": str(work.recorded)}
+    variables = {**environment(work.row.device), "RECORDED": str(work.recorded)}
     if side == "trl":
-        return Command([*_trl(work, shared), "--recorded", str(work.recorded)], environment, output)
+        return Command([*_trl(work, shared), "--recorded", str(work.recorded)], variables, output)
     words = _swift(work, shared) | {
         "rollout_func": f"{SIDES / 'recorded_rollout.py'}:recorded", "optim": "sgd", "max_grad_norm": 1e9,
         "weight_decay": 0, "lr_scheduler_type": "constant", "warmup_ratio": 0, "save_strategy": "steps",
         "save_steps": 1, "save_only_model": "true", "parity_check": "off",
     }  # fmt: skip
-    return Command([SWIFT, "rlhf", *_words(words, [])], environment, output)
+    return Command([SWIFT, "rlhf", *_words(words, [])], variables, output)
 
 
 def _shared(work: Work, output: Path, steps: int, seed: int) -> dict[str, Any]:
@@ -77,7 +77,11 @@ def _swift(work: Work, shared: dict[str, Any]) -> dict[str, Any]:
 
 def _trl(work: Work, shared: dict[str, Any]) -> list[str]:
     row = work.row
-    switches = {"bf16": row.dtype == "bfloat16", "use_cpu": row.device == "cpu", "gradient_checkpointing": row.recompute}
+    switches = {
+        "bf16": row.dtype == "bfloat16",
+        "use_cpu": row.device == "cpu",
+        "gradient_checkpointing": row.recompute,
+    }
     reward = ["--reward", "demo"] if row.size == "demo" else []
     on = [f"--{name}" for name, wanted in switches.items() if wanted]
     return [sys.executable, str(SIDES / "trl_grpo.py"), *_words(shared, []), *reward, *on]
@@ -99,8 +103,9 @@ def _words(settings: dict[str, Any], flags: list[str]) -> list[str]:
     return [word for name, values in given.items() for word in (f"--{name}", *values)]
 
 
-def _environment(work: Work) -> dict[str, str]:
-    gpu = "" if work.row.device == "cpu" else os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+def environment(device: str) -> dict[str, str]:
+    """Of a command that works on the CPU, or on one GPU."""
+    gpu = "" if device == "cpu" else os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     return {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
 
 

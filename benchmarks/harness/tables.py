@@ -50,7 +50,9 @@ def _join(values: list[str]) -> str:
 def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns aligned with blanks."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in [header, *rows])
+    return "\n".join(
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in [header, *rows]
+    )
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -19,6 +19,7 @@ from statistics import median
 from typing import Any
 
 import psutil
+
 from harness.sides import Command, command
 from harness.works import Work
 
@@ -64,7 +65,12 @@ def measure(wanted: Command, steps: int, work: Work | None = None) -> Run:
     with tempfile.TemporaryFile() as output:
         began = time.perf_counter()
         process = subprocess.Popen(
-            wanted.words, env=wanted.environment, cwd=wanted.folder, stdout=output, stderr=output, stdin=subprocess.DEVNULL
+            wanted.words,
+            env=wanted.environment,
+            cwd=wanted.folder,
+            stdout=output,
+            stderr=output,
+            stdin=subprocess.DEVNULL,
         )
         try:
             rows = [(time.perf_counter(), *_usage(process.pid), row) for row in _follow(process, wanted.folder)]

@@ -17,16 +17,19 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 def even_share(completions, **kwargs):
+    """The share of characters with an even code."""
     texts = [completion[-1]["content"] for completion in completions]
     return [sum(ord(c) % 2 == 0 for c in text) / max(1, len(text)) for text in texts]
 
 
 def right(completions, solution, **kwargs):
+    """1 for the right answer."""
     found = [re.search(r"<answer>(.*?)</answer>", completion[-1]["content"]) for completion in completions]
     return [float(bool(one) and one[1].strip() == wanted) for one, wanted in zip(found, solution, strict=True)]
 
 
 def formed(completions, **kwargs):
+    """1 for thinking and an answer in their tags."""
     pattern = re.compile(r"<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
     return [float(bool(pattern.fullmatch(completion[-1]["content"]))) for completion in completions]
 
@@ -38,7 +41,8 @@ class Log(TrainerCallback):
         self.path = path
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        with open(self.path, "a", encoding="utf-8") as file:
+        """One line per logged row."""
+        with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
 
 
@@ -61,6 +65,7 @@ def recorded(path):
 
 
 def parse():
+    """The options."""
     parser = argparse.ArgumentParser()
     for name in ("model", "dataset", "output_dir"):
         parser.add_argument(f"--{name}", required=True)
@@ -81,12 +86,13 @@ def parse():
 
 
 def main():
+    """Train."""
     options = parse()
     data = load_dataset("json", data_files=options.dataset, split="train")
     column = "messages" if "messages" in data.column_names else "query"
     as_chat = (lambda text: [{"role": "user", "content": text}]) if column == "query" else (lambda chat: chat)
     data = data.map(lambda row: {"prompt": as_chat(row[column])}, remove_columns=[column])
-    one_step = dict(optim="sgd", max_grad_norm=1e9, weight_decay=0.0, lr_scheduler_type="constant")
+    one_step = {"optim": "sgd", "max_grad_norm": 1e9, "weight_decay": 0.0, "lr_scheduler_type": "constant"}
     config = GRPOConfig(
         output_dir=options.output_dir,
         per_device_train_batch_size=options.per_device_train_batch_size,
