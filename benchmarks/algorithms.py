@@ -144,7 +144,13 @@ def command(option: Option, model: Path, data: tuple[Path, Path], folder: Path, 
             else:
                 values.append(word)
         given |= now
-    return [SWIFT, "rlhf", "--rlhf_type", "grpo", *(word for name, values in given.items() for word in (name, *values))]
+    return [
+        *SWIFT,
+        "rlhf",
+        "--rlhf_type",
+        "grpo",
+        *(word for name, values in given.items() for word in (name, *values)),
+    ]
 
 
 def problems(data: Path, folder: Path) -> tuple[Path, Path]:

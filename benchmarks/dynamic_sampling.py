@@ -116,7 +116,7 @@ def command(model: Path, folder: Path, engine: Engine, output: Path, steps: int,
         f"--dynamic_sample {str(dynamic).lower()} --logging_steps 1 --save_strategy no --report_to none "
         f"--parity_check off --add_version false --gradient_checkpointing false --log_completions true {engine.flags}"
     )
-    return [SWIFT, "rlhf", *words.split()]
+    return [*SWIFT, "rlhf", *words.split()]
 
 
 def read(output: Path, engine: Engine, *, whole: bool) -> tuple[list[float], float]:

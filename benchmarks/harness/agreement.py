@@ -7,29 +7,43 @@ has changed is the gradient. `python agreement.py MODEL A B` compares two saved 
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from harness.sides import recorded_command
+from harness.turns import measure
+from harness.works import Work, prompts, write_prompts
 
 REQUIRED_COSINE, NORM_TOLERANCE = 0.9999, 0.01
 TEXT_TOKENS = 256
 COMPARE_LIMIT_S = 600.0
 
 
-def agreement(work: Any) -> dict[str, Any]:
-    """Cosine and ratio of lengths of both gradients on one batch of the row's size."""
-    from dataclasses import replace
+def agreement(work: Work) -> dict[str, Any]:
+    """Cosine and ratio of lengths of both gradients on one batch of the row's size, in float32."""
+    recorded = write_recorded(replace(work, row=replace(work.row, dtype="float32")))
+    with tempfile.TemporaryDirectory() as folder:
+        saved = []
+        for side in ("swift", "trl"):
+            output = Path(folder) / side
+            output.mkdir()
+            measure(recorded_command(side, recorded, output), 1)
+            saved.append(next(path.parent for path in sorted(output.rglob("model.safetensors"))))
+        found = compared(work.model, *saved)
+    close = abs(found["norm_ratio"] - 1) <= NORM_TOLERANCE
+    return {**found, "agrees": found["cosine"] >= REQUIRED_COSINE and close}
 
-    from harness.sides import recorded_command
-    from harness.turns import measure
-    from harness.works import prompts
 
-    row = work.row
+def write_recorded(work: Work) -> Work:
+    """The same work with recorded completions, and a dataset of their prompts alone: one batch."""
+    row, rng = work.row, random.Random(0)
     texts = prompts(row.prompt_tokens)[: row.num_completions // row.num_generations]
-    rng = random.Random(0)
     completions = {
         text: [
             [rng.randrange(TEXT_TOKENS) for _ in range(rng.randint(1, row.completion_tokens))]
@@ -39,23 +53,19 @@ def agreement(work: Any) -> dict[str, Any]:
     }
     work.recorded.write_text(json.dumps(completions), encoding="utf-8")
     dataset = work.recorded.with_name("recorded-prompts.jsonl")
-    rows = [{"messages": [{"role": "user", "content": text}]} for text in texts]
-    dataset.write_text("".join(json.dumps(one) + "\n" for one in rows), encoding="utf-8")
-    single = replace(work, dataset=dataset, row=replace(row, dtype="float32"))
-    with tempfile.TemporaryDirectory() as folder:
-        saved = []
-        for side in ("swift", "trl"):
-            output = Path(folder) / side
-            output.mkdir()
-            measure(recorded_command(side, single, output), 1)
-            saved.append(next(path.parent for path in sorted(output.rglob("model.safetensors"))))
-        done = subprocess.run(
-            [sys.executable, __file__, str(work.model), *map(str, saved)],
-            check=True, capture_output=True, text=True, timeout=COMPARE_LIMIT_S,
-        )  # fmt: skip
-    found: dict[str, Any] = json.loads(done.stdout)
-    close = abs(found["norm_ratio"] - 1) <= NORM_TOLERANCE
-    return {**found, "agrees": found["cosine"] >= REQUIRED_COSINE and close}
+    write_prompts(dataset, texts)
+    return replace(work, dataset=dataset)
+
+
+def compared(model: Path, ours: Path, theirs: Path) -> dict[str, Any]:
+    """`compare` in a process of its own: the harness stays small."""
+    words = [sys.executable, __file__, str(model), str(ours), str(theirs)]
+    folder = str(Path(__file__).parents[1])
+    done = subprocess.run(
+        words, check=True, capture_output=True, text=True, timeout=COMPARE_LIMIT_S,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])},
+    )  # fmt: skip
+    return dict(json.loads(done.stdout))
 
 
 def compare(model: Path, ours: Path, theirs: Path) -> dict[str, float]:

@@ -13,7 +13,9 @@ from harness.works import Work
 
 SIDES = Path(__file__).resolve().parents[1] / "sides"
 CHECK_S = 120.0
-SWIFT = str(Path(sys.executable).with_name("swift"))
+CONSOLE = Path(sys.executable).with_name("swift")
+SWIFT = [str(CONSOLE)] if CONSOLE.exists() else [sys.executable, "-m", "swift"]
+"""What a user types; in a clone that is not installed, the module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ def command(side: str, work: Work, output: Path, steps: int, seed: int, ms_swift
         variables = {name: value for name, value in environment(work.row.device).items() if name != "PYTHONPATH"}
         return Command(_ms_swift(work, shared, ms_swift_python), variables, output)
     flags = [*work.row.flags, *work.row.variants.get(side, ())]
-    return Command([SWIFT, "rlhf", *_words(_swift(work, shared), flags)], environment(work.row.device), output)
+    return Command([*SWIFT, "rlhf", *_words(_swift(work, shared), flags)], environment(work.row.device), output)
 
 
 def recorded_command(side: str, work: Work, output: Path) -> Command:
@@ -50,7 +52,7 @@ def recorded_command(side: str, work: Work, output: Path) -> Command:
         "weight_decay": 0, "lr_scheduler_type": "constant", "warmup_ratio": 0, "save_strategy": "steps",
         "save_steps": 1, "save_only_model": "true", "parity_check": "off",
     }  # fmt: skip
-    return Command([SWIFT, "rlhf", *_words(words, [])], variables, output)
+    return Command([*SWIFT, "rlhf", *_words(words, [])], variables, output)
 
 
 def _shared(work: Work, output: Path, steps: int, seed: int) -> dict[str, Any]:

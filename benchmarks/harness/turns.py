@@ -56,7 +56,7 @@ def alternate(work: Work, sides: Sequence[str], turns: int, ms_swift_python: str
     return runs
 
 
-def measure(wanted: Command, steps: int, work: Work | None = None) -> Run:
+def measure(wanted: Command, steps: int, work: Work | None = None, *, limit_s: float = RUN_LIMIT_S) -> Run:
     """Run a command to its end and watch its log.
 
     Raises:
@@ -73,7 +73,9 @@ def measure(wanted: Command, steps: int, work: Work | None = None) -> Run:
             stdin=subprocess.DEVNULL,
         )
         try:
-            rows = [(time.perf_counter(), *_usage(process.pid), row) for row in _follow(process, wanted.folder)]
+            rows = [
+                (time.perf_counter(), *_usage(process.pid), row) for row in _follow(process, wanted.folder, limit_s)
+            ]
         finally:
             if process.returncode is None:
                 process.kill()
@@ -100,9 +102,9 @@ def measure(wanted: Command, steps: int, work: Work | None = None) -> Run:
     )
 
 
-def _follow(process: subprocess.Popen, folder: Path) -> Iterator[dict[str, Any]]:
+def _follow(process: subprocess.Popen, folder: Path, limit_s: float) -> Iterator[dict[str, Any]]:
     """The steps that the log gets, until the command ends; then its exit code and peak are on `process`."""
-    path, offset, rest, deadline = None, 0, b"", time.monotonic() + RUN_LIMIT_S
+    path, offset, rest, deadline = None, 0, b"", time.monotonic() + limit_s
     while True:
         ended = _reap(process)
         path = path or next(folder.rglob("logging.jsonl"), None)
@@ -119,7 +121,7 @@ def _follow(process: subprocess.Popen, folder: Path) -> Iterator[dict[str, Any]]
         if ended:
             return
         if time.monotonic() > deadline:
-            raise RuntimeError(f"no end after {RUN_LIMIT_S:.0f} s")
+            raise RuntimeError(f"no end after {limit_s:.0f} s")
         time.sleep(LOOK_S)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -147,7 +148,7 @@ def prepare(row: Row, folder: Path, *, python: str = sys.executable) -> Work:
         words = [row.size, str(row.vocab_size or 0), str(row.mean_tokens or 0), str(row.completion_tokens)]
         subprocess.run([python, str(MAKER), str(model), *words], check=True, timeout=SETUP_LIMIT_S)
     dataset = folder / f"prompts-{row.prompt_tokens}.jsonl"
-    _write_prompts(dataset, prompts(row.prompt_tokens))
+    write_prompts(dataset, prompts(row.prompt_tokens))
     return Work(row, model, dataset, plugin, folder / "recorded.json")
 
 
@@ -157,7 +158,8 @@ def prompts(tokens: int) -> list[str]:
     return [(text * (tokens // len(text) + 1))[: max(tokens, len(text))] for text in texts]
 
 
-def _write_prompts(path: Path, texts: list[str]) -> None:
+def write_prompts(path: Path, texts: list[str]) -> None:
+    """A dataset of one question per row."""
     rows = [{"messages": [{"role": "user", "content": text}]} for text in texts]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
@@ -177,8 +179,6 @@ def demo(folder: Path) -> tuple[Path, Path]:
 
 def run_here(words: list[str], environment: dict[str, str], *, allow_failure: bool = False) -> None:
     """A command in the repository, with this Python's `swift` on the PATH."""
-    import os
-
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     subprocess.run(
         words,
