@@ -39,6 +39,7 @@ from harness.works import ROWS, Row, Work, prepare  # noqa: E402
 LIMIT_S = 530.0
 LEAST_COSINE = 0.9999
 VLLM = ("--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_enforce_eager", "true")
+SHORT: dict[str, Any] = {"completion_tokens": 256, "mean_tokens": 128}
 PROBE = """
 import json, time, torch
 cuda = torch.cuda.is_available()
@@ -129,7 +130,7 @@ def parity(checks: Checks) -> dict[str, Any]:
 
 def packed(checks: Checks) -> dict[str, Any]:
     """Training alone: `time/train` of the log. Recomputation is no useful work."""
-    work = checks.work("gpu-packed")
+    work = checks.work("gpu-packed", warmup=0, steps=1)
     run, output = checks.run(work)
     rate = median(run.tokens) / run.log["time/train"]
     mfu = 6 * parameters(work.model) * rate / checks.device["bf16_flops"]
@@ -137,20 +138,19 @@ def packed(checks: Checks) -> dict[str, Any]:
 
 
 def step(checks: Checks) -> dict[str, Any]:
-    """Both sides twice, in turns; then their gradients."""
-    work, found = checks.work("gpu"), {}
-    sides = ["swift", *(["trl"] if find_spec("trl") else [])]
-    for side in (*sides, *sides[::-1]):
+    """Both sides; then their gradients. Two steps of each, since the time is short."""
+    work, found = checks.work("gpu", warmup=0, steps=1), {}
+    for side in ("swift", *(["trl"] if find_spec("trl") else [])):
         run, output = checks.run(work, side=side)
-        found.setdefault(side, []).append({**speed(run), **largest(output, "memory/")})
-    if "trl" in sides:
+        found[side] = {**speed(run), **largest(output, "memory/")}
+    if "trl" in found:
         found["agreement"] = agreement(work)
     return {**found, "ok": found.get("agreement", {"agrees": True})["agrees"]}
 
 
 def lora(checks: Checks) -> dict[str, Any]:
     """Adapters of rank 16 on all linear layers."""
-    run, output = checks.run(checks.work("gpu"), "--tuner_type", "lora", "--lora_rank", "16")
+    run, output = checks.run(checks.work("gpu", **SHORT), "--tuner_type", "lora", "--lora_rank", "16")
     return {**speed(run), **largest(output, "memory/")}
 
 
@@ -158,7 +158,7 @@ def memory(checks: Checks) -> dict[str, Any]:
     """The weights after the same steps at every level; what was freed."""
     with_vllm = find_spec("vllm") is not None and not checks.on_cpu
     settings = [(0, "false"), (0, "true"), *([(1, "true"), (2, "true")] if with_vllm else [])]
-    work, saved, found = checks.work("gpu"), {}, {}
+    work, saved, found = checks.work("gpu", **SHORT), {}, {}
     for level, offload in settings:
         flags = f"--sleep_level {level} --offload_model {offload} --offload_optimizer {offload} --save_strategy steps"
         flags += f" --save_steps {1 + work.row.warmup + work.row.steps} --save_only_model true"
@@ -171,7 +171,7 @@ def memory(checks: Checks) -> dict[str, Any]:
 
 def profile(checks: Checks) -> dict[str, Any]:
     """The last of three steps under torch's profiler, inside the command."""
-    wanted = command("swift", checks.work("gpu"), checks.output(), 3, 0)
+    wanted = command("swift", checks.work("gpu", **SHORT), checks.output(), 3, 0)
     script, out = str(HERE / "profile_step.py"), wanted.folder / "profile.json"
     wanted.words[: wanted.words.index("rlhf")] = [sys.executable, script, str(out)]
     measure(wanted, 3, limit_s=checks.left())
@@ -184,7 +184,7 @@ def vllm(checks: Checks) -> dict[str, Any]:
         return {"left_out": "vLLM is not installed" if find_spec("vllm") is None else "no nano model fits vLLM"}
     found: dict[str, Any] = {}
     for level in ("1", "2"):
-        run, output = checks.run(checks.work("gpu"), *VLLM, "--sleep_level", level)
+        run, output = checks.run(checks.work("gpu", **SHORT), *VLLM, "--sleep_level", level)
         found[f"level {level}"] = {**speed(run), **largest(output, "memory/"), **largest(output, "mismatch/")}
     return found
 
@@ -197,7 +197,8 @@ CHECKS: dict[str, Callable[[Checks], dict[str, Any]]] = {
 def speed(run: Run) -> dict[str, Any]:
     """Of the counted steps."""
     rate = sum(run.tokens) / sum(run.seconds)
-    return {"step_s": median(run.seconds), "tokens_per_s": rate, "start_s": run.start_s, "log": run.log}
+    taken = {"peak_mib": run.peak_mib, "device_mib": run.device_mib}
+    return {"step_s": median(run.seconds), "tokens_per_s": rate, "start_s": run.start_s, **taken, "log": run.log}
 
 
 def largest(output: Path, prefix: str) -> dict[str, float]:

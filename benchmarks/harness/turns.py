@@ -7,6 +7,7 @@ had for themselves when a step was logged.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -16,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
@@ -32,7 +33,8 @@ class Run:
     """What one run of a command showed.
 
     start_s: from the command to its first logged step. seconds, processor_s, tokens: of each step behind it; processor
-    seconds are those of all its processes. wall_s: until the command ended. log: means of the command's own `time/*`.
+    seconds are those of all its processes. wall_s: until the command ended. device_mib: most that was taken on
+    the GPU when a step was logged. log: medians of the command's own `time/*`.
     """
 
     start_s: float
@@ -41,6 +43,7 @@ class Run:
     tokens: list[float]
     peak_mib: float
     wall_s: float
+    device_mib: float = 0.0
     log: dict[str, float] = field(default_factory=dict)
 
 
@@ -64,28 +67,16 @@ def measure(wanted: Command, steps: int, work: Work | None = None, *, limit_s: f
     """
     with tempfile.TemporaryFile() as output:
         began = time.perf_counter()
-        process = subprocess.Popen(
-            wanted.words,
-            env=wanted.environment,
-            cwd=wanted.folder,
-            stdout=output,
-            stderr=output,
-            stdin=subprocess.DEVNULL,
-        )
+        watched = Watched(wanted, output, on_gpu=work is not None and work.row.device == "cuda")
         try:
-            rows = [
-                (time.perf_counter(), *_usage(process.pid), row) for row in _follow(process, wanted.folder, limit_s)
-            ]
+            rows = [(time.perf_counter(), *watched.usage(), row) for row in watched.steps(limit_s)]
         finally:
-            if process.returncode is None:
-                process.kill()
-                process.wait()
+            watched.end()
         output.seek(0)
         tail = output.read().decode(errors="replace")[-4000:]
-    peak = process.peak_mib  # type: ignore[attr-defined]
-    if process.returncode or len(rows) != steps:
+    if watched.exit_code or len(rows) != steps:
         name = " ".join(wanted.words[:3])
-        raise RuntimeError(f"{name} ended with {process.returncode} after {len(rows)} of {steps} steps:\n{tail}")
+        raise RuntimeError(f"{name} ended with {watched.exit_code} after {len(rows)} of {steps} steps:\n{tail}")
     if work is not None:
         _check_lengths(work, [row for *_, row in rows])
     completions = work.row.num_completions if work is not None else 1
@@ -96,60 +87,81 @@ def measure(wanted: Command, steps: int, work: Work | None = None, *, limit_s: f
         seconds=[now[0] - then[0] for then, now in zip(before, counted, strict=True)],
         processor_s=[now[1] - then[1] for then, now in zip(before, counted, strict=True)],
         tokens=[row["completions/mean_length"] * completions for *_, row in counted],
-        peak_mib=peak + max(children for _, _, children, _ in rows),
+        peak_mib=watched.peak_mib + max(row[2] for row in rows),
+        device_mib=max(row[3] for row in rows),
         wall_s=time.perf_counter() - began,
         log=_own_times([row for *_, row in counted]),
     )
 
 
-def _follow(process: subprocess.Popen, folder: Path, limit_s: float) -> Iterator[dict[str, Any]]:
-    """The steps that the log gets, until the command ends; then its exit code and peak are on `process`."""
-    path, offset, rest, deadline = None, 0, b"", time.monotonic() + limit_s
-    while True:
-        ended = _reap(process)
-        path = path or next(folder.rglob("logging.jsonl"), None)
-        if path is not None:
-            with path.open("rb") as file:
-                file.seek(offset)
-                content = file.read()
-            offset += len(content)
-            *lines, rest = (rest + content).split(b"\n")
-            for line in lines:
-                row = json.loads(line)
-                if "learning_rate" in row and "completions/mean_length" in row:
-                    yield row
-        if ended:
-            return
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"no end after {limit_s:.0f} s")
-        time.sleep(LOOK_S)
+class Watched:
+    """A command that runs, its log, and what it uses.
+
+    Args:
+        wanted: the command.
+        output: where it prints.
+        on_gpu: whether memory of the GPU is asked for, too.
+    """
+
+    def __init__(self, wanted: Command, output: IO[bytes], *, on_gpu: bool) -> None:
+        self.folder, self.on_gpu = wanted.folder, on_gpu
+        self.exit_code: int | None = None
+        self.peak_mib = self.processor_s = 0.0
+        self._process = subprocess.Popen(
+            wanted.words, env=wanted.environment, cwd=wanted.folder, stdout=output, stderr=output,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def steps(self, limit_s: float) -> Iterator[dict[str, Any]]:
+        """The steps that the log gets, until the command ends."""
+        path, offset, rest, deadline = None, 0, b"", time.monotonic() + limit_s
+        while True:
+            ended = self._ended()
+            path = path or next(self.folder.rglob("logging.jsonl"), None)
+            if path is not None:
+                with path.open("rb") as file:
+                    file.seek(offset)
+                    content = file.read()
+                offset += len(content)
+                *lines, rest = (rest + content).split(b"\n")
+                for row in map(json.loads, lines):
+                    if "learning_rate" in row and "completions/mean_length" in row:
+                        yield row
+            if ended:
+                return
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no end after {limit_s:.0f} s")
+            time.sleep(LOOK_S)
+
+    def usage(self) -> tuple[float, float, float]:
+        """Processor seconds of all its processes, MiB that its children have for themselves, MiB taken on the GPU."""
+        seconds, unique = self.processor_s, 0.0
+        if self.exit_code is None:
+            parent = psutil.Process(self._process.pid)
+            for process in (parent, *parent.children(recursive=True)):
+                with contextlib.suppress(psutil.Error):  # it ended meanwhile
+                    times = process.cpu_times()
+                    seconds += times.user + times.system
+                    unique += process.memory_full_info().uss / 2**20 if process is not parent else 0.0
+        return seconds, unique, _taken_on_gpu() if self.on_gpu else 0.0
+
+    def _ended(self) -> bool:
+        pid, status, usage = os.wait4(self._process.pid, os.WNOHANG)
+        if pid:
+            self._process.returncode = self.exit_code = os.waitstatus_to_exitcode(status)
+            self.peak_mib, self.processor_s = usage.ru_maxrss / 1024, usage.ru_utime + usage.ru_stime
+        return bool(pid)
+
+    def end(self) -> None:
+        """Kill it if it still runs."""
+        if self.exit_code is None:
+            self._process.kill()
+            self._process.wait()
 
 
-def _reap(process: subprocess.Popen) -> bool:
-    pid, status, usage = os.wait4(process.pid, os.WNOHANG)
-    if pid == 0:
-        return False
-    process.returncode = os.waitstatus_to_exitcode(status)
-    process.peak_mib = usage.ru_maxrss / 1024  # type: ignore[attr-defined]
-    return True
-
-
-def _usage(pid: int) -> tuple[float, float]:
-    """Processor seconds of a process and its living children, and the memory that these have for themselves, MiB."""
-    seconds, unique = 0.0, 0.0
-    try:
-        parent = psutil.Process(pid)
-        for process in (parent, *parent.children(recursive=True)):
-            try:
-                times = process.cpu_times()
-                seconds += times.user + times.system
-                if process is not parent:
-                    unique += process.memory_full_info().uss / 2**20
-            except psutil.Error:  # it ended meanwhile
-                continue
-    except psutil.NoSuchProcess:
-        return 0.0, 0.0
-    return seconds, unique
+def _taken_on_gpu() -> float:
+    words = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return float(subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()[0])
 
 
 def _check_lengths(work: Work, rows: Sequence[dict[str, Any]]) -> None:

@@ -50,3 +50,16 @@ def test_gradients_that_differ_void_the_row(tmp_path):
         save_file({"w": torch.tensor(values)}, tmp_path / name / "model.safetensors")
     assert compare(tmp_path / "start", tmp_path / "ours", tmp_path / "same")["cosine"] == pytest.approx(1.0)
     assert compare(tmp_path / "start", tmp_path / "ours", tmp_path / "other")["cosine"] == pytest.approx(0.0)
+
+
+@pytest.mark.slow
+def test_the_check_of_a_gpu_runs_in_small_on_a_cpu(benchmarks, tmp_path):
+    words = ["sh", str(benchmarks / "gpu" / "check.sh"), str(tmp_path / "out"), "--small", "--only", "gradients"]
+    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=500, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = (tmp_path / "out" / "check.jsonl").read_text().splitlines()
+    found = json.loads(line)
+    assert found["row"] == "gradients" and found["sdpa float32"]["cosine"] > 0.999999
+    (report,) = (tmp_path / "out").glob("gpu-cpu-*.json")
+    assert json.loads(report.read_text())["rows"] == [found]
