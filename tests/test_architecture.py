@@ -27,18 +27,17 @@ MAY_IMPORT = {
     "rollout": {"errors", "flags", "startup", "types", "plugin", "data", "models", "rl"},
     "trainers": {"errors", "flags", "startup", "types", "observability", "rl", "data", "models", "rewards", "rollout"},
     "arguments": {"errors", "flags", "observability", "rl", "data", "models", "rewards", "rollout", "trainers"},
-    "bench": {"errors", "types", "observability", "models", "rollout", "trainers", "arguments"},
-    "cli": {"errors", "startup", "types", "data", "models", "rewards", "rollout", "trainers", "arguments", "bench"},
+    "cli": {"errors", "startup", "types", "data", "models", "rewards", "rollout", "trainers", "arguments"},
     "__main__": {"cli"},
 }
 
 ONLY_HERE = {
-    "vllm": ["swift/rollout/engines/", "swift/bench/publishing.py"],
+    "vllm": ["swift/rollout/engines/"],
     "lmdeploy": ["swift/rollout/engines/"],
-    "trl": ["swift/trainers/sft", "swift/bench/trl_side.py"],
+    "trl": ["swift/trainers/sft"],
     "deepspeed": ["swift/models/sharded.py", "swift/trainers/sharding.py"],
     "peft": ["swift/models/", "swift/rewards/models.py"],
-    "matplotlib": ["swift/observability/plots.py", "swift/bench/plots.py"],
+    "matplotlib": ["swift/observability/plots.py"],
     "rich": ["swift/observability/progress.py"],
     "reasoning_gym": ["swift/data/procedural.py", "swift/rewards/functions/gym.py"],
     "math_verify": ["swift/rewards/functions/accuracy.py"],
