@@ -300,7 +300,7 @@ class RequestQueue:
     def _current(self, number: int) -> _Update:
         if self._update is None or self._update.number != number:
             raise SyncFailed(
-                f"weights: update {number}: is not open; it ended, or was idle for too long: begin another"
+                f"weights: update {number}: is not open; it ended or expired: begin another"
             )
         return self._update
 
