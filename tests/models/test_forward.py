@@ -203,25 +203,6 @@ def test_a_model_that_keeps_attention_to_itself_is_found_out(nano_folder, monkey
     assert not is_packed(model)
 
 
-def test_long_streams_are_filled_up_with_tokens_that_change_nothing(nano_folder):
-    ids = list(range(250))
-    tokens = pack([TokenSequence(ids, [5, 6, 7, 8]), TokenSequence(ids, list(range(90, 140)))])
-    real = 250 + 3 + 49
-    assert tokens.input_ids.shape == tokens.position_ids.shape == (1, 320)
-    assert int(tokens.predict_index.max()) == real - 1
-    assert [group.unseen for group in tokens.layout.groups] == [False, True]
-    model = load(nano_folder, True).train()
-    logits = packed_logits(model, tokens)
-    expected = gradients(model, logits)
-    expected = {name: gradient.clone() for name, gradient in expected.items()}
-    tokens.input_ids[0, real:] = torch.arange(18)
-    model.zero_grad()
-    again = packed_logits(model, tokens)
-    assert torch.equal(again, logits)
-    for name, gradient in gradients(model, again).items():
-        assert torch.equal(gradient, expected[name]), name
-
-
 @pytest.mark.parametrize(
     ("arch", "reason"),
     [

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
+from swift.rollout.engines.scripted import scripted
 
 from swift.rollout.engines import sampling
 from swift.rollout.engines.sampling import BatchSampler, _drawn, _inverse_cdf
-from swift.rollout.engines.scripted import scripted
 from swift.types import Request, SamplingParams
 
 
