@@ -182,6 +182,15 @@ class InferenceEngine(ABC):
             for _ in self.stream():
                 pass
 
+    def recover(self) -> Collection[str]:
+        """After `stream` raised: let go of the requests that were lost by it.
+
+        Returns:
+            Ids that another `stream` will still deliver.
+        """
+        self._give_up(None)
+        return ()
+
     def _between(self) -> None:
         """Call `between_steps`, if there is one."""
         if self.between_steps is not None:

@@ -146,6 +146,10 @@ class EnginePool(InferenceEngine):
             waiting = {name for member in self._members for name in member.outstanding}
             return waiting | {completion.request_id for completion in self._ready}
 
+    def recover(self) -> Collection[str]:
+        """The engine that failed has let go of its requests already; the others go on."""
+        return self.outstanding
+
     def check_length(self, request: Request) -> None:
         """As every engine would; see `InferenceEngine.check_length`."""
         super().check_length(request)
