@@ -41,6 +41,7 @@ from swift.rollout.engines.base import (
 from swift.rollout.engines.completion_stream import Failure
 from swift.rollout.engines.requests import RequestTable
 from swift.rollout.weight_sync.base import Bucket
+from swift.rollout.weight_sync.broadcast import BroadcastSender
 from swift.rollout.weight_sync.sending import ClientUpdate, Kept
 from swift.types import Completion, Request
 
@@ -117,7 +118,9 @@ class Transport(ABC):
     Attributes:
         name: of the engine, for messages.
         life: another object once the engine was replaced by one that lost its state.
-        ways: in which weights travel, best first.
+        ways: in which weights travel.
+        stored: the way in which an update can be sent again to an engine that was lost.
+        devices: of the engine, as this process numbers them.
         restartable: whether an engine that does not answer is replaced; otherwise it is dead.
         counters: what the present life says it has done.
         progress_at: monotonic time of the last sign of progress.
@@ -126,6 +129,8 @@ class Transport(ABC):
     name: str
     life: object
     ways: tuple[str, ...]
+    stored: str
+    devices: tuple[str, ...]
     restartable: bool
     counters: EngineCounters
     progress_at: float
@@ -151,14 +156,31 @@ class Transport(ABC):
         """Any other call. Raises Lost, or the SwiftError that it ended with."""
 
     @abstractmethod
-    def send_bucket(
-        self, update: int, index: int, way: str, payload: Any, timeout_s: float
-    ) -> Callable[[], Any]:
+    def start_call(self, name: str, timeout_s: float, **fields: Any) -> Callable[[], Any]:
+        """Begin a call; the result waits for it and raises as `call`."""
+
+    @abstractmethod
+    def abort_update(self, update: int) -> None:
+        """Give an update up; never raises."""
+
+    @abstractmethod
+    def send_bucket(self, update: int, index: int, way: str, payload: Any, timeout_s: float) -> Callable[[], Any]:
         """Start to send a bucket; the result waits for its arrival and raises as `call`."""
 
     @abstractmethod
-    def payload(self, way: str, bucket: Bucket) -> Any:
+    def choose(self, bucket: Bucket) -> str:
+        """The best of `ways` for tensors where these lie."""
+
+    @abstractmethod
+    def payload(self, way: str, bucket: Bucket, version: int) -> Any:
         """What travels of a bucket that is sent this way; made once for several engines."""
+
+    @abstractmethod
+    def address(self) -> str:
+        """This host as the engine reaches it."""
+
+    def update_ended(self, manifest: Sequence[TensorInfo] | None) -> None:  # noqa: B027 - most have nothing to end
+        """After the commit of an update, or with None after its abort."""
 
     @abstractmethod
     def replace(self, how: str, *, version: int, valid: bool) -> bool:
@@ -236,6 +258,7 @@ class EngineClient(InferenceEngine):
         self._touched_at = 0.0
         self._dead: SwiftError | None = None
         self._closed = False
+        self.broadcaster: BroadcastSender | None = None
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
@@ -291,22 +314,20 @@ class EngineClient(InferenceEngine):
             SyncFailed: requests wait, but the weights are void.
         """
         while True:
-            self._read_events()
             while self.table.ready:
                 yield self.table.ready.popleft()
             self._between()
-            if not self.table or self._paused_at is not None:
-                if self.table.ready or (self._events and self.table):
-                    continue
+            if not self.table or (self._paused_at is not None and not self._events):
                 return
             self._check_alive()
             self._check_valid()
             life = self.transport.life
             try:
-                self._post_waiting()
-                self._await_event()
+                if self._paused_at is None:
+                    self._post_waiting()
+                    self._await_event()
+                    self._check_clocks()
                 self._read_events()
-                self._check_clocks()
             except Lost as lost:
                 self._recover(life, lost)
             except Busy:
@@ -632,6 +653,8 @@ class EngineClient(InferenceEngine):
         if first:
             self._drop_batches()
             self.transport.close()
+            if self.broadcaster is not None:
+                self.broadcaster.close()
         self._kept = self._adapter = None
 
     # --- an engine that was lost ------------------------------------------------------------------------------
