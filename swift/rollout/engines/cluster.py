@@ -13,20 +13,23 @@ import secrets
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from swift.errors import ConfigError, EngineError, ResourceError
+from swift.rollout.engines import guard
+from swift.rollout.engines.spec import EngineSpec
 
 MARKER = "SWIFT_CLUSTER"
 """Variable that all processes of a local cluster have."""
 MIN_STORE_BYTES = 160 << 20
 CLOSE_S = 10.0
+PLACE_S = 60.0
+"""How long a joined cluster may take to make room for the engines."""
 
 _token = secrets.token_hex(16)  # Ray reads it once per process
 _lock = threading.RLock()
@@ -61,9 +64,7 @@ class Cluster:
             with contextlib.suppress(Exception):  # the guard sees to the rest
                 ray.shutdown()
             if self.guard is not None and self.folder is not None:
-                from swift.rollout.engines.guard import end
-
-                end(f"{MARKER}={self.folder}".encode())
+                guard.end(f"{MARKER}={self.folder}".encode())
                 self.guard.kill()
                 self.guard.wait(CLOSE_S)
                 shutil.rmtree(self.folder, ignore_errors=True)
@@ -91,15 +92,11 @@ def use(address: str | None = None, token_file: Path | None = None, *, store_byt
 
 def _start(store_bytes: int) -> Cluster:
     folder = Path(tempfile.mkdtemp(prefix="swift-ray-", dir=_short_folder()))
-    marker = f"{MARKER}={folder}"
-    script = Path(__file__).with_name("guard.py")
-    guard = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(script), marker, str(folder)], start_new_session=True, env={}
-    )
+    watch = guard.start(f"{MARKER}={folder}", str(folder))
     token = folder / "token"
     token.touch(mode=0o600)
     token.write_text(_token, encoding="utf-8")
-    cluster = Cluster("", folder, guard)
+    cluster = Cluster("", folder, watch)
     variables = {MARKER: str(folder), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # the latter: listen at loopback only
     try:
         with _environment({**variables, **ray_variables(token)}):
@@ -111,8 +108,8 @@ def _start(store_bytes: int) -> Cluster:
                 _node_ip_address="127.0.0.1",
             )
     except Exception as error:
-        guard.kill()
-        guard.wait(CLOSE_S)
+        watch.kill()
+        watch.wait(CLOSE_S)
         shutil.rmtree(folder, ignore_errors=True)
         raise ResourceError(f"ray: a local cluster cannot be started ({_first_line(error)})") from error
     return cluster
@@ -141,6 +138,8 @@ def ray_variables(token: Path) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_DEDUP_LOGS": "0",
+        "RAY_process_group_cleanup_enabled": "0",  # the guard does it, and unlinks shared memory besides
+        "RAY_kill_child_processes_on_worker_exit": "0",
     }
 
 
@@ -157,6 +156,48 @@ def _init(**options: Any) -> None:
     finally:
         if handler is not None:
             signal.signal(signal.SIGTERM, handler)
+
+
+def store_bytes(spec: EngineSpec) -> int:
+    """Room for the weights of a model: the present ones and those that replace them, with a margin."""
+    files = sum(path.stat().st_size for path in Path(spec.model).glob("*.safetensors"))
+    widest = 2 if spec.dtype == "float32" else 1  # stored in 16 bits, sent in 32
+    return int(2.2 * widest * files)
+
+
+def places(cluster: Cluster, sizes: Sequence[int], devices: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """Where Ray is to put each engine, as options of its actor.
+
+    In a local cluster everywhere is here, and the engine's spec names its devices. In one that was joined, each engine
+    gets a bundle of its own in a placement group: packed within the engine, spread over the nodes.
+
+    Args:
+        cluster: to place them in.
+        sizes: devices of each engine.
+        devices: their names, which say of what kind they are.
+
+    Raises:
+        EngineError: the cluster has no room for them.
+    """
+    if cluster.is_local:
+        return [{} for _ in sizes]
+    import ray
+    from ray.util.placement_group import placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    kinds = ["GPU" if names[0].startswith("cuda") else "CPU" for names in devices]
+    bundles = [{kind: float(size)} for kind, size in zip(kinds, sizes, strict=True)]
+    group = placement_group(bundles, strategy="SPREAD")
+    if not group.wait(PLACE_S):
+        has = ", ".join(f"{count:g} {name}" for name, count in ray.cluster_resources().items() if name in ("CPU", "GPU"))
+        raise EngineError(f"--ray_address: {cluster.address}: no room for {bundles} within {PLACE_S:g} s; it has {has}")
+    return [
+        {
+            f"num_{kind.lower()}s": size,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+        }
+        for index, (kind, size) in enumerate(zip(kinds, sizes, strict=True))
+    ]
 
 
 def this_node() -> str:

@@ -1,6 +1,6 @@
-"""Ends what a process leaves behind. A script of its own: `python -I -S guard.py MARKER [FOLDER]`, started by its ward.
+"""Ends what a process leaves behind. A script of its own: `python -I -S guard.py WARD MARKER [FOLDER]`.
 
-When the ward has ended, however it ended, every process whose environment holds `MARKER` is killed, shared-memory files
+When the process WARD, which starts the guard, has ended, however it ended, every process whose environment holds `MARKER` is killed, shared-memory files
 that these alone had mapped are unlinked, and `FOLDER` is removed. Semaphore and shared-memory trackers of Python get
 `GRACE_S` to clean up themselves.
 """
@@ -9,6 +9,7 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -75,12 +76,17 @@ def end(marker: bytes) -> None:
                 Path("/dev/shm", name).unlink()
 
 
+def start(marker: str, folder: str = "") -> subprocess.Popen[bytes]:
+    """A guard of this process."""
+    words = [sys.executable, "-I", "-S", __file__, str(os.getpid()), marker, folder]
+    return subprocess.Popen(words, start_new_session=True, env={})
+
+
 def main() -> None:
-    """Wait for the end of the parent."""
-    marker, folder = sys.argv[1].encode(), sys.argv[2] if len(sys.argv) > 2 else ""
+    """Wait for the end of the ward."""
+    ward, marker, folder = int(sys.argv[1]), sys.argv[2].encode(), sys.argv[3] if len(sys.argv) > 3 else ""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    ward = os.getppid()
     while os.getppid() == ward:
         time.sleep(POLL_S)
     end(marker)

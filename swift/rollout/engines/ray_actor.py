@@ -18,7 +18,6 @@ import functools
 import logging
 import os
 import secrets
-import subprocess
 import sys
 import threading
 import time
@@ -97,9 +96,7 @@ class EngineActor:
         self.spec = EngineSpec.from_json(spec)
         if self.spec.cores and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, self.spec.cores)
-        self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__, f"{MARKER}={marker}"], start_new_session=True, env={}
-        )
+        self._guard = guard.start(f"{MARKER}={marker}")
         self._queue: RequestQueue | None = None
         self._arrived = threading.Event()
         self._streams: dict[int, CompletionStream] = {}
