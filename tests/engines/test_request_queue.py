@@ -125,6 +125,14 @@ def test_a_job_waits_for_what_runs_and_nothing_begins_before_it(made):
     second.wait(8)
 
 
+def test_a_job_may_sample_on_its_own(made):
+    queue = made(ScriptedEngine(step_s=0.05))
+    job = queue.do(lambda engine: list(engine.generate([ask("mine", seed=6)])))
+    box = Box(queue, some(2))
+    assert [one.request_id for one in job.result(LIMIT_S)] == ["mine"]
+    assert len(box.wait(2)) == 2
+
+
 def test_a_job_that_is_cancelled_in_time_is_not_carried_out(made):
     queue = made(ScriptedEngine(step_s=0.02))
     box = Box(queue, some(4))

@@ -116,7 +116,7 @@ class EnginePool(InferenceEngine):
         return sum(member.engine.late for member in self._members)
 
     @property
-    def void(self) -> str:
+    def void(self) -> str:  # type: ignore[override]
         """Why its weights belong to no version; "" when they do."""
         return self._void
 

@@ -61,14 +61,19 @@ class RequestQueue:
     """See the module's docstring; starts its thread.
 
     Args:
-        engine: owned by the queue from now on; its `between_steps` is replaced.
+        engine: owned by the queue from now on, with its `between_steps`.
         limit: samples that may wait or run; None for no limit.
+
+    Attributes:
+        dead: why the engine cannot go on, or None.
+        void: why its weights belong to no version since an update failed; "" when they do.
     """
 
     def __init__(self, engine: InferenceEngine, *, limit: int | None = None) -> None:
         self.engine = engine
         self.limit = limit
         self.dead: EngineDead | None = None
+        self.void = ""
         self._changed = threading.Condition()
         self._waiting: dict[str, _Entry] = {}
         self._running: dict[str, _Entry] = {}
@@ -82,7 +87,6 @@ class RequestQueue:
         self._interrupting = False  # one is being carried out
         self._update: _Update | None = None
         self._closed = False
-        engine.between_steps = self._submit_waiting
         self._thread = threading.Thread(target=self._run, name="request queue", daemon=True)
         self._thread.start()
 
@@ -263,7 +267,8 @@ class RequestQueue:
         def send(engine: InferenceEngine) -> None:
             current = self._current(number)
             try:
-                bucket = read(current.manifest[current.delivered :])
+                bucket = read(self.missing(number))
+                self.void = f"the update to version {current.update.version} has not arrived whole"
                 current.update.send(bucket)
             except BaseException:
                 self._end_update(abort=True)
@@ -284,6 +289,7 @@ class RequestQueue:
                 self._end_update(abort=True)
                 raise
             self._end_update(abort=False)
+            self.void = ""
             return ack
 
         return self.do(commit)
@@ -297,11 +303,19 @@ class RequestQueue:
 
         return self.do(abort)
 
+    def missing(self, number: int) -> tuple[TensorInfo, ...]:
+        """Tensors of an update that have not arrived. Asking is a sign of life.
+
+        Raises:
+            SyncFailed: it is not open.
+        """
+        current = self._current(number)
+        current.touched_at = time.monotonic()
+        return current.manifest[current.delivered :]
+
     def _current(self, number: int) -> _Update:
         if self._update is None or self._update.number != number:
-            raise SyncFailed(
-                f"weights: update {number}: is not open; it ended or expired: begin another"
-            )
+            raise SyncFailed(f"weights: update {number}: is not open; it ended or expired: begin another")
         return self._update
 
     def _end_update(self, *, abort: bool) -> None:
@@ -343,7 +357,7 @@ class RequestQueue:
         return not self._kept and self._update is None and (bool(self._running) or self._may_submit)
 
     def _submit_waiting(self) -> None:
-        """Hand what waits to the engine; also its `between_steps`, so that new requests join a running batch."""
+        """Hand what waits to the engine; its `between_steps` while it samples, so that new requests join the batch."""
         while True:
             with self._changed:
                 if not self._may_submit:
@@ -365,6 +379,7 @@ class RequestQueue:
         """Until nothing runs, or somebody pauses; failures go to those whom they concern."""
         interrupts = self._interrupts
         error: Exception | None = None
+        self.engine.between_steps = self._submit_waiting
         try:
             self._submit_waiting()
             for completion in self.engine.stream():
@@ -380,6 +395,8 @@ class RequestQueue:
             error = refused
         except Exception as raised:
             error = raised
+        finally:
+            self.engine.between_steps = None  # jobs may stream on their own
         with self._changed:
             self._changed.wait_for(lambda: not self._interrupting)
             if self._closed or (error is None and (self._kept or interrupts != self._interrupts)):
