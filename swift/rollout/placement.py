@@ -84,15 +84,14 @@ TRANSPORTS: dict[str, tuple[str, ...]] = {
 """`--weight_transport` by mode; the others share the trainer's process."""
 
 
-def check_transport(
-    mode: Mode, *, weight_transport: str, ray_address: str | None, ray_token_file: str | None
-) -> None:
+def check_transport(mode: Mode, *, weight_transport: str, ray_address: str | None, ray_token_file: str | None) -> None:
     """Raises ConfigError for a weight transport or a Ray cluster that does not fit the placement."""
     problems = []
     ways = TRANSPORTS.get(mode, ())
     if weight_transport not in ("auto", *ways):
         problems.append(
-            f"--weight_transport: {weight_transport}: not for engines that run {mode}; valid: {', '.join(('auto', *ways))}"
+            f"--weight_transport: {weight_transport}: not for engines that run {mode}; valid: "
+            + ", ".join(("auto", *ways))
         )
     if ray_address is not None and mode != "dedicated":
         problems.append(f"--ray_address: {ray_address}: engines run {mode} here; --vllm_mode dedicated")

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swift.errors import SwiftError, end_process
+from swift.errors import ConfigError, SwiftError, end_process
 from swift.rollout.collect import EngineShare
 from swift.rollout.engines.guided import require as require_guidance
 from swift.rollout.engines.spec import EngineSpec, build_engine, spec_from
@@ -29,7 +29,7 @@ from swift.rollout.placement import Placement, check_transport, place, request_f
 if TYPE_CHECKING:
     from swift.models.template import Template
     from swift.rollout.engines.base import InferenceEngine
-    from swift.rollout.engines.client import Timeouts
+    from swift.rollout.engines.transport import Timeouts
     from swift.trainers.distributed import Collectives
 
 
@@ -175,10 +175,20 @@ def setup_engines(
         if setup.engine is not None:
             try:
                 setup.engine.check_sampling(args.sampling_params())
+                check_in_flight(setup.engine, wanted=args.in_flight_updates)
             except SwiftError:
                 setup.close()
                 raise
     return setup
+
+
+def check_in_flight(engine: InferenceEngine, *, wanted: bool) -> None:
+    """Raises ConfigError for in-flight updates of an engine that cannot be paused between two tokens."""
+    if wanted and not engine.capabilities.in_flight_updates:
+        raise ConfigError(
+            f"--in_flight_updates: true: the engine {engine.capabilities.name} cannot be paused between two tokens; "
+            "--in_flight_updates false"
+        )
 
 
 def _make(
@@ -274,14 +284,15 @@ def _cores(placement: Placement, device: str) -> tuple[int, ...]:
 def _dedicated(setup: EngineSetup, spec: EngineSpec, args: Any) -> InferenceEngine:
     """The engines of this node, each in a Ray actor of its own, behind one."""
     from swift.rollout.engines import cluster
+    from swift.rollout.engines.actor_transport import actor_engine
     from swift.rollout.engines.pool import EnginePool
-    from swift.rollout.engines.ray_actor import actor_engine
 
     placement, logs = setup.placement, setup.engine_logs
     assert logs is not None
     token = Path(args.ray_token_file).expanduser() if args.ray_token_file else None
     users = [
-        cluster.use(args.ray_address, token, store_bytes=cluster.store_bytes(spec)) for _ in range(len(placement.engines))
+        cluster.use(args.ray_address, token, store_bytes=cluster.store_bytes(spec))
+        for _ in range(len(placement.engines))
     ]
     places = cluster.places(users[0], [len(devices) for devices in placement.engines], placement.engines)
     engines = [
@@ -302,7 +313,7 @@ def _dedicated(setup: EngineSetup, spec: EngineSpec, args: Any) -> InferenceEngi
 
 
 def _timeouts(args: Any) -> Timeouts:
-    from swift.rollout.engines.client import Timeouts
+    from swift.rollout.engines.transport import Timeouts
 
     return Timeouts(server_s=args.vllm_server_timeout, request_s=args.rollout_timeout, stall_s=args.stall_timeout)
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import psutil
 
 from swift.rollout.engines import cluster
-from swift.rollout.engines.client import Timeouts
-from swift.rollout.engines.ray_actor import MARKER, actor_engine
+from swift.rollout.engines.actor_transport import actor_engine
+from swift.rollout.engines.ray_actor import MARKER
 from swift.rollout.engines.spec import EngineSpec
+from swift.rollout.engines.transport import Timeouts
 from swift.types import Request, SamplingParams
 
 FAKES = Path(__file__).parent.parent / "fakes"

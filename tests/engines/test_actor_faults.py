@@ -1,6 +1,5 @@
 """An actor that dies, hangs, lies or stands still: what the trainer sees, and that nothing is left."""
 
-import mmap
 import os
 import signal
 import subprocess
@@ -12,25 +11,23 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from scripted_engine import CountingSource, two_layers
 from actor_parts import (
     FAKES,
-    QUICK,
     alive,
     expected_tokens,
     family,
     open_descriptors,
     pid_of,
     requests,
-    scripted_spec,
     scripted_engine_in_actor,
     tokens,
     wait_for,
 )
+from scripted_engine import CountingSource, two_layers
 
-from swift.errors import ConfigError, EngineDead, EngineError, RequestRefused, ResourceError, SyncFailed
-from swift.rollout.engines.pool import EnginePool
+from swift.errors import ConfigError, EngineDead, EngineError, RequestRefused, SyncFailed
 from swift.rollout.engines import cluster
+from swift.rollout.engines.pool import EnginePool
 from swift.rollout.weight_sync import object_store
 
 pytestmark = pytest.mark.slow
@@ -191,9 +188,7 @@ def test_killed_while_it_loads_weights_the_update_fails_and_can_be_repeated_on_a
     worker = start()
     worker.load_weights(CountingSource(two_layers(1)), 1)
     source = Interfering(two_layers(2), 1, lambda: (kill(worker), wait_for(lambda: not worker.health().alive)))
-    with pytest.raises(
-        SyncFailed, match=r"version 2 for engine 0 \(cpu:0\): (bucket [12]|commit): ended unexpectedly"
-    ):
+    with pytest.raises(SyncFailed, match=r"version 2 for engine 0 \(cpu:0\): (bucket [12]|commit): ended unexpectedly"):
         worker.load_weights(source, 2)
     with pytest.raises(SyncFailed, match="void"):
         worker.submit(requests(1)[0])

@@ -136,7 +136,9 @@ def test_aborting_one_by_one_is_linear():
     assert large < 20 * small * 6  # n^2 would be 400 times
 
 
-@given(st.lists(st.tuples(st.sampled_from(["send", "arrive", "abort", "release", "late"]), st.integers(0, 7)), max_size=80))
+@given(
+    st.lists(st.tuples(st.sampled_from(["send", "arrive", "abort", "release", "late"]), st.integers(0, 7)), max_size=80)
+)
 def test_every_request_comes_back_exactly_once(steps):
     names = [str(one) for one in range(8)]
     table = table_with(*names, limit_s=1.0)

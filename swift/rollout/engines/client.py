@@ -1,4 +1,4 @@
-"""The client of an engine that lives elsewhere: in a Ray actor or behind HTTP. One table, one retry rule, two transports.
+"""The client of an engine that lives elsewhere: in a Ray actor or behind HTTP.
 
     submit* -> stream         requests travel in batches; completions come while others are still sampled
     an engine that is lost    is replaced or found again by its transport; then it gets the present weights, adapter and
@@ -16,10 +16,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from swift.errors import EngineAsleep, EngineDead, EngineError, RequestRefused, SwiftError, SyncFailed
@@ -40,7 +39,7 @@ from swift.rollout.engines.base import (
 )
 from swift.rollout.engines.completion_stream import Failure
 from swift.rollout.engines.requests import RequestTable
-from swift.rollout.weight_sync.base import Bucket
+from swift.rollout.engines.transport import Batch, Busy, Event, Late, Lost, Timeouts, Transport
 from swift.rollout.weight_sync.broadcast import BroadcastSender
 from swift.rollout.weight_sync.sending import ClientUpdate, Kept
 from swift.types import Completion, Request
@@ -55,160 +54,6 @@ BUSY_S = 1.0
 """Pause after the server reported a full queue."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timeouts:
-    """Bounds on every wait, in seconds; the defaults are those of the settings.
-
-    start_s: start of an engine. server_s: until a server is healthy, polled every poll_s. request_s: one request, then
-    it is aborted and tried once more. stall_s: no progress while sampling. sync_s: one weight update. sleep_s: sleep or
-    wake. pause_s: pause. reply_s: any other call. connect_s: a connection. heartbeat_s, misses: so many heartbeats
-    without an answer mean death. close_s: an orderly end.
-    """
-
-    start_s: float = 600.0
-    server_s: float = 120.0
-    poll_s: float = 2.0
-    request_s: float = 600.0
-    stall_s: float = 300.0
-    sync_s: float = 300.0
-    sleep_s: float = 60.0
-    pause_s: float = 60.0
-    reply_s: float = 15.0
-    connect_s: float = 5.0
-    heartbeat_s: float = 5.0
-    misses: int = 3
-    close_s: float = 10.0
-
-
-class Lost(Exception):
-    """The engine cannot be reached, or is not the one of before; the text says how."""
-
-
-class Late(Lost):
-    """A call was not answered in time."""
-
-
-class Busy(Exception):
-    """The queue there is full."""
-
-
-@dataclass(eq=False, slots=True)
-class Batch:
-    """Requests that travel together; holds them in the table until the transport has delivered `END`.
-
-    handle: of the transport.
-    """
-
-    number: int
-    handle: Any = None
-
-
-END = object()
-"""The last event of a batch."""
-
-Event = Completion | Failure | Exception | object
-Deliver = Callable[[Batch, Event], None]
-
-
-class Transport(ABC):
-    """How a client reaches its engine.
-
-    Attributes:
-        name: of the engine, for messages.
-        life: another object once the engine was replaced by one that lost its state.
-        ways: in which weights travel.
-        stored: the way in which an update can be sent again to an engine that was lost.
-        devices: of the engine, as this process numbers them.
-        restartable: whether an engine that does not answer is replaced; otherwise it is dead.
-        counters: what the present life says it has done.
-        progress_at: monotonic time of the last sign of progress.
-    """
-
-    name: str
-    life: object
-    ways: tuple[str, ...]
-    stored: str
-    devices: tuple[str, ...]
-    restartable: bool
-    counters: EngineCounters
-    progress_at: float
-
-    @abstractmethod
-    def connect(self) -> Capabilities:
-        """Wait until the engine is there."""
-
-    @abstractmethod
-    def post(self, batch: Batch, requests: Sequence[Request], version: int, deliver: Deliver) -> None:
-        """Send requests; what comes of them is delivered from any thread. Raises Lost."""
-
-    @abstractmethod
-    def drop(self, batch: Batch) -> None:
-        """Nobody waits for this batch any more: what runs of it is aborted. Never raises."""
-
-    @abstractmethod
-    def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests; never raises."""
-
-    @abstractmethod
-    def call(self, name: str, timeout_s: float, **fields: Any) -> Any:
-        """Any other call. Raises Lost, or the SwiftError that it ended with."""
-
-    @abstractmethod
-    def start_call(self, name: str, timeout_s: float, **fields: Any) -> Callable[[], Any]:
-        """Begin a call; the result waits for it and raises as `call`."""
-
-    @abstractmethod
-    def abort_update(self, update: int) -> None:
-        """Give an update up; never raises."""
-
-    @abstractmethod
-    def send_bucket(self, update: int, index: int, way: str, payload: Any, timeout_s: float) -> Callable[[], Any]:
-        """Start to send a bucket; the result waits for its arrival and raises as `call`."""
-
-    @abstractmethod
-    def choose(self, bucket: Bucket) -> str:
-        """The best of `ways` for tensors where these lie."""
-
-    @abstractmethod
-    def payload(self, way: str, bucket: Bucket, version: int) -> Any:
-        """What travels of a bucket that is sent this way; made once for several engines."""
-
-    @abstractmethod
-    def address(self) -> str:
-        """This host as the engine reaches it."""
-
-    def update_ended(self, manifest: Sequence[TensorInfo] | None) -> None:  # noqa: B027 - most have nothing to end
-        """After the commit of an update, or with None after its abort."""
-
-    @abstractmethod
-    def replace(self, how: str, *, version: int, valid: bool) -> bool:
-        """After a loss: find or make the engine again; returns whether it has lost its state.
-
-        Raises:
-            Lost: not yet; call again.
-            EngineDead: it is not coming back.
-        """
-
-    def progress(self) -> None:  # noqa: B027 - most transports need not know
-        """A completion arrived, or a call succeeded."""
-
-    @abstractmethod
-    def health(self) -> Health:
-        """Asked now, within seconds."""
-
-    def info(self) -> dict[str, Any]:
-        """Facts of the transport itself."""
-        return {}
-
-    def stacks(self) -> str:
-        """Where the engine's thread is, in one line, as far as it answers."""
-        return ""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End everything; never raises."""
 
 
 class EngineClient(InferenceEngine):
@@ -270,8 +115,8 @@ class EngineClient(InferenceEngine):
                     try:
                         self._capabilities = self.transport.connect()
                     except SwiftError as error:
-                        if not self._closed:
-                            self._dead = error
+                        if not self._closed and (self.transport.restartable or isinstance(error, EngineDead)):
+                            self._dead = error  # a server that is held by another run may be free later
                         raise
         return self._capabilities
 
@@ -380,7 +225,11 @@ class EngineClient(InferenceEngine):
         with self._changed:
             self._changed.wait_for(
                 lambda: (
-                    self._events or self.table.waiting or self.table.ready or self._closed or self._paused_at is not None
+                    self._events
+                    or self.table.waiting
+                    or self.table.ready
+                    or self._closed
+                    or self._paused_at is not None
                 ),
                 self._patience(LOOK_S),
             )
@@ -686,8 +535,9 @@ class EngineClient(InferenceEngine):
             while True:
                 try:
                     before = self.counters
-                    if self.transport.replace(how, version=self.version, valid=not self._void):
-                        self.restarts += 1
+                    restarts = self.transport.replace(how, version=self.version, valid=not self._void)
+                    if restarts is not None:
+                        self.restarts = before.restarts + restarts
                         self._before = replace(before, restarts=0)
                         self._restore()
                     return
@@ -747,5 +597,6 @@ class EngineClient(InferenceEngine):
     def _check_at_rest(self, what: str) -> None:
         if self.table and self._paused_at is None:
             raise EngineError(
-                f"{self.name}: {what} while {len(self.table)} requests are outstanding; wait for them, or pause with keep"
+                f"{self.name}: {what} while {len(self.table)} requests are outstanding; wait for them, or "
+                "pause with keep"
             )

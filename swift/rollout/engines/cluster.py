@@ -189,7 +189,9 @@ def places(cluster: Cluster, sizes: Sequence[int], devices: Sequence[Sequence[st
     bundles = [{kind: float(size)} for kind, size in zip(kinds, sizes, strict=True)]
     group = placement_group(bundles, strategy="SPREAD")
     if not group.wait(PLACE_S):
-        has = ", ".join(f"{count:g} {name}" for name, count in ray.cluster_resources().items() if name in ("CPU", "GPU"))
+        has = ", ".join(
+            f"{count:g} {name}" for name, count in ray.cluster_resources().items() if name in ("CPU", "GPU")
+        )
         raise EngineError(f"--ray_address: {cluster.address}: no room for {bundles} within {PLACE_S:g} s; it has {has}")
     return [
         {

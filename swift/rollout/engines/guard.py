@@ -1,8 +1,8 @@
 """Ends what a process leaves behind. A script of its own: `python -I -S guard.py WARD MARKER [FOLDER]`.
 
-When the process WARD, which starts the guard, has ended, however it ended, every process whose environment holds `MARKER` is killed, shared-memory files
-that these alone had mapped are unlinked, and `FOLDER` is removed. Semaphore and shared-memory trackers of Python get
-`GRACE_S` to clean up themselves.
+When the process WARD, which starts the guard, has ended in any way, every process whose environment holds `MARKER` is
+killed, shared-memory files that these alone had mapped are unlinked, and `FOLDER` is removed. Semaphore and
+shared-memory trackers of Python get `GRACE_S` to clean up themselves.
 """
 
 import contextlib

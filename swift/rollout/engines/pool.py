@@ -137,11 +137,6 @@ class EnginePool(InferenceEngine):
         """The engine that failed has let go of its requests already; the others go on."""
         return self.outstanding
 
-    def check_length(self, request: Request) -> None:
-        """As every engine would; see `InferenceEngine.check_length`."""
-        super().check_length(request)
-        self._alive()[0].engine.check_length(request)
-
     def submit(self, request: Request) -> None:
         """See `InferenceEngine.submit`."""
         self._check_open()
@@ -190,8 +185,14 @@ class EnginePool(InferenceEngine):
         with self._lock:
             waiting = self.table.waiting
         for request in waiting:
-            if request.request_id in self.table:  # not aborted meanwhile
+            if request.request_id not in self.table:  # aborted meanwhile
+                continue
+            try:
                 self._hand_out(request)
+            except SwiftError:
+                with self._lock:
+                    self.table.send([request.request_id], None, 0.0)  # it waits on
+                raise
 
     def stream(self) -> Iterator[Completion]:
         """See `InferenceEngine.stream`."""
@@ -618,4 +619,3 @@ def _first_failure(outcomes: Sequence[object]) -> None:
     for outcome in outcomes:
         if isinstance(outcome, Exception):
             raise outcome
-

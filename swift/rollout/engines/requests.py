@@ -132,10 +132,10 @@ class RequestTable:
         entry = self._entries.get(completion.request_id)
         if entry is None or entry.holder != holder:
             return False
-        if completion.finish_reason == "abort" and not entry.aborted and self.retries:
-            if entry.expired_at is None or self._comes_again(entry, completion):
-                self._move(entry, None)
-                return True
+        unasked = completion.finish_reason == "abort" and not entry.aborted and self.retries
+        if unasked and (entry.expired_at is None or self._comes_again(entry, completion)):
+            self._move(entry, None)
+            return True
         problem = impossible(completion)
         if problem:
             self.remove(completion.request_id)

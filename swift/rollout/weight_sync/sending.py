@@ -1,8 +1,8 @@
 """One weight update on its way to an engine elsewhere, over any transport.
 
 What was sent is kept as it travelled, so that an engine that replaces a lost one can be given it again: object
-references, files or bytes. A device that sends directly (`ipc`, `broadcast`) leaves nothing behind, so there the buckets
-are stored besides while the engine may be restarted.
+references, files or bytes. A device that sends directly (`ipc`, `broadcast`) leaves nothing behind, so there the
+buckets are stored besides while the engine may be restarted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from swift.rollout.weight_sync.base import Ack, Bucket, TensorInfo, WeightUpdate
 from swift.rollout.weight_sync.broadcast import BroadcastSender
 
 if TYPE_CHECKING:
-    from swift.rollout.engines.client import EngineClient, Transport
+    from swift.rollout.engines.client import EngineClient
+    from swift.rollout.engines.transport import Transport
 
 STORED = ("object_store", "disk", "http")
 """Ways whose payload outlives the update."""
@@ -170,7 +171,7 @@ class ClientUpdate(WeightUpdate):
 
     def _guarded(self, phase: str, work: Callable[[], Any]) -> Any:
         """Whatever goes wrong is a `SyncFailed` that names engine, version and phase."""
-        from swift.rollout.engines.client import Lost
+        from swift.rollout.engines.transport import Lost
 
         try:
             return work()
