@@ -59,7 +59,7 @@ $(STAMPS)/requirements: $(REQUIREMENTS) $(STAMPS)/torch
 	$(PIP_INSTALL) $(addprefix -r ,$(REQUIREMENTS))
 	@touch $@
 
-$(STAMPS)/package: setup.py $(wildcard swift/native/*.c swift/native/*.h) $(STAMPS)/requirements
+$(STAMPS)/package: setup.py $(STAMPS)/requirements
 	$(PIP_INSTALL) --no-deps -e .
 	@touch $@
 
