@@ -36,9 +36,10 @@ from harness.halves import BENCHES, Bench, OneRank, teaches
 
 from swift.bench.contest import set_threads
 from swift.bench.ratios import ratio_of_means, ratio_of_medians, spread
+from swift.rollout.batches import BatchConfig, BatchMaker
 from swift.rollout.engines.base import InferenceEngine
-from swift.rollout.pipeline import PipelineConfig, RolloutPipeline, ScoredRound
-from swift.rollout.units import UnitConfig, UnitMaker
+from swift.rollout.pipeline import PipelineConfig, RolloutPipeline
+from swift.rollout.round_result import ScoredRound
 from swift.rollout.weight_sync.publisher import WeightPublisher
 from swift.types import RolloutGroup, TrainerProgress
 
@@ -86,7 +87,7 @@ def streaming(bench: Bench) -> Iterator[Turn]:
         observer=rounds.append,
         publisher=WeightPublisher(bench.engine, source=_no_weights, ranks=OneRank()),
     )  # fmt: skip
-    windows = pipeline.windows(lambda: progress(step))
+    windows = pipeline.steps(lambda: progress(step))
     try:
         while True:
             rounds.clear()
@@ -117,7 +118,7 @@ def streaming(bench: Bench) -> Iterator[Turn]:
 def batchwise(bench: Bench) -> Iterator[Turn]:
     """Units of whole batches, drawn again until enough groups teach something."""
     collector, scheduler, step = bench.collector(), bench.scheduler(), 0
-    units = UnitMaker(UnitConfig(**bench.unit))
+    units = BatchMaker(BatchConfig(**bench.unit))
     while True:
         kept: list[RolloutGroup] = []
         dull: list[RolloutGroup] = []
@@ -138,7 +139,7 @@ def batchwise(bench: Bench) -> Iterator[Turn]:
         yield Turn(
             *cost,
             scheduler.launched - launched,
-            len(made.unit.samples) // bench.generations,
+            len(made.batch.samples) // bench.generations,
             sum(lengths([*kept, *dull][bench.groups :])),
             lengths(kept[: bench.groups]),
             lengths(kept),

@@ -14,7 +14,7 @@ from typing import Any
 
 from harness.demo import ROOT, demo_model
 from harness.simulated import SimulatedEngine
-from swift.rollout.collect import RolloutCollector
+from swift.rollout.collector import RolloutCollector
 from swift.rollout.engines.base import InferenceEngine
 from swift.rollout.scheduler import RolloutScheduler
 from swift.types import GroupScores, Prompt, Request, RolloutGroup, SamplingParams, TrainerProgress
@@ -124,7 +124,7 @@ class Bench:
 
     def scheduler(self) -> RolloutScheduler:
         """The scheduler of one side."""
-        return RolloutScheduler(Stream(self.prompts), groups_per_unit=self.groups, units_per_epoch=None)
+        return RolloutScheduler(Stream(self.prompts), groups_per_batch=self.groups, batches_per_epoch=None)
 
     @property
     def unit(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class Bench:
         return {
             "num_generations": self.generations,
             "generation_batches": 1,
-            "num_windows": 1,
+            "num_global_batches": 1,
             "num_iterations": 1,
             "reward_weights": [1.0],
         }

@@ -107,7 +107,7 @@ def samples_of(rollouts: list[Rollout]) -> list[Any]:
     """Rollouts as the trainer takes them."""
     import numpy as np
 
-    from swift.rollout.batch import TrainSample
+    from swift.rollout.samples import TrainSample
 
     return [
         TrainSample(
@@ -157,9 +157,9 @@ def load_model(work: Work) -> Any:
 
 def backward(trainer: Any, rollouts: list[Rollout]) -> float:
     """Gradients of one window; the loss."""
-    from swift.rollout.batch import TrainUnit
+    from swift.rollout.samples import RolloutBatch
 
-    return float(trainer.training_step(trainer.model, TrainUnit(samples_of(rollouts), 1, 1)))
+    return float(trainer.training_step(trainer.model, RolloutBatch(samples_of(rollouts), 1, 1)))
 
 
 def train(work: Work, gate: Gate) -> None:

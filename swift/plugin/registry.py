@@ -109,4 +109,4 @@ inference_backends = Registry("inference backend")
 """Inference backends by name: functions that take an `EngineSpec` and return an `InferenceEngine`."""
 
 rollout_funcs = Registry("rollout function")
-"""Rollout functions by name: `function(prompts, rollout)`; see `swift.rollout.custom_rollout`."""
+"""Rollout functions by name: `function(prompts, rollout)`; see `swift.rollout.rollout_function`."""

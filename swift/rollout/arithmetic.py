@@ -29,7 +29,7 @@ class BatchPlan:
     forwards_per_window: forward/backward passes of one rank in one window; None where it follows from the lengths of
     the completions, under a limit of tokens.
 
-    num_rows, steps_per_epoch, units_per_epoch and num_train_epochs are None for streaming data, which has no
+    num_rows, steps_per_epoch, batches_per_epoch and num_train_epochs are None for streaming data, which has no
     known end. dropped_rows: rows at the end of each epoch that fill no unit. max_steps: optimizer steps of the run.
     """
 
@@ -51,7 +51,7 @@ class BatchPlan:
     forwards_per_window: int | None
     num_rows: int | None
     num_train_epochs: float | None
-    units_per_epoch: int | None
+    batches_per_epoch: int | None
     steps_per_epoch: int | None
     dropped_rows: int
     max_steps: int
@@ -110,10 +110,10 @@ def plan_batches(
     unit_steps = max(a, s)
     unit_prompts = b * n * unit_steps // g
     updates_per_unit = max(1, s // a) * u
-    units_per_epoch = steps_per_epoch = None
+    batches_per_epoch = steps_per_epoch = None
     if num_rows is not None:
-        units_per_epoch = num_rows // unit_prompts
-        steps_per_epoch = units_per_epoch * updates_per_unit
+        batches_per_epoch = num_rows // unit_prompts
+        steps_per_epoch = batches_per_epoch * updates_per_unit
     return BatchPlan(
         per_device_train_batch_size=b,
         world_size=n,
@@ -133,9 +133,9 @@ def plan_batches(
         forwards_per_window=a * (b // (mini_batch_size or b)) if max_tokens_per_micro_batch is None else None,
         num_rows=num_rows,
         num_train_epochs=None if num_rows is None else num_train_epochs,
-        units_per_epoch=units_per_epoch,
+        batches_per_epoch=batches_per_epoch,
         steps_per_epoch=steps_per_epoch,
-        dropped_rows=0 if num_rows is None else num_rows - (units_per_epoch or 0) * unit_prompts,
+        dropped_rows=0 if num_rows is None else num_rows - (batches_per_epoch or 0) * unit_prompts,
         max_steps=_total_steps(steps_per_epoch, num_rows, unit_prompts, num_train_epochs, max_steps),
         max_tokens_per_micro_batch=max_tokens_per_micro_batch,
     )
@@ -172,7 +172,7 @@ def describe(plan: BatchPlan, *, most_launches: int = 1, every_row: bool = False
             per_epoch = f"{least} to {per_epoch}, because replaced groups draw rows too"
         rows = f"{p.num_rows} {_plural(p.num_rows, 'row')}"
         parts.append(f"{rows}, {per_epoch}, {p.max_steps} {_plural(p.max_steps, 'step')} in all")
-    if p.dropped_rows and p.units_per_epoch and not every_row:
+    if p.dropped_rows and p.batches_per_epoch and not every_row:
         parts.append(f"the last {p.dropped_rows} {_plural(p.dropped_rows, 'row')} of each epoch left out")
     return "batch: " + "; ".join(parts)
 

@@ -24,7 +24,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from swift.rollout.batch import TrainSample
+from swift.rollout.samples import TrainSample
 
 PASS_PRICE_TOKENS = 64
 """What one more pass is taken to cost, in tokens, when fewer passes mean that prompts are computed again."""

@@ -8,7 +8,7 @@ that dynamic sampling carries over wait for up to `MOST_UNITS_CARRIED` units mor
 from __future__ import annotations
 
 MOST_UNITS_CARRIED = 2
-"""Units that a carried group can wait for; as a rule it is one (`swift.rollout.admission`)."""
+"""Units that a carried group can wait for; as a rule it is one (`swift.rollout.dynamic_sampling`)."""
 
 
 def bound(depth: int, *, updates: int, interval: int) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from swift.models.forward import PackedTokens, TokenSequence, pack
 from swift.models.prompt_sharing import SharingCost
-from swift.rollout.batch import TrainSample
+from swift.rollout.samples import TrainSample
 
 
 @dataclass(slots=True)

@@ -26,8 +26,8 @@ from swift.models.cpu_training import filled_length
 from swift.models.forward import is_packed
 from swift.models.sharded import is_dtensor, is_zero3
 from swift.observability.memory import measure
-from swift.rollout.batch import TrainSample
 from swift.rollout.micro_batches import Limits, WindowPlan, Work, pass_tokens, plan_window
+from swift.rollout.samples import TrainSample
 from swift.trainers.distributed import Collectives
 
 SHARE_OF_FREE = 0.8

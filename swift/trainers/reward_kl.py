@@ -14,7 +14,7 @@ import torch
 
 from swift.models.sharded import is_spread
 from swift.rl.kl import sequence_k1
-from swift.rollout.batch import TrainSample
+from swift.rollout.samples import TrainSample
 from swift.trainers.microbatch import MicroBatch
 
 if TYPE_CHECKING:

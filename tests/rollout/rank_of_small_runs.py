@@ -19,8 +19,8 @@ from scripted_engine import ScriptedEngine, lost
 from small_runs import SlowScorer, SmallRun
 
 from swift.errors import EngineDead, EngineError, RewardError
-from swift.rollout.collect import EngineShare
 from swift.rollout.replay import ReplayBuffer
+from swift.rollout.round import EngineShare
 from swift.rollout.scheduler import RerollConfig
 from swift.trainers.distributed import Collectives
 

@@ -46,7 +46,7 @@ def test_several_windows_and_passes_per_generation_batch():
     made = plan(b=2, a=4, g=4, rows=10, steps_per_generation=8, num_iterations=3)
     assert (made.window, made.generation_batch, made.unit_prompts) == (8, 16, 4)
     assert (made.windows_per_generation, made.generations_per_window, made.updates_per_rollout) == (2, 1, 6)
-    assert (made.units_per_epoch, made.steps_per_epoch, made.dropped_rows) == (2, 12, 2)
+    assert (made.batches_per_epoch, made.steps_per_epoch, made.dropped_rows) == (2, 12, 2)
 
 
 def test_several_generation_batches_per_window():
@@ -125,7 +125,7 @@ def test_a_broken_rule_is_one_line(settings, fragment):
 
 def test_fewer_rows_than_a_batch_are_fine_with_max_steps():
     made = plan(b=8, n=4, rows=1, max_steps=7)
-    assert (made.units_per_epoch, made.max_steps) == (0, 7)
+    assert (made.batches_per_epoch, made.max_steps) == (0, 7)
 
 
 def test_the_description_is_one_line_with_the_numbers():
@@ -161,7 +161,7 @@ def test_steps_per_epoch_follow_the_formula_and_rows_are_used_or_dropped(chosen,
     batches = rows * made.num_generations // made.generation_batch
     expected = batches * made.num_iterations * made.steps_per_generation // made.gradient_accumulation_steps
     assert made.steps_per_epoch == expected
-    assert made.units_per_epoch * made.unit_prompts + made.dropped_rows == rows
+    assert made.batches_per_epoch * made.unit_prompts + made.dropped_rows == rows
     assert 0 <= made.dropped_rows < made.unit_prompts
 
 

@@ -5,12 +5,12 @@ import random
 import pytest
 from scripted_engine import ScriptedEngine
 from small_runs import SlowScorer, SmallRun
-from threaded_ranks import ThreadedBoard, on_ranks
+from threaded_ranks import ThreadedMailbox, on_ranks
 
 from swift.errors import EngineDead, EngineError
-from swift.rollout.batch import TrainSample
-from swift.rollout.collect import EngineShare
 from swift.rollout.replay import ReplayBuffer
+from swift.rollout.round import EngineShare
+from swift.rollout.samples import TrainSample
 from swift.rollout.scheduler import RerollConfig
 
 
@@ -129,7 +129,7 @@ def test_a_death_of_the_engine_ends_the_round_and_a_checkpoint_draws_it_again(ru
     assert small.steps
     books = small.scheduler
     state = small.save()
-    assert state["pipeline"]["scheduler"]["launched"] == books.trained + books.dropped + len(books.carried)
+    assert state["pipeline"].scheduler.launched == books.trained + books.dropped + len(books.carried)
     again = run().load(state).train(8, max_steps=8)
     whole = run().train(8, max_steps=8)
     assert data(small) + data(again) == data(whole)
@@ -177,7 +177,7 @@ def on_two(work, *, lockstep=False, engines=2):
         scorer = SlowScorer(dull=dull_by(2), delay=lambda: random.random() / 200)
         small = SmallRun(
             engine, ranks=ranks, share=share, scorer=scorer, dynamic=3, groups=4, prompts=50,
-            board=ThreadedBoard(channels), depth=work["depth"],
+            mailbox=ThreadedMailbox(channels), depth=work["depth"],
         )  # fmt: skip
         try:
             small.train(5, max_steps=5)
@@ -211,7 +211,7 @@ def test_a_failure_on_either_rank_ends_both():
         engine = ScriptedEngine(fail_after=5 if ranks.rank == 1 else None)
         small = SmallRun(
             engine, ranks=ranks, scorer=SlowScorer(dull=dull_by(2)), dynamic=3, groups=4, prompts=50,
-            board=ThreadedBoard(channels),
+            mailbox=ThreadedMailbox(channels),
         )  # fmt: skip
         try:
             small.train(9)

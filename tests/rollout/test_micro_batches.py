@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from copy import deepcopy
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift.rollout.batch import TrainSample
 from swift.rollout.micro_batches import Limits, Work, pass_tokens, plan_window
+from swift.rollout.samples import TrainSample
 
 
 def sample(prompt, prompt_tokens, completion_tokens):
@@ -85,7 +86,7 @@ def test_useful_samples_are_computed_once_in_passes_within_the_limits(window, wo
 @given_window
 def test_a_plan_follows_from_its_input_alone(window, world_size, limits, packed, work):
     samples, useful = window
-    copies = [TrainSample.from_json(one.to_json()) for one in samples]  # as a resumed run has them
+    copies = [deepcopy(one) for one in samples]  # as a resumed run has them
 
     def made(ones):
         return plan(ones, world_size=world_size, limits=limits, useful=useful, packed=packed, work=work)

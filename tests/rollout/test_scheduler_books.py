@@ -27,13 +27,13 @@ runs = st.fixed_dictionaries(
 
 def test_the_queue_of_failed_prompts_has_a_bound_and_holds_each_once():
     again = RerollConfig(start_step=1, max_groups=3)
-    scheduler = RolloutScheduler(NumberedPrompts(), groups_per_unit=4, units_per_epoch=None, reroll=again)
+    scheduler = RolloutScheduler(NumberedPrompts(), groups_per_batch=4, batches_per_epoch=None, reroll=again)
     failed = [Prompt(f"f{i}", [], [1]) for i in range(REROLL_QUEUE + 1)]
     for prompt in (*failed[:2], failed[0], *failed[2:]):
-        scheduler.try_again(prompt)
-    assert scheduler.waiting_again == REROLL_QUEUE, "the oldest made room for the last"
-    assert [one.prompt_id for one in scheduler.begin_unit(1).rerolls] == ["f1", "f2", "f3"]
-    assert scheduler.waiting_again == REROLL_QUEUE - 3
+        scheduler.queue_reroll(prompt)
+    assert scheduler.rerolls_waiting == REROLL_QUEUE, "the oldest made room for the last"
+    assert [one.prompt_id for one in scheduler.begin_round(1).rerolls] == ["f1", "f2", "f3"]
+    assert scheduler.rerolls_waiting == REROLL_QUEUE - 3
 
 
 def play(config, *, dull_share, replay, reroll, seed, hurry):

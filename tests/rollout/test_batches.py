@@ -2,8 +2,8 @@
 
 import pytest
 
+from swift.rollout.batches import BatchConfig, BatchMaker
 from swift.rollout.replay import ReplayBuffer
-from swift.rollout.units import UnitConfig, UnitMaker
 from swift.types import Completion, GroupScores, Prompt, RolloutGroup
 
 
@@ -25,12 +25,12 @@ def group(index, values, *, excluded=(), cut=(), lengths=None):
 def maker(**settings):
     replay = settings.pop("replay", None)
     kl_of = settings.pop("kl_of", None)
-    defaults = {"num_generations": 4, "generation_batches": 1, "num_windows": 1, "num_iterations": 1}
-    return UnitMaker(UnitConfig(**{**defaults, "reward_weights": [1.0], **settings}), replay=replay, kl_of=kl_of)
+    defaults = {"num_generations": 4, "generation_batches": 1, "num_global_batches": 1, "num_iterations": 1}
+    return BatchMaker(BatchConfig(**{**defaults, "reward_weights": [1.0], **settings}), replay=replay, kl_of=kl_of)
 
 
 def advantages(made):
-    return [sample.advantage for sample in made.unit.samples]
+    return [sample.advantage for sample in made.batch.samples]
 
 
 HALF = [group(0, [[1.0], [0.0], [0.0], [0.0]]), group(1, [[1.0]] * 4)]
@@ -95,7 +95,7 @@ def test_completions_that_are_not_trained_on_do_not_thin_the_logged_kl():
 def test_cut_completions_leave_the_loss_and_stay_in_the_statistics():
     groups = [group(0, [[1.0], [0.0], [0.0], [0.0]], cut=(0,))]
     made = maker(overlong_filter=True).make(groups, 0)
-    assert [sample.num_trained for sample in made.unit.samples] == [0, 2, 2, 2]
+    assert [sample.num_trained for sample in made.batch.samples] == [0, 2, 2, 2]
     assert advantages(made)[1] == pytest.approx(-0.4999, abs=1e-4)
 
 

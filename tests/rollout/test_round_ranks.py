@@ -8,10 +8,10 @@ import time
 import pytest
 from scripted_engine import ScriptedEngine
 from small_runs import SlowScorer, SmallRun
-from threaded_ranks import ThreadedBoard, on_ranks
+from threaded_ranks import ThreadedMailbox, on_ranks
 
 from swift.errors import EngineError
-from swift.rollout.collect import EngineShare
+from swift.rollout.round import EngineShare
 from swift.trainers.stall import StallWatch
 
 LIMIT_S = 1.0
@@ -47,7 +47,7 @@ class RefusingScorer(SlowScorer):
 
 def settings(ranks, channels, **more):
     return {
-        "ranks": ranks, "dynamic": 3, "groups": 4, "prompts": 50, "board": ThreadedBoard(channels), **more,
+        "ranks": ranks, "dynamic": 3, "groups": 4, "prompts": 50, "mailbox": ThreadedMailbox(channels), **more,
     }  # fmt: skip
 
 

@@ -5,11 +5,11 @@ import random
 import pytest
 from scripted_engine import ScriptedEngine
 from small_runs import SlowScorer, SmallRun
-from threaded_ranks import ThreadedBoard, on_ranks
+from threaded_ranks import ThreadedMailbox, on_ranks
 
 from swift.errors import EngineDead, EngineError
-from swift.rollout.collect import EngineShare
 from swift.rollout.replay import ReplayBuffer
+from swift.rollout.round import EngineShare
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_training_begins_before_sampling_has_ended(run):
     engine = ScriptedEngine(step_s=0.01)
     small = run(engine)
     delivered = []
-    unit = next(small.pipeline.windows(small_progress))
+    unit = next(small.pipeline.steps(small_progress))
     for _ in unit.arriving:
         delivered.append(engine.delivered)
     assert delivered[0] < 12 and delivered[-1] == 12
@@ -104,7 +104,7 @@ def test_an_engine_that_dies_ends_the_step_and_nothing_of_it_is_saved(run):
     with pytest.raises(EngineDead):
         small.train(9)
     state = small.save()
-    assert state["pipeline"]["unit"] is None and len(small.steps) == 1
+    assert state["pipeline"].batch is None and len(small.steps) == 1
     again = run().load(state).train(3)
     whole = run().train(3)
     assert data(small) + data(again) == data(whole)
@@ -126,7 +126,7 @@ def test_two_ranks_train_on_the_same_parts_as_one(run, dynamic):
         small = SmallRun(
             ScriptedEngine() if share else None, ranks=ranks, share=share, streaming=1, groups=6, prompts=50,
             scorer=SlowScorer(dull=lambda group: group.launch_index % 5 == 1), dynamic=dynamic,
-            board=ThreadedBoard(channels),
+            mailbox=ThreadedMailbox(channels),
         )  # fmt: skip
         try:
             small.train(4)

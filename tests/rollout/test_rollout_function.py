@@ -13,8 +13,8 @@ from small_runs import OneRank, SlowScorer
 
 from swift.errors import ConfigError, EngineDead, EngineError, Unsupported
 from swift.plugin import rollout_funcs
-from swift.rollout.collect import RolloutCollector
-from swift.rollout.custom_rollout import CustomRolloutEngine, load_rollout_func
+from swift.rollout.collector import RolloutCollector
+from swift.rollout.rollout_function import RolloutFunctionEngine, load_rollout_func
 from swift.rollout.scheduler import Launch
 from swift.types import Prompt, Request, SamplingParams, TrainerProgress
 
@@ -35,7 +35,7 @@ def requests(count=2, prompts=PROMPTS):
 
 
 def wrap(function, *, engine=None, limit_s=30.0, end_token_ids=(1,)):
-    return CustomRolloutEngine(
+    return RolloutFunctionEngine(
         engine or ScriptedEngine(), function, name="mine", args=SimpleNamespace(temperature=1.0), tokenizer=TOKENIZER,
         end_token_ids=end_token_ids, vocab_size=VOCABULARY, limit_s=limit_s,
     )  # fmt: skip

@@ -7,27 +7,31 @@ by any rank and read by those that need it, each at its own pace:
     post   ticket = add(channel)      key channel/ticket = message
     read   the key after the last one that this rank has read, if it is there
 
-Beside the channels there is a count of beats: each rank adds to it while it gets on, so that one that waits knows that
-it does not wait in vain.
+Beside the channels there is a count of heartbeats: each rank adds to it while it gets on, so that one that waits knows
+that it does not wait in vain.
+
+Whoever reaches the store can read and write it. On one node it therefore listens on loopback only (`swift.rendezvous`),
+and messages are data of known types (`swift.rollout.mailbox`): decoding one runs no code.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 from collections import Counter
 from datetime import timedelta
 from typing import Any
 
 from swift.errors import EngineError
+from swift.rollout.mailbox import Message, decode, encode
 from swift.trainers.distributed import Collectives
 
 STORE_LIMIT_S = 60.0
-BEATS = "swift/board/beats"
+PREFIX = "swift/mailbox"
+BEATS = f"{PREFIX}/beats"
 
 
-class StoreBoard:
-    """A `swift.rollout.live.Board` on the store that the ranks met at.
+class StoreMailbox:
+    """A `swift.rollout.mailbox.Mailbox` on the store that the ranks met at.
 
     Args:
         collectives: the ranks; they join the store at MASTER_ADDR:MASTER_PORT.
@@ -42,27 +46,27 @@ class StoreBoard:
         self._posted: list[str] = []
         self._own_beats = 0
 
-    def post(self, channel: str, message: Any) -> None:
+    def post(self, channel: str, message: Message) -> None:
         """Add a message.
 
         Raises:
             EngineError: the store is gone, and with it rank 0.
         """
         try:
-            ticket = self._store.add(f"swift/board/{channel}", 1)
-            key = f"swift/board/{channel}/{ticket}"
-            self._store.set(key, pickle.dumps(message))
+            ticket = self._store.add(f"{PREFIX}/{channel}", 1)
+            key = f"{PREFIX}/{channel}/{ticket}"
+            self._store.set(key, encode(message))
         except RuntimeError as error:
             raise _gone(error) from error
         self._posted.append(key)
 
-    def read(self, channel: str) -> Any | None:
+    def read(self, channel: str) -> Message | None:
         """The next message that this rank has not read, or None; never waits for one.
 
         Raises:
-            EngineError: the store is gone, and with it rank 0.
+            EngineError: the store is gone, and with it rank 0; or it holds what is no message.
         """
-        key = f"swift/board/{channel}/{self._read[channel] + 1}"
+        key = f"{PREFIX}/{channel}/{self._read[channel] + 1}"
         try:
             if not self._store.check([key]):
                 return None
@@ -70,7 +74,7 @@ class StoreBoard:
         except RuntimeError as error:
             raise _gone(error) from error
         self._read[channel] += 1
-        return pickle.loads(content)
+        return decode(content)
 
     def sweep(self) -> None:
         """Delete the messages that this rank posted; the ranks have met since, so all have been read."""
@@ -79,7 +83,7 @@ class StoreBoard:
         self._posted.clear()
 
     def beat(self) -> None:
-        """Say that this rank gets on.
+        """A heartbeat: this rank gets on.
 
         Raises:
             EngineError: the store is gone, and with it rank 0.
@@ -88,7 +92,7 @@ class StoreBoard:
         self._own_beats += 1
 
     def beats(self) -> int:
-        """How often the other ranks have said so.
+        """Heartbeats of the other ranks so far.
 
         Raises:
             EngineError: the store is gone, and with it rank 0.

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 from scripted_engine import VOCABULARY, ScriptedEngine
 from small_runs import SlowScorer, SmallRun
-from threaded_ranks import ThreadedBoard, on_ranks
+from threaded_ranks import ThreadedMailbox, on_ranks
 
 from swift.errors import EngineError
-from swift.rollout.collect import EngineShare
-from swift.rollout.custom_rollout import CustomRolloutEngine
+from swift.rollout.rollout_function import RolloutFunctionEngine
+from swift.rollout.round import EngineShare
 
 TOKENIZER = SimpleNamespace(decode=lambda ids, **_: str(ids))
 
@@ -29,7 +29,7 @@ def passing(prompts, rollout):
 
 
 def wrap(function=passing):
-    return CustomRolloutEngine(
+    return RolloutFunctionEngine(
         ScriptedEngine(), function, name="mine", args=None, tokenizer=TOKENIZER, end_token_ids=(1,),
         vocab_size=VOCABULARY, limit_s=30.0,
     )  # fmt: skip
@@ -103,7 +103,7 @@ def test_two_ranks_with_a_function_each_train_on_what_one_does(run):
     def rank(ranks):
         small = SmallRun(
             wrap(), ranks=ranks, share=EngineShare(ranks.rank, 2), scorer=SlowScorer(dull=dull), dynamic=3, groups=4,
-            prompts=50, board=ThreadedBoard(channels),
+            prompts=50, mailbox=ThreadedMailbox(channels),
         )  # fmt: skip
         try:
             return data(small.train(4, max_steps=4))

@@ -6,7 +6,7 @@
                 "logprobs": [one.logprobs for one in answers],
                 "tries": [1] * len(answers)}                             # a column for reward functions
 
-`CustomRolloutEngine` stands around the engine of a rank, so that sharing, time limits and failures are those of any
+`RolloutFunctionEngine` stands around the engine of a rank, so that sharing, time limits and failures are those of any
 engine. A call gets whole what the rank was asked for: prompts, each with the same number of completions. Tokens in,
 tokens out: ids and log-probs are what the sampler gave, the prompt's ids are those that were sent. What a function
 returns is checked to the last number before it counts; a wrong one ends the run with the place of the mistake.
@@ -187,7 +187,7 @@ class _Call:
     failure: Exception | None = None
 
 
-class CustomRolloutEngine(InferenceEngine):
+class RolloutFunctionEngine(InferenceEngine):
     """See the module's docstring.
 
     Args:
