@@ -195,7 +195,8 @@ def restored_group(saved: SavedGroup) -> RolloutGroup:
     prompt = restored_prompt(saved.prompt)
     completions = [restored_completion(one) for one in saved.completions]
     if saved.sizes is not None:
-        for one, size in zip([prompt, *completions], saved.sizes, strict=True):
+        prompt.token_ids = [NO_TOKEN] * saved.sizes[0]
+        for one, size in zip(completions, saved.sizes[1:], strict=True):
             one.token_ids = [NO_TOKEN] * size
     return RolloutGroup(saved.group_id, saved.launch_index, saved.launch, prompt, completions, saved.scores)
 

@@ -154,11 +154,11 @@ def prepare(args: Any, collectives: Collectives, start: Start, placement: Placem
     plan = plan_run(args, collectives.world_size, source.size)
     lines = [*source.report.lines(), *(eval_prompts.report.lines() if eval_prompts is not None else [])]
     lines = list(dict.fromkeys(lines))  # one mapping line when both data sets have the same columns
-    if args.streaming_partial_batch and plan.windows_per_generation > 1:
+    if args.streaming_partial_batch and plan.global_batches_per_rollout > 1:
         raise ConfigError(
             f"--streaming_partial_batch: true: a generation batch of {plan.generation_batch} completions feeds "
-            f"{plan.windows_per_generation} optimizer steps, which wait for its end anyway; "
-            f"--generation_batch_size {plan.window}, or --streaming_partial_batch false"
+            f"{plan.global_batches_per_rollout} optimizer steps, which wait for its end anyway; "
+            f"--generation_batch_size {plan.global_batch}, or --streaming_partial_batch false"
         )
     depth = prefetch_depth(args, plan)
     require_backend(args)
@@ -606,8 +606,8 @@ class _Session:
         config = PipelineConfig(
             num_generations=args.num_generations,
             num_generations_eval=args.num_generations_eval,
-            generation_batches=plan.generations_per_window,
-            num_global_batches=plan.windows_per_generation,
+            generation_batches=plan.generation_batches_per_step,
+            num_global_batches=plan.global_batches_per_rollout,
             num_iterations=plan.num_iterations,
             advantage_estimator=args.advantage_estimator,
             scale_rewards=args.scale_rewards,
@@ -624,7 +624,7 @@ class _Session:
         reroll = self._reroll()
         scheduler = RolloutScheduler(
             parts.source,
-            groups_per_batch=plan.unit_prompts,
+            groups_per_batch=plan.rollout_prompts,
             batches_per_epoch=None if goes_on_over_epochs(args) else plan.batches_per_epoch,
             reroll=reroll,
             saves_prompts=bool(parts.prefetch_depth or args.dynamic_sample or reroll),
@@ -800,7 +800,7 @@ class _Session:
             return step / plan.steps_per_epoch
         if not plan.num_rows:
             return 0.0
-        return step * plan.unit_prompts / (plan.updates_per_rollout * plan.num_rows)  # a unit is several epochs
+        return step * plan.rollout_prompts / (plan.updates_per_rollout * plan.num_rows)  # a unit is several epochs
 
     def _write_extras(self, folder: Path) -> None:
         """What a checkpoint carries beside weights and states: its settings."""

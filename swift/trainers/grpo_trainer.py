@@ -61,7 +61,7 @@ from swift.rl.losses import get_loss, sequence_weights
 from swift.rl.objective import SamplerCorrection, policy_loss
 from swift.rl.segments import spread
 from swift.rl.window import WindowCounts, count_window, nominal_batch_tokens, nominal_batches
-from swift.rollout.micro_batches import Limits, WindowPlan
+from swift.rollout.micro_batches import Limits, MicroBatchPlan
 from swift.rollout.pipeline import PipelineState, RolloutPipeline
 from swift.rollout.samples import Arrival, RolloutBatch, TrainSample
 from swift.rollout.saved_state import read_state, write_state
@@ -299,7 +299,7 @@ class GRPOTrainer(SealedTrainer):
             top=top,
             num_tokens=sum(unit.samples[i].num_trained for i in window),
         )
-        slices = plan.slices[self.collectives.rank]
+        slices = plan.micro_batches[self.collectives.rank]
         for number, part in enumerate(slices):
             last = number == len(slices) - 1
             with self._sync_only_last(model, last):
@@ -379,7 +379,7 @@ class GRPOTrainer(SealedTrainer):
             num_tokens=sum(tokens),
         )
         useful = [weights[n] > 0 and self._contributes(unit.samples[i]) for n, i in enumerate(part.samples)]
-        slices = self.plan(unit.samples, part.samples, useful).slices[self.collectives.rank]
+        slices = self.plan(unit.samples, part.samples, useful).micro_batches[self.collectives.rank]
         if part.last and ran and not slices and self.collectives.active:
             slices = [[]]  # the pass that brings the ranks' gradients together
         loss = torch.zeros((), device=self.args.device)
@@ -512,7 +512,7 @@ class GRPOTrainer(SealedTrainer):
         others = settings.loss.beta > 0 or settings.entropy.has_bonus
         return sample.advantage != 0.0 or others or not settings.skip_zero_advantage
 
-    def plan(self, samples: Sequence[TrainSample], window: Sequence[int], useful: Sequence[bool]) -> WindowPlan:
+    def plan(self, samples: Sequence[TrainSample], window: Sequence[int], useful: Sequence[bool]) -> MicroBatchPlan:
         """Who computes what in which pass (`swift.rollout.micro_batches`); the same on every rank."""
         limits = Limits(self.settings.slice_size, self.settings.max_tokens)
         return self.planner.plan(samples, window, useful, limits, may_merge=self.settings.merges_passes)
@@ -577,7 +577,7 @@ class GRPOTrainer(SealedTrainer):
             return None, useful
         trained = [unit.samples[i].num_trained > 0 for i in window]
         plan = self.plan(unit.samples, window, trained)
-        if self.collectives.world_size == 1 and len(plan.slices[0]) == 1:
+        if self.collectives.world_size == 1 and len(plan.micro_batches[0]) == 1:
             return None, trained
         model = self._unwrapped()
         model.eval()
@@ -659,17 +659,17 @@ class GRPOTrainer(SealedTrainer):
         model.train()
 
     def _own_batches(
-        self, unit: RolloutBatch, plan: WindowPlan, wanted: Callable[[int], bool]
+        self, unit: RolloutBatch, plan: MicroBatchPlan, wanted: Callable[[int], bool]
     ) -> Iterator[tuple[MicroBatch, list[int]]]:
         """This rank's passes of a plan with something wanted in them, and what each holds.
 
         With a spread model there is one in each turn in which any rank has one, if need be over a filler.
         """
-        needs = {i for parts in plan.slices for part in parts for i in part if wanted(i)}
-        for turn, part in enumerate(plan.slices[self.collectives.rank]):
+        needs = {i for parts in plan.micro_batches for part in parts for i in part if wanted(i)}
+        for turn, part in enumerate(plan.micro_batches[self.collectives.rank]):
             if not needs.isdisjoint(part):
                 mine = part
-            elif self._in_step and any(not needs.isdisjoint(parts[turn]) for parts in plan.slices):
+            elif self._in_step and any(not needs.isdisjoint(parts[turn]) for parts in plan.micro_batches):
                 mine = []
             else:
                 continue
@@ -898,9 +898,9 @@ def _take_sampler_logprobs(samples: Sequence[TrainSample]) -> None:
             sample.old_logprobs = sample.sampler_logprobs
 
 
-def _first(plan: WindowPlan) -> int:
+def _first(plan: MicroBatchPlan) -> int:
     """The first sample that any rank passes over."""
-    return next(i for parts in plan.slices for part in parts for i in part)
+    return next(i for parts in plan.micro_batches for part in parts for i in part)
 
 
 def _product(*masks: Tensor | None) -> Tensor | None:

@@ -122,5 +122,7 @@ def test_a_function_that_fails_on_a_replacement_ends_the_run_with_its_line(run):
             raise ValueError("no more")
         return passing(prompts, rollout)
 
-    with pytest.raises(EngineError, match=r"--rollout_func: mine: test_custom_rollout_runs.py:\d+: raised ValueError"):
+    with pytest.raises(
+        EngineError, match=r"--rollout_func: mine: test_rollout_function_runs.py:\d+: raised ValueError"
+    ):
         run(wrap(fails_later), dynamic=3).train(3)

@@ -1,6 +1,7 @@
 """Whatever fails, dawdles or teaches nothing: every launch is accounted for once, and bounds hold."""
 
 import random
+import tracemalloc
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -8,6 +9,7 @@ from scripted_engine import ScriptedEngine
 from small_runs import NumberedPrompts, SlowScorer, SmallRun
 
 from swift.rollout.replay import ReplayBuffer
+from swift.rollout.saved_state import pack
 from swift.rollout.scheduler import REROLL_QUEUE, RerollConfig, RolloutScheduler
 from swift.types import Prompt
 
@@ -85,3 +87,41 @@ def test_every_launch_is_accounted_for_once(config, dull_share, replay, reroll, 
     if not config["in_flight"]:  # whose versions within a completion are a matter of time
         _, again = play(config, dull_share=dull_share, replay=replay, reroll=reroll, seed=seed, hurry=True)
         assert again == data
+
+
+def test_rounds_that_are_undone_leave_the_state_before_them_and_are_launched_again_alike():
+    def scheduler():
+        made = RolloutScheduler(
+            NumberedPrompts(5), groups_per_batch=3, batches_per_epoch=None, reroll=RerollConfig(start_step=1)
+        )
+        made.queue_reroll(made.source.prompts[4])
+        return made
+
+    def launch(made, counts):
+        log = made.begin_round(1)
+        for count in counts:
+            made.launch(log, count)
+        return log
+
+    books = scheduler()
+    launch(books, [3])
+    before = pack(books.state())
+    logs = [launch(books, [2, 1, 4]), launch(books, []), launch(books, [7])]
+    assert pack(books.state(logs))[0] == before[0]
+    again = scheduler()
+    again.load(books.state(logs))
+    redone = launch(again, [2, 1, 4])
+    assert [(one.group_id, one.index) for one in redone.launches] == [
+        (one.group_id, one.index) for one in logs[0].launches
+    ]
+
+
+def test_launching_costs_the_same_however_many_prompts_were_seen():
+    books = RolloutScheduler(NumberedPrompts(50_000), groups_per_batch=50_000, batches_per_epoch=None)
+    books.launch_batch(books.begin_round(1))
+    books.groups_per_batch = 2
+    tracemalloc.start()
+    books.launch_batch(books.begin_round(2))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 10_000, "a copy of all prompts ever seen"

@@ -385,7 +385,7 @@ def test_parts_of_a_window_are_compared_with_the_sampler_too(folder, tmp_path):
 def test_old_log_probs_that_come_with_samples_are_kept_and_others_filled_in(folder, tmp_path):
     calls = []
     trainer = make_trainer(folder, tmp_path, windows=2, iterations=2, slice_size=4, max_steps=4)
-    windows = trainer.pipeline.windows
+    windows = trainer.pipeline.steps
     preset = {}
 
     def with_replayed(progress):
@@ -398,7 +398,7 @@ def test_old_log_probs_that_come_with_samples_are_kept_and_others_filled_in(fold
             trainer.seen = unit
             yield unit
 
-    trainer.pipeline.windows = with_replayed
+    trainer.pipeline.steps = with_replayed
     count_forwards(trainer, calls, trainer.train)
     assert calls == [4] * 9, "one pass of window 2 has none yet; then two passes of each window, twice"
     rows = logs_of(trainer)
