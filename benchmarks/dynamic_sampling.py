@@ -121,7 +121,7 @@ def batchwise(bench: Bench) -> Iterator[Turn]:
     units = BatchMaker(BatchConfig(**bench.unit))
     while True:
         kept: list[RolloutGroup] = []
-        dull: list[RolloutGroup] = []
+        zero_variance: list[RolloutGroup] = []
         launched, watch = scheduler.launched, Watch(bench.engine)
         for _ in range(1 + MAX_RESAMPLE_TIMES):
             groups, _ = collector.run(
@@ -131,16 +131,16 @@ def batchwise(bench: Bench) -> Iterator[Turn]:
                 timer=lambda phase: contextlib.nullcontext(),
             )
             for group in groups:
-                (kept if units.informative(group) else dull).append(group)
+                (kept if units.informative(group) else zero_variance).append(group)
             if len(kept) >= bench.groups:
                 break
-        made = units.make([*kept, *dull][: bench.groups], step)
+        made = units.make([*kept, *zero_variance][: bench.groups], step)
         cost = watch.read()
         yield Turn(
             *cost,
             scheduler.launched - launched,
             len(made.batch.samples) // bench.generations,
-            sum(lengths([*kept, *dull][bench.groups :])),
+            sum(lengths([*kept, *zero_variance][bench.groups :])),
             lengths(kept[: bench.groups]),
             lengths(kept),
         )

@@ -63,13 +63,13 @@ class OneRank:
 class SlowScorer:
     """Scores groups on threads of its own, after `delay()` seconds; `fail_at` is a group that cannot be scored.
 
-    dull: group -> whether all of its rewards are 0.
+    equal: group -> whether all of its rewards are 0.
     """
 
     needs_whole_batch = False
 
-    def __init__(self, delay=lambda: 0.0, fail_at=None, failure=None, dull=lambda group: False):
-        self.delay, self.fail_at, self.failure, self.dull = delay, fail_at, failure, dull
+    def __init__(self, delay=lambda: 0.0, fail_at=None, failure=None, equal=lambda group: False):
+        self.delay, self.fail_at, self.failure, self.equal = delay, fail_at, failure, equal
         self.pool = ThreadPoolExecutor(2)
         self.submitted = []
         """(group id, monotonic seconds)."""
@@ -83,7 +83,7 @@ class SlowScorer:
         time.sleep(self.delay())
         if group.group_id == self.fail_at:
             raise self.failure
-        if self.dull(group):
+        if self.equal(group):
             return GroupScores([[0.0] for _ in group.completions], [None] * len(group.completions))
         values = [[sum(token * (t + 1) for t, token in enumerate(c.token_ids)) / 1000] for c in group.completions]
         return GroupScores(values, [None] * len(values))

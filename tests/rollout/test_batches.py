@@ -115,10 +115,10 @@ def test_slots_that_teach_nothing_are_filled_with_the_best_of_earlier_groups():
     weak = group(0, [[0.1], [0.0], [0.0], [0.0]])
     strong = group(1, [[1.0], [0.0], [0.0], [0.0]])
     assert units.make([weak, strong], 0).replayed == {}
-    dull = [group(2, [[0.5]] * 4), group(3, [[0.5]] * 4)]
-    made = units.make(dull, 2)
+    equal = [group(2, [[0.5]] * 4), group(3, [[0.5]] * 4)]
+    made = units.make(equal, 2)
     assert {slot: entry.group_id for slot, entry in made.replayed.items()} == {0: "g1"}
     assert advantages(made) == pytest.approx([1.4997, *[-0.4999] * 3, 0, 0, 0, 0], abs=1e-4)
     assert made.metrics == {"replay/groups": 1.0, "replay/size": 1.0, "replay/age": 2.0}
     assert (made.trained, made.excluded) == (1, 0)
-    assert units.make(dull, 4).replayed == {}, "too old"
+    assert units.make(equal, 4).replayed == {}, "too old"

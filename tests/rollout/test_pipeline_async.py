@@ -142,7 +142,7 @@ def test_one_round_ahead_hides_nearly_all_that_can_be_hidden(run):
         pause = (lambda: 0.12) if training else (lambda: 0.0)
         made.train(2, pause=pause)
         began = time.monotonic()
-        made.train(12, pause=pause)
+        made.train(8, pause=pause)
         return time.monotonic() - began
 
     def efficiency():

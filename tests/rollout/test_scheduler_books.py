@@ -38,8 +38,8 @@ def test_the_queue_of_failed_prompts_has_a_bound_and_holds_each_once():
     assert scheduler.rerolls_waiting == REROLL_QUEUE - 3
 
 
-def play(config, *, dull_share, replay, reroll, seed, hurry):
-    """A run of 8 steps with engine failures of single completions, dull groups and delays."""
+def play(config, *, equal_share, replay, reroll, seed, hurry):
+    """A run of 8 steps with engine failures of single completions, equal groups and delays."""
     chance = random.Random(seed + hurry)
     config = {**config, "streaming": 0 if config["windows"] > 1 else config["streaming"]}
     spoiled = {f"p{i}-0/{i % 2}": "error" for i in range(50) if random.Random(seed * 7 + i).random() < 0.1}
@@ -48,7 +48,7 @@ def play(config, *, dull_share, replay, reroll, seed, hurry):
         engine,
         scorer=SlowScorer(
             delay=lambda: 0.0 if hurry else chance.random() / 500,
-            dull=lambda group: random.Random(seed * 31 + group.launch_index).random() < dull_share,
+            equal=lambda group: random.Random(seed * 31 + group.launch_index).random() < equal_share,
         ),
         replay=ReplayBuffer(4, max_age=5, seed=seed) if replay else None,
         reroll=RerollConfig(start_step=2, max_groups=2) if reroll else None,
@@ -64,8 +64,8 @@ def play(config, *, dull_share, replay, reroll, seed, hurry):
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(runs, st.sampled_from([0.0, 0.4, 0.8, 1.0]), st.booleans(), st.booleans(), st.integers(0, 99))
-def test_every_launch_is_accounted_for_once(config, dull_share, replay, reroll, seed):
-    small, data = play(config, dull_share=dull_share, replay=replay, reroll=reroll, seed=seed, hurry=False)
+def test_every_launch_is_accounted_for_once(config, equal_share, replay, reroll, seed):
+    small, data = play(config, equal_share=equal_share, replay=replay, reroll=reroll, seed=seed, hurry=False)
     books = small.scheduler
     ahead = [group for one in small.pipeline._ahead if one.result for group in one.result.groups]
     seen = [group.launch_index for scored in small.rounds for group in scored.groups]
@@ -85,7 +85,7 @@ def test_every_launch_is_accounted_for_once(config, dull_share, replay, reroll, 
     assert max(step.staleness["off_policy/max"] for step in small.steps) <= bound
     assert all(len(step.tokens) * config["windows"] == 2 * config["groups"] for step in small.steps)
     if not config["in_flight"]:  # whose versions within a completion are a matter of time
-        _, again = play(config, dull_share=dull_share, replay=replay, reroll=reroll, seed=seed, hurry=True)
+        _, again = play(config, equal_share=equal_share, replay=replay, reroll=reroll, seed=seed, hurry=True)
         assert again == data
 
 

@@ -16,8 +16,8 @@ from swift.rollout.round import EngineShare
 def run():
     made = []
 
-    def make(engine=None, *, dull=lambda group: group.launch_index % 5 == 1, delay=lambda: 0.0, **settings):
-        scorer = settings.pop("scorer", None) or SlowScorer(delay=delay, dull=dull)
+    def make(engine=None, *, equal=lambda group: group.launch_index % 5 == 1, delay=lambda: 0.0, **settings):
+        scorer = settings.pop("scorer", None) or SlowScorer(delay=delay, equal=equal)
         settings = {"streaming": 1, "groups": 6, "prompts": 50, **settings}
         made.append(SmallRun(engine or ScriptedEngine(), scorer=scorer, **settings))
         return made[-1]
@@ -118,14 +118,14 @@ def test_scores_that_cannot_be_had_end_the_step(run):
 
 @pytest.mark.parametrize("dynamic", [None, 3])
 def test_two_ranks_train_on_the_same_parts_as_one(run, dynamic):
-    alone = run(dynamic=dynamic, dull=lambda group: group.launch_index % 5 == 1).train(4)
+    alone = run(dynamic=dynamic, equal=lambda group: group.launch_index % 5 == 1).train(4)
     channels = {}
 
     def rank(ranks):
         share = EngineShare(0, 1) if ranks.rank == 0 else None
         small = SmallRun(
             ScriptedEngine() if share else None, ranks=ranks, share=share, streaming=1, groups=6, prompts=50,
-            scorer=SlowScorer(dull=lambda group: group.launch_index % 5 == 1), dynamic=dynamic,
+            scorer=SlowScorer(equal=lambda group: group.launch_index % 5 == 1), dynamic=dynamic,
             mailbox=ThreadedMailbox(channels),
         )  # fmt: skip
         try:
