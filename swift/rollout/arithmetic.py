@@ -18,6 +18,9 @@ from dataclasses import dataclass
 
 from swift.errors import join_problems
 
+MOST_BATCHES_CARRIED = 2
+"""Rollout batches that a carried group can wait for; as a rule it is one (`swift.rollout.dynamic_sampling`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
@@ -294,3 +297,26 @@ def _total_steps(per_epoch: int | None, rows: int | None, rollout_prompts: int, 
         problems.append(f"--num_train_epochs: {epochs}: must be above 0 unless --max_steps is given; e.g. 1")
     join_problems(problems)
     return math.ceil((per_epoch or 0) * epochs)
+
+
+def most_stale(depth: int, *, updates: int, interval: int) -> int:
+    """The greatest age of a token at its last use, in optimizer steps.
+
+    A rollout batch feeds U updates. Sampled `depth` batches ahead, with a weight sync every `interval` updates, its
+    first update comes at most `depth * U + interval - 1` updates after the weights that sampled it, its last one
+    U - 1 later.
+
+    Example:
+        one batch ahead, one update each, a weight sync after each: most_stale(1, updates=1, interval=1) == 1
+    """
+    return depth * updates + interval - 1 + updates - 1
+
+
+def deepest_prefetch(depth: int, *, updates: int, interval: int, max_staleness: int | None) -> int | None:
+    """The greatest depth up to `depth` that keeps tokens within `max_staleness`; None when not even 0 does."""
+    if max_staleness is None:
+        return depth
+    for candidate in range(depth, -1, -1):
+        if most_stale(candidate, updates=updates, interval=interval) <= max_staleness:
+            return candidate
+    return None

@@ -35,11 +35,9 @@ class Gatherer(Protocol):
 
     def gather(self, value: Any) -> list[Any] | None:
         """Values of all ranks, on rank 0."""
-        ...
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value, everywhere."""
-        ...
 
 
 @dataclass(slots=True)

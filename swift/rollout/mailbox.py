@@ -47,23 +47,18 @@ class Mailbox(Protocol):
 
     def post(self, channel: str, message: Message) -> None:
         """Add a message."""
-        ...
 
     def read(self, channel: str) -> Message | None:
         """The next message that this rank has not read, or None; never waits for one."""
-        ...
 
     def sweep(self) -> None:
         """Forget the messages that this rank posted; all have been read."""
-        ...
 
     def beat(self) -> None:
         """A heartbeat: this rank gets on."""
-        ...
 
     def beats(self) -> int:
         """Heartbeats of the other ranks so far."""
-        ...
 
 
 def encode(message: Message) -> bytes:

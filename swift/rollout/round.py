@@ -55,27 +55,21 @@ class Scorer(Protocol):
     @property
     def needs_whole_batch(self) -> bool:
         """Whether a function must see the whole round in one call."""
-        ...
 
     def submit(self, group: RolloutGroup, progress: TrainerProgress) -> Future[GroupScores]:
         """Score a finished group off the main thread."""
-        ...
 
     def submit_batch(self, groups: Sequence[RolloutGroup], progress: TrainerProgress) -> list[Future[GroupScores]]:
         """Score the groups of a round off the main thread."""
-        ...
 
     def add_model_scores(self, groups: Sequence[RolloutGroup], scores: Sequence[GroupScores]) -> list[GroupScores]:
         """Fill in what reward models say, on the main thread."""
-        ...
 
     def end_batch(self, groups: Sequence[RolloutGroup] | None = None) -> None:
         """Judge a finished round; raises when a function keeps failing."""
-        ...
 
     def drain_metrics(self, groups: Sequence[RolloutGroup] | None = None) -> dict[str, float]:
         """What the functions report about these groups."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""What a checkpoint holds beside weights and optimizer: one JSON file, and one safetensors file for its arrays.
+"""The codec of a run's state: JSON, and tensors for its arrays; what checkpoints hold beside weights and optimizer.
 
-`write_state` turns dataclasses and msgspec structs into plain JSON; every array in them (token ids, log-probs, masks)
-goes into the safetensors file, one tensor per data type, and leaves (type, first element, count) behind. `read_state`
-is the inverse, checked against the type it is asked for. Both are exact to the last bit, NaN included.
+`pack` turns dataclasses and msgspec structs into plain JSON; every array in them (token ids, log-probs, masks) becomes
+part of a tensor, one per data type, and leaves (type, first element, count) behind. `unpack` is the inverse, checked
+against the type it is asked for. Both are exact to the last bit, NaN included.
 
 Columns of a prompt reach reward functions again when it is re-rolled, so they must come back as they were. They are
 saved as JSON with tags for what JSON lacks (bytes, dates, tuples, decimals, arrays); a row with anything else is
@@ -18,25 +18,22 @@ import json
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
 from swift.errors import ConfigError
-from swift.observability.files import disk_full_is_an_error, write_json
 from swift.types import Completion, FinishReason, GroupScores, Prompt, RolloutGroup
 
 FORMAT = 2
 """1 had arrays as JSON lists and pickled columns."""
-STATE_FILE, TENSORS_FILE = "pipeline_state.json", "pipeline_state.safetensors"
 NO_TOKEN = -1
 """Stands for a token of which only the number was saved; no vocabulary has it."""
 T = TypeVar("T")
 
 
-# --- files --------------------------------------------------------------------------------------------------------
+# --- arrays --------------------------------------------------------------------------------------------------------
 
 
 def pack(state: Any) -> tuple[Any, dict[str, np.ndarray]]:
@@ -72,36 +69,6 @@ def unpack(content: Any, tensors: dict[str, np.ndarray], kind: type[T]) -> T:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError("another format")
     return msgspec.convert(content["state"], kind, dec_hook=get)
-
-
-def write_state(folder: Path, state: Any) -> None:
-    """Write a state into a checkpoint's folder."""
-    from safetensors.numpy import save_file
-
-    content, tensors = pack(state)
-    with disk_full_is_an_error(folder):
-        save_file(tensors, folder / TENSORS_FILE)
-    write_json(folder / STATE_FILE, content)
-
-
-def read_state(checkpoint: Path, kind: type[T]) -> T:
-    """The state that `write_state` wrote.
-
-    Raises:
-        ConfigError: another version of swift wrote it.
-    """
-    from safetensors.numpy import load_file
-
-    try:
-        content = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-        path = checkpoint / TENSORS_FILE
-        return unpack(content, load_file(path) if path.exists() else {}, kind)
-    except (ValueError, TypeError, KeyError) as error:  # msgspec.ValidationError is a ValueError
-        raise ConfigError(
-            f"--resume_from_checkpoint: {checkpoint}: its {STATE_FILE} was written by another version of swift "
-            f"({str(error).splitlines()[0]}); resume with that version, or start from its weights with --model or "
-            "--adapters"
-        ) from error
 
 
 # --- prompts, completions, groups -----------------------------------------------------------------------------------

@@ -44,19 +44,15 @@ class PromptSource(Protocol):
 
     def next(self) -> tuple[Prompt, int, int]:
         """The next prompt with its epoch and its position in that epoch."""
-        ...
 
     def skip_to_epoch_end(self) -> None:
         """Leave the rest of the current epoch out."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """A JSON-safe state."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the last prompt of that state."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -210,23 +210,23 @@ def prefetch_depth(args: Any, plan: BatchPlan) -> int:
     Raises:
         ConfigError: even without sampling ahead tokens would be older than `--max_staleness`.
     """
+    from swift.rollout.arithmetic import MOST_BATCHES_CARRIED, deepest_prefetch, most_stale
     from swift.rollout.placement import has_own_engine
-    from swift.rollout.staleness import MOST_UNITS_CARRIED, bound, deepest
 
     updates = plan.updates_per_rollout
     interval = args.vllm_sync_interval if has_own_engine(args) else 1
     wanted = args.prefetch_depth if args.async_generate else 0
     if args.dynamic_sample:  # where a round begins in the stream of prompts is known when the one before it has ended
         wanted = min(wanted, 1)
-    waits = MOST_UNITS_CARRIED * updates if args.dynamic_sample else 0
+    waits = MOST_BATCHES_CARRIED * updates if args.dynamic_sample else 0
     limit = None if args.max_staleness is None else args.max_staleness - waits
-    depth = deepest(wanted, updates=updates, interval=interval, max_staleness=limit)
+    depth = deepest_prefetch(wanted, updates=updates, interval=interval, max_staleness=limit)
     if depth is None:
         carried = " with the wait of groups that --dynamic_sample carries over" if waits else ""
         raise ConfigError(
             f"--max_staleness: {args.max_staleness}: {updates} optimizer steps per generation batch and "
             f"--vllm_sync_interval {interval} make tokens up to "
-            f"{bound(0, updates=updates, interval=interval) + waits} steps old without sampling ahead{carried}; "
+            f"{most_stale(0, updates=updates, interval=interval) + waits} steps old without sampling ahead{carried}; "
             "raise it, or lower these"
         )
     if args.max_staleness is not None and args.replay_buffer_size and args.replay_max_age > args.max_staleness:

@@ -64,7 +64,7 @@ from swift.rl.window import WindowCounts, count_window, nominal_batch_tokens, no
 from swift.rollout.micro_batches import Limits, MicroBatchPlan
 from swift.rollout.pipeline import PipelineState, RolloutPipeline
 from swift.rollout.samples import Arrival, RolloutBatch, TrainSample
-from swift.rollout.saved_state import read_state, write_state
+from swift.trainers.checkpoint import read_state, write_state
 from swift.trainers.distributed import Collectives
 from swift.trainers.grpo_settings import GRPOSettings
 from swift.trainers.master_weights import keep_master_weights

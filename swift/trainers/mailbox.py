@@ -16,8 +16,10 @@ and messages are data of known types (`swift.rollout.mailbox`): decoding one run
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -47,64 +49,51 @@ class StoreMailbox:
         self._own_beats = 0
 
     def post(self, channel: str, message: Message) -> None:
-        """Add a message.
-
-        Raises:
-            EngineError: the store is gone, and with it rank 0.
-        """
-        try:
+        """Add a message; like all that follow it raises EngineError when the store is gone, and with it rank 0."""
+        with _reachable():
             ticket = self._store.add(f"{PREFIX}/{channel}", 1)
             key = f"{PREFIX}/{channel}/{ticket}"
             self._store.set(key, encode(message))
-        except RuntimeError as error:
-            raise _gone(error) from error
         self._posted.append(key)
 
     def read(self, channel: str) -> Message | None:
         """The next message that this rank has not read, or None; never waits for one.
 
         Raises:
-            EngineError: the store is gone, and with it rank 0; or it holds what is no message.
+            EngineError: it is no message of swift.
         """
         key = f"{PREFIX}/{channel}/{self._read[channel] + 1}"
-        try:
+        with _reachable():
             if not self._store.check([key]):
                 return None
             content = self._store.get(key)
-        except RuntimeError as error:
-            raise _gone(error) from error
         self._read[channel] += 1
         return decode(content)
 
     def sweep(self) -> None:
         """Delete the messages that this rank posted; the ranks have met since, so all have been read."""
-        for key in self._posted:
-            self._store.delete_key(key)
+        with _reachable():
+            for key in self._posted:
+                self._store.delete_key(key)
         self._posted.clear()
 
     def beat(self) -> None:
-        """A heartbeat: this rank gets on.
-
-        Raises:
-            EngineError: the store is gone, and with it rank 0.
-        """
-        self._add_beats(1)
+        """A heartbeat: this rank gets on."""
         self._own_beats += 1
+        with _reachable():
+            self._store.add(BEATS, 1)
 
     def beats(self) -> int:
-        """Heartbeats of the other ranks so far.
-
-        Raises:
-            EngineError: the store is gone, and with it rank 0.
-        """
-        return self._add_beats(0) - self._own_beats
-
-    def _add_beats(self, count: int) -> int:
-        try:
-            return int(self._store.add(BEATS, count))
-        except RuntimeError as error:
-            raise _gone(error) from error
+        """Heartbeats of the other ranks so far."""
+        with _reachable():
+            return int(self._store.add(BEATS, 0)) - self._own_beats
 
 
-def _gone(error: RuntimeError) -> EngineError:
-    return EngineError(f"rank 0: its store cannot be reached ({str(error).splitlines()[0]}); look at its log")
+@contextlib.contextmanager
+def _reachable() -> Iterator[None]:
+    """Torch's errors of a store that is gone or slow are all RuntimeErrors."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise EngineError(f"rank 0: its store cannot be reached ({reason}); look at its log") from error

@@ -17,11 +17,9 @@ from swift.rollout.mailbox import Sampled, decode, encode
 from swift.rollout.round_result import RoundResult, SavedRound, restored_round, saved_round
 from swift.rollout.samples import TrainSample
 from swift.rollout.saved_state import (
-    STATE_FILE,
     SavedGroup,
     SavedPrompt,
     pack,
-    read_state,
     require_plain,
     restored_completion,
     restored_group,
@@ -30,8 +28,8 @@ from swift.rollout.saved_state import (
     saved_group,
     saved_prompt,
     unpack,
-    write_state,
 )
+from swift.trainers.checkpoint import STATE, read_state, write_state
 from swift.types import Completion, GroupScores, Prompt, RolloutGroup
 
 COLUMNS = [
@@ -183,7 +181,7 @@ def test_a_pickle_in_a_checkpoint_is_not_executed(tmp_path):
     ],
 )
 def test_the_state_of_another_version_is_refused_in_one_line(tmp_path, content):
-    (tmp_path / STATE_FILE).write_text(content)
+    (tmp_path / STATE).write_text(content)
     with pytest.raises(ConfigError, match=r"--resume_from_checkpoint: .*written by another version of swift") as caught:
         read_state(tmp_path, SavedPrompt)
     assert len(caught.value.problems) == 1

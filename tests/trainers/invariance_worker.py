@@ -28,7 +28,7 @@ import swift.trainers.grpo_trainer as trainer_module
 from swift.models.forward import TokenSequence, enable_packed_attention
 from swift.rl.losses import LOSSES, LossConfig
 from swift.rollout.samples import RolloutBatch, SavedBatch, TrainSample
-from swift.rollout.saved_state import read_state, write_state
+from swift.trainers.checkpoint import read_state, write_state
 from swift.trainers.grpo_settings import CorrectionSettings
 from swift.trainers.microbatch import collate
 from swift.trainers.window_entropy import EntropySettings
