@@ -40,6 +40,7 @@ from swift.rollout.batches import BatchConfig, BatchMaker
 from swift.rollout.engines.base import InferenceEngine
 from swift.rollout.pipeline import PipelineConfig, RolloutPipeline
 from swift.rollout.round_result import ScoredRound
+from swift.rollout.scheduler import LaunchLog
 from swift.rollout.weight_sync.publisher import WeightPublisher
 from swift.types import RolloutGroup, TrainerProgress
 
@@ -125,7 +126,7 @@ def batchwise(bench: Bench) -> Iterator[Turn]:
         launched, watch = scheduler.launched, Watch(bench.engine)
         for _ in range(1 + MAX_RESAMPLE_TIMES):
             groups, _ = collector.run(
-                scheduler.launch(bench.groups),
+                scheduler.launch(LaunchLog(), bench.groups),
                 num_generations=bench.generations,
                 progress=progress(step),
                 timer=lambda phase: contextlib.nullcontext(),
