@@ -36,7 +36,7 @@ def rehearse_rlhf(resolved: Resolved) -> int:
     from swift.data import load_prompts, open_prompts
     from swift.models import load_chat
     from swift.rewards import RewardPipeline
-    from swift.rollout.custom_rollout import load_rollout_func
+    from swift.rollout.rollout_function import load_rollout_func
     from swift.trainers.engines import require_backend
     from swift.trainers.grpo import (
         batch_line,

@@ -83,7 +83,7 @@ class ByHand:
 def one_step(trainer, prepare=lambda samples: None):
     """Gradients, reported values and samples of a window that `prepare` may change."""
     trainer.create_optimizer()
-    unit = next(trainer.pipeline.windows(trainer.progress))
+    unit = next(trainer.pipeline.steps(trainer.progress))
     prepare(unit.samples)
     trainer.training_step(trainer.model, unit)
     gradients = {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
@@ -366,26 +366,26 @@ def test_the_samplers_log_probs_spare_later_windows_their_pass(folder, tmp_path)
 
 
 def test_parts_of_a_window_are_compared_with_the_sampler_too(folder, tmp_path):
-    from swift.rollout.batch import Part
+    from swift.rollout.samples import Arrival
 
     def gradients(parts):
         trainer = make_trainer(folder, tmp_path, settings={"old_logprobs": "sampler"})
         trainer.create_optimizer()
-        unit = next(trainer.pipeline.windows(trainer.progress))
+        unit = next(trainer.pipeline.steps(trainer.progress))
         for one in unit.samples[::2]:
             one.sampler_logprobs = one.sampler_logprobs - np.float32(0.1)
         unit.arriving = parts
         trainer.training_step(trainer.model, unit)
         return {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
 
-    arriving = iter([Part(range(3), last=False), Part(range(3, 8), last=True)])
+    arriving = iter([Arrival(range(3), last=False), Arrival(range(3, 8), last=True)])
     assert relative_difference(gradients(arriving), gradients(None)) < 1e-5
 
 
 def test_old_log_probs_that_come_with_samples_are_kept_and_others_filled_in(folder, tmp_path):
     calls = []
     trainer = make_trainer(folder, tmp_path, windows=2, iterations=2, slice_size=4, max_steps=4)
-    windows = trainer.pipeline.windows
+    windows = trainer.pipeline.steps
     preset = {}
 
     def with_replayed(progress):
@@ -398,7 +398,7 @@ def test_old_log_probs_that_come_with_samples_are_kept_and_others_filled_in(fold
             trainer.seen = unit
             yield unit
 
-    trainer.pipeline.windows = with_replayed
+    trainer.pipeline.steps = with_replayed
     count_forwards(trainer, calls, trainer.train)
     assert calls == [4] * 9, "one pass of window 2 has none yet; then two passes of each window, twice"
     rows = logs_of(trainer)
@@ -459,7 +459,7 @@ def test_the_reference_becomes_the_mixture_and_old_answers_of_it_are_forgotten(f
     assert max(float((moved[name] - start[name]).abs().max()) for name in start) > 1e-3
     for name, tensor in moved.items():
         assert torch.allclose(tensor, 0.6 * policy[name] + 0.4 * start[name], atol=1e-6), name
-    assert all(one.ref_logprobs is None for one in trainer.pipeline.unit.samples)
+    assert all(one.ref_logprobs is None for one in trainer.pipeline.batch.samples)
 
 
 def test_with_alpha_1_a_lora_reference_is_the_policy_itself(folder, tmp_path):

@@ -13,9 +13,9 @@ from small_runs import OneRank, SlowScorer
 
 from swift.errors import ConfigError, EngineDead, EngineError, Unsupported
 from swift.plugin import rollout_funcs
-from swift.rollout.collect import RolloutCollector
-from swift.rollout.custom_rollout import CustomRolloutEngine, load_rollout_func
-from swift.rollout.scheduler import Launch
+from swift.rollout.collector import RolloutCollector
+from swift.rollout.rollout_function import RolloutFunctionEngine, load_rollout_func
+from swift.rollout.scheduler import Launch, LaunchLog
 from swift.types import Prompt, Request, SamplingParams, TrainerProgress
 
 SAMPLING = SamplingParams(max_new_tokens=8)
@@ -35,7 +35,7 @@ def requests(count=2, prompts=PROMPTS):
 
 
 def wrap(function, *, engine=None, limit_s=30.0, end_token_ids=(1,)):
-    return CustomRolloutEngine(
+    return RolloutFunctionEngine(
         engine or ScriptedEngine(), function, name="mine", args=SimpleNamespace(temperature=1.0), tokenizer=TOKENIZER,
         end_token_ids=end_token_ids, vocab_size=VOCABULARY, limit_s=limit_s,
     )  # fmt: skip
@@ -195,7 +195,7 @@ def test_an_exception_carries_its_place_in_the_function():
     def broken(prompts, rollout):
         return prompts[99]
 
-    with pytest.raises(EngineError, match=r"mine: test_custom_rollout\.py:\d+: raised IndexError: list index"):
+    with pytest.raises(EngineError, match=r"mine: test_rollout_function\.py:\d+: raised IndexError: list index"):
         run(wrap(broken))
 
 
@@ -298,9 +298,9 @@ def test_through_the_collector_a_round_is_scored_with_its_columns():
     engine = wrap(fixed(tries=[1, 2, 3, 4]))
     collector = RolloutCollector(engine, SAMPLING, 7, str, scorer, OneRank())
     launches = [Launch(i, 0, prompt, 0) for i, prompt in enumerate(PROMPTS)]
-    current = collector.prepare(launches, num_generations=2, progress=TrainerProgress(0, 1, 0.0))
+    current = collector.prepare(LaunchLog(launches=launches), num_generations=2, progress=TrainerProgress(0, 1, 0.0))
     collector.sample(current)
-    groups, _ = collector.finish(current, timer=lambda name: threading.Lock())
+    groups = collector.finish(current, timer=lambda name: threading.Lock()).groups
     assert [[one.columns["tries"] for one in group.completions] for group in groups] == [[1, 2], [3, 4]]
     assert len(scorer.submitted) == 2
 

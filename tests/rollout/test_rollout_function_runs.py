@@ -10,16 +10,16 @@ from types import SimpleNamespace
 import pytest
 from scripted_engine import VOCABULARY, ScriptedEngine
 from small_runs import SlowScorer, SmallRun
-from threaded_ranks import ThreadedBoard, on_ranks
+from threaded_ranks import ThreadedMailbox, on_ranks
 
 from swift.errors import EngineError
-from swift.rollout.collect import EngineShare
-from swift.rollout.custom_rollout import CustomRolloutEngine
+from swift.rollout.rollout_function import RolloutFunctionEngine
+from swift.rollout.round import EngineShare
 
 TOKENIZER = SimpleNamespace(decode=lambda ids, **_: str(ids))
 
 
-def dull(group):
+def equal(group):
     return group.launch_index % 3 == 0
 
 
@@ -29,7 +29,7 @@ def passing(prompts, rollout):
 
 
 def wrap(function=passing):
-    return CustomRolloutEngine(
+    return RolloutFunctionEngine(
         ScriptedEngine(), function, name="mine", args=None, tokenizer=TOKENIZER, end_token_ids=(1,),
         vocab_size=VOCABULARY, limit_s=30.0,
     )  # fmt: skip
@@ -40,7 +40,7 @@ def run():
     made = []
 
     def make(engine, **settings):
-        made.append(SmallRun(engine, scorer=SlowScorer(dull=dull), **{"groups": 4, "prompts": 50, **settings}))
+        made.append(SmallRun(engine, scorer=SlowScorer(equal=equal), **{"groups": 4, "prompts": 50, **settings}))
         return made[-1]
 
     yield make
@@ -102,8 +102,8 @@ def test_two_ranks_with_a_function_each_train_on_what_one_does(run):
 
     def rank(ranks):
         small = SmallRun(
-            wrap(), ranks=ranks, share=EngineShare(ranks.rank, 2), scorer=SlowScorer(dull=dull), dynamic=3, groups=4,
-            prompts=50, board=ThreadedBoard(channels),
+            wrap(), ranks=ranks, share=EngineShare(ranks.rank, 2), scorer=SlowScorer(equal=equal), dynamic=3, groups=4,
+            prompts=50, mailbox=ThreadedMailbox(channels),
         )  # fmt: skip
         try:
             return data(small.train(4, max_steps=4))
@@ -122,5 +122,5 @@ def test_a_function_that_fails_on_a_replacement_ends_the_run_with_its_line(run):
             raise ValueError("no more")
         return passing(prompts, rollout)
 
-    with pytest.raises(EngineError, match=r"--rollout_func: mine: test_custom_rollout_runs.py:\d+: raised ValueError"):
+    with pytest.raises(EngineError, match=r"mine: test_rollout_function_runs.py:\d+: raised ValueError"):
         run(wrap(fails_later), dynamic=3).train(3)

@@ -1,6 +1,6 @@
-"""From the scored groups of a round to the unit that is trained on: advantages, data masks, replayed groups.
+"""From the scored groups of a round to a rollout batch: advantages, data masks, replayed groups.
 
-    groups -> rewards -> advantages (per generation batch) -> samples -> slots of groups that teach nothing <- replay
+    groups -> rewards -> advantages (per generation batch) -> samples -> slots of zero-variance groups <- replay
 
 Everything here is the same on every rank, because every rank has all scored groups of a round.
 """
@@ -15,30 +15,33 @@ import numpy as np
 import torch
 
 from swift.rl.advantages import Advantages, Estimator, Scale, compute_advantages, reward_matrix
-from swift.rollout.batch import TrainSample, TrainUnit
-from swift.rollout.collect import fault
 from swift.rollout.replay import ReplayBuffer, ReplayEntry
+from swift.rollout.round_result import fault
+from swift.rollout.samples import RolloutBatch, TrainSample
 from swift.types import Completion, GroupScores, RolloutGroup
+
+Begun = tuple[list[TrainSample], torch.Tensor | None]
+"""Samples with advantage 0, and k1 of each in nats, float64, where the reward has a KL."""
 
 KLOfSamples = Callable[[Sequence[TrainSample]], Sequence[float]]
 """The k1 estimate of each sample's divergence from the reference, in nats, the same on every rank; collective."""
 
-Refer = Callable[[TrainUnit], None]
+Refer = Callable[[RolloutBatch], None]
 """Fills in the reference's log-probs of the samples that this rank will train on; collective."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnitConfig:
+class BatchConfig:
     """How groups become samples.
 
-    generation_batches: generation batches of a unit, each with its own batch statistics.
-    num_windows: optimizer windows that a unit feeds; num_iterations: how often.
+    generation_batches: generation batches of a rollout batch, each with its own statistics.
+    num_global_batches: optimizer steps that one visit of a rollout batch feeds; num_iterations: visits.
     reward_kl: weight of the KL that is subtracted from rewards; 0 is off.
     """
 
     num_generations: int
     generation_batches: int
-    num_windows: int
+    num_global_batches: int
     num_iterations: int
     advantage_estimator: Estimator = "grpo"
     scale_rewards: Scale | None = None
@@ -48,27 +51,15 @@ class UnitConfig:
 
 
 @dataclass(slots=True)
-class Begun:
-    """What can be done about a unit before its scores are known.
-
-    samples: with advantage 0; those of faulty completions are not trained on. kl_S: k1 of each in nats, float64, where
-    the reward has a KL.
-    """
-
-    samples: list[TrainSample]
-    kl_S: torch.Tensor | None = None
-
-
-@dataclass(slots=True)
-class MadeUnit:
-    """A unit and what the books and logs need to know of it.
+class MadeBatch:
+    """A rollout batch and what the books and logs need to know of it.
 
     plain: advantages before any KL, of each generation batch. advantages: as computed for training, one per completion.
     group_ids, informative: of the round's groups, slot by slot. replayed: slot -> the entry that fills it.
     trained, excluded: how many groups of the round; those replayed over are neither.
     """
 
-    unit: TrainUnit
+    batch: RolloutBatch
     plain: list[Advantages]
     advantages: list[float]
     replayed: dict[int, ReplayEntry]
@@ -79,8 +70,8 @@ class MadeUnit:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-class UnitMaker:
-    """Makes units of groups.
+class BatchMaker:
+    """Makes rollout batches of groups.
 
     Args:
         config: how.
@@ -91,7 +82,7 @@ class UnitMaker:
 
     def __init__(
         self,
-        config: UnitConfig,
+        config: BatchConfig,
         *,
         replay: ReplayBuffer | None = None,
         kl_of: KLOfSamples | None = None,
@@ -112,16 +103,16 @@ class UnitMaker:
 
     def untouched(self, groups: Sequence[RolloutGroup]) -> Begun:
         """The samples of a round of which nothing has been computed."""
-        return Begun(list(self._samples(groups)))
+        return list(self._samples(groups)), None
 
     def begin(self, groups: Sequence[RolloutGroup]) -> Begun:
         """The passes of the reference over a round, while its rewards are still computed; collective."""
-        begun = self.untouched(groups)
+        samples, _ = self.untouched(groups)
         if self.config.reward_kl > 0:
-            begun.kl_S = self._kl(begun.samples)
-        elif self.refer is not None:
-            self.refer(TrainUnit(begun.samples, self.config.num_windows, self.config.num_iterations))
-        return begun
+            return samples, self._kl(samples)
+        if self.refer is not None:
+            self.refer(RolloutBatch(samples, self.config.num_global_batches, self.config.num_iterations))
+        return samples, None
 
     def samples(self, groups: Sequence[RolloutGroup], first: int) -> list[TrainSample]:
         """Samples with advantages of groups that share no statistics with others; numbered from `first`."""
@@ -131,11 +122,11 @@ class UnitMaker:
             sample.advantage = advantage
         return samples
 
-    def make(self, groups: Sequence[RolloutGroup], step: int, begun: Begun | None = None) -> MadeUnit:
-        """The unit of a round.
+    def make(self, groups: Sequence[RolloutGroup], step: int, begun: Begun | None = None) -> MadeBatch:
+        """The rollout batch of a round.
 
         Args:
-            groups: scored, in launch order; as many as a unit has.
+            groups: scored, in launch order; as many as a rollout batch has.
             step: optimizer steps done.
             begun: what `begin` made of the same groups.
         """
@@ -144,12 +135,12 @@ class UnitMaker:
             # where scores leave samples out, passes are cut without that in any case: it depends on no clock
             left_out = any(reason is not None for group in groups for reason in scores_of(group).excluded)
             begun = self.begin(groups) if left_out and self.can_begin else self.untouched(groups)
-        _leave_out(begun.samples, groups)
-        samples = begun.samples
+        samples, kl_S = begun
+        _leave_out(samples, groups)
         penalty = None
         metrics: dict[str, float] = {}
         if config.reward_kl > 0:
-            kl_S = begun.kl_S if begun.kl_S is not None else self._kl(samples)
+            kl_S = kl_S if kl_S is not None else self._kl(samples)
             penalty = config.reward_kl * kl_S
             metrics["kl_in_reward"] = _mean_of_trained(kl_S, samples)
         batches = self._batches(groups)
@@ -162,11 +153,11 @@ class UnitMaker:
         for sample, advantage in zip(samples, advantages, strict=True):
             sample.advantage = advantage
         # what the KL alone tells apart teaches nothing about the task
-        informative = [teaches for result in plain for teaches in result.informative_P.tolist()]
+        informative = [one for result in plain for one in result.informative_P.tolist()]
         replayed = self._replay(groups, samples, informative, step)
         excluded = self._excluded(samples, replayed)
-        return MadeUnit(
-            TrainUnit(samples, config.num_windows, config.num_iterations),
+        return MadeBatch(
+            RolloutBatch(samples, config.num_global_batches, config.num_iterations),
             plain,
             advantages,
             replayed,
@@ -235,18 +226,18 @@ class UnitMaker:
     def _replay(
         self, groups: Sequence[RolloutGroup], samples: list[TrainSample], informative: Sequence[bool], step: int
     ) -> dict[int, ReplayEntry]:
-        """Fill slots of groups that teach nothing from the buffer, then store those that taught."""
+        """Fill slots of zero-variance groups from the buffer, then store the informative ones."""
         if self.replay is None:
             return {}
         size = self.config.num_generations
-        slots = [number for number, teaches in enumerate(informative) if not teaches]
+        slots = [number for number, differs in enumerate(informative) if not differs]
         entries = self.replay.draw(len(slots), step, without={group.group_id for group in groups})
         replayed = dict(zip(slots, entries, strict=False))
-        for number, (group, teaches) in enumerate(zip(groups, informative, strict=True)):
+        for number, (group, differs) in enumerate(zip(groups, informative, strict=True)):
             part = slice(number * size, (number + 1) * size)
             if number in replayed:
                 samples[part] = self.replay.samples_of(replayed[number], number)
-            elif teaches and any(sample.num_trained for sample in samples[part]):
+            elif differs and any(sample.num_trained for sample in samples[part]):
                 self.replay.store(group.group_id, step, self._score(group, samples[part]), samples[part])
         return replayed
 
@@ -315,6 +306,3 @@ def round_metrics(groups: Sequence[RolloutGroup], results: Sequence[Advantages])
     if scored.numel():
         metrics["reward"] = float(scored.mean())
     return metrics
-
-
-__all__ = ["Begun", "MadeUnit", "UnitConfig", "UnitMaker", "round_metrics", "scores_of"]

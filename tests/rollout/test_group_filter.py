@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift.rollout.admission import Admission, InformativeRate
+from swift.rollout.dynamic_sampling import GroupFilter, InformativeRate
 
 
 def play(admission, informative, order=min):
@@ -16,7 +16,7 @@ def play(admission, informative, order=min):
         index = order(sorted(flying))
         flying.remove(index)
         admission.judge(index, informative=informative(index))
-    return admission.outcome()
+    return admission.selection()
 
 
 def pattern(*flags):
@@ -24,57 +24,57 @@ def pattern(*flags):
 
 
 def test_replacements_are_launched_until_four_groups_teach():
-    admission = Admission(quota=4)
+    admission = GroupFilter(quota=4)
     outcome = play(admission, pattern(1, 0, 1, 0, 0, 1, 1, 1))
     assert (outcome.trained, outcome.carried, admission.launched) == ((0, 2, 5, 6), (), 7)
     assert outcome.dropped == (1, 3, 4)
 
 
 def test_launching_ahead_trains_the_same_groups_and_carries_the_surplus():
-    admission = Admission(quota=4, rate=0.5, margin=0)
+    admission = GroupFilter(quota=4, rate=0.5, margin=0)
     assert admission.due() == 8
     outcome = play(admission, pattern(1, 0, 1, 0, 0, 1, 1, 1))
     assert (outcome.trained, outcome.carried, admission.launched) == ((0, 2, 5, 6), (7,), 8)
 
 
 def test_more_is_launched_than_is_needed_on_average():
-    assert Admission(quota=16, rate=0.5).due() == 41  # 32 and 1.5 standard deviations of 5.66
-    assert Admission(quota=16, rate=1.0).due() == 16
-    assert Admission(quota=16, carried=16, rate=0.5).due() == 0
-    assert Admission(quota=16, rate=0.5, max_resample_times=1).due() == 32, "never beyond the budget"
+    assert GroupFilter(quota=16, rate=0.5).due() == 41  # 32 and 1.5 standard deviations of 5.66
+    assert GroupFilter(quota=16, rate=1.0).due() == 16
+    assert GroupFilter(quota=16, carried=16, rate=0.5).due() == 0
+    assert GroupFilter(quota=16, rate=0.5, max_resample_times=1).due() == 32, "never beyond the budget"
 
 
 def test_a_spent_budget_is_filled_with_groups_without_signal_in_launch_order():
-    admission = Admission(quota=4, max_resample_times=3)
+    admission = GroupFilter(quota=4, max_resample_times=3)
     outcome = play(admission, lambda index: False, order=max)
     assert (admission.launched, outcome.filled, outcome.trained) == (16, (0, 1, 2, 3), ())
     assert admission.budget_exhausted and len(outcome.dropped) == 12
 
 
 def test_carried_groups_count_towards_the_quota_and_not_towards_the_budget():
-    admission = Admission(quota=4, carried=3, max_resample_times=0)
+    admission = GroupFilter(quota=4, carried=3, max_resample_times=0)
     outcome = play(admission, lambda index: index == 3)
     assert admission.launched == 4 and outcome.trained == (3,)
 
 
 def test_a_batch_of_carried_groups_launches_nothing():
-    admission = Admission(quota=4, carried=4)
-    assert admission.complete and admission.outcome().trained == ()
+    admission = GroupFilter(quota=4, carried=4)
+    assert admission.complete and admission.selection().trained == ()
 
 
 def test_without_resampling_the_last_group_is_still_tested():
-    outcome = play(Admission(quota=2, max_resample_times=0), pattern(1, 0))
+    outcome = play(GroupFilter(quota=2, max_resample_times=0), pattern(1, 0))
     assert (outcome.trained, outcome.filled) == ((0,), (1,))
 
 
 @pytest.mark.parametrize("carried", [-1, 5])
 def test_more_carried_groups_than_the_quota_are_a_defect(carried):
     with pytest.raises(ValueError, match="carried"):
-        Admission(quota=4, carried=carried)
+        GroupFilter(quota=4, carried=carried)
 
 
 def test_judging_twice_or_launching_twice_is_a_defect():
-    admission = Admission(quota=2)
+    admission = GroupFilter(quota=2)
     admission.launch(0)
     with pytest.raises(ValueError, match="twice"):
         admission.launch(0)
@@ -82,7 +82,7 @@ def test_judging_twice_or_launching_twice_is_a_defect():
     with pytest.raises(ValueError, match="in flight"):
         admission.judge(0, informative=True)
     with pytest.raises(ValueError, match="not ended"):
-        admission.outcome()
+        admission.selection()
 
 
 def test_the_rate_follows_the_informative_share_within_its_bounds():
@@ -104,9 +104,9 @@ batches = st.tuples(
 def test_the_outcome_does_not_depend_on_the_order_of_completion(batch, flags):
     quota, carried, times, rate, random = batch
     settings = {"quota": quota, "carried": min(carried, quota), "max_resample_times": times, "rate": rate}
-    reference = Admission(**settings)
+    reference = GroupFilter(**settings)
     expected = play(reference, lambda index: flags[index])
-    shuffled = Admission(**settings)
+    shuffled = GroupFilter(**settings)
     assert play(shuffled, lambda index: flags[index], order=random.choice) == expected
     assert shuffled.launched == reference.launched
 
@@ -115,7 +115,7 @@ def test_the_outcome_does_not_depend_on_the_order_of_completion(batch, flags):
 def test_every_launch_ends_once_and_bounds_hold(batch, flags):
     quota, carried, times, rate, random = batch
     carried = min(carried, quota)
-    admission = Admission(quota=quota, carried=carried, max_resample_times=times, rate=rate)
+    admission = GroupFilter(quota=quota, carried=carried, max_resample_times=times, rate=rate)
     outcome = play(admission, lambda index: flags[index], order=random.choice)
     parts = [*outcome.trained, *outcome.filled, *outcome.carried, *outcome.dropped]
     assert sorted(parts) == list(range(admission.launched))

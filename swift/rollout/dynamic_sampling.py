@@ -1,25 +1,25 @@
 """Dynamic sampling (DAPO, arXiv:2503.14476): which groups of a batch are sampled, replaced, trained on, carried over.
 
-A batch wants Q groups whose rewards teach something. It begins with the groups that the batch before carried over and
-launches enough new ones to fill the rest, by the share of groups that taught something lately:
+A batch wants Q informative groups. It begins with the groups that the batch before carried over and launches enough new
+ones to fill the rest, by the share of groups that were informative lately:
 
     first launches   ceil(W / rate + margin * sqrt(W * (1 - rate)) / rate),   W = Q - carried
     rate             an average kept within [1/2, 1] and frozen for the batch
 
 W / rate launches suffice on average only; in nearly every second batch they would fall short, and one late replacement
 costs as long as the longest completion. The second term is one and a half standard deviations of the launches needed,
-so shortage becomes rare. What it brings too many is not lost: it is carried, and fewer are launched next time. More
-deviations mean shorter units and older groups.
+so shortage becomes rare. Surplus groups are not lost: they are carried, and fewer are launched next time. More
+deviations mean shorter rounds and older groups (`benchmarks/dynamic_sampling.py`).
 
-A group is judged as soon as it is scored. One that teaches nothing is dropped, and a new prompt takes its place at once
+A group is judged as soon as it is scored. A zero-variance group is dropped, and a new prompt takes its place at once
 while kept + in flight < Q - carried and the budget of Q * (1 + max_resample_times) launches lasts. When nothing is in
-flight the kept groups are sorted by launch index: the first ones are trained, the rest is carried over. A spent budget
-leaves a gap; groups without signal fill it, in launch order.
+flight the kept groups are sorted by launch index: the first ones are trained, the rest is carried over. If the budget
+is spent, zero-variance groups fill the gap, in launch order.
 
-Admission looks at the launch index and the judgement only, never at arrival, length or age. So the result does not
-depend on the order in which groups finish, and long completions are not at a disadvantage. As the rate is at least
-1/2, hardly ever more than Q groups are carried, and each waits one batch (two at most, when nearly all groups suddenly
-teach). Pure: no engine, clock or thread.
+The filter looks at the launch index and the reward variance only, never at arrival, length or age. So the result does
+not depend on the order in which groups finish, and there is no length bias. As the rate is at least 1/2, hardly ever
+more than Q groups are carried, and each waits one batch (two at most, when nearly all groups suddenly are informative).
+Pure: no engine, clock or thread.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ RATE_MEMORY = 0.8
 
 @dataclass(frozen=True, slots=True)
 class InformativeRate:
-    """Moving average of the share of launched groups that taught something; 1 before anything is known."""
+    """Moving average of the share of launched groups that were informative; 1 before anything is known."""
 
     value: float = 1.0
 
@@ -54,20 +54,20 @@ class InformativeRate:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Selection:
     """How the launches of a batch ended; launch indexes in ascending order, each in exactly one list.
 
-    trained: kept and wanted. filled: without signal, trained for want of better ones. carried: kept, for the next
-    batch. dropped: without signal.
+    trained: kept and wanted. filled: zero-variance groups trained because the budget is spent. carried: kept, for the
+    next batch. dropped: zero-variance groups.
     """
 
-    trained: tuple[int, ...]
-    filled: tuple[int, ...]
-    carried: tuple[int, ...]
-    dropped: tuple[int, ...]
+    trained: tuple[int, ...] = ()
+    filled: tuple[int, ...] = ()
+    carried: tuple[int, ...] = ()
+    dropped: tuple[int, ...] = ()
 
 
-class Admission:
+class GroupFilter:
     """One batch of dynamic sampling.
 
     Args:
@@ -100,7 +100,7 @@ class Admission:
         self._first = min(self.budget, most, math.ceil(needed - 1e-9))
         self._launched: set[int] = set()
         self._kept: set[int] = set()
-        self._dull: set[int] = set()
+        self._zero_variance: set[int] = set()
 
     @property
     def launched(self) -> int:
@@ -109,13 +109,13 @@ class Admission:
 
     @property
     def informative(self) -> int:
-        """Groups that taught something so far."""
+        """Informative groups so far."""
         return len(self._kept)
 
     @property
     def in_flight(self) -> int:
         """Launches that were not judged yet."""
-        return self.launched - len(self._kept) - len(self._dull)
+        return self.launched - len(self._kept) - len(self._zero_variance)
 
     @property
     def budget_exhausted(self) -> bool:
@@ -146,20 +146,16 @@ class Admission:
         Raises:
             ValueError: it is not in flight.
         """
-        if index not in self._launched or index in self._kept or index in self._dull:
+        if index not in self._launched or index in self._kept or index in self._zero_variance:
             raise ValueError(f"launch {index}: judged without being in flight")
-        (self._kept if informative else self._dull).add(index)
-
-    def is_judged(self, index: int) -> bool:
-        """Whether a group was launched and judged."""
-        return index in self._kept or index in self._dull
+        (self._kept if informative else self._zero_variance).add(index)
 
     @property
     def complete(self) -> bool:
         """Whether nothing is in flight and nothing will be launched."""
         return not self.in_flight and not self.due()
 
-    def outcome(self) -> Outcome:
+    def selection(self) -> Selection:
         """How it ended.
 
         Raises:
@@ -167,11 +163,11 @@ class Admission:
         """
         if not self.complete:
             raise ValueError(f"{self.in_flight} groups in flight, {self.due()} due: the batch has not ended")
-        kept, dull = sorted(self._kept), sorted(self._dull)
+        kept, dropped = sorted(self._kept), sorted(self._zero_variance)
         gap = max(0, self.wanted - len(kept))
-        return Outcome(
+        return Selection(
             trained=tuple(kept[: self.wanted]),
-            filled=tuple(dull[:gap]),
+            filled=tuple(dropped[:gap]),
             carried=tuple(kept[self.wanted :]),
-            dropped=tuple(dull[gap:]),
+            dropped=tuple(dropped[gap:]),
         )

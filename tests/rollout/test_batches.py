@@ -2,8 +2,8 @@
 
 import pytest
 
+from swift.rollout.batches import BatchConfig, BatchMaker
 from swift.rollout.replay import ReplayBuffer
-from swift.rollout.units import UnitConfig, UnitMaker
 from swift.types import Completion, GroupScores, Prompt, RolloutGroup
 
 
@@ -25,12 +25,12 @@ def group(index, values, *, excluded=(), cut=(), lengths=None):
 def maker(**settings):
     replay = settings.pop("replay", None)
     kl_of = settings.pop("kl_of", None)
-    defaults = {"num_generations": 4, "generation_batches": 1, "num_windows": 1, "num_iterations": 1}
-    return UnitMaker(UnitConfig(**{**defaults, "reward_weights": [1.0], **settings}), replay=replay, kl_of=kl_of)
+    defaults = {"num_generations": 4, "generation_batches": 1, "num_global_batches": 1, "num_iterations": 1}
+    return BatchMaker(BatchConfig(**{**defaults, "reward_weights": [1.0], **settings}), replay=replay, kl_of=kl_of)
 
 
 def advantages(made):
-    return [sample.advantage for sample in made.unit.samples]
+    return [sample.advantage for sample in made.batch.samples]
 
 
 HALF = [group(0, [[1.0], [0.0], [0.0], [0.0]]), group(1, [[1.0]] * 4)]
@@ -95,7 +95,7 @@ def test_completions_that_are_not_trained_on_do_not_thin_the_logged_kl():
 def test_cut_completions_leave_the_loss_and_stay_in_the_statistics():
     groups = [group(0, [[1.0], [0.0], [0.0], [0.0]], cut=(0,))]
     made = maker(overlong_filter=True).make(groups, 0)
-    assert [sample.num_trained for sample in made.unit.samples] == [0, 2, 2, 2]
+    assert [sample.num_trained for sample in made.batch.samples] == [0, 2, 2, 2]
     assert advantages(made)[1] == pytest.approx(-0.4999, abs=1e-4)
 
 
@@ -115,10 +115,10 @@ def test_slots_that_teach_nothing_are_filled_with_the_best_of_earlier_groups():
     weak = group(0, [[0.1], [0.0], [0.0], [0.0]])
     strong = group(1, [[1.0], [0.0], [0.0], [0.0]])
     assert units.make([weak, strong], 0).replayed == {}
-    dull = [group(2, [[0.5]] * 4), group(3, [[0.5]] * 4)]
-    made = units.make(dull, 2)
+    equal = [group(2, [[0.5]] * 4), group(3, [[0.5]] * 4)]
+    made = units.make(equal, 2)
     assert {slot: entry.group_id for slot, entry in made.replayed.items()} == {0: "g1"}
     assert advantages(made) == pytest.approx([1.4997, *[-0.4999] * 3, 0, 0, 0, 0], abs=1e-4)
     assert made.metrics == {"replay/groups": 1.0, "replay/size": 1.0, "replay/age": 2.0}
     assert (made.trained, made.excluded) == (1, 0)
-    assert units.make(dull, 4).replayed == {}, "too old"
+    assert units.make(equal, 4).replayed == {}, "too old"

@@ -5,19 +5,19 @@ import random
 import pytest
 from scripted_engine import ScriptedEngine
 from small_runs import SlowScorer, SmallRun
-from threaded_ranks import ThreadedBoard, on_ranks
+from threaded_ranks import ThreadedMailbox, on_ranks
 
 from swift.errors import EngineDead, EngineError
-from swift.rollout.collect import EngineShare
 from swift.rollout.replay import ReplayBuffer
+from swift.rollout.round import EngineShare
 
 
 @pytest.fixture
 def run():
     made = []
 
-    def make(engine=None, *, dull=lambda group: group.launch_index % 5 == 1, delay=lambda: 0.0, **settings):
-        scorer = settings.pop("scorer", None) or SlowScorer(delay=delay, dull=dull)
+    def make(engine=None, *, equal=lambda group: group.launch_index % 5 == 1, delay=lambda: 0.0, **settings):
+        scorer = settings.pop("scorer", None) or SlowScorer(delay=delay, equal=equal)
         settings = {"streaming": 1, "groups": 6, "prompts": 50, **settings}
         made.append(SmallRun(engine or ScriptedEngine(), scorer=scorer, **settings))
         return made[-1]
@@ -70,7 +70,7 @@ def test_training_begins_before_sampling_has_ended(run):
     engine = ScriptedEngine(step_s=0.01)
     small = run(engine)
     delivered = []
-    unit = next(small.pipeline.windows(small_progress))
+    unit = next(small.pipeline.steps(small_progress))
     for _ in unit.arriving:
         delivered.append(engine.delivered)
     assert delivered[0] < 12 and delivered[-1] == 12
@@ -104,7 +104,7 @@ def test_an_engine_that_dies_ends_the_step_and_nothing_of_it_is_saved(run):
     with pytest.raises(EngineDead):
         small.train(9)
     state = small.save()
-    assert state["pipeline"]["unit"] is None and len(small.steps) == 1
+    assert state["pipeline"].batch is None and len(small.steps) == 1
     again = run().load(state).train(3)
     whole = run().train(3)
     assert data(small) + data(again) == data(whole)
@@ -118,15 +118,15 @@ def test_scores_that_cannot_be_had_end_the_step(run):
 
 @pytest.mark.parametrize("dynamic", [None, 3])
 def test_two_ranks_train_on_the_same_parts_as_one(run, dynamic):
-    alone = run(dynamic=dynamic, dull=lambda group: group.launch_index % 5 == 1).train(4)
+    alone = run(dynamic=dynamic, equal=lambda group: group.launch_index % 5 == 1).train(4)
     channels = {}
 
     def rank(ranks):
         share = EngineShare(0, 1) if ranks.rank == 0 else None
         small = SmallRun(
             ScriptedEngine() if share else None, ranks=ranks, share=share, streaming=1, groups=6, prompts=50,
-            scorer=SlowScorer(dull=lambda group: group.launch_index % 5 == 1), dynamic=dynamic,
-            board=ThreadedBoard(channels),
+            scorer=SlowScorer(equal=lambda group: group.launch_index % 5 == 1), dynamic=dynamic,
+            mailbox=ThreadedMailbox(channels),
         )  # fmt: skip
         try:
             small.train(4)

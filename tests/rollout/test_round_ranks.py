@@ -8,10 +8,10 @@ import time
 import pytest
 from scripted_engine import ScriptedEngine
 from small_runs import SlowScorer, SmallRun
-from threaded_ranks import ThreadedBoard, on_ranks
+from threaded_ranks import ThreadedMailbox, on_ranks
 
 from swift.errors import EngineError
-from swift.rollout.collect import EngineShare
+from swift.rollout.round import EngineShare
 from swift.trainers.stall import StallWatch
 
 LIMIT_S = 1.0
@@ -32,7 +32,7 @@ class PartOfAnEngine(ScriptedEngine):
         return super()._step()
 
 
-def dull(group):
+def equal(group):
     return group.launch_index % 2 == 0
 
 
@@ -47,7 +47,7 @@ class RefusingScorer(SlowScorer):
 
 def settings(ranks, channels, **more):
     return {
-        "ranks": ranks, "dynamic": 3, "groups": 4, "prompts": 50, "board": ThreadedBoard(channels), **more,
+        "ranks": ranks, "dynamic": 3, "groups": 4, "prompts": 50, "mailbox": ThreadedMailbox(channels), **more,
     }  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def test_a_scorer_that_fails_ends_all_ranks_of_a_shared_engine_alike(scorer, fai
 
     def rank(ranks):
         engine = PartOfAnEngine(meeting, held, ranks.rank)
-        failing = scorer(dull=dull, fail_at=fail_at, failure=EngineError("reward: broken"))
+        failing = scorer(equal=equal, fail_at=fail_at, failure=EngineError("reward: broken"))
         share = EngineShare(0, 1, reports=ranks.rank == 0, lockstep=True)
         small = SmallRun(engine, scorer=failing, share=share, depth=depth, **settings(ranks, channels))
         try:
@@ -92,7 +92,10 @@ def watched_run(folder, engines):
     def rank(ranks):
         engine = engines[ranks.rank]
         small = SmallRun(
-            engine, scorer=SlowScorer(dull=dull), share=EngineShare(ranks.rank, 2), **settings(ranks, channels)
+            engine,
+            scorer=SlowScorer(equal=equal),
+            share=EngineShare(ranks.rank, 2),
+            **settings(ranks, channels),
         )
         collector = small.pipeline.collector
         if ranks.rank == 1:
