@@ -6,6 +6,7 @@ Engines load whatever they are given: a tensor that is missing is at best logged
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class ExpectedWeights:
 
         files = sorted(Path(folder).glob("*.safetensors"))
         if not files:
-            raise ConfigError(f"--model: {folder}: has no safetensors files; weights cannot be synchronised without")
+            raise ConfigError(f"--model: {folder}: has no safetensors files; weight sync needs them")
         ignored = [*NOT_WEIGHTS, *(getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or [])]
         shapes: dict[str, tuple[int, ...]] = {}
         for file in _of_index(Path(folder), files):
@@ -66,10 +67,20 @@ class ExpectedWeights:
             shapes.setdefault(head, shapes[embedding])
         return cls(shapes, head, embedding, f"{prefix}." if prefix else "")
 
+    @classmethod
+    def of_model(cls, folder: str | Path, config: Any) -> ExpectedWeights:
+        """Those of a folder whose config transformers has read; see `of_checkpoint`."""
+        import transformers
+
+        text = config.get_text_config()
+        tied = getattr(text, "tie_word_embeddings", False) or getattr(config, "tie_word_embeddings", False)
+        name = (getattr(config, "architectures", None) or [""])[0]
+        return cls.of_checkpoint(folder, model_class=getattr(transformers, name, None), tied=bool(tied))
+
     @property
     def numbers(self) -> int:
         """Parameters of the model, a tied head not counted twice."""
-        return sum(_count(shape) for name, shape in self.shapes.items() if name != self.tied)
+        return sum(math.prod(shape) for name, shape in self.shapes.items() if name != self.tied)
 
     def check(self, manifest: Sequence[TensorInfo]) -> list[str]:
         """Why an update with this manifest would not be complete and fitting, one line each; [] when it would."""
@@ -133,10 +144,3 @@ def _of_index(folder: Path, files: list[Path]) -> list[Path]:
 def _embedding(shapes: dict[str, tuple[int, ...]]) -> str:
     names = [name for name in shapes if re.search(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in)\.weight$", name)]
     return names[0] if len(names) == 1 else ""
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total

@@ -1,8 +1,8 @@
 """Keeps a process as it was while vLLM works in it: the trainer lives here too.
 
-vLLM moves the random generators of Python, NumPy and torch, replaces `torch.set_num_threads`, sets environment
-variables that torchrun's children read (LOCAL_WORLD_SIZE) or inherit (LD_PRELOAD), freezes the garbage collector's heap
-and, at its end, destroys torch.distributed. Each of these is undone here, at the call that does it.
+Besides the random generators (`engines/process.py`) vLLM replaces `torch.set_num_threads`, sets environment variables
+that torchrun's children read (LOCAL_WORLD_SIZE) or inherit (LD_PRELOAD), freezes the garbage collector's heap and, at
+its end, destroys torch.distributed. Each of these is undone here, at the call that does it.
 """
 
 from __future__ import annotations
@@ -10,29 +10,16 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-
-@contextlib.contextmanager
-def same_randomness() -> Iterator[None]:
-    """All random generators of the process continue afterwards where they stood before."""
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
-        if device is not None:
-            torch.cuda.set_rng_state(device)
+SEGMENTS_IN_RANKS = "//"
+"""Prefix of the shared-memory names of an engine over training ranks: vLLM takes what follows the colon of `env://`,
+and the variable that it keeps this in is gone once the engine is made."""
 
 
 @contextlib.contextmanager
@@ -95,16 +82,6 @@ def default_group_exists() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def bind_to_cores(cores: Sequence[int]) -> None:
-    """Keep all threads of this process to some CPU cores, one thread of torch for each; () changes nothing."""
-    if not cores or not hasattr(os, "sched_setaffinity"):
-        return
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(ProcessLookupError):  # a thread that has just ended
-            os.sched_setaffinity(int(task.name), cores)
-    torch.set_num_threads(len(cores))
-
-
 def available_bytes() -> int:
     """Main memory that can be had without swapping, within the limits of the control group."""
     import psutil
@@ -117,16 +94,11 @@ def available_bytes() -> int:
     return max(0, free)
 
 
-SEGMENTS_IN_RANKS = "//"
-"""What the names of the shared memory of an engine over training ranks begin with: vLLM takes what follows the colon of
-`env://`, and the variable that it keeps this in is gone once the engine is made."""
-
-
 def remove_segments(idents: Iterable[str]) -> None:
-    """Take the names from the shared memory by which the parts of one engine talk.
+    """Unlink the shared memory by which the parts of one engine talk; processes that have mapped it keep it.
 
-    Processes that have it keep it. Left to vLLM, the names stay when a process is killed, and those of an engine over
-    training ranks are the same for every run: the next one could not start.
+    Left to vLLM, the names stay when a process is killed, and those of an engine over training ranks are the same for
+    every run: the next one could not start.
     """
     folder = Path("/dev/shm")
     if folder.is_dir():
