@@ -3,7 +3,7 @@
 vLLM's CPU build repacks linear weights and drops the originals, so that TRL's `sync_weights`, which writes into the
 loaded parameters, fails there. Both sides therefore publish to an engine whose weights stay as they are, as on a GPU:
 oneDNN's packing is switched off before vLLM starts. swift publishes as a run in colocate mode does: the first time by a
-reload that proves where each tensor lies, from then on engine and model are one memory, which is checked tensor by
+reload, from then on engine and model share a single copy, which is checked tensor by
 tensor before the caches are reset and the version is set.
 """
 

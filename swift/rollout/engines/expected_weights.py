@@ -11,10 +11,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from swift.errors import ConfigError, nearest
-from swift.rollout.weight_sync.base import AdapterWeights, TensorInfo
+from swift.rollout.engines.spec import EngineSpec
+from swift.rollout.weight_sync.base import AdapterWeights, TensorInfo, WeightSource
 
 HEAD = "lm_head.weight"
 """Name of the output layer in checkpoints."""
@@ -144,3 +145,18 @@ def _of_index(folder: Path, files: list[Path]) -> list[Path]:
 def _embedding(shapes: dict[str, tuple[int, ...]]) -> str:
     names = [name for name in shapes if re.search(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in)\.weight$", name)]
     return names[0] if len(names) == 1 else ""
+
+
+def merged_adapters(spec: EngineSpec) -> WeightSource:
+    """The weights of a spec's model with its adapters merged, in the engine's dtype."""
+    from swift.models.arguments import CheckpointArguments
+    from swift.models.policy import load_for_inference
+    from swift.rollout.weight_sync.policy import PolicyWeights
+
+    args = CheckpointArguments(
+        model=spec.model,
+        adapters=list(spec.adapters),
+        torch_dtype=cast(Any, spec.dtype),
+        trust_remote_code=spec.trust_remote_code,
+    )
+    return PolicyWeights(load_for_inference(args, device="cpu"))

@@ -1,11 +1,17 @@
-"""What an engine must not change in its process, because the trainer may live there too: random numbers, cores."""
+"""Keeps a process as it was while an engine is made or works in it: the trainer may live there too.
+
+vLLM moves the random generators of Python, NumPy and torch, replaces `torch.set_num_threads`, sets environment
+variables that torchrun's children read (LOCAL_WORLD_SIZE) or inherit (LD_PRELOAD), and freezes the garbage collector's
+heap. Each of these is undone here, at the call that does it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +31,21 @@ def same_randomness() -> Iterator[None]:
         torch.set_rng_state(cpu)
         if device is not None:
             torch.cuda.set_rng_state(device)
+
+
+@contextlib.contextmanager
+def same_environment(during: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables, heap and `torch.set_num_threads` are afterwards what they were; `during` holds inside."""
+    before, set_num_threads = dict(os.environ), torch.set_num_threads
+    os.environ.update(during)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
+        torch.set_num_threads = set_num_threads
+        gc.unfreeze()
 
 
 def bind_to_cores(cores: Sequence[int]) -> None:

@@ -258,7 +258,9 @@ class ParityCheck:
         usable = [one for one in samples if 0 < len(one.completion.token_ids) == len(one.completion.logprobs)]
         trainer_N = self._scored([one.sequence for one in usable] or [_FILLER])
         gaps = measure(usable, trainer_N) if usable else Gaps()
-        verdict, problem = ("refuse", f"contract: {broken}") if broken else self.limits.judge(gaps)
+        verdict, problem = self.limits.judge(gaps)
+        if broken:
+            verdict, problem = "refuse", f"contract: {broken}"
         stages: list[Stage] = self.ranks.all_gather(Stage(name, version, gaps, verdict, problem))
         return max(stages, key=lambda stage: stage.badness)
 

@@ -68,7 +68,7 @@ class Noise:
         """The parameters hold the noise inside the block; a collective when they are sharded."""
         _reshard(self.model)
         try:
-            with exchanged(dict(self.model.named_parameters()), self.values):
+            with exchanged(dict(self.model.named_parameters()), dict(self.values)):
                 yield
         finally:
             _reshard(self.model)

@@ -107,9 +107,7 @@ def join(init: dict[str, Any]) -> Receiver:
     if backend == "gloo":
         return GlooReceiver(host, port, rank, size)
     if backend == "nccl":
-        from swift.rollout.engines.vllm_transfer import NcclReceiver
-
-        return NcclReceiver(init)
+        raise SyncFailed("weights: NCCL: not taken over this route; use backend gloo, or POST /weights/begin")
     raise SyncFailed(f"init_info: backend {backend}: no such backend; valid: nccl, gloo")
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -29,6 +29,7 @@ from swift.errors import (
     first_line,
 )
 from swift.rollout.engines.base import EngineCounters, PauseMode
+from swift.rollout.engines.expected_weights import merged_adapters
 from swift.rollout.engines.process import same_randomness
 from swift.rollout.engines.vllm import settings
 from swift.rollout.engines.vllm.adapters import adapter_rank
@@ -102,12 +103,12 @@ class VLLMEngine(VLLMLife):
                     request.request_id,
                     {"prompt_token_ids": list(request.prompt_ids), "cache_salt": f"version {self.version}"},
                     self._parameters(request),
-                    lora_request=adapter and adapter.request,
+                    lora_request=None if adapter is None else adapter.request,
                 )
         except Exception as error:
             self._llm.abort_request([request.request_id])  # it may have been noted by half
             raise EngineError(f"request: {request.request_id}: vLLM refuses it ({first_line(error)})") from error
-        self._running.insert(Running(request, adapter and adapter.version))
+        self._running.insert(Running(request, None if adapter is None else adapter.version))
 
     def _parameters(self, request: Request) -> Any:
         """A request's sampling parameters in vLLM's words."""
@@ -351,20 +352,9 @@ class VLLMEngine(VLLMLife):
 
     def _merge_adapters(self) -> None:
         """Bring the merged weights of `spec.adapters` in, as version 0."""
-        if not self.spec.adapters:
-            return
-        from swift.models.arguments import CheckpointArguments
-        from swift.models.policy import load_for_inference
-        from swift.rollout.weight_sync.policy import PolicyWeights
-
-        args = CheckpointArguments(
-            model=self.spec.model,
-            adapters=list(self.spec.adapters),
-            torch_dtype=cast(Any, self.capabilities.dtype),
-            trust_remote_code=self.spec.trust_remote_code,
-        )
-        with same_randomness():
-            self.load_weights(PolicyWeights(load_for_inference(args, device="cpu")), 0)
+        if self.spec.adapters:
+            with same_randomness():
+                self.load_weights(merged_adapters(self.spec), 0)
 
 
 def _few(problems: Sequence[str]) -> str:

@@ -1,40 +1,20 @@
 """Keeps a process as it was while vLLM works in it: the trainer lives here too.
 
-Besides the random generators (`engines/process.py`) vLLM replaces `torch.set_num_threads`, sets environment variables
-that torchrun's children read (LOCAL_WORLD_SIZE) or inherit (LD_PRELOAD), freezes the garbage collector's heap and, at
-its end, destroys torch.distributed. Each of these is undone here, at the call that does it.
+Besides what `engines/process.py` undoes, it destroys torch.distributed at its end and leaves names of shared memory.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 SEGMENTS_IN_RANKS = "//"
 """Prefix of the shared-memory names of an engine over training ranks: vLLM takes what follows the colon of `env://`,
 and the variable that it keeps this in is gone once the engine is made."""
-
-
-@contextlib.contextmanager
-def same_environment(during: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables, heap and `torch.set_num_threads` are afterwards what they were; `during` holds inside."""
-    before, set_num_threads = dict(os.environ), torch.set_num_threads
-    os.environ.update(during)
-    try:
-        yield
-    finally:
-        for name in set(os.environ) - set(before):
-            del os.environ[name]
-        os.environ.update(before)
-        torch.set_num_threads = set_num_threads
-        gc.unfreeze()
 
 
 class SharedGroups:

@@ -17,10 +17,10 @@ from typing import Any, Literal
 import torch
 
 from swift.errors import ConfigError, EngineError, ResourceError, SwiftError, first_line, suggest
-from swift.rollout.engines.process import same_randomness
+from swift.rollout.engines.process import same_environment, same_randomness
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.engines.vllm import settings
-from swift.rollout.engines.vllm.process import available_bytes, default_group_exists, same_environment
+from swift.rollout.engines.vllm.process import available_bytes, default_group_exists
 from swift.rollout.engines.vllm.versions import HINT, quiet_logs
 
 Executor = Literal["uni", "external_launcher", "mp"]
@@ -57,7 +57,7 @@ def start(vllm: SimpleNamespace, spec: EngineSpec, config: Any, *, on_cpu: bool)
         EngineError: any other failure.
     """
     executor = executor_of(spec)
-    arguments = _arguments(vllm, spec, config, executor, on_cpu=on_cpu)
+    arguments = arguments_for(vllm, spec, config, executor, on_cpu=on_cpu)
     with same_randomness(), same_environment(environment(spec, executor)):
         try:
             with quiet_logs():
@@ -72,9 +72,15 @@ def start(vllm: SimpleNamespace, spec: EngineSpec, config: Any, *, on_cpu: bool)
             raise _start_error(spec, error) from error
 
 
-def _arguments(
+def arguments_for(
     vllm: SimpleNamespace, spec: EngineSpec, config: Any, executor: Executor, *, on_cpu: bool
 ) -> dict[str, Any]:
+    """Keyword arguments of `EngineArgs`.
+
+    Raises:
+        ResourceError: this vLLM lacks one that swift sets.
+        ConfigError: this vLLM lacks one that the user gave.
+    """
     text = config.get_text_config()
     limit = settings.context_limit(spec, text)
     kv_bytes = None
