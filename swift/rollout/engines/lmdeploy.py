@@ -31,22 +31,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swift.errors import EngineAsleep, EngineDead, EngineError, SwiftError, SyncFailed, first_line
+from swift.errors import EngineDead, EngineError, SwiftError, SyncFailed, first_line
 from swift.rollout.engines import lmdeploy_api as api_
-from swift.rollout.engines.base import (
-    ALL_TAGS,
-    Capabilities,
-    EngineCounters,
-    Health,
-    InferenceEngine,
-    PauseMode,
-    SleepLevel,
-    SleepReport,
-    Tag,
-)
+from swift.rollout.engines.base import ALL_TAGS, Capabilities, EngineCounters, Health, PauseMode, SleepLevel, Tag
 from swift.rollout.engines.expected_weights import ExpectedWeights, merged_adapters
+from swift.rollout.engines.life import EngineLife
 from swift.rollout.engines.lmdeploy_api import require
-from swift.rollout.engines.process import same_environment
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.engines.stopping import TAIL_SLACK_TOKENS
 from swift.rollout.weight_sync.base import Ack, Bucket, TensorInfo, WeightUpdate, torch_dtype
@@ -90,12 +80,14 @@ def build(spec: EngineSpec) -> LMDeployEngine:
     return LMDeployEngine(spec)
 
 
-class LMDeployEngine(InferenceEngine):
+class LMDeployEngine(EngineLife):
     """See the module's docstring.
 
     Args:
         spec: the engine.
     """
+
+    name = "lmdeploy"
 
     def __init__(self, spec: EngineSpec) -> None:
         api_.check_spec(spec)
@@ -105,7 +97,6 @@ class LMDeployEngine(InferenceEngine):
         self._api = api_.load_api()
         self._lock = threading.Lock()
         self._ready: queue.SimpleQueue[Completion] = queue.SimpleQueue()
-        self._closed = False
         self._pipeline: Any = None
         self._tokenizer: Any = None
         self._reset()
@@ -124,10 +115,7 @@ class LMDeployEngine(InferenceEngine):
         """The state of an engine that has just been made."""
         self._running: dict[str, _Running] = {}
         self._moved = time.monotonic()  # when the last token came
-        self._paused = self._dropped = False  # dropped: level 2 took the weights
-        self._asleep: set[Tag] = set()
-        self._level: SleepLevel = 0
-        self._invalid = self._dead = ""  # why weights cannot be used, until `rebuild`; why nothing works
+        self._reset_life()
         self._update: _Update | None = None
         self._probed: tuple[list[int], list[float]] | None = None
         self._digest, self._quiet = "", 0
@@ -146,7 +134,7 @@ class LMDeployEngine(InferenceEngine):
             trust_remote_code=self.spec.trust_remote_code,
         )
         try:
-            with same_environment({"CUDA_VISIBLE_DEVICES": api_.visible_devices(self.spec)}):  # Ray's workers get it
+            with api_.visible_devices(self.spec):  # Ray gives its workers what is visible when it starts
                 self._pipeline = _bounded(start, START_S, "start of the engine")
         except SwiftError:
             raise
@@ -181,7 +169,7 @@ class LMDeployEngine(InferenceEngine):
 
     def rebuild(self) -> None:
         """See `InferenceEngine.rebuild`."""
-        self._require_open()
+        self._check_alive()
         try:
             self._shut()
             self.version = 0
@@ -211,7 +199,7 @@ class LMDeployEngine(InferenceEngine):
 
     def submit(self, request: Request) -> None:
         """See `InferenceEngine.submit`."""
-        self._require_usable()
+        self._check_usable()
         self.check_length(request)
         if request.sampling.temperature > api_.HIGHEST_TEMPERATURE:
             raise EngineError(
@@ -355,7 +343,7 @@ class LMDeployEngine(InferenceEngine):
 
     def pause(self, mode: PauseMode = "wait") -> None:
         """See `InferenceEngine.pause`."""
-        self._require_open()
+        self._check_alive()
         if mode == "keep":
             raise self._unsupported("pause(keep)")
         if mode == "abort":
@@ -367,7 +355,7 @@ class LMDeployEngine(InferenceEngine):
 
     def resume(self) -> None:
         """See `InferenceEngine.resume`."""
-        self._require_open()
+        self._check_alive()
         if self._paused:
             self._paused = False
             self._moved = time.monotonic()
@@ -379,18 +367,18 @@ class LMDeployEngine(InferenceEngine):
 
     def begin_update(self, manifest: Sequence[TensorInfo], version: int) -> WeightUpdate:
         """See `InferenceEngine.begin_update`."""
-        self._require_quiet("an update")
-        if self._update is not None:
-            raise SyncFailed(f"weights: version {version} for lmdeploy: another update is under way; abort it first")
+        self._check_takes("new weights")
         if problems := self._expected.check(manifest):
             more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
             raise SyncFailed(f"weights: version {version} for lmdeploy: {'; '.join(problems[:3])}{more}")
         self._update = _Update(self, manifest, version)
         return self._update
 
+    def _loaded_version(self) -> int | None:
+        return self._update.version if self._update is not None and self._update.sent else None
+
     def take_bucket(self, bucket: Bucket, *, last: bool) -> None:
         """Hand a bucket of an update to LMDeploy."""
-        self._invalid = "an update is under way"
         dtype = torch_dtype(self.spec.dtype)
         # the handles are valid as long as these tensors live: until the call has returned
         copies = [{name: placed(one, device, dtype) for name, one in bucket.tensors} for device in self.spec.devices]
@@ -402,7 +390,7 @@ class LMDeployEngine(InferenceEngine):
 
     def end_update(self, version: int, digest: str) -> str:
         """All tensors are there: sample with them, now or as soon as the KV cache is awake; a note for the Ack."""
-        self._invalid, self._dropped = "", False
+        self._dropped = False
         if self._asleep:
             self._unconfirmed, note = digest, "confirmed by a probe at the next wake"
         else:
@@ -414,11 +402,11 @@ class LMDeployEngine(InferenceEngine):
         """An update ends without a commit."""
         self._update = None
         if sent:
-            self._invalid = "an update was given up; the model may be half updated"
+            self._invalidate("an update was given up; the model may be half updated")
 
     def reset_caches(self) -> None:
         """See `InferenceEngine.reset_caches`: nothing of a prompt outlives its request, as prefix caching is off."""
-        self._require_open()
+        self._check_alive()
 
     def _probe(self, digest: str, version: int) -> str:
         """Sample a fixed request after an update; returns a note, or "".
@@ -452,74 +440,47 @@ class LMDeployEngine(InferenceEngine):
 
     # --- memory -----------------------------------------------------------------------------------------------
 
-    def sleep(self, level: SleepLevel) -> SleepReport:
-        """See `InferenceEngine.sleep`."""
-        self._require_open()
-        if level == 0:
-            return SleepReport()
-        if level not in self.capabilities.sleep_levels:
-            raise self._unsupported(f"sleep({level})")
-        self._require_quiet("sleep", weights_awake=False)
-        if self._asleep == set(ALL_TAGS) and level <= self._level:
-            return SleepReport(note="asleep already")
-        if self._asleep:
-            self.wake()
+    def _fall_asleep(self, level: SleepLevel) -> tuple[int, list[str]]:
         before = self._free_bytes()
         self._wait_for(self._engine.sleep(level), SLEEP_S, f"sleep({level})")
-        self._asleep, self._level = set(ALL_TAGS), level
-        self._dropped = self._dropped or level == 2
-        return SleepReport(freed_bytes=max(0, self._free_bytes() - before))
+        return self._free_bytes() - before, []
 
     def _free_bytes(self) -> int:
         return sum(int(torch.cuda.mem_get_info(index)[0]) for index in api_.device_indexes(self.spec))
 
+    def _wake_up(self, tag: Tag) -> None:
+        async def wake_up() -> None:  # on the loop's own thread, because LMDeploy sets asyncio events in it
+            self._engine.wakeup([tag])
+
+        self._wait_for(wake_up(), SLEEP_S, f"wake({tag})")
+        if tag in self._engine.sleeping_tags:
+            raise EngineError(f"engine: lmdeploy: {tag} did not wake")
+
     def wake(self, tags: Sequence[Tag] = ALL_TAGS) -> bool:
-        """See `InferenceEngine.wake`."""
-        self._require_open()
-        for tag in tags:
-            if tag not in ALL_TAGS:
-                raise self._unsupported(f"wake({tag})")
-        if "kv_cache" in tags and "weights" in self._asleep and "weights" not in tags:
-            raise EngineAsleep("engine: lmdeploy: its weights sleep; wake them before the KV cache")
-        for tag in ALL_TAGS:  # weights first; a tag that does not sleep makes LMDeploy ignore the whole call
-            if tag in tags and tag in self._asleep:
-                self._wait_for(self._wake_on_loop(tag), SLEEP_S, f"wake({tag})")
-                if tag in self._engine.sleeping_tags:
-                    raise EngineError(f"engine: lmdeploy: {tag} did not wake")
-                self._asleep.discard(tag)
-        if self._asleep:
+        """See `InferenceEngine.wake`; probes an update that came while the KV cache was asleep."""
+        if not super().wake(tags):
             return False
-        self._level = 0
-        if self._unconfirmed and not self._dropped:
-            digest, self._unconfirmed = self._unconfirmed, ""
+        digest, self._unconfirmed = self._unconfirmed, ""
+        if digest and not self._dropped:
             try:
                 self._probe(digest, self.version)
             except SyncFailed as error:
-                self._invalid = str(error)
+                self._invalidate(str(error))
                 raise
         return True
-
-    async def _wake_on_loop(self, tag: Tag) -> None:
-        """On the loop's own thread, because LMDeploy sets asyncio events in it."""
-        self._engine.wakeup([tag])
 
     # --- watching ---------------------------------------------------------------------------------------------
 
     def health(self) -> Health:
         """See `InferenceEngine.health`."""
-        if self._closed or self._pipeline is None:
-            return Health(False, self.version, "closed")
-        if self._dead or self._invalid:
-            return Health(False, self.version, self._dead or self._invalid)
+        found = super().health()
+        if not found.alive:
+            return found
         try:
-            found = self._wait_for(self._engine.health_probe(STALL_S), HEALTH_S, "health", fatal=False)
+            answer = self._wait_for(self._engine.health_probe(STALL_S), HEALTH_S, "health", fatal=False)
         except (EngineDead, RuntimeError) as error:
             return Health(False, self.version, first_line(error))
-        if found["status"] == "unhealthy":
-            return Health(False, self.version, str(found["message"]))
-        if self._asleep:
-            return Health(True, self.version, f"asleep ({', '.join(sorted(self._asleep))})")
-        return Health(True, self.version, "awake, but sleep(2) dropped its weights" if self._dropped else "")
+        return Health(False, self.version, str(answer["message"])) if answer["status"] == "unhealthy" else found
 
     def info(self) -> dict[str, Any]:
         """See `InferenceEngine.info`."""
@@ -544,33 +505,6 @@ class LMDeployEngine(InferenceEngine):
             late = f"{what} did not end within {seconds:.0f} s"
             self._dead = late if fatal else self._dead
             raise EngineDead(f"engine: lmdeploy: {late}") from error
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise EngineDead("engine: lmdeploy: it is closed")
-
-    def _require_quiet(self, what: str, *, weights_awake: bool = True) -> None:
-        self._require_open()
-        if self._dead:
-            raise EngineDead(f"engine: lmdeploy: {self._dead}")
-        if self._running:
-            raise EngineError(
-                f"engine: lmdeploy: {len(self._running)} requests are outstanding; take them from `stream`, or abort "
-                f"them, before {what}"
-            )
-        if weights_awake and "weights" in self._asleep:
-            raise EngineAsleep(f"engine: lmdeploy: its weights sleep; wake them before {what}")
-
-    def _require_usable(self) -> None:
-        self._require_open()
-        if self._dead:
-            raise EngineDead(f"engine: lmdeploy: {self._dead}")
-        if self._invalid:
-            raise SyncFailed(f"engine: lmdeploy: {self._invalid}; rebuild it")
-        if self._asleep:
-            raise EngineAsleep(f"engine: lmdeploy: {', '.join(sorted(self._asleep))} asleep; wake it before sampling")
-        if self._dropped:
-            raise EngineAsleep("engine: lmdeploy: sleep(2) dropped its weights; sync them before sampling")
 
 
 class _Update(WeightUpdate):

@@ -6,9 +6,11 @@ weights. Prefix caching is off, because LMDeploy has no call that empties the ca
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -174,7 +176,17 @@ def generation_config(api: SimpleNamespace, sampling: SamplingParams, room: int,
     )
 
 
-def visible_devices(spec: EngineSpec) -> str:
-    """CUDA_VISIBLE_DEVICES of processes that shall see the engine's GPUs alone, counted as this process counts them."""
-    own = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
-    return ",".join(own[index] if own else str(index) for index in device_indexes(spec))
+@contextlib.contextmanager
+def visible_devices(spec: EngineSpec) -> Iterator[None]:
+    """Processes that start inside the block see the engine's GPUs alone, counted as this process counts its own."""
+    name = "CUDA_VISIBLE_DEVICES"
+    former = os.environ.get(name)
+    own = former.split(",") if former else None
+    os.environ[name] = ",".join(own[index].strip() if own else str(index) for index in device_indexes(spec))
+    try:
+        yield
+    finally:
+        if former is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = former

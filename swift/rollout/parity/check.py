@@ -133,9 +133,11 @@ class ParityReport:
         stage = self._worst
         if stage.verdict != "refuse":
             return ""
+        worst = stage.gaps.worst
+        values = f": {worst.engine:.4g}, the trainer's {worst.trainer:.4g}" if worst else ""
         return (
             f"--parity_check: {stage.name}: {stage.problem}: engine and trainer disagree by more than rounding "
-            f"explains ({self.limits.row}; {self._types()}){_place(stage.gaps)}; see docs/parity_check.md, or "
+            f"explains ({self.limits.row}; {self._types()}){_place(stage.gaps)}{values}; see docs/parity_check.md, or "
             "--parity_check warn to continue with wrong ratios"
         )
 
@@ -151,12 +153,7 @@ class ParityReport:
 def _place(gaps: Gaps) -> str:
     """The worst token, in words."""
     worst = gaps.worst
-    if worst is None:
-        return ""
-    return (
-        f"; worst at prompt {worst.prompt}, token {worst.position} (id {worst.token_id}): {worst.engine:.4g} against "
-        f"the trainer's {worst.trainer:.4g}"
-    )
+    return f"; worst at prompt {worst.prompt}, token {worst.position} (id {worst.token_id})" if worst else ""
 
 
 class ParityCheck:

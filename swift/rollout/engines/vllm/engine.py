@@ -136,7 +136,7 @@ class VLLMEngine(VLLMLife):
         """See `InferenceEngine.stream`."""
         while True:
             self._check_alive()
-            self._apply_aborts()
+            self._settle()
             while self._ready:
                 yield self._ready.popleft()
             self._between()
@@ -204,11 +204,11 @@ class VLLMEngine(VLLMLife):
         self._check_alive()
         if mode == "abort":
             self.abort()
-            self._apply_aborts()
+            self._settle()
         while mode == "wait" and self._running:
             self._check_usable()
             self._step()
-            self._apply_aborts()
+            self._settle()
         self._paused = True
 
     def resume(self) -> None:
@@ -224,7 +224,7 @@ class VLLMEngine(VLLMLife):
             EngineError: also when kept requests sample with an adapter, which the update drops.
             Unsupported: also with LoRA layers, below which vLLM 0.26 cannot replace weights.
         """
-        self._check_ready(version)
+        self._check_ready()
         if self._single_copy is not None:  # writing it could overwrite values that the trainer has put aside
             raise EngineError("engine: vllm: its weights are the trainer's own memory; separate them before an update")
         expected = self._expect()
@@ -260,7 +260,7 @@ class VLLMEngine(VLLMLife):
         """See `InferenceEngine.take_shared`."""
         if self._single_copy is None:
             return None
-        self._check_ready(version)
+        self._check_ready()
         began = time.monotonic()
         if not self._single_copy.holds(live):
             self.separate()
@@ -299,7 +299,7 @@ class VLLMEngine(VLLMLife):
             raise EngineDead("engine: vllm: closed: it cannot be rebuilt")
         self._invalidate("it is being rebuilt")
         self.abort()
-        self._apply_aborts()
+        self._settle()
         self.separate()
         try:
             self._shut_down()
@@ -307,8 +307,8 @@ class VLLMEngine(VLLMLife):
         except SwiftError as error:
             self._dead = f"it could not be rebuilt ({first_line(error)})"
             raise EngineDead(f"engine: vllm: {self._dead}") from error
-        self._invalid, self._dead, self._update, self._dropped, self._paused = "", "", None, False, False
-        self._asleep = set()
+        self._reset_life()
+        self._update = None
         self._adapters.close()
         self.version = self._base_version = 0
         self._merge_adapters()

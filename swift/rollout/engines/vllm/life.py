@@ -1,7 +1,4 @@
-"""A vLLM engine in this process as a thing with a life: made, asleep, invalid, dead, closed; what is allowed when.
-
-    awake -- sleep(1|2) --> asleep -- wake(weights) --> weights awake -- wake(kv_cache) --> awake
-    valid -- first bucket --> taken apart -- commit --> valid       (a failure or abort: invalid, until `rebuild`)
+"""How a vLLM engine in this process is made, sleeps and ends, and what it says of itself.
 
 On a CPU vLLM cannot sleep; the KV cache's pages are given back to the system here instead, and weights stay resident.
 """
@@ -12,23 +9,14 @@ import gc
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from swift.errors import EngineAsleep, EngineDead, EngineError, SyncFailed, Unsupported
-from swift.rollout.engines.base import (
-    ALL_TAGS,
-    Capabilities,
-    EngineCounters,
-    Health,
-    InferenceEngine,
-    SleepLevel,
-    SleepReport,
-    Tag,
-)
+from swift.errors import EngineError, Unsupported
+from swift.rollout.engines.base import Capabilities, EngineCounters, SleepLevel, Tag
 from swift.rollout.engines.expected_weights import ExpectedWeights
+from swift.rollout.engines.life import EngineLife
 from swift.rollout.engines.process import bind_to_cores, same_randomness
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.engines.vllm import settings, start
@@ -49,12 +37,14 @@ CLOSE_S = 10
 """How long `close` waits for the step in progress, in seconds."""
 
 
-class VLLMLife(InferenceEngine):
+class VLLMLife(EngineLife):
     """What `VLLMEngine` is built on; not used alone.
 
     Args:
         spec: the engine.
     """
+
+    name = "vllm"
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
@@ -64,11 +54,7 @@ class VLLMLife(InferenceEngine):
         self._on_cpu = bool(self._vllm.platform.is_cpu())
         self._running = RunningRequests()
         self._ready: deque[Completion] = deque()
-        self._paused = self._closed = False
-        self._asleep: set[Tag] = set()
-        self._dropped = False  # level 2 took the weights; an update brings them back
-        self._invalid = ""  # why the weights cannot be used, until `rebuild`
-        self._dead = ""  # why nothing works any more, until `rebuild`
+        self._reset_life()
         self._update: ReloadUpdate | None = None
         self._single_copy: SingleCopy | None = None
         self._parted = ""  # why a single copy ended
@@ -146,7 +132,10 @@ class VLLMLife(InferenceEngine):
             self._expected = ExpectedWeights.of_model(self.spec.model, self._config)
         return self._expected
 
-    def _apply_aborts(self) -> None:
+    def _loaded_version(self) -> int | None:
+        return self._update.version if self._update is not None and self._update.loading else None
+
+    def _settle(self) -> None:
         """End the requests that `abort` named: their tokens so far are their completions."""
         ended = self._running.take_aborted()
         if ended and not self._invalid and not self._dead:
@@ -172,30 +161,16 @@ class VLLMLife(InferenceEngine):
 
     # --- memory -----------------------------------------------------------------------------------------------
 
-    def sleep(self, level: SleepLevel) -> SleepReport:
-        """See `InferenceEngine.sleep`."""
-        self._check_valid()
-        if level not in self.capabilities.sleep_levels:
-            raise self._unsupported(f"sleep({level})")
-        notes = []
-        if level == 2 and self.spec.lora:  # only adapters are synced: nothing would bring the base back
-            level, notes = 1, ["base weights are kept: only adapters are synced"]
-        if level == 0 or (self._asleep == set(ALL_TAGS) and (level == 1 or self._dropped)):
-            return SleepReport()
-        self._check_idle(f"sleep({level})", kept=False)
-        if self._asleep:
-            self.wake()  # vLLM does not go from one level to the other
+    def _fall_asleep(self, level: SleepLevel) -> tuple[int, list[str]]:
         self.reset_caches()
-        if self._on_cpu:
-            freed, more = self._release_on_cpu()
-            if level == 2:
-                more.append(f"weights stay resident ({self._weight_bytes() >> 20} MiB)")
-        else:
-            before, more = torch.cuda.mem_get_info()[0], []
+        if not self._on_cpu:
+            before = torch.cuda.mem_get_info()[0]
             self._llm.sleep(level)
-            freed = torch.cuda.mem_get_info()[0] - before
-        self._asleep, self._dropped = set(ALL_TAGS), self._dropped or level == 2
-        return SleepReport(max(0, freed), "; ".join([*more, *notes]))
+            return torch.cuda.mem_get_info()[0] - before, []
+        freed, notes = self._release_on_cpu()
+        if level == 2:
+            notes.append(f"weights stay resident ({self._weight_bytes() >> 20} MiB)")
+        return freed, notes
 
     def _release_on_cpu(self) -> tuple[int, list[str]]:
         """The KV cache's pages go back to the system, the weights stay; bytes freed, and remarks."""
@@ -214,20 +189,9 @@ class VLLMLife(InferenceEngine):
         size = sum(reply["kv"] for reply in self._call("swift_memory")) >> 20
         return f"KV cache of {size} MiB cannot be released: {reason}"
 
-    def wake(self, tags: Sequence[Tag] = ALL_TAGS) -> bool:
-        """See `InferenceEngine.wake`; of an unknown tag vLLM itself would only warn, and wake nothing."""
-        self._check_alive()
-        unknown = [tag for tag in tags if tag not in ALL_TAGS]
-        if unknown:
-            raise self._unsupported(f"wake({', '.join(unknown)}); valid: {', '.join(ALL_TAGS)}")
-        if "kv_cache" in tags and "weights" in self._asleep and "weights" not in tags:
-            raise EngineAsleep("engine: vllm: wake kv_cache: its weights are still asleep; wake them first")
-        for tag in ALL_TAGS:
-            if tag in tags and tag in self._asleep:
-                if not self._on_cpu:
-                    self._llm.wake_up([tag])
-                self._asleep.discard(tag)
-        return not self._asleep
+    def _wake_up(self, tag: Tag) -> None:
+        if not self._on_cpu:
+            self._llm.wake_up([tag])
 
     def memory(self) -> dict[str, int]:
         """See `InferenceEngine.memory`; on a CPU the pages of the cache that were used since it woke."""
@@ -243,15 +207,6 @@ class VLLMLife(InferenceEngine):
         return total // (self.spec.tensor_parallel_size if self._executor == "external_launcher" else 1)
 
     # --- watching ---------------------------------------------------------------------------------------------
-
-    def health(self) -> Health:
-        """See `InferenceEngine.health`."""
-        reason = "closed" if self._closed else self._dead or self._invalid
-        if reason:
-            return Health(False, self.version, reason)
-        if self._asleep:
-            return Health(True, self.version, f"asleep ({', '.join(sorted(self._asleep))})")
-        return Health(True, self.version, "awake, but sleep(2) dropped its weights" if self._dropped else "")
 
     def info(self) -> dict[str, Any]:
         """See `InferenceEngine.info`."""
@@ -302,59 +257,18 @@ class VLLMLife(InferenceEngine):
             replies: list[Any] = self._llm.collective_rpc(method, timeout=RPC_TIMEOUT_S, args=args)
         return replies
 
-    def _invalidate(self, reason: str) -> None:
-        self._invalid = self._invalid or reason
-
-    def _check_alive(self) -> None:
-        if self._closed:
-            raise EngineDead("engine: vllm: closed: it cannot be used any more")
-
-    def _check_valid(self) -> None:
-        self._check_alive()
-        if self._dead:
-            raise EngineDead(f"engine: vllm: {self._dead}; rebuild the engine")
-        if self._invalid:
-            raise SyncFailed(f"engine: vllm: {self._invalid}; rebuild the engine")
-
-    def _check_usable(self) -> None:
-        """Raises when it cannot sample now."""
-        self._check_valid()
-        if self._asleep:
-            raise EngineAsleep(f"engine: vllm: asleep ({', '.join(sorted(self._asleep))}): it cannot sample; wake it")
-        if self._dropped:
-            raise EngineAsleep("engine: vllm: its weights were dropped by sleep(2); sync them before sampling")
-        if self._update is not None and self._update.loading:
-            raise SyncFailed(f"engine: vllm: version {self._update.version} is being loaded; commit it first")
-
-    def _check_ready(self, version: int) -> None:
+    def _check_ready(self) -> None:
         """Raises what `begin_update` does when other weights cannot be taken now."""
-        self._check_valid()
         if self.spec.lora and not self._vllm.reloads_under_adapters:
             raise Unsupported(
                 f"--vllm_enable_lora: true: vLLM {self._vllm.version} cannot replace the weights below LoRA layers; "
                 "send adapters only, install a newer vLLM, or --vllm_enable_lora false"
             )
-        if "weights" in self._asleep:
-            raise EngineAsleep("engine: vllm: asleep: it takes no weights; wake them first")
-        self._check_idle("new weights")
+        self._check_takes("new weights")
         if any(running.pinned is not None for running in self._running.values()):
             raise EngineError("engine: vllm: kept requests sample with an adapter; drain them before new weights")
-        if self._update is not None and self._update.loading:
-            raise SyncFailed(f"weights: version {version} for vllm: another update is under way; abort it first")
 
     def _check_takes_adapters(self, what: str) -> None:
         if not self.spec.lora:
             raise self._unsupported("LoRA adapters (--vllm_enable_lora true)")
-        self._check_valid()
-        if "weights" in self._asleep:
-            raise EngineAsleep(f"engine: vllm: asleep: {what} cannot come; wake its weights first")
-        self._check_idle(what)
-
-    def _check_idle(self, what: str, *, kept: bool = True) -> None:
-        """Raises EngineError when requests are outstanding; `kept`: those of a paused engine may be."""
-        self._apply_aborts()
-        if self._running and not (kept and self._paused):
-            raise EngineError(
-                f"engine: vllm: {what} while {len(self._running)} requests are outstanding; drain or abort them"
-                + (', or pause("keep")' if kept else "")
-            )
+        self._check_takes(what)
