@@ -10,7 +10,7 @@ A backend says how it falls asleep and wakes up; the order, and the errors of ev
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 
 from swift.errors import EngineAsleep, EngineDead, EngineError, SyncFailed
 from swift.rollout.engines.base import ALL_TAGS, Health, InferenceEngine, SleepLevel, SleepReport, Tag
@@ -24,7 +24,6 @@ class EngineLife(InferenceEngine):
     """
 
     name: str
-    _running: Sized  # requests that are outstanding
     _closed = False
 
     def _reset_life(self) -> None:
@@ -43,12 +42,13 @@ class EngineLife(InferenceEngine):
     def _wake_up(self, tag: Tag) -> None:
         """Take one kind of memory back."""
 
+    @abstractmethod
+    def _outstanding(self) -> int:
+        """How many requests are outstanding; ends first what `abort` has named."""
+
     def _loaded_version(self) -> int | None:
         """The version of an update that has begun and is not committed."""
         return None
-
-    def _settle(self) -> None:
-        """End what `abort` has named, before outstanding requests are counted."""
 
     def sleep(self, level: SleepLevel) -> SleepReport:
         """See `InferenceEngine.sleep`."""
@@ -131,8 +131,7 @@ class EngineLife(InferenceEngine):
 
     def _check_idle(self, what: str, *, kept: bool = True) -> None:
         """Raises EngineError when requests are outstanding; `kept`: those that `pause("keep")` kept may be."""
-        self._settle()
-        count, keeps = len(self._running), self.capabilities.in_flight_updates and kept
+        count, keeps = self._outstanding(), self.capabilities.in_flight_updates and kept
         if count and not (keeps and self._paused):
             raise EngineError(
                 f"engine: {self.name}: {what} while {count} requests are outstanding; drain or abort them"

@@ -374,6 +374,9 @@ class LMDeployEngine(EngineLife):
         self._update = _Update(self, manifest, version)
         return self._update
 
+    def _outstanding(self) -> int:
+        return len(self._running)
+
     def _loaded_version(self) -> int | None:
         return self._update.version if self._update is not None and self._update.sent else None
 

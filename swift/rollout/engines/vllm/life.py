@@ -135,6 +135,10 @@ class VLLMLife(EngineLife):
     def _loaded_version(self) -> int | None:
         return self._update.version if self._update is not None and self._update.loading else None
 
+    def _outstanding(self) -> int:
+        self._settle()
+        return len(self._running)
+
     def _settle(self) -> None:
         """End the requests that `abort` named: their tokens so far are their completions."""
         ended = self._running.take_aborted()
