@@ -316,9 +316,6 @@ class AsyncEngine:
         self.sleeping_tags = self.sleeping_tags - set(tags)
         self.is_sleeping = bool(self.sleeping_tags)
 
-    async def health_probe(self, scheduler_stall_timeout: float) -> dict:
-        return {"status": "sleeping" if self.is_sleeping else "healthy", "message": "Engine is fine."}
-
     def close(self):
         RECORDER.add("engine.close")
 

@@ -423,7 +423,7 @@ def test_equal_weights_may_leave_the_probe_as_it_is(start, nano_folders):
 def test_nonsense_after_an_update_is_refused(start, nano_folders, monkeypatch):
     engine = start()
     monkeypatch.setattr(fake_lmdeploy._Handle, "_draw", lambda *_: (4, {4: float("nan")}))
-    with pytest.raises(SyncFailed, match="samples nonsense after the update"):
+    with pytest.raises(SyncFailed, match="the probe after the update failed .*log-prob nan"):
         engine.load_weights(policy(nano_folders["qwen2"], 1.1), 1)
 
 
@@ -478,29 +478,6 @@ def test_sleep_goes_deeper_but_not_with_requests_outstanding(start):
     assert [one["level"] for one in start.recorder.of("sleep")] == [1, 2]
     with pytest.raises(Unsupported):
         engine.wake(["everything"])
-
-
-def test_a_look_at_an_engine_that_is_waking_up_does_not_end_it(start, monkeypatch):
-    monkeypatch.setattr(lmdeploy, "HEALTH_S", 0.1)
-    engine = start()
-    engine.sleep(1)
-    wakeup, began, go_on = engine._engine.wakeup, threading.Event(), threading.Event()
-
-    def slowly(tags):
-        began.set()
-        assert go_on.wait(20)
-        wakeup(tags)
-
-    monkeypatch.setattr(engine._engine, "wakeup", slowly)
-    waking = threading.Thread(target=engine.wake)
-    waking.start()
-    assert began.wait(20)
-    assert not engine.health().alive
-    assert "health did not end within" in engine.health().detail
-    go_on.set()
-    waking.join(20)
-    assert engine.health().alive
-    assert len(run(engine, requests())) == 3
 
 
 # --- the end --------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from swift.errors import ConfigError, nearest
+from swift.errors import ConfigError, first_line, nearest
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.weight_sync.base import AdapterWeights, TensorInfo, WeightSource
 
@@ -160,3 +160,17 @@ def merged_adapters(spec: EngineSpec) -> WeightSource:
         trust_remote_code=spec.trust_remote_code,
     )
     return PolicyWeights(load_for_inference(args, device="cpu"))
+
+
+def model_config(spec: EngineSpec) -> Any:
+    """The model's config, as transformers reads it.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(spec.model, trust_remote_code=spec.trust_remote_code, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"--model: {spec.model}: config.json: {first_line(error)}") from error

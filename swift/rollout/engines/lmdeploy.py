@@ -25,7 +25,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,16 +33,17 @@ from torch import Tensor
 
 from swift.errors import EngineDead, EngineError, SwiftError, SyncFailed, first_line
 from swift.rollout.engines import lmdeploy_api as api_
-from swift.rollout.engines.base import ALL_TAGS, Capabilities, EngineCounters, Health, PauseMode, SleepLevel, Tag
-from swift.rollout.engines.expected_weights import ExpectedWeights, merged_adapters
+from swift.rollout.engines.base import ALL_TAGS, Capabilities, EngineCounters, PauseMode, SleepLevel, Tag
+from swift.rollout.engines.expected_weights import ExpectedWeights, merged_adapters, model_config
 from swift.rollout.engines.life import EngineLife
 from swift.rollout.engines.lmdeploy_api import require
+from swift.rollout.engines.running import Running
 from swift.rollout.engines.spec import EngineSpec
-from swift.rollout.engines.stopping import TAIL_SLACK_TOKENS
+from swift.rollout.engines.stopping import ends_with_stop
 from swift.rollout.weight_sync.base import Ack, Bucket, TensorInfo, WeightUpdate, torch_dtype
 from swift.types import Completion, FinishReason, Request, SamplingParams
 
-START_S, SYNC_S, SLEEP_S, CLOSE_S, HEALTH_S, STALL_S = 600.0, 300.0, 60.0, 30.0, 5.0, 300.0
+START_S, SYNC_S, SLEEP_S, CLOSE_S, STALL_S = 600.0, 300.0, 60.0, 30.0, 300.0
 """Bounds of waits, in seconds; the last one is for streams without any new token."""
 PROBE_TOKENS = 16
 QUIET_UPDATES = 3
@@ -50,23 +51,14 @@ QUIET_UPDATES = 3
 
 
 @dataclass(slots=True)
-class _Running:
+class _Running(Running):
     """A request on its way. `session` is LMDeploy's, once it has one."""
 
-    request: Request
-    version: int
-    ends: frozenset[int]
-    room: int
+    ends: frozenset[int] = frozenset()
+    room: int = 0
     aborted: bool = False
     reason: FinishReason | None = None
     session: Any = None
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-    def completion(self, reason: FinishReason) -> Completion:
-        """What it has, as it ends."""
-        versions = [(self.version, 0, len(self.token_ids))] if self.token_ids else []
-        return Completion(self.request.request_id, self.token_ids, self.logprobs, reason, versions=versions)
 
 
 def build(spec: EngineSpec) -> LMDeployEngine:
@@ -100,10 +92,7 @@ class LMDeployEngine(EngineLife):
         self._pipeline: Any = None
         self._tokenizer: Any = None
         self._reset()
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(spec.model, trust_remote_code=spec.trust_remote_code)
-        self._expected = ExpectedWeights.of_model(spec.model, config)
+        self._expected = ExpectedWeights.of_model(spec.model, model_config(spec))
         try:
             self._open()
         except BaseException:
@@ -207,7 +196,7 @@ class LMDeployEngine(EngineLife):
                 "use a lower one, or another engine"
             )
         ends = frozenset((*self.spec.eos_token_ids, *request.sampling.stop_token_ids))
-        running = _Running(request, self.version, ends, self.room(request))
+        running = _Running(request, ends=ends, room=self.room(request))
         with self._lock:
             if request.request_id in self._running:
                 raise EngineError(f"request: {request.request_id}: submitted twice; ids must differ while in flight")
@@ -225,7 +214,6 @@ class LMDeployEngine(EngineLife):
             reason = "abort"
         except Exception as error:  # one request's failure is that request's end
             reason = "error"
-            running.logprobs = running.logprobs[: len(running.token_ids)]
             if "ENGINE_STOP_ERROR" in str(error):
                 self._dead = f"LMDeploy's engine has stopped ({first_line(error)})"
         with self._lock:
@@ -270,8 +258,7 @@ class LMDeployEngine(EngineLife):
                 break
             if token not in row:
                 raise EngineError(f"request: {name}: token {token} came without its log-prob")
-            running.token_ids.append(int(token))
-            running.logprobs.append(min(float(row[token]), 0.0))
+            running.add([int(token)], [min(float(row[token]), 0.0)], self.version)
             self._moved = time.monotonic()
             if self._hits_stop_word(running):
                 return "stop"
@@ -290,17 +277,12 @@ class LMDeployEngine(EngineLife):
 
     def _hits_stop_word(self, running: _Running) -> bool:
         words = running.request.sampling.stop
-        if not words:
-            return False
-        if self._tokenizer is None:
+        if words and self._tokenizer is None:
             from transformers import AutoTokenizer
 
-            self._tokenizer = AutoTokenizer.from_pretrained(
-                self.spec.model, trust_remote_code=self.spec.trust_remote_code
-            )
-        tail = running.token_ids[-(max(len(word) for word in words) + TAIL_SLACK_TOKENS) :]
-        text = self._tokenizer.decode(tail, skip_special_tokens=False)
-        return any(word in text for word in words)
+            remote = self.spec.trust_remote_code
+            self._tokenizer = AutoTokenizer.from_pretrained(self.spec.model, trust_remote_code=remote)
+        return ends_with_stop(running.token_ids, words, self._tokenizer)
 
     def stream(self) -> Iterator[Completion]:
         """See `InferenceEngine.stream`."""
@@ -360,7 +342,6 @@ class LMDeployEngine(EngineLife):
             self._paused = False
             self._moved = time.monotonic()
             for running in list(self._running.values()):
-                running.version = self.version
                 self._spawn(self._serve(running))
 
     # --- weights ----------------------------------------------------------------------------------------------
@@ -419,7 +400,7 @@ class LMDeployEngine(EngineLife):
         """
         where = f"weights: version {version} for lmdeploy"
         sampling = SamplingParams(max_new_tokens=PROBE_TOKENS, temperature=1.0, seed=1)
-        running = _Running(Request("probe", list(range(8)), sampling), self.version, frozenset(), PROBE_TOKENS)
+        running = _Running(Request("probe", list(range(8)), sampling), room=PROBE_TOKENS)
         try:
             reason = self._wait_for(self._sample(running), SYNC_S, "probe")
         except EngineDead:
@@ -472,42 +453,20 @@ class LMDeployEngine(EngineLife):
                 raise
         return True
 
-    # --- watching ---------------------------------------------------------------------------------------------
-
-    def health(self) -> Health:
-        """See `InferenceEngine.health`."""
-        found = super().health()
-        if not found.alive:
-            return found
-        try:
-            answer = self._wait_for(self._engine.health_probe(STALL_S), HEALTH_S, "health", fatal=False)
-        except (EngineDead, RuntimeError) as error:
-            return Health(False, self.version, first_line(error))
-        return Health(False, self.version, str(answer["message"])) if answer["status"] == "unhealthy" else found
-
-    def info(self) -> dict[str, Any]:
-        """See `InferenceEngine.info`."""
-        return {
-            "engine": "lmdeploy",
-            "engine_version": self._api.version,
-            "version": self.version,
-            "dtype": self.spec.dtype,
-            "devices": list(self.spec.devices),
-        }
+    # --- LMDeploy's loop ----------------------------------------------------------------------------------------
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
         return asyncio.run_coroutine_threadsafe(work, self._pipeline.internal_thread.loop)
 
-    def _wait_for(self, work: Coroutine[Any, Any, Any], seconds: float, what: str, *, fatal: bool = True) -> Any:
-        """Run a coroutine on LMDeploy's loop, at most this long; `fatal`: the engine is dead if it takes longer."""
+    def _wait_for(self, work: Coroutine[Any, Any, Any], seconds: float, what: str) -> Any:
+        """Run a coroutine on LMDeploy's loop; the engine is dead if it takes longer."""
         future = self._spawn(work)
         try:
             return future.result(seconds)
         except concurrent.futures.TimeoutError as error:
             future.cancel()
-            late = f"{what} did not end within {seconds:.0f} s"
-            self._dead = late if fatal else self._dead
-            raise EngineDead(f"engine: lmdeploy: {late}") from error
+            self._dead = f"{what} did not end within {seconds:.0f} s"
+            raise EngineDead(f"engine: lmdeploy: {self._dead}") from error
 
 
 class _Update(WeightUpdate):

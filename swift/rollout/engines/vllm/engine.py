@@ -31,15 +31,18 @@ from swift.errors import (
 from swift.rollout.engines.base import EngineCounters, PauseMode
 from swift.rollout.engines.expected_weights import merged_adapters
 from swift.rollout.engines.process import same_randomness
+from swift.rollout.engines.running import Running
 from swift.rollout.engines.vllm import settings
 from swift.rollout.engines.vllm.adapters import adapter_rank
 from swift.rollout.engines.vllm.life import VLLMLife
-from swift.rollout.engines.vllm.running import REASONS, Running
 from swift.rollout.engines.vllm.weights import ReloadUpdate, loses_bits
 from swift.rollout.weight_sync.base import Ack, AdapterWeights, Live, TensorInfo, WeightUpdate, dtype_name
-from swift.types import Completion, Request, SamplingParams
+from swift.types import Completion, FinishReason, Request, SamplingParams
 
 logger = logging.getLogger(__name__)
+
+REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+"""vLLM's finish reasons in our words; any other is an error."""
 
 
 class VLLMEngine(VLLMLife):
@@ -179,9 +182,11 @@ class VLLMEngine(VLLMLife):
         running = self._running.get(output.request_id)
         if running is None:
             return  # aborted meanwhile
-        first = not running.token_ids
+        part, first = output.outputs[0], not running.token_ids
+        tokens = list(part.token_ids)
         try:
-            tokens = running.add(output, self.version)
+            logprobs = [entry[token].logprob for token, entry in zip(tokens, part.logprobs or (), strict=True)]
+            running.add(tokens, logprobs, self.version)
         except EngineError:
             self._running.take(output.request_id)
             self._llm.abort_request([output.request_id])
@@ -191,7 +196,7 @@ class VLLMEngine(VLLMLife):
         self.counters.decode_rows += bool(tokens)
         if output.finished:
             self._running.take(output.request_id)
-            self._ready.append(running.completion(REASONS.get(output.outputs[0].finish_reason, "error")))
+            self._ready.append(running.completion(REASONS.get(part.finish_reason, "error")))
 
     def abort(self, request_ids: Collection[str] | None = None) -> None:
         """See `InferenceEngine.abort`; takes effect with the next step, from any thread."""

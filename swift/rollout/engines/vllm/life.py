@@ -15,14 +15,14 @@ import torch
 
 from swift.errors import EngineError, Unsupported
 from swift.rollout.engines.base import Capabilities, EngineCounters, SleepLevel, Tag
-from swift.rollout.engines.expected_weights import ExpectedWeights
+from swift.rollout.engines.expected_weights import ExpectedWeights, model_config
 from swift.rollout.engines.life import EngineLife
 from swift.rollout.engines.process import bind_to_cores, same_randomness
+from swift.rollout.engines.running import RunningRequests
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.engines.vllm import settings, start
 from swift.rollout.engines.vllm.adapters import Adapters
 from swift.rollout.engines.vllm.process import SEGMENTS_IN_RANKS, groups, remove_segments
-from swift.rollout.engines.vllm.running import RunningRequests
 from swift.rollout.engines.vllm.single_copy import SingleCopy
 from swift.rollout.engines.vllm.versions import check_engine, load_vllm, lora_rank_at_least, shut_down
 from swift.rollout.engines.vllm.weights import ReloadUpdate
@@ -61,7 +61,7 @@ class VLLMLife(EngineLife):
         self._adapters = Adapters(self._vllm.LoRARequest)
         self._busy = threading.Lock()  # held while vLLM works, so that `close` from another thread waits
         self._executor = start.executor_of(spec)
-        self._config = start.model_config(spec)
+        self._config = model_config(spec)
         self._expected: ExpectedWeights | None = None
         bind_to_cores(spec.cores if self._executor != "mp" else ())
         self._llm: Any = None

@@ -147,17 +147,3 @@ def _start_error(spec: EngineSpec, error: Exception) -> SwiftError:
     if isinstance(error, ValueError | NotImplementedError):
         return ConfigError(f"--model: {spec.model}: vLLM refuses it ({line}); --use_vllm false")
     return EngineError(f"engine: vllm: did not start ({type(error).__name__}: {line})")
-
-
-def model_config(spec: EngineSpec) -> Any:
-    """The model's config, as transformers reads it.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(spec.model, trust_remote_code=spec.trust_remote_code, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"--model: {spec.model}: config.json: {first_line(error)}") from error

@@ -1,4 +1,4 @@
-"""The requests that vLLM has, and what they have sampled so far; `abort` may come from any thread."""
+"""The requests that a backend has, and what they have sampled so far; `abort` may come from any thread."""
 
 from __future__ import annotations
 
@@ -6,13 +6,9 @@ import math
 import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from swift.errors import EngineError
 from swift.types import Completion, FinishReason, Request
-
-REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-"""vLLM's finish reasons in our words; any other is an error."""
 
 
 @dataclass(slots=True)
@@ -20,20 +16,17 @@ class Running:
     """One request. pinned: the version of its adapter, or None when it follows the weights."""
 
     request: Request
-    pinned: int | None
+    pinned: int | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)  # (version, first token)
 
-    def add(self, output: Any, version: int) -> int:
-        """Note what a step gave it, sampled with `version`; the number of tokens.
+    def add(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
+        """Note what it has sampled with `version` of the weights.
 
         Raises:
             EngineError: a log-prob that cannot be one.
         """
-        part = output.outputs[0]
-        token_ids: Sequence[int] = list(part.token_ids)
-        logprobs = [entry[token].logprob for token, entry in zip(token_ids, part.logprobs or (), strict=True)]
         for place, logprob in enumerate(logprobs, start=len(self.token_ids)):
             if not (logprob <= 0 and math.isfinite(logprob)):
                 raise EngineError(
@@ -45,7 +38,6 @@ class Running:
             self.spans.append((version, len(self.token_ids)))
         self.token_ids.extend(token_ids)
         self.logprobs.extend(logprobs)
-        return len(token_ids)
 
     def completion(self, reason: FinishReason) -> Completion:
         """What it has, as it ends."""
