@@ -423,7 +423,7 @@ def test_equal_weights_may_leave_the_probe_as_it_is(start, nano_folders):
 def test_nonsense_after_an_update_is_refused(start, nano_folders, monkeypatch):
     engine = start()
     monkeypatch.setattr(fake_lmdeploy._Handle, "_draw", lambda *_: (4, {4: float("nan")}))
-    with pytest.raises(SyncFailed, match="the probe after the update failed .*log-prob nan"):
+    with pytest.raises(SyncFailed, match=r"the probe after the update failed .*log-prob nan"):
         engine.load_weights(policy(nano_folders["qwen2"], 1.1), 1)
 
 

@@ -59,5 +59,5 @@ class StopText:
             for row, request in enumerate(rows.tolist()):
                 words, step = self.words[request], lengths[row]
                 if step >= self.minimum[request]:
-                    found[row] = ends_with_stop(tokens[request, :step], words, self.tokenizer)
+                    found[row] = ends_with_stop(tokens[request, :step].tolist(), words, self.tokenizer)
         return found
