@@ -14,12 +14,12 @@ TAIL_SLACK_TOKENS = 8
 """Tokens decoded beyond the stop word's length, for tokenizers whose tokens depend on their neighbours."""
 
 
-def ends_with_stop(token_ids: Sequence[int], words: Sequence[str], tokenizer: Any) -> bool:
+def ends_with_stop(token_ids: Sequence[int] | np.ndarray, words: Sequence[str], tokenizer: Any) -> bool:
     """Whether the text that has been sampled contains a stop string; only the tail of the tokens is decoded."""
     if not words:
         return False
     tail = token_ids[-(max(len(word) for word in words) + TAIL_SLACK_TOKENS) :]
-    text = tokenizer.decode(list(tail), skip_special_tokens=False)
+    text = tokenizer.decode([int(token) for token in tail], skip_special_tokens=False)
     return any(word in text for word in words)
 
 
@@ -59,5 +59,5 @@ class StopText:
             for row, request in enumerate(rows.tolist()):
                 words, step = self.words[request], lengths[row]
                 if step >= self.minimum[request]:
-                    found[row] = ends_with_stop(tokens[request, :step].tolist(), words, self.tokenizer)
+                    found[row] = ends_with_stop(tokens[request, :step], words, self.tokenizer)
         return found
