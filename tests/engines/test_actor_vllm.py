@@ -1,15 +1,17 @@
-"""Real vLLM in a worker that is killed in the middle of decoding."""
+"""Real vLLM in an actor that is killed in the middle of decoding."""
 
 import os
 import signal
 
 import pytest
 import torch
+from actor_parts import alive, family, pid_of, wait_for
 from transformers import AutoModelForCausalLM
-from worker_parts import alive, family, wait_for
 
+from swift.rollout.engines import cluster
+from swift.rollout.engines.actor_transport import actor_engine
 from swift.rollout.engines.spec import EngineSpec
-from swift.rollout.engines.worker.client import WorkerEngine, WorkerTimeouts
+from swift.rollout.engines.transport import Timeouts
 from swift.rollout.weight_sync.policy import PolicyWeights
 from swift.types import Request, SamplingParams
 
@@ -43,20 +45,21 @@ def test_vllm_killed_in_decode_comes_back_with_its_weights_and_every_request_onc
     before = family()  # of other tests in this process
     folder = engine_folders["llama"]
     core = max(os.sched_getaffinity(0))
-    worker = WorkerEngine(
+    worker = actor_engine(
         EngineSpec(
             backend="vllm", model=str(folder), max_model_len=256, max_num_seqs=8, cores=(core,), enforce_eager=True
         ),
         name="engine 0 (cpu:0)",
         log_file=tmp_path / "log",
-        timeouts=WorkerTimeouts(start_s=300),
+        timeouts=Timeouts(start_s=300),
+        uses=cluster.use(),
         restarts=1,
     )
     try:
         model = changed(folder)
         ack = worker.load_weights(PolicyWeights(model), 1)
         expected = {one.request_id[1:]: one.token_ids for one in worker.generate(greedy("a"))}
-        first, came = worker.pid, {}
+        first, came = pid_of(worker), {}
         for completion in worker.generate(greedy("b")):
             assert completion.request_id not in came, "came twice"
             came[completion.request_id] = completion
@@ -65,7 +68,7 @@ def test_vllm_killed_in_decode_comes_back_with_its_weights_and_every_request_onc
         assert {name[1:]: one.token_ids for name, one in came.items()} == expected
         assert {version for one in came.values() for version, _, _ in one.versions} == {1}
         assert (worker.counters.restarts, worker.version, ack.version) == (1, 1, 1)
-        assert worker.pid != first
+        assert pid_of(worker) != first
         assert not alive(first)
         request = greedy("c")[0]
         (done,) = worker.generate([request])

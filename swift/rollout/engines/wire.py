@@ -1,36 +1,33 @@
-"""What a `swift rollout` server and its client agree on: headers, lines of a stream, errors, what a model is.
+"""What a `swift rollout` server and its client exchange: shapes of requests, lines of a reply, errors.
 
-    POST /infer/    {"version", "prompts": [[id, ...], ...], "requests": [{"id", "prompt": index, "sampling"}, ...]}
+    POST /infer/    `InferRequest`; equal prompts travel once
     reply           one JSON object per line: completion | failed | alive, and end as the last one
 
 A stream that stops before its "end" was cut off. "alive" comes at least every `ALIVE_S` seconds, so silence is a fault.
+Weights and adapters travel as safetensors.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
 
 import swift.errors
 from swift.errors import EngineError, SwiftError
-from swift.rollout.engines.base import EngineCounters
-from swift.types import Request
+from swift.rollout.engines.base import TensorInfo
+from swift.types import Completion, Request, SamplingParams
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Changes when either side would misunderstand the other."""
-
 RUN_HEADER = "X-Swift-Run"
 """Id of the run that sends the request."""
-
 ALIVE_S = 2.0
 """How often a stream says that it is there when it has nothing else to say."""
-
-PIECE_BYTES = 32 << 20
-"""Longest piece of an upload; larger bodies are cut."""
-
 SAFETENSORS = "application/x-safetensors"
 
 ARCHITECTURE = (
@@ -39,7 +36,74 @@ ARCHITECTURE = (
 )  # fmt: skip
 """Entries of config.json that tell models apart whose folders have other names on other machines."""
 
-Line = dict[str, Any]
+encode = msgspec.json.encode
+
+
+class Sample(Struct, forbid_unknown_fields=True):
+    """One sample. prompt: index into the prompts of the request."""
+
+    id: Annotated[str, Meta(min_length=1, max_length=1024)]
+    prompt: Annotated[int, Meta(ge=0)]
+    sampling: SamplingParams
+
+
+class InferRequest(Struct, forbid_unknown_fields=True):
+    """POST /infer/. version: the weights that the caller counts on; None takes any."""
+
+    prompts: list[list[int]]
+    requests: list[Sample]
+    version: int | None = None
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], version: int | None) -> InferRequest:
+        """Requests for one POST; equal prompts travel once."""
+        prompts: dict[tuple[int, ...], int] = {}
+        samples = [
+            Sample(one.request_id, prompts.setdefault(tuple(one.prompt_ids), len(prompts)), one.sampling)
+            for one in requests
+        ]
+        return cls([list(prompt) for prompt in prompts], samples, version)
+
+
+class CompletionLine(Struct, tag_field="event", tag="completion"):
+    """A completion."""
+
+    completion: Completion
+
+
+class FailedLine(Struct, tag_field="event", tag="failed"):
+    """Requests that will not come. fatal: their engine cannot go on."""
+
+    ids: list[str]
+    error: dict[str, Any]
+    fatal: bool = False
+
+
+class AliveLine(Struct, tag_field="event", tag="alive"):
+    """Nothing new. counters: of the engines."""
+
+    counters: dict[str, float] = {}
+
+
+class EndLine(Struct, tag_field="event", tag="end"):
+    """Every request has come back."""
+
+    counters: dict[str, float] = {}
+
+
+Line = CompletionLine | FailedLine | AliveLine | EndLine
+
+
+class BeginUpdate(Struct, forbid_unknown_fields=True):
+    """POST /weights/begin. manifest: name, torch dtype and shape of each tensor, in the order of arrival."""
+
+    version: int
+    manifest: list[tuple[str, str, list[Annotated[int, Meta(ge=0)]]]]
+
+    @classmethod
+    def of(cls, manifest: Sequence[TensorInfo], version: int) -> BeginUpdate:
+        """For a manifest."""
+        return cls(version, [(info.name, info.dtype, list(info.shape)) for info in manifest])
 
 
 def architecture(folder: str | Path) -> dict[str, Any]:
@@ -51,33 +115,6 @@ def architecture(folder: str | Path) -> dict[str, Any]:
     text = config.get("text_config") or {}
     found = {name: text.get(name, config.get(name)) for name in ARCHITECTURE}
     return {name: value for name, value in found.items() if value is not None}
-
-
-def infer_body(requests: Sequence[Request], version: int | None) -> dict[str, Any]:
-    """Requests for POST /infer/; equal prompts travel once."""
-    prompts: dict[tuple[int, ...], int] = {}
-    entries = []
-    for request in requests:
-        index = prompts.setdefault(tuple(request.prompt_ids), len(prompts))
-        entries.append({"id": request.request_id, "prompt": index, "sampling": asdict(request.sampling)})
-    return {"version": version, "prompts": [list(prompt) for prompt in prompts], "requests": entries}
-
-
-def line(event: str, **fields: Any) -> bytes:
-    """One line of a stream."""
-    return json.dumps({"event": event, **fields}, separators=(",", ":")).encode() + b"\n"
-
-
-def pieces(data: bytes | memoryview) -> Iterator[tuple[int, memoryview]]:
-    """(offset, piece) of an upload, none longer than `PIECE_BYTES`."""
-    view = memoryview(data)
-    for offset in range(0, len(view), PIECE_BYTES):
-        yield offset, view[offset : offset + PIECE_BYTES]
-
-
-def counters_to_json(counters: EngineCounters) -> dict[str, float]:
-    """Counters as JSON."""
-    return asdict(counters)
 
 
 def error_body(error: BaseException, status: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Workers with the scripted backend, and a look at the processes of this test."""
+"""Actors with the scripted backend, and a look at the processes of this test."""
 
 import contextlib
 import time
@@ -7,12 +7,15 @@ from pathlib import Path
 
 import psutil
 
+from swift.rollout.engines import cluster
+from swift.rollout.engines.actor_transport import actor_engine
+from swift.rollout.engines.ray_actor import MARKER
 from swift.rollout.engines.spec import EngineSpec
-from swift.rollout.engines.worker.client import WorkerEngine, WorkerTimeouts
+from swift.rollout.engines.transport import Timeouts
 from swift.types import Request, SamplingParams
 
 FAKES = Path(__file__).parent.parent / "fakes"
-QUICK = WorkerTimeouts(start_s=120, heartbeat_s=0.25, close_s=3.0)
+QUICK = Timeouts(start_s=120, heartbeat_s=0.5, close_s=3.0)
 
 
 def scripted_spec(**kwargs):
@@ -26,15 +29,22 @@ def scripted_spec(**kwargs):
     )
 
 
-def scripted_worker(folder, *, name="engine 0 (cpu:0)", timeouts=None, restarts=3, options=None, **kwargs):
-    return WorkerEngine(
+def scripted_engine_in_actor(folder, *, name="engine 0 (cpu:0)", timeouts=None, restarts=3, options=None, **kwargs):
+    return actor_engine(
         scripted_spec(**kwargs),
         name=name,
         log_file=folder / "logs" / f"{name.split()[1]}.log",
+        uses=cluster.use(),
         timeouts=replace(QUICK, **(timeouts or {})),
         restarts=restarts,
         **(options or {}),
     )
+
+
+def pid_of(engine):
+    """The process that hosts the engine now."""
+    assert engine.capabilities
+    return engine.transport.life.pid
 
 
 def requests(count, *, group="g", start=0):
@@ -58,16 +68,17 @@ def expected_tokens(wanted, weights=b""):
     return tokens(engine.generate(wanted))
 
 
-def family(process=None):
-    """All live descendants of this process."""
-    alive = []
-    for child in (process or psutil.Process()).children(recursive=True):
+def family(marker=None):
+    """Live processes of engines in actors: of one life, or of all."""
+    found = []
+    for process in psutil.process_iter():
         try:
-            if child.status() != psutil.STATUS_ZOMBIE:
-                alive.append(child)
-        except psutil.NoSuchProcess:
+            value = process.environ().get(MARKER)
+            if value and (marker is None or value == marker) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
             pass
-    return alive
+    return found
 
 
 def wait_for(reached, limit_s=15.0):
