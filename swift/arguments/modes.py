@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from swift.arguments.bench import BenchSettings
 from swift.data.arguments import DataArguments, PromptArguments
 from swift.flags import flag
 from swift.models.arguments import CheckpointArguments, ModelArguments, TunerArguments
@@ -376,13 +375,13 @@ class MergeLoraArguments(ExportArguments):
 
 @dataclass(kw_only=True)
 class RewardTestArguments(CommonArguments, RewardArguments, DataArguments):
-    """`swift reward-test`: reward functions on gold, adversarial or given completions; no model."""
+    """`swift reward-test`: reward functions on true, adversarial or given completions; no model."""
 
     rows: int = flag(20, at_least=1, group="Reward")
     """Rows of the dataset that are tried."""
 
     gold_column: str | None = flag(group="Reward", unset="solution, else answer")
-    """Column with the gold answers."""
+    """Column with the ground truths."""
 
     completions: str | None = flag(group="Reward")
     """A completions.jsonl whose completions are scored again."""
@@ -391,7 +390,7 @@ class RewardTestArguments(CommonArguments, RewardArguments, DataArguments):
     """Folder of a tokenizer, to count lengths in tokens."""
 
     min_gold: float = flag(0.0, at_least=0, at_most=1, group="Reward")
-    """Least share of rows whose gold answer must reach the function's best score."""
+    """Least share of rows whose ground truth must reach the function's best score."""
 
     max_completion_length: int = flag(
         512, at_least=1, aliases=("max_new_tokens", "response_length"), group="Reward", everyday=False
@@ -478,19 +477,10 @@ class RolloutServerArguments(CommonArguments, EngineArguments, GenerationArgumen
 
 
 @dataclass(kw_only=True)
-class BenchArguments(CommonArguments, BenchSettings):
-    """`swift bench`: swift against other trainers on equal work."""
-
-    def problems(self) -> Iterator[str]:
-        """What is wrong with these settings, one line each."""
-        yield from self.bench_problems()
-
-
-@dataclass(kw_only=True)
 class ConfigSchemaArguments(CommonArguments):
     """`swift config-schema`: the JSON schema of a mode's settings."""
 
-    mode: Literal["rlhf", "sft", "infer", "export", "reward-test", "rollout", "bench"] = flag("rlhf", group="Run")
+    mode: Literal["rlhf", "sft", "infer", "export", "reward-test", "rollout"] = flag("rlhf", group="Run")
     """The mode whose settings are described."""
 
 
@@ -502,7 +492,6 @@ MODES: dict[str, type] = {
     "merge-lora": MergeLoraArguments,
     "reward-test": RewardTestArguments,
     "rollout": RolloutServerArguments,
-    "bench": BenchArguments,
     "config-schema": ConfigSchemaArguments,
 }
 """Mode -> its settings."""
