@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "rewards": {"errors", "flags", "types", "plugin", "data", "models"},
     "rollout": {"errors", "flags", "startup", "types", "native", "plugin", "data", "models", "rl"},
     "trainers": {"errors", "flags", "startup", "types", "observability", "rl", "data", "models", "rewards", "rollout"},
-    "arguments": {"errors", "flags", "observability", "rl", "data", "models", "rewards", "rollout", "trainers"},
+    "arguments": {"errors", "flags", "observability", "plugin", "rl", "data", "models", "rewards", "rollout", "trainers"},
     "bench": {"errors", "types", "native", "observability", "models", "rollout", "trainers", "arguments"},
     "cli": {"errors", "startup", "types", "data", "models", "rewards", "rollout", "trainers", "arguments", "bench"},
     "__main__": {"cli"},

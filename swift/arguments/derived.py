@@ -10,8 +10,10 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Protocol
 
+from swift.arguments.values import convert
+from swift.flags import Flag
 from swift.rollout.placement import has_own_engine
 
 
@@ -27,6 +29,25 @@ class Machine:
         """The machine this process runs on, without importing torch."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return cls(_has_accelerator(environ), cores)
+
+
+class Reading(Protocol):
+    """What is known so far of the settings that the user wrote: where each comes from, and what to say about them."""
+
+    notes: list[str]
+    problems: list[str]
+
+    @property
+    def origins(self) -> Mapping[str, Any]:
+        """Setting -> what the user wrote last."""
+
+    @property
+    def flags(self) -> Mapping[str, Flag]:
+        """The settings of the mode."""
+
+
+EVALUATED_SHARE = 0.01
+"""Share of the rows that is split off for evaluation where nothing else is said; that of ms-swift 3.x."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +189,70 @@ def derive(args: Any, machine: Machine) -> dict[str, str]:
                 setattr(args, rule.name, value)
                 acted[rule.name] = rule.text
     return acted
+
+
+def complete(args: Any, reader: Reading, machine: Machine) -> dict[str, str]:
+    """Fills derived values; returns name -> rule. Adds notes and problems to those of the reader."""
+    evaluation = _evaluation(args, reader)
+    return {**_implied_engine(args, reader), **_from_kwargs(args, reader), **evaluation, **derive(args, machine)}
+
+
+def _evaluation(args: Any, reader: Reading) -> dict[str, str]:
+    """Evaluation rows are split off where `--eval_steps` is given without any, and else there is no evaluation."""
+    if getattr(args, "eval_strategy", "no") == "no" or args.val_dataset or args.split_dataset_ratio:
+        return {}
+    if "eval_steps" in reader.origins and "split_dataset_ratio" not in reader.origins and not args.streaming:
+        args.split_dataset_ratio = EVALUATED_SHARE
+        reader.notes.append(
+            f"--split_dataset_ratio: {EVALUATED_SHARE}: because --eval_steps is given without --val_dataset; "
+            "--eval_strategy no turns evaluation off"
+        )
+        return {"split_dataset_ratio": f"{EVALUATED_SHARE} with eval_steps and no val_dataset"}
+    args.eval_strategy = "no"
+    if reader.origins.keys() & {"eval_strategy", "eval_steps"}:
+        reader.notes.append("evaluation: off: neither --val_dataset nor --split_dataset_ratio is given")
+    return {"eval_strategy": "no: there is no evaluation data"}
+
+
+def _implied_engine(args: Any, reader: Reading) -> dict[str, str]:
+    """A vLLM mode or a server address asks for vLLM, unless another backend is named."""
+    if not hasattr(args, "rlhf_type"):
+        return {}
+    rules = {}
+    asked = [name for name in ("vllm_mode", "vllm_server_host", "vllm_server_base_url") if getattr(args, name)]
+    if args.infer_backend == "vllm":
+        asked = ["infer_backend"]
+    elif args.infer_backend or args.use_lmdeploy:
+        asked = []
+    if asked and "use_vllm" in reader.origins and not args.use_vllm:
+        reader.problems.append(f"--use_vllm: false: contradicts --{asked[0]}; drop --{asked[0]}, or --use_vllm true")
+    elif asked and not args.use_vllm:
+        args.use_vllm = True
+        rules["use_vllm"] = f"true because --{asked[0]} is given"
+    if args.infer_backend == "lmdeploy" and not args.use_lmdeploy:
+        args.use_lmdeploy = True
+        rules["use_lmdeploy"] = "true because --infer_backend lmdeploy is given"
+    if args.vllm_mode is None and (args.vllm_server_host or args.vllm_server_base_url):
+        args.vllm_mode = "server"
+        rules["vllm_mode"] = "server because its address is given"
+    return rules
+
+
+def _from_kwargs(args: Any, reader: Reading) -> dict[str, str]:
+    """Entries of `--generation_kwargs` that have a flag become its value; name -> rule."""
+    rules: dict[str, str] = {}
+    for name, value in args.flags_in_kwargs().items() if hasattr(args, "flags_in_kwargs") else ():
+        raw = [str(item) for item in value] if isinstance(value, list) else str(value)
+        try:
+            converted = convert(reader.flags[name], raw)
+        except ValueError as error:
+            reader.problems.append(f"--generation_kwargs: {name}: {value}: {error}")
+            continue
+        if name in reader.origins and getattr(args, name) != converted:
+            reader.notes.append(f"--generation_kwargs: {name}: {value}: beats {reader.origins[name].subject}")
+        setattr(args, name, converted)
+        rules[name] = "from --generation_kwargs"
+    return rules
 
 
 def rule_texts(name: str, *, exporting: bool = False) -> list[str]:

@@ -29,9 +29,6 @@ class RewardArguments:
     external_plugins: list[str] = flag([], aliases=("custom_register_path",), joins=True)
     """Python files that register reward functions."""
 
-    reward_model_type: list[str] = flag([], everyday=False)
-    """Architecture of each reward model; empty means read from its config."""
-
     reward_model_revision: list[str] = flag([], everyday=False)
     """Revision of each reward model."""
 
@@ -94,7 +91,7 @@ class RewardArguments:
                 f"--soft_cache_length: {self.soft_cache_length}: must be below --soft_max_length {longest}; "
                 f"e.g. --soft_cache_length {max(1, longest // 5)}"
             )
-        for name in ("reward_model_type", "reward_model_revision", "reward_adapters"):
+        for name in ("reward_model_revision", "reward_adapters"):
             given = getattr(self, name)
             if given and len(given) != len(self.reward_model):
                 yield (

@@ -264,14 +264,40 @@ def test_reward_workers_follow_the_cores_up_to_eight():
 # What is printed and stored
 
 
-def test_evaluation_without_data_is_off_and_noted_when_it_was_asked_for():
-    assert any("evaluation: off" in note for note in rlhf("--eval_steps", "5").notes)
+def test_rows_are_split_off_where_eval_steps_is_given_without_evaluation_data():
+    resolved = rlhf("--eval_steps", "5")
+    assert (resolved.args.split_dataset_ratio, resolved.args.eval_strategy) == (0.01, "steps")
+    assert resolved.provenance["split_dataset_ratio"]["rule"] == "0.01 with eval_steps and no val_dataset"
+    (note,) = resolved.notes
+    assert note.startswith("--split_dataset_ratio: 0.01: because --eval_steps is given")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--eval_steps 5 --split_dataset_ratio 0",
+        "--eval_strategy steps",
+        "--eval_steps 5 --streaming true --max_steps 9",
+    ],
+)
+def test_evaluation_without_data_is_off_and_noted_when_it_was_asked_for(words):
+    resolved = rlhf(*words.split())
+    assert (resolved.args.split_dataset_ratio, resolved.args.eval_strategy) == (0.0, "no")
+    assert any("evaluation: off" in note for note in resolved.notes)
     assert not any("evaluation" in note for note in rlhf().notes)
 
 
-def test_flags_of_other_versions_that_change_nothing_are_noted():
-    notes = rlhf("--freeze_vit", "true", "--use_liger_kernel", "no", "--sequence_parallel_size", "1").notes
-    assert [note.split(":")[0] for note in notes] == ["--freeze_vit", "--use_liger_kernel", "--sequence_parallel_size"]
+def test_known_flags_that_change_nothing_are_noted():
+    words = "--freeze_vit true --use_liger_kernel no --sequence_parallel_size 1 --use_liger_loss true"
+    notes = rlhf(*words.split(), "--use_data_producer", "true").notes
+    names = [
+        "--freeze_vit",
+        "--use_liger_kernel",
+        "--sequence_parallel_size",
+        "--use_liger_loss",
+        "--use_data_producer",
+    ]
+    assert [note.split(":")[0] for note in notes] == names
 
 
 def test_settings_of_a_switch_that_is_off_are_noted():
