@@ -158,8 +158,8 @@ class Flag:
         return (self.name, *self.details.aliases)
 
 
-def registered(registry: str) -> Mapping[str, Any]:
-    """The entries of a registry of `swift.plugin.registry`, by name; none before something has loaded it."""
+def registered(registry: str) -> Any:
+    """The entries of a registry of `swift.plugin.registry`, by name; {} before something has loaded it."""
     return getattr(sys.modules.get("swift.plugin.registry"), registry, {})
 
 

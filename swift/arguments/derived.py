@@ -6,6 +6,7 @@ is recorded in the provenance and shown by the help.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 from swift.arguments.values import convert
+from swift.data.system import shipped_example
 from swift.flags import Flag
 from swift.rollout.placement import has_own_engine
 
@@ -23,12 +25,15 @@ class Machine:
 
     has_accelerator: bool
     cores: int
+    processes: int = 1
 
     @classmethod
     def look(cls, environ: Mapping[str, str]) -> Machine:
         """The machine this process runs on, without importing torch."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return cls(_has_accelerator(environ), cores)
+        sizes = ("WORLD_SIZE",) if environ.get("RANK") else ("NPROC_PER_NODE", "NNODES")
+        counts = [int(environ[name]) for name in sizes if environ.get(name, "").isdigit()]
+        return cls(_has_accelerator(environ), cores, max(1, math.prod(counts)))
 
 
 class Reading(Protocol):
@@ -153,6 +158,18 @@ RULES: tuple[Rule, ...] = (
     ),
     _fixed(
         "rollout_importance_sampling_mode",
+        "none",
+        "none with vllm_importance_sampling_correction false",
+        _when("vllm_importance_sampling_correction", False),
+    ),
+    _fixed(
+        "rollout_importance_sampling_mode",
+        "token_truncate",
+        "token_truncate with vllm_importance_sampling_correction true",
+        _when("vllm_importance_sampling_correction", True),
+    ),
+    _fixed(
+        "rollout_importance_sampling_mode",
         "token_truncate",
         "token_truncate when tokens may be older than the policy that trains on them",
         _is_off_policy,
@@ -193,8 +210,39 @@ def derive(args: Any, machine: Machine) -> dict[str, str]:
 
 def complete(args: Any, reader: Reading, machine: Machine) -> dict[str, str]:
     """Fills derived values; returns name -> rule. Adds notes and problems to those of the reader."""
-    evaluation = _evaluation(args, reader)
-    return {**_implied_engine(args, reader), **_from_kwargs(args, reader), **evaluation, **derive(args, machine)}
+    rules = [_evaluation(args, reader), _batch_size(args, reader, machine), _plugins(args, reader)]
+    rules += [_implied_engine(args, reader), _from_kwargs(args, reader), derive(args, machine)]
+    return {name: text for one in rules for name, text in one.items()}
+
+
+def _batch_size(args: Any, reader: Reading, machine: Machine) -> dict[str, str]:
+    """The smallest `per_device_train_batch_size` that makes the global batch a multiple of the group size."""
+    if not hasattr(args, "num_generations") or "per_device_train_batch_size" in reader.origins:
+        return {}
+    others = args.gradient_accumulation_steps * machine.processes
+    args.per_device_train_batch_size = args.num_generations // math.gcd(args.num_generations, others)
+    return {"per_device_train_batch_size": "smallest that makes the global batch a multiple of num_generations"}
+
+
+def _plugins(args: Any, reader: Reading) -> dict[str, str]:
+    """Plugins of the shipped examples are found from every folder."""
+    given = getattr(args, "external_plugins", [])
+    found = [find_plugin(path) for path in given]
+    if found == given:
+        return {}
+    reader.notes += [
+        f"--external_plugins: {path}: not in this folder; the shipped {file} is used"
+        for path, file in zip(given, found, strict=True)
+        if path != file
+    ]
+    args.external_plugins = found
+    return {"external_plugins": "found among the shipped examples"}
+
+
+def find_plugin(path: str) -> str:
+    """A plugin's path, or that of the shipped example of this name where there is no such file."""
+    shipped = None if Path(path).expanduser().exists() else shipped_example(Path(path))
+    return path if shipped is None else str(shipped)
 
 
 def _evaluation(args: Any, reader: Reading) -> dict[str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from swift.arguments import known
-from swift.arguments.derived import rule_texts
+from swift.arguments.derived import find_plugin, rule_texts
 from swift.arguments.layers import normalise, read_command_line
 from swift.arguments.modes import GROUPS
 from swift.arguments.plugins import plugin_paths, settings_class
@@ -81,7 +81,7 @@ def load_named_plugins(mode: str, words: Sequence[str]) -> None:
     if paths:
         from swift.plugin import load_external_plugins
 
-        load_external_plugins(paths)
+        load_external_plugins([find_plugin(path) for path in paths])
 
 
 def metavar(flag: Flag) -> str:

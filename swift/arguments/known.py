@@ -56,7 +56,8 @@ _KNOWN = _names(
     merge_device_map metric missing_eos_penalty model_author model_kwargs model_name multi_turn_func
     multi_turn_scheduler neftune_noise_alpha nemo_gym_agent nemo_gym_head nemo_gym_mode new_special_tokens no_cuda
     norm_bbox num_labels num_mini_batches num_ppo_epochs num_sample_generations offload_teacher_model optimizer
-    packing packing_length padding_free predict_with_generate problem_type profile push_to_hub quant_batch_size
+    optim_target_modules packing packing_length padding_free predict_with_generate problem_type profile push_to_hub
+    quant_batch_size
     quant_bits quant_method quant_n_samples real_tau ref_adapters ref_model_revision ref_model_type response_prefix
     resume_only_model reward_model_type rollout_kl_coef rollout_tools rope_scaling router_aux_loss_coef rpo_alpha
     save_on_each_node seq_kd sequence_classification sft_alpha simpo_gamma swanlab_exp_name swanlab_mode

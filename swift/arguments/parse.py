@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swift.arguments import idle, known
-from swift.arguments.derived import Machine, complete
+from swift.arguments.derived import Machine, complete, find_plugin
 from swift.arguments.layers import ConfigFile, Given, read_command_line, read_config, read_environment
 from swift.arguments.modes import MODES
 from swift.arguments.plugins import plugin_paths, settings_class
@@ -125,7 +125,7 @@ class _Reader:
         from swift.plugin import load_external_plugins
 
         try:
-            load_external_plugins(plugin_paths(layers, spellings))
+            load_external_plugins([find_plugin(path) for path in plugin_paths(layers, spellings)])
             self.cls = settings_class(self.mode)
         except ConfigError as error:
             self.problems += error.problems
@@ -229,7 +229,7 @@ def _for_flag(flag: Flag, given: Given) -> Any:
         return given.raw
     words = given.raw
     assert isinstance(words, list)
-    if not words and flag.kind == "bool":
+    if not words and (flag.kind == "bool" or "true" in flag.details.values):
         return "true"
     if not words:
         raise ValueError("no value; give one")

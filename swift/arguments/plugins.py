@@ -1,15 +1,16 @@
 """Settings that registered losses, advantage estimators, optimizers and engines declare for themselves.
 
-An entry of a registry may have an attribute `parameters`: a dataclass of fields made with `swift.flags.flag`. They are
-flags of every mode that has the choice, act where the entry is chosen, and stand in `--help`, the schema and args.json
-beside all others. `section` gives the entry its own dataclass back.
+An entry of a registry may have `parameters`: a dataclass of fields made with `swift.flags.flag`. They are flags of
+every mode that has the choice, act where the entry is chosen, and stand in `--help`, the schema and args.json like
+all others. `section` gives the entry its own dataclass back.
 
     @dataclass
     class ClampParameters:
         clamp_at: float = flag(2.0, above=0)
         '''Largest ratio.'''
 
-    losses["clamp"] = Clamp()          # Clamp.parameters = ClampParameters
+    @losses.register("clamp", parameters=ClampParameters)
+    def clamp(...): ...
 
 `--external_plugins clamp.py --loss_type clamp --clamp_at 3` then sets `args.clamp_at`.
 """
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
 
 CHOICES = {
     "loss_type": "losses",
-    "advantage_estimator": "advantage_estimators",
+    "advantage_estimator": "advantages",
     "optim": "optimizers",
-    "infer_backend": "inference_backends",
+    "infer_backend": "backends",
 }
 """Setting that chooses an entry -> the registry of `swift.plugin.registry`."""
 
@@ -53,8 +54,10 @@ def settings_class(mode: str) -> type:
     if choices:
         importlib.import_module("swift.plugin")
     for choice in choices:
-        for name, entry in registered(CHOICES[choice]).items():
-            if (parameters := getattr(entry, "parameters", None)) is not None:
+        registry = registered(CHOICES[choice])
+        for name in registry:
+            parameters = registry.parameters_of(name)
+            if parameters is not None and not issubclass(MODES[mode], parameters):
                 owners.setdefault(parameters, [choice]).append(name)
     return _extended(MODES[mode], tuple((owner, tuple(names)) for owner, names in owners.items()))
 

@@ -60,12 +60,6 @@ class DataArguments(HubArguments):
     """Where mixed datasets end: with the first one that has no row left, or once every row of all was used, the
     shorter ones repeated."""
 
-    streaming: bool = flag(False, everyday=False)
-    """Read rows while training instead of before it. Needs `--max_steps`."""
-
-    shuffle_buffer_size: int = flag(1000, at_least=1, everyday=False, needs="streaming")
-    """Rows among which a stream is shuffled."""
-
     dataset_num_proc: int = flag(1, at_least=1, everyday=False)
     """Processes that prepare the rows."""
 
@@ -91,6 +85,12 @@ class DataArguments(HubArguments):
 @dataclass(kw_only=True)
 class PromptArguments(DataArguments):
     """Rows that completions are sampled for, and the order in which they are used."""
+
+    streaming: bool = flag(False, everyday=False)
+    """Read rows while training instead of before it. Needs `--max_steps`."""
+
+    shuffle_buffer_size: int = flag(1000, at_least=1, everyday=False, needs="streaming")
+    """Rows among which a stream is shuffled."""
 
     curriculum_column: str | None = flag(everyday=False, unset="no curriculum")
     """Column of numbers by which the rows of each epoch are ordered, such as a difficulty. With `--dataset_shuffle`

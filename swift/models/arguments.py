@@ -38,7 +38,7 @@ class CheckpointArguments(HubArguments):
     """Precision of the weights and of the arithmetic; float16 not in reinforcement learning."""
 
     attn_impl: Literal["sdpa", "eager", "flash_attn", "flex_attention"] = flag(
-        "sdpa", values={"flash_attention_2": "flash_attn"}, everyday=False
+        "sdpa", aliases=("attn_implementation",), values={"flash_attention_2": "flash_attn"}, everyday=False
     )
     """Attention implementation; eager where an architecture has no sdpa, or caps its scores. flash_attn needs its
     package and a GPU."""

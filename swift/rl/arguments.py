@@ -27,7 +27,9 @@ class ObjectiveArguments:
     beta: float = flag(0.04, at_least=0)
     """Weight of the KL to the reference model (k3); 0 needs no reference and saves its forward pass."""
 
-    loss_type: Literal["dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo", "gspo"] = flag("dapo")
+    loss_type: Literal["dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo", "gspo"] = flag(
+        "dapo", registry="losses"
+    )
     """How the losses of tokens become one number. dapo: sum / trained tokens of the whole optimizer step. grpo:
     mean of sequence means. bnpo: token mean of each micro-batch. dr_grpo: sum / (completions x
     max_completion_length). cispo caps the ratio at epsilon_high; sapo gates it smoothly; gspo and luspo use the
@@ -46,7 +48,9 @@ class ObjectiveArguments:
     num_iterations: int = flag(1, at_least=1)
     """Passes over each generation batch, the mu of the paper."""
 
-    advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus"] = flag("grpo", everyday=False)
+    advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus"] = flag(
+        "grpo", everyday=False, registry="advantages"
+    )
     """What a completion's reward is compared with: the group's mean, or the mean of the others (rloo)."""
 
     scale_rewards: Literal["group", "batch", "none", "gdpo"] | None = flag(values={"true": "group", "false": "none"})
@@ -59,7 +63,7 @@ class ObjectiveArguments:
     importance_sampling_level: Literal["token", "sequence", "sequence_token"] | None = flag(everyday=False)
     """Whether each token or the whole sequence has a ratio."""
 
-    overlong_filter: bool = flag(False)
+    overlong_filter: bool = flag(False, aliases=("mask_truncated_completions",))
     """Leave completions cut at max_completion_length out of the loss; they still count in group statistics."""
 
     dynamic_sample: bool = flag(False)
@@ -77,14 +81,22 @@ class ObjectiveArguments:
 
     rollout_importance_sampling_mode: (
         Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None
-    ) = flag(everyday=False)
+    ) = flag(aliases=("vllm_importance_sampling_mode",), everyday=False)
     """Correction for differences between engine and trainer: weights per token or sequence, truncated or masked
     at the threshold."""
 
-    rollout_importance_sampling_threshold: float = flag(2.0, above=0, everyday=False)
+    vllm_importance_sampling_correction: bool | None = flag(everyday=False, unset="the mode alone decides")
+    """Whether to correct for differences between engine and trainer. false is `--rollout_importance_sampling_mode
+    none`; true is token_truncate unless a mode is given."""
+
+    rollout_importance_sampling_threshold: float = flag(
+        2.0, above=0, aliases=("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max"), everyday=False
+    )
     """Upper bound of the correction's weights."""
 
-    rollout_importance_sampling_lower: float = flag(0.0, at_least=0, everyday=False)
+    rollout_importance_sampling_lower: float = flag(
+        0.0, at_least=0, aliases=("vllm_importance_sampling_clip_min",), everyday=False
+    )
     """Lower bound of the correction's weights."""
 
     rollout_importance_sampling_ratio: Literal["mean", "sum"] = flag("mean", everyday=False)
@@ -99,7 +111,9 @@ class ObjectiveArguments:
     """Log the policy's log-probs by the sign of the advantage too (`logp/...`), and end the run where the sampler's are
     missing. How far engine and trainer are apart (`rollout_ratio/...`) is always logged."""
 
-    off_policy_sequence_mask_delta: float | None = flag(everyday=False, unset="off")
+    off_policy_sequence_mask_delta: float | None = flag(
+        aliases=("off_policy_mask_threshold",), everyday=False, unset="off"
+    )
     """Mute sequences of negative advantage that are further than this from the policy (arXiv:2512.02556)."""
 
     sync_ref_model: bool = flag(False, everyday=False)
@@ -200,6 +214,12 @@ class ObjectiveArguments:
             yield (
                 f"--rollout_importance_sampling_lower: {self.rollout_importance_sampling_lower:g}: above "
                 f"--rollout_importance_sampling_threshold {self.rollout_importance_sampling_threshold:g}; lower it"
+            )
+        correction = self.vllm_importance_sampling_correction
+        if correction is not None and correction == (self.rollout_importance_sampling_mode == "none"):
+            yield (
+                f"--vllm_importance_sampling_correction: {str(correction).lower()}: contradicts "
+                f"--rollout_importance_sampling_mode {self.rollout_importance_sampling_mode}; drop one of the two"
             )
         if self.old_logprobs == "sampler" and self.rollout_importance_sampling_mode not in (None, "none"):
             yield (

@@ -265,7 +265,7 @@ class EngineArguments:
     use_vllm: bool = flag(False)
     """Generate with vLLM instead of in the trainer."""
 
-    infer_backend: str | None = flag(values={"pt": "transformers"}, everyday=False)
+    infer_backend: str | None = flag(values={"pt": "transformers"}, everyday=False, registry="backends")
     """The inference library: transformers, vllm, lmdeploy, or one that a plugin registers in `inference_backends`.
     transformers with `--vllm_mode dedicated` or a server samples in a process of its own, without vLLM."""
 
@@ -337,7 +337,9 @@ class EngineArguments:
     """Generate the next batch while this one trains, with weights one update old. Needs dedicated or server
     mode."""
 
-    sleep_level: Literal[0, 1, 2] = flag(0, everyday=False)
+    sleep_level: Literal[0, 1, 2] = flag(
+        0, aliases=("vllm_enable_sleep_mode",), values={"true": "1", "false": "0"}, everyday=False
+    )
     """Engine memory released while training, in colocate: 1 moves the weights to the CPU, 2 drops them."""
 
     offload_model: bool = flag(False, everyday=False)

@@ -14,17 +14,8 @@ Schedule = Literal[
 ]  # fmt: skip
 """The schedules of transformers."""
 
-Optimizer = Literal[
-    "adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adafactor", "adamw_anyprecision",
-    "adamw_torch_4bit", "adamw_torch_8bit", "ademamix", "sgd", "adagrad", "adamw_bnb_8bit", "adamw_8bit",
-    "ademamix_8bit", "lion_8bit", "lion_32bit", "paged_adamw_32bit", "paged_adamw_8bit", "paged_ademamix_32bit",
-    "paged_ademamix_8bit", "paged_lion_32bit", "paged_lion_8bit", "rmsprop", "rmsprop_bnb", "rmsprop_bnb_8bit",
-    "rmsprop_bnb_32bit", "galore_adamw", "galore_adamw_8bit", "galore_adafactor", "galore_adamw_layerwise",
-    "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise", "lomo", "adalomo", "grokadamw",
-    "schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd", "apollo_adamw", "apollo_adamw_layerwise",
-    "stable_adamw", "adamw_cpu",
-]  # fmt: skip
-"""The optimizers of transformers, and swift's own."""
+Optimizer = Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit", "adamw_cpu", "adafactor", "sgd"]
+"""The optimizers that tests train with."""
 
 
 @dataclass(kw_only=True)
@@ -51,16 +42,17 @@ class OptimizationArguments:
     weight_decay: float = flag(0.1, at_least=0, everyday=False)
     """Decoupled weight decay."""
 
-    optim: Optimizer = flag("adamw_torch_fused", values={"adamw": "adamw_torch_fused"}, everyday=False)
-    """Optimizer, in transformers' words; adamw is adamw_torch_fused. adamw_8bit keeps its state in 8 bits and needs
-    bitsandbytes, adafactor keeps sums of rows and columns only, adamw_cpu keeps its state in the host's memory and
-    updates there. The other 8-bit, paged, galore and similar ones need their packages."""
+    optim: Optimizer = flag(
+        "adamw_torch_fused",
+        values={"adamw": "adamw_torch_fused", "adamw_bnb_8bit": "adamw_8bit"},
+        everyday=False,
+        registry="optimizers",
+    )
+    """Optimizer. adamw is adamw_torch_fused. adamw_8bit keeps its state in 8 bits (needs bitsandbytes), adafactor keeps
+    sums of rows and columns, adamw_cpu keeps its state and updates on the host."""
 
     optim_args: str | None = flag(everyday=False, unset="the optimizer's defaults")
     """More settings of the optimizer, written `name=value,name=value`."""
-
-    optim_target_modules: list[str] = flag([], everyday=False)
-    """Modules that the galore and apollo optimizers treat."""
 
     adam_beta1: float = flag(0.9, at_least=0, below=1, everyday=False)
     """Decay of Adam's mean of gradients."""
@@ -82,7 +74,8 @@ class OptimizationArguments:
     """Optimizer steps; above 0 it replaces num_train_epochs."""
 
     per_device_train_batch_size: int = flag(1, at_least=1)
-    """Completions (rows in sft) of one process in one micro-batch."""
+    """Number of completions (rows in sft) of one process in one micro-batch. If not given, rlhf takes the smallest
+    number that makes the global batch a multiple of num_generations."""
 
     per_device_eval_batch_size: int = flag(1, at_least=1)
     """Completions (rows in sft) of one process in one evaluation batch."""

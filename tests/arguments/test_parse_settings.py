@@ -105,6 +105,13 @@ def test_names_cannot_be_shortened():
         ("vllm_mode", "async", "vllm_mode", "dedicated"),
         ("attn_impl", "flash_attention_2", "attn_impl", "flash_attn"),
         ("optim", "adamw", "optim", "adamw_torch_fused"),
+        ("attn_implementation", "flash_attention_2", "attn_impl", "flash_attn"),
+        ("mask_truncated_completions", "true", "overlong_filter", True),
+        ("vllm_enable_sleep_mode", "true", "sleep_level", 1),
+        ("vllm_importance_sampling_mode", "token_mask", "rollout_importance_sampling_mode", "token_mask"),
+        ("vllm_importance_sampling_cap", "3", "rollout_importance_sampling_threshold", 3.0),
+        ("vllm_importance_sampling_clip_min", "0.5", "rollout_importance_sampling_lower", 0.5),
+        ("off_policy_mask_threshold", "0.5", "off_policy_sequence_mask_delta", 0.5),
     ],
 )
 def test_other_spellings_of_names_and_values(alias, word, name, expected):
@@ -229,6 +236,11 @@ def test_provenance_names_file_and_line(config):
         ("--loss_type gspo", "importance_sampling_level", "sequence", "gspo"),
         ("", "rollout_importance_sampling_mode", "none", "none"),
         ("--async_generate true", "rollout_importance_sampling_mode", "token_truncate", "older"),
+        ("--vllm_importance_sampling_correction true", "rollout_importance_sampling_mode", "token_truncate", "true"),
+        ("--vllm_importance_sampling_correction false", "rollout_importance_sampling_mode", "none", "false"),
+        ("", "per_device_train_batch_size", 8, "multiple of num_generations"),
+        ("--gradient_accumulation_steps 2", "per_device_train_batch_size", 4, "multiple of num_generations"),
+        ("--gradient_accumulation_steps 16", "per_device_train_batch_size", 1, "multiple of num_generations"),
         ("--val_dataset v.jsonl --save_steps 40", "eval_steps", 40, "= save_steps"),
         ("", "eval_strategy", "no", "no evaluation data"),
         ("--lora_rank 4", "vllm_max_lora_rank", 4, "= lora_rank"),
@@ -242,6 +254,23 @@ def test_derived_defaults_say_their_rule(words, name, expected, rule):
     found = resolved.provenance[name]
     assert found["source"] == "default"
     assert found["rule"] is None if rule is None else rule in found["rule"]
+
+
+def test_the_batch_size_follows_from_the_processes_too():
+    sizes = [
+        value("per_device_train_batch_size", environ=environ)
+        for environ in (
+            {"NPROC_PER_NODE": "2"},
+            {"NPROC_PER_NODE": "4", "NNODES": "2"},
+            {"RANK": "1", "WORLD_SIZE": "4"},
+        )
+    ]
+    assert sizes == [4, 1, 2]
+
+
+def test_a_correction_may_be_switched_on_beside_its_mode():
+    words = ["--vllm_importance_sampling_correction", "true", "--vllm_importance_sampling_mode", "sequence_mask"]
+    assert value("rollout_importance_sampling_mode", *words) == "sequence_mask"
 
 
 def test_a_given_value_is_never_replaced_by_a_rule():

@@ -115,6 +115,14 @@ FLAGS = [
     ("--padding_free", ["--padding_free: true: known in ms-swift, not supported here"]),
     ("--bf16 true", ["--bf16: true:", "--torch_dtype bfloat16"]),
     ("--result_path x.jsonl", ["--result_path: x.jsonl: not a flag of swift rlhf", "infer"]),
+    *(
+        (f"--optim {name}", [f"--optim: {name}: not a choice"])
+        for name in ("galore_adamw_layerwise", "apollo_adamw_layerwise", "lomo", "adalomo", "schedule_free_adamw")
+    ),
+    (
+        "--vllm_importance_sampling_correction false --vllm_importance_sampling_mode token_mask",
+        ["--vllm_importance_sampling_correction: false: contradicts --rollout_importance_sampling_mode token_mask"],
+    ),
     ("--loss_scale default", ["--loss_scale: default: known in ms-swift, not supported here"]),
     ("--device_map auto", ["--device_map: auto: known in ms-swift, not supported here"]),
     ("--dataloader_drop_last false", ["--dataloader_drop_last: false: known in ms-swift, not supported here"]),
@@ -138,6 +146,7 @@ MODES = [
     ("rlhf", "--rlhf_type grpo --model m --reward_funcs accuracy", "--dataset: missing"),
     ("rlhf", "--rlhf_type grpo --model m --dataset d", "--reward_funcs or --reward_model"),
     ("sft", "--model m", "--dataset: missing"),
+    ("sft", "--model m --dataset d --streaming true", "--streaming: true: not a flag of swift sft; a flag of: rlhf"),
     ("sft", "--model m --dataset d --packing true", "--packing: true: known in ms-swift, not supported here"),
     (
         "sft",
