@@ -19,13 +19,13 @@ _HEAD = """# Arguments
 This page is generated from the dataclasses by `python -m swift.arguments.docs --write`; a test keeps it current.
 
 [Command line](cli.md) explains the grammar, config files and precedence. A default that is a rule follows from other
-settings or from the machine.
+settings or from the machine. A setting without modes is one of `swift rlhf` alone.
 """
 
 
 def markdown() -> str:
     """The page: one table per group, one row per setting."""
-    return "\n".join([_HEAD, *(_section(group) for group in GROUPS)])
+    return "\n".join([_HEAD, *(_section(group) for group in GROUPS if _settings(group))])
 
 
 def with_presets(text: str) -> str:
@@ -35,10 +35,8 @@ def with_presets(text: str) -> str:
 
 
 def _section(group: str) -> str:
-    lines = [f"## {group}", "", "| flag | type | default | modes | meaning |", "|---|---|---|---|---|"]
-    for flag, cls, modes in _settings(group):
-        lines.append("| " + " | ".join(_cells(flag, cls, modes)) + " |")
-    return "\n".join(lines) + "\n"
+    rows = [f"|{'|'.join(_cells(flag, cls, modes))}|" for flag, cls, modes in _settings(group)]
+    return "\n".join([f"## {group}", "", "|flag|type|default|modes|meaning|", "|---|---|---|---|---|", *rows]) + "\n"
 
 
 def _settings(group: str) -> list[tuple[Flag, type, list[str]]]:
@@ -55,8 +53,9 @@ def _settings(group: str) -> list[tuple[Flag, type, list[str]]]:
 def _cells(flag: Flag, cls: type, modes: list[str]) -> list[str]:
     names = f"`--{flag.name}`" + "".join(f"<br>`--{alias}`" for alias in flag.details.aliases)
     meaning = flag.help + (f" Needs `{flag.needs_text}`." if flag.needs_text else "")
-    kind = type_text(flag) + (f": {flag.valid}" if flag.valid else "")
-    return [cell.replace("|", "\\|") for cell in (names, kind, default_text(flag, cls), ", ".join(modes), meaning)]
+    kind = ", ".join(map(str, flag.choices)) or type_text(flag) + (f" {flag.valid}" if flag.valid else "")
+    where = "" if modes == ["rlhf"] else "all" if modes == list(MODES) else ", ".join(modes)
+    return [cell.replace("|", "\\|") for cell in (names, kind, default_text(flag, cls), where, meaning)]
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ class SFTArguments(CommonArguments, RunArguments, OptimizationArguments, DataArg
     """`swift sft`: supervised tuning; the loss counts the assistant's turns."""
 
     max_length: int | None = flag(at_least=1, group="Data", unset="the model's context")
-    """Longest row in tokens, prompt and answer together. Longer rows are left out and counted."""
+    """Maximum length of a row in tokens, prompt and answer together. Longer rows are left out and counted."""
 
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one line each."""
@@ -39,7 +39,7 @@ class InferArguments(CommonArguments, GenerationArguments, DataArguments, Checkp
     """`swift infer`: answers of a model, at the terminal or for every row of a dataset."""
 
     temperature: float = flag(0.9, at_least=0, group="Sampling")
-    """Sampling temperature; 0 takes the likeliest token each time."""
+    """Sampling temperature; 0 is greedy."""
 
     result_path: str | None = flag(group="Run", unset="output/infer/<model>-<time>.jsonl")
     """File for the answers to a dataset, one JSON object per row; must not exist."""
@@ -54,7 +54,7 @@ class ExportArguments(CommonArguments, CheckpointArguments):
     """`swift export`: fold a LoRA adapter into its model."""
 
     merge_lora: bool = flag(False, group="Model")
-    """Fold the adapters into the weights and save an ordinary model folder."""
+    """Whether adapters are merged into the weights, as an ordinary model folder."""
 
     output_dir: str | None = flag(group="Run", unset="<adapter folder>-merged")
     """Folder for the result; must be new or empty."""
@@ -72,7 +72,7 @@ class MergeLoraArguments(ExportArguments):
     """`swift merge-lora`: `swift export --merge_lora true`."""
 
     merge_lora: bool = flag(True, group="Model", everyday=False)
-    """Fold the adapters into the weights and save an ordinary model folder. Always true here."""
+    """Whether adapters are merged into the weights, as an ordinary model folder."""
 
 
 @dataclass(kw_only=True)
@@ -80,24 +80,24 @@ class RewardTestArguments(CommonArguments, RewardArguments, DataArguments):
     """`swift reward-test`: reward functions on gold, adversarial or given completions; no model."""
 
     rows: int = flag(20, at_least=1, group="Reward")
-    """Rows of the dataset that are tried."""
+    """Number of rows to try."""
 
     gold_column: str | None = flag(group="Reward", unset="solution, else answer")
-    """Column with the gold answers."""
+    """Column of the ground truth."""
 
     completions: str | None = flag(group="Reward")
-    """A completions.jsonl whose completions are scored again."""
+    """File completions.jsonl whose completions are scored again."""
 
     tokenizer: str | None = flag(group="Reward", unset="lengths are counted in words")
     """Folder of a tokenizer, to count lengths in tokens."""
 
     min_gold: float = flag(0.0, at_least=0, at_most=1, group="Reward")
-    """Least share of rows whose gold answer must reach the function's best score."""
+    """Minimum share of rows whose ground truth reaches the function's best score."""
 
     max_completion_length: int = flag(
         512, at_least=1, aliases=("max_new_tokens", "response_length"), group="Reward", everyday=False
     )
-    """Length in tokens that the length rewards take for the longest completion."""
+    """Length in tokens of the longest completion, for the length rewards."""
 
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one line each."""
@@ -119,39 +119,37 @@ class RolloutServerArguments(CommonArguments, EngineArguments, GenerationArgumen
     use_vllm: bool | None = flag(  # type: ignore[assignment]
         group="Engine", unset="true unless another backend is named"
     )
-    """Serve vLLM; false serves transformers, which needs no further package."""
+    """Whether vLLM serves. If false, transformers does."""
 
     vllm_max_model_len: int | None = flag(at_least=1, group="Engine", everyday=False, unset="the model's context")
-    """Longest prompt and completion together, in tokens, whatever the backend."""
+    """Maximum length of prompt and completion in tokens, for every backend."""
 
     vllm_max_num_seqs: int = flag(256, at_least=1, group="Engine", everyday=False)
-    """Sequences that an engine decodes at the same time, whatever the backend."""
+    """Maximum number of sequences decoded at a time, for every backend."""
 
     host: str = flag("127.0.0.1", group="Run")
-    """Address to listen on. Another one than loopback needs `--api_key`."""
+    """Address to listen on. Other addresses than loopback need `--api_key`."""
 
     port: int = flag(8000, at_least=0, at_most=65535, group="Run")
     """Port to listen on; 0 takes a free one, which the ready line names."""
 
     api_key: str | None = flag(group="Run", unset="no authentication")
-    """Bearer token that clients must send. The environment variable SWIFT_API_KEY does the same, and other users of the
-    machine cannot read it."""
+    """Bearer token of clients. SWIFT_API_KEY does the same and is not visible to other users of the machine."""
 
     allow_unauthenticated: bool = flag(False, group="Run", everyday=False)
-    """Listen on a public address without a key."""
+    """Whether a public address needs no key."""
 
     weights_folder: str | None = flag(group="Run", everyday=False, unset="files are not read")
-    """Folder, shared with the trainer, below which weights and adapters may be named by path. Trainers that see
-    the same folder send weights through it."""
+    """Folder shared with the trainer, from which weights and adapters may be read."""
 
     seed: int = flag(42, at_least=0, group="Sampling", everyday=False)
-    """Seed of the engines. Requests bring their own; those without one are sampled at random."""
+    """Seed of the engines. Requests bring their own; those without one are random."""
 
     external_plugins: list[str] = flag([], group="Engine", everyday=False, aliases=("custom_register_path",))
-    """Python files that register further backends in `inference_backends`."""
+    """Python files that register inference backends."""
 
     dry_run: bool = flag(False, group="Run")
-    """Check everything, print the plan, and end without loading weights."""
+    """Whether to check everything, print the plan, and end without loading weights."""
 
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one line each."""
@@ -183,7 +181,7 @@ class ConfigSchemaArguments(CommonArguments):
     """`swift config-schema`: the JSON schema of a mode's settings."""
 
     mode: Literal["rlhf", "sft", "infer", "export", "reward-test", "rollout"] = flag("rlhf", group="Run")
-    """The mode whose settings are described."""
+    """Mode whose settings are described."""
 
 
 MODES: dict[str, type] = {

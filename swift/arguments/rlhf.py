@@ -43,10 +43,10 @@ class RLHFArguments(
     """`swift rlhf`: online reinforcement learning."""
 
     log_completions: bool = flag(False, group="Run")
-    """Show sample completions in the trackers of `--report_to` too. completions.jsonl is always written."""
+    """Whether trackers of `--report_to` show sample completions. completions.jsonl has all."""
 
     log_unique_prompts: bool = flag(False, group="Run", needs="log_completions", everyday=False)
-    """Show one completion of each prompt in the trackers, not several of the same. completions.jsonl has all."""
+    """Whether trackers show one completion per prompt."""
 
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one line each."""
