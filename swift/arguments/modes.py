@@ -77,7 +77,7 @@ class MergeLoraArguments(ExportArguments):
 
 @dataclass(kw_only=True)
 class RewardTestArguments(CommonArguments, RewardArguments, DataArguments):
-    """`swift reward-test`: reward functions on gold, adversarial or given completions; no model."""
+    """`swift reward-test`: reward functions on true, adversarial or given completions; no model."""
 
     rows: int = flag(20, at_least=1, group="Reward")
     """Number of rows to try."""

@@ -306,7 +306,7 @@ def test_through_the_collector_a_round_is_scored_with_its_columns():
 
 
 def test_reward_functions_get_the_columns_of_a_completion_beside_those_of_its_row():
-    from swift.rewards.pipeline import group_keywords
+    from swift.rewards.contract import group_keywords
     from swift.types import Completion, RolloutGroup
 
     made = [Completion(f"p-0/{n}", [5], [-1.0], "stop", columns={"tries": n, "solution": "own"}) for n in range(2)]

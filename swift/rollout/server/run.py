@@ -1,8 +1,8 @@
-"""The process of `swift rollout`: plan, engines in worker processes, a port, and an end that leaves nothing behind.
+"""The process of `swift rollout`: plan, engines in Ray actors, a port, and an end that leaves nothing behind.
 
 The port is taken before a model is loaded and listens only when everything is there. SIGTERM and SIGINT stop the
 listening, give what runs `DRAIN_S` seconds, and end the engines; a second one does not wait. If this process is killed,
-its workers end by themselves.
+its engines end by themselves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -30,10 +30,11 @@ from swift.models import context_length, load_chat
 from swift.models.policy import load_config
 from swift.models.source import locate
 from swift.models.template import Template
+from swift.rollout.engines.client import EngineClient
 from swift.rollout.engines.guided import require as require_guidance
 from swift.rollout.engines.pool import EnginePool
 from swift.rollout.engines.spec import EngineSpec, factory, spec_from
-from swift.rollout.engines.worker.client import WorkerEngine, WorkerTimeouts
+from swift.rollout.engines.transport import Timeouts
 from swift.rollout.placement import PlacementRequest, place
 from swift.rollout.server.app import make_app
 from swift.rollout.server.service import Service, Settings
@@ -41,6 +42,10 @@ from swift.types import SamplingParams
 
 DRAIN_S = 10
 """How long requests in flight may take to end after a signal."""
+HEAD_BYTES = 64 << 10
+"""Longest request line and headers together."""
+CONNECTIONS = 4096
+"""Connections at the same time; further ones are answered 503."""
 
 SAMPLING = {
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
@@ -179,13 +184,17 @@ def _taken(host: str, port: int, error: OSError) -> ResourceError:
 
 
 def _start(args: Any, plan: Plan, logs: Path, stack: contextlib.ExitStack) -> Service:
-    timeouts = WorkerTimeouts(request_s=args.rollout_timeout, stall_s=args.stall_timeout)
-    workers: list[WorkerEngine] = []
+    from swift.rollout.engines import cluster
+    from swift.rollout.engines.actor_transport import actor_engine
+
+    timeouts = Timeouts(request_s=args.rollout_timeout, stall_s=args.stall_timeout)
+    workers: list[EngineClient] = []
     for index, spec in enumerate(plan.specs):
-        worker = WorkerEngine(
+        worker = actor_engine(
             spec,
             name=f"engine {index} ({', '.join(spec.devices)})",
             log_file=logs / f"engine-{index}.log",
+            uses=cluster.use(store_bytes=cluster.store_bytes(spec)),
             timeouts=timeouts,
             restarts=args.engine_restarts,
         )
@@ -207,39 +216,51 @@ def _listen(service: Service, listener: socket.socket, host: str, signals: _Sign
         ended.append(error)
         server.should_exit = True
 
-    config = uvicorn.Config(
-        make_app(service, give_up),
-        log_level="warning",
-        access_log=False,
-        lifespan="on",
-        timeout_graceful_shutdown=DRAIN_S,
-        timeout_keep_alive=75,
-        server_header=False,
-    )
+    server = WebServer(service, f"ready http://{shown}:{port} model={service.settings.model} weight_version=0", give_up)
     try:
-        listener.listen(config.backlog)
+        listener.listen(server.config.backlog)
     except OSError as error:  # a server that was started at the same time was faster
         raise _taken(host, port, error) from error
-    server = _Server(config, f"ready http://{shown}:{port} model={service.settings.model} weight_version=0")
     signals.server = server
     server.run([listener])
     if ended:
         raise ended[0]
 
 
-class _Server(uvicorn.Server):
-    """Says when it is ready, and leaves signals to `_signals`."""
+class WebServer(uvicorn.Server):
+    """Prints `ready` when it listens, and leaves signals to `_Signals`.
 
-    def __init__(self, config: uvicorn.Config, ready: str) -> None:
-        super().__init__(config)
+    Args:
+        service: what it serves.
+        ready: the line.
+        give_up: see `make_app`.
+    """
+
+    def __init__(self, service: Service, ready: str, give_up: Callable[[EngineDead], None]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                make_app(service, give_up),
+                http="h11",  # bounds the length of a request's head
+                h11_max_incomplete_event_size=HEAD_BYTES,
+                limit_concurrency=CONNECTIONS,
+                log_level="warning",
+                access_log=False,
+                lifespan="on",
+                timeout_graceful_shutdown=DRAIN_S,
+                timeout_keep_alive=75,
+                server_header=False,
+            )
+        )
         self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Say so once it listens."""
         await super().startup(sockets)
         print(self._ready, flush=True)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+        """Leave them alone."""
         yield
 
     def stop(self) -> None:
@@ -257,7 +278,7 @@ class _Signals(contextlib.AbstractContextManager["_Signals"]):
     """
 
     def __init__(self) -> None:
-        self.server: _Server | None = None
+        self.server: WebServer | None = None
         self.closing = False
         self._before: dict[signal.Signals, Any] = {}
 
