@@ -39,7 +39,8 @@ def rehearse_rlhf(resolved: Resolved) -> int:
     from swift.rewards import RewardPipeline
     from swift.rollout.rollout_function import load_rollout_func
     from swift.trainers.engines import require_backend
-    from swift.trainers.grpo.run import (
+    from swift.trainers.grpo.checks import check_run
+    from swift.trainers.grpo.prepare import (
         batch_line,
         first_prompts,
         max_prompt_length,
@@ -47,7 +48,6 @@ def rehearse_rlhf(resolved: Resolved) -> int:
         prefetch_depth,
         require_whole_weights,
     )
-    from swift.trainers.run_checks import check_run
     from swift.trainers.session import find_start, require_packages
 
     args: Any = resolved.args

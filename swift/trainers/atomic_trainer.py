@@ -1,10 +1,10 @@
-"""A transformers.Trainer whose checkpoints exist whole or not at all.
+"""A transformers.Trainer whose checkpoints are valid or do not exist.
 
 What the subclass overrides, and why:
 
     _save_checkpoint       writes to a staging folder, which is sealed and renamed (`swift.trainers.checkpoint`)
     _get_output_dir        while that is being written, the staging folder
-    _save                  weights that were gathered are stored as if they had never been spread
+    _save                  weights that were gathered are stored as if they had never been sharded
     _load_best_model       its seconds count as saving
     _issue_warnings_after_load  tied weights are stored once
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from swift.observability.metrics import MetricStore
 
 
-class SealedTrainer(Trainer):
+class AtomicTrainer(Trainer):
     """Saves checkpoints atomically.
 
     Args:
@@ -80,7 +80,7 @@ class SealedTrainer(Trainer):
         self.model.tie_weights()
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Weights that were gathered to be saved are written as if they had never been spread."""
+        """Weights that were gathered to be saved are written as if they had never been sharded."""
         if state_dict is None or is_peft(self.model):
             super()._save(output_dir, state_dict)
             return

@@ -64,6 +64,11 @@ class MicroBatchPlan:
     too_long: tuple[int, ...] = ()
 
     @property
+    def first(self) -> int:
+        """The first sample that any rank computes."""
+        return next(i for rank in self.micro_batches for one in rank for i in one)
+
+    @property
     def num_samples(self) -> int:
         """Samples that any rank computes."""
         return sum(len(part) for parts in self.micro_batches for part in parts)

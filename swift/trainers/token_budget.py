@@ -1,11 +1,8 @@
-"""Cuts windows for the trainer, and finds out how many tokens one pass may have where nobody said so.
+"""The token budget of a micro-batch, and micro-batches within it.
 
-With `--max_tokens_per_micro_batch` the plan is `swift.trainers.micro_batches` under that limit. Without it passes are
-bounded by the batch sizes, and by the memory that is free before the first update, when the engine has made room: a
-pass that would need more is cut further. On a CPU products run at full speed with a thousand rows, and larger passes
-save little beside the memory they take: those beyond `quick_tokens` are cut there; and as smaller ones are slower,
-they are as large as that on a CPU even if the device batch is smaller, unless `--mini_batch_size` says what a pass may
-hold.
+`--max_tokens_per_micro_batch` is the budget where it is given. Else it is what the device's free memory holds before
+the first update, when the engine has made room, and at most what runs at full speed: `MOST_TOKENS`, and on a CPU
+`CPU_BYTES` of activations, as larger matrix products are no faster there.
 
 Free memory differs from start to start, and a cut rounds sums differently. So what was found goes into checkpoints, and
 a resumed run keeps it unless the memory of now is less than half of what it needs.
@@ -15,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,9 +23,9 @@ from swift.models.checkpoint_tensors import computing_dtype
 from swift.models.forward import is_packed
 from swift.models.sharded import is_dtensor, is_zero3
 from swift.observability.memory import measure
-from swift.trainers.micro_batches import Limits, MicroBatchPlan, Work, micro_batch_tokens, plan_micro_batches
 from swift.rollout.samples import TrainSample
 from swift.trainers.distributed import Collectives
+from swift.trainers.micro_batches import Limits, MicroBatchPlan, Work, plan_micro_batches
 
 SHARE_OF_FREE = 0.8
 """Of the free memory that may be counted on; the rest is for fragments and what the estimate leaves out."""
@@ -38,21 +36,24 @@ LEAST_SHARE = 0.25
 STATE_BYTES = 12
 """Of a trained parameter in an optimizer that has taken no step yet: two moments and a float32 master."""
 
+MOST_TOKENS = 16384
+"""Tokens of a micro-batch where memory allows more."""
 
-CPU_PASS_TOKENS, CPU_PASS_BYTES, CPU_TRAINER_BYTES = 1280, 1 << 30, 9 << 28
-"""Tokens of a pass on a CPU, bytes of its activations, and bytes of these with weights, gradients and optimizer; what
-comes to most tokens counts. Matrix products of a thousand rows run at full speed; what layers cost beside their
-products is worth more rows, and memory as long as a run stays small: see docs/memory.md."""
+CPU_BYTES, CPU_TOKENS = 1 << 30, 1280
+"""On a CPU: activations of a micro-batch, or so many tokens if these take more."""
 
 
-class PassPlanner:
-    """Plans the passes of one trainer.
+class MicroBatchPlanner:
+    """Plans the micro-batches of one trainer.
 
     Args:
         model: the policy, unwrapped.
-        collectives: the ranks that share a window.
-        device: of the model; on a CPU packed streams are filled up, which counts.
+        collectives: the ranks that share a global batch.
+        device: of the model.
         say: shows a line, once per kind.
+
+    Attributes:
+        fitting_tokens: the budget that was found; None before memory was measured.
     """
 
     def __init__(
@@ -62,106 +63,61 @@ class PassPlanner:
         self.collectives = collectives
         self.device = device
         self.fitting_tokens: int | None = None
-        """Tokens that fit into memory; None before it was measured, and where an explicit limit counts."""
-        self.quick_tokens = CPU_PASS_TOKENS
-        """Tokens of a pass on a CPU beyond which memory is worth more than what larger ones save."""
+        self._measured = False
         self._say = say
-        self._said: set[str] = set()
-        shape = ModelShape.of(model.config)
-        self._shape = shape
+        self._said = False
+        self._shape = shape = ModelShape.of(model.config)
         self._work = Work(
             completion=1 + shape.head_flops / shape.linear_flops,
             attention=shape.attention_flops / shape.linear_flops,
         )
 
     def plan(
-        self,
-        samples: Sequence[TrainSample],
-        window: Sequence[int],
-        useful: Sequence[bool],
-        limits: Limits,
-        *,
-        may_merge: bool = False,
+        self, samples: Sequence[TrainSample], chosen: Sequence[int], useful: Sequence[bool], limits: Limits
     ) -> MicroBatchPlan:
-        """The plan of a window, the same on every rank; see `plan_micro_batches`.
+        """The plan of a global batch, the same on every rank; see `plan_micro_batches`.
 
         Args:
-            samples: those of the unit.
-            window: sample indices in launch order.
-            useful: per window position, whether the sample can contribute.
-            limits: of one pass; without tokens, what fits and what is quick decide too.
-            may_merge: the limit of completions is only what a device batch happens to be.
+            samples: those of the rollout batch.
+            chosen: sample indices in launch order.
+            useful: per chosen sample, whether it can contribute.
+            limits: of a micro-batch; without tokens, the budget that was found.
         """
-        if limits.tokens is not None or self.fitting_tokens is None:
-            plan = self._plan(samples, window, useful, limits)
-        else:
-            plan, limits = self._plan_freely(samples, window, useful, limits, self.fitting_tokens, may_merge)
-        if plan.too_long and limits.tokens is not None:
-            self._once(
-                "too long",
-                f"micro-batches: {len(plan.too_long)} completions are longer, with their prompt, than the "
-                f"{limits.tokens} tokens of a pass; each of them has a pass of its own",
-            )
-        return plan
-
-    def _plan_freely(
-        self,
-        samples: Sequence[TrainSample],
-        window: Sequence[int],
-        useful: Sequence[bool],
-        limits: Limits,
-        fitting: int,
-        may_merge: bool,
-    ) -> tuple[MicroBatchPlan, Limits]:
-        """A plan without a limit of tokens that anybody gave, and the limits that memory sets."""
-        on_cpu = self.device.type == "cpu"
-        most = min(fitting, self.quick_tokens) if on_cpu else fitting
-        merged = Limits(None if may_merge and on_cpu else limits.samples, most)
-        if merged.samples is None and fitting > most:  # memory is no concern
-            return self._plan(samples, window, useful, merged), limits
-        plan = self._plan(samples, window, useful, limits)
-        parts = (part for rank in plan.micro_batches for part in rank)
-        longest = max((micro_batch_tokens(samples, part, packed=is_packed(self.model)) for part in parts), default=0)
-        if longest > fitting:
-            self._once(
-                "cut",
-                f"memory: passes are cut to {fitting} tokens, which is what fits; "
-                "--max_tokens_per_micro_batch sets another limit",
-            )
-            limits = merged
-        return (self._plan(samples, window, useful, merged) if longest > most else plan), limits
-
-    def _plan(
-        self, samples: Sequence[TrainSample], window: Sequence[int], useful: Sequence[bool], limits: Limits
-    ) -> MicroBatchPlan:
-        return plan_micro_batches(
+        plan = plan_micro_batches(
             samples,
-            window,
+            chosen,
             world_size=self.collectives.world_size,
-            limits=limits,
+            limits=limits if limits.tokens is not None else replace(limits, tokens=self.fitting_tokens),
             useful=useful,
             packed=is_packed(self.model),
             work=self._work,
         )
+        if plan.too_long and limits.tokens is not None and not self._said:
+            self._said = True
+            self._say(
+                f"micro-batches: {len(plan.too_long)} completions are longer, with their prompt, than the "
+                f"{limits.tokens} tokens of a micro-batch; each of them has one of its own"
+            )
+        return plan
 
-    def _once(self, kind: str, line: str) -> None:
-        if kind not in self._said:
-            self._said.add(kind)
-            self._say(line)
+    def ready(self, max_tokens: int | None) -> bool:
+        """Whether the budget is known: a given one, or one that this attempt has measured."""
+        return max_tokens is not None or self._measured
 
-    def settle(self, measured: int) -> None:
-        """Take what fits on the rank that has least; collective. What a checkpoint brought stays if it nearly fits."""
-        least = min(self.collectives.all_gather(measured))
+    def measure(self, *, whole_logits: bool, has_state: bool) -> None:
+        """Take what fits on the rank that has least; collective. What a checkpoint brought stays if it nearly fits.
+
+        Args:
+            whole_logits: whether the head makes all logits of a micro-batch at once.
+            has_state: whether the optimizer has its state already.
+        """
+        self._measured = True
+        least = min(self.collectives.all_gather(self.budget(whole_logits=whole_logits, has_state=has_state)))
         if self.fitting_tokens is None or self.fitting_tokens > 2 * least:
             self.fitting_tokens = least
 
-    def measured(self, *, whole_logits: bool, has_state: bool) -> int:
-        """Tokens that fit into this rank's free memory now.
-
-        Args:
-            whole_logits: whether the head makes all logits of a pass at once.
-            has_state: whether the optimizer has its state already.
-        """
+    def budget(self, *, whole_logits: bool, has_state: bool) -> int:
+        """Tokens of a micro-batch that this rank's free memory holds now, as far as more are faster."""
         dtype = computing_dtype(self.model) or next(one.dtype for one in self.model.parameters())
         per_token = activation_bytes(
             self._shape,
@@ -169,18 +125,17 @@ class PassPlanner:
             checkpointing=bool(getattr(self.model, "is_gradient_checkpointing", False)),
             whole_logits=whole_logits,
         )
-        weights = sum(_own_elements(one) * one.dtype.itemsize for one in self.model.parameters())
-        others = weights + expected_bytes(self.model.parameters(), has_state=False)
-        self.quick_tokens = max(CPU_PASS_TOKENS, max(CPU_PASS_BYTES, CPU_TRAINER_BYTES - others) // per_token)
-        return tokens_that_fit(
+        fitting = tokens_that_fit(
             free_bytes(self.device),
             expected=expected_bytes(self.model.parameters(), has_state=has_state),
             per_token=per_token,
         )
+        most = max(CPU_TOKENS, CPU_BYTES // per_token) if self.device.type == "cpu" else MOST_TOKENS
+        return min(fitting, most)
 
 
 def tokens_that_fit(free: int, *, expected: int, per_token: int) -> int:
-    """Tokens of a pass, at least 1.
+    """Tokens of a micro-batch, at least 1.
 
     Args:
         free: bytes that are free.
@@ -200,7 +155,7 @@ def expected_bytes(parameters: Iterable[nn.Parameter], *, has_state: bool) -> in
 
 
 def _own_elements(parameter: Any) -> int:
-    """Elements that this rank holds of a parameter, spread or not."""
+    """Elements that this rank holds of a parameter, sharded or not."""
     if is_zero3(parameter):
         return int(parameter.ds_tensor.numel())
     return int(parameter.to_local().numel() if is_dtensor(parameter) else parameter.numel())

@@ -27,10 +27,10 @@ from grpo_parts import make_trainer
 from swift.models.forward import TokenSequence, enable_packed_attention, pack
 from swift.rl.losses import LOSSES, LossConfig
 from swift.rollout.samples import RolloutBatch, SavedBatch, TrainSample
-from swift.trainers.grpo import micro_batch as microbatch
 from swift.trainers.checkpoint import read_state, write_state
-from swift.trainers.grpo.settings import CorrectionSettings
+from swift.trainers.grpo import micro_batch as microbatch
 from swift.trainers.grpo.entropy import EntropySettings
+from swift.trainers.grpo.settings import CorrectionSettings
 
 GROUPS, GENERATIONS = 6, 4
 SAMPLES = GROUPS * GENERATIONS
@@ -134,7 +134,7 @@ def rollout(trainer) -> RolloutBatch:
                 advantage=advantage,
             )
         )
-    scores = trainer.score([TokenSequence(one.prompt_ids.tolist(), one.token_ids.tolist()) for one in samples])
+    scores = trainer.logprobs.score([TokenSequence(one.prompt_ids.tolist(), one.token_ids.tolist()) for one in samples])
     ends = np.cumsum([one.token_ids.size for one in samples])[:-1]
     for sample, values in zip(samples, np.split(scores.float().numpy(), ends), strict=True):
 
@@ -165,7 +165,7 @@ class Bench:
         self.trainer.model_wrapped = self.model
         self.ranks = ranks.world_size
         self.passes = 0
-        self.trainer.on_progress = self._count
+        self.trainer.logprobs.on_progress = self._count
 
     def _count(self):
         self.passes += 1
@@ -175,7 +175,7 @@ class Bench:
         trainer, before = self.trainer, self.trainer.settings
         share = -(-setting.num_useful // self.ranks)
         slice_size = math.ceil(share / layout.passes) if layout.passes else None
-        fields = {"loss": setting.loss, "per_device": nominal, "slice_size": slice_size, "max_tokens": layout.tokens}
+        fields = {"loss": setting.loss, "per_device": nominal, "max_samples": slice_size, "max_tokens": layout.tokens}
         trainer.settings = replace(before, **fields, **setting.fields)
         unit = deepcopy(unit)
         unit.num_global_batches, unit.num_iterations = setting.windows, setting.iterations

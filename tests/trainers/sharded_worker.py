@@ -27,10 +27,10 @@ from swift.models.spread_sampling import sampling_from
 from swift.rl.entropy import AdaptiveEntropy
 from swift.rollout.weight_sync.base import TensorInfo
 from swift.rollout.weight_sync.policy import PolicyWeights, adapter_weights
-from swift.trainers.session import join_processes
-from swift.trainers.parallel.deepspeed import spread_options
 from swift.trainers.grpo.callbacks import EveryFewSteps
 from swift.trainers.grpo.entropy import EntropySettings
+from swift.trainers.parallel.deepspeed import spread_options
+from swift.trainers.session import join_processes
 
 LIMIT_S = 500
 """Ten times what the longest takes on an idle machine; workers that lose each other end by themselves sooner."""
@@ -181,14 +181,14 @@ def reward(completion: Any, prompt: Any, flat: list[str]) -> float:
 
 def poison(trainer: Any, step: int) -> None:
     """Make the policy's log-probs not finite in one step, on rank 0 only."""
-    original = trainer._logprobs
+    original = trainer.logprobs.of
 
     def poisoned(model: Any, batch: Any) -> Any:
         values = original(model, batch)
         now = torch.is_grad_enabled() and trainer.state.global_step == step and trainer.collectives.is_main
         return values * float("nan") if now else values
 
-    trainer._logprobs = poisoned
+    trainer.logprobs.of = poisoned
 
 
 def whole_state(model: Any) -> dict[str, torch.Tensor]:
@@ -218,7 +218,7 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
         "published": published,
         "adapter": adapter,
         "reference": reference_weights(trainer),
-        "controller": asdict(controller) if (controller := trainer._entropy_controller) is not None else None,
+        "controller": asdict(controller) if (controller := trainer.entropy.controller) is not None else None,
         "lengths": [len(c.token_ids) for one in trainer.rounds for group in one.groups for c in group.completions],
     }
 

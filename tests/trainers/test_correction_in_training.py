@@ -61,4 +61,4 @@ def test_log_probs_at_another_temperature_correct_nothing(nano_folders, tmp_path
     trainer = make_trainer(nano_folders["qwen2"], tmp_path)
     settings = CorrectionSettings(mode="token_truncate")
     trainer.settings = replace(trainer.settings, correction=settings, correctable_sampling=False)
-    assert trainer._correction(None, None) is None
+    assert trainer.step.correction(None, None) is None

@@ -64,17 +64,17 @@ def test_samples_without_advantage_are_left_out_and_still_counted(nano_folders, 
 
 def count_forwards(trainer, calls, action):
     """Run `action`; `calls` gets the number of sequences of each trainer forward."""
-    original = trainer._scores
+    original = trainer.logprobs._scores
 
     def counting(model, batch, entropy):
         calls.append(len(batch.samples))
         return original(model, batch, entropy)
 
-    trainer._scores = counting
+    trainer.logprobs._scores = counting
     try:
         return action()
     finally:
-        trainer._scores = original
+        trainer.logprobs._scores = original
 
 
 def test_one_update_per_rollout_needs_one_forward(nano_folders, tmp_path):
@@ -133,8 +133,8 @@ def test_a_non_finite_gradient_skips_the_update_without_clipping_too(nano_folder
 
 
 def poison(trainer):
-    original = trainer._logprobs
-    trainer._logprobs = lambda model, batch: original(model, batch) * float("nan")
+    original = trainer.logprobs.of
+    trainer.logprobs.of = lambda model, batch: original(model, batch) * float("nan")
 
 
 def test_the_kl_of_the_first_step_is_zero_and_grows(nano_folders, tmp_path):

@@ -16,8 +16,8 @@ from swift.rl.entropy import AdaptiveEntropy
 from swift.rl.losses import LossConfig, get_loss, sequence_weights
 from swift.rl.objective import policy_loss
 from swift.rl.window import count_window
-from swift.trainers.grpo.settings import CorrectionSettings
 from swift.trainers.grpo.entropy import EntropySettings
+from swift.trainers.grpo.settings import CorrectionSettings
 
 SETTINGS = {
     "gspo": {"loss_type": "gspo", "epsilon": 3e-2, "epsilon_high": 4e-2},
@@ -207,8 +207,8 @@ def test_the_controller_sees_each_window_once(folder, tmp_path):
     controller = start
     for row in rows:
         controller = controller.updated(row["entropy"])
-    assert trainer._entropy_controller.coefficient == pytest.approx(controller.coefficient)
-    assert trainer._entropy_controller.last_entropy == pytest.approx(controller.last_entropy, rel=1e-6)
+    assert trainer.entropy.controller.coefficient == pytest.approx(controller.coefficient)
+    assert trainer.entropy.controller.last_entropy == pytest.approx(controller.last_entropy, rel=1e-6)
 
 
 def test_above_the_target_the_bonus_rests(folder, tmp_path):
@@ -217,7 +217,7 @@ def test_above_the_target_the_bonus_rests(folder, tmp_path):
     trainer = make_trainer(folder, tmp_path, max_steps=3, settings=settings)
     trainer.train()
     assert [row["entropy_coef"] for row in logs_of(trainer)] == [0, 0, 0]
-    assert trainer._entropy_controller.coefficient == 0.0
+    assert trainer.entropy.controller.coefficient == 0.0
 
 
 # --- sampler and trainer ------------------------------------------------------------------------------------------

@@ -29,13 +29,13 @@ class Ranks:
 def passes_of(trainer):
     """(completions, tokens) of each forward pass of one window."""
     made = []
-    original = trainer._policy
+    original = trainer.logprobs.policy
 
     def counting(model, batch):
         made.append((len(batch.samples), batch.tokens.input_ids.numel()))
         return original(model, batch)
 
-    trainer._policy = counting
+    trainer.logprobs.policy = counting
     return gradients_of_one_step(trainer), made
 
 

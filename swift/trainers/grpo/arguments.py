@@ -12,9 +12,9 @@ from swift.errors import ConfigError, join_problems
 
 if TYPE_CHECKING:
     from swift.rl.losses import LossConfig
-    from swift.trainers.grpo.run import Parts
-    from swift.trainers.grpo.settings import GRPOSettings
     from swift.trainers.grpo.entropy import EntropySettings
+    from swift.trainers.grpo.prepare import Parts
+    from swift.trainers.grpo.settings import GRPOSettings
 
 
 def loss_settings(args: Any) -> LossConfig:
@@ -74,7 +74,6 @@ def trainer_settings(args: Any, *, logprob_support: str = "full", given: Collect
     """
     from swift.trainers.grpo.settings import CorrectionSettings, GRPOSettings
 
-    max_tokens = args.max_tokens_per_micro_batch
     correctable = logprob_support != "raw" or args.temperature == 1.0
     if not correctable:
         join_problems(_uncorrectable(args, given))
@@ -83,10 +82,8 @@ def trainer_settings(args: Any, *, logprob_support: str = "full", given: Collect
         temperature=args.temperature,
         max_completion_length=args.max_completion_length,
         per_device=args.per_device_train_batch_size,
-        slice_size=args.mini_batch_size or (args.per_device_train_batch_size if max_tokens is None else None),
-        max_tokens=max_tokens,
-        fits_memory=max_tokens is None,
-        merges_passes=max_tokens is None and not args.mini_batch_size,
+        max_samples=args.mini_batch_size or None,
+        max_tokens=args.max_tokens_per_micro_batch,
         keep_dropout=args.lora_dropout > 0 and args.tuner_type == "lora",
         skip_zero_advantage=args.skip_zero_advantage_batches,
         comparable_sampling=correctable and not args.sampling_params().biased,

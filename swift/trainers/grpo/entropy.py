@@ -1,21 +1,27 @@
-"""Entropy over one optimizer window: how much the bonus weighs, and which tokens are uncertain enough to train on.
+"""Entropy over one global batch: how much the bonus weighs, and which tokens are uncertain enough to train on.
 
 Entropy is computed only where a setting asks for it, from the logits of the policy's own forward pass. What needs the
-whole window before its first backward pass (the threshold of the top entropies) comes from that forward pass alone
-where it holds the whole window, else from a pass without gradient.
+whole global batch before its first backward pass (the threshold of the top entropies) comes from that forward pass
+alone where one micro-batch holds the whole global batch, else from a pass without gradient.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from swift.rl.entropy import AdaptiveEntropy, top_entropy_threshold
+from swift.rollout.samples import RolloutBatch
+from swift.trainers.grpo.micro_batch import split_by_sample
+
+if TYPE_CHECKING:
+    from swift.trainers.grpo.logprobs import LogProbs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +39,7 @@ class EntropySettings:
 
     @property
     def has_bonus(self) -> bool:
-        """Whether a bonus may act in some window; then completions without advantage move the gradient too."""
+        """Whether a bonus may act in some update; then completions without advantage move the gradient too."""
         return self.coefficient > 0 or self.adaptive is not None
 
     @property
@@ -49,9 +55,9 @@ class EntropySettings:
 
 @dataclass(frozen=True, slots=True)
 class TopEntropy:
-    """The mask h of a window: keep[sample][token] says whether the token's entropy reaches `threshold`.
+    """The mask h of a global batch: keep[sample][token] says whether the token's entropy reaches `threshold`.
 
-    num_tokens: trained tokens that are kept, the sum of m h over the window.
+    num_tokens: trained tokens that are kept, the sum of m h over it.
     """
 
     threshold: float
@@ -60,7 +66,7 @@ class TopEntropy:
 
 
 def top_entropy(entropies: Mapping[int, np.ndarray], trained: Mapping[int, np.ndarray], quantile: float) -> TopEntropy:
-    """Choose the most uncertain trained tokens of a window (arXiv:2506.01939).
+    """Choose the most uncertain trained tokens of a global batch (arXiv:2506.01939).
 
     Args:
         entropies: of every token, by sample: all samples of the window that have trained tokens.
@@ -92,3 +98,66 @@ def restored_controller(start: AdaptiveEntropy | None, state: dict[str, Any] | N
     last = state["last_entropy"]
     coefficient = min(max(state["coefficient"], start.minimum), start.maximum)
     return replace(start, coefficient=coefficient, last_entropy=math.inf if last is None else last)
+
+
+class EntropyControl:
+    """What the step asks about entropy: the bonus's weight, and the mask of the top entropies.
+
+    Args:
+        settings: what the entropy is for, as it is now.
+        logprobs: computes it.
+
+    Attributes:
+        controller: steers the coefficient; None where it is fixed.
+    """
+
+    def __init__(self, settings: Callable[[], EntropySettings], logprobs: LogProbs) -> None:
+        self._settings = settings
+        self.logprobs = logprobs
+        self.controller = settings().adaptive
+
+    @property
+    def settings(self) -> EntropySettings:
+        """What the entropy is for."""
+        return self._settings()
+
+    @property
+    def coefficient(self) -> float:
+        """The weight of the bonus in the next update."""
+        return self.settings.coefficient if self.controller is None else self.controller.applied
+
+    def look_ahead(self, batch: RolloutBatch, chosen: Sequence[int], policy: nn.Module) -> TopEntropy | None:
+        """The mask of the top entropies of a global batch, as far as it has to be known before its first micro-batch.
+
+        All trained tokens have a say in the threshold, those without advantage too. Where one micro-batch holds them
+        all, the mask is made from its own entropies.
+        """
+        if not self.settings.selects:
+            return None
+        logprobs = self.logprobs
+        plan = logprobs.plan(batch.samples, chosen, [batch.samples[i].num_trained > 0 for i in chosen])
+        if logprobs.in_one(plan):
+            return None
+        policy.eval()
+        mine: dict[int, np.ndarray] = {}
+        for one, held in logprobs.own_micro_batches(batch, plan, lambda i: True):
+            with torch.no_grad():
+                _, entropy_N = logprobs.with_entropy(policy, one)
+            if held:
+                mine |= dict(zip(held, split_by_sample(entropy_N, one.samples), strict=True))
+            logprobs.on_progress()
+        policy.train()
+        entropies = {i: values for part in logprobs.collectives.all_gather(mine) for i, values in part.items()}
+        return self.choose(batch, entropies)
+
+    def choose(self, batch: RolloutBatch, entropies: dict[int, np.ndarray]) -> TopEntropy:
+        """The mask from the entropies of all samples of a global batch."""
+        return top_entropy(entropies, {i: batch.samples[i].trained for i in entropies}, self.settings.quantile)
+
+    def steer(self, total: float, count: float) -> None:
+        """Let the controller see the sum and number of this rank's entropies of an update; collective."""
+        if self.controller is None:
+            return
+        total, count = self.logprobs.collectives.sum([total, count])
+        if count and math.isfinite(total):  # else the update is skipped, and there is nothing to learn from
+            self.controller = self.controller.updated(total / count)

@@ -1,13 +1,23 @@
-"""Sums and extremes of one optimizer step, gathered pass by pass and merged over ranks once."""
+"""Sums and extremes of one optimizer step, gathered micro-batch by micro-batch and merged over ranks once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from swift.observability.metrics import kind_of
+from swift.rl.correction import effective_sample_size, mismatch_statistics
+from swift.rl.objective import LossOutput
+from swift.rl.segments import spread
+from swift.rollout.samples import RolloutBatch
+from swift.trainers.distributed import Collectives
+from swift.trainers.grpo.micro_batch import MicroBatch
+
+if TYPE_CHECKING:
+    from swift.trainers.grpo.settings import GRPOSettings
 
 
 @dataclass(slots=True)
@@ -45,3 +55,70 @@ class StepMetrics:
         """Means and extremes."""
         means = {name: total / count for name, (total, count) in self.sums.items() if count}
         return {**means, **self.extremes}
+
+
+def observe(
+    report: StepMetrics,
+    batch: MicroBatch,
+    policy_logprobs_N: Tensor,
+    output: LossOutput,
+    settings: GRPOSettings,
+    *,
+    fresh: bool,
+) -> None:
+    """Add what one micro-batch says; `fresh`: no update has been taken since its samples were sampled."""
+    report.add_pairs(output.means)
+    for name, value in output.maxima.items():
+        report.add_extreme(name, float(value))
+    policy_logprobs_N = policy_logprobs_N.detach()
+    if settings.correctable_sampling:
+        _observe_sampler(report, batch, policy_logprobs_N, settings)
+    if settings.log_offpolicy:
+        advantages_N = spread(batch.advantages_S, batch.tokens.sequence_index)
+        for name, chosen_N in (("positive", advantages_N > 0), ("negative", advantages_N < 0)):
+            values = policy_logprobs_N[batch.mask_N & chosen_N]
+            report.add(f"logp/{name}_advantage_mean", float(values.double().sum()), values.numel())
+    if fresh and settings.comparable_sampling:
+        known_N = batch.mask_N & batch.sampler_logprobs_N.isfinite()
+        gap = (policy_logprobs_N - batch.sampler_logprobs_N)[known_N]
+        if gap.numel():
+            report.add("mismatch/logp_diff_mean", float(gap.double().sum()), gap.numel())
+            report.add("mismatch/logp_abs_diff", float(gap.abs().double().sum()), gap.numel())
+            report.add_extreme("mismatch/logp_abs_diff_max", float(gap.abs().max()))
+
+
+def _observe_sampler(report: StepMetrics, batch: MicroBatch, policy_logprobs_N: Tensor, settings: GRPOSettings) -> None:
+    """Ratios of trainer and sampler as they are, whatever the correction makes of them."""
+    from_sampler = settings.old_logprobs == "sampler"  # then only the policy of now says how far they are
+    pairs, extremes = mismatch_statistics(
+        policy_logprobs_N if from_sampler else batch.old_or(policy_logprobs_N),
+        batch.sampler_logprobs_N,
+        batch.mask_N,
+        threshold=settings.correction.threshold,
+        lower=settings.correction.lower,
+    )
+    report.add_pairs(pairs)
+    for name, value in extremes.items():
+        report.add_extreme(name, float(value))
+
+
+def summarise(
+    report: StepMetrics, loss: float, batch: RolloutBatch, settings: GRPOSettings, collectives: Collectives
+) -> dict[str, float]:
+    """The metrics of an update from the sums of all ranks; {} on ranks other than 0. Collective."""
+    report.add("loss", loss / collectives.world_size, 0.0)
+    reports = collectives.gather(report)
+    if reports is None:
+        return {}
+    for other in reports[1:] if collectives.is_main else []:
+        report.merge(other)
+    loss_total, _ = report.sums.pop("loss")
+    values = {"loss": loss_total, **report.values()}
+    if values.pop("rollout_ratio/squared", None) is not None:
+        sums = {name: torch.tensor(report.sums[f"rollout_ratio/{name}"]) for name in ("mean", "squared")}
+        values["rollout_ratio/ess"] = effective_sample_size(sums["mean"].double(), sums["squared"].double())
+    if not settings.comparable_sampling:
+        values["mismatch/biased"] = 1.0
+    chosen = batch.global_batch(batch.global_batch_index)
+    values["tokens/trained"] = float(sum(batch.samples[i].num_trained for i in chosen))
+    return values

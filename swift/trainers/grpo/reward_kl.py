@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 from swift.models.sharded import is_spread
 from swift.rl.kl import sequence_k1
 from swift.rollout.samples import TrainSample
@@ -25,7 +23,7 @@ class RewardKL:
     """Computes `sum_t m (lp_s - lp_r)` of samples; collective.
 
     Args:
-        trainer: whose reference, ranks and slices are used.
+        trainer: whose reference, ranks and micro-batches are used.
     """
 
     def __init__(self, trainer: GRPOTrainer) -> None:
@@ -44,25 +42,21 @@ class RewardKL:
     def _mine(self, samples: Sequence[TrainSample]) -> dict[int, float]:
         """Those of this rank's share."""
         trainer = self.trainer
-        plan = trainer.plan(samples, range(len(samples)), [sample.num_trained > 0 for sample in samples])
-        filler = [i for parts in plan.micro_batches for part in parts for i in part][:1]
+        plan = trainer.logprobs.plan(samples, range(len(samples)), [sample.num_trained > 0 for sample in samples])
         sums: dict[int, float] = {}
         for part in plan.micro_batches[trainer.collectives.rank]:
             if not part and not is_spread(trainer.model):
                 continue
-            batch = trainer.collate([samples[i] for i in part or filler], [0.0] * len(part or filler))
+            chosen = part or [plan.first]
+            batch = trainer.logprobs.collate([samples[i] for i in chosen], [0.0] * len(chosen))
             sums |= dict(zip(part, self._k1(batch), strict=False))
-            trainer.on_progress()
+            trainer.logprobs.on_progress()
         return sums
 
     def _k1(self, batch: MicroBatch) -> list[float]:
-        trainer = self.trainer
-        assert trainer.reference is not None, "a KL in the reward without a reference"
-        with trainer.reference.active() as module, torch.no_grad():
-            ref_logprobs_N = trainer._logprobs(module, batch)
         return sequence_k1(
             batch.sampler_logprobs_N,
-            ref_logprobs_N,
+            self.trainer.logprobs.of_reference(batch),
             mask_T=batch.mask_N,
             sequence_index_T=batch.tokens.sequence_index,
             num_sequences=batch.tokens.num_sequences,

@@ -24,9 +24,8 @@ class CorrectionSettings:
 class GRPOSettings:
     """What the step needs to know beyond transformers' TrainingArguments.
 
-    per_device: completions of a nominal micro-batch. slice_size, max_tokens: most completions and most tokens of one
-        forward/backward pass; None is no limit. fits_memory: cut passes further where memory is too small for them.
-        merges_passes: slice_size is only what per_device is, so passes may hold more where that is faster.
+    per_device: completions of a nominal micro-batch, for losses that average over these. max_samples, max_tokens: most
+        completions and most tokens of a micro-batch; without max_tokens the device's memory decides.
     keep_dropout: dropout is on during policy forwards, so old log-probs need an evaluation forward of their own.
     skip_zero_advantage: leave samples out that cannot move the gradient; they count in the normaliser all the same.
     comparable_sampling: the sampler draws from the trainer's own distribution (no truncation, no penalty), so that
@@ -35,7 +34,7 @@ class GRPOSettings:
         tokens; biased where they are not comparable too.
     correction: weights for tokens that another policy sampled. log_offpolicy: log more about it than the ratios, which
         are logged wherever they are correctable.
-    off_policy_delta: mute sequences of negative advantage that have drifted further than this; None is off.
+    off_policy_delta: mask sequences of negative advantage that have drifted further than this; None is off.
     old_logprobs: what the ratio compares the policy with: the trainer's log-probs at the start of the unit, or those
         that the sampler recorded (the ratio of the Atropos example trainer), for which no forward pass is needed.
     entropy: bonus, choice of tokens, logs.
@@ -45,10 +44,8 @@ class GRPOSettings:
     temperature: float
     max_completion_length: int
     per_device: int
-    slice_size: int | None
+    max_samples: int | None = None
     max_tokens: int | None = None
-    fits_memory: bool = False
-    merges_passes: bool = False
     keep_dropout: bool = False
     skip_zero_advantage: bool = True
     comparable_sampling: bool = True

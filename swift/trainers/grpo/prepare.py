@@ -1,0 +1,253 @@
+"""What a run needs before any weight is loaded: template, data, rewards, batch arithmetic, and the plan in words."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from swift.errors import ConfigError
+from swift.trainers.grpo.arguments import loss_settings
+from swift.types import Prompt
+
+if TYPE_CHECKING:
+    import torch
+
+    from swift.data import PromptDataset, PromptSource
+    from swift.models.template import Template
+    from swift.rewards import RewardPipeline
+    from swift.rollout.arithmetic import BatchPlan
+    from swift.rollout.placement import Placement
+    from swift.rollout.rollout_function import RolloutFunc
+    from swift.trainers.distributed import Collectives
+    from swift.trainers.session import Start
+    from swift.trainers.supervision.heartbeat import RankWatch
+
+
+@dataclass(slots=True)
+class Parts:
+    """What is ready before any weight is loaded."""
+
+    args: Any
+    collectives: Collectives
+    template: Template
+    source: PromptSource
+    first_prompts: list[Prompt]
+    eval_prompts: PromptDataset | None
+    rewards: RewardPipeline
+    plan: BatchPlan
+    start: Start
+    placement: Placement
+    prefetch_depth: int
+    lines: list[str]
+    rollout_func: RolloutFunc | None = None
+    rank_watch: RankWatch | None = None
+
+
+def prepare(args: Any, collectives: Collectives, start: Start, placement: Placement) -> Parts:
+    """Everything that needs no weights: template, data, rewards, batch arithmetic."""
+    from swift.data import load_prompts, open_prompts
+    from swift.models import load_chat
+    from swift.rewards import RewardPipeline
+    from swift.rewards.models import load_reward_models
+    from swift.trainers.engines import require_backend
+    from swift.trainers.grpo.checks import check_run
+
+    template = load_chat(args)
+    rewards = RewardPipeline(
+        args,
+        seed=args.seed,
+        max_completion_length=args.max_completion_length,
+        decode=lambda ids: template.decode(ids, skip_special_tokens=False),
+        tokenizer_path=template.tokenizer.name_or_path,
+        reward_models=load_reward_models(args, device=own_device()) if collectives.is_main else None,
+    )
+    limits = {
+        "tokenize": template.encode_prompt,
+        "max_prompt_length": max_prompt_length(args),
+        "truncation_strategy": args.truncation_strategy,
+    }
+
+    def open_source() -> PromptSource:
+        return open_prompts(args, split="train", max_steps=args.max_steps, **limits)
+
+    source = open_source()
+    looked_at = open_source() if args.streaming else source
+    first = first_prompts(looked_at, 64)
+    has_eval = bool(args.val_dataset) or args.split_dataset_ratio > 0
+    eval_prompts = load_prompts(args, split="val", **limits) if has_eval else None
+    plan = plan_run(args, collectives.world_size, source.size)
+    lines = [*source.report.lines(), *(eval_prompts.report.lines() if eval_prompts is not None else [])]
+    lines = list(dict.fromkeys(lines))  # one mapping line when both data sets have the same columns
+    check_run(args, placement.mode, rewards, plan)
+    depth = prefetch_depth(args, plan)
+    require_backend(args)
+    function = find_rollout_func(args, placement)
+    return Parts(
+        args, collectives, template, source, first, eval_prompts, rewards, plan, start, placement, depth, lines,
+        rollout_func=function,
+    )  # fmt: skip
+
+
+def find_rollout_func(args: Any, placement: Placement) -> RolloutFunc | None:
+    """The function of `--rollout_func`, if one is given.
+
+    Raises:
+        ConfigError: it cannot be found, or ranks that hold parts of one engine would have to call it in step.
+    """
+    from swift.rollout.rollout_function import load_rollout_func
+
+    if args.rollout_func is None:
+        return None
+    require_whole_weights(args)
+    if placement.mode == "colocate" and placement.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"--vllm_tensor_parallel_size: {placement.tensor_parallel_size}: in colocate the ranks of an engine sample "
+            "in step, and a rollout function does as it likes; use 1, or --vllm_mode dedicated"
+        )
+    return load_rollout_func(args.rollout_func)
+
+
+def require_whole_weights(args: Any) -> None:
+    """Refuses a rollout function on weights that a DeepSpeed file spreads; presets are told by their names before.
+
+    Raises:
+        ConfigError: the trainer's own model samples, and the file's stage is 3.
+    """
+    from swift.rollout.placement import has_own_engine
+    from swift.trainers.parallel.deepspeed import stage_of
+
+    if args.rollout_func is not None and not has_own_engine(args) and stage_of(args) == 3:
+        raise ConfigError(
+            f"--rollout_func: {args.rollout_func}: each rank calls it with its own prompts, and stage 3 of --deepspeed "
+            f"{args.deepspeed} samples on all ranks in step; --use_vllm true, --vllm_mode dedicated, or stage 2"
+        )
+
+
+def prefetch_depth(args: Any, plan: BatchPlan) -> int:
+    """How many generation batches may be sampled ahead: `--prefetch_depth` as far as `--max_staleness` allows.
+
+    Raises:
+        ConfigError: even without sampling ahead tokens would be older than `--max_staleness`.
+    """
+    from swift.rollout.arithmetic import MOST_BATCHES_CARRIED, deepest_prefetch, most_stale
+    from swift.rollout.placement import has_own_engine
+
+    updates = plan.updates_per_rollout
+    interval = args.vllm_sync_interval if has_own_engine(args) else 1
+    wanted = args.prefetch_depth if args.async_generate else 0
+    if args.dynamic_sample:  # where a round begins in the stream of prompts is known when the one before it has ended
+        wanted = min(wanted, 1)
+    waits = MOST_BATCHES_CARRIED * updates if args.dynamic_sample else 0
+    limit = None if args.max_staleness is None else args.max_staleness - waits
+    depth = deepest_prefetch(wanted, updates=updates, interval=interval, max_staleness=limit)
+    if depth is None:
+        carried = " with the wait of groups that --dynamic_sample carries over" if waits else ""
+        raise ConfigError(
+            f"--max_staleness: {args.max_staleness}: {updates} optimizer steps per generation batch and "
+            f"--vllm_sync_interval {interval} make tokens up to "
+            f"{most_stale(0, updates=updates, interval=interval) + waits} steps old without sampling ahead{carried}; "
+            "raise it, or lower these"
+        )
+    if args.max_staleness is not None and args.replay_buffer_size and args.replay_max_age > args.max_staleness:
+        raise ConfigError(
+            f"--max_staleness: {args.max_staleness}: the replay buffer keeps groups for --replay_max_age "
+            f"{args.replay_max_age} optimizer steps; raise it, or lower --replay_max_age"
+        )
+    return depth
+
+
+def first_prompts(source: PromptSource, count: int) -> list[Prompt]:
+    """The first prompts, for checks: a data set is only looked at, a stream is drawn from."""
+    dataset = getattr(source, "dataset", None)
+    if dataset is None:
+        return [source.next().prompt for _ in range(count)]
+    return [dataset[i] for i in range(min(count, len(dataset)))]
+
+
+def max_prompt_length(args: Any) -> int | None:
+    """`--max_length`: the longest prompt in tokens; by default what the context leaves beside the completion.
+
+    Raises:
+        ConfigError: the completion alone fills the context.
+    """
+    from swift.models.policy import context_length
+    from swift.trainers.grpo.checks import prompt_limit
+
+    return prompt_limit(args, context_length(args))
+
+
+def plan_run(args: Any, world_size: int, num_rows: int | None) -> BatchPlan:
+    """The batch arithmetic of the run.
+
+    Raises:
+        ConfigError: sizes that do not fit together, or too few rows for one generation batch.
+    """
+    from swift.rollout.arithmetic import plan_batches
+
+    return plan_batches(
+        per_device_train_batch_size=args.per_device_train_batch_size,
+        world_size=world_size,
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        num_generations=args.num_generations,
+        steps_per_generation=args.steps_per_generation,
+        generation_batch_size=args.generation_batch_size,
+        num_iterations=args.num_iterations,
+        mini_batch_size=args.mini_batch_size,
+        max_tokens_per_micro_batch=args.max_tokens_per_micro_batch,
+        num_rows=num_rows,
+        num_train_epochs=args.num_train_epochs,
+        max_steps=args.max_steps,
+    )
+
+
+def batch_line(args: Any, plan: BatchPlan) -> str:
+    """The batches of the run in words."""
+    from swift.rollout.arithmetic import describe
+
+    return describe(
+        plan,
+        most_launches=1 + args.max_resample_times if args.dynamic_sample else 1,
+        every_row=goes_on_over_epochs(args),
+    )
+
+
+def goes_on_over_epochs(args: Any) -> bool:
+    """Whether batches do not end with an epoch: they draw as many rows as it takes, or put displaced ones off."""
+    return bool(args.dynamic_sample or args.reroll_start_fraction < 1)
+
+
+def own_device() -> torch.device:
+    """The device of this process."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+def plan_lines(parts: Parts) -> list[str]:
+    """The plan in words: devices, mode, batches, steps."""
+    from swift.rl.losses import describe as describe_loss
+    from swift.rollout.placement import describe as describe_placement
+    from swift.trainers.parallel.deepspeed import describe as describe_spreading
+
+    device = own_device()
+    world = parts.collectives.world_size
+    where = (f"{world} x {device.type}" if world > 1 else str(device)) + describe_spreading(parts.args)
+    backend = parts.args.infer_backend
+    lines = [
+        f"plan: train on {where}; generate with {backend}; {batch_line(parts.args, parts.plan)}",
+        f"loss: {describe_loss(loss_settings(parts.args))}",
+    ]
+    if parts.placement.mode == "in_process":
+        return lines
+    ahead = f"; {parts.prefetch_depth} generation batches ahead" if parts.prefetch_depth else ""
+    return [*lines, describe_placement(parts.placement) + ahead, *parts.placement.notes]
+
+
+def slow_path_lines(obstacle: str | None) -> list[str]:
+    """A remark when the model cannot be packed, whichever engine samples."""
+    if obstacle is None:
+        return []
+    return [f"attention: the model's own ({obstacle}); prompts are not shared, so this is slower"]

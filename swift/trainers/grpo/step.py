@@ -1,0 +1,380 @@
+"""Forward and backward of one global batch, whole or while its completions arrive.
+
+A global batch is cut into packed micro-batches and normalised over all of them and all ranks, so that no cut, packing
+or number of ranks changes the gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from swift.rl.correction import off_policy_sequence_mask, sampler_correction, sampler_mismatch
+from swift.rl.entropy import entropy_bonus
+from swift.rl.losses import get_loss, sequence_weights
+from swift.rl.objective import SamplerCorrection, policy_loss
+from swift.rl.segments import spread
+from swift.rl.window import WindowCounts, count_window, nominal_batch_tokens, nominal_batches
+from swift.rollout.samples import Arrival, RolloutBatch, TrainSample
+from swift.trainers.distributed import Collectives
+from swift.trainers.grpo.entropy import EntropyControl, TopEntropy
+from swift.trainers.grpo.logprobs import LogProbs, remember, take_sampler_logprobs
+from swift.trainers.grpo.metrics import StepMetrics, observe
+from swift.trainers.grpo.micro_batch import MicroBatch, split_by_sample
+
+if TYPE_CHECKING:
+    from swift.trainers.grpo.settings import GRPOSettings
+    from swift.trainers.parallel.deepspeed import DeepSpeedSteps
+
+
+@dataclass(slots=True)
+class _Shared:
+    """What the micro-batches of one optimizer step share.
+
+    weights: loss weight of each trained token, by sample. filler: a sample for ranks that have none left.
+    coefficient: weight of the entropy bonus. top: the mask of a global batch that was looked at before; None leaves it
+    to the one micro-batch that holds it all. num_tokens: trained tokens. number: of the step, from 1. entropy_sum,
+    entropy_count: over the tokens that the bonus acts on, so far.
+    """
+
+    batch: RolloutBatch
+    weights: dict[int, float]
+    filler: int
+    report: StepMetrics
+    coefficient: float
+    top: TopEntropy | None
+    num_tokens: int
+    number: int
+    entropy_sum: float = 0.0
+    entropy_count: float = 0.0
+
+
+class GlobalBatchStep:
+    """Makes the gradients of one optimizer step.
+
+    Args:
+        settings: of the step, as they are now.
+        logprobs: scores samples and cuts them into micro-batches.
+        entropy: its bonus and choice of tokens.
+        accelerator: of the trainer.
+        sequences: completions of a full global batch, for one whose samples are still arriving.
+        timer: times phases.
+
+    Attributes:
+        deepspeed: drives its engine; None without.
+        fsdp: FSDP2 shards the model.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: Callable[[], GRPOSettings],
+        logprobs: LogProbs,
+        entropy: EntropyControl,
+        accelerator: Accelerator,
+        sequences: Callable[[], int],
+        timer: Callable[[str], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        self._settings = settings
+        self.logprobs = logprobs
+        self.entropy = entropy
+        self.accelerator = accelerator
+        self._sequences = sequences
+        self._timer = timer
+        self.deepspeed: DeepSpeedSteps | None = None
+        self.fsdp = False
+
+    @property
+    def settings(self) -> GRPOSettings:
+        """Those of the trainer."""
+        return self._settings()
+
+    @property
+    def collectives(self) -> Collectives:
+        """The data-parallel ranks."""
+        return self.logprobs.collectives
+
+    def run(self, model: nn.Module, policy: nn.Module, batch: RolloutBatch, report: StepMetrics, number: int) -> Tensor:
+        """Forward and backward of the next global batch; gradients are complete when it returns.
+
+        Args:
+            model: the policy as it is wrapped for training.
+            policy: the same, unwrapped.
+            batch: the rollout batch.
+            report: gets what there is to log.
+            number: of the step, from 1.
+
+        Returns:
+            this rank's share of the loss times the number of ranks (their mean is the loss).
+        """
+        model.train()
+        if batch.arriving is not None:
+            return self._arriving(model, batch, batch.arriving, report, number)
+        with self._timer("train"):
+            return self._whole(model, policy, batch, report, number)
+
+    def _whole(
+        self, model: nn.Module, policy: nn.Module, batch: RolloutBatch, report: StepMetrics, number: int
+    ) -> Tensor:
+        if self.deepspeed is not None:
+            self.deepspeed.begin()
+        self.logprobs.prepare_old(batch)
+        chosen = batch.global_batch(batch.global_batch_index)
+        weights = dict(zip(chosen, self._weights([batch.samples[i] for i in chosen]), strict=True))
+        useful = self.logprobs.useful(batch, chosen)
+        loss = torch.zeros((), device=self.logprobs.device)
+        if not any(useful):  # no gradient at all: the optimizer leaves every weight alone
+            report.add("health/steps_without_signal", 1.0, 1.0)
+            return loss
+        top = self.entropy.look_ahead(batch, chosen, policy)
+        plan = self.logprobs.plan(batch.samples, chosen, useful)
+        shared = _Shared(
+            batch,
+            weights,
+            filler=plan.first,
+            report=report,
+            coefficient=self.entropy.coefficient,
+            top=top,
+            num_tokens=sum(batch.samples[i].num_trained for i in chosen),
+            number=number,
+        )
+        own = plan.micro_batches[self.collectives.rank]
+        for turn, held in enumerate(own):
+            loss += self._micro_batch(model, shared, held, last=turn == len(own) - 1)
+        if self.deepspeed is not None:
+            self.deepspeed.step()
+        if self.settings.entropy.has_bonus:
+            if self.collectives.is_main:
+                report.add("entropy_coef", shared.coefficient, 1.0)
+            self.entropy.steer(shared.entropy_sum, shared.entropy_count)
+        return loss
+
+    # --- a global batch that is still being sampled -------------------------------------------------------------
+
+    def _arriving(
+        self, model: nn.Module, batch: RolloutBatch, arrivals: Iterator[Arrival], report: StepMetrics, number: int
+    ) -> Tensor:
+        """The same for a global batch whose samples are still being sampled: its counts are known at the end only.
+
+        Each arrival is weighed as if the global batch were full of the longest completions; at the end the gradients
+        are multiplied by that normaliser over the true one. That is the whole gradient, up to rounding.
+        """
+        loss, ran = torch.zeros((), device=self.logprobs.device), False
+        for arrival in arrivals:
+            with self._timer("train"):
+                share, has_run = self._arrival(model, batch, arrival, report, number, ran=ran)
+            loss, ran = loss + share, ran or has_run
+        if not ran:
+            report.add("health/steps_without_signal", 1.0, 1.0)
+            return loss
+        total, limit = get_loss(self.settings.loss.loss_type).normaliser.total, self.settings.max_completion_length
+        exact = total(count_window([sample.num_trained for sample in batch.samples]), limit)
+        factor = total(self._fullest(), limit) / exact
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+        if batch.updates_per_rollout > 1:
+            self.logprobs.share_old(batch)
+        return loss * factor
+
+    def _fullest(self) -> WindowCounts:
+        """The counts of a global batch full of the longest completions."""
+        return count_window([self.settings.max_completion_length] * self._sequences())
+
+    def _arrival(
+        self,
+        model: nn.Module,
+        batch: RolloutBatch,
+        arrival: Arrival,
+        report: StepMetrics,
+        number: int,
+        *,
+        ran: bool,
+    ) -> tuple[Tensor, bool]:
+        """Some of its samples: their loss, and whether any pass was made; `ran`: one was before."""
+        samples = [batch.samples[i] for i in arrival.samples]
+        if self.settings.old_logprobs == "sampler":
+            take_sampler_logprobs(samples)
+        tokens = [sample.num_trained for sample in samples]
+        weights = sequence_weights(
+            get_loss(self.settings.loss.loss_type),
+            self._fullest(),
+            tokens,
+            max_completion_length=self.settings.max_completion_length,
+        )
+        shared = _Shared(
+            batch,
+            dict(zip(arrival.samples, weights, strict=True)),
+            filler=next((i for i, one in enumerate(batch.samples) if one.num_trained), 0),
+            report=report,
+            coefficient=0.0,
+            top=None,
+            num_tokens=sum(tokens),
+            number=number,
+        )
+        useful = [weight > 0 and self.logprobs.contributes(one) for weight, one in zip(weights, samples, strict=True)]
+        own = self.logprobs.plan(batch.samples, arrival.samples, useful).micro_batches[self.collectives.rank]
+        if arrival.last and ran and not own and self.collectives.active:
+            own = [[]]  # the pass that brings the ranks' gradients together
+        loss = torch.zeros((), device=self.logprobs.device)
+        for turn, held in enumerate(own):
+            loss += self._micro_batch(model, shared, held, last=arrival.last and turn == len(own) - 1)
+        return loss, bool(own)
+
+    # --- one micro-batch ----------------------------------------------------------------------------------------
+
+    def _micro_batch(self, model: nn.Module, shared: _Shared, held: Sequence[int], *, last: bool) -> Tensor:
+        """One forward/backward pass; a rank with nothing left passes over the filler with weight 0."""
+        samples = [shared.batch.samples[i] for i in held or [shared.filler]]
+        self.logprobs.check_old(shared.batch, held, step=shared.number)
+        batch = self.logprobs.collate(samples, [shared.weights[i] for i in held] or [0.0])
+        if not held:
+            batch.mask_N = torch.zeros_like(batch.mask_N)
+        self.logprobs.ensure_reference(batch, keep=bool(held))
+        with self._gathers_only_last(model, last):
+            policy_logprobs_N, entropy_N = self.logprobs.policy(model, batch)
+            loss, output = self._loss(shared, held, batch, policy_logprobs_N, entropy_N)
+            loss = loss * self.collectives.world_size
+            if self.deepspeed is not None:
+                self.deepspeed.backward(loss, last=last)
+            else:
+                self.accelerator.backward(loss)
+        self.logprobs.on_progress()
+        if held:
+            if shared.batch.updates_per_rollout > 1:
+                remember(batch, policy_logprobs_N)
+            fresh = shared.batch.position == 0
+            observe(shared.report, batch, policy_logprobs_N, output, self.settings, fresh=fresh)
+        return loss.detach()
+
+    def _loss(
+        self,
+        shared: _Shared,
+        held: Sequence[int],
+        batch: MicroBatch,
+        policy_logprobs_N: Tensor,
+        entropy_N: Tensor | None,
+    ) -> tuple[Tensor, Any]:
+        """The loss with its entropy bonus, and what the policy loss returned."""
+        top_N, num_top_tokens = self._top_mask(shared, held, batch, entropy_N)
+        output = policy_loss(
+            policy_logprobs_N,
+            config=self.settings.loss,
+            advantages_T=spread(batch.advantages_S, batch.tokens.sequence_index),
+            mask_T=batch.mask_N,
+            token_weights_T=batch.weights_N,
+            sequence_index_T=batch.tokens.sequence_index,
+            num_sequences=batch.tokens.num_sequences,
+            old_logprobs_T=batch.old_or(policy_logprobs_N),
+            ref_logprobs_T=batch.ref_logprobs_N,
+            correction=self.correction(batch, policy_logprobs_N),
+            keep_T=_product(top_N, self._off_policy_mask(shared.report, batch, policy_logprobs_N)),
+            entropy_T=entropy_N,
+        )
+        if entropy_N is None or not self.settings.entropy.has_bonus:
+            return output.loss, output
+        bonus = entropy_bonus(
+            entropy_N,
+            batch.mask_N,
+            coefficient=shared.coefficient,
+            num_window_tokens=num_top_tokens,
+            keep_T=top_N,
+        )
+        values = entropy_N.detach()[batch.mask_N if top_N is None else batch.mask_N & top_N]
+        shared.entropy_sum += float(values.double().sum())
+        shared.entropy_count += values.numel()
+        return output.loss + bonus, output
+
+    def _top_mask(
+        self, shared: _Shared, held: Sequence[int], batch: MicroBatch, entropy_N: Tensor | None
+    ) -> tuple[Tensor | None, float]:
+        """The forward mask h, or None when all tokens are trained on; and how many tokens the global batch keeps."""
+        if entropy_N is None or not self.settings.entropy.selects:
+            return None, float(shared.num_tokens)
+        top = shared.top
+        if top is None:
+            entropies = dict(zip(held, split_by_sample(entropy_N, batch.samples), strict=True))
+            top = self.entropy.choose(shared.batch, entropies)
+        if not held:
+            return torch.zeros_like(batch.mask_N), float(top.num_tokens)
+        if held[0] == shared.filler:  # one micro-batch of the global batch
+            shared.report.add("entropy_threshold", top.threshold, 1.0)
+        keep = np.concatenate([top.keep[i] for i in held])
+        return torch.from_numpy(keep).to(batch.mask_N.device), float(top.num_tokens)
+
+    def correction(self, batch: MicroBatch, policy_logprobs_N: Tensor) -> SamplerCorrection | None:
+        """Importance weights of the tokens for the gap between sampler and trainer; None when it is not corrected."""
+        settings = self.settings.correction
+        if settings.mode == "none" or not self.settings.correctable_sampling:
+            return None
+        eta_N = sampler_mismatch(batch.old_or(policy_logprobs_N), batch.sampler_logprobs_N, batch.mask_N)
+        return sampler_correction(
+            eta_N,
+            mask_T=batch.mask_N,
+            sequence_index_T=batch.tokens.sequence_index,
+            num_sequences=batch.tokens.num_sequences,
+            mode=settings.mode,
+            threshold=settings.threshold,
+            lower=settings.lower,
+            sequence_ratio=settings.sequence_ratio,
+        )
+
+    def _off_policy_mask(self, report: StepMetrics, batch: MicroBatch, policy_logprobs_N: Tensor) -> Tensor | None:
+        """The forward mask o: 0 in sequences of negative advantage that have drifted; None when it is off."""
+        delta = self.settings.off_policy_delta
+        if delta is None:
+            return None
+        recorded = self.settings.correctable_sampling  # else the nearest is the policy at the rollout batch's start
+        keep_N = off_policy_sequence_mask(
+            spread(batch.advantages_S, batch.tokens.sequence_index),
+            policy_logprobs_N,
+            batch.sampler_logprobs_N if recorded else batch.old_or(policy_logprobs_N),
+            mask_T=batch.mask_N,
+            sequence_index_T=batch.tokens.sequence_index,
+            num_sequences=batch.tokens.num_sequences,
+            delta=delta,
+        )
+        masked = ((keep_N == 0) & batch.mask_N).sum()
+        report.add("off_policy_mask/muted_frac", float(masked), float(batch.mask_N.sum()))
+        return keep_N
+
+    # --- around it ----------------------------------------------------------------------------------------------
+
+    def _weights(self, samples: Sequence[TrainSample]) -> list[float]:
+        """The loss weight of each trained token of each sample, exact over the whole global batch."""
+        tokens = [sample.num_trained for sample in samples]
+        nominal = nominal_batches(len(samples), self.settings.per_device)
+        counts = count_window(tokens, nominal)
+        if not counts.trains:
+            return [0.0] * len(samples)
+        return sequence_weights(
+            get_loss(self.settings.loss.loss_type),
+            counts,
+            tokens,
+            nominal_tokens=nominal_batch_tokens(tokens, nominal),
+            max_completion_length=self.settings.max_completion_length,
+        )
+
+    def _gathers_only_last(self, model: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Gradients of the ranks meet after the last micro-batch."""
+        # DeepSpeed's boundary says the same; FSDP without a reduction would keep the gradients of the whole model on
+        # every rank, and sum them in the type of the computation
+        if last or self.deepspeed is not None or self.fsdp:
+            return contextlib.nullcontext()
+        return self.accelerator.no_sync(model)
+
+
+def _product(*masks: Tensor | None) -> Tensor | None:
+    """The product of the forward masks that are on."""
+    product = None
+    for mask in masks:
+        if mask is not None:
+            product = mask if product is None else product * mask
+    return product
