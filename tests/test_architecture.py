@@ -96,6 +96,24 @@ def test_no_two_parts_import_each_other():
     assert not [(a, b) for a, below in MAY_IMPORT.items() for b in below if a in MAY_IMPORT[b]]
 
 
+def test_no_files_import_each_other_in_a_circle():
+    names = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in modules()
+    }
+    below = {
+        name: {
+            one if one in names else one.rpartition(".")[0]
+            for one in imported(path)
+            if one in names or one.rpartition(".")[0] in names
+        }
+        - {name}
+        for name, path in names.items()
+    }
+    while free := {name for name, others in below.items() if not others & set(below)}:
+        below = {name: others for name, others in below.items() if name not in free}
+    assert not below, {name: sorted(others & set(below)) for name, others in below.items()}
+
+
 def test_settings_are_defined_without_the_code_that_they_configure():
     for path in PACKAGE.glob("*/arguments.py"):
         wrong = {

@@ -28,7 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from swift.models.segments import GroupSpans, SegmentLayout, Span, Variant, attended
+from swift.models.segment_spans import GroupSpans, Span, Variant, attended
+from swift.models.segments import SegmentLayout
 
 ATTENTION_NAME = "swift_segments"
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from swift.models.segments import GroupSpans
+    from swift.models.segment_spans import GroupSpans
 
 FILL = 1024
 """Streams are filled up to a multiple of this many tokens."""

@@ -15,16 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from swift.models.segments import PLAIN, Variant, attended
-
-if TYPE_CHECKING:
-    from swift.models.segments import GroupSpans, Span
+from swift.models.segment_spans import PLAIN, GroupSpans, Span, Variant, attended
 
 # T tokens of the stream, R rows of a block, P prompt keys, L steps of the longest row, C = P + L keys
 # H query heads, K key/value heads, D head width, E value width

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from swift.errors import Interrupted, ResourceError, SwiftError, join_problems
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import TrainerCallback, TrainingArguments
 
     from swift.trainers.distributed import Collectives
 
@@ -49,43 +49,11 @@ class Start:
 TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "swanlab": "swanlab"}
 """`--report_to` -> the package it needs."""
 
-OPTIMIZER_PACKAGES = {
-    "adamw_torch_": "torchao",
-    "galore": "galore_torch",
-    "apollo": "apollo_torch",
-    "lomo": "lomo_optim",
-    "grokadamw": "grokadamw",
-    "schedule_free": "schedulefree",
-    "stable_adamw": "optimi",
-    "anyprecision": "torchdistx",
-    "bit": "bitsandbytes",
-    "bnb": "bitsandbytes",
-    "ademamix": "bitsandbytes",
-}
-"""Part of an `--optim` name -> the package it needs; the first that fits counts."""
-
-CPU_ADAMW = "adamw_cpu"
-"""The one `--optim` that transformers does not have: `swift.trainers.optimizers.adamw_cpu`."""
-
-BUILT_IN_OPTIMIZERS = (
-    "adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused",
-    "adafactor", "sgd", "adagrad", "rmsprop", CPU_ADAMW,
-)  # fmt: skip
-"""Those of torch (or of its device's own build), transformers and swift."""
-
-
 _WITHOUT = {
     "--report_to": "leave the name out",
     "--optim": "use --optim adamw",
     "--attn_impl": "use --attn_impl sdpa",
 }
-
-
-def optimizer_package(name: str) -> str | None:
-    """The package that an `--optim` needs beyond torch and transformers, or None."""
-    if name in BUILT_IN_OPTIMIZERS:
-        return None
-    return next((package for part, package in OPTIMIZER_PACKAGES.items() if part in name), None)
 
 
 def require_packages(args: Any) -> None:
@@ -101,8 +69,8 @@ def require_packages(args: Any) -> None:
     require_fsdp(args)
     require_best_model(args)
     needs = [(f"--report_to: {name}", TRACKERS[name]) for name in args.report_to if name in TRACKERS]
-    if package := optimizer_package(args.optim):
-        needs.append((f"--optim: {args.optim}", package))
+    if args.optim == "adamw_8bit":
+        needs.append(("--optim: adamw_8bit", "bitsandbytes"))
     if args.attn_impl == "flash_attn":
         needs.append(("--attn_impl: flash_attn", "flash_attn"))
     missing = [(subject, package) for subject, package in needs if importlib.util.find_spec(package) is None]
@@ -256,6 +224,7 @@ def training_options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, A
     """
     import torch
 
+    from swift.trainers.optimizers.choice import is_registered
     from swift.trainers.parallel.deepspeed import spread_options
 
     on_gpu = torch.cuda.is_available()
@@ -273,7 +242,7 @@ def training_options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, A
         "adam_beta2": args.adam_beta2,
         "adam_epsilon": args.adam_epsilon,
         "max_grad_norm": args.max_grad_norm,
-        "optim": "adamw_torch" if args.optim == CPU_ADAMW else args.optim,  # then see `own_optimizer`
+        "optim": "adamw_torch" if is_registered(args.optim) else args.optim,  # then see `own_optimizer`
         "optim_args": args.optim_args,
         "num_train_epochs": args.num_train_epochs,
         "per_device_train_batch_size": args.per_device_train_batch_size,
@@ -308,31 +277,6 @@ def training_options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, A
         "disable_tqdm": True,
         **spread_options(args),
     }
-
-
-def own_optimizer(args: Any, arguments: TrainingArguments) -> tuple[type, dict[str, Any]] | None:
-    """What Trainer takes as `optimizer_cls_and_kwargs`: an optimizer that transformers does not have, else None.
-
-    Args:
-        args: the resolved settings.
-        arguments: those of transformers, made from `training_options`.
-    """
-    if args.optim != CPU_ADAMW:
-        return None
-    from transformers import Trainer
-
-    from swift.trainers.optimizers.adamw_cpu import CPUAdamW
-
-    _, options = Trainer.get_optimizer_cls_and_kwargs(arguments)
-    return CPUAdamW, options
-
-
-def finish_own_optimizer(args: Any, trainer: Trainer) -> None:
-    """What `own_optimizer` needs of the trainer that got it."""
-    if args.optim == CPU_ADAMW:
-        from swift.trainers.optimizers.adamw_cpu import load_on_host
-
-        load_on_host(trainer)
 
 
 def on_one_device(arguments: TrainingArguments) -> TrainingArguments:

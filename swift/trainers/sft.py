@@ -20,10 +20,8 @@ from swift.trainers.session import (
     SignalTrap,
     checkpoint_settings,
     find_start,
-    finish_own_optimizer,
     join_processes,
     on_one_device,
-    own_optimizer,
     require_packages,
     resume_command,
     tensorboard_callback,
@@ -201,6 +199,7 @@ def build_trainer(
     from transformers import PrinterCallback
     from trl import SFTConfig, SFTTrainer
 
+    from swift.trainers.optimizers.choice import attach_own_optimizer, own_optimizer
     from swift.trainers.optimizers.master_weights import keep_master_weights
 
     arguments = on_one_device(SFTConfig(**sft_options(args, folder, evaluates=val is not None)))
@@ -213,7 +212,7 @@ def build_trainer(
         processing_class=template.tokenizer,
         callbacks=callbacks,
     )
-    finish_own_optimizer(args, trainer)
+    attach_own_optimizer(args, trainer)
     trainer.remove_callback(PrinterCallback)  # `LogLines` speaks instead
     # fp16's loss scaling needs gradients at the very weights that the optimizer holds; ZeRO and FSDP have own masters
     if not trainer.args.fp16 and not args.deepspeed and not args.fsdp:

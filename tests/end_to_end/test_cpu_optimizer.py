@@ -1,4 +1,4 @@
-"""Optimizers from the command line: adamw_cpu has the numbers of adamw, adamw_8bit a quarter of its state."""
+"""Optimizers from the command line: adamw_cpu has the numbers of adamw, adamw_8bit 8-bit states; plugins add others."""
 
 import os
 import shutil
@@ -47,3 +47,47 @@ def test_eight_bit_states_train_and_resume_exactly(cli):
         shutil.rmtree(folder / name)
     cli.finish("bits", **flags, resume_from_checkpoint=folder / "checkpoint-2")
     assert_same(state_files(folder), straight, "resumed")
+
+
+PLUGIN = '''
+from dataclasses import dataclass
+
+import torch
+
+from swift.flags import flag
+from swift.plugin import optimizers
+
+
+@dataclass
+class SignParameters:
+    """Sign descent."""
+
+    GROUP = "Optimization"
+    sign_decay: float = flag(0.9, at_least=0, below=1)
+    """Decay of the mean of gradients."""
+
+
+@optimizers.register("sign", parameters=SignParameters)
+class Sign(torch.optim.Optimizer):
+    def __init__(self, params, lr, sign_decay):
+        super().__init__(params, {"lr": lr, "sign_decay": sign_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    mean = self.state[weight].setdefault("mean", torch.zeros_like(weight))
+                    mean.lerp_(weight.grad, 1 - group["sign_decay"])
+                    weight.sub_(mean.sign(), alpha=group["lr"])
+'''
+
+
+def test_a_plugin_adds_an_optimizer_with_settings_of_its_own(cli, material, tmp_path):
+    file = tmp_path / "sign.py"
+    file.write_text((material[1] / "odd_plugin.py").read_text() + PLUGIN)
+    flags = {"optim": "sign", "sign_decay": 0.5, "learning_rate": 1e-2, "lr_scheduler_type": "constant"}
+    folder, _, _ = cli.finish("sign", external_plugins=file, max_steps=2, save_steps=2, **flags)
+    state = torch.load(folder / "checkpoint-2" / "optimizer.pt", weights_only=True)
+    assert {(group["sign_decay"], group["lr"]) for group in state["param_groups"]} == {(0.5, 1e-2)}
+    assert all("mean" in one for one in state["state"].values())

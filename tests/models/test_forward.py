@@ -15,7 +15,7 @@ from swift.models.forward import (
     packing_obstacle,
     padded_logits,
 )
-from swift.models.segments import Variant
+from swift.models.segment_spans import Variant
 
 SEQUENCES = [
     TokenSequence([5, 6, 7, 8], [10, 11, 12]),

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from swift.models.segment_rows import SegmentRows
-from swift.models.segments import GroupSpans, SegmentLayout, Span, flex_obstacle, kernel_for
+from swift.models.segment_spans import GroupSpans, Span
+from swift.models.segments import SegmentLayout, flex_obstacle, kernel_for
 
 
 def layout(*groups):

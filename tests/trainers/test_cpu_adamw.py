@@ -15,6 +15,7 @@ from swift.errors import ResourceError
 from swift.trainers import master_weights, session
 from swift.trainers.arguments import Optimizer
 from swift.trainers.optimizers.adamw_cpu import CPUAdamW
+from swift.trainers.optimizers.choice import own_optimizer
 
 HALF, WHOLE = torch.bfloat16, torch.float32
 
@@ -26,7 +27,7 @@ def trained(folder, output_dir, optim, *, dtype=WHOLE, lora=False, steps=5):
         folder, output_dir, model=model, max_steps=steps, warmup_steps=2, lr_scheduler_type="cosine",
         max_grad_norm=0.05, weight_decay=0.1, adam_beta2=0.95, logging_steps=1, learning_rate=1e-2,
     )  # fmt: skip
-    trainer.optimizer_cls_and_kwargs = session.own_optimizer(SimpleNamespace(optim=optim), trainer.args)
+    trainer.optimizer_cls_and_kwargs = own_optimizer(SimpleNamespace(optim=optim), trainer.args)
     trainer.train()
     norms = [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
     return {name: weight.detach().clone() for name, weight in model.named_parameters()}, trainer.optimizer, norms
@@ -179,20 +180,6 @@ def test_every_optimizer_that_is_offered_trains_a_policy(optim, nano_folders, tm
     before = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
     trainer.train()
     assert any(not torch.equal(weight, before[name]) for name, weight in trainer.model.named_parameters())
-
-
-@pytest.mark.parametrize(
-    ("optim", "package"),
-    [
-        ("adamw_8bit", "bitsandbytes"),
-        ("adamw_torch_8bit", "torchao"),
-        ("adamw_torch", None),
-        ("adamw_cpu", None),
-        ("adafactor", None),
-    ],
-)
-def test_which_package_an_optimizer_needs(optim, package):
-    assert session.optimizer_package(optim) == package
 
 
 def test_a_missing_package_is_named_with_the_way_out(monkeypatch):

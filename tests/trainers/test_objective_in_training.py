@@ -465,7 +465,7 @@ def test_a_resumed_run_has_the_controller_and_the_reference_of_the_straight_one(
     resumed = moving_run(folder, tmp_path, kind, **SAVING)
     resumed.load_pipeline_state(checkpoint)
     resumed.train(resume_from_checkpoint=str(checkpoint))
-    assert resumed._entropy_controller == expected._entropy_controller
+    assert resumed.entropy.controller == expected.entropy.controller
     for ours, theirs in (
         (resumed.model.state_dict(), expected.model.state_dict()),
         (resumed.reference.weights(), expected.reference.weights()),

@@ -248,8 +248,9 @@ class _Session(Surroundings):
         from swift.trainers.grpo.callbacks import EveryFewSteps, PipelineCallback
         from swift.trainers.grpo.reward_kl import RewardKL
         from swift.trainers.grpo.trainer import GRPOTrainer
+        from swift.trainers.optimizers.choice import attach_own_optimizer, own_optimizer
         from swift.trainers.reporting import ReportCallback
-        from swift.trainers.session import finish_own_optimizer, own_optimizer, tensorboard_callback
+        from swift.trainers.session import tensorboard_callback
         from swift.trainers.supervision.stall import StallCallback
 
         parts, args = self.parts, self.parts.args
@@ -270,7 +271,7 @@ class _Session(Surroundings):
             save_total_limit=args.save_total_limit,
             on_progress=self.stall.touch,
         )
-        finish_own_optimizer(args, trainer)
+        attach_own_optimizer(args, trainer)
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(StallCallback(self.stall))
         trainer.add_callback(

@@ -19,14 +19,16 @@ from typing import Any
 import torch
 from torch.optim import AdamW
 from torch.optim.optimizer import ParamsT
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
+from swift.plugin.registry import optimizers
 from swift.trainers.optimizers.master_weights import keep_master_weights
 
 HOST = torch.device("cpu")
 
 
+@optimizers.register("adamw_cpu")
 class CPUAdamW(AdamW):
     """torch's AdamW on float32 masters in the host's memory.
 
@@ -42,18 +44,23 @@ class CPUAdamW(AdamW):
         for group in self.param_groups:
             group["fused"] = True
 
+    @staticmethod
+    def options(arguments: TrainingArguments) -> dict[str, Any]:
+        """Those of transformers' AdamW."""
+        return dict(Trainer.get_optimizer_cls_and_kwargs(arguments)[1])
 
-def load_on_host(trainer: Trainer) -> None:
-    """Let `trainer`, whose optimizer this is, read a checkpoint's state into the host's memory.
+    @staticmethod
+    def attach(trainer: Trainer) -> None:
+        """Let `trainer` read a checkpoint's state into the host's memory.
 
-    Trainer reads it onto the device where several processes train, and there is no room for it.
-    """
+        Trainer reads it onto the device where several processes train, and there is no room for it.
+        """
 
-    def load(checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        state = torch.load(Path(checkpoint, OPTIMIZER_NAME), map_location=HOST, weights_only=True, mmap=True)
-        trainer.optimizer.load_state_dict(state)
-        trainer.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
+        def load(checkpoint: str | None) -> None:
+            if checkpoint is None:
+                return
+            state = torch.load(Path(checkpoint, OPTIMIZER_NAME), map_location=HOST, weights_only=True, mmap=True)
+            trainer.optimizer.load_state_dict(state)
+            trainer.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
 
-    trainer._load_optimizer_and_scheduler = load
+        trainer._load_optimizer_and_scheduler = load

@@ -1,4 +1,4 @@
-"""Limits of tokens in training: what settings ask for, what fits into memory, and gradients that stay as they are."""
+"""Token budgets of micro-batches: given, or from memory; and gradients that stay as they are."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 from swift.models.activation_memory import ModelShape, activation_bytes
 from swift.models.forward import TokenSequence, enable_packed_attention, pack, packed_logits
 from swift.models.tiny import SHAPES, build_tiny
-from swift.trainers import pass_planner
-from swift.trainers.token_budget import PassPlanner, expected_bytes, tokens_that_fit
+from swift.trainers import token_budget
+from swift.trainers.token_budget import MicroBatchPlanner, expected_bytes, tokens_that_fit
 
 
 class Ranks:
@@ -63,20 +63,26 @@ def test_both_limits_hold(nano_folders, tmp_path):
     assert max(samples for samples, _ in passes_of(trainer)[1]) == 3
 
 
-def test_memory_cuts_passes_further_and_never_makes_them_larger(nano_folders, tmp_path):
+def test_free_memory_is_the_budget_where_none_is_given(nano_folders, tmp_path):
     folder = nano_folders["qwen2"]
-    expected, whole = passes_of(make_trainer(folder, tmp_path, slice_size=4, settings={"fits_memory": True}))
-    assert [samples for samples, _ in whole] == [4, 4], "there is memory for more"
-    trainer = make_trainer(folder, tmp_path, slice_size=4, settings={"fits_memory": True})
-    said = []
-    trainer.planner._say = said.append
-    trainer.planner.measured = lambda *_, **__: 20
+    expected, whole = passes_of(make_trainer(folder, tmp_path, per_device=1, slice_size=None))
+    assert [samples for samples, _ in whole] == [8], "memory for all, whatever the device batch is"
+    trainer = make_trainer(folder, tmp_path, slice_size=None)
+    trainer.planner.budget = lambda **_: 20
     gradients, cut = passes_of(trainer)
     assert [samples for samples, _ in cut] == [2, 2, 2, 2]
     assert difference(gradients, expected) < 1e-6
-    assert said == [
-        "memory: passes are cut to 20 tokens, which is what fits; --max_tokens_per_micro_batch sets another limit"
-    ]
+
+
+def test_on_a_cpu_activations_are_bounded(nano_folders, monkeypatch):
+    made = planner(nano_folders["qwen2"])
+    per_token = activation_bytes(ModelShape.of(made.model.config), element=4, checkpointing=False, whole_logits=True)
+    found = made.budget(whole_logits=True, has_state=True)
+    assert found == (1 << 30) // per_token > token_budget.CPU_TOKENS
+    monkeypatch.setattr(token_budget, "CPU_BYTES", 0)
+    assert made.budget(whole_logits=True, has_state=True) == token_budget.CPU_TOKENS
+    monkeypatch.setattr(token_budget, "free_bytes", lambda device: 1000 * per_token)
+    assert made.budget(whole_logits=True, has_state=True) < 1000
 
 
 def test_completions_above_the_limit_are_said_once(nano_folders, tmp_path):
@@ -94,12 +100,13 @@ def planner(folder, ranks=None):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder)
-    return PassPlanner(model, ranks or Ranks(), device=torch.device("cpu"), say=lambda line: None)
+    return MicroBatchPlanner(model, ranks or Ranks(), device=torch.device("cpu"), say=lambda line: None)
 
 
 def test_ranks_agree_on_what_fits_on_the_smallest(nano_folders):
     made = planner(nano_folders["qwen2"], Ranks(700, 900))
-    made.settle(1000)
+    made.budget = lambda **_: 1000
+    made.measure(whole_logits=False, has_state=True)
     assert made.fitting_tokens == 700
 
 
@@ -107,7 +114,8 @@ def test_ranks_agree_on_what_fits_on_the_smallest(nano_folders):
 def test_a_resumed_run_keeps_its_limit_unless_far_less_fits(nano_folders, now, kept):
     made = planner(nano_folders["qwen2"])
     made.fitting_tokens = 900
-    made.settle(now)
+    made.budget = lambda **_: now
+    made.measure(whole_logits=False, has_state=True)
     assert made.fitting_tokens == kept
 
 
@@ -115,7 +123,6 @@ def test_the_limit_is_in_the_state_of_the_run(nano_folders, tmp_path):
     trainer = make_trainer(
         nano_folders["qwen2"],
         tmp_path,
-        settings={"fits_memory": True},
         save_strategy="steps",
         save_steps=1,
         max_steps=1,
@@ -123,14 +130,14 @@ def test_the_limit_is_in_the_state_of_the_run(nano_folders, tmp_path):
     trainer.train()
     found = trainer.planner.fitting_tokens
     assert found > 10_000
-    resumed = make_trainer(nano_folders["qwen2"], tmp_path / "again", settings={"fits_memory": True})
+    resumed = make_trainer(nano_folders["qwen2"], tmp_path / "again")
     resumed.load_pipeline_state(tmp_path / "checkpoint-1")
     assert resumed.planner.fitting_tokens == found
 
 
 def test_an_explicit_limit_is_not_measured(nano_folders, tmp_path):
     trainer = make_trainer(nano_folders["qwen2"], tmp_path, slice_size=None, settings={"max_tokens": 100})
-    trainer.planner.measured = lambda *_, **__: pytest.fail("memory was measured")
+    trainer.planner.budget = lambda **_: pytest.fail("memory was measured")
     gradients_of_one_step(trainer)
     assert trainer.planner.fitting_tokens is None
 
@@ -204,60 +211,3 @@ def test_the_estimate_is_above_what_a_forward_pass_keeps_and_not_by_far(tmp_path
     )
     assert loss.isfinite()
     assert found < estimate < (5 if checkpointing else 2) * found
-
-
-def test_passes_on_a_cpu_are_cut_where_larger_ones_are_no_faster(nano_folders, tmp_path, monkeypatch):
-    """Four completions of 8 behind a prompt are 31 or 32 tokens."""
-    folder = nano_folders["qwen2"]
-    monkeypatch.setattr(pass_planner, "CPU_PASS_BYTES", 0)
-    monkeypatch.setattr(pass_planner, "CPU_TRAINER_BYTES", 0)
-    monkeypatch.setattr(pass_planner, "CPU_PASS_TOKENS", 20)
-    expected, explicit = passes_of(make_trainer(folder, tmp_path, slice_size=4, settings={"max_tokens": 63}))
-    assert [samples for samples, _ in explicit] == [4, 4]
-    for merges in (False, True):
-        settings = {"fits_memory": True, "merges_passes": merges}
-        trainer = make_trainer(folder, tmp_path, slice_size=4, settings=settings)
-        said = []
-        trainer.planner._say = said.append
-        gradients, cut = passes_of(trainer)
-        assert [samples for samples, _ in cut] == [2, 2, 2, 2]
-        assert trainer.planner.fitting_tokens > 1000
-        assert said == [], "nothing is wrong"
-        assert difference(gradients, expected) < 1e-6
-
-
-def test_small_device_batches_are_merged_on_a_cpu_up_to_what_is_quick_and_fits(nano_folders, tmp_path, monkeypatch):
-    folder = nano_folders["qwen2"]
-    expected, single = passes_of(make_trainer(folder, tmp_path, slice_size=1))
-    assert len(single) == 8
-    for quick, fitting, found in ((1280, 10**6, [8]), (40, 10**6, [4, 4]), (40, 40, [1] * 8), (1280, 40, [1] * 8)):
-        monkeypatch.setattr(pass_planner, "CPU_PASS_BYTES", 0)
-        monkeypatch.setattr(pass_planner, "CPU_TRAINER_BYTES", 0)
-        monkeypatch.setattr(pass_planner, "CPU_PASS_TOKENS", quick)
-        settings = {"fits_memory": True, "merges_passes": True}
-        trainer = make_trainer(folder, tmp_path, slice_size=1, settings=settings)
-        trainer.planner.measured = lambda *_, fitting=fitting, **__: fitting
-        said = []
-        trainer.planner._say = said.append
-        gradients, merged = passes_of(trainer)
-        assert [samples for samples, _ in merged] == found
-        assert difference(gradients, expected) < 1e-6
-        assert said == [], "where memory is scarce the device batch stays, and it fits"
-    trainer = make_trainer(folder, tmp_path, slice_size=1, settings={"fits_memory": True})
-    assert len(passes_of(trainer)[1]) == 8, "--mini_batch_size is a limit"
-
-
-def test_a_narrow_model_has_larger_passes_as_long_as_they_take_little_memory(nano_folders, tmp_path, monkeypatch):
-    planner = make_trainer(nano_folders["qwen2"], tmp_path, slice_size=1).planner
-    shape = ModelShape.of(planner.model.config)
-    for whole_logits in (False, True):
-        per_token = activation_bytes(shape, element=4, checkpointing=False, whole_logits=whole_logits)
-        planner.measured(whole_logits=whole_logits, has_state=False)
-        weights = 20 * sum(one.numel() for one in planner.model.parameters())  # with gradients and optimizer
-        assert planner.quick_tokens == (2.25 * 2**30 - weights) // per_token > 1280
-    monkeypatch.setattr(pass_planner, "CPU_TRAINER_BYTES", weights + 10)
-    planner.measured(whole_logits=True, has_state=True)
-    assert planner.quick_tokens == 2**30 // per_token
-    monkeypatch.setattr(pass_planner, "CPU_PASS_BYTES", 1279 * per_token)
-    planner.measured(whole_logits=True, has_state=False)
-    assert planner.quick_tokens == 1280

@@ -1,0 +1,55 @@
+"""The optimizer that `--optim` names where transformers does not have it: an entry of the registry `optimizers`.
+
+An entry is called as `entry(parameter_groups, lr=..., **parameters)` and returns a `torch.optim.Optimizer`.
+`parameters` are the settings that it declared when it was registered; each group has its `weight_decay`. A class
+method `options(arguments)` of an entry gives other keyword arguments, `attach(trainer)` sees the trainer that has it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from swift.errors import ConfigError
+from swift.plugin.registry import optimizers
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from transformers import Trainer, TrainingArguments
+
+
+def is_registered(name: str) -> bool:
+    """Whether an `--optim` is an entry of the registry, built in or of a plugin."""
+    import swift.trainers.optimizers.adamw_cpu  # noqa: F401  # registers itself
+
+    return name in optimizers
+
+
+def own_optimizer(args: Any, arguments: TrainingArguments) -> tuple[Callable[..., Optimizer], dict[str, Any]] | None:
+    """What Trainer takes as `optimizer_cls_and_kwargs`; None for an optimizer of transformers.
+
+    Args:
+        args: the resolved settings.
+        arguments: those of transformers.
+
+    Raises:
+        ConfigError: `--optim_args`, which the entry would not see.
+    """
+    if not is_registered(args.optim):
+        return None
+    entry, parameters = optimizers[args.optim], optimizers.parameters_of(args.optim)
+    if hasattr(entry, "options"):
+        return entry, entry.options(arguments)
+    if arguments.optim_args:
+        raise ConfigError(
+            f"--optim_args: {arguments.optim_args}: has no effect with --optim {args.optim}, which has flags of its own"
+        )
+    own = {one.name: getattr(args, one.name) for one in dataclasses.fields(parameters)} if parameters else {}
+    return entry, {"lr": arguments.learning_rate, **own}
+
+
+def attach_own_optimizer(args: Any, trainer: Trainer) -> None:
+    """What an entry of the registry needs of the trainer that got it."""
+    if is_registered(args.optim) and hasattr(optimizers[args.optim], "attach"):
+        optimizers[args.optim].attach(trainer)
