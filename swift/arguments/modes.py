@@ -375,13 +375,13 @@ class MergeLoraArguments(ExportArguments):
 
 @dataclass(kw_only=True)
 class RewardTestArguments(CommonArguments, RewardArguments, DataArguments):
-    """`swift reward-test`: reward functions on gold, adversarial or given completions; no model."""
+    """`swift reward-test`: reward functions on true, adversarial or given completions; no model."""
 
     rows: int = flag(20, at_least=1, group="Reward")
     """Rows of the dataset that are tried."""
 
     gold_column: str | None = flag(group="Reward", unset="solution, else answer")
-    """Column with the gold answers."""
+    """Column with the ground truths."""
 
     completions: str | None = flag(group="Reward")
     """A completions.jsonl whose completions are scored again."""
@@ -390,7 +390,7 @@ class RewardTestArguments(CommonArguments, RewardArguments, DataArguments):
     """Folder of a tokenizer, to count lengths in tokens."""
 
     min_gold: float = flag(0.0, at_least=0, at_most=1, group="Reward")
-    """Least share of rows whose gold answer must reach the function's best score."""
+    """Least share of rows whose ground truth must reach the function's best score."""
 
     max_completion_length: int = flag(
         512, at_least=1, aliases=("max_new_tokens", "response_length"), group="Reward", everyday=False

@@ -362,6 +362,16 @@ class EngineArguments:
     cpu_devices: int | None = flag(at_least=1, everyday=False, unset="as many as are needed")
     """Groups of CPU cores that stand for devices on a machine without accelerator."""
 
+    weight_transport: Literal["auto", "object_store", "broadcast", "ipc", "disk", "http"] = flag("auto", everyday=False)
+    """How new weights travel to engines elsewhere: object_store, broadcast or ipc with `--vllm_mode dedicated`; disk,
+    http or broadcast to servers. auto takes the shortest way between the devices."""
+
+    ray_address: str | None = flag(everyday=False, unset="a local cluster that ends with the run")
+    """Ray cluster for dedicated engines: host:port, or auto for the one on this machine."""
+
+    ray_token_file: str | None = flag(everyday=False, unset="made for a local cluster")
+    """File with the token of the Ray cluster at `--ray_address`."""
+
     engine_restarts: int = flag(3, at_least=0, everyday=False)
     """Restarts of dead engine processes per hour before the run ends."""
 

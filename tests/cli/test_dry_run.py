@@ -45,7 +45,7 @@ def test_it_prints_settings_placement_batches_columns_and_rewards(model, folder,
     assert "2 prompts x 8 completions; 101 rows, 50 steps per epoch, 150 steps in all" in text
     assert "the last 1 row of each epoch left out" in text
     assert "prompt <- query; to rewards: solution, level" in text
-    assert "reward accuracy: weight 1; gold answers of the first rows: 1 1 1 1; empty answers: 0 0 0 0" in text
+    assert "reward accuracy: weight 1; ground truths of the first rows: 1 1 1 1; empty answers: 0 0 0 0" in text
 
 
 def test_it_promises_no_length_of_an_epoch_where_groups_are_replaced(model, folder, capsys):

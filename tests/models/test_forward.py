@@ -176,14 +176,14 @@ def test_attention_is_contiguous_as_models_expect(small_model):
         assert tokens.layout.attend(states, states, states, None, variant).is_contiguous()
 
 
-def test_a_window_wider_than_every_sequence_takes_the_fast_way(small_model, monkeypatch):
-    from swift.models.segment_rows import SegmentRows
+def test_a_window_wider_than_every_sequence_is_none(small_model, monkeypatch):
+    from swift.models.segments import SegmentLayout
 
     model = small_model("mistral", sliding_window=21)
     assert choose_attention(model) is None
     tokens = pack(LONG)
     assert tokens.layout.longest == 12 + 8
-    monkeypatch.setattr(SegmentRows, "attend", None)
+    monkeypatch.setattr(SegmentLayout, "_rows", None)  # what layers with a window of their own ask
     packed_logits(model, tokens)
 
 

@@ -177,6 +177,8 @@ class BatchRun:
     def _decode(self, model: nn.Module) -> Tensor:
         """One decode step of all live rows, and the first of those that join; logits [R, V]."""
         parts = []
+        if self._joining:
+            self._compact()
         if self.rows.numel():
             output = model(
                 input_ids=self._last_R[:, None],
@@ -292,8 +294,12 @@ class BatchRun:
         return [(version, start, stop) for version, start, stop in own if start < stop]
 
     def _compact(self) -> None:
-        """Drop finished rows once there are enough of them, or once that is all of them."""
-        if self._finished_R.mean() < self.compact_when_finished:
+        """Drop finished rows once there are enough of them; at once where rows did not start together.
+
+        A finished row goes on until then, as far as the others: it must not be older than they may become.
+        """
+        enough = self.compact_when_finished if self._uniform and not self._joining else 0.0
+        if self._finished_R.mean() < enough or not self._finished_R.any():
             return
         kept = (~self._finished_R).nonzero()[0]
         keep = torch.from_numpy(kept)
