@@ -37,7 +37,7 @@ def rehearse_rlhf(resolved: Resolved) -> int:
     from swift.models import load_chat
     from swift.models.policy import check_targets
     from swift.rewards import RewardPipeline
-    from swift.rollout.custom_rollout import load_rollout_func
+    from swift.rollout.rollout_function import load_rollout_func
     from swift.trainers.engines import require_backend
     from swift.trainers.grpo import (
         batch_line,

@@ -67,9 +67,9 @@ def _partial_batches(args: Any, mode: str, plan: BatchPlan) -> Iterator[str]:
             "--streaming_partial_batch: true: the rollout engine samples in the trainer's own process, which cannot "
             "train meanwhile; --vllm_mode dedicated or server, or --streaming_partial_batch false"
         )
-    if plan.windows_per_generation > 1:
+    if plan.global_batches_per_rollout > 1:
         yield (
             f"--streaming_partial_batch: true: a generation batch of {plan.generation_batch} completions feeds "
-            f"{plan.windows_per_generation} optimizer steps, which wait for its end anyway; "
-            f"--generation_batch_size {plan.window}, or --streaming_partial_batch false"
+            f"{plan.global_batches_per_rollout} optimizer steps, which wait for its end anyway; "
+            f"--generation_batch_size {plan.global_batch}, or --streaming_partial_batch false"
         )

@@ -173,6 +173,7 @@ def join_processes(timeout_s: float, *, always: bool = False) -> Collectives:
     import torch
     import torch.distributed as dist
 
+    from swift.rendezvous import process_group_place
     from swift.trainers.distributed import Collectives
 
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
@@ -184,6 +185,8 @@ def join_processes(timeout_s: float, *, always: bool = False) -> Collectives:
         if alone:
             os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
             place = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        else:
+            place = process_group_place(timeout_s)
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s), **place)
     return Collectives(timeout_s)
 
