@@ -29,9 +29,13 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "examples").rglob("*.md")), *sorted
 WAITS = re.compile(r"^# needs the (?P<part>\w+) part of swift, not in this version: (?P<flags>.+)$", re.MULTILINE)
 LAUNCH = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
-TOLD = {"NODE_RANK": "0", "MASTER_ADDR": "10.0.0.1", "SERVER": "10.0.0.2", "ROLE": "trainer", "SWIFT_API_KEY": "secret"}
+TOLD = {
+    "NODE_RANK": "0", "MASTER_ADDR": "10.0.0.1", "SERVER": "10.0.0.2", "ROLE": "trainer", "SWIFT_API_KEY": "secret",
+    "ENGINES": "10.0.0.3", "RAY_TOKEN_FILE": "token",
+}  # fmt: skip
 """Variables that scripts for several machines must be told."""
 
+NOTHING = "#!/bin/sh\nexit 0\n"
 SWIFT_STAND_IN = f"""#!{sys.executable}
 import json, os, pathlib, sys
 with open(os.environ["RECORD"], "a") as lines:
@@ -67,7 +71,7 @@ def calls(script: Path, tmp_path: Path, *words: str, **variables: str) -> list[C
     shutil.copytree(ROOT / "swift" / "models", tmp_path / "swift" / "models")
     bin_folder, record = tmp_path / "bin", tmp_path / "record.jsonl"
     bin_folder.mkdir()
-    for program, text in (("swift", SWIFT_STAND_IN), ("python", "#!/bin/sh\nexit 0\n")):
+    for program, text in (("swift", SWIFT_STAND_IN), ("python", NOTHING), ("ray", NOTHING)):
         (bin_folder / program).write_text(text)
         (bin_folder / program).chmod(0o755)
     environ = {key: value for key, value in os.environ.items() if key not in LAUNCH}

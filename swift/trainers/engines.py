@@ -93,11 +93,14 @@ def find_placement(args: Any, *, prefetch_given: bool = False) -> Placement:
 
     on_gpu = torch.accelerator.is_available()
     kind = torch.accelerator.current_accelerator() if on_gpu else None
+    accelerators = torch.accelerator.device_count() if on_gpu else 0
+    if accelerators and getattr(args, "ray_address", None):  # engines have devices of other nodes, after those here
+        accelerators += args.num_infer_workers or 1
     placement = place(
         request_from(
             args,
             local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-            accelerators=torch.accelerator.device_count() if on_gpu else 0,
+            accelerators=accelerators,
             accelerator_kind=kind.type if kind is not None else "cpu",
             cores=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0],
             prefetch_given=prefetch_given,

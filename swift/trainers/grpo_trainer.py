@@ -85,9 +85,6 @@ REFERENCE_STATE = "reference.pt"
 NON_FINITE_LIMIT = 10
 """Updates in a row that may be skipped for a non-finite gradient before the run ends (exit 6)."""
 
-MISSING_LIMIT = 0.01
-"""Share of a window's trained tokens that may lack a sampler log-prob before the run ends (exit 6)."""
-
 
 @dataclass(slots=True)
 class _Step:
@@ -255,7 +252,6 @@ class GRPOTrainer(SealedTrainer):
         model.train()
         if self._engine is not None:
             self._engine.begin()
-        self._check_sampler_logprobs(unit, report)
         self._prepare_old_logprobs(unit)
         window = unit.global_batch(unit.global_batch_index)
         weights = dict(zip(window, self._weights([unit.samples[i] for i in window]), strict=True))
@@ -305,7 +301,6 @@ class GRPOTrainer(SealedTrainer):
             if self.state.global_step > 0:
                 self._save_checkpoint(self.model, None)
             raise
-        self._check_sampler_logprobs(unit, report)
         if not ran:
             report.add("health/steps_without_signal", 1.0, 1.0)
             return loss
@@ -446,26 +441,6 @@ class GRPOTrainer(SealedTrainer):
         muted = ((keep_N == 0) & batch.mask_N).sum()
         report.add("off_policy_mask/muted_frac", float(muted), float(batch.mask_N.sum()))
         return keep_N
-
-    def _check_sampler_logprobs(self, unit: RolloutBatch, report: StepMetrics) -> None:
-        """Count trained tokens of the window without a finite sampler log-prob; the same on every rank.
-
-        Raises:
-            NumericError: they are more than 1 %.
-        """
-        if not self.settings.needs_sampler:
-            return
-        samples = [unit.samples[i] for i in unit.global_batch(unit.global_batch_index)]
-        total = sum(sample.num_trained for sample in samples)
-        missing = sum(int((sample.trained & ~np.isfinite(sample.sampler_logprobs)).sum()) for sample in samples)
-        if missing > MISSING_LIMIT * total:
-            raise NumericError(
-                f"sampler log-probs: {missing} of {total} trained tokens of step {self.state.global_step + 1} have "
-                "none; check what the engine returns, or train without them: --rollout_importance_sampling_mode none "
-                "--old_logprobs trainer, no --off_policy_sequence_mask_delta"
-            )
-        if missing and self.collectives.is_main:
-            report.add("health/missing_sampler_logprobs", float(missing), 1.0)
 
     def _weights(self, samples: Sequence[TrainSample]) -> list[float]:
         """The loss weight of each trained token of each sample of the window (exact over the whole window)."""

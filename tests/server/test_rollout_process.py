@@ -80,9 +80,9 @@ def test_a_port_in_use_is_named_before_a_model_is_loaded(server, nano_folders, c
 
 
 def test_a_missing_vllm_is_one_line_with_exit_code_3(nano_folders, capsys, monkeypatch):
-    from swift.rollout.engines import vllm_versions
+    from swift.rollout.engines.vllm import versions
 
-    monkeypatch.setattr(vllm_versions, "installed_version", lambda: None)
+    monkeypatch.setattr(versions, "installed_version", lambda: None)
     assert main(["rollout", "--model", str(nano_folders["qwen2"]), "--port", "0"]) == 3
     (line,) = lines(capsys)
     assert "No module named 'vllm'" in line

@@ -11,7 +11,6 @@ from grpo_parts import gradients_of_one_step, logs_of, make_trainer
 from test_grpo_trainer import count_forwards, relative_difference
 from transformers import AutoModelForCausalLM
 
-from swift.errors import NumericError
 from swift.models.reference import FrozenReference, StartAdapterReference
 from swift.rl.entropy import AdaptiveEntropy
 from swift.rl.losses import LossConfig, get_loss, sequence_weights
@@ -300,44 +299,6 @@ def test_ratios_are_logged_wherever_they_mean_something(folder, tmp_path):
     assert values["rollout_ratio/abs_log_max"] < 1e-4 and values["rollout_ratio/clipped_frac"] == 0.0
     _, values, _ = one_step(make_trainer(folder, tmp_path, settings={"correctable_sampling": False}))
     assert not [name for name in values if name.startswith("rollout_ratio/")], "log-probs at another temperature"
-
-
-def forget_tokens(count):
-    def forget(samples):
-        samples[0].sampler_logprobs[:count] = [math.nan, math.inf, math.nan][:count]
-
-    return forget
-
-
-def test_a_few_missing_sampler_log_probs_are_counted_and_neither_correct_nor_mute(folder, tmp_path):
-    settings = {"correction": CorrectionSettings(mode="token_truncate"), "off_policy_delta": 0.1}
-    parts = {"window": 32, "max_tokens": 7, "settings": settings}
-    ours, values, _ = one_step(make_trainer(folder, tmp_path, **parts), forget_tokens(2))
-    plain, _, _ = one_step(make_trainer(folder, tmp_path, **parts))
-    assert values["health/missing_sampler_logprobs"] == 2
-    assert relative_difference(ours, plain) < 1e-5
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"correction": CorrectionSettings(mode="token_truncate")},
-        {"log_offpolicy": True},
-        {"off_policy_delta": 0.1},
-        {"old_logprobs": "sampler"},
-    ],
-)
-def test_many_missing_sampler_log_probs_end_the_run(folder, tmp_path, settings):
-    trainer = make_trainer(folder, tmp_path, settings=settings)
-    with pytest.raises(NumericError, match="1 of 64 trained tokens of step 1 have none"):
-        one_step(trainer, forget_tokens(1))
-
-
-def test_missing_sampler_log_probs_do_not_matter_where_nothing_uses_them(folder, tmp_path):
-    ours, values, _ = one_step(make_trainer(folder, tmp_path), forget_tokens(3))
-    plain, _, _ = one_step(make_trainer(folder, tmp_path))
-    assert relative_difference(ours, plain) < 1e-6
-    assert math.isfinite(values["mismatch/logp_abs_diff"])
 
 
 # --- what the ratio compares with ---------------------------------------------------------------------------------

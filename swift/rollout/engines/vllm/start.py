@@ -11,19 +11,17 @@ import dataclasses
 import gc
 import os
 import re
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 
-from swift.errors import ConfigError, EngineError, ResourceError, SwiftError, suggest
-from swift.rollout.engines import vllm_settings, vllm_versions
+from swift.errors import ConfigError, EngineError, ResourceError, SwiftError, first_line, suggest
+from swift.rollout.engines.process import same_environment, same_randomness
 from swift.rollout.engines.spec import EngineSpec
-from swift.rollout.engines.vllm_process import (
-    available_bytes,
-    default_group_exists,
-    same_environment,
-    same_randomness,
-)
+from swift.rollout.engines.vllm import settings
+from swift.rollout.engines.vllm.process import available_bytes, default_group_exists
+from swift.rollout.engines.vllm.versions import HINT, quiet_logs
 
 Executor = Literal["uni", "external_launcher", "mp"]
 
@@ -39,12 +37,12 @@ def executor_of(spec: EngineSpec) -> Executor:
     if spec.in_ranks and not default_group_exists():
         raise ConfigError(
             f"--vllm_tensor_parallel_size: {spec.tensor_parallel_size}: torch.distributed is not initialised, "
-            "but the engine spreads over the training ranks; start them with torchrun"
+            "but the engine runs over the training ranks; start them with torchrun"
         )
     return "external_launcher" if spec.in_ranks else "mp"
 
 
-def start(vllm: vllm_versions.Vllm, spec: EngineSpec, config: Any, *, on_cpu: bool) -> Any:
+def start(vllm: SimpleNamespace, spec: EngineSpec, config: Any, *, on_cpu: bool) -> Any:
     """Make vLLM's engine, first weights loaded; the process is otherwise as before.
 
     Args:
@@ -59,10 +57,10 @@ def start(vllm: vllm_versions.Vllm, spec: EngineSpec, config: Any, *, on_cpu: bo
         EngineError: any other failure.
     """
     executor = executor_of(spec)
-    arguments = _arguments(vllm, spec, config, executor, on_cpu=on_cpu)
+    arguments = arguments_for(vllm, spec, config, executor, on_cpu=on_cpu)
     with same_randomness(), same_environment(environment(spec, executor)):
         try:
-            with vllm_versions.quiet_logs():
+            with quiet_logs():
                 made = vllm.EngineArgs(**arguments).create_engine_config()
                 if executor == "uni" and spec.devices[0].startswith("cuda:"):  # vLLM takes the first of the machine
                     made.device_config.device = torch.device("cuda", device_indexes(spec, torch.cuda.device_count())[0])
@@ -74,24 +72,31 @@ def start(vllm: vllm_versions.Vllm, spec: EngineSpec, config: Any, *, on_cpu: bo
             raise _start_error(spec, error) from error
 
 
-def _arguments(
-    vllm: vllm_versions.Vllm, spec: EngineSpec, config: Any, executor: Executor, *, on_cpu: bool
+def arguments_for(
+    vllm: SimpleNamespace, spec: EngineSpec, config: Any, executor: Executor, *, on_cpu: bool
 ) -> dict[str, Any]:
+    """Keyword arguments of `EngineArgs`.
+
+    Raises:
+        ResourceError: this vLLM lacks one that swift sets.
+        ConfigError: this vLLM lacks one that the user gave.
+    """
     text = config.get_text_config()
-    limit = vllm_settings.context_limit(spec, text)
+    limit = settings.context_limit(spec, text)
     kv_bytes = None
     if on_cpu:
         width = getattr(torch, spec.dtype).itemsize
-        kv = vllm_settings.KvShape.of(text, width=width, ranks=spec.tensor_parallel_size)
-        kv_bytes = vllm_settings.cpu_kv_bytes(spec, kv, limit, available_bytes())
-    arguments = vllm_settings.engine_arguments(spec, on_cpu=on_cpu, limit=limit, kv_bytes=kv_bytes, executor=executor)
+        each = settings.kv_token_bytes(text, width=width, ranks=spec.tensor_parallel_size)
+        kv_bytes = settings.cpu_kv_bytes(spec, each, limit, available_bytes())
+    arguments = settings.engine_arguments(spec, on_cpu=on_cpu, limit=limit, kv_bytes=kv_bytes, executor=executor)
     known = {one.name for one in dataclasses.fields(vllm.EngineArgs)}
-    for name in arguments:
-        if name not in known:
-            raise ConfigError(
-                f"--vllm_engine_kwargs: {name}: vLLM {vllm.version} has no such argument; "
-                + suggest(name, sorted(known))
-            )
+    given = {name.replace("-", "_") for name in spec.engine_kwargs}
+    for name in [one for one in arguments if one not in known]:
+        if name not in given:
+            raise ResourceError(f"--use_vllm: true: vLLM {vllm.version} has no EngineArgs.{name}; {HINT}")
+        raise ConfigError(
+            f"--vllm_engine_kwargs: {name}: vLLM {vllm.version} has no such argument; {suggest(name, sorted(known))}"
+        )
     return arguments
 
 
@@ -142,30 +147,3 @@ def _start_error(spec: EngineSpec, error: Exception) -> SwiftError:
     if isinstance(error, ValueError | NotImplementedError):
         return ConfigError(f"--model: {spec.model}: vLLM refuses it ({line}); --use_vllm false")
     return EngineError(f"engine: vllm: did not start ({type(error).__name__}: {line})")
-
-
-def model_config(spec: EngineSpec) -> Any:
-    """The model's config, as transformers reads it.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(spec.model, trust_remote_code=spec.trust_remote_code, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"--model: {spec.model}: config.json: {first_line(error)}") from error
-
-
-def model_class(config: Any) -> Any:
-    """The model's class in transformers, or None when it has none."""
-    import transformers
-
-    return getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its type."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from swift.rollout.engines import vllm_versions
-from swift.rollout.engines.vllm_direct import Layout, NoLayout
-from swift.rollout.weight_sync.base import StreamDigest, TensorInfo
+from swift.rollout.engines.vllm.single_copy import NotShareable, SingleCopy
+from swift.rollout.engines.vllm.versions import OF_WORKER, lacking, load_vllm
+from swift.rollout.weight_sync.base import Live, StreamDigest
 
 MADV_DONTNEED = 4
 """Linux: pages are given back at once and read as zeros when touched again."""
@@ -30,18 +30,21 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class WorkerExtension:
-    """Weights in parts, and KV memory that can be given back on a CPU."""
+    """Weights in parts, one copy with the trainer, and KV memory that can be given back on a CPU."""
 
     vllm_config: Any
     model_runner: Any
 
     def swift_begin_update(self) -> None:
         """All weights will come anew; until `swift_end_update` the model cannot run."""
-        self._swift_expected = vllm_versions.reloadable_names(self)
+        lora = getattr(self, "lora_config", None) or getattr(self.vllm_config, "lora_config", None)
+        names = (name for name, _ in self.model_runner.get_model().named_parameters())
+        self._swift_expected = {name.replace(".base_layer.", ".") if lora else name for name in names}
         self._swift_loaded: set[str] | None = set()
         self._swift_digest = StreamDigest()
         self._swift_count = self._swift_bytes = 0
-        vllm_versions.begin_reload(self)
+        with load_vllm().set_config(self.vllm_config):
+            load_vllm().begin_reload(self.model_runner.get_model())
 
     def swift_load(
         self,
@@ -56,7 +59,7 @@ class WorkerExtension:
             copies: further name -> name among `tensors`: a tied head that does not come by itself. Not counted.
             known: checksums by name, where sender and receiver look at the same memory; else they are computed here.
         """
-        loaded = vllm_versions.load_part(self, self._swift_counted(tensors, copies, known or {}))
+        loaded = load_part(self, self._swift_counted(tensors, copies, known or {}))
         if loaded is None or self._swift_loaded is None:
             self._swift_loaded = None
         else:
@@ -82,7 +85,12 @@ class WorkerExtension:
 
     def swift_end_update(self) -> dict[str, Any]:
         """Finish; what was received, and which of the engine's parameters got nothing."""
-        vllm_versions.end_reload(self)
+        runner = self.model_runner
+        with load_vllm().set_config(self.vllm_config):
+            load_vllm().end_reload(runner.get_model(), runner.model_config)
+        reset = getattr(runner, "reset_lora_state", None)  # 0.26 lets adapters survive
+        if reset is not None:
+            reset()
         quantized = self.vllm_config.model_config.quantization is not None
         unknown = quantized or self._swift_loaded is None
         missing = [] if unknown else sorted(self._swift_expected - (self._swift_loaded or set()))
@@ -93,16 +101,16 @@ class WorkerExtension:
             "missing": missing,
         }
 
-    def swift_layout(self, manifest: Sequence[TensorInfo], tied: str, embedding: str) -> Layout | str:
-        """Where the tensors of an update lie in this worker, for a caller in the same process; or why nowhere."""
+    def swift_share(self, live: Live, tied: str, embedding: str) -> SingleCopy | str:
+        """Make the trainer's tensors views of this worker's, for a caller in the same process; or why not."""
         config = self.vllm_config.model_config
         if config.quantization is not None:
             return "its weights are quantised"
         if getattr(config, "use_mla", False):
             return "latent attention keeps products of its weights"
         try:
-            return Layout.of(self.model_runner.get_model(), manifest, tied=tied, embedding=embedding)
-        except NoLayout as error:
+            return SingleCopy(self.model_runner.get_model(), live, tied=tied, embedding=embedding)
+        except NotShareable as error:
             return str(error)
 
     def swift_memory(self) -> dict[str, int]:
@@ -114,7 +122,7 @@ class WorkerExtension:
 
     def swift_lacking(self) -> list[str]:
         """What is used of this worker and not there."""
-        return vllm_versions.lacking(self, vllm_versions.OF_WORKER)
+        return lacking(self, OF_WORKER)
 
     def swift_segments(self) -> str:
         """What the names of this worker's shared memory begin with."""
@@ -146,6 +154,13 @@ class WorkerExtension:
         """Address and size of each storage of the KV cache; layers often share one."""
         storages = (tensor.untyped_storage() for tensor in kv_tensors(self.model_runner.kv_caches))
         return sorted({(storage.data_ptr(), storage.nbytes()) for storage in storages if storage.nbytes()})
+
+
+def load_part(worker: Any, tensors: Iterator[tuple[str, Tensor]]) -> set[str] | None:
+    """Load some tensors; the names of the engine's own parameters that they filled, if the model says so."""
+    with load_vllm().set_config(worker.vllm_config):
+        loaded: set[str] | None = worker.model_runner.get_model().load_weights(tensors)
+    return loaded
 
 
 def whole_pages(address: int, size: int) -> tuple[int, int]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
-from swift.rollout.engines import vllm_versions
 from swift.rollout.engines.spec import EngineSpec
+from swift.rollout.engines.vllm.versions import lora_rank_at_least
 from swift.types import SamplingParams
 
 CPU_BLOCK_TOKENS = 32
@@ -21,26 +20,25 @@ CPU_KV_BYTES = 4 << 30
 """Most bytes of KV cache on a CPU; more requests than fit wait, and lose nothing but time."""
 CPU_KV_MINIMUM = 16 << 20
 """Least bytes of KV cache on a CPU."""
-SPARE_ADAPTERS = 2
-"""Adapters held: the one in use and the one before it."""
+HELD_ADAPTERS = 2
+"""Adapters that vLLM holds: the one in use and the one before it."""
 
 
-@dataclass(frozen=True, slots=True)
-class KvShape:
-    """What one token takes in the KV cache of a plain decoder, over all layers, in bytes; 0 when not known."""
+def kv_token_bytes(config: Any, *, width: int, ranks: int) -> int:
+    """Bytes of one token in the KV cache of a plain decoder, over all layers; 0 when not known.
 
-    token_bytes: int
-
-    @classmethod
-    def of(cls, config: Any, *, width: int, ranks: int) -> KvShape:
-        """Args: config: of the decoder. width: bytes of a number. ranks: over which heads are spread."""
-        heads = getattr(config, "num_attention_heads", None)
-        layers = getattr(config, "num_hidden_layers", None)
-        if not heads or not layers:
-            return cls(0)
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return cls(2 * layers * max(1, kv_heads // ranks) * size * width)
+    Args:
+        config: of the decoder.
+        width: bytes of a number.
+        ranks: over which heads are cut.
+    """
+    heads = getattr(config, "num_attention_heads", None)
+    layers = getattr(config, "num_hidden_layers", None)
+    if not heads or not layers:
+        return 0
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return 2 * layers * max(1, kv_heads // ranks) * size * width
 
 
 def context_limit(spec: EngineSpec, config: Any) -> int:
@@ -49,12 +47,12 @@ def context_limit(spec: EngineSpec, config: Any) -> int:
     return spec.max_model_len or int(own)
 
 
-def cpu_kv_bytes(spec: EngineSpec, kv: KvShape, limit: int, free: int) -> int:
+def cpu_kv_bytes(spec: EngineSpec, token_bytes: int, limit: int, free: int) -> int:
     """KV cache on a CPU: every sequence at full length if that is modest, in any case room for one."""
     blocks = -(-limit // CPU_BLOCK_TOKENS) + 1
-    one = blocks * CPU_BLOCK_TOKENS * kv.token_bytes
+    one = blocks * CPU_BLOCK_TOKENS * token_bytes
     bound = min(CPU_KV_BYTES, int(free * spec.memory_share * CPU_KV_SHARE))
-    wanted = one * spec.max_num_seqs if kv.token_bytes else bound
+    wanted = one * spec.max_num_seqs if token_bytes else bound
     return max(CPU_KV_MINIMUM, min(wanted, bound), one if spec.max_model_len else 0)
 
 
@@ -82,7 +80,7 @@ def engine_arguments(
         "logprobs_mode": "processed_logprobs",
         "tensor_parallel_size": spec.tensor_parallel_size,
         "distributed_executor_backend": executor,
-        "worker_extension_cls": "swift.rollout.engines.vllm_worker.WorkerExtension",
+        "worker_extension_cls": "swift.rollout.engines.vllm.worker.WorkerExtension",
         "trust_remote_code": spec.trust_remote_code,
         "generation_config": "vllm",  # the request says everything
         "disable_log_stats": True,
@@ -101,30 +99,30 @@ def engine_arguments(
     if spec.lora:
         arguments |= {
             "enable_lora": True,
-            "max_lora_rank": vllm_versions.lora_rank_at_least(spec.max_lora_rank),
-            "max_loras": SPARE_ADAPTERS,
-            "max_cpu_loras": SPARE_ADAPTERS,
+            "max_lora_rank": lora_rank_at_least(spec.max_lora_rank),
+            "max_loras": HELD_ADAPTERS,
+            "max_cpu_loras": HELD_ADAPTERS,
         }
     if spec.limit_mm_per_prompt is not None:
         arguments["limit_mm_per_prompt"] = spec.limit_mm_per_prompt
-    return arguments | _own_names(spec.engine_kwargs)
+    return arguments | {name.replace("-", "_"): value for name, value in spec.engine_kwargs.items()}
 
 
 OWN_SAMPLING_FIELDS = (
     "bad_words", "logit_bias", "allowed_token_ids", "structured_outputs", "thinking_token_budget",
     "repetition_detection",
 )  # fmt: skip
-"""Fields of vLLM's `SamplingParams` that requests may set besides ours; some versions lack the last ones."""
+"""Fields of vLLM's `SamplingParams` that requests may set besides ours; 0.26 lacks the last ones."""
 
 
-def sampling_fields(vllm: vllm_versions.Vllm) -> tuple[str, ...]:
+def sampling_fields(vllm: SimpleNamespace) -> tuple[str, ...]:
     """What of `SamplingParams.unusual` the installed vLLM takes."""
     own = set(inspect.signature(vllm.SamplingParams).parameters)
     common = ("frequency_penalty", "presence_penalty", "min_tokens")
     return (*common, *(name for name in OWN_SAMPLING_FIELDS if name in own))
 
 
-def unusual_sampling(vllm: vllm_versions.Vllm, wanted: SamplingParams) -> dict[str, Any]:
+def unusual_sampling(vllm: SimpleNamespace, wanted: SamplingParams) -> dict[str, Any]:
     """Keyword arguments of vLLM's `SamplingParams` for what most requests do not use.
 
     A regular expression beats what `structured_outputs` asks for.
@@ -141,8 +139,3 @@ def unusual_sampling(vllm: vllm_versions.Vllm, wanted: SamplingParams) -> dict[s
     if wanted.regex is not None:
         given["structured_outputs"] = vllm.StructuredOutputsParams(regex=wanted.regex)
     return given
-
-
-def _own_names(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """`--vllm_engine_kwargs` as given; command-line spellings with dashes are accepted."""
-    return {name.replace("-", "_"): value for name, value in kwargs.items()}

@@ -1,6 +1,7 @@
-"""Where an engine stores each tensor is proven before it is used, and one memory serves trainer and engine alike.
+"""One copy of the weights for trainer and engine, shared only where every tensor is found bit for bit.
 
-The engine's side is a plain module with vLLM's names and fused rows; no vLLM is needed.
+The engine's side is a plain module with vLLM's names and fused rows, except in the last tests, which need vLLM: there
+its packing for CPUs is switched off, as on a GPU.
 """
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from small_runs import OneRank
 from torch import nn
+from vllm_parts import LIMIT, drift, model_of, nudge, request, requests, spec_of
 
+from swift.errors import EngineError
 from swift.models.arguments import CheckpointArguments
 from swift.models.policy import load_for_inference
 from swift.models.tiny import build_tiny
-from swift.rollout.engines.vllm_direct import Layout, NoLayout
-from swift.rollout.weight_sync.base import checksums
+from swift.rollout.engines.spec import build_engine
+from swift.rollout.engines.vllm.single_copy import NotShareable, SingleCopy
 from swift.rollout.weight_sync.policy import LiveWeights, PolicyWeights
+from swift.rollout.weight_sync.publisher import WeightPublisher
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 PAD = 320
@@ -96,18 +101,8 @@ def ties(policy):
     )
 
 
-def tensors(policy):
-    return [pair for bucket in PolicyWeights(policy).buckets() for pair in bucket.tensors]
-
-
-def proven(stored, policy):
-    """A layout that an engine's own loading has confirmed."""
-    layout = Layout.of(stored, PolicyWeights(policy).manifest(), **ties(policy))
-    sent = tensors(policy)
-    numbers = checksums([tensor for _, tensor in sent])
-    layout.note(sent, {name: number for (name, _), number in zip(sent, numbers, strict=True)})
-    layout.prove()
-    return layout
+def share(stored, policy):
+    return SingleCopy(stored, LiveWeights(policy)(), **ties(policy))
 
 
 def shift(policy):
@@ -123,121 +118,89 @@ def holds(stored, policy):
     return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-# --- copying ------------------------------------------------------------------------------------------------------
+# --- what is not shared -------------------------------------------------------------------------------------------
 
 
-def test_an_update_is_written_to_fused_and_padded_parameters_by_one_call(stored, policy, monkeypatch):
-    layout = proven(stored, policy)
-    shift(policy)
-    assert not holds(stored, policy)
-    calls = []
-    copy_all = torch._foreach_copy_
-    monkeypatch.setattr(torch, "_foreach_copy_", lambda *lists: (calls.append(len(lists[0])), copy_all(*lists)))
-    layout.write(tensors(policy))
-    assert holds(stored, policy)
-    assert len(calls) == 1
-
-
-def test_a_rounded_update_is_proven_and_written_too(stored, policy):
-    stored.bfloat16()
-    layout = proven(stored, policy)
-    shift(policy)
-    layout.write(tensors(policy))
-    wanted = Stored(policy).bfloat16().state_dict()
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in stored.state_dict().items())
-
-
-@pytest.mark.parametrize("name", ["model.layers.0.self_attn.qkv_proj", "model.layers.1.mlp.gate_up_proj"])
-def test_rows_in_another_order_are_noticed(stored, policy, name):
-    weight = stored.get_submodule(name).weight
+def reordered(stored):
     with torch.no_grad():
+        weight = stored.get_submodule("model.layers.0.self_attn.qkv_proj").weight
         weight.copy_(weight.flip(0))
-    with pytest.raises(NoLayout, match="in another way than it came"):
-        proven(stored, policy)
 
 
-def test_a_single_other_number_is_noticed(stored, policy):
+def one_number(stored):
     with torch.no_grad():
         stored.model.norm.weight[-1] += 1e-6
-    with pytest.raises(NoLayout, match=r"model\.norm\.weight in another way"):
-        proven(stored, policy)
 
 
-def test_a_packed_parameter_has_no_layout(stored, policy):
+def packed(stored):
     stored.model.layers._modules["0"].mlp.down_proj.weight = nn.Parameter(torch.empty(0))
-    with pytest.raises(NoLayout, match="does not fit into"):
-        proven(stored, policy)
 
 
-def test_a_parameter_that_nothing_is_sent_for_has_no_layout(stored, policy):
+def with_scale(stored):
     stored.model.layers._modules["0"].mlp.register_parameter("scale", nn.Parameter(torch.ones(3)))
-    with pytest.raises(NoLayout, match=r"no tensor of the update belongs to .*mlp\.scale"):
-        proven(stored, policy)
 
 
-def test_a_tensor_that_the_engine_does_not_hold_has_no_layout(stored, policy):
+def without_norm(stored):
     del stored.model.norm
-    with pytest.raises(NoLayout, match=r"no parameter for model\.norm\.weight"):
-        proven(stored, policy)
 
 
-@pytest.mark.parametrize("where", ["layer", "impl", "list"])
-def test_values_that_are_computed_from_weights_have_no_layout(stored, policy, where):
-    attention = stored.model.layers._modules["1"].self_attn
-    if where == "impl":
-        attention.impl = SimpleNamespace(absorbed=torch.ones(3, 3))
-    else:
-        vars(attention)["absorbed"] = [torch.ones(3, 3)] if where == "list" else torch.ones(3, 3)
-    with pytest.raises(NoLayout, match=r"layers\.1\.self_attn.* keeps values beside its weights"):
-        proven(stored, policy)
+def absorbed(stored):
+    vars(stored.model.layers._modules["1"].self_attn)["absorbed"] = [torch.ones(3, 3)]
+
+
+def absorbed_by_attention(stored):
+    stored.model.layers._modules["1"].self_attn.impl = SimpleNamespace(absorbed=torch.ones(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (reordered, "differs from the engine's"),
+        (one_number, r"model\.norm\.weight differs from the engine's"),
+        (packed, "does not fit into"),
+        (with_scale, r"no tensor of the trainer belongs to .*mlp\.scale"),
+        (without_norm, r"no parameter for model\.norm\.weight"),
+        (absorbed, r"layers\.1\.self_attn.* keeps values beside its weights"),
+        (absorbed_by_attention, r"layers\.1\.self_attn.* keeps values beside its weights"),
+    ],
+)
+def test_an_engine_that_stores_its_weights_otherwise_keeps_its_own(stored, policy, change, words):
+    change(stored)
+    places = {name: tensor.data_ptr() for name, tensor in policy.named_parameters()}
+    with pytest.raises(NotShareable, match=words):
+        share(stored, policy)
+    assert places == {name: tensor.data_ptr() for name, tensor in policy.named_parameters()}
 
 
 def test_a_kv_cache_beside_a_layer_is_no_obstacle(stored, policy):
     vars(stored.model.layers._modules["1"].self_attn)["kv_cache"] = torch.ones(3, 3)
-    proven(stored, policy)
-
-
-def test_an_update_with_other_tensors_or_shapes_does_not_fit(stored, policy):
-    layout = proven(stored, policy)
-    manifest = PolicyWeights(policy).manifest()
-    assert layout.fits(manifest)
-    assert not layout.fits(manifest[1:])
-    assert not layout.fits([_other(manifest[0]), *manifest[1:]])
-
-
-def _other(info):
-    return type(info)(info.name, info.dtype, (*info.shape, 1))
+    share(stored, policy)
 
 
 def test_parameters_that_the_engine_has_moved_are_noticed(stored, policy):
-    layout = proven(stored, policy)
-    assert layout.in_place()
+    single, live = share(stored, policy), LiveWeights(policy)
+    assert single.holds(live())
     stored.model.norm.weight.data = stored.model.norm.weight.data.clone()
-    assert not layout.in_place()
-    layout = proven(stored, policy)
-    stored.model.norm.weight = nn.Parameter(stored.model.norm.weight.data)
-    assert not layout.in_place()
+    assert not single.holds(live())
 
 
-# --- one memory ---------------------------------------------------------------------------------------------------
+# --- one copy ---------------------------------------------------------------------------------------------------
 
 
 def test_what_the_trainer_changes_is_the_engines(stored, policy):
-    layout, live = proven(stored, policy), LiveWeights(policy)
-    layout.share(live())
-    assert layout.shared_with(live())
+    single, live = share(stored, policy), LiveWeights(policy)
+    assert single.holds(live())
     for _ in range(20):
         shift(policy)
         assert holds(stored, policy)
-    assert layout.shared_with(live())
+    assert single.holds(live())
 
 
 def test_training_is_the_same_with_shared_memory(stored, policy):
     """Gradients, clipping and AdamW's state, bit for bit; the same tensors are in the optimizer before and after."""
     alone = copy.deepcopy(policy)
     optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01, foreach=True) for one in (alone, policy)]
-    layout, live = proven(stored, policy), LiveWeights(policy)
-    layout.share(live())
+    single, live = share(stored, policy), LiveWeights(policy)
     ids = torch.arange(5, 45)[None]
     for _ in range(3):
         for model, optimizer in zip((alone, policy), optimizers, strict=True):
@@ -249,12 +212,12 @@ def test_training_is_the_same_with_shared_memory(stored, policy):
         assert torch.equal(one, other), name
     first, second = (optimizer.state_dict()["state"] for optimizer in optimizers)
     assert all(torch.equal(first[i][key], second[i][key]) for i in first for key in first[i])
-    assert layout.shared_with(live())
+    assert single.holds(live())
     assert holds(stored, policy)
 
 
 def test_a_checkpoint_is_saved_and_loaded_whole(stored, policy, tmp_path):
-    proven(stored, policy).share(LiveWeights(policy)())
+    share(stored, policy)
     shift(policy)
     policy.save_pretrained(tmp_path)
     torch.save(policy.state_dict(), tmp_path / "state.pt")
@@ -266,28 +229,24 @@ def test_a_checkpoint_is_saved_and_loaded_whole(stored, policy, tmp_path):
 
 
 def test_a_loaded_state_stays_shared(stored, policy):
-    layout, live = proven(stored, policy), LiveWeights(policy)
     before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
-    layout.share(live())
+    single, live = share(stored, policy), LiveWeights(policy)
     shift(policy)
     policy.load_state_dict(before)
-    assert layout.shared_with(live())
+    assert single.holds(live())
     assert holds(stored, policy)
 
 
 def test_a_trainer_with_other_memory_is_noticed(stored, policy):
-    layout, live = proven(stored, policy), LiveWeights(policy)
-    layout.share(live())
+    single, live = share(stored, policy), LiveWeights(policy)
     policy.model.norm.weight.data = policy.model.norm.weight.data.clone()
-    assert not layout.shared_with(live())
+    assert not single.holds(live())
     policy.model.norm = copy.deepcopy(policy.model.norm)
-    assert not layout.shared_with(live())
+    assert not single.holds(live())
 
 
 def test_separated_memories_have_equal_bits_and_no_effect_on_each_other(stored, policy):
-    layout, live = proven(stored, policy), LiveWeights(policy)
-    layout.share(live())
-    layout.separate()
+    share(stored, policy).separate()
     assert holds(stored, policy)
     shift(policy)
     assert not holds(stored, policy)
@@ -319,24 +278,24 @@ def part_of_a_buffer(policy):
     ids=["dtype", "layout", "flat", "contents"],
 )
 def test_memory_that_cannot_be_shared_is_left_alone(stored, policy, change, words):
-    layout, live = proven(stored, policy), LiveWeights(policy)
+    live = LiveWeights(policy)
     change(policy)
     places = {name: tensor.data_ptr() for name, tensor in policy.named_parameters()}
-    with pytest.raises(NoLayout, match=words):
-        layout.share(live())
+    with pytest.raises(NotShareable, match=words):
+        SingleCopy(stored, live() or dict(policy.named_parameters(remove_duplicate=False)), **ties(policy))
     assert places == {name: tensor.data_ptr() for name, tensor in policy.named_parameters()}
 
 
 def test_a_head_that_only_one_side_ties_is_not_shared(stored, policy):
-    layout = proven(stored, policy)
+    names = ties(policy)
     if policy.config.tie_word_embeddings:
         policy.lm_head.weight = nn.Parameter(policy.lm_head.weight.detach().clone())
         words = "the engine ties"
     else:
         policy.lm_head.weight = policy.model.embed_tokens.weight
         words = "differs from|one tensor in the trainer"
-    with pytest.raises(NoLayout, match=words):
-        layout.share(dict(policy.named_parameters(remove_duplicate=False)))
+    with pytest.raises(NotShareable, match=words):
+        SingleCopy(stored, dict(policy.named_parameters(remove_duplicate=False)), **names)
 
 
 # --- which memory is the policy's -----------------------------------------------------------------------------------
@@ -366,3 +325,122 @@ def test_a_policy_with_an_adapter_has_no_live_weights(policy):
 
 def test_weights_that_are_cast_for_the_engine_are_not_live(policy):
     assert PolicyWeights(policy, dtype="bfloat16").live() == {}
+
+
+# --- a real vLLM ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    """vLLM with weights that stay as they come, and its model's folder."""
+    pytest.importorskip("vllm")
+    import vllm._custom_ops as operators
+
+    folder = build_tiny(tmp_path_factory.mktemp("vllm"), arch="qwen2", size="tiny", init_std=0.1)
+    packs, operators._supports_onednn = operators._supports_onednn, False
+    try:
+        made = build_engine(spec_of(folder))
+        yield made
+        made.close()
+    finally:
+        operators._supports_onednn = packs
+
+
+@pytest.fixture
+def model(engine):
+    """A policy that shares nothing yet, and an engine with its weights."""
+    engine.separate()
+    engine._parted = ""
+    if not engine.health().alive:
+        engine.rebuild()
+    made = model_of(engine.spec.model)
+    engine.load_weights(PolicyWeights(made), 0)
+    return made
+
+
+def publisher(engine, model, **settings):
+    return WeightPublisher(
+        engine, source=lambda: PolicyWeights(model), live=LiveWeights(model), ranks=OneRank(), **settings
+    )
+
+
+def engine_weights(engine):
+    runner = engine._llm.model_executor.driver_worker.model_runner
+    return {name: one.detach().clone() for name, one in runner.get_model().named_parameters()}
+
+
+def train(model, step):
+    """A step of AdamW on some tokens."""
+    model.train().requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    ids = (torch.arange(40)[None] * (step + 3)) % 250
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.eval()
+
+
+@pytest.mark.slow
+def test_ten_syncs_of_one_copy_leave_no_drift_through_sleep_and_a_rebuild(engine, model):
+    made = publisher(engine, model)
+    made.publish(0)
+    for step in range(1, 11):
+        if step == 4:
+            engine.rebuild()
+            made.publish(step - 1)
+        if step > 7:
+            engine.sleep(1 + step % 2)
+        train(model, step)
+        engine.wake(["weights"])
+        ack = made.update(step, lost=step > 7)
+        engine.wake(["kv_cache"])
+        assert engine.version == made.version
+        assert (ack.digest, ack.note) == ("", "single copy")
+        assert drift(engine, model, requests(3)) <= LIMIT
+    shared = engine_weights(engine)
+    made.separate()
+    engine.load_weights(PolicyWeights(model), 99)
+    assert all(torch.equal(tensor, shared[name]) for name, tensor in engine_weights(engine).items())
+
+
+@pytest.mark.slow
+def test_parameters_that_move_are_copied_from_then_on_and_that_is_said_once(engine, model, caplog):
+    made = publisher(engine, model)
+    made.publish(0)
+    model.model.norm.weight.data = model.model.norm.weight.data.clone()
+    for step in (1, 2, 3):
+        train(model, step)
+        assert made.update(step).digest
+        assert drift(engine, model, requests(3)) <= LIMIT
+    warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warned == ["vllm: the trainer's parameters have moved to other memory; updates are copied from now on"]
+    before = engine_weights(engine)
+    nudge(model, seed=1)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine_weights(engine).items())
+
+
+@pytest.mark.slow
+def test_one_copy_is_not_written_nor_taken_while_requests_run_or_the_cache_is_not_reset(engine, model, monkeypatch):
+    made = publisher(engine, model)
+    made.publish(0)
+    with pytest.raises(EngineError, match="the trainer's own memory; separate them"):
+        engine.load_weights(PolicyWeights(model), 5)
+    engine.submit(request("busy", tokens=3))
+    with pytest.raises(EngineError, match="1 requests are outstanding"):
+        made.publish(1)
+    assert [one.request_id for one in engine.stream()] == ["busy"]
+    monkeypatch.setattr(engine._llm, "reset_prefix_cache", lambda **_: False)
+    with pytest.raises(EngineError, match="the prefix cache was not reset"):
+        made.publish(1)
+    assert not engine.health().alive
+    assert engine.version == 1
+
+
+@pytest.mark.slow
+def test_older_weights_are_kept_where_syncs_are_rarer_than_steps(engine, model):
+    made = publisher(engine, model, interval=2)
+    made.update(0)
+    before = engine_weights(engine)
+    train(model, 1)
+    made.update(1)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine_weights(engine).items())
