@@ -114,6 +114,7 @@ def prepare(args: Any, collectives: Collectives, start: Start, placement: Placem
     from swift.rewards import RewardPipeline
     from swift.rewards.models import load_reward_models
     from swift.trainers.engines import require_backend
+    from swift.trainers.run_checks import check_run
 
     template = load_chat(args)
     rewards = RewardPipeline(
@@ -130,19 +131,6 @@ def prepare(args: Any, collectives: Collectives, start: Start, placement: Placem
         "truncation_strategy": args.truncation_strategy,
     }
 
-    if args.streaming_partial_batch and placement.mode in ("in_process", "colocate"):
-        raise ConfigError(
-            "--streaming_partial_batch: true: the engine samples in the trainer's own process, which cannot train "
-            "meanwhile; --vllm_mode dedicated or server, or --streaming_partial_batch false"
-        )
-    if (args.dynamic_sample or args.streaming_partial_batch) and rewards.needs_whole_batch:
-        flag = "dynamic_sample" if args.dynamic_sample else "streaming_partial_batch"
-        names = [one.name for one in rewards.signatures if one.scope == "batch"]
-        raise ConfigError(
-            f"--{flag}: true: groups are scored one by one, but {', '.join(names)} must see the whole batch; "
-            f"--{flag} false, or a function of scope group"
-        )
-
     def open_source() -> PromptSource:
         return open_prompts(args, split="train", max_steps=args.max_steps, **limits)
 
@@ -154,12 +142,7 @@ def prepare(args: Any, collectives: Collectives, start: Start, placement: Placem
     plan = plan_run(args, collectives.world_size, source.size)
     lines = [*source.report.lines(), *(eval_prompts.report.lines() if eval_prompts is not None else [])]
     lines = list(dict.fromkeys(lines))  # one mapping line when both data sets have the same columns
-    if args.streaming_partial_batch and plan.global_batches_per_rollout > 1:
-        raise ConfigError(
-            f"--streaming_partial_batch: true: a generation batch of {plan.generation_batch} completions feeds "
-            f"{plan.global_batches_per_rollout} optimizer steps, which wait for its end anyway; "
-            f"--generation_batch_size {plan.global_batch}, or --streaming_partial_batch false"
-        )
+    check_run(args, placement.mode, rewards, plan)
     depth = prefetch_depth(args, plan)
     require_backend(args)
     function = find_rollout_func(args, placement)
@@ -252,23 +235,9 @@ def max_prompt_length(args: Any) -> int | None:
         ConfigError: the completion alone fills the context.
     """
     from swift.models.policy import context_length
+    from swift.trainers.run_checks import prompt_limit
 
-    context = context_length(args)
-    if args.max_length is None:
-        if context is None:
-            return None
-        if context <= args.max_completion_length:
-            raise ConfigError(
-                f"--max_completion_length: {args.max_completion_length}: leaves no room for a prompt in the model's "
-                f"context of {context} tokens; use at most {context - 1}"
-            )
-        return context - args.max_completion_length
-    if context is not None and args.max_length + args.max_completion_length > context:
-        raise ConfigError(
-            f"--max_length: {args.max_length}: with --max_completion_length {args.max_completion_length} it exceeds "
-            f"the model's context of {context} tokens; use at most {context - args.max_completion_length}"
-        )
-    return int(args.max_length)
+    return prompt_limit(args, context_length(args))
 
 
 def plan_run(args: Any, world_size: int, num_rows: int | None) -> BatchPlan:
