@@ -63,11 +63,6 @@ class MicroBatchPlan:
     micro_batches: list[list[list[int]]]
     too_long: tuple[int, ...] = ()
 
-    @property
-    def num_samples(self) -> int:
-        """Samples that any rank computes."""
-        return sum(len(part) for parts in self.micro_batches for part in parts)
-
 
 def plan_micro_batches(
     samples: Sequence[TrainSample],
