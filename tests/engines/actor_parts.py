@@ -74,6 +74,7 @@ def family(marker=None):
     for process in psutil.process_iter():
         try:
             value = process.environ().get(MARKER)
+            value = value or "EngineActor" in process.name()  # Ray may reuse an idle worker
             if value and (marker is None or value == marker) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):

@@ -294,7 +294,8 @@ def _is_shared(process):
 
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         environment = process.environ()
-        return environment.get(MARKER) == str(_cluster[0].folder) and "SWIFT_ENGINE" not in environment
+        engine = "SWIFT_ENGINE" in environment or "EngineActor" in process.name()  # Ray may reuse an idle worker
+        return environment.get(MARKER) == str(_cluster[0].folder) and not engine
     return True
 
 

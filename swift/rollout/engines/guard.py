@@ -40,6 +40,13 @@ def kill(pid: int, marker: bytes) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def kill_titled(pid: int, title: bytes) -> None:
+    """Kill one process, if that is how it calls itself: the number may be another's by now."""
+    with contextlib.suppress(OSError):
+        if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(title):
+            os.kill(pid, signal.SIGKILL)
+
+
 def is_tracker(pid: int) -> bool:
     """Whether it is one that cleans up when its users are gone."""
     with contextlib.suppress(OSError):
@@ -71,7 +78,9 @@ def end(marker: bytes) -> None:
         time.sleep(POLL_S)
     everybody = [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()]
     for name in segments - mapped(everybody):
-        if name.startswith(("psm_", "sem.", "torch_")):  # names that libraries make up, never a user's file
+        if (
+            name.startswith(("psm_", "sem.", "torch_")) or "cpushm" in name
+        ):  # names that libraries make up, never a user's file
             with contextlib.suppress(OSError):
                 Path("/dev/shm", name).unlink()
 
