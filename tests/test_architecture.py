@@ -18,15 +18,18 @@ MAY_IMPORT = {
     "types": set(),
     "flags": set(),
     "startup": set(),
+    "rendezvous": {"errors"},
     "observability": {"errors", "types"},
     "rl": {"flags"},
     "data": {"errors", "flags", "types"},
     "models": {"errors", "flags", "types", "data", "rl"},
     "plugin": {"errors"},
     "rewards": {"errors", "flags", "types", "plugin", "data", "models"},
-    "rollout": {"errors", "flags", "startup", "types", "plugin", "data", "models", "rl"},
-    "trainers": {"errors", "flags", "startup", "types", "observability", "rl", "data", "models", "rewards", "rollout"},
-    "arguments": {"errors", "flags", "observability", "rl", "data", "models", "rewards", "rollout", "trainers"},
+    "rollout": {"errors", "flags", "rendezvous", "startup", "types", "plugin", "data", "models", "rl"},
+    "trainers": {"errors", "flags", "rendezvous", "startup", "types", "observability"}
+    | {"rl", "data", "models", "rewards", "rollout"},
+    "arguments": {"errors", "flags", "observability", "plugin"}
+    | {"rl", "data", "models", "rewards", "rollout", "trainers"},
     "cli": {"errors", "startup", "types", "data", "models", "rewards", "rollout", "trainers", "arguments"},
     "__main__": {"cli"},
 }
@@ -47,7 +50,7 @@ ONLY_HERE = {
 
 
 def modules():
-    return sorted(PACKAGE.rglob("*.py"))
+    return sorted(path for path in PACKAGE.rglob("*.py") if "shipped" not in path.parts)
 
 
 def part_of(path):

@@ -35,8 +35,9 @@ def rehearse_rlhf(resolved: Resolved) -> int:
     """
     from swift.data import load_prompts, open_prompts
     from swift.models import load_chat
+    from swift.models.policy import check_targets
     from swift.rewards import RewardPipeline
-    from swift.rollout.custom_rollout import load_rollout_func
+    from swift.rollout.rollout_function import load_rollout_func
     from swift.trainers.engines import require_backend
     from swift.trainers.grpo import (
         batch_line,
@@ -46,12 +47,15 @@ def rehearse_rlhf(resolved: Resolved) -> int:
         prefetch_depth,
         require_whole_weights,
     )
+    from swift.trainers.run_checks import check_run
     from swift.trainers.session import find_start, require_packages
 
     args: Any = resolved.args
     require_packages(args)
-    where = [*_place(resolved), *find_start(args, resolved.to_json()).notes]
+    placed = _place(resolved)
+    where = [placement.describe(placed), *placed.notes, *find_start(args, resolved.to_json()).notes]
     template = load_chat(args)
+    check_targets(args)
     limits = {
         "tokenize": template.encode_prompt,
         "max_prompt_length": max_prompt_length(args),
@@ -69,6 +73,7 @@ def rehearse_rlhf(resolved: Resolved) -> int:
         max_completion_length=args.max_completion_length,
         tokenizer_path=template.tokenizer.name_or_path,
     )
+    check_run(args, placed.mode, rewards, plan)
     prefetch_depth(args, plan)
     require_backend(args)
     if args.rollout_func is not None:
@@ -88,20 +93,23 @@ def rehearse_sft(resolved: Resolved) -> int:
         ConfigError: settings, data or rows.
     """
     from swift.models import load_chat
+    from swift.models.policy import check_targets
     from swift.trainers.session import find_start, require_packages
     from swift.trainers.sft import encode, plan_line
 
     args: Any = resolved.args
     require_packages(args)
-    where = [*_place(resolved), *find_start(args, resolved.to_json()).notes]
+    placed = _place(resolved)
+    where = [placement.describe(placed), *placed.notes, *find_start(args, resolved.to_json()).notes]
+    check_targets(args)
     train, _, lines = encode(args, load_chat(args))
     plan = plan_line(args, len(train), launcher.world_size(os.environ))
     show(resolved, [*where, plan, *lines])
     return 0
 
 
-def _place(resolved: Resolved) -> list[str]:
-    """The placement plan and its notes."""
+def _place(resolved: Resolved) -> placement.Placement:
+    """Where engines and trainers would be."""
     from swift.trainers.engines import attention_heads
 
     accelerators, kind = count_accelerators()
@@ -114,8 +122,7 @@ def _place(resolved: Resolved) -> list[str]:
         prefetch_given=resolved.provenance.get("prefetch_depth", {}).get("source", "default") != "default",
         heads=lambda: attention_heads(resolved.args),
     )
-    plan = placement.place(request)
-    return [placement.describe(plan), *plan.notes]
+    return placement.place(request)
 
 
 def _lengths(prompts: Sequence[Prompt]) -> str:

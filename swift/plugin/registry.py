@@ -211,7 +211,7 @@ backends = Registry("backends", "inference backend")
 """Inference backends by name: functions that take an `EngineSpec` and return an `InferenceEngine`."""
 
 rollout_functions = Registry("rollout_functions", "rollout function")
-"""Rollout functions by name: `function(prompts, rollout)`; see `swift.rollout.custom_rollout`."""
+"""Rollout functions by name: `function(prompts, rollout)`; see `swift.rollout.rollout_function`."""
 
 inference_backends, rollout_funcs = backends, rollout_functions  # older names
 

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError, SwiftError, end_process
-from swift.rollout.collect import EngineShare
 from swift.rollout.engines.guided import require as require_guidance
 from swift.rollout.engines.spec import EngineSpec, build_engine, spec_from
 from swift.rollout.placement import Placement, check_transport, place, request_from
+from swift.rollout.round import EngineShare
 
 if TYPE_CHECKING:
     from swift.models.template import Template

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import importlib.util
 import os
@@ -50,12 +51,18 @@ BACKENDS = [
     Backend("actor-transformers", "transformers", "actor", "llama"),
     Backend("actor-vllm", "vllm", "actor", "llama", lora=True),
     Backend("pool", "transformers", "pool", "qwen2"),
-    Backend("remote-transformers", "transformers", "server", "qwen2"),
-    Backend("remote-vllm", "vllm", "server", "llama"),
+    Backend("remote", "transformers", "server", "qwen2"),
     Backend("lmdeploy", "lmdeploy", "here", "qwen2"),
 ]
 
 
+def transport(case):
+    """Marks a case that a way to an engine in another process can break: it runs on all backends."""
+    case.transport = True
+    return case
+
+
+@functools.cache
 def missing(backend):
     """Why a backend cannot run on this machine; None when it can."""
     import torch
