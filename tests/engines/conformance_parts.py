@@ -300,9 +300,10 @@ def _is_shared(process):
     from swift.rollout.engines.cluster import MARKER
 
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-        environment = process.environ()
-        engine = "SWIFT_ENGINE" in environment or "EngineActor" in process.name()  # Ray may reuse an idle worker
-        return environment.get(MARKER) == str(_cluster[0].folder) and not engine
+        name, environment = process.name(), process.environ()
+        if name.startswith("ray::"):  # a title may have overwritten the environment
+            return "EngineActor" not in name
+        return environment.get(MARKER) == str(_cluster[0].folder) and "SWIFT_ENGINE" not in environment
     return True
 
 

@@ -103,9 +103,7 @@ def end(marker: bytes, known: dict[int, str] | None = None) -> None:
         time.sleep(POLL_S)
     everybody = [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()]
     for name in segments - mapped(everybody):
-        if (
-            name.startswith(("psm_", "sem.", "torch_")) or "cpushm" in name
-        ):
+        if name.startswith(("psm_", "sem.", "torch_")) or "cpushm" in name:
             with contextlib.suppress(OSError):
                 Path("/dev/shm", name).unlink()
 
