@@ -300,7 +300,9 @@ def _is_shared(process):
     from swift.rollout.engines.cluster import MARKER
 
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-        environment = process.environ()
+        name, environment = process.name(), process.environ()
+        if name.startswith("ray::"):  # a title may have overwritten the environment
+            return "EngineActor" not in name
         return environment.get(MARKER) == str(_cluster[0].folder) and "SWIFT_ENGINE" not in environment
     return True
 
