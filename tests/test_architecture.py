@@ -38,7 +38,7 @@ ONLY_HERE = {
     "vllm": ["swift/rollout/engines/"],
     "lmdeploy": ["swift/rollout/engines/"],
     "trl": ["swift/trainers/sft"],
-    "deepspeed": ["swift/models/sharded.py", "swift/trainers/sharding.py"],
+    "deepspeed": ["swift/models/sharded.py", "swift/trainers/parallel/deepspeed.py"],
     "peft": ["swift/models/", "swift/rewards/models.py"],
     "matplotlib": ["swift/observability/plots.py"],
     "rich": ["swift/observability/progress.py"],
@@ -138,7 +138,7 @@ def test_the_help_of_a_mode_loads_no_torch():
 
 def test_the_grpo_trainer_loads_no_other_engine_and_no_trl():
     code = (
-        "import sys, swift.trainers.grpo_trainer; print([n for n in ('vllm', 'lmdeploy', 'trl') if n in sys.modules])"
+        "import sys, swift.trainers.grpo.trainer; print([n for n in ('vllm', 'lmdeploy', 'trl') if n in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

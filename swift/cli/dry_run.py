@@ -39,7 +39,7 @@ def rehearse_rlhf(resolved: Resolved) -> int:
     from swift.rewards import RewardPipeline
     from swift.rollout.rollout_function import load_rollout_func
     from swift.trainers.engines import require_backend
-    from swift.trainers.grpo import (
+    from swift.trainers.grpo.run import (
         batch_line,
         first_prompts,
         max_prompt_length,

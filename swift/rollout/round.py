@@ -16,7 +16,7 @@ of them. Ranks that hold parts of one engine must submit the same requests at th
 only when it has nothing left to do.
 
 A rank with nothing to do waits as long as others send heartbeats; otherwise its own stall watch ends the wait
-(`swift.trainers.stall`), and `awaited` names what it waited for.
+(`swift.trainers.supervision.stall`), and `awaited` names what it waited for.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ global batches, `num_iterations` times each:
     rollout batch   [ g0 g0 g0 g0 | g1 g1 g1 g1 | g2 ... ]        samples in launch order
     global batch    consecutive samples
 
-`swift.rollout.micro_batches` cuts a global batch over the ranks and into micro-batches.
+`swift.trainers.micro_batches` cuts a global batch over the ranks and into micro-batches.
 """
 
 from __future__ import annotations

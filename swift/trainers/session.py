@@ -65,7 +65,7 @@ OPTIMIZER_PACKAGES = {
 """Part of an `--optim` name -> the package it needs; the first that fits counts."""
 
 CPU_ADAMW = "adamw_cpu"
-"""The one `--optim` that transformers does not have: `swift.trainers.cpu_adamw`."""
+"""The one `--optim` that transformers does not have: `swift.trainers.optimizers.adamw_cpu`."""
 
 BUILT_IN_OPTIMIZERS = (
     "adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused",
@@ -95,7 +95,7 @@ def require_packages(args: Any) -> None:
         ResourceError: one line per missing package.
         ConfigError: DeepSpeed or FSDP cannot be used like this.
     """
-    from swift.trainers.sharding import require_best_model, require_deepspeed, require_fsdp
+    from swift.trainers.parallel.deepspeed import require_best_model, require_deepspeed, require_fsdp
 
     require_deepspeed(args)
     require_fsdp(args)
@@ -256,7 +256,7 @@ def training_options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, A
     """
     import torch
 
-    from swift.trainers.sharding import spread_options
+    from swift.trainers.parallel.deepspeed import spread_options
 
     on_gpu = torch.cuda.is_available()
     eval_strategy = args.eval_strategy if evaluates else "no"
@@ -321,7 +321,7 @@ def own_optimizer(args: Any, arguments: TrainingArguments) -> tuple[type, dict[s
         return None
     from transformers import Trainer
 
-    from swift.trainers.cpu_adamw import CPUAdamW
+    from swift.trainers.optimizers.adamw_cpu import CPUAdamW
 
     _, options = Trainer.get_optimizer_cls_and_kwargs(arguments)
     return CPUAdamW, options
@@ -330,7 +330,7 @@ def own_optimizer(args: Any, arguments: TrainingArguments) -> tuple[type, dict[s
 def finish_own_optimizer(args: Any, trainer: Trainer) -> None:
     """What `own_optimizer` needs of the trainer that got it."""
     if args.optim == CPU_ADAMW:
-        from swift.trainers.cpu_adamw import load_on_host
+        from swift.trainers.optimizers.adamw_cpu import load_on_host
 
         load_on_host(trainer)
 

@@ -121,7 +121,7 @@ def _train(
     from swift.observability.run_dir import RunDirectory, rank_log_file
     from swift.trainers.checkpoint import clean_staging
     from swift.trainers.sft_callbacks import LogLines, SealCheckpoints, StopOnSignal
-    from swift.trainers.watch import RankWatch
+    from swift.trainers.supervision.heartbeat import RankWatch
 
     args: Any = resolved.args
     settings = resolved.to_json()
@@ -201,7 +201,7 @@ def build_trainer(
     from transformers import PrinterCallback
     from trl import SFTConfig, SFTTrainer
 
-    from swift.trainers.master_weights import keep_master_weights
+    from swift.trainers.optimizers.master_weights import keep_master_weights
 
     arguments = on_one_device(SFTConfig(**sft_options(args, folder, evaluates=val is not None)))
     trainer = SFTTrainer(

@@ -12,7 +12,7 @@ from threaded_ranks import ThreadedMailbox, on_ranks
 
 from swift.errors import EngineError
 from swift.rollout.round import EngineShare
-from swift.trainers.stall import StallWatch
+from swift.trainers.supervision.stall import StallWatch
 
 LIMIT_S = 1.0
 

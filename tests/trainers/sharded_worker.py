@@ -28,9 +28,9 @@ from swift.rl.entropy import AdaptiveEntropy
 from swift.rollout.weight_sync.base import TensorInfo
 from swift.rollout.weight_sync.policy import PolicyWeights, adapter_weights
 from swift.trainers.session import join_processes
-from swift.trainers.sharding import spread_options
-from swift.trainers.step_callbacks import EveryFewSteps
-from swift.trainers.window_entropy import EntropySettings
+from swift.trainers.parallel.deepspeed import spread_options
+from swift.trainers.grpo.callbacks import EveryFewSteps
+from swift.trainers.grpo.entropy import EntropySettings
 
 LIMIT_S = 500
 """Ten times what the longest takes on an idle machine; workers that lose each other end by themselves sooner."""

@@ -16,7 +16,7 @@ from swift.rollout.engines.spec import EngineSpec, build_engine
 from swift.rollout.phase import PublishPhase
 from swift.rollout.weight_sync.policy import PolicyWeights, adapter_weights
 from swift.rollout.weight_sync.publisher import WeightPublisher
-from swift.trainers.colocate import ColocateCycle
+from swift.trainers.memory.colocate import ColocateCycle
 
 CPU = torch.device("cpu")
 STEPS = 5

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from grpo_parts import make_trainer
 
-from swift.trainers.grpo_settings import CorrectionSettings
+from swift.trainers.grpo.settings import CorrectionSettings
 
 
 def gradients(folder, output_dir, *, shift, comparable=True, **correction):

@@ -14,7 +14,7 @@ from grpo_parts import make_trainer
 from swift.errors import ResourceError
 from swift.trainers import master_weights, session
 from swift.trainers.arguments import Optimizer
-from swift.trainers.cpu_adamw import CPUAdamW
+from swift.trainers.optimizers.adamw_cpu import CPUAdamW
 
 HALF, WHOLE = torch.bfloat16, torch.float32
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from swift.errors import ConfigError, ResourceError
-from swift.trainers import sharding
-from swift.trainers.sharding import PRESETS, deepspeed_config, describe, require_best_model, require_fsdp, stage_of
+from swift.trainers.parallel import deepspeed as sharding
+from swift.trainers.parallel.deepspeed import PRESETS, deepspeed_config, describe, require_best_model, require_fsdp, stage_of
 
 
 def args(deepspeed=None, **others):

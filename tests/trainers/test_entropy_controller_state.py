@@ -5,7 +5,7 @@ import math
 import pytest
 
 from swift.rl.entropy import AdaptiveEntropy
-from swift.trainers.window_entropy import controller_state, restored_controller
+from swift.trainers.grpo.entropy import controller_state, restored_controller
 
 
 def test_a_controller_comes_back_with_the_settings_of_now():

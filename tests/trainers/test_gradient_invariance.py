@@ -33,7 +33,7 @@ from swift.models.forward import TokenSequence, pack, packed_logits
 from swift.rl.logprobs import selected_logprobs_and_entropy
 from swift.rl.losses import LOSSES
 from swift.rollout.samples import RolloutBatch
-from swift.trainers.window_entropy import EntropySettings
+from swift.trainers.grpo.entropy import EntropySettings
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rl"))
 from padded_windows import Window

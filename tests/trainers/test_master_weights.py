@@ -7,7 +7,7 @@ from copy import deepcopy
 import pytest
 import torch
 
-from swift.trainers.master_weights import keep_master_weights
+from swift.trainers.optimizers.master_weights import keep_master_weights
 
 
 def make(dtype=torch.bfloat16):

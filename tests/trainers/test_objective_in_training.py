@@ -16,8 +16,8 @@ from swift.rl.entropy import AdaptiveEntropy
 from swift.rl.losses import LossConfig, get_loss, sequence_weights
 from swift.rl.objective import policy_loss
 from swift.rl.window import count_window
-from swift.trainers.grpo_settings import CorrectionSettings
-from swift.trainers.window_entropy import EntropySettings
+from swift.trainers.grpo.settings import CorrectionSettings
+from swift.trainers.grpo.entropy import EntropySettings
 
 SETTINGS = {
     "gspo": {"loss_type": "gspo", "epsilon": 3e-2, "epsilon_high": 4e-2},
@@ -384,7 +384,7 @@ def lora_policy(folder):
 
 def moving_run(folder, output, kind, **arguments):
     """A run with everything that has a state of its own; the reference moves after every third step."""
-    from swift.trainers.step_callbacks import EveryFewSteps
+    from swift.trainers.grpo.callbacks import EveryFewSteps
 
     if kind == "lora":
         model = lora_policy(folder)
@@ -424,7 +424,7 @@ def test_the_reference_becomes_the_mixture_and_old_answers_of_it_are_forgotten(f
 
 
 def test_with_alpha_1_a_lora_reference_is_the_policy_itself(folder, tmp_path):
-    from swift.trainers.step_callbacks import EveryFewSteps
+    from swift.trainers.grpo.callbacks import EveryFewSteps
 
     model = lora_policy(folder)
     trainer = make_trainer(

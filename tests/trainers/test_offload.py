@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from swift.errors import ResourceError
-from swift.trainers.master_weights import keep_master_weights
-from swift.trainers.offload import HostSlabs, Offloader, arrange, model_tensors, optimizer_tensors, ran_out
+from swift.trainers.optimizers.master_weights import keep_master_weights
+from swift.trainers.memory.offload import HostSlabs, Offloader, arrange, model_tensors, optimizer_tensors, ran_out
 
 CPU = torch.device("cpu")
 
@@ -218,7 +218,7 @@ def test_half_a_return_can_be_finished(monkeypatch):
 def test_a_host_without_room_leaves_everything_in_place(monkeypatch):
     model = TiedPair()
     offloader = moved(model)
-    monkeypatch.setattr("swift.trainers.offload.ALIGNMENT", 1 << 60)
+    monkeypatch.setattr("swift.trainers.memory.offload.ALIGNMENT", 1 << 60)
     with pytest.raises(ResourceError, match=r"no room for .* MiB of the trainer; --offload_optimizer false"):
         offloader.leave()
     assert not offloader.away and offloader.come_back() == 0
@@ -318,7 +318,7 @@ def cuda(monkeypatch):
     locker = Locker()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: locker)
-    monkeypatch.setattr("swift.trainers.offload._forget_error", lambda: locker.calls.append("forgotten"))
+    monkeypatch.setattr("swift.trainers.memory.offload._forget_error", lambda: locker.calls.append("forgotten"))
     return locker
 
 

@@ -13,7 +13,7 @@ from swift.models.activation_memory import ModelShape, activation_bytes
 from swift.models.forward import TokenSequence, enable_packed_attention, pack, packed_logits
 from swift.models.tiny import SHAPES, build_tiny
 from swift.trainers import pass_planner
-from swift.trainers.pass_planner import PassPlanner, expected_bytes, tokens_that_fit
+from swift.trainers.token_budget import PassPlanner, expected_bytes, tokens_that_fit
 
 
 class Ranks:

@@ -14,7 +14,7 @@ import sys, time
 import torch, torch.distributed as dist
 from swift.cli.boundary import guarded
 from swift.trainers.distributed import Collectives
-from swift.trainers.watch import RankWatch
+from swift.trainers.supervision.heartbeat import RankWatch
 
 def main():
     dist.init_process_group("gloo")

@@ -6,7 +6,7 @@ import pytest
 
 from swift.arguments import parse
 from swift.errors import ConfigError
-from swift.trainers.grpo_arguments import trainer_settings, uncorrected_lines
+from swift.trainers.grpo.arguments import trainer_settings, uncorrected_lines
 
 BASE = ["--rlhf_type", "grpo", "--model", "m", "--dataset", "d", "--reward_funcs", "accuracy", "--temperature", "0.7"]
 

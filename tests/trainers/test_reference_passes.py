@@ -10,7 +10,7 @@ from grpo_parts import LateScorer, Scorer, all_different, logs_of, make_trainer
 
 from swift.models.reference import FrozenReference
 from swift.rl.losses import LossConfig
-from swift.trainers.reward_kl import RewardKL
+from swift.trainers.grpo.reward_kl import RewardKL
 
 
 class Watched(FrozenReference):

@@ -10,13 +10,13 @@ import time
 import pytest
 
 from swift.errors import EngineError
-from swift.trainers.stall import StallWatch
+from swift.trainers.supervision.stall import StallWatch
 
 PROCESS = """
 import sys, threading, time
 from pathlib import Path
 from swift.cli.boundary import guarded
-from swift.trainers.stall import StallWatch
+from swift.trainers.supervision.stall import StallWatch
 
 def stand_still():
     time.sleep(60)
@@ -147,7 +147,7 @@ def test_nobody_is_hurried_in_a_debugger(watch, monkeypatch):
 
 
 def test_a_disk_that_stands_still_does_not_keep_it_from_ending(watch, monkeypatch):
-    monkeypatch.setattr("swift.trainers.stall.DUMP_S", 0.2)
+    monkeypatch.setattr("swift.trainers.supervision.stall.DUMP_S", 0.2)
     monkeypatch.setattr(watch, "_dump", lambda: time.sleep(5))
     began = time.monotonic()
     assert watch.ticks(10)

@@ -15,10 +15,10 @@ import torch
 from swift.models.sharded import is_spread
 from swift.rl.kl import sequence_k1
 from swift.rollout.samples import TrainSample
-from swift.trainers.microbatch import MicroBatch
+from swift.trainers.grpo.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
-    from swift.trainers.grpo_trainer import GRPOTrainer
+    from swift.trainers.grpo.trainer import GRPOTrainer
 
 
 class RewardKL:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 if TYPE_CHECKING:
-    from swift.trainers.grpo_trainer import GRPOTrainer
+    from swift.trainers.grpo.trainer import GRPOTrainer
 
 
 class PipelineCallback(TrainerCallback):

@@ -1,6 +1,6 @@
 """Cuts windows for the trainer, and finds out how many tokens one pass may have where nobody said so.
 
-With `--max_tokens_per_micro_batch` the plan is `swift.rollout.micro_batches` under that limit. Without it passes are
+With `--max_tokens_per_micro_batch` the plan is `swift.trainers.micro_batches` under that limit. Without it passes are
 bounded by the batch sizes, and by the memory that is free before the first update, when the engine has made room: a
 pass that would need more is cut further. On a CPU products run at full speed with a thousand rows, and larger passes
 save little beside the memory they take: those beyond `quick_tokens` are cut there; and as smaller ones are slower,
@@ -25,7 +25,7 @@ from swift.models.checkpoint_tensors import computing_dtype
 from swift.models.forward import is_packed
 from swift.models.sharded import is_dtensor, is_zero3
 from swift.observability.memory import measure
-from swift.rollout.micro_batches import Limits, MicroBatchPlan, Work, micro_batch_tokens, plan_micro_batches
+from swift.trainers.micro_batches import Limits, MicroBatchPlan, Work, micro_batch_tokens, plan_micro_batches
 from swift.rollout.samples import TrainSample
 from swift.trainers.distributed import Collectives
 

@@ -9,7 +9,7 @@ and nobody is lost.
 
     beat   "<count>|<host>|<pid>|<state>"  every BEAT_S    "closed"  it has finished    "failed <line>"  it has failed
 
-`state` says where a rank stands still, if it does (`swift.trainers.stall`).
+`state` says where a rank stands still, if it does (`swift.trainers.supervision.stall`).
 """
 
 from __future__ import annotations

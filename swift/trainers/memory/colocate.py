@@ -55,7 +55,7 @@ from swift.observability.memory import (
     memory_line,
     too_little,
 )
-from swift.trainers.offload import Offloader, model_tensors, optimizer_tensors, ran_out
+from swift.trainers.memory.offload import Offloader, model_tensors, optimizer_tensors, ran_out
 
 if TYPE_CHECKING:
     from swift.observability.metrics import MetricStore

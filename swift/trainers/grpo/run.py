@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError, Interrupted
 from swift.startup import collector_resting, defer
-from swift.trainers.grpo_arguments import loss_settings, trainer_settings, training_arguments, uncorrected_lines
+from swift.trainers.grpo.arguments import loss_settings, trainer_settings, training_arguments, uncorrected_lines
 from swift.types import Prompt
 
 if TYPE_CHECKING:
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from swift.rollout.rollout_function import RolloutFunc
     from swift.rollout.scheduler import RerollConfig
     from swift.rollout.weight_sync.publisher import WeightPublisher
-    from swift.trainers.colocate import ColocateCycle
+    from swift.trainers.memory.colocate import ColocateCycle
     from swift.trainers.distributed import Collectives
     from swift.trainers.engines import EngineSetup
-    from swift.trainers.grpo_trainer import GRPOTrainer
+    from swift.trainers.grpo.trainer import GRPOTrainer
     from swift.trainers.mailbox import StoreMailbox
     from swift.trainers.session import SignalTrap, Start
-    from swift.trainers.stall import StallWatch
-    from swift.trainers.watch import RankWatch
+    from swift.trainers.supervision.stall import StallWatch
+    from swift.trainers.supervision.heartbeat import RankWatch
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ def run(resolved: Resolved) -> int:
         with collector_resting():
             defer("datasets")  # Trainer imports it wherever it is installed, and with it pandas
             from swift.trainers.engines import bind_trainer, find_placement
-            from swift.trainers.watch import RankWatch
+            from swift.trainers.supervision.heartbeat import RankWatch
 
             placement = find_placement(args, prefetch_given="prefetch_depth" in resolved.given)
             collectives = join_processes(args.ddp_timeout, always=bool(args.deepspeed or args.fsdp))
@@ -178,7 +178,7 @@ def require_whole_weights(args: Any) -> None:
         ConfigError: the trainer's own model samples, and the file's stage is 3.
     """
     from swift.rollout.placement import has_own_engine
-    from swift.trainers.sharding import stage_of
+    from swift.trainers.parallel.deepspeed import stage_of
 
     if args.rollout_func is not None and not has_own_engine(args) and stage_of(args) == 3:
         raise ConfigError(
@@ -503,12 +503,12 @@ class _Session:
     def _build_trainer(self, model: Any, reference: Any) -> GRPOTrainer:
         from transformers import PrinterCallback
 
-        from swift.trainers.grpo_trainer import GRPOTrainer
+        from swift.trainers.grpo.trainer import GRPOTrainer
         from swift.trainers.reporting import ReportCallback
-        from swift.trainers.reward_kl import RewardKL
+        from swift.trainers.grpo.reward_kl import RewardKL
         from swift.trainers.session import finish_own_optimizer, own_optimizer, tensorboard_callback
-        from swift.trainers.stall import StallCallback
-        from swift.trainers.step_callbacks import EveryFewSteps, PipelineCallback
+        from swift.trainers.supervision.stall import StallCallback
+        from swift.trainers.grpo.callbacks import EveryFewSteps, PipelineCallback
 
         parts, args = self.parts, self.parts.args
         arguments = training_arguments(args, self.folder, parts)
@@ -672,7 +672,7 @@ class _Session:
 
     def _build_stall_watch(self, log_file: Path) -> StallWatch:
         """Ends the run when nothing moves in this process."""
-        from swift.trainers.stall import REBUILD_S, REWARD_MARGIN_S, StallWatch
+        from swift.trainers.supervision.stall import REBUILD_S, REWARD_MARGIN_S, StallWatch
 
         parts, args, engine, own = self.parts, self.parts.args, self.setup.engine, self.setup.own_limit_s
         ranks = parts.rank_watch
@@ -735,7 +735,7 @@ class _Session:
 
     def _build_cycle(self) -> ColocateCycle | None:
         """What happens around generation where engine and trainer share a device."""
-        from swift.trainers.colocate import ColocateCycle
+        from swift.trainers.memory.colocate import ColocateCycle
 
         args = self.parts.args
         if not self.setup.colocated:
@@ -841,7 +841,7 @@ def plan_lines(parts: Parts) -> list[str]:
     """The plan in words: devices, mode, batches, steps."""
     from swift.rl.losses import describe as describe_loss
     from swift.rollout.placement import describe as describe_placement
-    from swift.trainers.sharding import describe as describe_spreading
+    from swift.trainers.parallel.deepspeed import describe as describe_spreading
 
     device = own_device()
     world = parts.collectives.world_size

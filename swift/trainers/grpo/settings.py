@@ -7,7 +7,7 @@ from typing import Literal
 
 from swift.rl.correction import CorrectionMode, SequenceRatio
 from swift.rl.losses import LossConfig
-from swift.trainers.window_entropy import EntropySettings
+from swift.trainers.grpo.entropy import EntropySettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

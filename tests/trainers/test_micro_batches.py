@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift.rollout.micro_batches import Limits, Work, micro_batch_tokens, plan_micro_batches
+from swift.trainers.micro_batches import Limits, Work, micro_batch_tokens, plan_micro_batches
 from swift.rollout.samples import TrainSample
 
 

@@ -12,9 +12,9 @@ from swift.errors import ConfigError, join_problems
 
 if TYPE_CHECKING:
     from swift.rl.losses import LossConfig
-    from swift.trainers.grpo import Parts
-    from swift.trainers.grpo_settings import GRPOSettings
-    from swift.trainers.window_entropy import EntropySettings
+    from swift.trainers.grpo.run import Parts
+    from swift.trainers.grpo.settings import GRPOSettings
+    from swift.trainers.grpo.entropy import EntropySettings
 
 
 def loss_settings(args: Any) -> LossConfig:
@@ -44,7 +44,7 @@ def loss_settings(args: Any) -> LossConfig:
 def entropy_settings(args: Any) -> EntropySettings:
     """What the step does with the policy's entropy."""
     from swift.rl.entropy import AdaptiveEntropy
-    from swift.trainers.window_entropy import EntropySettings
+    from swift.trainers.grpo.entropy import EntropySettings
 
     controller = AdaptiveEntropy(
         coefficient=args.entropy_coef,
@@ -72,7 +72,7 @@ def trainer_settings(args: Any, *, logprob_support: str = "full", given: Collect
     Raises:
         ConfigError: sampler and trainer are to be compared by log-probs that the engine does not have.
     """
-    from swift.trainers.grpo_settings import CorrectionSettings, GRPOSettings
+    from swift.trainers.grpo.settings import CorrectionSettings, GRPOSettings
 
     max_tokens = args.max_tokens_per_micro_batch
     correctable = logprob_support != "raw" or args.temperature == 1.0

@@ -22,7 +22,7 @@ from torch.optim.optimizer import ParamsT
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
-from swift.trainers.master_weights import keep_master_weights
+from swift.trainers.optimizers.master_weights import keep_master_weights
 
 HOST = torch.device("cpu")
 

@@ -54,19 +54,19 @@ from swift.rl.losses import get_loss, sequence_weights
 from swift.rl.objective import SamplerCorrection, policy_loss
 from swift.rl.segments import spread
 from swift.rl.window import WindowCounts, count_window, nominal_batch_tokens, nominal_batches
-from swift.rollout.micro_batches import Limits, MicroBatchPlan
+from swift.trainers.micro_batches import Limits, MicroBatchPlan
 from swift.rollout.pipeline import PipelineState, RolloutPipeline
 from swift.rollout.samples import Arrival, RolloutBatch, TrainSample
 from swift.trainers.checkpoint import read_state, write_state
 from swift.trainers.distributed import Collectives
-from swift.trainers.grpo_settings import GRPOSettings
-from swift.trainers.master_weights import keep_master_weights
-from swift.trainers.microbatch import MicroBatch, collate, split_by_sample
-from swift.trainers.pass_planner import PassPlanner
-from swift.trainers.sealed_trainer import SealedTrainer
-from swift.trainers.sharding import DeepSpeedSteps
-from swift.trainers.step_metrics import StepMetrics
-from swift.trainers.window_entropy import (
+from swift.trainers.grpo.settings import GRPOSettings
+from swift.trainers.optimizers.master_weights import keep_master_weights
+from swift.trainers.grpo.micro_batch import MicroBatch, collate, split_by_sample
+from swift.trainers.token_budget import PassPlanner
+from swift.trainers.atomic_trainer import SealedTrainer
+from swift.trainers.parallel.deepspeed import DeepSpeedSteps
+from swift.trainers.grpo.metrics import StepMetrics
+from swift.trainers.grpo.entropy import (
     TopEntropy,
     controller_state,
     restored_controller,
@@ -190,7 +190,7 @@ class GRPOTrainer(SealedTrainer):
         return model
 
     def collate(self, samples: Sequence[TrainSample], weights_S: Sequence[float]) -> MicroBatch:
-        """The samples of one pass, packed; see `swift.trainers.microbatch.collate`."""
+        """The samples of one pass, packed; see `swift.trainers.grpo.micro_batch.collate`."""
         return collate(samples, weights_S, device=self.args.device)
 
     # --- data -----------------------------------------------------------------------------------------------
@@ -464,7 +464,7 @@ class GRPOTrainer(SealedTrainer):
         return sample.advantage != 0.0 or others or not settings.skip_zero_advantage
 
     def plan(self, samples: Sequence[TrainSample], window: Sequence[int], useful: Sequence[bool]) -> MicroBatchPlan:
-        """Who computes what in which pass (`swift.rollout.micro_batches`); the same on every rank."""
+        """Who computes what in which pass (`swift.trainers.micro_batches`); the same on every rank."""
         limits = Limits(self.settings.slice_size, self.settings.max_tokens)
         return self.planner.plan(samples, window, useful, limits, may_merge=self.settings.merges_passes)
 

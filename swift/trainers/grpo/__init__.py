@@ -1,0 +1,1 @@
+"""GRPO: the trainer, its step, and the run around them."""

@@ -1,0 +1,1 @@
+"""Optimizers of our own, registered in `swift.plugin.registry.optimizers`; one file each."""

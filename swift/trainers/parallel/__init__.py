@@ -1,0 +1,1 @@
+"""Models that are sharded over ranks: DeepSpeed and FSDP2."""

@@ -1,0 +1,1 @@
+"""Ends runs in which nothing moves, or whose other ranks have died."""
