@@ -183,20 +183,25 @@ class RLHFArguments(
     def _correction_problems(self) -> Iterator[str]:
         """A sequence's ratio multiplies the bias of each of its tokens."""
         mode = self.rollout_importance_sampling_mode or ""
-        changes = [*self._truncations(), *self._penalties()]
-        whole = self.importance_sampling_level != "token" or self.loss_type == "vespo"  # which sums over the sequence
-        if self.old_logprobs == "sampler" and changes and whole:
-            yield (
-                f"--old_logprobs: sampler: the sampler's log-probs are not those of the whole vocabulary with "
-                f"--{changes[0]} {getattr(self, changes[0])}, and a sequence's ratio multiplies that; "
-                f"--old_logprobs trainer, or leave --{changes[0]} out"
-            )
-        if self.replay_buffer_size and not self.replay_recompute_logps and changes and whole:
-            yield (
-                f"--replay_recompute_logps: false: the sampler's log-probs are not those of the whole vocabulary with "
-                f"--{changes[0]} {getattr(self, changes[0])}, and a sequence's ratio multiplies that; "
-                f"--replay_recompute_logps true, or leave --{changes[0]} out"
-            )
+        changes = self.changed_logprobs()
+        compared = {
+            f"--off_policy_sequence_mask_delta: {self.off_policy_sequence_mask_delta}": (
+                self.off_policy_sequence_mask_delta is not None,
+                "leave it out",
+            ),
+            "--old_logprobs: sampler": (self.old_logprobs == "sampler", "--old_logprobs trainer"),
+            "--replay_recompute_logps: false": (
+                self.replay_buffer_size and not self.replay_recompute_logps,
+                "--replay_recompute_logps true",
+            ),
+        }
+        for flag_value, (given, fix) in compared.items() if changes else ():
+            if given:
+                yield (
+                    f"{flag_value}: with --{changes[0]} {getattr(self, changes[0])} the sampler's log-probs are not "
+                    f"those of the whole vocabulary, so a policy that has not moved looks as if it had; {fix}, or "
+                    f"leave --{changes[0]} out"
+                )
         if self.kl_in_reward and self.beta > 0 and changes:
             yield (
                 f"--kl_in_reward: true: the sampler's log-probs are not those of the whole vocabulary with "
@@ -279,6 +284,15 @@ class RLHFArguments(
         }
         for obstacle in (text for text, given in obstacles.items() if given):
             yield f"--streaming_partial_batch: true: {obstacle}, or --streaming_partial_batch false"
+
+    def changed_logprobs(self) -> list[str]:
+        """Settings in use that make the sampler's log-probs differ from those over the whole vocabulary.
+
+        The transformers engine returns the mass that truncation keeps (`Completion.log_mass`); other engines do not,
+        and rollout functions do not pass it on.
+        """
+        knows_mass = self.infer_backend == "transformers" and self.rollout_func is None
+        return [*(() if knows_mass else self._truncations()), *self._penalties()]
 
     def _truncations(self) -> list[str]:
         given = {"top_p": self.top_p < 1, "top_k": self.top_k > 0, "min_p": self.min_p > 0}

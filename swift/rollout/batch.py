@@ -22,7 +22,8 @@ import numpy as np
 class TrainSample:
     """One completion as the trainer sees it.
 
-    token_ids: int32 [T]. sampler_logprobs: float32 [T]. trained: bool [T], the data mask m: what may carry loss.
+    token_ids: int32 [T]. sampler_logprobs: float32 [T], over the whole vocabulary where the engine knows them
+    (`Completion.full_logprobs`). trained: bool [T], the data mask m: what may carry loss.
     versions: of the weights that sampled the tokens, run-length coded as (version, start, end).
     `old_logprobs` and `ref_logprobs`, float32 [T], are None until a forward pass has produced them.
     """

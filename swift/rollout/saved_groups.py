@@ -65,7 +65,7 @@ def group_from_json(state: dict[str, Any]) -> RolloutGroup:
 def seen_to_json(group: RolloutGroup) -> dict[str, Any]:
     """What logs say of a group: texts, columns, scores and counts, without tokens and their log-probs."""
     completions = [
-        {**asdict(replace(one, token_ids=[], logprobs=[], versions=one.versions[:1])), "token_ids": len(one.token_ids)}
+        {**asdict(replace(one, token_ids=[], logprobs=[], log_mass=[], versions=one.versions[:1])), "token_ids": len(one.token_ids)}
         for one in group.completions
     ]
     prompt = {**prompt_to_json(group.prompt), "token_ids": len(group.prompt.token_ids)}

@@ -118,7 +118,7 @@ class UnitMaker:
         """The passes of the reference over a round, while its rewards are still computed; collective."""
         begun = self.untouched(groups)
         if self.config.reward_kl > 0:
-            begun.kl_S = self._kl(begun.samples)
+            begun.kl_S = self._kl(groups)
         elif self.refer is not None:
             self.refer(TrainUnit(begun.samples, self.config.num_windows, self.config.num_iterations))
         return begun
@@ -149,7 +149,7 @@ class UnitMaker:
         penalty = None
         metrics: dict[str, float] = {}
         if config.reward_kl > 0:
-            kl_S = begun.kl_S if begun.kl_S is not None else self._kl(samples)
+            kl_S = begun.kl_S if begun.kl_S is not None else self._kl(groups)
             penalty = config.reward_kl * kl_S
             metrics["kl_in_reward"] = _mean_of_trained(kl_S, samples)
         batches = self._batches(groups)
@@ -177,9 +177,10 @@ class UnitMaker:
             metrics={**metrics, **self._replay_metrics(replayed, step)},
         )
 
-    def _kl(self, samples: Sequence[TrainSample]) -> torch.Tensor:
+    def _kl(self, groups: Sequence[RolloutGroup]) -> torch.Tensor:
+        """k1 of each completion; of cut ones too, because their rewards count in the group's mean."""
         assert self.kl_of is not None, "the trainer has not said how the KL is computed"
-        return torch.tensor(list(self.kl_of(samples)), dtype=torch.float64)
+        return torch.tensor(list(self.kl_of(list(self._samples(groups, with_cut=True)))), dtype=torch.float64)
 
     def advantages(self, groups: Sequence[RolloutGroup], kl_penalty_S: torch.Tensor | None = None) -> Advantages:
         """Advantages of scored groups that share their batch statistics."""
@@ -217,16 +218,19 @@ class UnitMaker:
         size = len(groups) // self.config.generation_batches
         return [groups[i : i + size] for i in range(0, len(groups), size)]
 
-    def _samples(self, groups: Sequence[RolloutGroup], first: int = 0) -> Iterator[TrainSample]:
+    def _samples(
+        self, groups: Sequence[RolloutGroup], first: int = 0, *, with_cut: bool = False
+    ) -> Iterator[TrainSample]:
         for number, group in enumerate(groups, first):
             prompt = np.asarray(group.prompt.token_ids, dtype=np.int32)
             for completion in group.completions:
-                counts = fault(completion) is None and bool(completion.token_ids) and not self.cut(completion)
+                counts = fault(completion) is None and bool(completion.token_ids)
+                counts = counts and (with_cut or not self.cut(completion))
                 yield TrainSample(
                     group=number,
                     prompt_ids=prompt,
                     token_ids=np.asarray(completion.token_ids, dtype=np.int32),
-                    sampler_logprobs=np.asarray(completion.logprobs, dtype=np.float32),
+                    sampler_logprobs=np.asarray(completion.full_logprobs, dtype=np.float32),
                     trained=np.full(len(completion.token_ids), counts, dtype=np.bool_),
                     advantage=0.0,
                     versions=list(completion.versions),

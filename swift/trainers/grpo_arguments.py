@@ -89,7 +89,7 @@ def trainer_settings(args: Any, *, logprob_support: str = "full", given: Collect
         merges_passes=max_tokens is None and not args.mini_batch_size,
         keep_dropout=args.lora_dropout > 0 and args.tuner_type == "lora",
         skip_zero_advantage=args.skip_zero_advantage_batches,
-        comparable_sampling=correctable and not args.sampling_params().biased,
+        comparable_sampling=correctable and not args.changed_logprobs(),
         correctable_sampling=correctable,
         correction=CorrectionSettings(
             mode=args.rollout_importance_sampling_mode,

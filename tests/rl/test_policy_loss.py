@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -196,6 +197,13 @@ def test_k3_is_finite_never_negative_and_zero_only_without_difference(difference
     assert value.isfinite().all() and value.item() >= 0
     if abs(difference) > 1e-3:
         assert value.item() > 0
+
+
+def test_the_kl_pulls_back_a_token_that_is_far_above_the_reference():
+    """At lp_r - lp = -25 the gradient of k3 is 1 - e^-25."""
+    policy = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    k3(policy, policy.detach() - 25).sum().backward()
+    assert policy.grad.tolist() == pytest.approx([1 - math.exp(-25)], rel=1e-15)
 
 
 def test_k1_of_a_sequence_sums_the_trained_tokens_only():
