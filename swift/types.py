@@ -101,8 +101,8 @@ class Completion:
     distribution it was drawn from (natural log, <= 0), of equal length. `log_mass[t]` is the log of the
     probability that truncation (top-k, top-p, min-p, `min_tokens`) kept at that token, so that the sum of both is the
     log-prob over the whole vocabulary; empty without truncation, or where the engine does not know it. `versions` is
-    the policy version of the tokens, run-length coded as (version, start, end). `columns` are what a rollout function says of it; reward
-    functions get them like the columns of its prompt.
+    the policy version of the tokens, run-length coded as (version, start, end). `columns` are what a rollout function
+    says of it; reward functions get them like the columns of its prompt.
     """
 
     request_id: str

@@ -64,9 +64,11 @@ def group_from_json(state: dict[str, Any]) -> RolloutGroup:
 
 def seen_to_json(group: RolloutGroup) -> dict[str, Any]:
     """What logs say of a group: texts, columns, scores and counts, without tokens and their log-probs."""
+    bare = [
+        replace(one, token_ids=[], logprobs=[], log_mass=[], versions=one.versions[:1]) for one in group.completions
+    ]
     completions = [
-        {**asdict(replace(one, token_ids=[], logprobs=[], log_mass=[], versions=one.versions[:1])), "token_ids": len(one.token_ids)}
-        for one in group.completions
+        {**asdict(one), "token_ids": len(whole.token_ids)} for one, whole in zip(bare, group.completions, strict=True)
     ]
     prompt = {**prompt_to_json(group.prompt), "token_ids": len(group.prompt.token_ids)}
     return {**group_to_json(replace(group, completions=[])), "prompt": prompt, "completions": completions}

@@ -144,9 +144,8 @@ def make_trainer(
     metrics = MetricStore()
     engine = engine or TransformersEngine(model, eos_token_ids=list(eos))
     rounds = []
-    collector = RolloutCollector(
-        engine, SamplingParams(max_tokens, temperature=1.0, **(sampling or {})), 42, str, scorer or Scorer(reward), collectives
-    )
+    distribution = SamplingParams(max_tokens, temperature=1.0, **(sampling or {}))
+    collector = RolloutCollector(engine, distribution, 42, str, scorer or Scorer(reward), collectives)
     scheduler = RolloutScheduler(
         Prompts(prompts), groups_per_unit=window * windows // generations, units_per_epoch=None
     )

@@ -532,7 +532,7 @@ def test_gradients_do_not_depend_on_what_is_merely_logged(folder, tmp_path):
 TRUNCATIONS = [{"top_k": 20}, {"top_p": 0.6}, {"min_p": 0.3}, {"top_k": 30, "top_p": 0.9}, {"min_tokens": 4}]
 
 
-@pytest.mark.parametrize("sampling", TRUNCATIONS, ids=lambda given: "-".join(given))
+@pytest.mark.parametrize("sampling", TRUNCATIONS, ids="-".join)
 def test_truncated_samples_of_the_policy_itself_are_on_policy(folder, tmp_path, sampling):
     """The sampler's log-probs are renormalised over what truncation keeps; the mass it kept makes them comparable."""
     settings = {"old_logprobs": "sampler", "off_policy_delta": 0.05}
