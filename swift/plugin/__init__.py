@@ -13,9 +13,28 @@ A plugin file is plain Python. It imports what it extends and assigns to a regis
 `--external_plugins my_plugin.py --reward_funcs short` then uses it. Nothing in this package imports torch.
 """
 
-from swift.plugin.registry import ORM, AsyncORM, Registry, inference_backends, orms, rollout_funcs
+from swift.plugin.registry import (
+    ORM,
+    AsyncORM,
+    Registry,
+    advantage_estimators,
+    inference_backends,
+    losses,
+    orms,
+    rollout_funcs,
+)
 
 from swift.plugin.loader import load_external_plugins  # isort: skip
 import swift.rewards.functions  # noqa: F401  registers the built-in functions
 
-__all__ = ["ORM", "AsyncORM", "Registry", "inference_backends", "load_external_plugins", "orms", "rollout_funcs"]
+__all__ = [
+    "ORM",
+    "AsyncORM",
+    "Registry",
+    "advantage_estimators",
+    "inference_backends",
+    "load_external_plugins",
+    "losses",
+    "orms",
+    "rollout_funcs",
+]

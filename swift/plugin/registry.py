@@ -1,21 +1,12 @@
-"""Names of reward functions, and where each was registered.
-
-A registry is a dictionary: `orms["name"] = entry`. It additionally remembers the origin of each entry
-(built-in, or the plugin file being loaded), so that a replaced built-in is announced and the loader can
-refuse two plugin files that claim the same name instead of one silently winning.
-"""
+"""What plugins register: reward functions, losses, advantage estimators, backends and rollout functions."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-logger = logging.getLogger("swift.plugin")
-
-BUILT_IN = "built-in"
-SESSION = "this program"
+from swift.registry import BUILT_IN, SESSION, Registry
+from swift.rl.estimators import advantage_estimators
+from swift.rl.losses import losses
 
 
 class ORM:
@@ -48,60 +39,6 @@ class AsyncORM(ORM):
         raise NotImplementedError(f"{type(self).__name__} does not define __call__")
 
 
-class Registry(dict[str, Any]):
-    """A dictionary of named parts that knows who registered what.
-
-    Args:
-        kind: what the entries are, for messages: "reward function".
-    """
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        self.origins: dict[str, str] = {}
-        self._loading = SESSION
-        self._assigned: dict[str, Any] = {}
-
-    @contextmanager
-    def registering(self, origin: str) -> Iterator[dict[str, Any]]:
-        """Entries assigned inside the block come from `origin` (a plugin's path, or `BUILT_IN`).
-
-        Yields:
-            The entries assigned so far inside the block, by name.
-        """
-        before = self._loading, self._assigned
-        self._loading, self._assigned = origin, {}
-        try:
-            yield self._assigned
-        finally:
-            self._loading, self._assigned = before
-
-    def __setitem__(self, name: str, entry: Any) -> None:
-        if self.origins.get(name) == BUILT_IN and self._loading != BUILT_IN:
-            what = getattr(entry, "__name__", type(entry).__name__)
-            logger.warning("note: %s of %s replaces the built-in %s %r", what, self._loading, self.kind, name)
-        super().__setitem__(name, entry)
-        self.origins[name] = self._loading
-        self._assigned[name] = entry
-
-    def update(self, *others: Any, **entries: Any) -> None:
-        """As `dict.update`, remembering origins like an assignment."""
-        for name, entry in dict(*others, **entries).items():
-            self[name] = entry
-
-    def __delitem__(self, name: str) -> None:
-        super().__delitem__(name)
-        self.origins.pop(name, None)
-
-    def built_ins(self) -> list[str]:
-        """Names whose present entry ships with `swift`, sorted."""
-        return sorted(name for name, origin in self.origins.items() if origin == BUILT_IN)
-
-    def plugins(self) -> list[str]:
-        """Names registered by plugins or by the running program, sorted."""
-        return sorted(name for name, origin in self.origins.items() if origin != BUILT_IN)
-
-
 orms = Registry("reward function")
 """Reward functions by name: classes, instances, functions or async functions."""
 
@@ -110,3 +47,16 @@ inference_backends = Registry("inference backend")
 
 rollout_funcs = Registry("rollout function")
 """Rollout functions by name: `function(prompts, rollout)`; see `swift.rollout.custom_rollout`."""
+
+__all__ = [
+    "BUILT_IN",
+    "ORM",
+    "SESSION",
+    "AsyncORM",
+    "Registry",
+    "advantage_estimators",
+    "inference_backends",
+    "losses",
+    "orms",
+    "rollout_funcs",
+]

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import torch
 
-from swift.rl.advantages import Advantages, Estimator, Scale, compute_advantages, reward_matrix
+from swift.rl.advantages import Advantages, compute_advantages, reward_matrix
+from swift.rl.estimators import Scale
 from swift.rollout.batch import TrainSample, TrainUnit
 from swift.rollout.collect import fault
 from swift.rollout.replay import ReplayBuffer, ReplayEntry
@@ -33,6 +35,7 @@ class UnitConfig:
 
     generation_batches: generation batches of a unit, each with its own batch statistics.
     num_windows: optimizer windows that a unit feeds; num_iterations: how often.
+    estimator_parameters: of the advantage estimator; None takes its defaults.
     reward_kl: weight of the KL that is subtracted from rewards; 0 is off.
     """
 
@@ -40,7 +43,8 @@ class UnitConfig:
     generation_batches: int
     num_windows: int
     num_iterations: int
-    advantage_estimator: Estimator = "grpo"
+    advantage_estimator: str = "grpo"
+    estimator_parameters: Any = None
     scale_rewards: Scale | None = None
     reward_weights: Sequence[float] = ()
     overlong_filter: bool = False
@@ -198,6 +202,7 @@ class UnitMaker:
             weights_K=torch.tensor(list(self.config.reward_weights), dtype=torch.float64),
             excluded_S=torch.tensor(excluded, dtype=torch.bool),
             estimator=self.config.advantage_estimator,
+            parameters=self.config.estimator_parameters,
             scale=self.config.scale_rewards,
             kl_penalty_S=kl_penalty_S,
         )

@@ -25,7 +25,7 @@ from grpo_parts import make_trainer
 
 import swift.trainers.grpo_trainer as trainer_module
 from swift.models.forward import TokenSequence, enable_packed_attention
-from swift.rl.losses import LOSSES, LossConfig
+from swift.rl.losses import LossConfig, losses
 from swift.rollout.batch import TrainSample, TrainUnit
 from swift.trainers.grpo_settings import CorrectionSettings
 from swift.trainers.microbatch import collate
@@ -94,7 +94,7 @@ def settings() -> dict[str, Setting]:
     made = {}
     later = {"iterations": 2, "start": 1}
     correction = {"correction": CorrectionSettings(mode="token_truncate", threshold=1.2), "off_policy_delta": 0.02}
-    for name in LOSSES:
+    for name in losses:
         made[f"{name}, first update"] = Setting(loss_of(name))
         made[f"{name}, later update"] = Setting(loss_of(name), **later)
         made[f"{name}, with KL"] = Setting(loss_of(name, beta=0.05, kl_bias_correction=True), **later)
