@@ -212,7 +212,8 @@ def _call(turn: Message, number: int, column: str) -> dict[str, Any]:
 
 
 def _is_call(turn: Any) -> bool:
-    return isinstance(turn, dict) and ALIASES.get(role := turn.get("role", turn.get("from")), role) == "tool_call"
+    role = str(turn.get("role", turn.get("from"))) if isinstance(turn, dict) else ""
+    return ALIASES.get(role, role) == "tool_call"
 
 
 def _loss(value: Any, role: str, where: str) -> bool:
