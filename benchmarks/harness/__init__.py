@@ -1,1 +1,1 @@
-"""What the benchmark scripts share beyond `swift.bench`: the demo's model, a simulated engine, pages, records."""
+"""What the benchmarks share: works, sides, turns, records and tables. It loads no model: commands do."""

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from swift.arguments.bench import BenchSettings
 from swift.data.arguments import DataArguments, PromptArguments
 from swift.flags import flag
 from swift.models.arguments import CheckpointArguments, ModelArguments, TunerArguments
@@ -492,19 +491,10 @@ class RolloutServerArguments(CommonArguments, EngineArguments, GenerationArgumen
 
 
 @dataclass(kw_only=True)
-class BenchArguments(CommonArguments, BenchSettings):
-    """`swift bench`: swift against other trainers on equal work."""
-
-    def problems(self) -> Iterator[str]:
-        """What is wrong with these settings, one line each."""
-        yield from self.bench_problems()
-
-
-@dataclass(kw_only=True)
 class ConfigSchemaArguments(CommonArguments):
     """`swift config-schema`: the JSON schema of a mode's settings."""
 
-    mode: Literal["rlhf", "sft", "infer", "export", "reward-test", "rollout", "bench"] = flag("rlhf", group="Run")
+    mode: Literal["rlhf", "sft", "infer", "export", "reward-test", "rollout"] = flag("rlhf", group="Run")
     """The mode whose settings are described."""
 
 
@@ -516,7 +506,6 @@ MODES: dict[str, type] = {
     "merge-lora": MergeLoraArguments,
     "reward-test": RewardTestArguments,
     "rollout": RolloutServerArguments,
-    "bench": BenchArguments,
     "config-schema": ConfigSchemaArguments,
 }
 """Mode -> its settings."""

@@ -30,7 +30,6 @@ MODES = {
     "infer": Mode("swift.cli.infer", "generate, interactively or over a dataset"),
     "export": Mode("swift.cli.export", "convert a model or fold an adapter in"),
     "merge-lora": Mode("swift.cli.merge_lora", "fold a LoRA adapter into its base model"),
-    "bench": Mode("swift.cli.bench", "speed and memory against other trainers on equal work"),
     "config-schema": Mode("swift.cli.config_schema", "print the JSON schema of a mode's flags"),
 }
 PLANNED = {

@@ -20,7 +20,7 @@ rotary) are found by `choose_attention`, keep their own attention and take the p
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,8 +28,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from swift.models.cpu_training import filled_length
-from swift.models.prompt_sharing import SharingCost
 from swift.models.segments import GroupSpans, SegmentLayout, Span, Variant, attended
 
 ATTENTION_NAME = "swift_segments"
@@ -258,19 +256,18 @@ class PackedTokens:
 def pack(
     sequences: Sequence[TokenSequence],
     *,
-    share_prompts: bool | SharingCost = True,
+    share_prompts: bool = True,
     device: torch.device | str = "cpu",
 ) -> PackedTokens:
     """Pack completions into one stream; neighbours with equal prompt ids share one prompt segment.
 
     Args:
         sequences: S completions with at least one token each and at least one prompt token.
-        share_prompts: compute a prompt once for neighbouring completions of it; costs decide it for each group.
+        share_prompts: compute a prompt once for neighbouring completions of it.
         device: where the tensors go.
 
     Returns:
-        the stream, with T = sum of prompt lengths (shared ones once) + sum of (completion length - 1), on a CPU filled
-        up with tokens that nobody sees (`filled_length`).
+        the stream, with T = sum of prompt lengths (shared ones once) + sum of (completion length - 1).
     """
     ids: list[np.ndarray] = []
     positions: list[np.ndarray] = []
@@ -293,13 +290,7 @@ def pack(
             positions.append(np.arange(prompt.size, prompt.size + own.length))
             predict += [np.array([prompt_span.stop - 1]), np.arange(own.start, own.stop)]
             targets.append(completion)
-    filling = filled_length(end) - end if torch.device(device).type == "cpu" else 0
-    laid_out = [GroupSpans(span, tuple(rest)) for span, rest in groups]
-    if filling:  # a segment that nobody sees and that predicts nothing
-        laid_out.append(GroupSpans(Span(end, filling), (), unseen=True))
-        ids.append(np.repeat(ids[0][:1], filling))
-        positions.append(np.arange(filling))
-    layout = SegmentLayout(laid_out, device)
+    layout = SegmentLayout([GroupSpans(span, tuple(rest)) for span, rest in groups], device)
     owners = np.repeat(np.arange(len(targets)), [one.size for one in targets])
 
     def tensor(values: np.ndarray) -> Tensor:
@@ -316,9 +307,7 @@ def pack(
     )
 
 
-def _prompt_groups(
-    sequences: Sequence[TokenSequence], share: bool | SharingCost
-) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
+def _prompt_groups(sequences: Sequence[TokenSequence], share: bool) -> list[tuple[np.ndarray, list[np.ndarray]]]:
     """Prompts with the completions that are packed behind them."""
     groups: list[tuple[np.ndarray, list[np.ndarray]]] = []
     for sequence in sequences:
@@ -327,11 +316,7 @@ def _prompt_groups(
         if not groups or not share or not np.array_equal(prompt, groups[-1][0]):
             groups.append((prompt, []))
         groups[-1][1].append(completion)
-    for prompt, completions in groups:
-        if isinstance(share, bool) or share.pays(prompt.size, [one.size for one in completions]):
-            yield prompt, completions
-        else:
-            yield from ((prompt, [one]) for one in completions)
+    return groups
 
 
 def _ids(values: Sequence[int]) -> np.ndarray:

@@ -26,9 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swift.models import cpu_linear
-from swift.models.cpu_training import FEWEST_ROWS, NARROWEST, filled_length
-from swift.models.direct_gradients import target_of
 from swift.models.forward import (
     PackedTokens,
     TokenSequence,
@@ -39,7 +36,7 @@ from swift.models.forward import (
     padded_rows,
     transformers_model,
 )
-from swift.rl.linear_logprobs import Entropy, LogitMap, Multiply, linear_logprobs
+from swift.rl.linear_logprobs import Entropy, LogitMap, linear_logprobs
 from swift.rl.logprobs import selected_logprobs, selected_logprobs_and_entropy
 
 NOT_THE_DECODERS = ("labels", "logits_to_keep", "return_dict")
@@ -145,21 +142,9 @@ def _model_forward(self: Any, *args: Any, score: ScoreRequest | None = None, **k
     given = {name: value for name, value in kwargs.items() if name not in NOT_THE_DECODERS}
     hidden = self.base_model(*args, **given).last_hidden_state
     own: LogitMap = self._scoring
-    request, num_targets = _filled(score) if hidden.device.type == "cpu" else (score, score.target_ids.numel())
-    request = replace(request, logit_map=replace(own, temperature=score.logit_map.temperature))
+    request = replace(score, logit_map=replace(own, temperature=score.logit_map.temperature))
     hidden_NH = hidden.flatten(0, 1).index_select(0, request.predict_index)
-    found = self.get_output_embeddings()(hidden_NH, score=request)
-    return tuple(one[:num_targets] for one in found) if isinstance(found, tuple) else found[:num_targets]
-
-
-def _filled(request: ScoreRequest) -> tuple[ScoreRequest, int]:
-    """The request with more targets, so that few different numbers occur (`filled_length`), and how many are real."""
-    num_targets = request.target_ids.numel()
-    more = (0, filled_length(num_targets) - num_targets)
-    if not more[1]:
-        return request, num_targets
-    index, ids = (nn.functional.pad(one, more) for one in (request.predict_index, request.target_ids))
-    return replace(request, predict_index=index, target_ids=ids), num_targets
+    return self.get_output_embeddings()(hidden_NH, score=request)
 
 
 def _head_forward(self: Any, hidden: Tensor, score: ScoreRequest | None = None) -> Any:
@@ -177,17 +162,8 @@ def _head_forward(self: Any, hidden: Tensor, score: ScoreRequest | None = None) 
             bias_V=None if bias is None else bias.to(dtype),
             logit_map=score.logit_map,
             entropy=score.entropy,
-            multiply=_fastest(hidden_NH),
-            add_to=target_of(self) if weight_VH is weight else None,
         )
     return logprobs_N if entropy_N is None else (logprobs_N, entropy_N)
-
-
-def _fastest(hidden_NH: Tensor) -> Multiply | None:
-    """What multiplies float32 on a CPU; None leaves it to torch."""
-    plain = hidden_NH.device.type == "cpu" and hidden_NH.dtype == torch.float32
-    enough = hidden_NH.shape[0] >= FEWEST_ROWS and hidden_NH.shape[1] >= NARROWEST
-    return cpu_linear.linear if plain and enough and cpu_linear.available() else None
 
 
 def _with_own_signature(base: Any) -> Any:

@@ -1,17 +1,22 @@
 """Attention of packed segments by masked SDPA: the way of every device that has no better one, and the oracle.
 
-The completions of a group become rows of one length behind a copy of their prompt. Layers with windows that cut
-something off, soft caps or sinks come here on every device.
+Segments of similar size are gathered into blocks of rows: prompts, padded at their ends, and completions behind a copy
+of their prompt, which is padded at its front:
+
+    prompts        [R, P]        causal
+    completions    [R, P + L]    keys of the prompt, then own keys, causal; padded prompt keys are masked
+
+A block is one SDPA call for all its rows and heads. Layers with windows that cut something off, soft caps or sinks come
+here on every device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -19,15 +24,38 @@ from torch.utils.checkpoint import checkpoint
 from swift.models.segments import PLAIN, Variant, attended
 
 if TYPE_CHECKING:
-    from swift.models.segments import GroupSpans
+    from swift.models.segments import GroupSpans, Span
 
+# T tokens of the stream, R rows of a block, P prompt keys, L steps of the longest row, C = P + L keys
+# H query heads, K key/value heads, D head width, E value width
+
+WASTE = 1.25
+"""A block may compute this many times the scores of its rows; more rows in a call are worth that."""
 
 SCORES = 2**24
-"""Scores of completions that are computed at once where a layer's attention is not plain (64 MiB in fp32)."""
+"""Scores that are computed at once where a layer's attention is not plain (64 MiB in fp32)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A segment and what it sees before itself."""
+
+    prompt: Span | None
+    span: Span
+
+    @property
+    def num_before(self) -> int:
+        """Tokens of the prompt."""
+        return self.prompt.length if self.prompt is not None else 0
+
+    @property
+    def scores(self) -> int:
+        """Of a head."""
+        return self.span.length * (self.num_before + self.span.length)
 
 
 class SegmentRows:
-    """Attention of one layout's segments, group by group.
+    """Attention of one layout's segments, block by block.
 
     Args:
         groups: the segments.
@@ -35,122 +63,125 @@ class SegmentRows:
     """
 
     def __init__(self, groups: Sequence[GroupSpans], device: torch.device | str) -> None:
-        self.groups = list(groups)
-        self._masks: dict[tuple[int, int | None], Tensor] = {}
-        self._blocks = [_CompletionBlock(group, device) for group in self.groups if _has_inputs(group)]
+        prompts = [_Row(None, group.prompt) for group in groups]
+        completions = [_Row(group.prompt, span) for group in groups for span in group.completions if span.length]
+        self._blocks = [_Block(rows, device) for part in (prompts, completions) for rows in _blocks(part)]
+        places = torch.empty(sum(row.span.length for row in prompts + completions), dtype=torch.long)
+        first = 0
+        for block in self._blocks:  # row `places[t]` of all outputs, one block after the other, is token t
+            places[block.own_index[block.real]] = first + block.real.flatten().nonzero()[:, 0]
+            first += block.real.numel()
+        self._places = places.to(device)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, variant: Variant = PLAIN
     ) -> Tensor:
         """See `SegmentLayout.attend`."""
-        repeats = query.shape[1] // key.shape[1]
-        if repeats > 1:
-            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
         if torch.is_autocast_enabled(query.device.type):  # SDPA would cast; the output takes what it gives
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        output = query.new_empty(*query.shape[:3], value.shape[3])
-        for group in self.groups:
-            rows = slice(group.prompt.start, group.prompt.stop)
-            states = (query[:, :, rows], key[:, :, rows], value[:, :, rows])
-            if variant.is_plain:
-                of_prompt = nn.functional.scaled_dot_product_attention(*states, is_causal=True, scale=scale)
-            else:
-                mask = self._mask(group.prompt.length, variant.window, query.device)
-                of_prompt = _recomputed(attended, *states, mask=mask, scale=scale, variant=_of_heads(variant))
-            output[:, :, rows] = of_prompt
-        for block in self._blocks:
-            block.attend(query, key, value, output, scale, variant)
-        return output.transpose(1, 2).contiguous()
-
-    def _mask(self, length: int, window: int | None, device: torch.device) -> Tensor:
-        """[P, P] of a prompt."""
-        if (length, window) not in self._masks:
-            self._masks[length, window] = _visible(length, 0, window, device)
-        return self._masks[length, window]
+        tables = [states[0].transpose(0, 1).flatten(1) for states in (query, key, value)]  # [T, heads x width]
+        heads = query.shape[1], key.shape[1]
+        found = [block.attend(*tables, heads, scale, variant).flatten(0, 1) for block in self._blocks]
+        return nn.functional.embedding(self._places, torch.cat(found)).view(1, -1, heads[0], value.shape[3])
 
 
-def _has_inputs(group: GroupSpans) -> bool:
-    return any(span.length for span in group.completions)
+def _blocks(rows: Sequence[_Row]) -> Iterator[list[_Row]]:
+    """Rows of similar size together."""
+    block: list[_Row] = []
+    needed = longest = before = 0
+    for row in sorted(rows, key=lambda row: (row.num_before, row.span.length)):
+        longest, before = max(longest, row.span.length), max(before, row.num_before)
+        needed += row.scores
+        if block and (len(block) + 1) * longest * (before + longest) > WASTE * needed:
+            yield block
+            block, needed, longest, before = [], row.scores, row.span.length, row.num_before
+        block.append(row)
+    if block:
+        yield block
 
 
-def _recomputed(compute: Callable[..., Tensor], *states: Tensor, **options: Any) -> Tensor:
-    """What `compute` gives; its inner results are not kept for the backward but computed again."""
-    if not torch.is_grad_enabled():
-        return compute(*states, **options)
-    return checkpoint(compute, *states, use_reentrant=False, preserve_rng_state=False, **options)
+class _Block:
+    """Rows that are computed together; what pads a row's own tokens is its last one, behind all that it computes."""
 
-
-def _of_heads(variant: Variant) -> Variant:
-    """The variant with its sinks [H, 1], for states [..., H, L, D]."""
-    return variant if variant.sinks is None else replace(variant, sinks=variant.sinks[:, None])
-
-
-def _visible(num_queries: int, num_before: int, window: int | None, device: torch.device) -> Tensor:
-    """[L, P + L]: what each of L queries behind P tokens sees."""
-    visible = torch.ones(num_queries, num_before + num_queries, dtype=torch.bool, device=device)
-    visible = visible.tril(diagonal=num_before)
-    return visible if window is None else visible.triu(diagonal=num_before - window + 1)
-
-
-class _CompletionBlock:
-    """The completions of one group as a rectangular batch: queries [C, L], keys [C, P + L].
-
-    Rows shorter than L are filled with the row's own last token; causality keeps the filling out of the result.
-    """
-
-    def __init__(self, group: GroupSpans, device: torch.device | str) -> None:
-        spans = [span for span in group.completions if span.length]
-        longest = max(span.length for span in spans)
-        steps = torch.arange(longest)
-        starts = torch.tensor([span.start for span in spans])[:, None]
-        lengths = torch.tensor([span.length for span in spans])[:, None]
-        own = starts + torch.minimum(steps, lengths - 1)  # [C, L] stream index of each query
-        real = steps < lengths
-        self.own_index = own.to(device)
-        self._real_rows = real.nonzero(as_tuple=True)[0].numpy()  # ascending
-        self.real_rows = torch.from_numpy(self._real_rows).to(device)
-        self.real_steps = real.nonzero(as_tuple=True)[1].to(device)
-        self.real_index = own[real].to(device)
-        self.prompt = slice(group.prompt.start, group.prompt.stop)
-        self._masks: dict[int | None, Tensor] = {}  # [L, P + L] by window
-
-    def _mask(self, window: int | None) -> Tensor:
-        if window not in self._masks:
-            num_before = self.prompt.stop - self.prompt.start
-            self._masks[window] = _visible(self.own_index.shape[1], num_before, window, self.own_index.device)
-        return self._masks[window]
+    def __init__(self, rows: Sequence[_Row], device: torch.device | str) -> None:
+        self.longest = max(row.span.length for row in rows)
+        self.num_before = max(row.num_before for row in rows)
+        steps = torch.arange(self.longest)
+        starts = torch.tensor([row.span.start for row in rows])[:, None]
+        lengths = torch.tensor([row.span.length for row in rows])[:, None]
+        self.real = steps < lengths  # [R, L]
+        self.own_index = starts + torch.minimum(steps, lengths - 1)
+        self._query_index = self._key_index = self.own_index.to(device)
+        self._padded: Tensor | None = None  # [R, 1, 1, P]
+        if self.num_before:
+            stops = torch.tensor([row.prompt.stop for row in rows if row.prompt is not None])[:, None]
+            before = torch.tensor([row.num_before for row in rows])[:, None]
+            distance = torch.arange(self.num_before, 0, -1)
+            self._key_index = torch.cat([stops - torch.minimum(distance, before), self.own_index], 1).to(device)
+            if bool((before < self.num_before).any()):
+                self._padded = (distance > before)[:, None, None].to(device)
+        self._masks: dict[int | None, Tensor] = {}
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, scale: float | None, variant: Variant
-    ) -> None:
-        """Write the attention of the group's completions into `output` [1, H, T, E]."""
-        num_rows, longest = self.own_index.shape
-        compute = self._attended if variant.is_plain else partial(_recomputed, self._attended)
-        scores = query.shape[1] * longest * (self.prompt.stop - self.prompt.start + longest)
-        step = num_rows if variant.is_plain else max(1, SCORES // scores)
-        for first in range(0, num_rows, step):
-            rows = slice(first, first + step)
-            found = compute(query, key, value, rows=rows, scale=scale, variant=variant)
-            of_rows = slice(*np.searchsorted(self._real_rows, (rows.start, rows.stop)))
-            places = self.real_rows[of_rows] - first, slice(None), self.real_steps[of_rows]
-            output[0, :, self.real_index[of_rows]] = found[places].transpose(0, 1)
-
-    def _attended(
-        self, query: Tensor, key: Tensor, value: Tensor, *, rows: slice, scale: float | None, variant: Variant
+        self,
+        query_TX: Tensor,
+        key_TX: Tensor,
+        value_TX: Tensor,
+        heads: tuple[int, int],
+        scale: float | None,
+        variant: Variant,
     ) -> Tensor:
-        """[C, H, L, E] of some completions."""
-        own_index = self.own_index[rows]
+        """[R, L, H x E] from tables of the stream."""
+        tables = query_TX, key_TX, value_TX
+        if variant.is_plain:
+            return self._attend(*tables, heads=heads, scale=scale, variant=variant, rows=slice(None))
+        num_rows = self._query_index.shape[0]
+        step = max(1, SCORES // (heads[0] * self.longest * (self.num_before + self.longest)))
+        attend = partial(self._attend, heads=heads, scale=scale, variant=variant)
+        parts = [slice(first, first + step) for first in range(0, num_rows, step)]
+        if not torch.is_grad_enabled():
+            return torch.cat([attend(*tables, rows=rows) for rows in parts])
+        # inner results are not kept but made again
+        again = partial(checkpoint, attend, *tables, use_reentrant=False, preserve_rng_state=False)
+        return torch.cat([again(rows=rows) for rows in parts])
 
-        def with_prompt(states: Tensor) -> Tensor:  # [1, H, T, D] -> [C, H, P + L, D]
-            prompt = states[:, :, self.prompt].expand(own_index.shape[0], -1, -1, -1)
-            return torch.cat([prompt, states[0][:, own_index].transpose(0, 1)], dim=2)
+    def _attend(
+        self,
+        query_TX: Tensor,
+        key_TX: Tensor,
+        value_TX: Tensor,
+        *,
+        heads: tuple[int, int],
+        scale: float | None,
+        variant: Variant,
+        rows: slice,
+    ) -> Tensor:
+        def gathered(table: Tensor, index: Tensor, num_heads: int) -> Tensor:
+            states = nn.functional.embedding(index[rows], table)
+            return states.view(*states.shape[:2], num_heads, -1).transpose(1, 2)
 
-        return attended(
-            query[0][:, own_index].transpose(0, 1),
-            with_prompt(key),
-            with_prompt(value),
-            mask=self._mask(variant.window),
-            scale=scale,
-            variant=_of_heads(variant),
-        )
+        query = gathered(query_TX, self._query_index, heads[0])
+        key, value = (gathered(table, self._key_index, heads[1]) for table in (key_TX, value_TX))
+        if variant.is_plain and not self.num_before:
+            found = nn.functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=scale, enable_gqa=heads[0] != heads[1]
+            )
+        else:
+            if variant.sinks is not None:
+                variant = replace(variant, sinks=variant.sinks[:, None])
+            mask = self._mask(variant.window, query.device)
+            if self._padded is not None:
+                mask = mask & ~nn.functional.pad(self._padded[rows], (0, self.longest))
+            found = attended(query, key, value, mask=mask, scale=scale, variant=variant)
+        return found.transpose(1, 2).flatten(2)
+
+    def _mask(self, window: int | None, device: torch.device) -> Tensor:
+        """[L, P + L]: what each step sees where no prompt is padded."""
+        if window not in self._masks:
+            visible = torch.ones(self.longest, self.num_before + self.longest, dtype=torch.bool, device=device)
+            visible = visible.tril(diagonal=self.num_before)
+            if window is not None:
+                visible = visible.triu(diagonal=self.num_before - window + 1)
+            self._masks[window] = visible
+        return self._masks[window]

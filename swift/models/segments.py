@@ -3,8 +3,7 @@
 `SegmentLayout` travels through a model's layers to the attention function. Which kernel it asks is decided in
 `kernel_for`, per device, once:
 
-    cpu     `segment_tiles`   products of visible keys only
-    cuda    `segment_flex`    FlexAttention, where a trial agrees with the next
+    cuda    `segment_flex`    FlexAttention, if a trial agrees with the next
     others  `segment_rows`    masked SDPA
 
 A layer whose attention is more than a softmax of scaled products says so by a `Variant`; `segment_rows` knows all of
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from swift.models.segment_rows import SegmentRows
 
-Kernel = Literal["tiles", "flex", "rows"]
+Kernel = Literal["flex", "rows"]
 
 logger = logging.getLogger("swift.models")
 
@@ -52,8 +51,6 @@ class GroupSpans:
 
     prompt: Span
     completions: tuple[Span, ...]
-    unseen: bool = False
-    """Tokens that fill up a stream: nothing is predicted from them, a kernel may give them any finite output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +86,8 @@ def attended(
 
     Args:
         query: [..., A, L, D].
-        key: [..., A, C, D].
-        value: [..., A, C, E].
+        key: [..., B, C, D], with A a multiple of B.
+        value: [..., B, C, E].
         mask: bool, broadcast to [..., A, L, C]: what is seen; None for everything.
         scale: softmax scale; None means 1 / sqrt(D).
         variant: its sinks broadcast to [..., A, L].
@@ -98,8 +95,13 @@ def attended(
     Returns:
         [..., A, L, E]
     """
+    grouped = query.shape[-3] != key.shape[-3]
     if variant.softcap is None and variant.sinks is None:
-        return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+        return nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped
+        )
+    if grouped:
+        key, value = (one.repeat_interleave(query.shape[-3] // one.shape[-3], -3) for one in (key, value))
     scores = (query @ key.mT).float() * (query.shape[-1] ** -0.5 if scale is None else scale)
     if variant.softcap is not None:
         scores = variant.softcap * torch.tanh(scores / variant.softcap)
@@ -127,9 +129,7 @@ class SegmentLayout:
         self.groups = list(groups)
         self.device = torch.device(device)
         self.longest = max(
-            group.prompt.length + max((span.length for span in group.completions), default=0)
-            for group in self.groups
-            if not group.unseen
+            group.prompt.length + max((span.length for span in group.completions), default=0) for group in self.groups
         )
         self._made: dict[Kernel, _Attends] = {}
 
@@ -170,10 +170,6 @@ class SegmentLayout:
 
 
 def _make(kernel: Kernel, groups: Sequence[GroupSpans], device: torch.device) -> _Attends:
-    if kernel == "tiles":
-        from swift.models.segment_tiles import TiledSegments
-
-        return TiledSegments(groups, device)
     if kernel == "flex":
         from swift.models.segment_flex import FlexSegments
 
@@ -198,8 +194,6 @@ def kernel_for(device: torch.device, dtype: torch.dtype, heads: tuple[int, int, 
         dtype: in which attention is computed.
         heads: H, K, D and E of `SegmentLayout.attend`.
     """
-    if device.type == "cpu":
-        return "tiles"
     if device.type != "cuda":
         return "rows"
     obstacle = flex_obstacle(device, dtype, heads)

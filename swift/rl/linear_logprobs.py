@@ -17,7 +17,7 @@ products are in the type of the inputs, by torch's own `mm` or what the caller k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,9 +29,6 @@ Entropy = Literal["none", "value", "gradient"]
 """What is wanted of the entropy: nothing, its value, or its value with a gradient."""
 
 Way = Literal["value", "direction", "keep", "recompute"]
-
-Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""`rows [N, K], weight [M, K], bias [M] or None -> rows @ weight.T + bias` [N, M], a new tensor without a gradient."""
 
 CPU_BLOCK_ELEMENTS = 2**20
 """Elements of a block on the CPU (4 MiB in fp32, which a cache holds)."""
@@ -91,8 +88,6 @@ def linear_logprobs(
     entropy: Entropy = "none",
     keep_bytes: int | None = None,
     block: tuple[int, int] | None = None,
-    multiply: Multiply | None = None,
-    add_to: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`log_softmax(map(hidden @ weight.T + bias))` at the given ids, and the entropy of that distribution in nats.
 
@@ -106,9 +101,6 @@ def linear_logprobs(
         entropy: whether it is wanted, and whether it shall carry a gradient.
         keep_bytes: logits up to this size may be kept for the backward pass; None means `KEEP_BYTES`.
         block: rows and columns of a block; None takes what suits the device.
-        multiply: does the matrix products; None means torch's own.
-        add_to: the parameter that `weight_VH` is, to whose `.grad` its gradient is added in the backward pass, behind
-            autograd's back: no other [V, H] is made. None leaves that to autograd.
 
     Returns:
         log-probs [N] and entropy [N] (or None), fp32 (float64 for float64 inputs).
@@ -128,11 +120,11 @@ def linear_logprobs(
     shape = block or block_shape(ids_N.numel(), weight_VH.shape[0], on_cpu=hidden_NH.device.type == "cpu")
     hidden_NH = hidden_NH.contiguous()
     if way == "value":
-        head = _Head(hidden_NH.detach(), weight_VH.detach(), _detached(bias_V), ids_N, logit_map, shape, multiply)
+        head = _Head(hidden_NH.detach(), weight_VH.detach(), _detached(bias_V), ids_N, logit_map, shape)
         found = _statistics(head, way, entropy)
         return found.logprobs_N, found.entropy_N
     logprobs_N, entropy_N = _LinearLogprobs.apply(
-        hidden_NH, weight_VH, bias_V, ids_N, _Settings(logit_map, entropy, way, shape, multiply, add_to)
+        hidden_NH, weight_VH, bias_V, ids_N, _Settings(logit_map, entropy, way, shape)
     )
     return logprobs_N, entropy_N if entropy != "none" else None
 
@@ -170,8 +162,6 @@ class _Settings:
     entropy: Entropy
     way: Way
     shape: tuple[int, int]
-    multiply: Multiply | None
-    add_to: Tensor | None
 
 
 @dataclass(slots=True)
@@ -184,7 +174,6 @@ class _Head:
     ids_N: Tensor
     logit_map: LogitMap
     shape: tuple[int, int]
-    multiply: Multiply | None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -218,17 +207,15 @@ class _Head:
         """`hidden @ weight.T + bias` of a block: a new tensor, or `out` where it is given and torch multiplies."""
         hidden, weight = self.hidden_NH[rows], self.weight_VH[columns]
         bias = None if self.bias_V is None else self.bias_V[columns]
-        if self.multiply is not None:
-            return self.multiply(hidden, weight, bias)
         return torch.mm(hidden, weight.t(), out=out) if bias is None else torch.addmm(bias, hidden, weight.t(), out=out)
 
     def matmul(self, left: Tensor, right: Tensor) -> Tensor:
         """`left @ right`, a new tensor."""
-        return left @ right if self.multiply is None else self.multiply(left, right.t(), None)
+        return left @ right
 
     def add_product(self, total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
         """`total += left @ right`, or `=` for the first."""
-        if self.multiply is not None or total.dtype != left.dtype:
+        if total.dtype != left.dtype:
             product = self.matmul(left, right)
             total.copy_(product) if first else total.add_(product)
         elif first:
@@ -272,7 +259,7 @@ class _LinearLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, ids_N: Tensor, settings: _Settings
     ) -> tuple[Tensor, Tensor]:
-        head = _Head(hidden_NH, weight_VH, bias_V, ids_N, settings.logit_map, settings.shape, settings.multiply)
+        head = _Head(hidden_NH, weight_VH, bias_V, ids_N, settings.logit_map, settings.shape)
         found = _statistics(head, settings.way, settings.entropy)
         empty = found.logprobs_N.new_empty(0)
         entropy_N = empty if found.entropy_N is None else found.entropy_N
@@ -301,12 +288,12 @@ class _LinearLogprobs(torch.autograd.Function):
         settings: _Settings = ctx.settings
         hidden_NH, weight_VH, bias_V, ids_N, normaliser_N, entropy_N, *blocks = ctx.saved_tensors
         kept = blocks if settings.way == "keep" else None
-        head = _Head(hidden_NH, weight_VH, bias_V, ids_N, settings.logit_map, settings.shape, settings.multiply)
+        head = _Head(hidden_NH, weight_VH, bias_V, ids_N, settings.logit_map, settings.shape)
         if logprob_grad_N is None:
             logprob_grad_N = torch.zeros_like(normaliser_N)
         found = _Found(logprob_grad_N, normaliser_N, entropy_N, kept, ctx.exponential)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        sums = _GradientSums(head, needs_hidden, needs_weight, needs_bias and bias_V is not None, settings.add_to)
+        sums = _GradientSums(head, needs_hidden, needs_weight, needs_bias and bias_V is not None)
         for rows, columns, grad in _logit_gradients(head, found, logprob_grad_N, entropy_grad_N):
             sums.add(rows, columns, grad)
         return (*sums.results(), None, None)
@@ -352,8 +339,7 @@ class _Buffers:
     def __init__(self, head: _Head, *, keep: bool, in_place: bool, spare: bool) -> None:
         self.head = head
         self.copies = head.narrow or (keep and not in_place)
-        reused = head.multiply is None and not keep
-        self.product = head.buffer(head.hidden_NH.dtype) if reused else None
+        self.product = head.buffer(head.hidden_NH.dtype) if not keep else None
         self.statistics = head.buffer(head.dtype) if self.copies else None
         self.spare = head.buffer(head.dtype) if spare else None
 
@@ -511,26 +497,20 @@ def _softmax_gradient(
 class _GradientSums:
     """Gradients of hidden states, weight and bias from those of the blocks.
 
-    A sum over blocks is in the type of statistics; what one product gives at once is not copied. With `add_to` the
-    weight's is its `.grad`, and there is nothing to return.
+    A sum over blocks is in the type of statistics; what one product gives at once is not copied.
     """
 
-    def __init__(self, head: _Head, hidden: bool, weight: bool, bias: bool, add_to: Tensor | None = None) -> None:
+    def __init__(self, head: _Head, hidden: bool, weight: bool, bias: bool) -> None:
         self.head, self.needs_hidden, self.needs_weight = head, hidden, weight
-        self.add_to = add_to if weight else None
-        before = None if self.add_to is None else self.add_to.grad
-        self.begun = before is not None
         row_spans = head.row_spans()
         self.one_block = head.one_column and len(row_spans) == 1
         hidden_dtype = head.hidden_NH.dtype if head.one_column else head.dtype
         weight_dtype = head.weight_VH.dtype if len(row_spans) <= 1 else head.dtype
         summed = not self.one_block
         self.hidden = torch.empty_like(head.hidden_NH, dtype=hidden_dtype) if hidden and summed else None
-        self.weight = before
-        if weight and summed and before is None:
-            self.weight = torch.empty_like(head.weight_VH, dtype=weight_dtype)
+        self.weight = torch.empty_like(head.weight_VH, dtype=weight_dtype) if weight and summed else None
         self.bias = head.weight_VH.new_zeros(head.weight_VH.shape[0], dtype=head.dtype) if bias else None
-        if self.weight is not None and not row_spans and not self.begun:
+        if self.weight is not None and not row_spans:
             self.weight.zero_()
 
     def add(self, rows: slice, columns: slice, grad: Tensor) -> None:
@@ -539,24 +519,20 @@ class _GradientSums:
         if self.one_block:
             self.hidden = head.matmul(grad, head.weight_VH) if self.needs_hidden else None
             if self.needs_weight:
-                product = head.matmul(grad.t(), head.hidden_NH)
-                self.weight = product if self.weight is None else self.weight.add_(product)
+                self.weight = head.matmul(grad.t(), head.hidden_NH)
         if self.hidden is not None and not self.one_block:
             head.add_product(self.hidden[rows], grad, head.weight_VH[columns], first=columns.start == 0)
         if self.weight is not None and not self.one_block:
-            first = rows.start == 0 and not self.begun
-            head.add_product(self.weight[columns], grad.t(), head.hidden_NH[rows], first=first)
+            head.add_product(self.weight[columns], grad.t(), head.hidden_NH[rows], first=rows.start == 0)
         if self.bias is not None:
             self.bias[columns] += grad.sum(dim=0, dtype=self.bias.dtype)
 
     def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """In the types of the inputs."""
-        head, weight = self.head, self.weight
-        if self.add_to is not None and weight is not None:
-            self.add_to.grad, weight = weight.to(self.add_to.dtype), None
+        head = self.head
         return (
             None if self.hidden is None else self.hidden.to(head.hidden_NH.dtype),
-            None if weight is None else weight.to(head.weight_VH.dtype),
+            None if self.weight is None else self.weight.to(head.weight_VH.dtype),
             None if self.bias is None or head.bias_V is None else self.bias.to(head.bias_V.dtype),
         )
 

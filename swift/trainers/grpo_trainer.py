@@ -33,19 +33,12 @@ import torch
 from torch import Tensor, nn
 
 from swift.errors import NumericError, RewardError
-from swift.models.cpu_blocks import use_fast_blocks
-from swift.models.cpu_layers import use_fast_layers
-from swift.models.cpu_memory import keep_freed_memory
-from swift.models.cpu_norms import use_fast_norms
-from swift.models.cpu_training import use_fast_products
-from swift.models.direct_gradients import accumulate_directly
 from swift.models.forward import (
     TokenSequence,
     choose_attention,
     is_packed,
     pack,
 )
-from swift.models.prompt_sharing import sharing_cost
 from swift.models.scoring import prepare_scoring, score_tokens
 from swift.models.sharded import is_spread
 from swift.rl.correction import (
@@ -175,15 +168,11 @@ class GRPOTrainer(SealedTrainer):
         self.loss_is_scaled_for_ga = True
         self.packing_obstacle = choose_attention(self.model)
         self._whole_logits = prepare_scoring(self.model)
-        self._speed_up(self.model)
-        if self.accelerator.distributed_type.value == "NO":  # nothing waits for gradients
-            accumulate_directly(self.model)
         self.planner = PassPlanner(self.model, collectives, device=self.args.device, say=self._say)
         if reference is not None:
             with reference.active() as module:
                 choose_attention(module)
                 self._whole_logits = prepare_scoring(module) or self._whole_logits
-                self._speed_up(module)
         if self._whole_logits is not None:
             self._say(f"log-probs: from whole logits ({self._whole_logits}), which takes more memory")
 
@@ -194,22 +183,9 @@ class GRPOTrainer(SealedTrainer):
         model: nn.Module = self.accelerator.unwrap_model(self.model_wrapped)
         return model
 
-    def _speed_up(self, model: nn.Module) -> None:
-        if self.args.device.type == "cpu":
-            use_fast_products(model)
-            use_fast_norms(model)
-            use_fast_layers(model)
-            use_fast_blocks(model)
-            keep_freed_memory()
-
     def collate(self, samples: Sequence[TrainSample], weights_S: Sequence[float]) -> MicroBatch:
-        """The samples of one pass, packed as it costs this model least; see `swift.trainers.microbatch.collate`.
-
-        Under a limit of tokens prompts are shared always, because that is what the limit counts.
-        """
-        sharing = sharing_cost(self.model.config, device_type=self.args.device.type, threads=torch.get_num_threads())
-        share = True if sharing is None or self.settings.max_tokens is not None else sharing
-        return collate(samples, weights_S, device=self.args.device, share_prompts=share)
+        """The samples of one pass, packed; see `swift.trainers.microbatch.collate`."""
+        return collate(samples, weights_S, device=self.args.device)
 
     # --- data -----------------------------------------------------------------------------------------------
 

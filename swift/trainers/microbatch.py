@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from swift.models.forward import PackedTokens, TokenSequence, pack
-from swift.models.prompt_sharing import SharingCost
 from swift.rollout.batch import TrainSample
 
 
@@ -50,7 +49,6 @@ def collate(
     weights_S: Sequence[float],
     *,
     device: torch.device | str,
-    share_prompts: bool | SharingCost = True,
 ) -> MicroBatch:
     """Pack samples and lay their numbers out token by token.
 
@@ -58,13 +56,8 @@ def collate(
         samples: S samples, those of a group next to each other.
         weights_S: loss weight of each trained token of a sample.
         device: where the tensors go.
-        share_prompts: see `swift.models.forward.pack`.
     """
-    tokens = pack(
-        [TokenSequence(s.prompt_ids.tolist(), s.token_ids.tolist()) for s in samples],
-        share_prompts=share_prompts,
-        device=device,
-    )
+    tokens = pack([TokenSequence(s.prompt_ids.tolist(), s.token_ids.tolist()) for s in samples], device=device)
 
     def join(parts: Sequence[np.ndarray]) -> Tensor:
         return torch.from_numpy(np.concatenate(parts)).to(device)

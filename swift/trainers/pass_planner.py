@@ -22,7 +22,6 @@ from torch import nn
 
 from swift.models.activation_memory import ModelShape, activation_bytes
 from swift.models.checkpoint_tensors import computing_dtype
-from swift.models.cpu_training import filled_length
 from swift.models.forward import is_packed
 from swift.models.sharded import is_dtensor, is_zero3
 from swift.observability.memory import measure
@@ -93,7 +92,6 @@ class PassPlanner:
             limits: of one pass; without tokens, what fits and what is quick decide too.
             may_merge: the limit of completions is only what a device batch happens to be.
         """
-        limits = Limits(limits.samples, self._before_filling(limits.tokens))
         if limits.tokens is not None or self.fitting_tokens is None:
             plan = self._plan(samples, window, useful, limits)
         else:
@@ -145,12 +143,6 @@ class PassPlanner:
             packed=is_packed(self.model),
             work=self._work,
         )
-
-    def _before_filling(self, tokens: int | None) -> int | None:
-        """The longest stream that is within the limit when it is filled up (`swift.models.forward.pack`)."""
-        if tokens is None or self.device.type != "cpu" or not is_packed(self.model):
-            return tokens
-        return next(length for length in range(tokens, 0, -1) if filled_length(length) <= tokens)
 
     def _once(self, kind: str, line: str) -> None:
         if kind not in self._said:

@@ -176,14 +176,14 @@ def test_attention_is_contiguous_as_models_expect(small_model):
         assert tokens.layout.attend(states, states, states, None, variant).is_contiguous()
 
 
-def test_a_window_wider_than_every_sequence_takes_the_fast_way(small_model, monkeypatch):
-    from swift.models.segment_rows import SegmentRows
+def test_a_window_wider_than_every_sequence_is_none(small_model, monkeypatch):
+    from swift.models.segments import SegmentLayout
 
     model = small_model("mistral", sliding_window=21)
     assert choose_attention(model) is None
     tokens = pack(LONG)
     assert tokens.layout.longest == 12 + 8
-    monkeypatch.setattr(SegmentRows, "attend", None)
+    monkeypatch.setattr(SegmentLayout, "_rows", None)  # what layers with a window of their own ask
     packed_logits(model, tokens)
 
 
@@ -201,25 +201,6 @@ def test_a_model_that_keeps_attention_to_itself_is_found_out(nano_folder, monkey
     monkeypatch.setattr(type(model.model.layers[0]), "forward", lambda self, hidden_states, **options: hidden_states)
     assert "not all of its layers ask" in str(choose_attention(model))
     assert not is_packed(model)
-
-
-def test_long_streams_are_filled_up_with_tokens_that_change_nothing(nano_folder):
-    ids = list(range(250))
-    tokens = pack([TokenSequence(ids, [5, 6, 7, 8]), TokenSequence(ids, list(range(90, 140)))])
-    real = 250 + 3 + 49
-    assert tokens.input_ids.shape == tokens.position_ids.shape == (1, 320)
-    assert int(tokens.predict_index.max()) == real - 1
-    assert [group.unseen for group in tokens.layout.groups] == [False, True]
-    model = load(nano_folder, True).train()
-    logits = packed_logits(model, tokens)
-    expected = gradients(model, logits)
-    expected = {name: gradient.clone() for name, gradient in expected.items()}
-    tokens.input_ids[0, real:] = torch.arange(18)
-    model.zero_grad()
-    again = packed_logits(model, tokens)
-    assert torch.equal(again, logits)
-    for name, gradient in gradients(model, again).items():
-        assert torch.equal(gradient, expected[name]), name
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from swift.models import scoring
 from swift.models.forward import TokenSequence, choose_attention, is_packed, pack, packed_logits, padded_logits
 from swift.models.scoring import prepare_scoring, score_tokens, scores_itself
 from swift.rl import linear_logprobs
@@ -68,15 +67,6 @@ def test_scores_are_the_log_probs_of_logits(nano_folder, packed, checkpointing):
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     assert_scores_are_those_of_logits(model)
-
-
-def test_targets_that_fill_a_pass_up_change_nothing(nano_folder, monkeypatch):
-    """64 of them, so that products are those of long passes."""
-    monkeypatch.setattr(scoring, "filled_length", lambda num_targets: 64)
-    model = AutoModelForCausalLM.from_pretrained(nano_folder)
-    assert choose_attention(model) is None
-    assert_scores_are_those_of_logits(model)
-    assert itself(model, "none")[0].shape == TARGETS.shape
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
-"""Every kernel computes the same attention of packed segments: tiles, masked SDPA, FlexAttention."""
+"""Every kernel computes the same attention of packed segments: masked SDPA over rows, FlexAttention."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from swift.models import segment_tiles
+from swift.models.segment_rows import SegmentRows
 from swift.models.segments import GroupSpans, SegmentLayout, Span, flex_obstacle, kernel_for
 
 
@@ -70,13 +70,12 @@ def with_gradients(output, given):
     return [output, *torch.autograd.grad(output, given, weights)]
 
 
-@pytest.mark.parametrize("kernel", ["tiles", "rows"])
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("groups", LAYOUTS.values(), ids=LAYOUTS)
-def test_each_segment_sees_its_prompt_and_itself(kernel, groups, heads):
+def test_each_segment_sees_its_prompt_and_itself(groups, heads):
     chosen, num_tokens = layout(*groups)
     given = states(num_tokens, heads)
-    found = with_gradients(chosen.using(kernel).attend(*given, 0.3), given)
+    found = with_gradients(chosen.using("rows").attend(*given, 0.3), given)
     expected = with_gradients(dense(chosen, *given, 0.3), given)
     assert found[0].shape == (1, num_tokens, heads[0], heads[3])
     for one, other in zip(found, expected, strict=True):
@@ -117,91 +116,24 @@ def test_a_gpu_without_a_working_flex_attention_says_so_and_uses_masked_sdpa(mon
         assert kernel_for(torch.device("cuda", 0), torch.bfloat16, (4, 2, 16, 16)) == kernel
     assert caplog.text.count("no compiler") == 1
     kernel_for.cache_clear()
-    assert kernel_for(torch.device("cpu"), torch.float32, (4, 2, 16, 16)) == "tiles"
-    assert kernel_for(torch.device("mps"), torch.float32, (4, 2, 16, 16)) == "rows"
+    for device in ("cpu", "mps"):
+        assert kernel_for(torch.device(device), torch.float32, (4, 2, 16, 16)) == "rows"
 
 
-@pytest.mark.parametrize("groups", LAYOUTS.values(), ids=LAYOUTS)
-def test_probabilities_that_are_not_kept_are_computed_again_to_the_last_bit(groups, monkeypatch):
-    chosen, num_tokens = layout(*groups)
-    given = states(num_tokens, HEADS["grouped"], torch.float32)
-    monkeypatch.setattr(segment_tiles, "KEPT_PER_QUERY", 10**6)
-    kept = with_gradients(chosen.attend(*given, None), given)
-    monkeypatch.setattr(segment_tiles, "KEPT_PER_QUERY", 0)
-    again = with_gradients(chosen.attend(*given, None), given)
-    assert all(torch.equal(one, other) for one, other in zip(kept, again, strict=True))
+def blocks(*groups):
+    """Rows, prompt keys and steps of each block."""
+    made = SegmentRows(layout(*groups)[0].groups, "cpu")._blocks
+    return [(block.own_index.shape[0], block.num_before, block.longest) for block in made]
 
 
-def test_long_sequences_keep_less_than_a_few_times_their_queries():
-    chosen, num_tokens = layout((40, 900, 880))
-    given = states(num_tokens, (2, 1, 8, 8), torch.float32)
-    kept = 0
-
-    def count(tensor):
-        nonlocal kept
-        kept += tensor.numel()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        chosen.attend(*given, None)
-    assert kept < 4 * given[0].numel()
+def test_segments_of_similar_size_are_computed_together():
+    prompts, completions = blocks((16, 20, 20, 20), (14, 20, 19, 18), (16, 20, 20))
+    assert (prompts, completions) == ((3, 0, 16), (8, 16, 20))
 
 
-@pytest.mark.parametrize("elements", [100, 3000, 20000])  # a head of a row; a few heads; a few rows
-@pytest.mark.parametrize("groups", ["several blocks, long tail", "prompts of several lengths", "long prompts"])
-def test_the_size_of_tiles_changes_rounding_only(groups, elements, monkeypatch):
-    chosen, num_tokens = layout(*LAYOUTS[groups])
-    given = states(num_tokens, (8, 4, 8, 8))
-    whole = with_gradients(chosen.attend(*given, None), given)
-    num_tiles = len(chosen.using("tiles").plan(4, 2).tiles)
-    monkeypatch.setattr(segment_tiles, "TILE_ELEMENTS", elements // torch.get_num_threads())  # of each thread
-    for one, other in zip(with_gradients(chosen.attend(*given, None), given), whole, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
-    assert len(chosen.using("tiles").plan(4, 2).tiles) > num_tiles
-
-
-def test_short_prompts_make_one_tile_of_all_heads_and_groups():
-    chosen, num_tokens = layout((16, 20, 20, 20), (14, 20, 19, 18), (16, 20, 20))
-    plan = chosen.using("tiles").plan(2, 2)
-    assert [tile.num_products for tile in plan.tiles] == [3 * 2, (3 + 3 + 2) * 2]  # prompts, completions
-    given = states(num_tokens, HEADS["grouped"])
-    chosen.attend(*given, None)
-    assert chosen.using("tiles").plan(2, 2) is plan
-
-
-def test_prompts_whose_lengths_differ_much_are_not_merged():
-    chosen, _ = layout((100, 60, 60, 60), (3, 60, 60, 60))
-    num_products = [tile.num_products for tile in chosen.using("tiles").plan(4, 4).tiles if tile.start == 0]
-    assert num_products == [4, 4, 3 * 4, 3 * 4]  # two prompts, completions of each
-
-
-def test_long_prompts_are_not_copied():
-    chosen, num_tokens = layout((129, 5, 5, 5), (200, 7, 7))
-    plan = chosen.using("tiles").plan(2, 2)
-    assert [(tile.num_products, tile.num_prefix) for tile in plan.tiles if tile.num_prefix] == [
-        (3, 129),
-        (3, 129),
-        (2, 200),
-        (2, 200),
-    ]
-    assert plan.num_keys < 2.5 * 2 * num_tokens  # a prompt is a row and a prefix; copies would make this 3.4
-
-
-@pytest.mark.parametrize("groups", LAYOUTS.values(), ids=LAYOUTS)
-def test_filling_gets_zeros_and_changes_nothing(groups):
-    chosen, num_tokens = layout(*groups)
-    filled = SegmentLayout([*chosen.groups, GroupSpans(Span(num_tokens, 11), (), unseen=True)])
-    given = states(num_tokens + 11, HEADS["grouped"])
-    found = with_gradients(filled.attend(*given, None), given)
-    for one in (found[0][:, num_tokens:], *(gradient[:, :, num_tokens:] for gradient in found[1:])):
-        assert not one.any()
-    real = [one[:, :, :num_tokens].detach().requires_grad_() for one in given]
-    weights = torch.linspace(-1, 1, found[0].numel(), dtype=torch.float64).view_as(found[0])[:, :num_tokens]
-    output = chosen.attend(*real, None)
-    expected = [output, *torch.autograd.grad(output, real, weights)]
-    assert torch.equal(found[0][:, :num_tokens], expected[0])
-    for one, other in zip(found[1:], expected[1:], strict=True):
-        assert torch.equal(one[:, :, :num_tokens], other)
+def test_segments_whose_lengths_differ_much_are_not_padded():
+    made = blocks((100, 60, 60, 60), (3, 60, 60, 60))
+    assert made == [(1, 0, 3), (1, 0, 100), (3, 3, 60), (3, 100, 60)]
 
 
 @pytest.mark.parametrize("groups", LAYOUTS.values(), ids=LAYOUTS)
@@ -218,24 +150,22 @@ def test_memory_that_nobody_wrote_is_not_read(groups):
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("kernel", ["tiles", "rows"])
-def test_16_bit_states_give_16_bit_results(kernel):
+def test_16_bit_states_give_16_bit_results():
     chosen, num_tokens = layout(*LAYOUTS["ragged"])
     given = states(num_tokens, HEADS["grouped"], torch.bfloat16)
-    found = with_gradients(chosen.using(kernel).attend(*given, None), given)
+    found = with_gradients(chosen.using("rows").attend(*given, None), given)
     exact = [one.detach().double().requires_grad_() for one in given]
     for one, other in zip(found, with_gradients(dense(chosen, *exact, None), exact), strict=True):
         assert one.dtype == torch.bfloat16
         assert float((one - other).detach().norm() / other.detach().norm()) < 1e-2
 
 
-@pytest.mark.parametrize("kernel", ["tiles", "rows"])
-def test_autocast_leaves_states_of_two_types_to_attention(kernel):
+def test_autocast_leaves_states_of_two_types_to_attention():
     chosen, num_tokens = layout(*LAYOUTS["ragged"])
     query, key, value = states(num_tokens, HEADS["grouped"], torch.float32)
     expected = dense(chosen, query, key, value, None)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = chosen.using(kernel).attend(query, key, value.bfloat16(), None)
+        found = chosen.using("rows").attend(query, key, value.bfloat16(), None)
     assert float((found - expected).detach().norm() / expected.detach().norm()) < 1e-2
     found.sum().backward()
     assert query.grad.dtype == torch.float32

@@ -94,29 +94,6 @@ def test_an_entropy_alone_has_its_gradient():
         )
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize(("keep_bytes", "frozen"), [(2**20, False), (0, False), (0, True)])
-def test_all_products_are_the_callers_where_it_brings_its_own(cut, keep_bytes, frozen, monkeypatch):
-    hidden, weight, bias, ids = example(frozen=frozen)
-    bias = None if frozen else bias
-    inputs, calls = [hidden, weight, bias], []
-
-    def multiply(rows, weight, bias):
-        calls.append(rows.shape)
-        return torch.nn.functional.linear(rows, weight, bias)
-
-    theirs = reference(*inputs, ids, LogitMap())
-    expected = gradients(theirs, inputs, "none")
-    for name in ("mm", "addmm", "matmul"):
-        monkeypatch.setattr(torch, name, None)
-    mine = linear_logprobs(hidden, weight, ids, bias_V=bias, keep_bytes=keep_bytes, block=cut, multiply=multiply)
-    found = gradients(mine, inputs, "none")
-    torch.testing.assert_close(mine[0], theirs[0], rtol=0, atol=1e-12)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    blocks = -(-7 // min(7, cut[0])) * -(-11 // min(11, cut[1]))
-    assert len(calls) == blocks * (2 if frozen else 3 if keep_bytes else 4)
-
-
 def test_a_bias_alone_can_learn():
     hidden, weight, bias, ids = example(frozen=True)
     hidden = hidden.detach()

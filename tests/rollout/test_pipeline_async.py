@@ -132,7 +132,7 @@ def test_generation_goes_on_while_the_trainer_trains(run):
 
 @pytest.mark.slow
 def test_one_round_ahead_hides_nearly_all_that_can_be_hidden(run):
-    # as in benchmarks/overlap.py, where everything takes time but no computing
+    # everything takes time but no computing
     chance = random.Random(5)
 
     def seconds(depth, *, sampling=True, training=True):

@@ -10,8 +10,8 @@ import torch
 
 from swift.errors import ConfigError, PromptTooLong
 from swift.models.forward import Span, TokenSequence, padded_logits
+from swift.rollout.engines.base import EngineCounters
 from swift.rollout.engines.decoding import _RowCache
-from swift.rollout.engines.prompt_cache import PromptCache
 from swift.rollout.engines.transformers import TransformersEngine
 from swift.types import Request, SamplingParams
 
@@ -92,27 +92,63 @@ def test_a_small_cache_cuts_the_batch_and_changes_no_sample(nano_folder):
     assert {k: c.token_ids for k, c in whole.items()} == {k: c.token_ids for k, c in cut.items()}
 
 
-@pytest.mark.parametrize(("kind", "grows"), [(_RowCache, "__init__"), (PromptCache, "begin_step")])
-def test_a_batch_never_takes_more_than_the_cache_it_may(nano_folder, monkeypatch, kind, grows):
+def test_a_batch_never_takes_more_than_the_cache_it_may(nano_folder, monkeypatch):
     """Long prompts with few tokens beside short prompts with many: every row is as wide as the widest of both."""
     taken = []
-    change = getattr(kind, grows)
+    change = _RowCache.add
 
     def noting(cache, *args):
         change(cache, *args)
         taken.append(sum(part.nbytes for layer in cache.layers for part in layer))
 
-    monkeypatch.setattr(kind, grows, noting)
+    monkeypatch.setattr(_RowCache, "add", noting)
     requests = [
         Request(f"{i}", [5 + i] * (100 if i % 2 else 4), SamplingParams(max_new_tokens=4 if i % 2 else 100, seed=i))
         for i in range(12)
     ]
     limit = 1 << 18
     engine = make_engine(nano_folder, cache_bytes=limit)
-    if kind is _RowCache:
-        engine._decoder = None  # the model's own forward, as for models that are no plain decoders
     assert len(run(engine, requests)) == len(requests)
     assert limit // 2 < max(taken) <= limit
+
+
+def joined_late(engine, first, later, step):
+    """Completions of `first`, while `later` is submitted after `step` decode steps."""
+    waiting = list(later)
+
+    def between():
+        if waiting and engine.counters.decode_steps >= step:
+            for request in waiting:
+                engine.submit(request)
+            waiting.clear()
+
+    engine.between_steps = between
+    engine.counters = EngineCounters()
+    return run(engine, first)
+
+
+@pytest.mark.parametrize("step", [1, 5, 10])
+def test_requests_that_come_later_join_a_batch_that_runs(nano_folder, step):
+    """Prompts that are longer than the slots in use, too; rows that have left give their slots back."""
+    engine = make_engine(nano_folder)
+    engine.joins = True
+    requests = make_requests([*PROMPTS, [7] * 60])
+    alone = run(engine, requests)
+    joined = joined_late(engine, requests[:4], requests[4:], step)
+    assert engine.counters.decode_steps <= step + max(len(one.token_ids) for one in alone.values())
+    for name, one in alone.items():
+        assert joined[name].token_ids == one.token_ids
+        assert joined[name].logprobs == pytest.approx(one.logprobs, abs=1e-5)
+
+
+def test_on_a_cpu_requests_wait_for_the_batch_so_that_no_bit_depends_on_when_they_came(nano_folder):
+    engine = make_engine(nano_folder)
+    requests = make_requests(PROMPTS)
+    first, later = run(engine, requests[:4]), run(engine, requests[4:])
+    found = joined_late(engine, requests[:4], requests[4:], 3)
+    assert {name: (one.token_ids, one.logprobs) for name, one in found.items()} == {
+        name: (one.token_ids, one.logprobs) for name, one in {**first, **later}.items()
+    }
 
 
 def test_rows_that_leave_never_double_the_cache():
@@ -124,7 +160,7 @@ def test_rows_that_leave_never_double_the_cache():
             sizes.append(sum(keys.nbytes for keys, _ in self))
 
     states = torch.arange(2 * 4 * 3, dtype=torch.float32).view(1, 2, 4, 3)
-    cache = _RowCache([(states + i, states - i) for i in range(4)], [Span(0, 4)] * 8, steps=5)
+    cache = _RowCache([(states + i, states - i) for i in range(4)], [Span(0, 4)] * 8, [5] * 8)
     whole, sizes = sum(keys.nbytes for keys, _ in cache.layers), []
     expected = [(keys[[1, 6]], values[[1, 6]]) for keys, values in cache.layers]
     cache.layers = Layers(cache.layers)

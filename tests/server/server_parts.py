@@ -3,18 +3,24 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
 import psutil
 import torch
 
+from swift.models.template import load_template
+from swift.models.tokenizer import read_tokenizer
 from swift.rollout.engines.pool import EnginePool
 from swift.rollout.engines.remote import RemoteEngine, RemoteTimeouts
-from swift.rollout.engines.spec import EngineSpec
+from swift.rollout.engines.spec import EngineSpec, build_engine
+from swift.rollout.server.run import WebServer
 from swift.rollout.server.service import Service, Settings
 from swift.types import Request, SamplingParams
 
@@ -23,6 +29,57 @@ END_LIMIT_S = 40.0
 KEY = "a key for tests"
 PROMPT = list(b"The quick brown fox")
 QUICK = RemoteTimeouts(server_s=60, poll_s=0.2, beat_s=1.0)
+
+
+class LocalServer:
+    """A server on a free port of this process: the application, a thread of uvicorn, one engine."""
+
+    def __init__(self, model, *, key=None, weights_folder=None, max_model_len=512):
+        self.model, self.key = str(model), key
+        template = load_template(read_tokenizer(self.model), self.model)
+        engine = build_engine(
+            EngineSpec(
+                backend="transformers", model=self.model, max_model_len=max_model_len, lora=True, sleep=True,
+            )
+        )  # fmt: skip
+        self.service = Service(
+            engine,
+            template,
+            Settings(
+                model=self.model, folder=Path(self.model), dtype="float32", tensor_parallel_size=1,
+                data_parallel_size=1, stop_token_ids=tuple(template.stop_token_ids), api_key=key,
+                weights_folder=weights_folder,
+            ),
+        )  # fmt: skip
+        self.listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        self.port = self.listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.uvicorn = WebServer(self.service, "", lambda error: None)
+        self.thread = threading.Thread(target=self.uvicorn.run, args=([self.listener],), daemon=True)
+        self.thread.start()
+        while not self.uvicorn.started:
+            time.sleep(0.005)
+
+    def client(self, **options):
+        return client_of(self, **options)
+
+    def engine(self, **options):
+        return engine_of(self, **options)
+
+    def stop(self):
+        self.uvicorn.should_exit = True
+        self.thread.join(END_LIMIT_S)
+        self.service.close()
+
+
+def client_of(server, **options):
+    headers = {"Authorization": f"Bearer {server.key}"} if server.key else {}
+    return httpx.Client(base_url=server.url, headers=headers, timeout=60, trust_env=False, **options)
+
+
+def engine_of(server, *, spec=None, timeouts=None, **options):
+    spec = spec or spec_of(server.model)
+    return RemoteEngine(server.url, spec=spec, api_key=server.key, timeouts=timeouts or QUICK, **options)
 
 
 class Server:
@@ -63,11 +120,10 @@ class Server:
         return int(self.url.rpartition(":")[2])
 
     def client(self, **options):
-        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False, **options)
+        return client_of(self, **options)
 
-    def engine(self, *, spec=None, timeouts=QUICK, **options):
-        return RemoteEngine(self.url, spec=spec or spec_of(self.model), api_key=self.key, timeouts=timeouts, **options)
+    def engine(self, **options):
+        return engine_of(self, **options)
 
     def stop(self):
         """SIGTERM, as people end it; returns the exit code."""

@@ -2,8 +2,7 @@
 
 import pytest
 
-from swift.rollout.server.lease import Lease
-from swift.rollout.server.limits import Refused
+from swift.rollout.server.access import Lease, Refused
 
 
 def test_a_run_that_took_it_keeps_it_by_being_active():

@@ -9,10 +9,9 @@ import pytest
 from scripted_engine import ScriptedEngine
 from server_parts import ask, scripted_service
 
-from swift.rollout.server import wire
+from swift.rollout.engines import wire
+from swift.rollout.server.access import Lease, Refused
 from swift.rollout.server.app import make_app
-from swift.rollout.server.lease import Lease
-from swift.rollout.server.limits import Refused
 
 LIMIT_S = 20.0
 
@@ -72,11 +71,12 @@ def test_a_stream_is_no_sign_of_life_of_its_client(made):
 
     async def scene():
         await service.reset("a", "host 1", rebuild=False)
-        body = wire.infer_body([ask("g/0", [1], seed=6, max_new_tokens=12)], 0)
+        body = wire.encode(wire.InferRequest.of([ask("g/0", [1], seed=6, max_new_tokens=12)], 0))
+        headers = {wire.RUN_HEADER: "a", "Content-Type": "application/json"}
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
             began = time.monotonic()
-            reply = await http.post("/infer/", json=body, headers={wire.RUN_HEADER: "a"})
+            reply = await http.post("/infer/", content=body, headers=headers)
             assert reply.status_code == 200, reply.text
             return service.lease.holder.expires_at - service.lease.lifetime_s - began, time.monotonic() - began
 
@@ -90,9 +90,9 @@ def test_engines_that_a_silent_run_has_paused_go_on_for_the_others(made):
     async def scene():
         watching = asyncio.create_task(service.watch())
         await service.reset("a", "host 1", rebuild=False)
-        service.front.pause_in_flight()
-        async with service.open([ask("g/0", [1], seed=1)]) as answers:
-            arrival = await answers.next(LIMIT_S)
+        service.queue.pause_in_flight()
+        with service.open([ask("g/0", [1], seed=1)]) as answers:
+            (arrival,) = await answers.next(LIMIT_S)
         watching.cancel()
         return arrival
 
@@ -106,12 +106,12 @@ def test_engines_that_nobody_owns_stay_paused(made):
 
     async def scene():
         watching = asyncio.create_task(service.watch())
-        await asyncio.to_thread(service.front.pause_in_flight)
+        await asyncio.to_thread(service.queue.pause_in_flight)
         await asyncio.sleep(1.5)
         watching.cancel()
 
     asyncio.run(scene())
-    assert service.front.paused
+    assert service.queue.paused
 
 
 def test_a_job_that_waits_too_long_says_for_whom(made):
@@ -119,11 +119,11 @@ def test_a_job_that_waits_too_long_says_for_whom(made):
 
     async def scene():
         wanted = [ask("g/0", [1], seed=6, max_new_tokens=12)]
-        async with service.open(wanted, "other"), service.open(wanted):
-            while service.front.load[0] < 2:
+        with service.open(wanted, "other"), service.open(wanted):
+            while service.queue.load[0] < 2:
                 await asyncio.sleep(0.01)
             with pytest.raises(Refused) as caught:
-                await service.job(lambda: None)
+                await service.do(lambda engine: None)
         return caught.value.problem, service.info()["running_of"]
 
     problem, running = asyncio.run(scene())

@@ -12,10 +12,9 @@ import pytest
 from server_parts import KEY, PROMPT, Server, ask, gap, load, run, spec_of, with_noise
 
 from swift.errors import EngineDead, EngineError, RequestRefused
-from swift.rollout.engines import remote
+from swift.rollout.engines import remote, wire
 from swift.rollout.engines.pool import EnginePool
 from swift.rollout.engines.remote import RemoteEngine, RemoteTimeouts
-from swift.rollout.server import wire
 from swift.rollout.weight_sync.policy import PolicyWeights
 
 SHORT = RemoteTimeouts(server_s=2.0, poll_s=0.2, reply_s=3.0, beat_s=0.5)
@@ -240,7 +239,7 @@ def test_a_second_trainer_is_told_who_holds_the_server(server):
     [
         ("/weights/begin", {"version": 1, "manifest": []}),
         ("/reset", {"run_id": "other"}),
-        *((path, {}) for path in ("/pause", "/sleep", "/reset_prefix_cache", "/start_weight_update", "/drop_adapter")),
+        *((path, {}) for path in ("/pause", "/sleep", "/reset_prefix_cache", "/resume", "/v1/unload_lora_adapter")),
     ],
 )
 def test_what_another_run_may_not_do_is_refused_with_the_holders_name(server, http, engine, path, body):

@@ -3,18 +3,15 @@
 import copy
 import json
 import threading
-from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 from server_parts import KEY, PROMPT, Server, ask, gap, load, run, spec_of, with_noise
 
 from swift.errors import ConfigError, EngineError, SyncFailed
-from swift.rollout.server import wire
+from swift.rollout.engines import wire
 from swift.rollout.weight_sync import disk
 from swift.rollout.weight_sync.base import AdapterWeights, Bucket, StreamDigest, TensorInfo
-from swift.rollout.weight_sync.broadcast import BroadcastGroup
 from swift.rollout.weight_sync.policy import PolicyWeights
 
 TOLERANCE = 1e-5
@@ -75,14 +72,6 @@ def test_the_disk_is_taken_where_both_sides_see_the_same_folder(server, weights_
     assert not (weights_folder / engine.run_folder).exists()
 
 
-def test_buckets_longer_than_a_request_travel_in_pieces(server, monkeypatch):
-    monkeypatch.setattr(wire, "PIECE_BYTES", 1000)
-    engine, model = server.engine(transport="http"), with_noise(load(server.model), 1)
-    engine.load_weights(PolicyWeights(model, bucket_bytes=50_000), 1)
-    assert probe(engine, model) < TOLERANCE
-    engine.close()
-
-
 class Cut:
     """Weights that end before their last tensor."""
 
@@ -128,10 +117,10 @@ def test_bytes_that_changed_on_the_way_are_noticed(server, http):
     engine, model = server.engine(transport="http"), load(server.model)
     send = engine.send_bytes
 
-    def spoiled(number, bucket, data):
+    def spoiled(number, data):
         changed = bytearray(data)
         changed[-1] ^= 1
-        send(number, bucket, bytes(changed))
+        send(number, bytes(changed))
 
     engine.send_bytes = spoiled
     with pytest.raises(SyncFailed, match="digest"):
@@ -146,12 +135,12 @@ def test_a_file_that_changed_on_the_disk_is_noticed(server, weights_folder):
     engine, model = server.engine(transport="disk"), load(server.model)
     send = engine.send_file
 
-    def spoiled(number, bucket, entry):
+    def spoiled(number, entry):
         path = weights_folder / entry["path"]
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
         path.write_bytes(content)
-        send(number, bucket, entry)
+        send(number, entry)
 
     engine.send_file = spoiled
     with pytest.raises(SyncFailed, match="announced was"):
@@ -211,21 +200,21 @@ def test_an_adapter_is_effective_before_the_reply_and_bfloat16_is_bit_exact(serv
 def save_adapter(adapter, folder):
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps(adapter.config, default=str))
-    content = disk.as_bytes(sorted(adapter.tensors.items()))
-    (folder / "adapter_model.safetensors").write_bytes(content)
-    return content
+    (folder / "adapter_model.safetensors").write_bytes(disk.as_bytes(sorted(adapter.tensors.items())))
 
 
-@pytest.mark.parametrize("form", ["path", "multipart"])
-def test_adapters_of_other_clients_come_as_a_folder_or_a_form(server, http, weights_folder, form):
+@pytest.mark.parametrize("form", ["path", "body"])
+def test_adapters_of_other_clients_come_as_a_folder_or_as_bytes(server, http, weights_folder, form):
     model = load(server.model)
     policy, adapter = adapted(model, seed=9)
-    content = save_adapter(adapter, weights_folder / f"adapter-{form}")
     if form == "path":
-        reply = http.post("/v1/load_lora_adapter", json={"lora_name": "mine", "lora_path": "adapter-path"})
+        save_adapter(adapter, weights_folder / "adapter")
+        reply = http.post("/v1/load_lora_adapter", json={"lora_name": "mine", "lora_path": "adapter"})
     else:
-        fields = {"lora_name": "mine", "adapter_config": json.dumps(adapter.config, default=str)}
-        reply = http.post("/v1/load_lora_adapter", data=fields, files={"adapter_model": content})
+        settings = {"adapter_config": json.dumps(adapter.config, default=str)}
+        content = disk.as_bytes(sorted(adapter.tensors.items()), settings)
+        headers = {"Content-Type": wire.SAFETENSORS}
+        reply = http.post("/v1/load_lora_adapter?lora_name=mine", content=content, headers=headers)
     assert reply.status_code == 200, reply.text
     assert reply.json()["ack"]["digest"] == adapter.digest()
     assert [one["id"] for one in http.get("/v1/models").json()["data"]] == [server.model, "mine"]
@@ -239,131 +228,6 @@ def test_adapters_of_other_clients_come_as_a_folder_or_a_form(server, http, weig
     assert http.post("/v1/unload_lora_adapter", json={"lora_name": "mine"}).status_code == 200
     choice = http.post("/v1/completions", json={**body, "model": server.model}).json()["choices"][0]
     assert gap(model, PROMPT, choice["token_ids"], choice["logprobs"]["token_logprobs"]) < TOLERANCE
-
-
-# --- trainers of other makes -----------------------------------------------------------------------------------------
-
-
-class Trainer:
-    """Broadcasts the way vLLM's and TRL's trainers do, over gloo."""
-
-    def __init__(self):
-        limit = timedelta(seconds=60)
-        self.store = dist.TCPStore("127.0.0.1", 0, 2, True, timeout=limit, wait_for_workers=False)
-        self.group = None
-
-    def join(self):
-        self.group = BroadcastGroup(
-            self.store, 0, 2, backend="gloo", device=torch.device("cpu"), timeout_s=60, host="127.0.0.1"
-        )
-
-    def send(self, tensors):
-        for tensor in tensors:
-            self.group.broadcast(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
-
-    def together(self, post, work):
-        """Work while a request is under way; its reply."""
-        replies = []
-        thread = threading.Thread(target=lambda: replies.append(post()))
-        thread.start()
-        work()
-        thread.join(60)
-        assert replies[0].status_code == 200, replies[0].text
-        return replies[0].json()
-
-
-def choice_of(http):
-    body = {"prompt": PROMPT, "max_tokens": 8, "return_token_ids": True, "logprobs": 0}
-    return http.post("/v1/completions", json=body).json()["choices"][0]
-
-
-@pytest.mark.parametrize("label", ["5", "step-12"])
-def test_vllms_routes_take_a_broadcast(server, http, label):
-    before = http.get("/info").json()["version"]
-    model, trainer = with_noise(load(server.model), 21), Trainer()
-    init = {"master_address": "127.0.0.1", "master_port": trainer.store.port, "rank_offset": 1, "world_size": 2,
-            "backend": "gloo"}  # fmt: skip
-    trainer.together(lambda: http.post("/init_weight_transfer_engine", json={"init_info": init}), trainer.join)
-    assert http.post("/start_weight_update", json={"is_checkpoint_format": True}).status_code == 200
-    named = list(model.named_parameters())  # without the tied head, as TRL sends them
-    for half in (named[:5], named[5:]):
-        info = {
-            "names": [name for name, _ in half],
-            "dtype_names": ["float32" for _ in half],
-            "shapes": [list(one.shape) for _, one in half],
-        }
-        trainer.together(
-            lambda info=info: http.post("/update_weights", json={"update_info": info}),
-            lambda half=half: trainer.send(one for _, one in half),
-        )
-    reply = http.post("/finish_weight_update", json={"weight_version": label}).json()
-    version = 5 if label == "5" else before + 1
-    assert reply["ack"]["version"] == version
-    assert http.get("/weight_info").json() == {"weight_version": label}
-    choice = choice_of(http)
-    assert choice["weight_version"] == version
-    assert gap(model, PROMPT, choice["token_ids"], choice["logprobs"]["token_logprobs"]) < TOLERANCE
-    assert http.post("/shutdown_weight_transfer_engine").status_code == 200
-
-
-def test_an_update_over_vllms_routes_that_lacks_a_tensor_is_refused(server, http):
-    trainer = Trainer()
-    init = {"master_address": "127.0.0.1", "master_port": trainer.store.port, "rank_offset": 1, "world_size": 2,
-            "backend": "gloo"}  # fmt: skip
-    trainer.together(lambda: http.post("/init_weight_transfer_engine", json={"init_info": init}), trainer.join)
-    http.post("/start_weight_update")
-    name, tensor = next(iter(load(server.model).named_parameters()))
-    info = {"names": [name], "dtype_names": ["float32"], "shapes": [list(tensor.shape)]}
-    trainer.together(lambda: http.post("/update_weights", json={"update_info": info}), lambda: trainer.send([tensor]))
-    reply = http.post("/finish_weight_update")
-    assert reply.status_code == 409
-    assert "missing" in reply.json()["error"]["message"]
-
-
-def test_trls_older_routes_reply_before_the_broadcast(server, http):
-    model, trainer = with_noise(load(server.model), 22), Trainer()
-    body = {"host": "127.0.0.1", "port": trainer.store.port, "world_size": 2, "backend": "gloo"}
-    assert http.post("/init_communicator/", json=body).status_code == 200
-    trainer.join()
-    for name, tensor in model.named_parameters():
-        body = {"name": name, "dtype": "torch.float32", "shape": list(tensor.shape)}
-        assert http.post("/update_named_param/", json=body).status_code == 200
-        trainer.send([tensor])
-    assert http.post("/reset_prefix_cache/").status_code == 200
-    reply = http.post("/generate/", json={"prompts": ["The quick"], "max_tokens": 8}).json()
-    values = [value[0] for value in reply["logprobs"][0]]
-    assert gap(model, reply["prompt_ids"][0], reply["completion_ids"][0], values) < TOLERANCE
-    assert http.post("/close_communicator/").status_code == 200
-
-
-def test_what_fails_after_the_reply_is_said_by_the_next_call_and_by_health(server, http):
-    trainer = Trainer()
-    body = {"host": "127.0.0.1", "port": trainer.store.port, "world_size": 2, "backend": "gloo"}
-    http.post("/init_communicator/", json=body)
-    trainer.join()
-    name, tensor = next(iter(load(server.model).named_parameters()))
-    wrong = {"name": name, "dtype": "torch.float32", "shape": [*tensor.shape, 2]}
-    assert http.post("/update_named_param/", json=wrong).status_code == 200
-    trainer.send([tensor])  # half of what was announced
-    trainer.group.close()
-    del trainer
-    reply = http.post("/reset_prefix_cache/")
-    assert reply.status_code == 409
-    assert reply.json()["error"]["message"].startswith("weights: ")
-    health = http.get("/health")
-    incomplete = "tensors came" in reply.json()["error"]["message"]
-    assert health.status_code == (200 if incomplete else 503)
-    assert http.post("/generate/", json={"prompts": ["a"], "max_tokens": 1}).status_code == 409
-    http.post("/close_communicator/")
-    assert http.post("/reset", json={"run_id": "next"}).status_code == 200
-    assert http.get("/health").status_code == 200
-    http.post("/release", json={"run_id": "next"})
-
-
-def test_a_name_that_is_no_tensor_of_the_model_is_refused_at_once(http):
-    body = {"name": "model.layers.99.weight", "dtype": "torch.float32", "shape": [1]}
-    reply = http.post("/update_named_param/", json=body)
-    assert "no tensor of this model" in reply.json()["error"]["message"]
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

@@ -1,14 +1,12 @@
 """What all routes share, over scripted engines: health, restoring, texts beside the event loop, lost engines."""
 
 import asyncio
-import json
 import threading
 import time
 
 import httpx
 import pytest
 import torch
-from safetensors.torch import save_file
 from scripted_engine import ScriptedEngine
 from server_parts import ask, scripted_service
 
@@ -16,7 +14,7 @@ from swift.errors import EngineDead, EngineError
 from swift.rollout.engines.base import Health
 from swift.rollout.server import service as service_module
 from swift.rollout.server.app import make_app
-from swift.rollout.server.service import checkpoint_names
+from swift.rollout.weight_sync.base import Bucket, TensorInfo
 
 LIMIT_S = 20.0
 
@@ -106,9 +104,11 @@ def test_health_of_two_engines_says_why_one_is_gone(made):
     member = service.engine.engines[1]
 
     async def scene():
-        async with service.open([ask(f"{i}/0", [1], seed=i) for i in range(8)]) as answers:
-            for _ in range(8):
-                assert (await answers.next(LIMIT_S)).finish_reason == "stop"
+        with service.open([ask(f"{i}/0", [1], seed=i) for i in range(8)]) as answers:
+            done = []
+            while len(done) < 8:
+                done += await answers.next(LIMIT_S)
+            assert {one.finish_reason for one in done} == {"stop"}
         async with client(service) as http:
             return (await http.get("/health")).json()
 
@@ -124,7 +124,9 @@ def test_health_of_two_engines_says_why_one_is_gone(made):
 def test_a_whole_model_under_version_0_is_undone_for_the_next_run(made):
     engine = Engine()
     service = made(engine)
-    service.front.do(lambda: service.bring([("a", torch.ones(2))], 0)).result(LIMIT_S)
+    number = service.queue.begin_update([TensorInfo.of("a", torch.ones(2))], 0).result(LIMIT_S)
+    service.queue.send_bucket(number, lambda missing: Bucket([("a", torch.ones(2))])).result(LIMIT_S)
+    service.weights_arrived(service.queue.commit_update(number).result(LIMIT_S))
     assert service.engine.version == 0
 
     async def scene():
@@ -142,16 +144,17 @@ def test_a_reset_of_caches_that_fails_leaves_nothing_paused(made):
 
     async def scene():
         engine.broken = True
-        async with service.open([ask("g/0", [1], seed=6, max_new_tokens=12)]) as answers, client(service) as http:
-            while not service.front.load[0]:
+        http = client(service)
+        with service.open([ask("g/0", [1], seed=6, max_new_tokens=12)]) as answers:
+            while not service.queue.load[0]:
                 await asyncio.sleep(0.01)
             reply = await http.post("/reset_prefix_cache")
             assert reply.status_code == 500
             assert "stuck" in reply.json()["error"]["message"]
-            assert not service.front.paused
+            assert not service.queue.paused
             return await answers.next(LIMIT_S)
 
-    assert asyncio.run(scene()).finish_reason in ("stop", "length")
+    assert asyncio.run(scene())[0].finish_reason in ("stop", "length")
 
 
 def test_the_watch_ends_when_no_engine_is_left(made):
@@ -163,10 +166,10 @@ def test_the_watch_ends_when_no_engine_is_left(made):
         while not hasattr(app, "router"):
             app = app.app
         async with app.router.lifespan_context(app):
-            async with service.open([ask("g/0", [1])]) as answers:
-                ids, error = await answers.next(LIMIT_S)
-            assert isinstance(error, EngineDead)
-            return ids, await asyncio.wait_for(given_up, LIMIT_S)
+            with service.open([ask("g/0", [1])]) as answers:
+                (failure,) = await answers.next(LIMIT_S)
+            assert isinstance(failure.error, EngineDead)
+            return failure.request_ids, await asyncio.wait_for(given_up, LIMIT_S)
 
     ids, error = asyncio.run(scene())
     assert ids == ["g/0"]
@@ -182,9 +185,7 @@ def test_the_watch_ends_when_no_engine_is_left(made):
         ("/v1/completions", {"prompt": "abc", "max_tokens": 2, "logprobs": 0}),
         ("/v1/completions", {"prompt": "abc", "max_tokens": 2, "logprobs": 0, "stream": True}),
         ("/tokenize", {"prompt": "abc"}),
-        ("/detokenize", {"tokens": [1]}),
         ("/generate", {"prompt": "abc", "max_tokens": 2}),
-        ("/generate/", {"prompts": ["abc"], "max_tokens": 2}),
     ],
 )
 def test_texts_of_one_client_do_not_hold_up_the_others(made, path, body):
@@ -219,30 +220,3 @@ def test_texts_of_one_client_do_not_hold_up_the_others(made, path, body):
             return await asked
 
     assert asyncio.run(scene()).status_code == 200
-
-
-def test_a_token_is_decoded_once_however_often_it_comes(made):
-    service, decoded = made(), []
-    service.template.decode = lambda ids, skip_special_tokens: decoded.append(tuple(ids)) or str(list(ids))
-    assert [service.token_text(token) for token in (7, 8, 7, 7)] == ["[7]", "[8]", "[7]", "[7]"]
-    assert decoded == [(7,), (8,)]
-
-
-# --- what a checkpoint consists of ---------------------------------------------------------------------------------
-
-
-def test_names_of_a_checkpoint_are_those_that_its_model_reads(tmp_path):
-    weights = {"model.embed_tokens.weight": torch.ones(4, 2), "model.layers.0.mlp.up_proj.weight": torch.ones(2, 2)}
-    buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(1)}
-    save_file({**weights, **buffers}, tmp_path / "model.safetensors")
-    save_file({"layers.0.feed_forward.w1.weight": torch.ones(2, 2)}, tmp_path / "consolidated.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
-    names, tied = checkpoint_names(tmp_path)
-    assert sorted(names) == sorted(weights)
-    assert tied == {"lm_head.weight": "model.embed_tokens.weight"}
-    (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": False}))
-    assert checkpoint_names(tmp_path) == (sorted(weights), {})
-
-
-def test_a_folder_without_weights_has_no_names(tmp_path):
-    assert checkpoint_names(tmp_path) == ([], {})

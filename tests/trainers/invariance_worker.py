@@ -23,12 +23,11 @@ import torch
 import torch.distributed as dist
 from grpo_parts import make_trainer
 
-import swift.trainers.grpo_trainer as trainer_module
-from swift.models.forward import TokenSequence, enable_packed_attention
+from swift.models.forward import TokenSequence, enable_packed_attention, pack
 from swift.rl.losses import LossConfig, losses
 from swift.rollout.batch import TrainSample, TrainUnit
+from swift.trainers import microbatch
 from swift.trainers.grpo_settings import CorrectionSettings
-from swift.trainers.microbatch import collate
 from swift.trainers.window_entropy import EntropySettings
 
 GROUPS, GENERATIONS = 6, 4
@@ -211,14 +210,13 @@ def _norm(module, states):
 
 @contextlib.contextmanager
 def laid_out(model, kind):
-    """The trainer's own ways of packing; whether prompts are shared is not left to what it would cost."""
+    """The trainer's own way of packing, with shared prompts and without."""
     if kind in ("shared", "single"):
-        share = kind == "shared"
-        trainer_module.collate = lambda *values, **named: collate(*values, **{**named, "share_prompts": share})
+        microbatch.pack = partial(pack, share_prompts=kind == "shared")
         try:
             yield
         finally:
-            trainer_module.collate = collate
+            microbatch.pack = pack
     else:
         model.set_attn_implementation("sdpa")
         try:

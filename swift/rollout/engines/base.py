@@ -110,6 +110,7 @@ class InferenceEngine(ABC):
     Attributes:
         version: policy version it samples with; 0 are the weights it was built with.
         late: requests that it aborted itself because they took too long, once for each try.
+        void: why its weights belong to no version, as far as it knows; "" when they do.
         between_steps: called by `stream`, and so by `generate`, in the thread that streams: between two decode steps,
             at least every `BETWEEN_S` while other processes decode, and once more before the stream ends. It may
             `submit` and `abort`; what it submits joins the stream, also when nothing else is left of it. What it raises
@@ -122,6 +123,7 @@ class InferenceEngine(ABC):
     counters: EngineCounters
     version: int = 0
     late: int = 0
+    void: str = ""
     between_steps: Callable[[], None] | None = None
 
     # --- sampling ---------------------------------------------------------------------------------------------
@@ -181,6 +183,15 @@ class InferenceEngine(ABC):
         with self._undisturbed():
             for _ in self.stream():
                 pass
+
+    def recover(self) -> Collection[str]:
+        """After `stream` raised: let go of the requests that were lost by it.
+
+        Returns:
+            Ids that another `stream` will still deliver.
+        """
+        self._give_up(None)
+        return ()
 
     def _between(self) -> None:
         """Call `between_steps`, if there is one."""
@@ -368,6 +379,15 @@ class InferenceEngine(ABC):
     def health(self) -> Health:
         """Whether it answers, within seconds."""
         return Health(True, self.version)
+
+    @property
+    def engines(self) -> list[InferenceEngine]:
+        """The engines it consists of, without those that are dead for good.
+
+        Raises:
+            EngineDead: none is left.
+        """
+        return [self]
 
     def info(self) -> dict[str, Any]:
         """What it is, for people and logs; JSON-safe."""

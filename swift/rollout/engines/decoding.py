@@ -1,16 +1,13 @@
 """A batch in memory: prefill, decode step, sampling, and rows that leave. The arithmetic of the in-process engine.
 
 A prompt is prefilled once for all its samples; no Python work per token, only per step, and one look at the device per
-step. Every sample draws from its own counter-based uniforms, so other requests in the batch do not change it. Three
-ways to compute a step:
+step. Every sample draws from its own counter-based uniforms, so other requests in the batch do not change it. Two ways
+to compute a step:
 
-* `DirectRun`: a plain decoder in float32, computed directly, with prompts shared in the cache. Rows leave when they end
-  and others can join between two steps.
-* `BatchRun`: any other model with packed attention, through its own forward. Finished rows cost nothing from the next
+* `BatchRun`: a model with packed attention. Rows can join between two steps; finished rows cost nothing from the next
   compaction on, at a quarter of the rows finished. R rows with a key/value cache of K slots per layer::
 
-    slots     [ left padding | prompt | generated so far | free ]
-              0              W        W + t              K          W = longest prompt, t = decode steps
+    slots     [ left padding | prompt | generated so far | free ]     the new token of every row is in the same slot
 
 * `OwnCacheRun`: a model that cannot be packed (recurrent layers, learned positions) keeps its own attention and its own
   cache; its batches hold prompts of one length, so that nothing is padded and nothing can depend on padding.
@@ -30,8 +27,6 @@ from swift.errors import EngineError
 from swift.models.forward import DecodeLayout, GroupSpans, SegmentLayout, Span
 from swift.rollout.engines.base import EngineCounters
 from swift.rollout.engines.guided import GuideFactory, Guides
-from swift.rollout.engines.plain_decoder import PlainDecoder
-from swift.rollout.engines.prompt_cache import Prefill, PromptCache
 from swift.rollout.engines.sampling import BatchSampler
 from swift.rollout.engines.stopping import StopText
 from swift.rollout.seeds import sample_uniforms
@@ -90,6 +85,7 @@ class BatchRun:
         self._budget_R = np.array(budgets)
         self._finished_R = np.zeros(len(requests), dtype=bool)
         self._uniform = True  # all live rows started at the same step
+        self._joining: list[tuple[Request, int]] = []
         self.sampler = self._sampler(requests, budgets)
         self._ends_RE = self.sampler.ends_RE.cpu().numpy()
         self.guides = Guides(requests, [[*eos_token_ids, *r.sampling.stop_token_ids] for r in requests], guides)
@@ -103,7 +99,20 @@ class BatchRun:
     @property
     def done(self) -> bool:
         """Whether every request has ended."""
-        return self.rows.numel() == 0
+        return self.rows.numel() == 0 and not self._joining
+
+    def live(self) -> list[tuple[Request, int]]:
+        """Requests that have not ended, with the most tokens of each."""
+        rows = zip(self.rows.tolist(), self._budget_R.tolist(), strict=True)
+        return [*((self.requests[request], budget) for request, budget in rows), *self._joining]
+
+    def takes(self, request: Request) -> bool:
+        """Whether a request of this kind can join: not one that is held to an expression, nor beside one."""
+        return request.sampling.regex is None and not self.guides.active
+
+    def join(self, requests: Sequence[Request], budgets: Sequence[int]) -> None:
+        """Sample these too, from the next step on."""
+        self._joining += zip(requests, budgets, strict=True)
 
     def row(self, request: int) -> tuple[list[int], list[float]]:
         """What a request has sampled so far."""
@@ -128,18 +137,29 @@ class BatchRun:
 
     def end(self, request_ids: Collection[str]) -> list[Completion]:
         """End some requests where they are; the completions of those that had not ended yet."""
+        left = [request.request_id for request, _ in self._joining if request.request_id in request_ids]
+        self._joining = [one for one in self._joining if one[0].request_id not in request_ids]
+        aborted = [Completion(name, [], [], "abort") for name in left]
         live = [(i, request) for i, request in enumerate(self.rows.tolist()) if not self._finished_R[i]]
         ended = [(i, request) for i, request in live if self.requests[request].request_id in request_ids]
         if not ended:
-            return []
+            return aborted
         self._finished_R[[i for i, _ in ended]] = True
         completions = [self._completion(request, "abort") for _, request in ended]
         self._compact()
-        return completions
+        return completions + aborted
 
     def _prefill(self, model: nn.Module) -> Tensor:
-        """Run each distinct prompt once; fill the rows' caches; logits [R, V] of the first token."""
-        distinct, which = _distinct_prompts(self._live())
+        """Run the prompts of all rows; logits [R, V] of the first token."""
+        captured, spans, logits = self._run_prompts(model, self._live())
+        self.cache = _RowCache(captured, spans, self._budget_R.tolist())
+        return logits
+
+    def _run_prompts(
+        self, model: nn.Module, requests: Sequence[Request]
+    ) -> tuple[list[tuple[Tensor, Tensor]], list[Span], Tensor]:
+        """Run each distinct prompt once: keys and values per layer, each row's span in them, first logits [R, V]."""
+        distinct, which = _distinct_prompts(requests)
         spans = _spans_of(distinct)
         ids = torch.tensor([token for prompt in distinct for token in prompt], device=self.device)
         positions = torch.cat([torch.arange(span.length, device=self.device) for span in spans])
@@ -152,20 +172,57 @@ class BatchRun:
             past_key_values=capture,
             use_cache=True,
         )
-        self.cache = _RowCache(capture.layers, [spans[i] for i in which], self.tokens.shape[1])
         self.counters.prefill_tokens += ids.numel()
-        return output.logits[0][torch.tensor(which, device=self.device)]
+        return capture.layers, [spans[i] for i in which], output.logits[0][torch.tensor(which, device=self.device)]
 
     def _decode(self, model: nn.Module) -> Tensor:
-        """One decode step of all live rows; logits [R, V]."""
-        output = model(
-            input_ids=self._last_R[:, None],
-            position_ids=self._positions()[:, None],
-            attention_layout=DecodeLayout(self.cache.begin_step()),
-            past_key_values=self.cache,
-            use_cache=True,
-        )
-        return output.logits[:, -1]
+        """One decode step of all live rows, and the first of those that join; logits [R, V]."""
+        parts = []
+        if self._joining:
+            self._compact()
+        if self.rows.numel():
+            output = model(
+                input_ids=self._last_R[:, None],
+                position_ids=self._positions()[:, None],
+                attention_layout=DecodeLayout(self.cache.begin_step()),
+                past_key_values=self.cache,
+                use_cache=True,
+            )
+            parts.append(output.logits[:, -1])
+        if self._joining:
+            requests, budgets = zip(*self._joining, strict=True)
+            self._joining = []
+            captured, spans, logits = self._run_prompts(model, requests)
+            if self.rows.numel():
+                self.cache.add(captured, spans, budgets)
+            else:
+                self.cache = _RowCache(captured, spans, budgets)
+            self._add(requests, budgets)
+            parts.append(logits)
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _add(self, requests: Sequence[Request], budgets: Sequence[int]) -> None:
+        """Rows of their own for requests that join."""
+        first, count = len(self.requests), len(requests)
+        more = max(0, max(budgets) - self.tokens.shape[1])
+        self.requests += requests
+        self.started = np.concatenate([self.started, np.full(count, self.step_count)])
+        self.tokens = np.pad(self.tokens, ((0, count), (0, more)))
+        self.logprobs = np.pad(self.logprobs, ((0, count), (0, more)))
+        self.log_mass = np.pad(self.log_mass, ((0, count), (0, more)))
+        self.lengths = np.concatenate([self.lengths, np.zeros(count, dtype=np.int64)])
+        self._budget_R = np.concatenate([self._budget_R, np.array(budgets)])
+        self._finished_R = np.concatenate([self._finished_R, np.zeros(count, dtype=bool)])
+        new = torch.arange(first, first + count)
+        self.rows = torch.cat([self.rows, new])
+        new = new.to(self.device)
+        lengths = torch.tensor([len(request.prompt_ids) for request in requests], device=self.device)
+        self._started_R = torch.cat([self._started_R, torch.full_like(new, self.step_count)])
+        self._prompt_R = torch.cat([self._prompt_R, lengths])
+        self._uniform = len(np.unique(self.started[self.rows.numpy()])) <= 1
+        self.sampler.extend(self._sampler(requests, budgets))
+        self._ends_RE = self.sampler.ends_RE.cpu().numpy()
+        self.stop_text.extend(requests)
 
     def _positions(self) -> Tensor:
         """[R] where the last tokens stand in their sequences."""
@@ -242,8 +299,12 @@ class BatchRun:
         return [(version, start, stop) for version, start, stop in own if start < stop]
 
     def _compact(self) -> None:
-        """Drop finished rows once there are enough of them, or once that is all of them."""
-        if self._finished_R.mean() < self.compact_when_finished:
+        """Drop finished rows once there are enough of them; at once where rows did not start together.
+
+        A finished row goes on until then, as far as the others: it must not be older than they may become.
+        """
+        enough = self.compact_when_finished if self._uniform and not self._joining else 0.0
+        if self._finished_R.mean() < enough or not self._finished_R.any():
             return
         kept = (~self._finished_R).nonzero()[0]
         keep = torch.from_numpy(kept)
@@ -266,102 +327,6 @@ class BatchRun:
         return [self.requests[request] for request in self.rows.tolist()]
 
 
-class DirectRun(BatchRun):
-    """One batch of a plain decoder, computed directly; rows can join it.
-
-    Args:
-        decoder: computes the model; whoever makes the run sees to it that its weights are current.
-    """
-
-    compact_when_finished = 0.0
-
-    def __init__(self, *args: Any, decoder: PlainDecoder, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.decoder = decoder
-        self._joining: list[tuple[Request, int]] = []
-
-    @property
-    def done(self) -> bool:
-        """Whether every request has ended."""
-        return super().done and not self._joining
-
-    def live(self) -> list[tuple[Request, int]]:
-        """Requests that have not ended, with the most tokens of each."""
-        rows = zip(self.rows.tolist(), self._budget_R.tolist(), strict=True)
-        return [*((self.requests[request], budget) for request, budget in rows), *self._joining]
-
-    def takes(self, request: Request) -> bool:
-        """Whether a request of this kind can join: not one that is held to an expression, nor beside one."""
-        return request.sampling.regex is None and not self.guides.active
-
-    def join(self, requests: Sequence[Request], budgets: Sequence[int]) -> None:
-        """Sample these too, from the next step on."""
-        self._joining += zip(requests, budgets, strict=True)
-
-    def end(self, request_ids: Collection[str]) -> list[Completion]:
-        """End some requests where they are; see `BatchRun.end`."""
-        left = [request.request_id for request, _ in self._joining if request.request_id in request_ids]
-        self._joining = [one for one in self._joining if one[0].request_id not in request_ids]
-        return super().end(request_ids) + [Completion(name, [], [], "abort") for name in left]
-
-    def _prefill(self, model: nn.Module) -> Tensor:
-        self.cache = PromptCache()
-        return self._begin(self._live(), self._budget_R.tolist())
-
-    def _decode(self, model: nn.Module) -> Tensor:
-        parts = []
-        if self.rows.numel():
-            self.cache.begin_step()
-            parts.append(self.decoder.step(self._last_R, self._positions(), self.cache))
-        if self._joining:
-            requests, budgets = zip(*self._joining, strict=True)
-            self._joining = []
-            parts.append(self._begin(requests, budgets))
-            self._add(requests, budgets)
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-    def _begin(self, requests: Sequence[Request], budgets: Sequence[int]) -> Tensor:
-        """Run each distinct prompt once and give it to the cache; logits [R, V] of the first tokens."""
-        distinct, which = _distinct_prompts(requests)
-        spans = _spans_of(distinct)
-        prefill = Prefill(spans)
-        ids = torch.tensor([token for prompt in distinct for token in prompt], device=self.device)
-        positions = torch.cat([torch.arange(span.length, device=self.device) for span in spans])
-        last = torch.tensor([span.stop - 1 for span in spans], device=self.device)
-        logits = self.decoder.logits(ids, positions, prefill, last)
-        self.cache.add(prefill.captured, spans, which, budgets)
-        self.counters.prefill_tokens += ids.numel()
-        return logits[torch.tensor(which, device=self.device)]
-
-    def _add(self, requests: Sequence[Request], budgets: Sequence[int]) -> None:
-        """Rows of their own for requests that join."""
-        first, count = len(self.requests), len(requests)
-        more = max(0, max(budgets) - self.tokens.shape[1])
-        self.requests += requests
-        self.started = np.concatenate([self.started, np.full(count, self.step_count)])
-        self.tokens = np.pad(self.tokens, ((0, count), (0, more)))
-        self.logprobs = np.pad(self.logprobs, ((0, count), (0, more)))
-        self.log_mass = np.pad(self.log_mass, ((0, count), (0, more)))
-        self.lengths = np.concatenate([self.lengths, np.zeros(count, dtype=np.int64)])
-        self._budget_R = np.concatenate([self._budget_R, np.array(budgets)])
-        self._finished_R = np.concatenate([self._finished_R, np.zeros(count, dtype=bool)])
-        new = torch.arange(first, first + count)
-        self.rows = torch.cat([self.rows, new])
-        new = new.to(self.device)
-        lengths = torch.tensor([len(request.prompt_ids) for request in requests], device=self.device)
-        self._started_R = torch.cat([self._started_R, torch.full_like(new, self.step_count)])
-        self._prompt_R = torch.cat([self._prompt_R, lengths])
-        self._uniform = len(np.unique(self.started[self.rows.numpy()])) <= 1
-        sampler = self._sampler(requests, budgets)
-        self.sampler.extend(sampler)
-        self._ends_RE = self.sampler.ends_RE.cpu().numpy()
-        self.stop_text.extend(requests)
-
-    def _keep_cache(self, keep: Tensor) -> None:
-        if self.cache is not None:
-            self.cache.keep(keep.tolist())
-
-
 class OwnCacheRun(BatchRun):
     """One batch of prompts of one length, decoded with the model's own attention and cache.
 
@@ -372,6 +337,10 @@ class OwnCacheRun(BatchRun):
     def __init__(self, *args: Any, rotary: bool, **options: Any) -> None:
         super().__init__(*args, **options)
         self.rotary = rotary
+
+    def takes(self, request: Request) -> bool:
+        """None: prompts are of one length, and the model's own cache knows one position."""
+        return False
 
     def _prefill(self, model: nn.Module) -> Tensor:
         distinct, which = _distinct_prompts(self._live())
@@ -435,36 +404,57 @@ class _PromptCapture:
 
 
 class _RowCache:
-    """Keys and values of R rows, written in place; room for every step is taken once.
+    """Keys and values of R rows, written in place; a row's prompt ends, and its own tokens begin, anywhere.
 
     Args:
         captured: per layer (key, value) of the packed prompts, [1, Hkv, T, D].
         spans: for each row, where its prompt lies in the packed stream.
-        steps: most decode steps that will follow.
+        budgets: for each row, the most tokens that it will have.
     """
 
     is_compileable = False
 
-    def __init__(self, captured: list[tuple[Tensor, Tensor]], spans: list[Span], steps: int) -> None:
-        self.width = max(span.length for span in spans)
-        self.used = self.width
-        self.capacity = self.width + steps - 1
-        offsets = torch.tensor([self.width - span.length for span in spans])
-        slots = torch.arange(self.width)
-        source = (torch.tensor([span.start for span in spans])[:, None] + slots - offsets[:, None]).clamp(min=0)
-        device = captured[0][0].device
-        source = source.to(device)
-        self.visible: Tensor | None = None
-        if bool((offsets > 0).any()):
-            self.visible = (torch.arange(self.capacity)[None] >= offsets[:, None]).to(device)
-        self.layers = [(self._rows(key, source), self._rows(value, source)) for key, value in captured]
+    def __init__(self, captured: list[tuple[Tensor, Tensor]], spans: Sequence[Span], budgets: Sequence[int]) -> None:
+        self.device = captured[0][0].device
+        self.used = max(span.length for span in spans)
+        """Slots up to the latest token."""
+        self._first = torch.empty(0, dtype=torch.long)  # [R] the first slot of each row, on the CPU
+        self._last = self._first  # [R] the last slot that it may need
+        empty = [tuple(one.new_empty(0, one.shape[1], 0, one.shape[3]) for one in layer) for layer in captured]
+        self.layers: list[tuple[Tensor, ...]] = empty
+        self.add(captured, spans, budgets)
 
-    def _rows(self, states: Tensor, source: Tensor) -> Tensor:
-        rows = states.new_zeros(source.shape[0], states.shape[1], self.capacity, states.shape[3])
-        rows[:, :, : self.width] = states[0][:, source].transpose(0, 1)
-        if self.visible is not None:  # padding holds nothing of a neighbour: a mask does not keep NaN away
-            rows[:, :, : self.width].masked_fill_(~self.visible[:, None, : self.width, None], 0.0)
-        return rows
+    def add(self, captured: list[tuple[Tensor, Tensor]], spans: Sequence[Span], budgets: Sequence[int]) -> None:
+        """Rows behind those that are there; all move so that the first slot in use is slot 0."""
+        lengths = torch.tensor([span.length for span in spans])
+        shift = -int(torch.cat([self._first, self.used - lengths]).min())
+        self.used += shift
+        first = self.used - lengths
+        self._first = torch.cat([self._first + shift, first])
+        self._last = torch.cat([self._last + shift, self.used - 1 + torch.tensor(budgets) - 1])
+        capacity = int(self._last.max()) + 1
+        slots = torch.arange(self.used)
+        source = (torch.tensor([span.start for span in spans])[:, None] + slots - first[:, None]).clamp(min=0)
+        before = (slots < first[:, None])[:, None, :, None].to(self.device)
+        source = source.to(self.device)
+        for index, layer in enumerate(captured):  # never more than one layer exists twice
+            rows = []
+            for old, new in zip(self.layers[index], layer, strict=True):
+                made = new.new_zeros(len(old) + len(source), new.shape[1], capacity, new.shape[3])
+                moved = old[:, :, max(0, -shift) :][:, :, : capacity - max(0, shift)]
+                made[: len(old), :, max(0, shift) :][:, :, : moved.shape[2]] = moved
+                # padding holds nothing of a neighbour: a mask does not keep NaN away
+                made[len(old) :, :, : self.used] = new[0][:, source].transpose(0, 1).masked_fill(before, 0.0)
+                rows.append(made)
+            self.layers[index] = tuple(rows)
+        self._look()
+
+    def _look(self) -> None:
+        """[R, K] which slots each row sees; None when that is all."""
+        self.visible: Tensor | None = None
+        if self._first.numel() and int(self._first.max()) > 0:
+            capacity = self.layers[0][0].shape[2]
+            self.visible = (torch.arange(capacity)[None] >= self._first[:, None]).to(self.device)
 
     def begin_step(self) -> Tensor | None:
         """Take the next slot; the mask [R, 1, 1, K] over the slots in use, None when all are visible."""
@@ -484,7 +474,8 @@ class _RowCache:
 
     def keep(self, rows: Tensor) -> None:
         """Keep only `rows`; never more than one layer exists twice."""
-        for index, (keys, values) in enumerate(self.layers):
-            self.layers[index] = (keys[rows], values[rows])
-        if self.visible is not None:
-            self.visible = self.visible[rows]
+        for index, layer in enumerate(self.layers):
+            self.layers[index] = tuple(states[rows] for states in layer)
+        rows = rows.cpu()
+        self._first, self._last = self._first[rows], self._last[rows]
+        self._look()

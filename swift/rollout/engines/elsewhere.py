@@ -129,7 +129,7 @@ def impossible(completion: Completion) -> str:
     if len(completion.logprobs) != len(completion.token_ids):
         return f"{len(completion.logprobs)} log-probs for {len(completion.token_ids)} tokens"
     for place, logprob in enumerate(completion.logprobs):
-        if not (logprob <= 0 and math.isfinite(logprob)):
+        if logprob is None or not (logprob <= 0 and math.isfinite(logprob)):  # type: ignore[redundant-expr]
             return f"token {place} has log-prob {logprob}"
     return ""
 

@@ -128,7 +128,7 @@ class EnginePool(InferenceEngine):
         return sum(member.engine.late for member in self._members)
 
     @property
-    def void(self) -> str:
+    def void(self) -> str:  # type: ignore[override]
         """Why its weights belong to no version; "" when they do."""
         return self._void
 
@@ -145,6 +145,10 @@ class EnginePool(InferenceEngine):
         with self._lock:
             waiting = {name for member in self._members for name in member.outstanding}
             return waiting | {completion.request_id for completion in self._ready}
+
+    def recover(self) -> Collection[str]:
+        """The engine that failed has let go of its requests already; the others go on."""
+        return self.outstanding
 
     def check_length(self, request: Request) -> None:
         """As every engine would; see `InferenceEngine.check_length`."""

@@ -32,6 +32,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from swift.errors import ConfigError, EngineAsleep, EngineDead, EngineError, RequestRefused, SwiftError, SyncFailed
+from swift.rollout.engines import wire
 from swift.rollout.engines.base import (
     ALL_TAGS,
     Ack,
@@ -60,8 +61,6 @@ from swift.rollout.engines.remote_replies import (
 from swift.rollout.engines.remote_update import Kept, RemoteTransport, RemoteUpdate
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.engines.worker.protocol import completion_from_json
-from swift.rollout.engines.worker.weights import as_json
-from swift.rollout.server import wire
 from swift.rollout.weight_sync import disk
 from swift.rollout.weight_sync.broadcast import BroadcastSender
 from swift.types import Completion, Request
@@ -374,7 +373,7 @@ class RemoteEngine(EngineElsewhere):
                     pending = self._outstanding[request.request_id]
                     pending.batch, pending.sent_at, pending.expired_at = batch, now, None
                 self._batches.add(batch)
-            body = wire.infer_body([self._with_ends(request) for request in chosen], self.version)
+            body = wire.encode(wire.InferRequest.of([self._with_ends(request) for request in chosen], self.version))
             threading.Thread(target=self._read, args=(batch, body), name=f"stream of {self.name}", daemon=True).start()
 
     def _next_batch(self) -> list[Request]:
@@ -395,10 +394,9 @@ class RemoteEngine(EngineElsewhere):
         stops = tuple(sorted({*request.sampling.stop_token_ids, *ends}))
         return replace(request, sampling=replace(request.sampling, stop_token_ids=stops))
 
-    def _read(self, batch: _Batch, body: dict[str, Any]) -> None:
+    def _read(self, batch: _Batch, content: bytes) -> None:
         """The thread of one batch: lines become events, and so does its end."""
         try:
-            content = json.dumps(body, separators=(",", ":")).encode()
             headers = {"Content-Type": "application/json"}
             timeout = _bounds(self.timeouts.reply_s, self.timeouts)
             with self._http.stream("POST", "/infer/", content=content, headers=headers, timeout=timeout) as reply:
@@ -652,11 +650,7 @@ class RemoteEngine(EngineElsewhere):
         names = sorted(adapter.tensors)
         metadata = {"adapter_config": json.dumps(adapter.config, default=_plain)}
         data = disk.as_bytes([(name, adapter.tensors[name]) for name in names], metadata)
-        name = f"policy-v{version}"
-        reply: dict[str, Any] = {}
-        for offset, piece in wire.pieces(data):
-            params = {"lora_name": name, "version": version, "offset": offset, "total": len(data)}
-            reply = self._upload("/v1/load_lora_adapter", params, piece)
+        reply = self._upload("/v1/load_lora_adapter", {"lora_name": f"policy-v{version}", "version": version}, data)
         ack = Ack(**reply["ack"])
         if (ack.version, ack.tensors, ack.digest) != (version, len(names), adapter.digest()):
             raise SyncFailed(
@@ -669,7 +663,7 @@ class RemoteEngine(EngineElsewhere):
         """See `InferenceEngine.drop_adapter`."""
         self._check_alive()
         self._check_at_rest("a change of adapter")
-        state = self._guarded(lambda: self._call("POST", "/drop_adapter", self.timeouts.sync_s))
+        state = self._guarded(lambda: self._call("POST", "/v1/unload_lora_adapter", self.timeouts.sync_s, json={}))
         self._adapter = None
         self.version = state["version"]
 
@@ -789,9 +783,9 @@ class RemoteEngine(EngineElsewhere):
         """
         return self._answer(self._request(method, path, timeout_s, **options))
 
-    def _upload(self, path: str, params: dict[str, Any], piece: bytes | memoryview) -> dict[str, Any]:
+    def _upload(self, path: str, params: dict[str, Any], data: bytes) -> dict[str, Any]:
         headers = {"Content-Type": wire.SAFETENSORS}
-        return self._call("POST", path, self.timeouts.sync_s, params=params, content=bytes(piece), headers=headers)
+        return self._call("POST", path, self.timeouts.sync_s, params=params, content=data, headers=headers)
 
     def _answer(self, reply: httpx.Response) -> dict[str, Any]:
         if reply.status_code == 200:
@@ -880,8 +874,8 @@ class RemoteEngine(EngineElsewhere):
 
     def _resend(self, kept: Kept) -> None:
         number = self.begin_there(kept.manifest, kept.version)
-        for index, part in enumerate(kept.parts):
-            part(number, index)
+        for part in kept.parts:
+            part(number)
         ack, self._asleep = self.commit_there(number)
         if (ack.version, ack.digest) != (kept.version, kept.digest):
             raise SyncFailed(
@@ -893,18 +887,17 @@ class RemoteEngine(EngineElsewhere):
 
     def begin_there(self, manifest: Sequence[TensorInfo], version: int) -> int:
         """POST /weights/begin; the number of the update."""
-        body = {"version": version, "manifest": as_json(manifest)}
-        return int(self._call("POST", "/weights/begin", self.timeouts.sync_s, json=body)["update"])
+        body = wire.encode(wire.BeginUpdate.of(manifest, version))
+        headers = {"Content-Type": "application/json"}
+        return int(self._call("POST", "/weights/begin", self.timeouts.sync_s, content=body, headers=headers)["update"])
 
-    def send_bytes(self, number: int, bucket: int, data: bytes | memoryview) -> None:
-        """One bucket as a safetensors file, in pieces."""
-        for offset, piece in wire.pieces(data):
-            params = {"update": number, "bucket": bucket, "offset": offset, "total": len(data)}
-            self._upload("/weights/bucket", params, piece)
+    def send_bytes(self, number: int, data: bytes) -> None:
+        """One bucket as a safetensors file."""
+        self._upload("/weights/bucket", {"update": number}, data)
 
-    def send_file(self, number: int, bucket: int, entry: dict[str, str]) -> None:
+    def send_file(self, number: int, entry: dict[str, str]) -> None:
         """One bucket that lies on the shared disk."""
-        body = {"update": number, "bucket": bucket, **entry}
+        body = {"update": number, **entry}
         self._call("POST", "/weights/bucket", self.timeouts.sync_s, json=body)
 
     def commit_there(self, number: int) -> tuple[Ack, str]:

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from swift.errors import EngineDead, EngineError
-from swift.rollout.server import wire
+from swift.rollout.engines import wire
 
 
 class Lost(Exception):

@@ -28,12 +28,12 @@ RemoteTransport = Literal["http", "disk", "broadcast"]
 
 @dataclass(slots=True)
 class Kept:
-    """The last full update, and what it takes to send it again: a call per bucket, with update and place."""
+    """The last full update, and what it takes to send it again: a call per bucket, with the update."""
 
     version: int
     manifest: tuple[TensorInfo, ...]
     digest: str
-    parts: list[Callable[[int, int], None]] = field(default_factory=list)
+    parts: list[Callable[[int], None]] = field(default_factory=list)
 
 
 class RemoteUpdate(WeightUpdate):
@@ -51,7 +51,7 @@ class RemoteUpdate(WeightUpdate):
         self._number = 0
         self._way: RemoteTransport = owner.transport or ("disk" if owner.weights_folder is not None else "http")
         self._buckets = 0
-        self._parts: list[Callable[[int, int], None]] = []
+        self._parts: list[Callable[[int], None]] = []
         self._writer: disk.VersionWriter | None = None
         self._asleep = ""
         self._open = True
@@ -65,20 +65,20 @@ class RemoteUpdate(WeightUpdate):
             raise SyncFailed(f"weights: version {self.version} for {self.engine}: the update is over; begin another")
         self._owner.weights_change(f"the update to version {self.version} has not arrived whole")
         index, self._buckets = self._buckets, self._buckets + 1
-        self._guarded(f"bucket {index + 1}", lambda: self._transfer(bucket, index))
+        self._guarded(f"bucket {index + 1}", lambda: self._transfer(bucket))
 
-    def _transfer(self, bucket: Bucket, index: int) -> None:
+    def _transfer(self, bucket: Bucket) -> None:
         owner = self._owner
         if self._way == "disk":
             entry = self._written(bucket)
-            part: Callable[[int, int], None] = lambda number, place: owner.send_file(number, place, entry)  # noqa: E731
+            part: Callable[[int], None] = lambda number: owner.send_file(number, entry)  # noqa: E731
         elif self._way == "http" or owner.keeps_weights:
             data = staged(bucket, "safetensors", lambda: disk.as_bytes(bucket.tensors))
-            part = lambda number, place: owner.send_bytes(number, place, data)  # noqa: E731
+            part = lambda number: owner.send_bytes(number, data)  # noqa: E731
         if self._way == "broadcast":
-            self._broadcast(bucket, index)
+            self._broadcast(bucket)
         else:
-            part(self._number, index)
+            part(self._number)
         if owner.keeps_weights:
             self._parts.append(part)
 
@@ -89,7 +89,7 @@ class RemoteUpdate(WeightUpdate):
         writer = self._writer = self._writer or files.writer(self.version)
         return staged(bucket, f"disk {files.folder}", lambda: writer.add(bucket))
 
-    def _broadcast(self, bucket: Bucket, index: int) -> None:
+    def _broadcast(self, bucket: Bucket) -> None:
         owner = self._owner
         if owner.broadcaster is None:
             host = _address_towards(owner.url)
@@ -98,7 +98,7 @@ class RemoteUpdate(WeightUpdate):
         owner.broadcaster.connect(owner.name, owner._boot, invite)
 
         def announce(header: dict[str, Any]) -> Callable[[], Any]:
-            return owner.post_aside("/weights/bucket", {"update": self._number, "bucket": index, "broadcast": header})
+            return owner.post_aside("/weights/bucket", {"update": self._number, "broadcast": header})
 
         owner.broadcaster.transmit(bucket, announce)
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from swift.rollout.engines.scripted import scripted
 from swift.types import Request
 
 WIDE, BLOCK = 4096, 128
@@ -115,8 +114,7 @@ class BatchSampler:
         else:
             uniform_R = self.uniforms_RT.gather(1, step[:, None])[:, 0]
         greedy_R = self.temperature_R1[:, 0] <= 0 if self.any_greedy else None
-        drawn = scripted(_drawn) if logits_RV.device.type == "cpu" else _drawn  # elsewhere it would be fused
-        token_R, logprob_R = drawn(tempered_RV, uniform_R, greedy_R)
+        token_R, logprob_R = _drawn(tempered_RV, uniform_R, greedy_R)
         if self.seen_RV is not None:
             self.seen_RV.scatter_(1, token_R[:, None], True)
         if self.counts_RV is not None:
@@ -224,28 +222,28 @@ def _drawn(tempered_RV: Tensor, uniform_R: Tensor, greedy_R: Tensor | None) -> t
     return token_R, probs_RV.gather(1, token_R[:, None])[:, 0].log_()
 
 
-def _inverse_cdf(probs_RV: Tensor, uniform_R: Tensor, block: int = BLOCK, wide: int = WIDE) -> Tensor:
+def _inverse_cdf(probs_RV: Tensor, uniform_R: Tensor) -> Tensor:
     """The token at which the cumulative probability first exceeds the uniform; never one of probability 0.
 
     Sums are those of float64. Of a wide vocabulary they are those of blocks first, then of the one that is hit: sums up
     to every single token would take several times as long.
     """
     size, uniform_R1 = probs_RV.shape[1], uniform_R[:, None]
-    if size < wide:
+    if size < WIDE:
         return _first_beyond(probs_RV.cumsum(-1, dtype=torch.float64), uniform_R1)[:, 0]
-    whole = size // block * block
-    sums_RB = probs_RV.narrow(1, 0, whole).view(probs_RV.shape[0], -1, block).sum(-1)
+    whole = size // BLOCK * BLOCK
+    sums_RB = probs_RV.narrow(1, 0, whole).view(probs_RV.shape[0], -1, BLOCK).sum(-1)
     if whole < size:
         sums_RB = torch.cat([sums_RB, probs_RV.narrow(1, whole, size - whole).sum(-1, keepdim=True)], 1)
     cumulative_RB = sums_RB.cumsum(-1, dtype=torch.float64)
     block_R1 = _first_beyond(cumulative_RB, uniform_R1)
-    token_RK = block_R1 * block + torch.arange(block, device=probs_RV.device)
+    token_RK = block_R1 * BLOCK + torch.arange(BLOCK, device=probs_RV.device)
     inside_RK = probs_RV.gather(1, token_RK.clamp(max=size - 1)).masked_fill_(token_RK >= size, 0.0)
     sum_R1 = sums_RB.gather(1, block_R1).double()
     before_R1 = cumulative_RB.gather(1, block_R1) - sum_R1
     within_R1 = (uniform_R1 * cumulative_RB[:, -1:] - before_R1) / sum_R1
     place_R1 = _first_beyond(inside_RK.cumsum(-1, dtype=torch.float64), within_R1.clamp_(0.0, 1.0))
-    return (block_R1 * block + place_R1)[:, 0].clamp_(max=size - 1)
+    return (block_R1 * BLOCK + place_R1)[:, 0].clamp_(max=size - 1)
 
 
 def _first_beyond(cumulative_RN: Tensor, share_R1: Tensor) -> Tensor:

@@ -5,9 +5,9 @@ Over an own copy (`build`: worker processes, servers) it takes updates, adapters
 
 Owns the queue and the loop; `decoding` is the arithmetic of a batch; `transformers_weights`, `transformers_adapter`
 and `transformers_memory` are how an own copy changes.
-Batches are cut so that the samples of a prompt stay together. Requests that come later join the running batch where it
-has room and where that changes no bit of anybody's completion (a plain decoder with kernels that keep rows apart, or an
-accelerator, where bits are not promised); else they wait until it is done.
+Batches are cut so that the samples of a prompt stay together. On an accelerator requests that come later join the
+running batch if it has room. On a CPU they wait until it is done: runs repeat to the last bit there, and products round
+by the number of their rows.
 Between two steps the loop looks whether somebody wants to abort, pause or close, so none of these waits for more than
 one step. Nothing but the running batch is held between calls; it lasts over a pause, and its rows go on with the
 weights that are there then.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -55,9 +55,7 @@ from swift.rollout.engines.base import (
     TensorInfo,
     WeightUpdate,
 )
-from swift.rollout.engines.decoding import BatchRun, DirectRun, OwnCacheRun
-from swift.rollout.engines.plain_decoder import PlainDecoder, obstacle, plain_decoder
-from swift.rollout.engines.prompt_cache import positions_needed
+from swift.rollout.engines.decoding import BatchRun, OwnCacheRun
 from swift.rollout.engines.transformers_adapter import FoldedAdapter
 from swift.rollout.engines.transformers_memory import WeightMemory
 from swift.rollout.engines.transformers_weights import InPlaceUpdate
@@ -138,10 +136,8 @@ class TransformersEngine(InferenceEngine):
         self.obstacle = choose_attention(model)
         """Why the model keeps its own attention and cache, which is slower; None when it does not."""
         self.rotary = hasattr(self._config, "rope_parameters")
-        self._decoder: PlainDecoder | None = plain_decoder(model)
-        self._decoder_holds: tuple[int, int] | None = None  # version and change of the weights it took
-        self._changes = 0
-        self._joins: bool | None = None
+        self.joins = self.device.type != "cpu"
+        """Whether requests join a batch that runs."""
         self._look_for_room = False
         self._was_training = False
         self._spread = False
@@ -230,20 +226,16 @@ class TransformersEngine(InferenceEngine):
         """Sample one request and yield (token id, log-prob) as they come; the last one ends the completion."""
         self._check_awake()
         self.check_length(request)
-        run = self._start([request], self._computes_directly())
+        run = self._start([request])
         seen = 0
-        try:
-            while not run.done:
-                self._check_awake()
-                with self._step, _without_gradients(is_spread(self.model)):
-                    self.model.eval()
-                    self._take_weights(run)
-                    finished = run.step(self.model, self.version)
-                ids, logprobs = (finished[0].token_ids, finished[0].logprobs) if finished else run.row(0)
-                yield from zip(ids[seen:], logprobs[seen:], strict=True)
-                seen = len(ids)
-        finally:
-            self._leave_weights()
+        while not run.done:
+            self._check_awake()
+            with self._step, _without_gradients(is_spread(self.model)):
+                self.model.eval()
+                finished = run.step(self.model, self.version)
+            ids, logprobs = (finished[0].token_ids, finished[0].logprobs) if finished else run.row(0)
+            yield from zip(ids[seen:], logprobs[seen:], strict=True)
+            seen = len(ids)
 
     def abort(self, request_ids: Collection[str] | None = None) -> None:
         """End requests, from any thread; takes effect at the next step of `stream`."""
@@ -312,7 +304,6 @@ class TransformersEngine(InferenceEngine):
                 self._look_for_room |= bool(self._waiting)
                 if self._run is not None and self._run.done:
                     self._run = None
-                    self._leave_weights()
         return ended
 
     def _take_up(self) -> None:
@@ -320,51 +311,32 @@ class TransformersEngine(InferenceEngine):
         if self._run is not None:
             batch = self._joining()
         elif self._waiting:
-            direct = self._computes_directly()
-            batch = next(self._batches(list(self._waiting.values()), direct), [])
+            batch = next(self._batches(list(self._waiting.values())), [])
         else:
             return
         for request in batch:
             del self._waiting[request.request_id]
             self._running.add(request.request_id)
-        if batch and isinstance(self._run, DirectRun):
+        if batch and self._run is not None:
             self._run.join(batch, [self.room(request) for request in batch])
         elif batch:
-            self._run = self._start(batch, direct)
+            self._run = self._start(batch)
 
     def _stepped(self, run: BatchRun) -> list[Completion]:
-        self._take_weights(run)
-        if not isinstance(run, DirectRun) and self.model.training:
+        if self.model.training:
             self.model.eval()
             self._was_training = True
         return run.step(self.model, self.version)
-
-    def _take_weights(self, run: BatchRun) -> None:
-        """What is computed directly holds copies of the weights, which are to be those of now."""
-        if isinstance(run, DirectRun) and self._decoder_holds != (self.version, self._changes):
-            run.decoder.refresh()
-            self._decoder_holds = self.version, self._changes
-
-    def _leave_weights(self) -> None:
-        """Hold no copies of weights that are the trainer's, and those of an own copy only until they change."""
-        if self._decoder is not None and self._reload is None and self._run is None:
-            self._drop_copies()
-
-    def _drop_copies(self) -> None:
-        self._changes += 1
-        if self._decoder is not None:
-            self._decoder.drop()
 
     def _forget(self) -> None:
         """After a failure nobody waits for the rest: what was asked for is gone."""
         with self._queue:
             self._run = None
-            self._leave_weights()
             self._running.clear()
             self._waiting.clear()
             self._aborting.clear()
 
-    def _start(self, batch: list[Request], direct: bool) -> BatchRun:
+    def _start(self, batch: list[Request]) -> BatchRun:
         options: dict[str, Any] = {
             "eos_token_ids": self.eos_token_ids,
             "tokenizer": self.tokenizer,
@@ -373,48 +345,30 @@ class TransformersEngine(InferenceEngine):
             "guides": self._guides,
         }
         budgets = [self.room(request) for request in batch]
-        if direct:
-            assert self._decoder is not None
-            self._leave_weights()
-            return DirectRun(batch, budgets, decoder=self._decoder, **options)
         if self.obstacle is None:
             return BatchRun(batch, budgets, **options)
         return OwnCacheRun(batch, budgets, rotary=self.rotary, **options)
 
-    def _computes_directly(self) -> bool:
-        """Whether the model still is what `plain_decoder` found it to be: wrappers and hooks come and go."""
-        return self._decoder is not None and obstacle(self.model) is None
-
     def _joining(self) -> list[Request]:
         """Waiting requests that can join the running batch, in their order up to the first that cannot."""
         run = self._run
-        if not self._look_for_room or not isinstance(run, DirectRun) or not self._may_join(run):
+        if run is None or not self._look_for_room or not self.joins:
             return []
         self._look_for_room = False
         live = run.live()
-        counts = Counter(tuple(request.prompt_ids) for request, _ in live)
-        length = max(budget for _, budget in live)
+        widest, longest = max(len(one.prompt_ids) for one, _ in live), max(budget for _, budget in live)
         joining: list[Request] = []
         for request in self._grouped(self._waiting.values()):
-            counts[tuple(request.prompt_ids)] += 1
-            length = max(length, self.room(request))
-            if not run.takes(request) or not self._fits(counts, length):
+            widest, longest = max(widest, len(request.prompt_ids)), max(longest, self.room(request))
+            if not run.takes(request) or not self._fits(len(live) + len(joining) + 1, widest + 2 * longest):
                 break
             joining.append(request)
         worth_it = len(joining) == len(self._waiting) or len(joining) >= JOIN_SHARE * len(live)
         return joining if worth_it else []
 
-    def _may_join(self, run: DirectRun) -> bool:
-        """Whether no bit of a completion depends on what else is in its batch, or nobody relies on that."""
-        if self._joins is None:
-            self._take_weights(run)
-            self._joins = self.device.type != "cpu" or run.decoder.same_in_any_batch()
-        return self._joins
-
-    def _fits(self, counts: Counter[tuple[int, ...]], length: int) -> bool:
-        """Whether rows of these prompts, counted, with up to `length` tokens each fit a batch that shares prompts."""
-        positions = positions_needed(list(counts.values()), max(map(len, counts)), length)
-        return counts.total() <= self.max_rows and positions <= self._cache_slots()
+    def _fits(self, num_rows: int, slots: int) -> bool:
+        """Whether a batch may have so many rows with so many slots in the cache."""
+        return num_rows <= self.max_rows and num_rows * slots <= self._cache_slots()
 
     @staticmethod
     def _grouped(requests: Iterable[Request]) -> list[Request]:
@@ -436,39 +390,19 @@ class TransformersEngine(InferenceEngine):
             ) from error
         self.counters = EngineCounters()
 
-    def _batches(self, requests: Sequence[Request], direct: bool) -> Iterator[list[Request]]:
+    def _batches(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
         """Cut the requests into batches that fit the cache, keeping the samples of a prompt together."""
         ordered = requests if self.obstacle is None else sorted(requests, key=lambda r: len(r.prompt_ids))
-        if direct:
-            yield from self._sharing_batches(ordered)
-            return
         batch: list[Request] = []
         widest = longest = 0  # the cache is as wide as the longest prompt, and goes on for the largest limit
         for request in self._grouped(ordered):
             prompt = request.prompt_ids
             width, length = max(widest, len(prompt)), max(longest, self.room(request))
-            full = len(batch) >= self.max_rows or (width + length) * (len(batch) + 1) > self._cache_slots()
-            if batch and (full or not self._mixes(len(prompt), batch)):
+            if batch and (not self._fits(len(batch) + 1, width + length) or not self._mixes(len(prompt), batch)):
                 yield batch
                 batch, width, length = [], len(prompt), self.room(request)
             batch.append(request)
             widest, longest = width, length
-        if batch:
-            yield batch
-
-    def _sharing_batches(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
-        """`_batches` where a prompt is held once for its rows."""
-        batch: list[Request] = []
-        counts: Counter[tuple[int, ...]] = Counter()
-        length = 0
-        for request in self._grouped(requests):
-            prompt = tuple(request.prompt_ids)
-            counts[prompt] += 1
-            length = max(length, self.room(request))
-            if batch and not self._fits(counts, length):
-                yield batch
-                batch, counts, length = [], Counter([prompt]), self.room(request)
-            batch.append(request)
         if batch:
             yield batch
 
@@ -506,7 +440,6 @@ class TransformersEngine(InferenceEngine):
         if update is not self._update:
             return  # of weights that were rebuilt meanwhile
         self._update = None
-        self._drop_copies()
         self._void = void or self._void
         if void or update.committed:
             self._adapter = None  # overwritten, with what it replaced
@@ -528,8 +461,6 @@ class TransformersEngine(InferenceEngine):
         except (SwiftError, OSError, RuntimeError) as error:
             raise EngineDead(f"engine: transformers: cannot be made again ({str(error).splitlines()[0]})") from error
         self.obstacle = choose_attention(self.model)
-        self._drop_copies()
-        self._decoder = plain_decoder(self.model)
         self._memory = WeightMemory(self.model)
         self._adapter, self._update, self._void = None, None, ""
         self.version = self._base_version = 0
@@ -561,7 +492,6 @@ class TransformersEngine(InferenceEngine):
     def _changing(self, what: str) -> Iterator[None]:
         """Weights are written inside; they are void unless it ends well."""
         self._void = f"{what} is in them by half"
-        self._drop_copies()
         try:
             yield
         except Exception as error:
@@ -592,7 +522,6 @@ class TransformersEngine(InferenceEngine):
         assert self._memory is not None
         if self._adapter is not None:
             self._adapter.to_host()
-        self._drop_copies()
         if level == 2 and self._keeps_base:
             report = self._memory.sleep(1)
             return replace(report, note=f"base weights are kept: only adapters are published; {report.note}")
@@ -640,7 +569,6 @@ class TransformersEngine(InferenceEngine):
         self._closed = True  # the loop of another thread ends at its next step
         self._wait_for_step()
         self._run = None
-        self._drop_copies()
         if self._memory is not None:
             self._memory.drop()
 

@@ -1,10 +1,12 @@
-"""`swift rollout`: engines behind HTTP, for trainers on other machines and for everything that speaks OpenAI's API.
+"""`swift rollout`: engines behind HTTP, for trainers on other machines and for clients of OpenAI's API.
 
-    HTTP --app--> routes --Service--> Front --one queue--> EnginePool --> one worker process per engine
-                    |        |
-                 limits    lease: which run owns the weights
+    app       routes, the bearer token, failures as HTTP statuses
+    access    token, limits of bodies, the lease of the run that owns the weights
+    service   what the routes share: the request queue of the engines, health, what is loaded
+    infer     sampling for trainers, facts          openai, shapes   OpenAI's API and the plain /generate
+    weights   whole models and adapters             control          lease, pause, sleep, caches
+    run       the process around it
 
-`wire` is what both ends of the connection know, and loads no web framework; `swift.rollout.engines.remote` is the other
-end. `front` is the queue and the one thread that calls the engines, `service` what the routes share, `updates` new
-weights on their way, `run` the process around it. A file of routes per family of clients.
+`swift.rollout.engines.request_queue` is the queue, `swift.rollout.engines.wire` the shapes that both ends know, and
+`swift.rollout.engines.remote` the other end.
 """

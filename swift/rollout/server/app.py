@@ -10,8 +10,9 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from swift.errors import (
     ConfigError,
@@ -23,17 +24,11 @@ from swift.errors import (
     SyncFailed,
     Unsupported,
 )
-from swift.rollout.server import (
-    routes_control,
-    routes_infer,
-    routes_openai,
-    routes_transfer,
-    routes_trl,
-    routes_weights,
-)
-from swift.rollout.server.limits import Gate, Refused
+from swift.rollout.engines.completion_stream import QueueFull
+from swift.rollout.engines.wire import error_body
+from swift.rollout.server import control, infer, openai, weights
+from swift.rollout.server.access import Gate, Refused, field_error, json_response
 from swift.rollout.server.service import Service
-from swift.rollout.server.wire import error_body
 
 logger = logging.getLogger(__name__)
 
@@ -70,50 +65,47 @@ def make_app(service: Service, give_up: Callable[[EngineDead], None] = lambda er
         watching.cancel()
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    for module in (routes_infer, routes_control, routes_weights, routes_transfer, routes_openai, routes_trl):
+    app.state.limits = service.settings.limits
+    for module in (infer, control, weights, openai):
         app.include_router(module.router(service))
     app.add_exception_handler(Refused, _refused)
     app.add_exception_handler(SwiftError, _failed)
     app.add_exception_handler(RequestValidationError, _misshapen)
     app.add_exception_handler(HTTPException, _unknown)
+    app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _defect)
-    return Gate(app, service.settings.api_key, service.settings.limits.body_bytes)
+    return Gate(app, service.settings.api_key)
 
 
-def status_of(error: SwiftError) -> int:
-    """The HTTP status of a failure of ours."""
-    return next(status for kind, status in STATUS if isinstance(error, kind))
-
-
-async def _refused(_: Request, error: Exception) -> JSONResponse:
+async def _refused(_: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
-    headers = {"Retry-After": "1"} if error.status == 429 else None
-    return JSONResponse(error.body(), error.status, headers)
+    return error.response()
 
 
-async def _failed(_: Request, error: Exception) -> JSONResponse:
+async def _failed(_: Request, error: Exception) -> Response:
     assert isinstance(error, SwiftError)
-    status = status_of(error)
-    return JSONResponse(error_body(error, status), status)
+    if isinstance(error, QueueFull):
+        return Refused(429, "queue", error.problems[0]).response()
+    status = next(status for kind, status in STATUS if isinstance(error, kind))
+    return json_response(error_body(error, status), status)
 
 
-async def _misshapen(_: Request, error: Exception) -> JSONResponse:
+async def _misshapen(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    lines = [
-        f"{'.'.join(str(part) for part in one['loc'] if part != 'body') or 'body'}: {one['msg']}"
-        for one in error.errors()[:3]
-    ]
-    return JSONResponse(Refused(422, "field", "; ".join(lines)).body(), 422)
+    said = ("; ").join(f"{one['loc'][-1]}: {one['msg']}" for one in error.errors()[:3])
+    return field_error(said).response()
 
 
-async def _unknown(request: Request, error: Exception) -> JSONResponse:
+async def _unknown(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    if error.status_code == 400:  # raised by the reading of bodies alone
-        return JSONResponse(Refused(422, "body", f"body: not what its content type says ({error.detail})").body(), 422)
     problem = f"{request.method} {request.url.path}: {error.detail}"
-    return JSONResponse(Refused(error.status_code, "route", problem).body(), error.status_code)
+    return Refused(error.status_code, "route", problem).response()
 
 
-async def _defect(_: Request, error: Exception) -> JSONResponse:
+async def _gone(_: Request, error: Exception) -> Response:
+    return Refused(499, "gone", "client: it has hung up").response()
+
+
+async def _defect(_: Request, error: Exception) -> Response:
     logger.error("a request failed", exc_info=error)
-    return JSONResponse(error_body(error, 500), 500)
+    return json_response(error_body(error, 500), 500)

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -41,6 +41,10 @@ from swift.types import SamplingParams
 
 DRAIN_S = 10
 """How long requests in flight may take to end after a signal."""
+HEAD_BYTES = 64 << 10
+"""Longest request line and headers together."""
+CONNECTIONS = 4096
+"""Connections at the same time; further ones are answered 503."""
 
 SAMPLING = {
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
@@ -207,39 +211,51 @@ def _listen(service: Service, listener: socket.socket, host: str, signals: _Sign
         ended.append(error)
         server.should_exit = True
 
-    config = uvicorn.Config(
-        make_app(service, give_up),
-        log_level="warning",
-        access_log=False,
-        lifespan="on",
-        timeout_graceful_shutdown=DRAIN_S,
-        timeout_keep_alive=75,
-        server_header=False,
-    )
+    server = WebServer(service, f"ready http://{shown}:{port} model={service.settings.model} weight_version=0", give_up)
     try:
-        listener.listen(config.backlog)
+        listener.listen(server.config.backlog)
     except OSError as error:  # a server that was started at the same time was faster
         raise _taken(host, port, error) from error
-    server = _Server(config, f"ready http://{shown}:{port} model={service.settings.model} weight_version=0")
     signals.server = server
     server.run([listener])
     if ended:
         raise ended[0]
 
 
-class _Server(uvicorn.Server):
-    """Says when it is ready, and leaves signals to `_signals`."""
+class WebServer(uvicorn.Server):
+    """Prints `ready` when it listens, and leaves signals to `_Signals`.
 
-    def __init__(self, config: uvicorn.Config, ready: str) -> None:
-        super().__init__(config)
+    Args:
+        service: what it serves.
+        ready: the line.
+        give_up: see `make_app`.
+    """
+
+    def __init__(self, service: Service, ready: str, give_up: Callable[[EngineDead], None]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                make_app(service, give_up),
+                http="h11",  # bounds the length of a request's head
+                h11_max_incomplete_event_size=HEAD_BYTES,
+                limit_concurrency=CONNECTIONS,
+                log_level="warning",
+                access_log=False,
+                lifespan="on",
+                timeout_graceful_shutdown=DRAIN_S,
+                timeout_keep_alive=75,
+                server_header=False,
+            )
+        )
         self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Say so once it listens."""
         await super().startup(sockets)
         print(self._ready, flush=True)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+        """Leave them alone."""
         yield
 
     def stop(self) -> None:
@@ -257,7 +273,7 @@ class _Signals(contextlib.AbstractContextManager["_Signals"]):
     """
 
     def __init__(self) -> None:
-        self.server: _Server | None = None
+        self.server: WebServer | None = None
         self.closing = False
         self._before: dict[signal.Signals, Any] = {}
 

@@ -258,7 +258,7 @@ def inside(folder: Path | None, name: str) -> Path:
     if folder is None:
         raise ConfigError(f"path: {name}: this server takes no paths; start it with --weights_folder")
     root = folder.resolve()
-    path = (root / name).resolve()
+    path = root if "\0" in name else (root / name).resolve()
     if path == root or root not in path.parents:
         raise ConfigError(f"path: {name}: is not below the weights folder; use a path below --weights_folder")
     if not path.exists():

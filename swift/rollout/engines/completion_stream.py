@@ -1,0 +1,111 @@
+"""The requests of one client of a `RequestQueue`, and what comes back of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from swift.errors import EngineError, RequestRefused, SwiftError
+from swift.types import Completion, Request
+
+if TYPE_CHECKING:
+    from swift.rollout.engines.request_queue import RequestQueue
+
+
+class QueueFull(EngineError):
+    """More samples would wait or run than the queue allows; nothing of the submission was taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Requests that will not come back. error: `EngineDead` if the engine cannot go on."""
+
+    request_ids: list[str]
+    error: SwiftError
+
+
+Arrival = Completion | Failure
+
+
+class CompletionStream:
+    """The requests of one client and their completions; made by `RequestQueue.open`. Thread-safe.
+
+    Attributes:
+        owner: the run it belongs to, or None.
+        number: of this stream; tells its request ids from those of others.
+    """
+
+    def __init__(self, queue: RequestQueue, number: int, owner: str | None, notify: Callable[[], None]) -> None:
+        self.owner = owner
+        self.number = number
+        self._queue, self._notify = queue, notify
+        self._changed = threading.Condition()
+        self._outstanding: set[str] = set()
+        self._arrived: list[Arrival] = []
+        self._closed = False
+
+    @property
+    def outstanding(self) -> int:
+        """Number of requests that have not come back."""
+        return len(self._outstanding)
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is outstanding and nothing is left to `take`."""
+        with self._changed:
+            return not self._outstanding and not self._arrived
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests; all of them, or none. Requests submitted together enter one batch of the engine.
+
+        Raises:
+            PromptTooLong, RequestRefused, Unsupported: a request that the engine would not take.
+            QueueFull: over the limit of the queue.
+            EngineDead: the engine is gone, or the queue is closed.
+        """
+        self._queue.enqueue(self, requests)
+
+    def take(self, timeout_s: float = 0.0) -> list[Arrival]:
+        """Everything that has arrived, waiting up to `timeout_s` for the first; [] if nothing came."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._arrived or self._closed, timeout_s)
+            arrived, self._arrived = self._arrived, []
+            return arrived
+
+    def abort(self, request_ids: Collection[str] | None = None) -> int:
+        """End requests, all with None; they come back with their tokens so far. Returns their number."""
+        return self._queue.abort(lambda stream: stream is self, request_ids)
+
+    def close(self) -> None:
+        """Abort what is outstanding; nothing arrives any more. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._arrived.clear()
+            self._changed.notify_all()
+        if self._outstanding:
+            self.abort()
+
+    # --- for the queue ----------------------------------------------------------------------------------------
+
+    def expect(self, requests: Sequence[Request]) -> None:
+        """Requests that will come back. Raises RequestRefused for an id that is outstanding."""
+        with self._changed:
+            names: set[str] = set()
+            for request in requests:
+                name = request.request_id
+                if name in self._outstanding or name in names:
+                    raise RequestRefused(name, f"request: {name}: is outstanding already; give each an id of its own")
+                names.add(name)
+            self._outstanding |= names
+
+    def put(self, arrival: Arrival, request_ids: Iterable[str]) -> None:
+        """Deliver what came of these requests."""
+        with self._changed:
+            self._outstanding.difference_update(request_ids)
+            if self._closed:
+                return
+            self._arrived.append(arrival)
+            self._changed.notify_all()
+        self._notify()

@@ -1,0 +1,487 @@
+"""The request queue of one inference engine: any number of clients, and one thread that calls the engine.
+
+    CompletionStream.submit --> queue --> engine.submit, engine.stream --> CompletionStream.take
+    do(work), weight updates --> jobs --> the same thread, at rest
+
+No transport: the HTTP server and the Ray actor both wrap it. Request ids need to be unique within a `CompletionStream`
+only. Each request comes back exactly once, as a `Completion` or in one `Failure`, unless its stream is closed first.
+
+A job (new weights, sleep, ...) runs at rest: nothing new is submitted while one waits, and it starts when the last
+completion is out, or at once while the engine is paused in flight. An open weight update holds the queue until it ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from swift.errors import EngineDead, EngineError, RequestRefused, SwiftError, SyncFailed
+from swift.rollout.engines.base import Health, InferenceEngine
+from swift.rollout.engines.completion_stream import CompletionStream, Failure, QueueFull
+from swift.rollout.weight_sync.base import Ack, Bucket, TensorInfo, WeightUpdate
+from swift.types import Completion, Request
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+"""Pause before the engine is asked again after a failure that lost no request."""
+CLOSE_S = 10.0
+"""Longest wait for the thread to end."""
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False, slots=True)
+class _Entry:
+    """A request under the name that the engine knows it by. aborted: perhaps before the engine knew it."""
+
+    stream: CompletionStream
+    request: Request
+    name: str
+    aborted: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Update:
+    number: int
+    update: WeightUpdate
+    manifest: tuple[TensorInfo, ...]
+    delivered: int = 0
+    touched_at: float = field(default_factory=time.monotonic)
+
+
+class RequestQueue:
+    """See the module's docstring; starts its thread.
+
+    Args:
+        engine: owned by the queue from now on, with its `between_steps`.
+        limit: samples that may wait or run; None for no limit.
+
+    Attributes:
+        dead: why the engine cannot go on, or None.
+        void: why its weights belong to no version since an update failed; "" when they do.
+    """
+
+    def __init__(self, engine: InferenceEngine, *, limit: int | None = None) -> None:
+        self.engine = engine
+        self.limit = limit
+        self.dead: EngineDead | None = None
+        self.void = ""
+        self._changed = threading.Condition()
+        self._waiting: dict[str, _Entry] = {}
+        self._running: dict[str, _Entry] = {}
+        self._jobs: deque[tuple[Callable[[InferenceEngine], Any], Future[Any]]] = deque()
+        self._numbers = itertools.count(1)
+        self._pausing = threading.Lock()
+        self._paused = False  # nothing is submitted
+        self._kept = False  # and what ran is paused in flight
+        self._resumes_later = False  # when the open update ends
+        self._interrupts = 0  # pauses so far
+        self._interrupting = False  # one is being carried out
+        self._update: _Update | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="request queue", daemon=True)
+        self._thread.start()
+
+    # --- requests ---------------------------------------------------------------------------------------------
+
+    def open(self, owner: str | None = None, notify: Callable[[], None] = lambda: None) -> CompletionStream:
+        """A stream for one client.
+
+        Args:
+            owner: the run it belongs to.
+            notify: called from the queue's thread whenever something arrived.
+        """
+        return CompletionStream(self, next(self._numbers), owner, notify)
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """Numbers of samples that run, and that wait."""
+        return len(self._running), len(self._waiting)
+
+    @property
+    def running_by_owner(self) -> dict[str | None, int]:
+        """Number of running samples of each owner."""
+        with self._changed:
+            return dict(Counter(entry.stream.owner for entry in self._running.values()))
+
+    def abort(
+        self, belongs: Callable[[CompletionStream], bool] = lambda stream: True, ids: Collection[str] | None = None
+    ) -> int:
+        """End requests of the streams that `belongs` selects, all of them with None; returns their number."""
+        wanted = None if ids is None else set(ids)
+
+        def chosen(entries: Iterable[_Entry]) -> list[_Entry]:
+            return [
+                one for one in entries
+                if (wanted is None or one.request.request_id in wanted) and belongs(one.stream)
+            ]  # fmt: skip
+
+        with self._changed:
+            waiting, running = chosen(self._waiting.values()), chosen(self._running.values())
+            for entry in running:
+                entry.aborted = True  # the engine does not know it yet if it is being submitted
+            for entry in waiting:
+                del self._waiting[entry.name]
+            self._changed.notify_all()
+        for entry in waiting:
+            name = entry.request.request_id
+            entry.stream.put(Completion(name, [], [], "abort"), [name])
+        if running:
+            self.engine.abort([entry.name for entry in running])
+        return len(waiting) + len(running)
+
+    def enqueue(self, stream: CompletionStream, requests: Sequence[Request]) -> None:
+        """For `CompletionStream.submit`."""
+        self._check_alive()
+        for request in requests:
+            self.engine.check_length(request)
+        with self._changed:
+            self._check_alive()
+            count = len(self._waiting) + len(self._running)
+            if self.limit is not None and count + len(requests) > self.limit:
+                raise QueueFull(
+                    f"queue: {count} samples wait or run and {len(requests)} came: over the limit of {self.limit}; "
+                    "send fewer at a time, or try again later"
+                )
+            stream.expect(requests)
+            for request in requests:
+                name = f"{stream.number}:{request.request_id}"
+                self._waiting[name] = _Entry(stream, request, name)
+            self._changed.notify_all()
+
+    # --- jobs -------------------------------------------------------------------------------------------------
+
+    def do(self, work: Callable[[InferenceEngine], T]) -> Future[T]:
+        """Carry out `work` on the engine's thread, at rest. A future that is cancelled in time is not carried out.
+
+        Raises:
+            EngineDead: the engine is gone, or the queue is closed.
+        """
+        future: Future[T] = Future()
+        with self._changed:
+            self._check_alive()
+            self._jobs.append((work, future))
+            self._changed.notify_all()
+        return future
+
+    @property
+    def paused(self) -> bool:
+        """Whether nothing is submitted until `resume`."""
+        return self._paused
+
+    def pause(self) -> Future[None]:
+        """Submit nothing until `resume`; the future ends when nothing runs any more. `abort` first to hurry."""
+        with self._changed:
+            self._check_alive()
+            self._paused = True
+        return self.do(lambda engine: None)
+
+    def pause_in_flight(self) -> None:
+        """Stop sampling between two tokens, keeping what runs for `resume`; jobs can run meanwhile.
+
+        Raises:
+            Unsupported: the engine cannot; nothing is paused then.
+        """
+        with self._pausing:
+            with self._changed:
+                before, self._paused = self._paused, True
+                self._interrupting = True
+                self._interrupts += 1
+            done = False
+            try:
+                self.engine.pause("keep")
+                done = True
+            finally:
+                with self._changed:
+                    self._interrupting = False
+                    self._kept |= done
+                    self._paused = done or before
+                    self._changed.notify_all()
+
+    def resume(self) -> Future[None]:
+        """Go on after a pause, as soon as no weight update is open; idempotent."""
+        with self._changed:
+            if self._kept:
+                return self.do(self._resume)
+            self._paused = False
+            self._changed.notify_all()
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _resume(self, engine: InferenceEngine) -> None:
+        self._resumes_later = self._update is not None
+        if self._resumes_later:
+            return
+        engine.resume()
+        with self._changed:
+            self._kept = self._paused = False
+
+    def reset_caches(self) -> Future[None]:
+        """Drop the engine's prefix cache: between two tokens if the engine can pause in flight, else at rest."""
+        in_flight = self._running and not self._paused and self.engine.capabilities.in_flight_updates
+        if in_flight:
+            self.pause_in_flight()
+        future = self.do(lambda engine: engine.reset_caches())
+        if in_flight:
+            self.resume()
+        return future
+
+    # --- weights ----------------------------------------------------------------------------------------------
+
+    @property
+    def update_idle_s(self) -> float | None:
+        """Seconds since the open weight update had its last bucket; None if none is open."""
+        update = self._update
+        return None if update is None else time.monotonic() - update.touched_at
+
+    def begin_update(self, manifest: Sequence[TensorInfo], version: int) -> Future[int]:
+        """Start a weight update, aborting one that was left open; nothing is sampled until it ends.
+
+        Returns:
+            The number of the update, for the calls below. Raises as `InferenceEngine.begin_update`.
+        """
+
+        def begin(engine: InferenceEngine) -> int:
+            self._end_update(abort=True)
+            update = engine.begin_update(manifest, version)
+            self._update = _Update(next(self._numbers), update, tuple(manifest))
+            return self._update.number
+
+        return self.do(begin)
+
+    def send_bucket(self, number: int, read: Callable[[tuple[TensorInfo, ...]], Bucket]) -> Future[None]:
+        """Deliver the next bucket; `read` runs on the engine's thread and gets the tensors that are still missing.
+
+        A failure aborts the update.
+        """
+
+        def send(engine: InferenceEngine) -> None:
+            current = self._current(number)
+            try:
+                bucket = read(self.missing(number))
+                self.void = f"the update to version {current.update.version} has not arrived whole"
+                current.update.send(bucket)
+            except BaseException:
+                self._end_update(abort=True)
+                raise
+            current.delivered += len(bucket.tensors)
+            current.touched_at = time.monotonic()
+
+        return self.do(send)
+
+    def commit_update(self, number: int) -> Future[Ack]:
+        """The engine switches to the new weights; a failure aborts the update. See `WeightUpdate.commit`."""
+
+        def commit(engine: InferenceEngine) -> Ack:
+            current = self._current(number)
+            try:
+                ack = current.update.commit()
+            except BaseException:
+                self._end_update(abort=True)
+                raise
+            self._end_update(abort=False)
+            self.void = ""
+            return ack
+
+        return self.do(commit)
+
+    def abort_update(self, number: int | None = None) -> Future[None]:
+        """Give an update up, whichever is open with None; idempotent."""
+
+        def abort(engine: InferenceEngine) -> None:
+            if self._update is not None and number in (None, self._update.number):
+                self._end_update(abort=True)
+
+        return self.do(abort)
+
+    def missing(self, number: int) -> tuple[TensorInfo, ...]:
+        """Tensors of an update that have not arrived. Asking is a sign of life.
+
+        Raises:
+            SyncFailed: it is not open.
+        """
+        current = self._current(number)
+        current.touched_at = time.monotonic()
+        return current.manifest[current.delivered :]
+
+    def _current(self, number: int) -> _Update:
+        if self._update is None or self._update.number != number:
+            raise SyncFailed(f"weights: update {number}: is not open; it ended or expired: begin another")
+        return self._update
+
+    def _end_update(self, *, abort: bool) -> None:
+        ended, self._update = self._update, None
+        if ended is not None and abort:
+            ended.update.abort()
+        if self._resumes_later:
+            self._resume(self.engine)
+
+    # --- the engine's thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._job_is_due or self._may_sample)
+                if self._closed:
+                    return
+                job = self._jobs.popleft() if self._job_is_due else None
+            if job is None:
+                self._sample()
+                continue
+            work, future = job
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work(self.engine))
+                except BaseException as error:  # belongs to whoever waits for the job
+                    future.set_exception(error)
+
+    @property
+    def _job_is_due(self) -> bool:
+        return bool(self._jobs) and (not self._running or self._kept)
+
+    @property
+    def _may_submit(self) -> bool:
+        return bool(self._waiting) and not (self._paused or self._jobs or self._update or self._closed)
+
+    @property
+    def _may_sample(self) -> bool:
+        return not self._kept and self._update is None and (bool(self._running) or self._may_submit)
+
+    def _submit_waiting(self) -> None:
+        """Hand what waits to the engine; its `between_steps` while it samples, so that new requests join the batch."""
+        while True:
+            with self._changed:
+                if not self._may_submit:
+                    return
+                name = next(iter(self._waiting))
+                entry = self._running[name] = self._waiting.pop(name)
+            try:
+                self.engine.submit(replace(entry.request, request_id=name))
+            except EngineDead:  # ends the stream, and everything
+                raise
+            except SwiftError as error:
+                self._forget(name)
+                self._fail([entry], error)
+                continue
+            if entry.aborted:
+                self.engine.abort([name])
+
+    def _sample(self) -> None:
+        """Until nothing runs, or somebody pauses; failures go to those whom they concern."""
+        interrupts = self._interrupts
+        error: Exception | None = None
+        self.engine.between_steps = self._submit_waiting
+        try:
+            self._submit_waiting()
+            for completion in self.engine.stream():
+                entry = self._forget(completion.request_id)
+                if entry is not None:
+                    name = entry.request.request_id
+                    entry.stream.put(replace(completion, request_id=name), [name])
+        except RequestRefused as refused:
+            entry = self._forget(refused.request_id)
+            if entry is not None:  # the others go on
+                self._fail([entry], refused)
+                return
+            error = refused
+        except Exception as raised:
+            error = raised
+        finally:
+            self.engine.between_steps = None  # jobs may stream on their own
+        with self._changed:
+            self._changed.wait_for(lambda: not self._interrupting)
+            if self._closed or (error is None and (self._kept or interrupts != self._interrupts)):
+                return
+        self._fail_lost(error)
+
+    def _fail_lost(self, error: Exception | None) -> None:
+        """Tell whose requests the engine will not deliver any more."""
+        survivors: Collection[str] = ()
+        if isinstance(error, SwiftError) and not isinstance(error, EngineDead):
+            try:
+                survivors = self.engine.recover()
+            except Exception as worse:
+                error = worse
+        if error is not None and (isinstance(error, EngineDead) or not isinstance(error, SwiftError)):
+            error = self._die(error)
+        with self._changed:
+            lost = [entry for name, entry in self._running.items() if self.dead or name not in survivors]
+            if self.dead is not None:
+                lost += self._waiting.values()
+                self._waiting.clear()
+            for entry in lost:
+                self._running.pop(entry.name, None)
+            if error is not None and not lost:  # they wait for valid weights; so does this thread
+                self._changed.wait_for(lambda: self._closed or self._job_is_due, RETRY_S)
+        self._fail(lost, error or EngineError("engine: its stream ended without them; a defect of the engine"))
+
+    def _die(self, error: Exception) -> EngineDead:
+        """The engine cannot go on: whoever waits for a job is told, and nothing is accepted any more."""
+        if not isinstance(error, EngineDead):
+            logger.error("the engine failed", exc_info=error)
+            first = (str(error).strip().splitlines() or [""])[0]
+            error = EngineDead(f"engine: {self.engine.capabilities.name}: {type(error).__name__}: {first}")
+        with self._changed:
+            self.dead = error
+            jobs = list(self._jobs)
+            self._jobs.clear()
+        for _, future in jobs:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+        return error
+
+    def _forget(self, name: str) -> _Entry | None:
+        with self._changed:
+            return self._running.pop(name, None)
+
+    @staticmethod
+    def _fail(entries: Iterable[_Entry], error: Exception) -> None:
+        by_stream: dict[CompletionStream, list[str]] = {}
+        for entry in entries:
+            by_stream.setdefault(entry.stream, []).append(entry.request.request_id)
+        assert isinstance(error, SwiftError), "failures of other kinds are deaths"
+        for stream, ids in by_stream.items():
+            stream.put(Failure(ids, error), ids)
+
+    # --- the state --------------------------------------------------------------------------------------------
+
+    def _check_alive(self) -> None:
+        if self._closed:
+            raise EngineDead("engine: its queue is closed; use another one")
+        if self.dead is not None:
+            raise self.dead
+
+    def health(self) -> Health:
+        """The engine's, as far as it is alive."""
+        if self.dead is not None or self._closed:
+            return Health(False, self.engine.version, self.dead.problems[0] if self.dead is not None else "closed")
+        return self.engine.health()
+
+    def close(self) -> None:
+        """End the engine; whoever waits is told. Idempotent."""
+        error = EngineDead("engine: its queue is closed; use another one")
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            left = [*self._waiting.values(), *self._running.values()]
+            jobs = list(self._jobs)
+            self._waiting.clear()
+            self._running.clear()
+            self._jobs.clear()
+            self._changed.notify_all()
+        self._fail(left, error)
+        for _, future in jobs:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+        self.engine.close()
+        self._thread.join(CLOSE_S)

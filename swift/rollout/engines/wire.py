@@ -1,0 +1,145 @@
+"""What a `swift rollout` server and its client exchange: shapes of requests, lines of a reply, errors.
+
+    POST /infer/    `InferRequest`; equal prompts travel once
+    reply           one JSON object per line: completion | failed | alive, and end as the last one
+
+A stream that stops before its "end" was cut off. "alive" comes at least every `ALIVE_S` seconds, so silence is a fault.
+Weights and adapters travel as safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+import swift.errors
+from swift.errors import EngineError, SwiftError
+from swift.rollout.engines.base import TensorInfo
+from swift.types import Completion, Request, SamplingParams
+
+PROTOCOL = 2
+"""Changes when either side would misunderstand the other."""
+RUN_HEADER = "X-Swift-Run"
+"""Id of the run that sends the request."""
+ALIVE_S = 2.0
+"""How often a stream says that it is there when it has nothing else to say."""
+SAFETENSORS = "application/x-safetensors"
+
+ARCHITECTURE = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "tie_word_embeddings",
+)  # fmt: skip
+"""Entries of config.json that tell models apart whose folders have other names on other machines."""
+
+encode = msgspec.json.encode
+
+
+class Sample(Struct, forbid_unknown_fields=True):
+    """One sample. prompt: index into the prompts of the request."""
+
+    id: Annotated[str, Meta(min_length=1, max_length=1024)]
+    prompt: Annotated[int, Meta(ge=0)]
+    sampling: SamplingParams
+
+
+class InferRequest(Struct, forbid_unknown_fields=True):
+    """POST /infer/. version: the weights that the caller counts on; None takes any."""
+
+    prompts: list[list[int]]
+    requests: list[Sample]
+    version: int | None = None
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], version: int | None) -> InferRequest:
+        """Requests for one POST; equal prompts travel once."""
+        prompts: dict[tuple[int, ...], int] = {}
+        samples = [
+            Sample(one.request_id, prompts.setdefault(tuple(one.prompt_ids), len(prompts)), one.sampling)
+            for one in requests
+        ]
+        return cls([list(prompt) for prompt in prompts], samples, version)
+
+
+class CompletionLine(Struct, tag_field="event", tag="completion"):
+    """A completion."""
+
+    completion: Completion
+
+
+class FailedLine(Struct, tag_field="event", tag="failed"):
+    """Requests that will not come. fatal: their engine cannot go on."""
+
+    ids: list[str]
+    error: dict[str, Any]
+    fatal: bool = False
+
+
+class AliveLine(Struct, tag_field="event", tag="alive"):
+    """Nothing new. counters: of the engines."""
+
+    counters: dict[str, float] = {}
+
+
+class EndLine(Struct, tag_field="event", tag="end"):
+    """Every request has come back."""
+
+    counters: dict[str, float] = {}
+
+
+Line = CompletionLine | FailedLine | AliveLine | EndLine
+
+
+class BeginUpdate(Struct, forbid_unknown_fields=True):
+    """POST /weights/begin. manifest: name, torch dtype and shape of each tensor, in the order of arrival."""
+
+    version: int
+    manifest: list[tuple[str, str, list[Annotated[int, Meta(ge=0)]]]]
+
+    @classmethod
+    def of(cls, manifest: Sequence[TensorInfo], version: int) -> BeginUpdate:
+        """For a manifest."""
+        return cls(version, [(info.name, info.dtype, list(info.shape)) for info in manifest])
+
+
+def architecture(folder: str | Path) -> dict[str, Any]:
+    """What config.json says of the model; {} without that file."""
+    file = Path(folder) / "config.json"
+    if not file.is_file():
+        return {}
+    config = json.loads(file.read_text(encoding="utf-8"))
+    text = config.get("text_config") or {}
+    found = {name: text.get(name, config.get(name)) for name in ARCHITECTURE}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def error_body(error: BaseException, status: int) -> dict[str, Any]:
+    """The JSON of a failure: OpenAI's `message`, `type` and `code`, and what is needed to raise it again."""
+    if isinstance(error, SwiftError):
+        state = {name: value for name, value in vars(error).items() if isinstance(value, str | int | float)}
+        kind, problems = type(error).__name__, error.problems
+    else:
+        first = (str(error).strip().splitlines() or [""])[0]
+        state, kind, problems = {}, "", [f"{type(error).__name__}: {first}"]
+    return {
+        "error": {"message": "; ".join(problems), "type": kind, "code": status, "problems": problems, "state": state}
+    }
+
+
+def error_from_body(body: Any, name: str) -> SwiftError | None:
+    """The error of a failed reply, in the server's name; None when it is no typed error of ours."""
+    error = body.get("error") if isinstance(body, dict) else None
+    if not isinstance(error, dict) or not error.get("type") or not error.get("problems"):
+        return None
+    kind = getattr(swift.errors, str(error["type"]), None)
+    if not (isinstance(kind, type) and issubclass(kind, SwiftError)):
+        kind = EngineError
+    made: SwiftError = kind.__new__(kind)
+    first, *rest = [str(problem) for problem in error["problems"]]
+    SwiftError.__init__(made, f"{name}: {first}", *rest)
+    made.__dict__.update(error.get("state") or {})
+    return made

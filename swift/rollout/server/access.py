@@ -1,0 +1,285 @@
+"""Who may ask what of the server: bearer token, limits of a request, and the lease of the run that owns the weights.
+
+Everything that is refused before it reaches an engine is a `Refused`: an HTTP status, and one line for people.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Depends
+from fastapi import Request as HttpRequest
+from fastapi.responses import Response
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+Shape = TypeVar("Shape")
+
+OPEN_PATHS = ("/health", "/health/")
+"""Answered without a token."""
+KNOWN = "swift.known"
+"""Entry of a request's scope: it came with the token, or none is needed."""
+LARGE_BYTES = 1 << 20
+"""A JSON body of this length is decoded beside the event loop."""
+SILENCE_S = 60.0
+"""Longest pause within a body."""
+LIFETIME_S = 60.0
+"""How long a silent run keeps the lease. Clients send a sign of life several times in that time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one client can make the server hold.
+
+    body_bytes: of a JSON body. prompts, samples_per_prompt: of one request. queue: samples that wait or run, of all
+    clients together. adapter_bytes: of an adapter that is uploaded. update_idle_s: silence after which a weight update
+    is aborted.
+    """
+
+    body_bytes: int = 64 << 20
+    prompts: int = 4096
+    samples_per_prompt: int = 1024
+    queue: int = 20_000
+    adapter_bytes: int = 8 << 30
+    update_idle_s: float = 300.0
+
+
+class Refused(Exception):
+    """A request that is not carried out.
+
+    Args:
+        status: HTTP status.
+        kind: one word for programs.
+        problem: one line for people.
+        facts: more for programs, JSON-safe.
+    """
+
+    def __init__(self, status: int, kind: str, problem: str, **facts: Any) -> None:
+        super().__init__(problem)
+        self.status, self.kind, self.problem, self.facts = status, kind, problem, facts
+
+    def response(self) -> Response:
+        """The reply."""
+        headers = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(self.status)
+        error = {"message": self.problem, "type": "", "code": self.status, "kind": self.kind, **self.facts}
+        return json_response({"error": error}, self.status, headers)
+
+
+def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A JSON reply."""
+    return Response(msgspec.json.encode(content), status, headers, "application/json")
+
+
+def field_error(problem: str) -> Refused:
+    """422 for a field; `problem` names it first."""
+    return Refused(422, "field", problem)
+
+
+def check_count(name: str, seen: int, limit: int) -> None:
+    """Raises Refused unless 1 <= seen <= limit."""
+    if seen < 1:
+        raise Refused(422, "limit", f"{name}: {seen}: at least 1")
+    if seen > limit:
+        raise Refused(422, "limit", f"{name}: {seen}: over the limit of {limit}; send several requests", limit=limit)
+
+
+class Gate:
+    """ASGI middleware that asks for the bearer token.
+
+    Args:
+        app: what is behind it.
+        api_key: the token, or None.
+    """
+
+    def __init__(self, app: Application, api_key: str | None) -> None:
+        self.app = app
+        self.expected = f"Bearer {api_key}".encode() if api_key else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        if scope["type"] == "http":
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            scope[KNOWN] = self.expected is None or hmac.compare_digest(given, self.expected)
+            if not scope[KNOWN] and scope["path"] not in OPEN_PATHS:
+                problem = "Authorization: missing or wrong: this server needs its key as a bearer token"
+                await Refused(401, "key", problem).response()(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
+# --- bodies -----------------------------------------------------------------------------------------------------------
+
+
+async def read_body(http: HttpRequest, limit: int, came: Callable[[], object] = lambda: None) -> bytearray:
+    """The body of a request.
+
+    Args:
+        http: the request.
+        limit: longest allowed, in bytes, whatever its headers say.
+        came: called as its parts arrive.
+
+    Raises:
+        Refused: it is longer (413), or stops on the way (408).
+    """
+    said = http.headers.get("content-length", "")
+    too_long = f"longer than the limit of {limit} bytes"
+    if said.isdigit() and int(said) > limit:
+        raise Refused(413, "body", f"body: {said} bytes: {too_long}")
+    data = bytearray()
+    parts = http.stream()
+    while True:
+        try:
+            async with asyncio.timeout(SILENCE_S):
+                part = await anext(parts, None)
+        except TimeoutError as error:
+            raise Refused(408, "body", f"body: nothing came for {SILENCE_S:g} s") from error
+        if part is None:
+            return data
+        data += part
+        came()
+        if len(data) > limit:
+            raise Refused(413, "body", f"body: {too_long}")
+
+
+def kind_of(http: HttpRequest) -> str:
+    """The content type of a request, "json" for all kinds of JSON."""
+    kind = http.headers.get("content-type", "none").partition(";")[0].strip().lower()
+    return "json" if kind.startswith("application/") and kind.endswith(("/json", "+json")) else kind
+
+
+async def read_json(http: HttpRequest, decode: Callable[[bytearray], Shape]) -> Shape:
+    """A JSON body, decoded.
+
+    Raises:
+        Refused: it is too long (413), or no JSON of this shape (422).
+    """
+    if (kind := kind_of(http)) != "json":  # a page in somebody's browser may send others without asking
+        raise Refused(422, "body", f"body: its content type is {kind}; send application/json")
+    limits: Limits = http.app.state.limits
+    data = await read_body(http, limits.body_bytes)
+    return decode(data) if len(data) < LARGE_BYTES else await asyncio.to_thread(decode, data)
+
+
+def json_body(shape: type[Any], *, needed: bool = True) -> Any:
+    """What annotates the parameter of a route that is its JSON body; None if it is not `needed` and there is none."""
+
+    async def read(http: HttpRequest) -> Any:
+        if not needed and http.headers.get("content-length", "0") == "0" and "transfer-encoding" not in http.headers:
+            return None
+        return await read_json(http, lambda data: decoded(shape, data))
+
+    return Depends(read)
+
+
+def decoded(shape: type[Shape], data: bytes | bytearray) -> Shape:
+    """JSON as an object of this shape.
+
+    Raises:
+        Refused: it is no JSON, or does not have this shape.
+    """
+    try:
+        return msgspec.json.decode(data, type=shape)
+    except msgspec.ValidationError as error:
+        problem, _, where = str(error).partition(" - at `$")
+        raise field_error(f"{where.strip('.`') or 'body'}: {problem}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Refused(422, "body", f"body: not what its content type says ({error})") from error
+
+
+# --- the lease --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Holder:
+    """run_id: of the run. name: for people, such as host and process. expires_at: by the caller's clock."""
+
+    run_id: str
+    name: str
+    expires_at: float
+
+
+class Lease:
+    """Which run owns the server's weights. Pure: callers pass the time.
+
+    A run takes the lease with an id of its own, and everything it sends renews it; other runs are refused and told who
+    holds it. A run that fell silent can be replaced; until then it may come back as if nothing was. Clients without a
+    run id may change weights only while nobody holds the lease.
+
+    Args:
+        lifetime_s: how long silence is tolerated.
+    """
+
+    def __init__(self, lifetime_s: float = LIFETIME_S) -> None:
+        self.lifetime_s = lifetime_s
+        self.holder: Holder | None = None
+        self._resets = 0
+
+    @contextlib.contextmanager
+    def during_reset(self) -> Iterator[None]:
+        """The holder cannot give signs of life while it waits for the engines: until the end nothing expires."""
+        self._resets += 1
+        try:
+            yield
+        finally:
+            self._resets -= 1
+
+    def silent(self, now: float) -> Holder | None:
+        """The holder, when it has been silent for too long."""
+        holder = self.holder
+        return holder if holder is not None and not self._lasts(holder, now) else None
+
+    def _lasts(self, holder: Holder, now: float) -> bool:
+        return self._resets > 0 or holder.expires_at > now
+
+    def take(self, run_id: str, name: str, now: float) -> bool:
+        """Become the holder; returns whether it was another run before (or none).
+
+        Raises:
+            Refused: another run holds it.
+        """
+        before = self.holder
+        if before is not None and before.run_id != run_id and self._lasts(before, now):
+            raise self._held(before, now)
+        self.holder = Holder(run_id, name, now + self.lifetime_s)
+        return before is None or before.run_id != run_id
+
+    def renew(self, run_id: str | None, now: float) -> None:
+        """Check that a request may change things, and renew the lease of its run.
+
+        Raises:
+            Refused: another run holds the lease, or this one never took it (409, "no_lease").
+        """
+        holder = self.holder
+        if holder is not None and holder.run_id == run_id:
+            holder.expires_at = now + self.lifetime_s
+        elif holder is not None and self._lasts(holder, now):
+            raise self._held(holder, now)
+        elif run_id is not None:
+            raise Refused(409, "no_lease", f"run {run_id}: does not hold this server; POST /reset first")
+
+    def release(self, run_id: str) -> bool:
+        """Give it back; returns whether this run held it."""
+        if self.holder is None or self.holder.run_id != run_id:
+            return False
+        self.holder = None
+        return True
+
+    def _held(self, holder: Holder, now: float) -> Refused:
+        left = max(0.0, holder.expires_at - now)
+        return Refused(
+            409,
+            "held",
+            f"server: held by run {holder.run_id} ({holder.name}): its lease lasts {left:.0f} s more unless it is "
+            "renewed; wait for that run, end it, or use another server",
+            run_id=holder.run_id,
+            holder=holder.name,
+            expires_in_s=left,
+        )

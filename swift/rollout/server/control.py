@@ -1,0 +1,124 @@
+"""Who owns the server, and what the engines do besides sampling: lease, pause, sleep, caches."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from fastapi.responses import Response
+from msgspec import Meta, Struct
+
+from swift.rollout.engines.base import ALL_TAGS, PauseMode
+from swift.rollout.server.access import json_body, json_response
+from swift.rollout.server.infer import RunId
+from swift.rollout.server.service import Service
+
+
+class Reset(Struct):
+    """POST /reset. name: of the run's process, for people. rebuild: base weights even if this run is known already."""
+
+    run_id: Annotated[str, Meta(min_length=1, max_length=256)]
+    name: Annotated[str, Meta(max_length=256)] = ""
+    rebuild: bool = False
+
+
+class Release(Struct):
+    """POST /release."""
+
+    run_id: str
+
+
+class Abort(Struct):
+    """POST /abort_requests; without ids, everything of the caller's run, or everything."""
+
+    request_ids: list[str] | None = None
+
+
+def router(service: Service) -> APIRouter:
+    """The routes."""
+    routes = APIRouter()
+    _ownership(routes, service)
+    _sampling(routes, service)
+    _memory(routes, service)
+    return routes
+
+
+def _ownership(routes: APIRouter, service: Service) -> None:
+    """Whose the server is."""
+
+    @routes.post("/reset")
+    async def reset(body: Annotated[Reset, json_body(Reset)]) -> Response:
+        return json_response(await service.reset(body.run_id, body.name, rebuild=body.rebuild))
+
+    @routes.post("/release")
+    async def release(body: Annotated[Release, json_body(Release)]) -> Response:
+        return json_response({"released": await service.release(body.run_id)})
+
+
+def _sampling(routes: APIRouter, service: Service) -> None:
+    """Whether it samples."""
+    queue = service.queue
+
+    @routes.post("/pause")
+    async def pause(run: RunId = None, mode: Annotated[PauseMode, Query()] = "abort") -> Response:
+        service.authorize(run)
+        if mode == "keep":
+            await asyncio.to_thread(queue.pause_in_flight)
+        else:
+            paused = queue.pause()
+            if mode == "abort":
+                queue.abort()
+            await service.job(paused)
+        return json_response({"status": "paused"})
+
+    @routes.post("/resume")
+    async def resume(run: RunId = None) -> Response:
+        service.authorize(run)
+        await service.job(queue.resume())
+        return json_response({"status": "resumed"})
+
+    @routes.post("/abort_requests")
+    async def abort_requests(
+        body: Annotated[Abort | None, json_body(Abort, needed=False)] = None, run: RunId = None
+    ) -> Response:
+        service.authorize(run)
+        ids = body.request_ids if body is not None else None
+        owned = run is not None or ids is not None
+        count = queue.abort((lambda stream: stream.owner == run) if owned else (lambda stream: True), ids)
+        return json_response({"status": "aborted", "aborted": count})
+
+
+def _memory(routes: APIRouter, service: Service) -> None:
+    """What the engines hold."""
+    queue = service.queue
+
+    @routes.post("/reset_prefix_cache")
+    @routes.post("/reset_prefix_cache/")
+    async def reset_prefix_cache(run: RunId = None) -> Response:
+        service.authorize(run)
+        await service.job(await asyncio.to_thread(queue.reset_caches))
+        return json_response({"success": True})
+
+    @routes.post("/sleep")
+    async def sleep(
+        run: RunId = None, level: Annotated[int, Query(ge=0, le=2)] = 1, mode: Annotated[PauseMode, Query()] = "abort"
+    ) -> Response:
+        service.authorize(run)
+        if mode == "abort":
+            queue.abort()
+        report = await service.do(lambda engine: engine.sleep(level))  # type: ignore[arg-type]
+        return json_response({**asdict(report), **await asyncio.to_thread(service.state)})
+
+    @routes.post("/wake_up")
+    async def wake_up(run: RunId = None, tags: Annotated[list[str] | None, Query()] = None) -> Response:
+        service.authorize(run)
+        wanted: Any = list(ALL_TAGS) if tags is None else tags
+        fully = await service.do(lambda engine: engine.wake(wanted))
+        return json_response({"fully_awake": fully, **await asyncio.to_thread(service.state)})
+
+    @routes.get("/is_sleeping")
+    async def is_sleeping() -> Response:
+        state = await asyncio.to_thread(service.state)
+        return json_response({"is_sleeping": bool(state["asleep"]), "detail": state["asleep"]})

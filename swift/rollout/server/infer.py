@@ -1,0 +1,110 @@
+"""Sampling for trainers, and the facts that everybody may look at: /infer/, /health, /info, /version."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from fastapi import APIRouter, Header
+from fastapi import Request as HttpRequest
+from fastapi.responses import Response
+
+import swift
+from swift.errors import EngineDead
+from swift.rollout.engines import wire
+from swift.rollout.engines.completion_stream import Arrival
+from swift.rollout.server.access import KNOWN, Refused, check_count, field_error, json_body, json_response
+from swift.rollout.server.service import Answers, AnswersResponse, Service
+from swift.rollout.server.shapes import check_sampling
+from swift.types import Completion, Request
+
+RunId = Annotated[str | None, Header(alias=wire.RUN_HEADER)]
+
+
+def router(service: Service) -> APIRouter:
+    """The routes."""
+    routes = APIRouter()
+    _facts(routes, service)
+
+    @routes.post("/infer")
+    @routes.post("/infer/")
+    async def infer(body: Annotated[wire.InferRequest, json_body(wire.InferRequest)], run: RunId = None) -> Response:
+        requests = await asyncio.to_thread(_requests, service, body)
+        if run is not None:
+            service.authorize(run)
+        _check_version(service, body.version)
+        answers = service.open(requests, run)
+        return AnswersResponse(answers, _lines(service, answers, len(requests)), "application/x-ndjson")
+
+    return routes
+
+
+def _facts(routes: APIRouter, service: Service) -> None:
+    """What everybody may look at."""
+
+    @routes.get("/health")
+    @routes.get("/health/")
+    async def health(http: HttpRequest, run: RunId = None) -> Response:
+        known, holder = http.scope[KNOWN], service.lease.holder
+        if known and run is not None and holder is not None and holder.run_id == run:
+            service.authorize(run)
+        good, body = await service.recent_health()
+        shown = body if known else {"status": body["status"], "alive": body["alive"]}
+        return json_response(shown, 200 if good else 503)
+
+    @routes.get("/info")
+    async def info() -> Response:
+        return json_response(await asyncio.to_thread(service.info))
+
+    @routes.get("/version")
+    async def version() -> Response:
+        return json_response({"version": swift.__version__, "protocol": wire.PROTOCOL})
+
+    @routes.get("/get_world_size")
+    @routes.get("/get_world_size/")
+    async def world_size() -> Response:
+        settings = service.settings
+        return json_response({"world_size": settings.tensor_parallel_size * settings.data_parallel_size})
+
+
+def _requests(service: Service, body: wire.InferRequest) -> list[Request]:
+    limits = service.settings.limits
+    check_count("prompts", len(body.prompts), limits.prompts)
+    counts = [0] * len(body.prompts)
+    requests = []
+    for sample in body.requests:
+        if sample.prompt >= len(body.prompts):
+            raise field_error(f"requests: {sample.id}: prompt {sample.prompt} of {len(body.prompts)} prompts")
+        counts[sample.prompt] += 1
+        check_sampling(sample.sampling)
+        requests.append(Request(sample.id, body.prompts[sample.prompt], sample.sampling))
+    check_count("samples of a prompt", max(counts), limits.samples_per_prompt)
+    return requests
+
+
+def _check_version(service: Service, expected: int | None) -> None:
+    if expected is not None and expected != service.engine.version:
+        raise Refused(
+            412,
+            "version",
+            f"weights: version {service.engine.version} is loaded; version {expected} was counted on: publish it first",
+            version=service.engine.version,
+        )
+
+
+async def _lines(service: Service, answers: Answers, count: int) -> AsyncIterator[bytes]:
+    """Completions as they finish. Only the client itself renews its lease."""
+    while count:
+        arrivals = await answers.next(wire.ALIVE_S)
+        count -= sum(1 if isinstance(one, Completion) else len(one.request_ids) for one in arrivals)
+        lines = [_line(one) for one in arrivals] or [wire.AliveLine(service.counters)]
+        yield b"".join(wire.encode(line) + b"\n" for line in lines)
+    yield wire.encode(wire.EndLine(service.counters)) + b"\n"
+
+
+def _line(arrival: Arrival) -> wire.Line:
+    if isinstance(arrival, Completion):
+        return wire.CompletionLine(arrival)
+    error = wire.error_body(arrival.error, 500)["error"]
+    return wire.FailedLine(arrival.request_ids, error, isinstance(arrival.error, EngineDead))

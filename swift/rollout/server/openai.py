@@ -1,0 +1,353 @@
+"""OpenAI's API with vLLM's fields for token ids, which agents and environments use, and the plain /generate.
+
+Log-probs are those of the distribution that was sampled from, of the sampled token alone. A stream carries one chunk
+per completion, when it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Annotated, Any, TypeVar
+
+from fastapi import APIRouter
+from fastapi import Request as HttpRequest
+from fastapi.responses import Response
+
+from swift.models.template import RefusedChat
+from swift.rollout.engines import wire
+from swift.rollout.server.access import Refused, field_error, json_response
+from swift.rollout.server.service import Answers, AnswersResponse, Service
+from swift.rollout.server.shapes import (
+    ChatRequest,
+    CompletionRequest,
+    PlainGenerate,
+    Sampling,
+    TokenizeRequest,
+    check_logprobs,
+    open_body,
+    requests_of,
+    token_ids,
+)
+from swift.types import Completion, Request
+
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's for plain completions; chats may use the rest of the context."""
+
+T = TypeVar("T")
+Choice = Callable[[int, Request, Completion], dict[str, Any]]
+
+
+def router(service: Service) -> APIRouter:
+    """The routes."""
+    routes, texts = APIRouter(), Texts(service)
+    _facts(routes, service, texts)
+    _completions(routes, service, texts)
+    _chats(routes, service, texts)
+    _plain(routes, service, texts)
+    return routes
+
+
+class Texts:
+    """Tokenizer and template of the server, off the event loop and one call at a time.
+
+    The loop has other clients to serve, and tokenizers are not made for several threads.
+
+    Args:
+        service: whose model it is.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="texts")
+        self._tokens: dict[int, str] = {}
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Work with tokenizer, template and long answers."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def tokenize(self, text: str, *, special: bool = True) -> list[int]:
+        """Text to ids, as the tokenizer does it."""
+        return list(self._service.template.tokenizer(text, add_special_tokens=special)["input_ids"])
+
+    def chat_ids(self, body: ChatRequest | TokenizeRequest, *, prompt: bool = True) -> list[int]:
+        """Messages to ids, with the template of the server.
+
+        Raises:
+            Refused: the template refuses them (422).
+        """
+        template = self._service.template
+        try:
+            text = template.render(
+                body.messages or [], add_generation_prompt=prompt, tools=body.tools, kwargs=body.chat_template_kwargs
+            )
+            return self.tokenize(text, special=False)
+        except RefusedChat as error:
+            raise Refused(422, "messages", error.problems[0]) from error
+        except Exception as error:  # the template is a program; what it raises is about these messages
+            raise Refused(422, "messages", f"messages: the chat template refuses them: {error}") from error
+
+    def said(self, request: Request, completion: Completion, wanted: Sampling) -> tuple[str, str | None]:
+        """The text of a completion, and the stop text that ended it.
+
+        Token ids and log-probs keep what ended them, as trainers need it; the text does so when it was asked for.
+        """
+        ids, template = completion.token_ids, self._service.template
+        ended = completion.finish_reason == "stop" and not wanted.include_stop_str_in_output
+        if ended and ids and ids[-1] in request.sampling.stop_token_ids:
+            ids = ids[:-1]
+        text = template.decode(ids, skip_special_tokens=wanted.skip_special_tokens)
+        found = [(text.find(stop), stop) for stop in request.sampling.stop if ended and stop in text]
+        if not found or len(ids) < len(completion.token_ids):
+            return text, None
+        place, stop = min(found)
+        return text[:place], stop
+
+    def token(self, token: int, *, as_ids: bool | None) -> str:
+        """A token as text, which several tokens may share, or as `token_id:<id>`."""
+        if as_ids:
+            return f"token_id:{token}"
+        if token not in self._tokens:
+            self._tokens[token] = self._service.template.decode([token], skip_special_tokens=False)
+        return self._tokens[token]
+
+
+def _facts(routes: APIRouter, service: Service, texts: Texts) -> None:
+    """Models and tokens."""
+
+    @routes.get("/v1/models")
+    async def models() -> Response:
+        base, limit = service.settings.model, service.engine.capabilities.max_model_len
+        entries: list[dict[str, Any]] = [
+            {
+                "id": name, "object": "model", "created": int(service.started_at), "owned_by": "swift",
+                "permission": [], "root": base, "parent": base if name != base else None, "max_model_len": limit,
+                "weight_version": service.engine.version,
+            }
+            for name in filter(None, (base, service.adapter))
+        ]  # fmt: skip
+        return json_response({"object": "list", "data": entries})
+
+    @routes.post("/tokenize")
+    async def tokenize(body: Annotated[TokenizeRequest, open_body(TokenizeRequest)]) -> Response:
+        if (body.prompt is None) == (body.messages is None):
+            raise field_error("tokenize: one of prompt and messages is needed")
+
+        def tokenized() -> Response:
+            if body.messages is not None:
+                ids = texts.chat_ids(body, prompt=body.add_generation_prompt)
+            else:
+                ids = texts.tokenize(body.prompt or "", special=body.add_special_tokens is not False)
+            strings = service.template.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+            limit = service.engine.capabilities.max_model_len
+            return json_response({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings})
+
+        return await texts.run(tokenized)
+
+
+def _completions(routes: APIRouter, service: Service, texts: Texts) -> None:
+    """Texts or ids in, completions out."""
+
+    @routes.post("/v1/completions")
+    async def completions(
+        body: Annotated[CompletionRequest, open_body(CompletionRequest)], http: HttpRequest
+    ) -> Response:
+        check_logprobs(body.logprobs)
+        check_model(service, body.model)
+        prompts = await texts.run(lambda: _prompts(texts, body))
+        requests = requests_of(service.settings, prompts, body, max_tokens=DEFAULT_MAX_TOKENS)
+
+        def choice(index: int, request: Request, completion: Completion) -> dict[str, Any]:
+            text, stop = texts.said(request, completion, body)
+            made = _choice(service, index, completion, stop, text=text)
+            made["logprobs"] = None
+            if body.logprobs is not None:
+                tokens = [texts.token(one, as_ids=body.return_tokens_as_token_ids) for one in completion.token_ids]
+                tops = [{token: value} for token, value in zip(tokens, completion.logprobs, strict=True)]
+                made["logprobs"] = {
+                    "tokens": tokens, "token_logprobs": completion.logprobs, "top_logprobs": tops, "text_offset": []
+                }  # fmt: skip
+            if body.return_token_ids:
+                made |= {"prompt_token_ids": list(request.prompt_ids), "token_ids": completion.token_ids}
+            return made
+
+        head = _head(service, "text_completion", "cmpl")
+        return await _reply(service, texts, requests, choice, head, body, http)
+
+
+def _chats(routes: APIRouter, service: Service, texts: Texts) -> None:
+    """Messages in, a message out."""
+
+    @routes.post("/v1/chat/completions")
+    async def chat_completions(body: Annotated[ChatRequest, open_body(ChatRequest)], http: HttpRequest) -> Response:
+        check_logprobs(body.top_logprobs, "top_logprobs")
+        check_model(service, body.model)
+        if body.max_completion_tokens is not None:
+            body.max_tokens = body.max_completion_tokens
+        prompt = await texts.run(lambda: texts.chat_ids(body))
+        limit = service.engine.capabilities.max_model_len
+        requests = requests_of(service.settings, [prompt], body, max_tokens=limit)
+        said = "delta" if body.stream else "message"
+
+        def choice(index: int, request: Request, completion: Completion) -> dict[str, Any]:
+            text, stop = texts.said(request, completion, body)
+            made = _choice(service, index, completion, stop, **{said: {"role": "assistant", "content": text}})
+            made["logprobs"] = {"content": content(completion)} if body.logprobs else None
+            if body.return_token_ids:
+                made["token_ids"] = completion.token_ids
+            return made
+
+        def content(completion: Completion) -> list[dict[str, Any]]:
+            tokens = [texts.token(one, as_ids=body.return_tokens_as_token_ids) for one in completion.token_ids]
+            entries = [
+                {"token": token, "logprob": value, "bytes": None}
+                for token, value in zip(tokens, completion.logprobs, strict=True)
+            ]
+            return [{**entry, "top_logprobs": [entry]} for entry in entries]
+
+        head = _head(service, "chat.completion.chunk" if body.stream else "chat.completion", "chatcmpl")
+        head |= {"prompt_token_ids": prompt} if body.return_token_ids else {}
+        return await _reply(service, texts, requests, choice, head, body, http)
+
+
+def _plain(routes: APIRouter, service: Service, texts: Texts) -> None:
+    """The plain shape."""
+
+    @routes.post("/generate")
+    async def generate(body: Annotated[PlainGenerate, open_body(PlainGenerate)], http: HttpRequest) -> Response:
+        check_logprobs(body.logprobs)
+        if body.stream:
+            raise field_error("stream: True: this route answers at once; use /v1/completions")
+        given = body.prompt[0] if isinstance(body.prompt, list) and len(body.prompt) == 1 else body.prompt
+        if isinstance(given, list):
+            raise field_error(f"prompt: {len(given)} texts: this route takes one; use /v1/completions")
+        prompt, text = await texts.run(lambda: _plain_prompt(service, texts, given))
+        requests = requests_of(service.settings, [prompt], body, max_tokens=DEFAULT_MAX_TOKENS)
+        done = await service.all_of(requests, http.is_disconnected)
+
+        def answer() -> Response:
+            content: dict[str, Any] = {
+                "text": [texts.said(request, one, body)[0] for request, one in zip(requests, done, strict=True)],
+                "prompt": text,
+                "finish_reasons": [one.finish_reason for one in done],
+                "prompt_token_ids": prompt,
+                "token_ids": [one.token_ids for one in done],
+                "weight_versions": [_version(service, one) for one in done],
+            }
+            if body.logprobs is not None:
+                content["logprobs"] = [
+                    [[{str(token): value}] for token, value in zip(one.token_ids, one.logprobs, strict=True)]
+                    for one in done
+                ]
+            return json_response(content)
+
+        return await texts.run(answer)
+
+
+def check_model(service: Service, name: str | None) -> None:
+    """Raises Refused for a model that is not served (404); without a name, the one that is.
+
+    Everything is sampled with the adapter that is loaded. One that the owning run has sent is the model that is served,
+    as whole weights are; beside one that another client has loaded, the base model is not to be had (409).
+    """
+    base = service.settings.model
+    if name == base and service.adapter not in ("", base) and not service.adapter_is_policy:
+        raise Refused(
+            409,
+            "adapter",
+            f"model: {name}: everything is sampled with the adapter {service.adapter} now; ask for that name, or POST "
+            "/v1/unload_lora_adapter first",
+        )
+    served = [base, service.adapter]
+    if name and name not in served:
+        raise Refused(404, "model", f"model: {name}: not served here; served: {', '.join(filter(None, served))}")
+
+
+def _prompts(texts: Texts, body: CompletionRequest) -> list[list[int]]:
+    given: list[Any] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    if given and isinstance(given[0], int):
+        return [token_ids(given, "prompt")]
+    return [
+        texts.tokenize(one, special=body.add_special_tokens)
+        if isinstance(one, str)
+        else token_ids(_list(one), "prompt")
+        for one in given
+    ]
+
+
+def _list(given: object) -> list[Any]:
+    return given if isinstance(given, list) else [None]
+
+
+def _plain_prompt(service: Service, texts: Texts, given: str | dict[str, Any]) -> tuple[list[int], str]:
+    """The ids of a prompt, and its text."""
+    if isinstance(given, str):
+        return texts.tokenize(given), given
+    ids = token_ids(_list(given.get("prompt_token_ids")), "prompt")
+    return ids, service.template.decode(ids, skip_special_tokens=False)
+
+
+def _version(service: Service, completion: Completion) -> int:
+    return max((version for version, _, _ in completion.versions), default=service.engine.version)
+
+
+def _choice(service: Service, index: int, completion: Completion, stop: str | None, **said: Any) -> dict[str, Any]:
+    ended = {"finish_reason": completion.finish_reason, "stop_reason": stop}
+    return {"index": index, **said, **ended, "weight_version": _version(service, completion)}
+
+
+def _head(service: Service, kind: str, prefix: str) -> dict[str, Any]:
+    made = {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time())}
+    return {**made, "model": service.adapter or service.settings.model}
+
+
+async def _reply(
+    service: Service,
+    texts: Texts,
+    requests: list[Request],
+    choice: Choice,
+    head: dict[str, Any],
+    body: Sampling,
+    http: HttpRequest,
+) -> Response:
+    if body.stream:
+        answers = service.open(requests)
+        return AnswersResponse(answers, _events(answers, texts, requests, choice, head), "text/event-stream")
+    done = await service.all_of(requests, http.is_disconnected)
+
+    def whole() -> Response:
+        choices = [choice(index, *both) for index, both in enumerate(zip(requests, done, strict=True))]
+        read = sum(len(one.prompt_ids) for one in requests[:: body.n or 1])
+        written = sum(len(one.token_ids) for one in done)
+        usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+        return json_response({**head, "choices": choices, "usage": usage})
+
+    return await texts.run(whole)
+
+
+async def _events(
+    answers: Answers, texts: Texts, requests: Sequence[Request], choice: Choice, head: dict[str, Any]
+) -> AsyncIterator[bytes]:
+    places = {request.request_id: (index, request) for index, request in enumerate(requests)}
+    left = len(requests)
+    while left:
+        arrivals = await answers.next(wire.ALIVE_S)
+        if not arrivals:
+            yield b": waiting\n\n"
+        for arrival in arrivals:
+            if not isinstance(arrival, Completion):
+                yield _event(wire.error_body(arrival.error, 500))
+                left = 0
+                break
+            left -= 1
+            made = await texts.run(partial(choice, *places[arrival.request_id], arrival))
+            yield _event({**head, "choices": [made]})
+    yield b"data: [DONE]\n\n"
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + wire.encode(content) + b"\n\n"

@@ -1,0 +1,274 @@
+"""Shapes of OpenAI-like requests, and what they mean for a sampler. OpenAI and vLLM document the fields.
+
+A field that this server does not have is refused when it asks for something: a sampling distribution other than the one
+asked for would be trained on as if it were right.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from fastapi import Depends
+from fastapi import Request as HttpRequest
+from msgspec import Struct
+
+from swift.rollout.seeds import sample_seed
+from swift.rollout.server.access import Refused, check_count, decoded, field_error, read_json
+from swift.rollout.server.service import Settings
+from swift.types import Request, SamplingParams
+
+HARMLESS = frozenset({
+    "user", "metadata", "store", "request_id", "priority", "stream_options", "tool_choice", "echo", "service_tier",
+    "parallel_tool_calls", "spaces_between_special_tokens", "add_generation_prompt", "cache_salt", "truncation",
+})  # fmt: skip
+"""Fields that change nothing here; some only at the values that `NEUTRAL` names."""
+
+NEUTRAL: dict[str, Sequence[Any]] = {
+    "echo": (False,), "tool_choice": ("none", "auto"), "truncation": (False,), "add_generation_prompt": (True,),
+    "length_penalty": (1.0,), "best_of": (1,), "suffix": ("",), "use_beam_search": (False,),
+    "response_format": ({"type": "text"},), "truncate_prompt_tokens": (-1,), "continue_final_message": (False,),
+}  # fmt: skip
+"""Values of fields that this server does not have at which they ask for nothing."""
+
+RANGES: dict[str, tuple[Literal["above", "from"], float, float]] = {
+    "temperature": ("from", 0, 1e6),
+    "top_p": ("above", 0, 1),
+    "top_k": ("from", -1, 2**31 - 1),
+    "min_p": ("from", 0, 1),
+    "repetition_penalty": ("above", 0, 1e6),
+    "frequency_penalty": ("from", -2, 2),
+    "presence_penalty": ("from", -2, 2),
+    "min_tokens": ("from", 0, 2**31 - 1),
+    "max_new_tokens": ("from", 1, 2**31 - 1),
+    "seed": ("from", 0, 2**63 - 1),
+}
+"""Bounds of numbers: above is exclusive, the upper one is inclusive."""
+
+NUMBERS = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
+    "min_tokens",
+)  # fmt: skip
+"""Fields of `SamplingParams` that clients give under the same name."""
+
+TOP_LOGPROBS = 1
+"""Alternatives per token that can be asked for: the sampled one, which is all that engines report."""
+
+Shape = TypeVar("Shape", bound=Struct)
+
+
+class Sampling(Struct, kw_only=True):
+    """What the routes have in common; None is the server's default.
+
+    guided_regex, structured_outputs_regex: a regular expression, as older vLLM and TRL spell it.
+    structured_outputs: vLLM's own, of which every engine that guides takes {"regex": ...}.
+    """
+
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    min_tokens: int | None = None
+    structured_outputs: dict[str, Any] | None = None
+    structured_outputs_regex: str | None = None
+    guided_regex: str | None = None
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    seed: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    stream: bool = False
+
+
+class CompletionRequest(Sampling, kw_only=True):
+    """POST /v1/completions. prompt: a text, token ids, or a list of either."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    add_special_tokens: bool = True
+
+
+class ChatRequest(Sampling, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class PlainGenerate(Sampling, kw_only=True):
+    """POST /generate, without a slash: the shape of vLLM's plain API server, which Atropos uses."""
+
+    prompt: str | dict[str, Any] | list[str]
+    logprobs: int | None = None
+
+
+class TokenizeRequest(Struct, kw_only=True):
+    """POST /tokenize: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def open_body(shape: type[Shape]) -> Any:
+    """What annotates the parameter of a route that is its JSON body, whose further fields are looked at."""
+
+    def decode(data: bytearray) -> Shape:
+        wanted = decoded(shape, data)
+        _refuse_extras(shape, decoded(dict[str, msgspec.Raw], data))
+        return wanted
+
+    async def read(http: HttpRequest) -> Shape:
+        return await read_json(http, decode)
+
+    return Depends(read)
+
+
+def _refuse_extras(shape: type[Struct], fields: dict[str, msgspec.Raw]) -> None:
+    """Refuse a request that asks for something this server does not have.
+
+    Raises:
+        Refused: 422, naming the field and its value.
+    """
+    for name in fields.keys() - set(shape.__struct_fields__):
+        value, neutral = decoded(object, bytes(fields[name])), NEUTRAL.get(name)
+        if value is None or value in ("", [], {}) or (neutral is not None and value in neutral):
+            continue
+        if neutral is None and name in HARMLESS:
+            continue
+        raise field_error(f"{name}: {str(value)[:80]}: this server does not have it; leave it out")
+
+
+def check_logprobs(value: int | None, name: str = "logprobs") -> None:
+    """Raises Refused for more alternatives per token than engines report."""
+    if value is not None and not 0 <= value <= TOP_LOGPROBS:
+        raise field_error(
+            f"{name}: {value}: engines report the log-prob of the sampled token only; use 0 or {TOP_LOGPROBS}"
+        )
+
+
+def check_sampling(sampling: SamplingParams) -> None:
+    """Refuse numbers that no distribution has.
+
+    Raises:
+        Refused: 422, naming the field and its value.
+    """
+    for name, (kind, low, high) in RANGES.items():
+        value = getattr(sampling, name)
+        if not ((value > low if kind == "above" else value >= low) and value <= high):
+            word = "above" if kind == "above" else "at least"
+            raise field_error(f"{name}: {value}: out of range; {word} {low:g}, at most {high:g}")
+    for text in (*sampling.stop, sampling.regex or ""):
+        if "\0" in text:
+            raise field_error(f"{'regex' if text == sampling.regex else 'stop'}: has a NUL character; leave it out")
+
+
+def requests_of(
+    settings: Settings, prompts: Sequence[Sequence[int]], wanted: Sampling, *, max_tokens: int
+) -> list[Request]:
+    """One request per sample, prompt by prompt.
+
+    Args:
+        settings: of the server.
+        prompts: token ids.
+        wanted: what the client asked for.
+        max_tokens: new tokens when it did not say.
+
+    Raises:
+        Refused: too many, or numbers out of range.
+    """
+    count = 1 if wanted.n is None else wanted.n
+    check_count("prompts", len(prompts), settings.limits.prompts)
+    check_count("n", count, settings.limits.samples_per_prompt)
+    sampling = _sampling(settings, wanted, max_tokens)
+    check_sampling(sampling)
+    seed = secrets.randbits(62) if wanted.seed is None else wanted.seed
+    group = secrets.token_hex(6)
+    return [
+        Request(f"{group}.{place}/{index}", prompt, _seeded(sampling, seed, place * count + index))
+        for place, prompt in enumerate(prompts)
+        for index in range(count)
+    ]
+
+
+def _sampling(settings: Settings, wanted: Sampling, max_tokens: int) -> SamplingParams:
+    given = {name: getattr(wanted, name) for name in NUMBERS if getattr(wanted, name) is not None}
+    given |= _guidance(wanted)
+    stops = [wanted.stop] if isinstance(wanted.stop, str) else wanted.stop
+    defaults = dict(settings.defaults)
+    limit = defaults.pop("max_new_tokens", max_tokens)
+    default_stop = tuple(defaults.pop("stop", ()))
+    ends = (*(() if wanted.ignore_eos else settings.stop_token_ids), *defaults.pop("stop_token_ids", ()))
+    return SamplingParams(
+        **{
+            "max_new_tokens": limit if wanted.max_tokens is None else wanted.max_tokens,
+            "stop": default_stop if stops is None else tuple(stop for stop in stops if stop),
+            "stop_token_ids": tuple(sorted({*ends, *(wanted.stop_token_ids or ())})),
+            **defaults,
+            **given,
+            "seed": 0 if wanted.seed is None else wanted.seed,
+        }
+    )
+
+
+def _seeded(sampling: SamplingParams, seed: int, index: int) -> SamplingParams:
+    return replace(sampling, seed=seed if index == 0 else sample_seed(seed, "request", 0, index))
+
+
+def _guidance(wanted: Sampling) -> dict[str, Any]:
+    """Fields of `SamplingParams` for the regular expression that a client gave under one of its names.
+
+    Raises:
+        Refused: two names with different expressions.
+    """
+    own = {name: value for name, value in (wanted.structured_outputs or {}).items() if value is not None}
+    named = {
+        "structured_outputs": own.get("regex"),
+        "structured_outputs_regex": wanted.structured_outputs_regex,
+        "guided_regex": wanted.guided_regex,
+    }
+    given = {name: regex for name, regex in named.items() if regex is not None}
+    if not all(isinstance(regex, str) for regex in given.values()):
+        raise field_error("structured_outputs: regex: is no text")
+    if len(set(given.values())) > 1:
+        raise field_error(f"{', '.join(given)}: different expressions for one completion; give one")
+    if given:
+        return {"regex": next(iter(given.values()))}
+    return {"extra": {"structured_outputs": own}} if own else {}
+
+
+def token_ids(given: Iterable[Any], name: str) -> list[int]:
+    """Ids as they came. Raises Refused for anything else."""
+    ids = list(given)
+    if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+        raise field_error(f"{name}: neither a text nor a list of token ids")
+    return ids
+
+
+__all__ = [
+    "ChatRequest", "CompletionRequest", "PlainGenerate", "Refused", "Sampling", "TokenizeRequest", "check_logprobs",
+    "check_sampling", "open_body", "requests_of", "token_ids",
+]  # fmt: skip

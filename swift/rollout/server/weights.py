@@ -1,0 +1,214 @@
+"""New weights over HTTP: /weights/* for whole models, /v1/load_lora_adapter for adapters.
+
+A bucket or an adapter is one safetensors body, or JSON that names a file below the weights folder; a bucket can also be
+a broadcast that follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import msgspec
+import torch
+from fastapi import APIRouter, Query
+from fastapi import Request as HttpRequest
+from fastapi.responses import Response
+from msgspec import Meta, Struct
+
+from swift.errors import ConfigError, SyncFailed
+from swift.rollout.engines import wire
+from swift.rollout.server.access import (
+    Refused,
+    decoded,
+    field_error,
+    json_body,
+    json_response,
+    kind_of,
+    read_body,
+    read_json,
+)
+from swift.rollout.server.infer import RunId
+from swift.rollout.server.service import Service
+from swift.rollout.weight_sync import disk
+from swift.rollout.weight_sync.base import AdapterWeights, Bucket, TensorInfo
+from swift.rollout.weight_sync.broadcast import BroadcastReceiver
+
+HEADER_ROOM = 16 << 20
+"""Bytes that a safetensors header may take beside the tensors."""
+
+
+class NamedBucket(Struct, forbid_unknown_fields=True):
+    """POST /weights/bucket with a JSON body: a file on the shared disk, or a broadcast that follows."""
+
+    update: int
+    path: str | None = None
+    digest: str | None = None
+    broadcast: dict[str, Any] | None = None
+
+
+class UpdateRef(Struct):
+    """Which update is meant."""
+
+    update: int
+
+
+class Invitation(Struct):
+    """POST /weights/connect: where the trainer's broadcast group meets."""
+
+    invitation: dict[str, Any]
+
+
+class LoadAdapter(Struct):
+    """POST /v1/load_lora_adapter with a JSON body: a folder below the weights folder."""
+
+    lora_name: Annotated[str, Meta(min_length=1, max_length=256)]
+    lora_path: str
+
+
+class UnloadAdapter(Struct):
+    """POST /v1/unload_lora_adapter; without a name, whichever is loaded."""
+
+    lora_name: str | None = None
+
+
+def router(service: Service) -> APIRouter:
+    """The routes."""
+    routes = APIRouter()
+    _updates(routes, service)
+    _buckets(routes, service)
+    _adapters(routes, service)
+    return routes
+
+
+def _updates(routes: APIRouter, service: Service) -> None:
+    """Whole models: begin, commit, abort."""
+    queue = service.queue
+
+    @routes.post("/weights/begin")
+    async def begin(body: Annotated[wire.BeginUpdate, json_body(wire.BeginUpdate)], run: RunId = None) -> Response:
+        service.authorize(run)
+        manifest = [_tensor_info(*entry) for entry in body.manifest]
+        return json_response({"update": await service.job(queue.begin_update(manifest, body.version))})
+
+    @routes.post("/weights/commit")
+    async def commit(body: Annotated[UpdateRef, json_body(UpdateRef)], run: RunId = None) -> Response:
+        service.authorize(run)
+        ack = await service.job(queue.commit_update(body.update))
+        service.weights_arrived(ack)
+        return json_response({"ack": asdict(ack), **await asyncio.to_thread(service.state)})
+
+    @routes.post("/weights/abort")
+    async def abort(
+        body: Annotated[UpdateRef | None, json_body(UpdateRef, needed=False)] = None, run: RunId = None
+    ) -> Response:
+        service.authorize(run)
+        await service.job(queue.abort_update(body.update if body is not None else None))
+        return json_response(await asyncio.to_thread(service.state))
+
+
+def _buckets(routes: APIRouter, service: Service) -> None:
+    """What an update consists of."""
+    queue = service.queue
+
+    @routes.post("/weights/connect")
+    async def connect(body: Annotated[Invitation, json_body(Invitation)], run: RunId = None) -> Response:
+        service.authorize(run)
+        service.disconnect()
+        service.broadcast = await asyncio.to_thread(BroadcastReceiver, body.invitation, torch.device("cpu"))
+        return json_response({"status": "connected"})
+
+    @routes.post("/weights/bucket")
+    async def bucket(
+        http: HttpRequest, run: RunId = None, update: Annotated[int | None, Query(ge=0)] = None
+    ) -> Response:
+        service.authorize(run)
+        if kind_of(http) == "json":
+            named = await read_json(http, functools.partial(decoded, NamedBucket))
+            await _deliver_named(service, named)
+        elif update is None:
+            raise field_error("update: missing: a safetensors body needs it in its query")
+        else:
+            left = sum(info.nbytes for info in queue.missing(update))
+            data = await read_body(http, left + HEADER_ROOM, lambda: queue.missing(update))
+            service.authorize(run)  # another run may have taken the server meanwhile
+            await service.job(
+                queue.send_bucket(
+                    update, lambda missing: disk.in_order(disk.from_bytes(data, "bucket"), "bucket", missing)
+                )
+            )
+        return json_response({"delivered": True})
+
+
+async def _deliver_named(service: Service, named: NamedBucket) -> None:
+    """A bucket that the body only names."""
+    queue, path, header = service.queue, named.path, named.broadcast
+    if path is not None and header is None:
+        file = disk.inside(service.settings.weights_folder, path)
+        await service.job(
+            queue.send_bucket(named.update, lambda missing: disk.read_bucket(file, missing, named.digest))
+        )
+    elif header is not None and path is None:
+        receiver = service.broadcast
+        if receiver is None:
+            raise SyncFailed("weights: no broadcast group; POST /weights/connect first")
+        await service.job(queue.send_bucket(named.update, lambda missing: Bucket(receiver.receive(header))))
+    else:
+        raise field_error("bucket: one of path and broadcast is needed")
+
+
+def _adapters(routes: APIRouter, service: Service) -> None:
+    """LoRA adapters."""
+
+    @routes.post("/v1/load_lora_adapter")
+    async def load_lora_adapter(
+        http: HttpRequest,
+        run: RunId = None,
+        lora_name: Annotated[str | None, Query(min_length=1, max_length=256)] = None,
+        version: Annotated[int | None, Query(ge=0)] = None,
+    ) -> Response:
+        service.authorize(run)
+        if kind_of(http) == "json":
+            named = await read_json(http, functools.partial(decoded, LoadAdapter))
+            folder = disk.inside(service.settings.weights_folder, named.lora_path)
+            name, adapter = named.lora_name, await asyncio.to_thread(disk.read_adapter_folder, folder)
+        elif lora_name is None:
+            raise field_error("lora_name: missing: a safetensors body needs it in its query")
+        else:
+            data = await read_body(http, service.settings.limits.adapter_bytes)
+            name, adapter = lora_name, await asyncio.to_thread(_from_safetensors, data)
+            service.authorize(run)
+        ack = await service.load_adapter(name, adapter, version, policy=run is not None)
+        return json_response({"ack": asdict(ack), **await asyncio.to_thread(service.state)})
+
+    @routes.post("/v1/unload_lora_adapter")
+    async def unload_lora_adapter(
+        body: Annotated[UnloadAdapter, json_body(UnloadAdapter)], run: RunId = None
+    ) -> Response:
+        service.authorize(run)
+        if body.lora_name not in (None, service.adapter):
+            said = f"lora_name: {body.lora_name}: not loaded; loaded: {service.adapter or 'none'}"
+            raise Refused(404, "adapter", said)
+        await service.drop_adapter()
+        return json_response(await asyncio.to_thread(service.state))
+
+
+def _tensor_info(name: str, dtype: str, shape: list[int]) -> TensorInfo:
+    """Raises Refused for a type that torch does not have."""
+    if not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise field_error(f"manifest: {name}: {dtype} is no torch type")
+    return TensorInfo(name, dtype, tuple(shape))
+
+
+def _from_safetensors(data: bytearray) -> AdapterWeights:
+    """Config in the file's metadata, as `adapter_config`."""
+    tensors = disk.from_bytes(data, "adapter")
+    text = disk.metadata_of(data).get("adapter_config")
+    if text is None:
+        raise ConfigError("adapter: the file's metadata has no adapter_config; put adapter_config.json there")
+    try:
+        return AdapterWeights(msgspec.json.decode(text, type=dict[str, Any]), tensors)
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise ConfigError(f"adapter_config: is no JSON object ({error})") from error

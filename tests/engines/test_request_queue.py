@@ -1,0 +1,438 @@
+"""The request queue of an engine: exactly once, jobs at rest, weight updates, limits; over scripted engines."""
+
+import threading
+import time
+
+import pytest
+from scripted_engine import CountingSource, ScriptedEngine, lost, two_layers
+
+from swift.errors import EngineDead, EngineError, PromptTooLong, RequestRefused, SyncFailed, Unsupported
+from swift.rollout.engines.completion_stream import Failure, QueueFull
+from swift.rollout.engines.pool import EnginePool
+from swift.rollout.engines.request_queue import RequestQueue
+from swift.types import Request, SamplingParams
+
+LIMIT_S = 20.0
+
+
+class Box:
+    """What a client gets."""
+
+    def __init__(self, queue, requests=(), **options):
+        self.stream = queue.open(**options)
+        self.completions, self.failures = [], []
+        if requests:
+            self.stream.submit(requests)
+
+    def look(self, timeout_s=0.0):
+        for arrival in self.stream.take(timeout_s):
+            (self.failures if isinstance(arrival, Failure) else self.completions).append(arrival)
+        return self.completions
+
+    def wait(self, count):
+        deadline = time.monotonic() + LIMIT_S
+        while len(self.completions) + sum(len(one.request_ids) for one in self.failures) < count:
+            assert time.monotonic() < deadline, (self.completions, self.failures)
+            self.look(0.1)
+        return {one.request_id: one for one in self.completions}
+
+
+@pytest.fixture
+def made():
+    queues = []
+
+    def make(*engines, **options):
+        engine = engines[0] if len(engines) == 1 else EnginePool(engines) if engines else ScriptedEngine()
+        queues.append(RequestQueue(engine, **options))
+        return queues[-1]
+
+    yield make
+    for queue in queues:
+        queue.close()
+
+
+def ask(name, prompt=(1, 2, 3), **sampling):
+    return Request(name, list(prompt), SamplingParams(**{"max_new_tokens": 40, **sampling}))
+
+
+def some(count, start=0):
+    return [ask(f"g/{i}", seed=start + i) for i in range(count)]
+
+
+def until(condition):
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_clients_with_the_same_ids_each_get_their_own_answers(made):
+    queue = made(ScriptedEngine(), ScriptedEngine())
+    boxes = [Box(queue, some(20, start=100 * index)) for index in range(4)]
+    answers = [box.wait(20) for box in boxes]
+    assert all(box.stream.done and len(box.look()) == 20 and not box.failures for box in boxes)
+    assert len({tuple(answer["g/3"].token_ids) for answer in answers}) > 1
+
+
+def test_one_stream_takes_requests_again_and_again(made):
+    queue = made()
+    box = Box(queue)
+    for round_ in range(3):
+        box.stream.submit([ask(f"{round_}/{i}", seed=i) for i in range(5)])
+    assert len(box.wait(15)) == 15
+
+
+def test_what_arrives_is_announced(made):
+    arrived = threading.Event()
+    box = Box(made(), some(3), notify=arrived.set)
+    assert arrived.wait(LIMIT_S)
+    box.wait(3)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_requests_that_come_while_others_run_join_them(made, count):
+    queue = made(*(ScriptedEngine(step_s=0.05) for _ in range(count)))
+    slow = Box(queue, [ask("g/6", [1], seed=6)])
+    time.sleep(0.1)
+    quick = Box(queue, [ask("g/1", [1], seed=4, max_new_tokens=1)])
+    quick.wait(1)
+    assert slow.look() == []
+    slow.wait(1)
+
+
+def test_only_one_thread_is_ever_in_the_engine(made):
+    engine = ScriptedEngine(step_s=0.01)
+    queue = made(engine)
+    boxes = [Box(queue, some(6, start=index)) for index in range(3)]
+    queue.pause_in_flight()
+    queue.do(lambda engine: engine.rebuild()).result(LIMIT_S)
+    queue.resume().result(LIMIT_S)
+    for box in boxes:
+        box.wait(6)
+    assert engine.overlaps == []
+
+
+def test_a_job_waits_for_what_runs_and_nothing_begins_before_it(made):
+    queue = made(ScriptedEngine(step_s=0.02))
+    first = Box(queue, some(8))
+    until(lambda: queue.load[0] == 8)
+    seen = []
+    job = queue.do(lambda engine: seen.append(len(first.look())))
+    second = Box(queue, some(8))
+    job.result(LIMIT_S)
+    assert seen == [8]
+    assert second.look() == []
+    second.wait(8)
+
+
+def test_a_job_may_sample_on_its_own(made):
+    queue = made(ScriptedEngine(step_s=0.05))
+    job = queue.do(lambda engine: list(engine.generate([ask("mine", seed=6)])))
+    box = Box(queue, some(2))
+    assert [one.request_id for one in job.result(LIMIT_S)] == ["mine"]
+    assert len(box.wait(2)) == 2
+
+
+def test_a_job_that_is_cancelled_in_time_is_not_carried_out(made):
+    queue = made(ScriptedEngine(step_s=0.02))
+    box = Box(queue, some(4))
+    until(lambda: queue.load[0] == 4)
+    seen = []
+    assert queue.do(seen.append).cancel()
+    box.wait(4)
+    queue.do(lambda engine: None).result(LIMIT_S)
+    assert seen == []
+
+
+def test_a_job_that_raises_hands_its_error_over_and_others_go_on(made):
+    queue = made()
+
+    def bad(engine):
+        raise EngineError("x: y: z")
+
+    with pytest.raises(EngineError):
+        queue.do(bad).result(LIMIT_S)
+    assert queue.do(lambda engine: 5).result(LIMIT_S) == 5
+
+
+def test_what_is_paused_in_flight_goes_on_after_jobs(made):
+    queue = made(ScriptedEngine(step_s=0.02))
+    box = Box(queue, [ask("g/0", [1], seed=6)])
+    until(lambda: queue.load[0] == 1)
+    queue.pause_in_flight()
+    queue.do(lambda engine: None).result(LIMIT_S)
+    time.sleep(0.1)
+    assert box.look() == []
+    queue.resume().result(LIMIT_S)
+    assert len(box.wait(1)["g/0"].token_ids) > 1
+
+
+def test_a_pause_lets_what_runs_finish_and_holds_the_rest(made):
+    queue = made(ScriptedEngine(step_s=0.02))
+    first = Box(queue, some(4))
+    until(lambda: queue.load[0] == 4)
+    paused = queue.pause()
+    second = Box(queue, some(4))
+    paused.result(LIMIT_S)
+    assert len(first.wait(4)) == 4
+    time.sleep(0.1)
+    assert queue.paused
+    assert second.look() == []
+    queue.resume()
+    second.wait(4)
+
+
+def test_a_pause_that_fails_leaves_nothing_paused(made):
+    class Unwilling(ScriptedEngine):
+        def pause(self, mode="wait"):
+            raise Unsupported("engine: scripted: cannot pause, as told")
+
+    willing = ScriptedEngine(step_s=0.02)
+    queue = made(willing, Unwilling(step_s=0.02))
+    box = Box(queue, [ask(f"{group}/0", [group], seed=6, max_new_tokens=12) for group in range(4)])
+    time.sleep(0.1)
+    with pytest.raises(Unsupported):
+        queue.pause_in_flight()
+    assert not queue.paused
+    box.wait(4)
+    assert {one.finish_reason for one in box.completions} == {"stop"}
+    assert willing.overlaps == []
+
+
+def test_caches_are_reset_between_two_tokens(made):
+    class Cached(ScriptedEngine):
+        def reset_caches(self):
+            self.events.append(("reset",))
+
+    engine = Cached(step_s=0.05)
+    queue = made(engine)
+    box = Box(queue, [ask("g/0", [1], seed=6)])
+    until(lambda: queue.load[0] == 1)
+    queue.reset_caches().result(LIMIT_S)
+    assert box.look() == []
+    box.wait(1)
+    assert [event[0] for event in engine.events if event[0] in ("pause", "reset", "resume")] == [
+        "pause", "reset", "resume"
+    ]  # fmt: skip
+
+
+def test_an_abort_during_submission_is_not_lost(made):
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Slow(ScriptedEngine):
+        def submit(self, request):
+            entered.set()
+            assert go_on.wait(LIMIT_S)
+            super().submit(request)
+
+    queue = made(Slow(step_s=0.05))
+    box = Box(queue, [ask("g/0", [1], seed=6, max_new_tokens=400)], owner="me")
+    assert entered.wait(LIMIT_S)
+    assert queue.running_by_owner == {"me": 1}
+    assert queue.abort(lambda stream: stream.owner == "me") == 1
+    go_on.set()
+    assert box.wait(1)["g/0"].finish_reason == "abort"
+
+
+def test_requests_are_aborted_by_stream_and_by_owner(made):
+    queue = made(ScriptedEngine(step_s=0.05))
+    mine, theirs = Box(queue, some(4), owner="me"), Box(queue, some(4), owner="them")
+    until(lambda: queue.load[0] == 8)
+    assert mine.stream.abort(["g/0", "unknown"]) == 1
+    assert queue.abort(lambda stream: stream.owner == "me") >= 3
+    assert {one.finish_reason for one in mine.wait(4).values()} <= {"abort", "stop"}
+    assert mine.wait(4)["g/0"].finish_reason == "abort"
+    assert {one.finish_reason for one in theirs.wait(4).values()} == {"stop"}
+
+
+def test_a_closed_stream_is_aborted_and_silent(made):
+    queue = made(ScriptedEngine(step_s=0.05))
+    box = Box(queue, some(8))
+    until(lambda: queue.load[0] == 8)
+    box.stream.close()
+    until(lambda: queue.load == (0, 0))
+    assert box.look() == []
+
+
+def test_the_queue_has_a_limit_and_takes_all_or_none(made):
+    queue = made(ScriptedEngine(step_s=0.05), limit=10)
+    box = Box(queue, some(6))
+    with pytest.raises(QueueFull):
+        Box(queue, some(5))
+    box.wait(6)
+    Box(queue, some(10)).wait(10)
+
+
+def test_what_the_engine_does_not_take_is_refused_before_anything_is_queued(made):
+    queue = made()
+    with pytest.raises(PromptTooLong):
+        Box(queue, [ask("a"), ask("b", [1] * 5000)])
+    with pytest.raises(RequestRefused):
+        Box(queue, [ask("a"), ask("a")])
+    assert queue.load == (0, 0)
+
+
+def test_a_failure_reaches_exactly_those_it_concerns(made):
+    bad = ScriptedEngine(step_s=0.02, fail_after=0, failure=EngineError("engine: broke, as told"))
+    queue = made(bad, ScriptedEngine(step_s=0.02))
+    box = Box(queue, [ask(f"{group}/0", [group], seed=group, max_new_tokens=8) for group in range(1, 9)])
+    done = box.wait(8)
+    failed = [name for failure in box.failures for name in failure.request_ids]
+    assert sorted([*done, *failed]) == sorted(f"{group}/0" for group in range(1, 9))
+    assert 0 < len(failed) < 8
+    Box(queue, [ask("again/0", [9], max_new_tokens=2)]).wait(1)
+
+
+def test_an_engine_that_failed_and_lives_goes_on(made):
+    queue = made(ScriptedEngine(fail_after=2, failure=EngineError("engine: broke, as told")))
+    box = Box(queue, some(8))
+    box.wait(8)
+    assert sum(len(failure.request_ids) for failure in box.failures) == 6
+    assert len(Box(queue, some(4)).wait(4)) == 4
+    assert queue.health().alive
+
+
+def test_a_request_that_the_engine_does_not_take_fails_alone(made):
+    class Picky(ScriptedEngine):
+        def _step(self):
+            bad = next((name for name, row in self._outstanding.items() if row.request.prompt_ids == [66]), None)
+            if bad is not None:
+                del self._outstanding[bad]
+                raise RequestRefused(bad, "request: is not taken, as told")
+            return super()._step()
+
+    queue = made(Picky(step_s=0.02))
+    trainer = Box(queue, some(20))
+    time.sleep(0.03)
+    agent = Box(queue, [ask("g/0", [66], seed=6)])
+    agent.wait(1)
+    assert len(trainer.wait(20)) == 20
+    assert trainer.failures == []
+    (failure,) = agent.failures
+    assert failure.request_ids == ["g/0"]
+    assert isinstance(failure.error, RequestRefused)
+    assert queue.load == (0, 0)
+
+
+def test_requests_that_a_stream_forgets_fail(made):
+    class Forgetful(ScriptedEngine):
+        def submit(self, request):
+            super().submit(request)
+            if request.request_id.endswith("g/2"):
+                self.lose.add(request.request_id)
+
+    box = Box(made(Forgetful()), some(4))
+    assert set(box.wait(4)) == {"g/0", "g/1", "g/3"}
+    assert [failure.request_ids for failure in box.failures] == [["g/2"]]
+
+
+@pytest.mark.parametrize("failure", [EngineDead("engine: died, as told"), RuntimeError("CUDA error, as told")])
+def test_an_engine_that_dies_tells_everybody_and_takes_nothing_more(made, failure):
+    queue = made(ScriptedEngine(fail_after=2, failure=failure))
+    box = Box(queue, some(8))
+    box.wait(8)
+    assert sum(len(failed.request_ids) for failed in box.failures) == 6
+    assert all(isinstance(failed.error, EngineDead) for failed in box.failures)
+    assert not queue.health().alive
+    with pytest.raises(EngineDead):
+        Box(queue, some(1))
+    with pytest.raises(EngineDead):
+        queue.do(lambda engine: None)
+
+
+def test_an_engine_of_a_pool_that_dies_gives_its_requests_to_the_others(made):
+    queue = made(ScriptedEngine(fail_after=1), ScriptedEngine())
+    box = Box(queue, [ask(f"{group}/0", [group], seed=group, max_new_tokens=8) for group in range(1, 9)])
+    assert len(box.wait(8)) == 8
+    assert box.failures == []
+
+
+def test_closing_tells_whoever_waits(made):
+    queue = made(ScriptedEngine(step_s=0.2))
+    box = Box(queue, some(3))
+    until(lambda: queue.load[0] == 3)
+    job = queue.do(lambda engine: None)
+    queue.close()
+    box.wait(3)
+    assert all(isinstance(failure.error, EngineDead) for failure in box.failures)
+    with pytest.raises(EngineDead):
+        job.result(LIMIT_S)
+    with pytest.raises(EngineDead):
+        Box(queue, some(1))
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def send(queue, value, version=1):
+    source = CountingSource(two_layers(value))
+    number = queue.begin_update(source.manifest(), version).result(LIMIT_S)
+    for bucket in source.buckets():
+        queue.send_bucket(number, lambda missing, bucket=bucket: bucket).result(LIMIT_S)
+    return number
+
+
+def test_an_update_replaces_all_weights_and_nothing_is_sampled_meanwhile(made):
+    queue = made()
+    before = Box(queue, some(4)).wait(4)
+    number = send(queue, 2.0)
+    during = Box(queue, some(4))
+    time.sleep(0.1)
+    assert during.look() == []
+    ack = queue.commit_update(number).result(LIMIT_S)
+    assert (ack.version, ack.tensors) == (1, 2)
+    after = during.wait(4)
+    assert after["g/0"].versions == [(1, 0, len(after["g/0"].token_ids))]
+    assert [after[name].token_ids != before[name].token_ids for name in before].count(True) >= 3
+
+
+def test_an_update_in_flight_divides_completions_by_version(made):
+    queue = made(ScriptedEngine(step_s=0.03))
+    box = Box(queue, [ask("g/0", [1], seed=6)])
+    time.sleep(0.15)
+    queue.pause_in_flight()
+    number = send(queue, 2.0)
+    queue.resume()  # too early: the update holds the engine
+    time.sleep(0.1)
+    queue.commit_update(number).result(LIMIT_S)
+    assert [version for version, _, _ in box.wait(1)["g/0"].versions] == [0, 1]
+
+
+def test_a_bucket_that_cannot_be_read_ends_the_update(made):
+    queue = made()
+    number = queue.begin_update(CountingSource(two_layers(1.0)).manifest(), 1).result(LIMIT_S)
+
+    def unreadable(missing):
+        assert [info.name for info in missing] == ["layer.0", "layer.1"]
+        raise SyncFailed("weights: cut off, as told")
+
+    with pytest.raises(SyncFailed, match="cut off"):
+        queue.send_bucket(number, unreadable).result(LIMIT_S)
+    with pytest.raises(SyncFailed, match="is not open"):
+        queue.commit_update(number).result(LIMIT_S)
+    assert ("update aborted", 1) in queue.engine.events
+    Box(queue, some(1)).wait(1)
+
+
+def test_a_commit_that_fails_ends_the_update(made):
+    queue = made(ScriptedEngine(update_failures=[("commit", lost())]))
+    number = send(queue, 1.0)
+    with pytest.raises(SyncFailed):
+        queue.commit_update(number).result(LIMIT_S)
+    assert queue.update_idle_s is None
+    Box(queue, some(1)).wait(1)
+
+
+def test_an_update_that_was_left_open_is_aborted_by_the_next_or_by_its_number(made):
+    queue = made()
+    manifest = CountingSource(two_layers(1.0)).manifest()
+    first = queue.begin_update(manifest, 1).result(LIMIT_S)
+    assert queue.update_idle_s < LIMIT_S
+    second = queue.begin_update(manifest, 2).result(LIMIT_S)
+    queue.abort_update(first).result(LIMIT_S)
+    assert queue.update_idle_s is not None
+    queue.abort_update(second).result(LIMIT_S)
+    assert queue.update_idle_s is None
+    assert [event for event in queue.engine.events if event[0] == "update aborted"] == [
+        ("update aborted", 1), ("update aborted", 2)
+    ]  # fmt: skip
