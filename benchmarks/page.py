@@ -46,7 +46,9 @@ def _table(path: Path, shown: Any) -> str:
 
 def said_of(path: Path, content: dict[str, Any]) -> str:
     """Where and when a file's rows were measured."""
-    machine, versions = content["machine"], content["versions"]
+    machine, versions = content["machine"], dict(content["versions"])
+    if "ms_swift" in content:
+        versions["ms-swift"] = content["ms_swift"]
     known = ", ".join(f"{name} {version}" for name, version in versions.items())
     return (
         f"`benchmarks/results/{path.name}`, {content['utc']}: {machine['processor']} ({machine['family']}), "

@@ -128,6 +128,12 @@ def end_process(error: SwiftError) -> NoReturn:
     os._exit(code)
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its type."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 def nearest(name: str, choices: Iterable[str], count: int = 3) -> list[str]:
     """Up to `count` of `choices` closest to `name` by edit distance, best first; [] when none is near."""
     return difflib.get_close_matches(str(name), [str(choice) for choice in choices], n=count, cutoff=0.5)

@@ -7,7 +7,8 @@ The annotation decides how a value is read: bool, int, float, str, `list[...]`, 
 `| None` where the setting may be absent. The text under the field is its help; help, docs and schema read it
 from here and from nowhere else. The first sentence stands alone in short lists.
 
-Dataclasses of such fields sit beside the component that reads them; `swift.arguments` composes them.
+Dataclasses of such fields sit beside the component that reads them; `swift.arguments` composes them. A registered
+loss, advantage estimator, optimizer or engine may have such a dataclass too, as its attribute `parameters`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import math
 import sys
 import types
 import typing
@@ -28,29 +28,8 @@ from typing import Any, Literal
 
 Kind = Literal["bool", "int", "float", "str", "dict"]
 
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """The numbers a setting may have; None is no bound."""
-
-    above: float | None = None
-    at_least: float | None = None
-    below: float | None = None
-    at_most: float | None = None
-
-    def holds(self, number: float) -> bool:
-        """Whether `number` lies within the bounds."""
-        return (
-            math.isfinite(number)
-            and (self.above is None or number > self.above)
-            and (self.at_least is None or number >= self.at_least)
-            and (self.below is None or number < self.below)
-            and (self.at_most is None or number <= self.at_most)
-        )
-
-    def __str__(self) -> str:
-        bounds = {"above": self.above, "at least": self.at_least, "below": self.below, "at most": self.at_most}
-        return " and ".join(f"{words} {bound:g}" for words, bound in bounds.items() if bound is not None)
+BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+"""Names of bounds, as pydantic calls them, and as messages do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +38,13 @@ class Details:
 
     aliases: tuple[str, ...] = ()
     values: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    range: Range = Range()
+    bounds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     group: str | None = None
     everyday: bool = True
     unset: str | None = None
     needs: str | None = None
     joins: bool = False
+    registry: str | None = None
 
 
 def flag(
@@ -81,13 +61,14 @@ def flag(
     unset: str | None = None,
     needs: str | None = None,
     joins: bool = False,
+    registry: str | None = None,
 ) -> Any:
     """A field of an arguments dataclass.
 
     Args:
         default: the value without the flag; lists and dicts are copied for each instance.
-        aliases: other spellings of the name.
-        values: other spellings of values, in lower case -> the value.
+        aliases: other names.
+        values: other words for values, in lower case -> the value.
         above: exclusive lower bound of a number, or of each number of a list.
         at_least: inclusive lower bound.
         below: exclusive upper bound.
@@ -95,45 +76,55 @@ def flag(
         group: heading in the help; None means the class's `GROUP`.
         everyday: whether the short help shows it.
         unset: what a default of None means, in words.
-        needs: without what the setting has no effect: a switch, or `name=value` of a choice.
-        joins: values given under different spellings are concatenated instead of contradicting each other.
+        needs: without what the setting has no effect: a switch, or `name=value|value` of a choice.
+        joins: values given under different aliases are concatenated instead of contradicting each other.
+        registry: name of the registry in `swift.plugin.registry` whose entries are choices too.
     """
+    bounds = {"gt": above, "ge": at_least, "lt": below, "le": at_most}
     details = Details(
         aliases=tuple(aliases),
         values=dict(values or {}),
-        range=Range(above, at_least, below, at_most),
+        bounds={name: bound for name, bound in bounds.items() if bound is not None},
         group=group,
         everyday=everyday,
         unset=unset,
         needs=needs,
         joins=joins,
+        registry=registry,
     )
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata={"flag": details})
     return dataclasses.field(default=default, metadata={"flag": details})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Flag:
     """A setting as help, schema and the parser see it.
 
-    `choices` are the values of a `Literal`. `owner` is the dataclass that defines it.
+    `built_in` are the values of a `Literal`. `owner` is the dataclass that defines it. `needs` is that of `flag`.
     """
 
     name: str
     kind: Kind
     is_list: bool
     optional: bool
-    choices: tuple[Any, ...]
+    built_in: tuple[Any, ...]
     default: Any
     group: str
+    needs: str
     details: Details
     owner: type
 
     @property
+    def choices(self) -> tuple[Any, ...]:
+        """All values that are allowed, those of plugins last; () allows any."""
+        entries = registered(self.details.registry) if self.built_in and self.details.registry else {}
+        return (*self.built_in, *(name for name in entries if name not in self.built_in))
+
+    @property
     def help(self) -> str:
         """The text under the field, one paragraph."""
-        return help_texts(self.owner)[self.name]
+        return help_texts(self.owner).get(self.name, "")
 
     @property
     def summary(self) -> str:
@@ -141,17 +132,25 @@ class Flag:
         first, dot, _ = self.help.partition(". ")
         return first + "." if dot else self.help
 
+    @property
+    def valid(self) -> str:
+        """The choices or the range, in words; "" when neither is bounded."""
+        bounds = (
+            f"{words} {self.details.bounds[name]:g}" for name, words in BOUNDS.items() if name in self.details.bounds
+        )
+        return ", ".join(map(str, self.choices)) or " and ".join(bounds)
+
     def has_effect(self, args: Any) -> bool:
         """Whether the settings `args` of a mode switch on what this one needs."""
-        name, equals, value = (self.details.needs or "").partition("=")
+        name, equals, values = self.needs.partition("=")
         if not hasattr(args, name):
             return True
-        return getattr(args, name) == value if equals else bool(getattr(args, name))
+        return getattr(args, name) in values.split("|") if equals else bool(getattr(args, name))
 
     @property
     def needs_text(self) -> str:
         """What the setting needs, as it is typed; "" when nothing."""
-        return "--" + self.details.needs.replace("=", " ") if self.details.needs else ""
+        return "--" + self.needs.replace("=", " ").replace("|", " or ") if self.needs else ""
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -159,14 +158,22 @@ class Flag:
         return (self.name, *self.details.aliases)
 
 
+def registered(registry: str) -> Any:
+    """The entries of a registry of `swift.plugin.registry`, by name; {} before something has loaded it."""
+    return getattr(sys.modules.get("swift.plugin.registry"), registry, {})
+
+
+@functools.cache
 def flags_of(cls: type) -> dict[str, Flag]:
     """The settings of a dataclass and of its bases, by canonical name, in order of definition."""
-    return _flags_of(cls)
+    hints = typing.get_type_hints(cls)
+    return {field.name: _read(cls, field, hints[field.name]) for field in dataclasses.fields(cls)}
 
 
+@functools.cache
 def spellings_of(cls: type) -> dict[str, str]:
-    """Every spelling of every setting -> canonical name."""
-    return _spellings_of(cls)
+    """Every name and alias of every setting -> canonical name."""
+    return {spelling: flag.name for flag in flags_of(cls).values() for spelling in flag.spellings}
 
 
 def aliases_of(cls: type) -> dict[str, str]:
@@ -188,17 +195,6 @@ def help_texts(cls: type) -> dict[str, str]:
 
 
 @functools.cache
-def _flags_of(cls: type) -> dict[str, Flag]:
-    hints = typing.get_type_hints(cls)
-    return {field.name: _read(cls, field, hints[field.name]) for field in dataclasses.fields(cls)}
-
-
-@functools.cache
-def _spellings_of(cls: type) -> dict[str, str]:
-    return {spelling: flag.name for flag in flags_of(cls).values() for spelling in flag.spellings}
-
-
-@functools.cache
 def _module_tree(module: str) -> ast.Module:
     path = sys.modules[module].__file__
     assert path is not None, "arguments are defined in files"
@@ -217,6 +213,7 @@ def _read(cls: type, field: dataclasses.Field[Any], hint: Any) -> Flag:
     if is_list:
         hint = typing.get_args(hint)[0]
     choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+    group: Any = details.group or getattr(owner, "GROUP", "Plugins")
     kind: Any = type(choices[0]) if choices else typing.get_origin(hint) or hint
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     return Flag(
@@ -224,9 +221,10 @@ def _read(cls: type, field: dataclasses.Field[Any], hint: Any) -> Flag:
         kind=kind.__name__,
         is_list=is_list,
         optional=optional,
-        choices=choices,
+        built_in=choices,
         default=default,
-        group=details.group or owner.GROUP,
+        group=group,
+        needs=details.needs or getattr(cls, "NEEDS", {}).get(owner, ""),
         details=details,
         owner=owner,
     )

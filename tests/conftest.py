@@ -62,11 +62,10 @@ def small_model():
 @pytest.fixture(autouse=True)
 def clean_registry():
     """What a test registers is gone after it."""
-    from swift.plugin import orms
+    from swift.plugin import REGISTRIES
 
-    entries, origins = dict(orms), dict(orms.origins)
+    before = {key: dict(registry.registrations) for key, registry in REGISTRIES.items()}
     yield
-    dict.clear(orms)
-    dict.update(orms, entries)
-    orms.origins.clear()
-    orms.origins.update(origins)
+    for key, registry in REGISTRIES.items():
+        registry.registrations.clear()
+        registry.registrations.update(before[key])

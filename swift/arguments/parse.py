@@ -1,9 +1,8 @@
 """From command line, config file and environment to the settings of a mode: parsed, completed, checked.
 
-    default < preset < file < environment < command line      after all spellings became canonical names
+    default < preset < file < environment < command line      after all aliases became canonical names
 
-Nothing is decided quietly: every value has a provenance, a flag that changes nothing has a note, and all
-problems are raised together. `swift.arguments.later` is no part of this: what a later version brings parses.
+Every value has a provenance, a flag that changes nothing has a note, and all problems are raised together.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from swift.arguments import idle, later
-from swift.arguments.derived import Machine, derive
+from swift.arguments import idle, known
+from swift.arguments.derived import Machine, complete, find_plugin
 from swift.arguments.layers import ConfigFile, Given, read_command_line, read_config, read_environment
 from swift.arguments.modes import MODES
+from swift.arguments.plugins import plugin_paths, settings_class
 from swift.arguments.presets import PRESETS, plan_lines, values_under
 from swift.arguments.values import convert, mask
-from swift.arguments.vocabulary import known_flag, later_value, replaced_flag
-from swift.errors import ConfigError, join_problems, nearest, suggest
+from swift.errors import ConfigError, join_problems, nearest
 from swift.flags import Flag, aliases_of, flags_of, spellings_of
 
 
@@ -59,13 +58,9 @@ class Resolved:
         """Other spelling -> canonical name."""
         return aliases_of(type(self.args))
 
-    def later(self) -> list[str]:
-        """Problems: what these settings ask for and this version does not have; see `swift.arguments.later`."""
-        return later.check(self.args, self.given)
-
     def to_json(self) -> dict[str, Any]:
         """The content of args.json: flat canonical values and `_provenance`; secrets are `***`."""
-        values = {name: mask(name, getattr(self.args, name)) for name in flags_of(type(self.args))}
+        values = {name: mask(name, getattr(self.args, name)) for name in flags_of(self.args.__class__)}
         return {**values, "_provenance": self.provenance}
 
 
@@ -75,22 +70,22 @@ def parse(mode: str, argv: Sequence[str], environ: Mapping[str, str]) -> Resolve
     Raises:
         ConfigError: with every problem found.
     """
-    if mode not in MODES:
-        raise ConfigError(f"mode: {mode}: unknown mode; {suggest(mode, list(MODES))}")
     line = read_command_line(argv)
     file = read_config(line.config) if line.config else ConfigFile()
     environment = {name: value for name, value in file.environment.items() if name not in environ}
     variables = {**environ, **environment}
 
-    reader = _Reader(mode, MODES[mode])
+    reader = _Reader(mode, settings_class(mode))
     reader.problems += line.problems + file.problems
-    reader.take(file.given)
-    reader.take(given for given in read_environment(variables) if given.spelling in reader.flags)
-    reader.take(line.given)
+    layers = [file.given, read_environment(variables), line.given]
+    layers[1] = [given for given in layers[1] if given.spelling in reader.flags]
+    reader.load_plugins(layers)
+    for layer in layers:
+        reader.take(layer)
     sources = reader.lay_preset()
 
-    args = MODES[mode](**reader.values)
-    rules = {**sources, **_complete(args, reader, Machine.look(variables))}
+    args = reader.cls(**reader.values)
+    rules = {**sources, **complete(args, reader, Machine.look(variables))}
     reader.problems += [
         reader.with_origin(problem) for problem in _ask(args, "problems") if not reader.already_reported(problem)
     ]
@@ -121,6 +116,23 @@ class _Reader:
     def flags(self) -> dict[str, Flag]:
         """The settings of the mode."""
         return flags_of(self.cls)
+
+    def load_plugins(self, layers: Sequence[Sequence[Given]]) -> None:
+        """Loads `--external_plugins` where a flag, or the choice of a registered entry, is not built in."""
+        spellings = spellings_of(self.cls)
+        if not any(self._may_be_of_a_plugin(given, spellings) for layer in layers for given in layer):
+            return
+        from swift.plugin import load_external_plugins
+
+        try:
+            load_external_plugins([find_plugin(path) for path in plugin_paths(layers, spellings)])
+            self.cls = settings_class(self.mode)
+        except ConfigError as error:
+            self.problems += error.problems
+
+    def _may_be_of_a_plugin(self, given: Given, spellings: Mapping[str, str]) -> bool:
+        flag = self.flags.get(spellings.get(given.spelling, ""))
+        return flag is None or (flag.details.registry is not None and given.shown not in flag.built_in)
 
     def take(self, layer: Iterable[Given]) -> None:
         """One layer, in the order in which it was written."""
@@ -181,38 +193,27 @@ class _Reader:
 
     def _refuse(self, flag: Flag, given: Given, reason: str) -> None:
         self.broken.add(flag.name)
-        part = later_value(flag.name, given.shown)
-        if part is not None:
-            valid = ", ".join(map(str, flag.choices))
-            reason = f"known, not implemented in this version (comes with: {part}); valid: {valid}"
+        if known.is_known_value(flag.name, given.shown):
+            reason = f"known in ms-swift, not supported here; valid: {', '.join(map(str, flag.choices))}"
         self.problems.append(f"{given.subject}: {self.shown(given)}: {reason}")
 
     def _foreign(self, given: Given) -> None:
-        """A name that is no setting of this mode: of another mode, of another version, or unknown."""
+        """A name that is no setting of this mode: of another mode, of ms-swift alone, or unknown."""
         name, shown = given.spelling, self.shown(given)
+        where = f"{given.subject}: {shown}"
         elsewhere = [mode for mode, cls in MODES.items() if name in spellings_of(cls)]
-        known, instead = known_flag(name), replaced_flag(name)
-        if elsewhere:
-            if _is_default(MODES[elsewhere[0]], given):
-                self.notes.append(f"{given.subject}: {shown}: not used by swift {self.mode}")
-            else:
-                self.problems.append(
-                    f"{given.subject}: {shown}: known, not implemented in swift {self.mode}; "
-                    f"a flag of: {', '.join(elsewhere)}"
-                )
-        elif instead is not None:
-            self.problems.append(f"{given.subject}: {shown}: known, not implemented under this name; {instead}")
-        elif known is None:
+        if elsewhere and _is_default(MODES[elsewhere[0]], given):
+            self.notes.append(f"{where}: not used by swift {self.mode}")
+        elif elsewhere:
+            self.problems.append(f"{where}: not a flag of swift {self.mode}; a flag of: {', '.join(elsewhere)}")
+        elif not known.is_known(name):
             near = nearest(name, spellings_of(self.cls))
             fix = f"nearest: {', '.join(near)}" if near else f"see swift {self.mode} --help-all"
-            self.problems.append(f"{given.subject}: {shown}: unknown flag; {fix}")
-        elif known.changes_nothing(shown):
-            self.notes.append(f"{given.subject}: {shown}: accepted, changes nothing in this version")
+            self.problems.append(f"{where}: unknown flag; {fix}")
+        elif known.changes_nothing(name, shown):
+            self.notes.append(f"{where}: known in ms-swift; this value changes nothing here")
         else:
-            self.problems.append(
-                f"{given.subject}: {shown}: known, not implemented in this version (comes with: {known.part}); "
-                f"leave it out"
-            )
+            self.problems.append(f"{where}: {known.refusal(name)}")
 
     def shown(self, given: Given) -> str:
         """A value as notes and error lines show it: a flag without a value is true, secrets are masked."""
@@ -228,7 +229,7 @@ def _for_flag(flag: Flag, given: Given) -> Any:
         return given.raw
     words = given.raw
     assert isinstance(words, list)
-    if not words and flag.kind == "bool":
+    if not words and (flag.kind == "bool" or "true" in flag.details.values):
         return "true"
     if not words:
         raise ValueError("no value; give one")
@@ -243,59 +244,6 @@ def _is_default(cls: type, given: Given) -> bool:
         return bool(convert(flag, _for_flag(flag, given)) == flag.default)
     except ValueError:
         return False
-
-
-def _complete(args: Any, reader: _Reader, machine: Machine) -> dict[str, str]:
-    """Fills derived values; returns name -> rule."""
-    rules = {**_implied_engine(args, reader), **_from_kwargs(args, reader), **derive(args, machine)}
-    evaluates = getattr(args, "eval_strategy", "no") != "no"
-    if evaluates and not args.val_dataset and not args.split_dataset_ratio:
-        args.eval_strategy = "no"
-        rules["eval_strategy"] = "no: there is no evaluation data"
-        if reader.origins.keys() & {"eval_strategy", "eval_steps"}:
-            reader.notes.append("evaluation: off: neither --val_dataset nor --split_dataset_ratio is given")
-    return rules
-
-
-def _implied_engine(args: Any, reader: _Reader) -> dict[str, str]:
-    """A vLLM mode or a server address asks for vLLM, unless another backend is named."""
-    if not hasattr(args, "rlhf_type"):
-        return {}
-    rules = {}
-    asked = [name for name in ("vllm_mode", "vllm_server_host", "vllm_server_base_url") if getattr(args, name)]
-    if args.infer_backend == "vllm":
-        asked = ["infer_backend"]
-    elif args.infer_backend or args.use_lmdeploy:
-        asked = []
-    if asked and "use_vllm" in reader.origins and not args.use_vllm:
-        reader.problems.append(f"--use_vllm: false: contradicts --{asked[0]}; drop --{asked[0]}, or --use_vllm true")
-    elif asked and not args.use_vllm:
-        args.use_vllm = True
-        rules["use_vllm"] = f"true because --{asked[0]} is given"
-    if args.infer_backend == "lmdeploy" and not args.use_lmdeploy:
-        args.use_lmdeploy = True
-        rules["use_lmdeploy"] = "true because --infer_backend lmdeploy is given"
-    if args.vllm_mode is None and (args.vllm_server_host or args.vllm_server_base_url):
-        args.vllm_mode = "server"
-        rules["vllm_mode"] = "server because its address is given"
-    return rules
-
-
-def _from_kwargs(args: Any, reader: _Reader) -> dict[str, str]:
-    """Entries of `--generation_kwargs` that have a flag become its value; name -> rule."""
-    rules: dict[str, str] = {}
-    for name, value in args.flags_in_kwargs().items() if hasattr(args, "flags_in_kwargs") else ():
-        raw = [str(item) for item in value] if isinstance(value, list) else str(value)
-        try:
-            converted = convert(reader.flags[name], raw)
-        except ValueError as error:
-            reader.problems.append(f"--generation_kwargs: {name}: {value}: {error}")
-            continue
-        if name in reader.origins and getattr(args, name) != converted:
-            reader.notes.append(f"--generation_kwargs: {name}: {value}: beats {reader.origins[name].subject}")
-        setattr(args, name, converted)
-        rules[name] = "from --generation_kwargs"
-    return rules
 
 
 def _ask(args: Any, question: str) -> Iterator[str]:

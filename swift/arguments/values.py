@@ -1,28 +1,35 @@
-"""From text to typed values: the flag's type decides, wherever the text comes from.
+"""From text to typed values: pydantic checks types, choices and ranges, wherever the text comes from.
 
 A raw value is what a layer holds: a text, a list of texts, a map, or None for YAML's null. What is wrong
-travels as `ValueError("<what is wrong>; <fix>")`; the caller knows who said it and where.
+travels as `ValueError("<what is wrong>; <fix>")`; the caller knows who gave it and where.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-import math
-import re
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from swift.errors import suggest
 from swift.flags import Flag
 from swift.observability.secrets import MASK, is_secret, mask_text
 
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
 Raw = str | list[Any] | dict[str, Any] | None
 
-BOOLEANS = {
-    **dict.fromkeys(("true", "1", "yes", "on"), True),
-    **dict.fromkeys(("false", "0", "no", "off"), False),
+_TYPES: dict[str, Any] = {"bool": bool, "int": int, "float": float, "str": str, "dict": dict}
+_WANTED = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a text", "dict": "JSON"}
+_JSON = "write it like '{\"name\": 1}'"
+_PROBLEMS = {
+    "bool_parsing": "not a boolean; valid: true, false",
+    "int_parsing": "not a whole number; give one such as 8",
+    "float_parsing": "not a number; give one such as 0.5 or 1e-6",
+    "finite_number": "not a finite number; give one such as 0.5 or 1e-6",
+    "dict_type": f"JSON, but not a map; {_JSON}",
 }
-"""Spellings of a boolean, in lower case."""
+"""What pydantic's types of errors mean here."""
 
 
 def convert(flag: Flag, raw: Raw) -> Any:
@@ -31,15 +38,43 @@ def convert(flag: Flag, raw: Raw) -> Any:
     Raises:
         ValueError: it is not of the flag's type, not one of its choices, or out of its range.
     """
-    if raw is None and flag.is_list:
-        return []
-    if flag.optional and _means_none(flag, raw):
-        return None
+    from pydantic import ValidationError
+
+    value = _prepared(flag, raw)
+    try:
+        return adapter(flag, flag.choices).validate_python(value)
+    except ValidationError as error:
+        found = error.errors()[0]
+        text, kind, context = found["input"], found["type"], found.get("ctx", {})
+        if kind == "json_invalid":
+            raise ValueError(f"not JSON ({context['error']}); {_JSON}") from None
+        if kind == "literal_error":
+            choices = [str(choice) for choice in flag.choices]
+            fix = "valid: " + ", ".join(choices) if len(choices) <= 4 else suggest(str(text), choices)
+            raise ValueError(f"not a choice; {fix}") from None
+        if kind in _PROBLEMS:
+            raise ValueError(_PROBLEMS[kind]) from None
+        if kind.startswith(("greater_than", "less_than")):
+            raise ValueError(f"out of range; valid: {flag.valid}") from None
+        seen = "nothing" if text is None else "a map" if isinstance(text, dict) else "a list"
+        raise ValueError(f"{seen} where {_WANTED[flag.kind]} is expected; give {_WANTED[flag.kind]}") from None
+
+
+@functools.cache
+def adapter(flag: Flag, choices: tuple[Any, ...]) -> TypeAdapter[Any]:
+    """The reader of a flag by pydantic, with these choices."""
+    from pydantic import Field, Json, TypeAdapter
+
+    kind: Any = Literal[choices] if choices else _TYPES[flag.kind]
+    if not choices and flag.kind in ("int", "float"):
+        limits: dict[str, Any] = {**flag.details.bounds, **({"allow_inf_nan": False} if flag.kind == "float" else {})}
+        kind = Annotated[kind, Field(**limits)]
+    if flag.kind == "dict":
+        kind = Json[dict[Any, Any]] | dict[Any, Any]
+        kind = Annotated[kind, Field(union_mode="left_to_right")]
     if flag.is_list:
-        return [_scalar(flag, item) for item in (raw if isinstance(raw, list) else [raw])]
-    if isinstance(raw, list):
-        raise ValueError(f"{len(raw)} values where one is expected; give one, in quotes if it contains spaces")
-    return _map(raw) if flag.kind == "dict" else _scalar(flag, raw)
+        kind = list[kind]
+    return TypeAdapter(kind | None if flag.optional else kind)
 
 
 def show(raw: Raw) -> str:
@@ -62,66 +97,21 @@ def mask(name: str, value: Any) -> Any:
     return value
 
 
-def _means_none(flag: Flag, raw: Raw) -> bool:
-    if isinstance(raw, str):
-        return raw.lower() in ("none", "null") and "none" not in (*flag.choices, *flag.details.values)
-    return raw is None
+def _prepared(flag: Flag, raw: Raw) -> Any:
+    """A raw value as pydantic takes it: lists for list flags, no other words for values, None where one is meant."""
+    if flag.is_list:
+        return [_word(flag, item) for item in (raw if isinstance(raw, list) else [] if raw is None else [raw])]
+    if isinstance(raw, list):
+        raise ValueError(f"{len(raw)} values where one is expected; give one, in quotes if it contains spaces")
+    text = isinstance(raw, str) and raw.lower()
+    if flag.optional and text in ("none", "null") and "none" not in (*flag.choices, *flag.details.values):
+        return None
+    return _word(flag, raw)
 
 
-def _scalar(flag: Flag, raw: Any) -> Any:
+def _word(flag: Flag, raw: Any) -> Any:
+    """A scalar with the canonical word for a choice, and a number where the choices are numbers."""
     if not isinstance(raw, str):
-        kind = "nothing" if raw is None else "a map" if isinstance(raw, dict) else "a list"
-        raise ValueError(f"{kind} where {_wanted(flag)} is expected; give {_wanted(flag)}")
-    text = flag.details.values.get(raw.lower(), raw)
-    value = _READERS[flag.kind](text)
-    if flag.choices and value not in flag.choices:
-        choices = [str(choice) for choice in flag.choices]
-        fix = "valid: " + ", ".join(choices) if len(choices) <= 4 else suggest(text, choices)
-        raise ValueError(f"not a choice; {fix}")
-    if flag.kind in ("int", "float") and not flag.details.range.holds(value):
-        raise ValueError(f"out of range; valid: {flag.details.range}")
-    return value
-
-
-def _wanted(flag: Flag) -> str:
-    return {"bool": "true or false", "int": "a whole number", "float": "a number"}.get(flag.kind, "a text")
-
-
-def _bool(text: str) -> bool:
-    try:
-        return BOOLEANS[text.lower()]
-    except KeyError:
-        raise ValueError("not a boolean; valid: true, false") from None
-
-
-def _int(text: str) -> int:
-    if not re.fullmatch(r"[+-]?\d+", text):
-        raise ValueError("not a whole number; give one such as 8")
-    return int(text)
-
-
-def _float(text: str) -> float:
-    try:
-        number = float(text.replace("_", "x"))  # Python would read 1_0 as 10
-    except ValueError:
-        raise ValueError("not a number; give one such as 0.5 or 1e-6") from None
-    if not math.isfinite(number):
-        raise ValueError("not a finite number; give one such as 0.5 or 1e-6")
-    return number
-
-
-def _map(raw: Any) -> dict[str, Any]:
-    if isinstance(raw, dict):
         return raw
-    try:
-        value = json.loads(raw or "")
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"not JSON ({error.msg} at character {error.pos + 1}); write it like '{{\"name\": 1}}'"
-        ) from None
-    if not isinstance(value, dict):
-        raise ValueError("JSON, but not a map; write it like '{\"name\": 1}'")
-    return value
-
-
-_READERS: dict[str, Callable[[str], Any]] = {"bool": _bool, "int": _int, "float": _float, "str": str}
+    word = flag.details.values.get(raw.lower(), raw)
+    return next((choice for choice in flag.choices if str(choice) == word), word)

@@ -1,7 +1,7 @@
 """`--dry_run true`: everything that can be wrong before weights are loaded, and the plan of the run, in words.
 
-Reads the data set and the tokenizer, calls the reward functions on gold and empty answers of the first rows, and
-does the arithmetic. No weights are loaded and no file is written.
+Reads the data set and the tokenizer, calls the reward functions on the ground truths and empty answers of the first
+rows, and does the arithmetic. No weights are loaded and no file is written.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from swift.rollout import placement
 if TYPE_CHECKING:
     from swift.arguments import Resolved
     from swift.rewards import RewardPipeline
-    from swift.rewards.probing import ProbeResult
+    from swift.rewards.worker import Outcome
     from swift.types import Prompt
 
 CHECKED_ROWS = 64
@@ -35,8 +35,9 @@ def rehearse_rlhf(resolved: Resolved) -> int:
     """
     from swift.data import load_prompts, open_prompts
     from swift.models import load_chat
+    from swift.models.policy import check_targets
     from swift.rewards import RewardPipeline
-    from swift.rollout.custom_rollout import load_rollout_func
+    from swift.rollout.rollout_function import load_rollout_func
     from swift.trainers.engines import require_backend
     from swift.trainers.grpo import (
         batch_line,
@@ -46,12 +47,15 @@ def rehearse_rlhf(resolved: Resolved) -> int:
         prefetch_depth,
         require_whole_weights,
     )
+    from swift.trainers.run_checks import check_run
     from swift.trainers.session import find_start, require_packages
 
     args: Any = resolved.args
     require_packages(args)
-    where = [*_place(resolved), *find_start(args, resolved.to_json()).notes]
+    placed = _place(resolved)
+    where = [placement.describe(placed), *placed.notes, *find_start(args, resolved.to_json()).notes]
     template = load_chat(args)
+    check_targets(args)
     limits = {
         "tokenize": template.encode_prompt,
         "max_prompt_length": max_prompt_length(args),
@@ -69,6 +73,7 @@ def rehearse_rlhf(resolved: Resolved) -> int:
         max_completion_length=args.max_completion_length,
         tokenizer_path=template.tokenizer.name_or_path,
     )
+    check_run(args, placed.mode, rewards, plan)
     prefetch_depth(args, plan)
     require_backend(args)
     if args.rollout_func is not None:
@@ -88,20 +93,23 @@ def rehearse_sft(resolved: Resolved) -> int:
         ConfigError: settings, data or rows.
     """
     from swift.models import load_chat
+    from swift.models.policy import check_targets
     from swift.trainers.session import find_start, require_packages
     from swift.trainers.sft import encode, plan_line
 
     args: Any = resolved.args
     require_packages(args)
-    where = [*_place(resolved), *find_start(args, resolved.to_json()).notes]
+    placed = _place(resolved)
+    where = [placement.describe(placed), *placed.notes, *find_start(args, resolved.to_json()).notes]
+    check_targets(args)
     train, _, lines = encode(args, load_chat(args))
     plan = plan_line(args, len(train), launcher.world_size(os.environ))
     show(resolved, [*where, plan, *lines])
     return 0
 
 
-def _place(resolved: Resolved) -> list[str]:
-    """The placement plan and its notes."""
+def _place(resolved: Resolved) -> placement.Placement:
+    """Where engines and trainers would be."""
     from swift.trainers.engines import attention_heads
 
     accelerators, kind = count_accelerators()
@@ -114,8 +122,7 @@ def _place(resolved: Resolved) -> list[str]:
         prefetch_given=resolved.provenance.get("prefetch_depth", {}).get("source", "default") != "default",
         heads=lambda: attention_heads(resolved.args),
     )
-    plan = placement.place(request)
-    return [placement.describe(plan), *plan.notes]
+    return placement.place(request)
 
 
 def _lengths(prompts: Sequence[Prompt]) -> str:
@@ -127,14 +134,14 @@ def _lengths(prompts: Sequence[Prompt]) -> str:
 
 
 def _rewards(rewards: RewardPipeline, prompts: Sequence[Prompt]) -> list[str]:
-    """What each reward gives for the gold and for the empty answer of the first rows."""
-    from swift.rewards.selfcheck import probe
-    from swift.types import RolloutGroup, TrainerProgress
+    """What each reward gives for the ground truth and for the empty answer of the first rows."""
+    from swift.rewards.selfcheck import made_up_group, start_up_texts
+    from swift.types import TrainerProgress
 
     groups = [
-        RolloutGroup(answer.request_id, launch_index=-1, launch=0, prompt=prompt, completions=[answer])
+        made_up_group(prompt, [text], f"dry-run-{index}-{number}")
         for index, prompt in enumerate(prompts[:CALLED_ROWS])
-        for answer in probe(prompt, index).completions
+        for number, text in enumerate(start_up_texts(prompt))
     ]
     results = rewards.probe_each(groups, TrainerProgress(global_step=0, max_steps=0, epoch=0.0))
     lines = []
@@ -142,14 +149,14 @@ def _rewards(rewards: RewardPipeline, prompts: Sequence[Prompt]) -> list[str]:
         line = f"reward {name}: weight {weight:g}"
         if index < len(results):
             shown = [_shown(result) for result in results[index]]
-            line += f"; gold answers of the first rows: {' '.join(shown[::2])}; empty answers: {' '.join(shown[1::2])}"
+            line += f"; ground truths of the first rows: {' '.join(shown[::2])}; empty answers: {' '.join(shown[1::2])}"
         else:
             line += "; a model, not loaded in a dry run"
         lines.append(line)
     return lines
 
 
-def _shown(result: ProbeResult) -> str:
+def _shown(result: Outcome) -> str:
     """A value, `none` where the function does not apply, or what went wrong."""
     if result.kind != "ok":
         return f"{result.kind} ({result.detail})"

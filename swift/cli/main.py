@@ -2,46 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import swift
 from swift.cli.boundary import guarded
+from swift.cli.mode import MODES, start
 from swift.errors import ConfigError, suggest
 from swift.startup import QuickEnd
-
-
-@dataclass(frozen=True, slots=True)
-class Mode:
-    """A mode of the command line: the module whose `run(argv)` does it, and one line for `swift --help`."""
-
-    module: str
-    summary: str
-
-
-MODES = {
-    "rlhf": Mode("swift.cli.rlhf", "online RL training (--rlhf_type grpo)"),
-    "sft": Mode("swift.cli.sft", "supervised fine-tuning"),
-    "rollout": Mode("swift.cli.rollout", "a generation server for trainers on other machines"),
-    "reward-test": Mode("swift.cli.reward_test", "try reward functions on a dataset, without a model"),
-    "infer": Mode("swift.cli.infer", "generate, interactively or over a dataset"),
-    "export": Mode("swift.cli.export", "convert a model or fold an adapter in"),
-    "merge-lora": Mode("swift.cli.merge_lora", "fold a LoRA adapter into its base model"),
-    "config-schema": Mode("swift.cli.config_schema", "print the JSON schema of a mode's flags"),
-}
-PLANNED = {
-    "pt": "pre-training",
-    "doctor": "environment check",
-    "plan": "memory and time plan",
-    "view": "browse completions",
-    "agent-docs": "docs for programs",
-    "sample": "sampling",
-    "eval": "benchmarks",
-    "deploy": "serving",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,7 +38,7 @@ def route(words: Sequence[str]) -> int | None:
     """Runs the mode that `words` name.
 
     Raises:
-        ConfigError: no mode, an unknown one, or one that is planned only.
+        ConfigError: no mode, or an unknown one.
     """
     if not words:
         raise ConfigError(f"mode: none given; valid: {', '.join(MODES)}; `swift --help` explains them")
@@ -81,16 +50,18 @@ def route(words: Sequence[str]) -> int | None:
         print(f"swift {swift.__version__}")
         return 0
     name = first.replace("_", "-")
-    if name in PLANNED:
-        raise ConfigError(f"{name}: {PLANNED[name]}: planned, not in this version; available: {', '.join(MODES)}")
     if name not in MODES:
-        raise ConfigError(f"mode: {first}: unknown; {suggest(name, [*MODES, *PLANNED])}")
-    return importlib.import_module(MODES[name].module).run(list(words[1:]))
+        from swift.arguments.known import is_known_mode
+
+        if is_known_mode(name):
+            raise ConfigError(f"mode: {first}: known in ms-swift, not supported here; valid: {', '.join(MODES)}")
+        raise ConfigError(f"mode: {first}: unknown; {suggest(name, list(MODES))}")
+    return start(name, list(words[1:]))
 
 
 def overview() -> str:
     """The text of `swift --help`."""
-    width = max(map(len, [*MODES, *PLANNED]))
+    width = max(map(len, MODES))
     lines = [
         f"swift {swift.__version__}: RL post-training of language models from one command line",
         "",
@@ -98,9 +69,6 @@ def overview() -> str:
         "",
         "modes:",
         *(f"  {name:<{width}}  {mode.summary}" for name, mode in MODES.items()),
-        "",
-        "planned, not in this version:",
-        *(f"  {name:<{width}}  {summary}" for name, summary in PLANNED.items()),
         "",
         "swift <mode> --help          the everyday flags of a mode",
         "swift <mode> --help-all      all of them",

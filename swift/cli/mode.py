@@ -1,63 +1,90 @@
-"""How a mode starts: help, parse, the `ENV:` block, checks, worker processes, and then its function."""
+"""The table of modes, and how each starts: help, parse, the `ENV:` block, checks, worker processes, its function."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from swift.cli import launcher
-from swift.errors import join_problems
+from swift.startup import collector_resting
 
 if TYPE_CHECKING:
     from swift.arguments import Resolved
 
-Action = Callable[["Resolved"], "int | None"]
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """A mode of the command line.
+
+    summary: one line for `swift --help`. action: `module:function` that takes the resolved settings and returns the
+    exit code, None for 0. dry_run: the same for `--dry_run true`. workers: whether NPROC_PER_NODE and NNODES start
+    processes of this mode. first: the setting that a first word without dashes gives.
+    """
+
+    summary: str
+    action: str
+    dry_run: str | None = None
+    workers: bool = False
+    first: str | None = None
 
 
-def start(mode: str, words: Sequence[str], action: Callable[[], Action], *, workers: bool = False) -> int | None:
-    """Runs one mode.
+MODES = {
+    "rlhf": Mode(
+        "online RL training (--rlhf_type grpo)", "swift.trainers.grpo:run", "swift.cli.dry_run:rehearse_rlhf", True
+    ),
+    "sft": Mode("supervised fine-tuning", "swift.trainers.sft:run", "swift.cli.dry_run:rehearse_sft", True),
+    "rollout": Mode("generation server for trainers on other machines", "swift.cli.rollout:run"),
+    "reward-test": Mode("try reward functions on a dataset, without a model", "swift.rewards.reward_test:run"),
+    "infer": Mode("generate, interactively or over a dataset", "swift.rollout.infer:run", workers=True),
+    "export": Mode("merge an adapter into its base model", "swift.models.export:run"),
+    "merge-lora": Mode("merge an adapter into its base model (= export --merge_lora true)", "swift.models.export:run"),
+    "config-schema": Mode("print the JSON schema of a mode's flags", "swift.cli.mode:print_schema", first="mode"),
+}
 
-    Args:
-        mode: name of the mode, as `swift.arguments` knows it.
-        words: the command line after the mode.
-        action: imports and returns what does the work; called only when everything is checked.
-        workers: whether NPROC_PER_NODE and NNODES start processes of this mode.
 
-    Returns:
-        The exit code, None for 0.
+def start(name: str, words: Sequence[str]) -> int | None:
+    """Runs the mode `name` with the words after it; returns the exit code, None for 0.
 
     Raises:
         ConfigError: all that is wrong with the settings, before anything heavy is loaded.
     """
-    resolved = resolve(mode, words)
+    mode = MODES[name]
+    if mode.first and words and not words[0].startswith("-"):
+        words = [f"--{mode.first}", *words]
+    resolved = resolve(name, words)
     if resolved is None:
         return 0
+    dry = mode.dry_run is not None and resolved.args.dry_run
     plan = launcher.plan_launch(os.environ)
-    if plan is not None and not workers:
-        resolved.notes.append(f"NPROC_PER_NODE, NNODES: {plan.world_size} processes: {mode} runs in one")
-    if plan is not None and workers and not getattr(resolved.args, "dry_run", False):
+    if plan is not None and not mode.workers:
+        resolved.notes.append(f"NPROC_PER_NODE, NNODES: {plan.world_size} processes: {name} runs in one")
+    elif plan is not None and not dry:
         from swift.cli.devices import count_accelerators
 
         launcher.check_accelerators(plan.local_ranks, count_accelerators()[0])
-        return launcher.launch([sys.executable, "-m", "swift", mode, *words], plan, environ=os.environ)
+        return launcher.launch([sys.executable, "-m", "swift", name, *words], plan, environ=os.environ)
     if os.environ.get("RANK", "0") == "0":
         for note in resolved.notes:
             print(f"swift: {note}", file=sys.stderr)
-    return action()(resolved)
+    if not dry:
+        return _call(mode.action, resolved)
+    with collector_resting():
+        return _call(str(mode.dry_run), resolved)
 
 
 def resolve(mode: str, words: Sequence[str]) -> Resolved | None:
     """The mode's settings, with the variables of a config's `ENV:` block set; None when help was printed."""
-    from swift.arguments import parse
-
     if (text := help_wanted(mode, words)) is not None:
         print(text.rstrip("\n"))
         return None
+    from swift.arguments import parse
+
     resolved = parse(mode, words, os.environ)
     os.environ.update(resolved.environment)
-    join_problems(resolved.later())
     if resolved.args.debug:
         os.environ["SWIFT_DEBUG"] = "1"  # a config file may ask for it as well
     return resolved
@@ -65,16 +92,29 @@ def resolve(mode: str, words: Sequence[str]) -> Resolved | None:
 
 def help_wanted(mode: str, words: Sequence[str]) -> str | None:
     """The text that `--help`, `--help-all` or `--help <flag>` asks for; None without such a word."""
-    for index, word in enumerate(words):
-        if word in ("-h", "--help") or word.startswith("--help="):
-            from swift.arguments.help import render, render_flag
+    asked = [index for index, word in enumerate(words) if word.partition("=")[0] in ("-h", "--help")]
+    if not asked and not {"--help-all", "--help_all"} & set(words):
+        return None
+    from swift.arguments.help import load_named_plugins, render, render_flag
 
-            _, equals, flag = word.partition("=")
-            if not equals and index + 1 < len(words):
-                flag = words[index + 1]
-            return render_flag(mode, flag) if flag else render(mode)
-        if word.replace("_", "-") == "--help-all":
-            from swift.arguments.help import render
+    load_named_plugins(mode, words)
+    if not asked:
+        return render(mode, everyday=False)
+    following = words[asked[0] + 1 : asked[0] + 2]
+    flag = words[asked[0]].partition("=")[2] or (following[0] if following else "")
+    return render_flag(mode, flag) if flag.strip("-") and flag != "--external_plugins" else render(mode)
 
-            return render(mode, everyday=False)
-    return None
+
+def print_schema(resolved: Resolved) -> None:
+    """`swift config-schema [mode]`."""
+    import json
+
+    from swift.arguments.schema import json_schema
+
+    print(json.dumps(json_schema(resolved.args.mode), indent=2))
+
+
+def _call(function: str, resolved: Resolved) -> int | None:
+    module, _, name = function.partition(":")
+    code: int | None = getattr(importlib.import_module(module), name)(resolved)
+    return code

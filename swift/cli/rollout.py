@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from swift.cli.mode import start
 from swift.startup import collector_resting
 
 if TYPE_CHECKING:
     from swift.arguments import Resolved
 
 
-def run(words: Sequence[str]) -> int | None:
-    """The mode; returns the exit code."""
-    return start("rollout", words, lambda: _serve)
-
-
-def _serve(resolved: Resolved) -> int | None:
+def run(resolved: Resolved) -> int | None:
+    """Serves until a signal comes, or prints the plan in a dry run."""
     with collector_resting():
         from swift.rollout.server.run import bind, check, serve
 

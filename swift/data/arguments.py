@@ -16,8 +16,8 @@ class HubArguments:
     GROUP: ClassVar[str] = "Data"
 
     use_hf: bool = flag(False)
-    """Take hub ids of models and datasets from Hugging Face instead of ModelScope. The environment variable
-    USE_HF=1 does the same."""
+    """Whether hub ids of models and datasets are looked up on Hugging Face instead of ModelScope. USE_HF=1 does the
+    same."""
 
 
 @dataclass(kw_only=True)
@@ -27,50 +27,41 @@ class DataArguments(HubArguments):
     GROUP: ClassVar[str] = "Data"
 
     dataset: list[str] = flag([])
-    """Training data, one or several of `[hf::|ms::]id_or_path[:subset][#n]` or `reasoning_gym:<task>[#n]`. A
-    path is a jsonl, json, csv or parquet file or a folder of them; `#n` takes n random rows."""
+    """Training data: one or several of `[hf::|ms::]id_or_path[:subset][#n]` or `reasoning_gym:<task>[#n]`. A path is a
+    jsonl, json, csv or parquet file or a folder; `#n` takes n random rows."""
 
     val_dataset: list[str] = flag([])
     """Evaluation data, written like `--dataset`."""
 
     split_dataset_ratio: float = flag(0.0, at_least=0, below=1)
-    """Share of the training rows split off for evaluation when there is no `--val_dataset`. The split is
-    written to val_dataset.jsonl; 3.x used 0.01."""
+    """Share of the training rows split off for evaluation, written to val_dataset.jsonl. 0.01 if `--eval_steps` is
+    given without evaluation data."""
 
     columns: dict[str, Any] = flag({})
-    """Columns to rename, as JSON such as `{"answer":"solution"}`. Every other column keeps its name and reaches
-    the reward functions under it."""
+    """Columns to rename, as JSON such as `{"answer":"solution"}`. Other columns keep their names."""
 
     system: str | None = flag(unset="the chat template's own")
-    """System prompt, as text or the path of a text file. A row's own system prompt wins; a missing .txt or .md
-    file is looked up among the shipped examples."""
+    """System prompt: text, or the path of a text file or shipped example. A row's own system prompt has precedence."""
 
     strict: bool = flag(False)
-    """Stop at the first bad row instead of skipping and counting it."""
+    """Whether the first bad row stops the run. false skips and counts bad rows."""
 
     dataset_shuffle: bool = flag(True)
-    """Visit the rows in random order, new in each epoch. false also makes `#n` take the first n rows."""
+    """Whether rows are visited in random order, new in each epoch. If false, `#n` takes the first n rows."""
 
     interleave_prob: list[float] = flag([], above=0, at_most=1, everyday=False)
-    """Shares of the rows that come from each `--dataset`, adding up to 1; without it all rows of all are used."""
+    """Shares of the rows that come from each `--dataset`, adding up to 1. If empty, all rows of all are used."""
 
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = flag(
         "first_exhausted", everyday=False, needs="interleave_prob"
     )
-    """Where mixed datasets end: with the first one that has no row left, or once every row of all was used, the
-    shorter ones repeated."""
-
-    streaming: bool = flag(False, everyday=False)
-    """Read rows while training instead of before it. Needs `--max_steps`."""
-
-    shuffle_buffer_size: int = flag(1000, at_least=1, everyday=False, needs="streaming")
-    """Rows among which a stream is shuffled."""
+    """End of mixed datasets: when the first has no row left, or when every row was used, shorter datasets repeated."""
 
     dataset_num_proc: int = flag(1, at_least=1, everyday=False)
-    """Processes that prepare the rows."""
+    """Number of processes that prepare rows."""
 
     seed: int = flag(42, at_least=0, group="Optimization")
-    """Seed of everything random in the run: fresh weights, sampling, data order."""
+    """Seed of weights, sampling and data order."""
 
     data_seed: int | None = flag(at_least=0, group="Optimization", everyday=False)
     """Seed of row selection and row order."""
@@ -92,17 +83,23 @@ class DataArguments(HubArguments):
 class PromptArguments(DataArguments):
     """Rows that completions are sampled for, and the order in which they are used."""
 
+    streaming: bool = flag(False, everyday=False)
+    """Whether rows are read while training. Needs `--max_steps`."""
+
+    shuffle_buffer_size: int = flag(1000, at_least=1, everyday=False, needs="streaming")
+    """Number of rows among which a stream is shuffled."""
+
     curriculum_column: str | None = flag(everyday=False, unset="no curriculum")
-    """Column of numbers by which the rows of each epoch are ordered, such as a difficulty. With `--dataset_shuffle`
-    rows of one stage are in random order, new in each epoch."""
+    """Column of numbers that orders the rows of each epoch, such as a difficulty. `--dataset_shuffle` shuffles rows of
+    equal rank."""
 
     curriculum_order: Literal["ascending", "descending"] = flag("ascending", everyday=False, needs="curriculum_column")
-    """Whether small or large numbers of `--curriculum_column` come first."""
+    """Order of `--curriculum_column`."""
 
     curriculum_bins: int | None = flag(
         at_least=1, everyday=False, needs="curriculum_column", unset="each different number is a stage"
     )
-    """Stages of about equally many rows, instead of one for each different number."""
+    """Number of stages of about equal size."""
 
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one line each."""

@@ -98,7 +98,7 @@ def load_rows(args: DataArguments, split: Split, *, purpose: Purpose = "chat") -
         ConfigError: anything wrong with a dataset, file, column, or (strict) row.
         ResourceError: a hub does not answer or a package is missing.
     """
-    if args.streaming:
+    if getattr(args, "streaming", False):
         raise ConfigError("--streaming: true: this mode needs all rows at once; drop --streaming")
     if split == "val" and not args.val_dataset:
         return _split_off(args, purpose, keep="val") if args.split_dataset_ratio else Rows([], DataReport("val"))

@@ -31,7 +31,7 @@ from swift.types import Prompt
 if TYPE_CHECKING:
     import numpy as np
 
-    from swift.data.arguments import DataArguments
+    from swift.data.arguments import PromptArguments
 
 PEEKED_ROWS = 64
 """Rows of a streamed dataset that are looked at to learn its columns."""
@@ -149,7 +149,7 @@ class StreamingPrompts:
 
     def __init__(
         self,
-        args: DataArguments,
+        args: PromptArguments,
         *,
         tokenize: Tokenize,
         max_prompt_length: int | None,
@@ -315,7 +315,7 @@ def shuffled(rows: Iterator[Example], size: int, seed: int, epoch: int) -> Itera
 
 
 def open_prompts(
-    args: DataArguments,
+    args: PromptArguments,
     *,
     tokenize: Tokenize,
     max_prompt_length: int | None,

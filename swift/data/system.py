@@ -33,7 +33,7 @@ def resolve_system(value: str | None) -> tuple[str | None, list[str]]:
         return value, []
     if file.is_file():
         return _text(file, value), []
-    shipped = _shipped(file)
+    shipped = shipped_example(file)
     if shipped is None:
         raise ConfigError(f"--system: {value}: no such file, nor among the shipped examples; {beside(file)}")
     return _text(shipped, value), [f"system prompt: {value} is not here; read the shipped {shipped}"]
@@ -54,7 +54,7 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _shipped(file: Path) -> Path | None:
+def shipped_example(file: Path) -> Path | None:
     """`file` among the examples: by its path from `examples/` on, or by a bare name that occurs once."""
     parts = file.parts
     for examples in _SHIPPED:

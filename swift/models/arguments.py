@@ -16,39 +16,37 @@ class CheckpointArguments(HubArguments):
     GROUP: ClassVar[str] = "Model"
 
     model: str | None = flag(unset="the base model that --adapters name")
-    """The model: a local folder or a hub id. Required unless `--adapters` say which model they were trained
-    on."""
+    """Local folder or hub id of the model."""
 
     model_revision: str | None = flag(everyday=False, unset="the hub's default branch")
     """Branch, tag or commit of a hub model."""
 
     model_type: str | None = flag(everyday=False, unset="read from config.json")
-    """Architecture, in transformers' words, when config.json names another one."""
+    """Architecture, in transformers' names, if config.json has another one."""
 
     template: str | None = flag(unset="the tokenizer's own")
-    """Chat template by name, instead of the one that comes with the tokenizer."""
+    """Name of a chat template that replaces the tokenizer's own."""
 
     chat_template_kwargs: dict[str, Any] = flag({}, everyday=False)
-    """Variables for the chat template, as JSON such as `{"enable_thinking": false}`; used wherever a chat becomes
-    tokens."""
+    """Variables of the chat template, as JSON such as `{"enable_thinking": false}`."""
 
     torch_dtype: Literal["bfloat16", "float16", "float32"] | None = flag(
         aliases=("dtype",), values={"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
     )
-    """Precision of the weights and of the arithmetic; float16 not in reinforcement learning."""
+    """Precision of weights and arithmetic. float16 is for sft only."""
 
     attn_impl: Literal["sdpa", "eager", "flash_attn", "flex_attention"] = flag(
-        "sdpa", values={"flash_attention_2": "flash_attn"}, everyday=False
+        "sdpa", aliases=("attn_implementation",), values={"flash_attention_2": "flash_attn"}, everyday=False
     )
-    """Attention implementation; eager where an architecture has no sdpa, or caps its scores. flash_attn needs its
-    package and a GPU."""
+    """Attention implementation. eager is used if an architecture has no sdpa or caps its scores. flash_attn needs its
+    package and a GPU; flash_attn and flex_attention compute padded rows."""
 
     adapters: list[str] = flag([])
-    """Folders of LoRA adapters to start from. With LoRA the one adapter is trained on; with full tuning and in
-    inference all are folded into the weights, in order."""
+    """Folders of LoRA adapters to start from. LoRA trains one further; otherwise all are merged into the weights, in
+    order."""
 
     trust_remote_code: bool = flag(False, everyday=False)
-    """Run Python code that comes with a model. Read that code first."""
+    """Whether Python code of a model's repository may run."""
 
 
 @dataclass(kw_only=True)
@@ -56,27 +54,25 @@ class TunerArguments(CheckpointArguments):
     """What of the model is trained."""
 
     tuner_type: Literal["lora", "full"] = flag("lora", aliases=("train_type",))
-    """Train a low-rank adapter or all weights. LoRA (arXiv:2106.09685) needs far less memory and a ten times
-    higher learning rate."""
+    """Trained weights: a low-rank adapter (LoRA, arXiv:2106.09685) or all."""
 
     lora_rank: int = flag(8, at_least=1, needs="tuner_type=lora")
     """Rank of the LoRA matrices."""
 
     lora_alpha: float = flag(32.0, above=0, needs="tuner_type=lora")
-    """LoRA scale; the adapter's output is multiplied by lora_alpha / lora_rank."""
+    """Scale of LoRA: the adapter's output is multiplied by lora_alpha / lora_rank."""
 
     lora_dropout: float | None = flag(at_least=0, below=1, everyday=False, needs="tuner_type=lora")
-    """Dropout in front of the LoRA matrices. Reinforcement learning compares log-probs, so there it is off
-    unless given."""
+    """Dropout before the LoRA matrices."""
 
     target_modules: list[str] = flag(["all-linear"], everyday=False, needs="tuner_type=lora")
-    """Modules that get LoRA matrices; all-linear means every linear layer but the output head."""
+    """Modules with LoRA matrices. all-linear is every linear layer but the output head."""
 
     modules_to_save: list[str] = flag([], everyday=False, needs="tuner_type=lora")
-    """Modules that are trained in full and saved beside the adapter, such as embed_tokens."""
+    """Modules trained in full and saved beside the adapter, such as embed_tokens."""
 
     gradient_checkpointing: bool = flag(True)
-    """Recompute activations in the backward pass: much less memory for about a third more time."""
+    """Whether activations are recomputed in the backward pass: less memory, about a third more time."""
 
     gradient_checkpointing_kwargs: dict[str, Any] = flag({}, everyday=False, needs="gradient_checkpointing")
     """Options of torch's checkpointing, as JSON such as `{"use_reentrant": false}`."""
@@ -87,5 +83,5 @@ class ModelArguments(TunerArguments):
     """The policy and its reference."""
 
     ref_model: str | None = flag(everyday=False, unset="the policy as it starts")
-    """Model or adapter folder that the KL term compares the policy with. Without it LoRA uses the policy with
-    its adapter off, full tuning a frozen copy; with `--beta 0` there is none."""
+    """Model or adapter folder of the KL reference. If not given, LoRA turns its adapter off and full tuning keeps a
+    frozen copy; `--beta 0` needs none."""

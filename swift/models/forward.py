@@ -126,6 +126,8 @@ def choose_attention(model: nn.Module) -> str | None:
     if is_packed(model):
         return None
     base = transformers_model(model)
+    if (chosen := base.config.get_text_config()._attn_implementation) in ("flash_attention_2", "flex_attention"):
+        return f"--attn_impl asks for {chosen}, which computes padded rows"
     if has_soft_cap(base.config) and base.config.get_text_config()._attn_implementation == "sdpa":
         base.set_attn_implementation("eager")
     obstacle = packing_obstacle(model)

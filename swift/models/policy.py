@@ -260,6 +260,26 @@ def _with_lora(model: Any, source: ModelSource, args: TunerArguments) -> Any:
     return policy
 
 
+def check_targets(args: TunerArguments) -> None:
+    """Refuses `--target_modules` that the model does not have, without loading its weights.
+
+    Raises:
+        ConfigError: no module has one of the names.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    if args.tuner_type != "lora" or list(args.target_modules) in ([], ["all-linear"]):
+        return
+    source = locate(args)
+    with torch.device("meta"), quiet_loading():
+        model = AutoModelForCausalLM.from_config(
+            load_config(source.base, args), trust_remote_code=args.trust_remote_code
+        )
+    if not source.adapters:
+        _with_lora(model, source, args)
+
+
 def linear_names(model: nn.Module) -> list[str]:
     """The last name parts of a model's linear layers, without the output head: what LoRA can target."""
     from torch import nn

@@ -12,7 +12,7 @@ here on every device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -138,12 +138,12 @@ class _Block:
             return self._attend(*tables, heads=heads, scale=scale, variant=variant, rows=slice(None))
         num_rows = self._query_index.shape[0]
         step = max(1, SCORES // (heads[0] * self.longest * (self.num_before + self.longest)))
-        attend = partial(self._attend, heads=heads, scale=scale, variant=variant)
+        compute: Callable[..., Tensor] = partial(self._attend, heads=heads, scale=scale, variant=variant)
         parts = [slice(first, first + step) for first in range(0, num_rows, step)]
         if not torch.is_grad_enabled():
-            return torch.cat([attend(*tables, rows=rows) for rows in parts])
+            return torch.cat([compute(*tables, rows=rows) for rows in parts])
         # inner results are not kept but made again
-        again = partial(checkpoint, attend, *tables, use_reentrant=False, preserve_rng_state=False)
+        again = partial(checkpoint, compute, *tables, use_reentrant=False, preserve_rng_state=False)
         return torch.cat([again(rows=rows) for rows in parts])
 
     def _attend(

@@ -17,7 +17,7 @@ REPEAT_FACTOR = 4
 """The next warning of a kind comes after this many times as many steps in a row."""
 
 REWARD_FAILURES = ("health/reward_failed/", "health/reward_timeout/")
-GOLD_COUNTERS = {"health/gold_unparsed": "gold unparseable", "health/gold_missing": "gold missing"}
+TRUTH_COUNTERS = {"health/gold_unparsed": "ground truth unparsed", "health/gold_missing": "ground truth missing"}
 
 
 class HealthMonitor:
@@ -86,13 +86,13 @@ class HealthMonitor:
 
     def _count(self, metrics: Mapping[str, float]) -> None:
         for name in metrics:
-            if name.startswith(REWARD_FAILURES) or (name in GOLD_COUNTERS and metrics[name]):
+            if name.startswith(REWARD_FAILURES) or (name in TRUTH_COUNTERS and metrics[name]):
                 self._sums[name] = self._sums.get(name, 0.0) + metrics[name]
 
     # --- what is said -------------------------------------------------------------------------------------------
 
     def _equal_rewards(self, length: int, metrics: Mapping[str, float], diagnosis: Sequence[str]) -> str:
-        causes = list(diagnosis) or [*_constant_functions(metrics), *self._gold_faults()]
+        causes = list(diagnosis) or [*_constant_functions(metrics), *self._truth_faults()]
         if metrics.get("excluded"):
             causes.append(f"{metrics['excluded']:.0f} completions excluded in this step")
         if metrics.get("completions/clipped_ratio", 0.0) >= 1.0:
@@ -103,8 +103,8 @@ class HealthMonitor:
             "try easier or harder prompts, a higher --temperature, a larger --num_generations or a graded reward"
         )
 
-    def _gold_faults(self) -> list[str]:
-        return [f"{words} {self._sums[name]:.0f} times" for name, words in GOLD_COUNTERS.items() if name in self._sums]
+    def _truth_faults(self) -> list[str]:
+        return [f"{words} {self._sums[name]:.0f} times" for name, words in TRUTH_COUNTERS.items() if name in self._sums]
 
     def _zero_gradient(self, length: int, metrics: Mapping[str, float]) -> str:
         if metrics.get("reward_std") == 0.0:

@@ -10,31 +10,38 @@ A plugin file is plain Python. It imports what it extends and assigns to a regis
 
     orms["short"] = Short
 
-`--external_plugins my_plugin.py --reward_funcs short` then uses it. Nothing in this package imports torch.
+`--external_plugins my_plugin.py --reward_funcs short` then uses it. `losses`, `advantages`, `optimizers`, `backends`
+and `rollout_functions` work alike. Nothing in this package imports torch or another part of `swift`.
 """
 
+from swift.plugin.loader import load_external_plugins
 from swift.plugin.registry import (
     ORM,
+    REGISTRIES,
     AsyncORM,
     Registry,
-    advantage_estimators,
+    advantages,
+    backends,
     inference_backends,
     losses,
+    optimizers,
     orms,
     rollout_funcs,
+    rollout_functions,
 )
-
-from swift.plugin.loader import load_external_plugins  # isort: skip
-import swift.rewards.functions  # noqa: F401  registers the built-in functions
 
 __all__ = [
     "ORM",
+    "REGISTRIES",
     "AsyncORM",
     "Registry",
-    "advantage_estimators",
+    "advantages",
+    "backends",
     "inference_backends",
     "load_external_plugins",
     "losses",
+    "optimizers",
     "orms",
     "rollout_funcs",
+    "rollout_functions",
 ]

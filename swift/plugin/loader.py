@@ -15,14 +15,13 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from swift.errors import ConfigError, join_problems, nearest
-from swift.plugin.registry import orms
+from swift.plugin.registry import REGISTRIES, Recorded, register_again, registering
 
 logger = logging.getLogger("swift.plugin")
 
-_loaded: dict[str, dict[str, Any]] = {}  # module name -> what the plugin registered
+_loaded: dict[str, Recorded] = {}  # module name -> what the plugin registered
 
 
 def load_external_plugins(paths: Sequence[str | Path]) -> list[ModuleType]:
@@ -41,7 +40,7 @@ def load_external_plugins(paths: Sequence[str | Path]) -> list[ModuleType]:
             raises while it is imported or registers a name of another plugin.
     """
     modules: dict[Path, ModuleType] = {}
-    owners: dict[str, str] = {}
+    owners: dict[tuple[str, str], str] = {}
     problems: list[str] = []
     for given in paths:
         path = Path(given).expanduser().resolve()
@@ -57,11 +56,12 @@ def load_external_plugins(paths: Sequence[str | Path]) -> list[ModuleType]:
         except ConfigError as error:
             problems += error.problems
             continue
-        for name in _loaded[module_name(path)]:
-            if owners.setdefault(name, str(given)) != str(given):
+        for place in _loaded[module_name(path)]:
+            if owners.setdefault(place, str(given)) != str(given):
+                key, name = place
                 problems.append(
-                    f"--external_plugins: {given}: registers {name!r}, which {owners[name]} registers too; "
-                    f"rename one of them"
+                    f"--external_plugins: {given}: registers the {REGISTRIES[key].kind} {name!r}, which "
+                    f"{owners[place]} registers too; rename one of them"
                 )
     join_problems(problems)
     return list(modules.values())
@@ -93,8 +93,7 @@ def _file_problem(path: Path, given: str) -> str | None:
 def _load(path: Path, given: str) -> ModuleType:
     name = module_name(path)
     if name in sys.modules:
-        with orms.registering(given):
-            orms.update(_loaded[name])
+        register_again(_loaded[name], given)
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -104,7 +103,7 @@ def _load(path: Path, given: str) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     try:
-        with orms.registering(given) as entries:
+        with registering(given) as entries:
             spec.loader.exec_module(module)
         _loaded[name] = entries
     except ConfigError:

@@ -1,4 +1,10 @@
 """The names under which 3.x plugins import the built-in reward functions: those of `swift.rewards.orm`."""
 
-from swift.rewards.orm import *  # noqa: F403
-from swift.rewards.orm import __all__ as __all__
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(importlib.import_module("swift.rewards.orm"), name)

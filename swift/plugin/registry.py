@@ -1,12 +1,33 @@
-"""What plugins register: reward functions, losses, advantage estimators, backends and rollout functions."""
+"""Registries: named parts that `swift` ships and that users' plugins add.
+
+A registry is a dictionary: `orms["name"] = entry`, or `@losses.register("name")` above a class or function. It
+remembers who assigned each entry: a module of `swift` (built-in), the plugin file being loaded, or the running
+program. A replaced built-in is announced; two plugin files that register one name are refused.
+
+An entry declares its own settings as a dataclass of `swift.flags.flag` fields:
+
+    @losses.register("mine", parameters=MineParameters)
+
+`Registry.parameters_of` gives them back, `Registry.owners` says which entries read which setting. This module imports
+no other part of `swift`; the built-in entries of a registry are imported from its `home` on first use.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, TypeVar
 
-from swift.registry import BUILT_IN, SESSION, Registry
-from swift.rl.estimators import advantage_estimators
-from swift.rl.losses import losses
+logger = logging.getLogger("swift.plugin")
+
+BUILT_IN = "built-in"
+SESSION = "this program"
+
+Entry = TypeVar("Entry")
 
 
 class ORM:
@@ -39,24 +60,162 @@ class AsyncORM(ORM):
         raise NotImplementedError(f"{type(self).__name__} does not define __call__")
 
 
-orms = Registry("reward function")
+@dataclass(frozen=True)
+class Registration:
+    """An entry, who registered it, and the dataclass of its own settings (None: it has none)."""
+
+    entry: Any
+    origin: str
+    parameters: type | None
+
+
+class Registry(MutableMapping[str, Any]):
+    """A mapping of named parts that knows who registered what.
+
+    Args:
+        key: the name that users import: "orms".
+        kind: what the entries are, for messages: "reward function".
+        home: module or package that registers the built-in entries when it is imported; None for none.
+    """
+
+    def __init__(self, key: str, kind: str, home: str | None = None) -> None:
+        self.key, self.kind = key, kind
+        self._home = home
+        self._registered: dict[str, Registration] = {}
+
+    @property
+    def registrations(self) -> dict[str, Registration]:
+        """All registrations by name, the built-in ones included."""
+        home, self._home = self._home, None
+        if home is not None:
+            importlib.import_module(home)
+        return self._registered
+
+    def register(self, name: str, *, parameters: type | None = None) -> Callable[[Entry], Entry]:
+        """A decorator that registers a class or function under `name`.
+
+        Args:
+            name: as users write it on the command line.
+            parameters: dataclass of the entry's own settings, one `swift.flags.flag` per field.
+        """
+        origin = _origin()
+
+        def add(entry: Entry) -> Entry:
+            self.add(name, Registration(entry, origin, parameters))
+            return entry
+
+        return add
+
+    def add(self, name: str, registration: Registration) -> None:
+        """Registers under `name`; a replaced built-in is announced."""
+        before, origin = self.registrations.get(name), registration.origin
+        if before is not None and before.origin == BUILT_IN and origin != BUILT_IN:
+            what = getattr(registration.entry, "__name__", type(registration.entry).__name__)
+            logger.warning("note: %s of %s replaces the built-in %s %r", what, origin, self.kind, name)
+        self._registered[name] = registration
+        if _recording is not None and origin != BUILT_IN:
+            _recording[self.key, name] = registration
+
+    def __setitem__(self, name: str, entry: Any) -> None:
+        declared = getattr(entry, "parameters", None)
+        parameters = declared if isinstance(declared, type) and is_dataclass(declared) else None
+        self.add(name, Registration(entry, _origin(), parameters))
+
+    def __getitem__(self, name: str) -> Any:
+        return self.registrations[name].entry
+
+    def __delitem__(self, name: str) -> None:
+        del self.registrations[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.registrations)
+
+    def __len__(self) -> int:
+        return len(self.registrations)
+
+    def origin(self, name: str) -> str:
+        """Who registered an entry: `BUILT_IN`, a plugin file as given, or `SESSION`."""
+        return self.registrations[name].origin
+
+    def parameters_of(self, name: str) -> type | None:
+        """The dataclass of an entry's own settings; None when it declares none."""
+        return self.registrations[name].parameters
+
+    def owners(self) -> dict[str, list[str]]:
+        """Setting -> names of the entries that declare it; without one of these chosen it has no effect."""
+        found: dict[str, list[str]] = {}
+        for name, registration in sorted(self.registrations.items()):
+            for item in fields(registration.parameters) if registration.parameters else ():
+                found.setdefault(item.name, []).append(name)
+        return found
+
+    def built_ins(self) -> list[str]:
+        """Names whose present entry ships with `swift`, sorted."""
+        return sorted(name for name in self if self.origin(name) == BUILT_IN)
+
+    def plugins(self) -> list[str]:
+        """Names registered by plugins or by the running program, sorted."""
+        return sorted(name for name in self if self.origin(name) != BUILT_IN)
+
+
+Recorded = dict[tuple[str, str], Registration]
+"""(key of the registry, name) -> registration."""
+
+_loading: str | None = None
+_recording: Recorded | None = None
+
+
+def _origin() -> str:
+    """Who assigns: a module of this package, the plugin being loaded, or the program."""
+    module = str(sys._getframe(2).f_globals.get("__name__", ""))
+    if module.partition(".")[0] == __name__.partition(".")[0]:
+        return BUILT_IN
+    return _loading or SESSION
+
+
+@contextmanager
+def registering(origin: str) -> Iterator[Recorded]:
+    """Entries that are assigned inside the block, in any registry, come from `origin`, a plugin's path.
+
+    Yields:
+        The entries assigned so far inside the block.
+    """
+    global _loading, _recording
+    before = _loading, _recording
+    _loading, _recording = origin, {}
+    try:
+        yield _recording
+    finally:
+        _loading, _recording = before
+
+
+def register_again(entries: Recorded, origin: str) -> None:
+    """Puts the recorded entries of a plugin back."""
+    for (key, name), registration in entries.items():
+        REGISTRIES[key].add(name, replace(registration, origin=origin))
+
+
+orms = Registry("orms", "reward function", home="swift.rewards.functions")
 """Reward functions by name: classes, instances, functions or async functions."""
 
-inference_backends = Registry("inference backend")
+losses = Registry("losses", "loss", home="swift.rl.losses")
+"""Losses of `--loss_type` by name."""
+
+advantages = Registry("advantages", "advantage estimator", home="swift.rl.estimators")
+"""Estimators of `--advantage_estimator` by name."""
+
+optimizers = Registry("optimizers", "optimizer")
+"""Optimizers of `--optim` by name."""
+
+backends = Registry("backends", "inference backend")
 """Inference backends by name: functions that take an `EngineSpec` and return an `InferenceEngine`."""
 
-rollout_funcs = Registry("rollout function")
-"""Rollout functions by name: `function(prompts, rollout)`; see `swift.rollout.custom_rollout`."""
+rollout_functions = Registry("rollout_functions", "rollout function")
+"""Rollout functions by name: `function(prompts, rollout)`; see `swift.rollout.rollout_function`."""
 
-__all__ = [
-    "BUILT_IN",
-    "ORM",
-    "SESSION",
-    "AsyncORM",
-    "Registry",
-    "advantage_estimators",
-    "inference_backends",
-    "losses",
-    "orms",
-    "rollout_funcs",
-]
+inference_backends, rollout_funcs = backends, rollout_functions  # older names
+
+REGISTRIES: Mapping[str, Registry] = {
+    registry.key: registry for registry in (orms, losses, advantages, optimizers, backends, rollout_functions)
+}
+"""All registries by the name that users import."""

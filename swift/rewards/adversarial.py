@@ -6,8 +6,8 @@ ADVERSARIAL_KINDS = (
     "empty",
     "blanks",
     "echoed question",
-    "another row's gold",
-    "gold 200 times",
+    "another row's truth",
+    "truth 200 times",
     "several boxed values",
     "unclosed brace",
     "empty tags",
@@ -19,24 +19,15 @@ ADVERSARIAL_KINDS = (
 )
 
 
-def gold_forms(gold: str) -> dict[str, str]:
-    """The gold answer as a model might write it: plain, boxed, and in think/answer form."""
-    return {
-        "plain": gold,
-        "boxed": f"\\boxed{{{gold}}}",
-        "tagged": f"<think>The answer is {gold}.</think><answer>{gold}</answer>",
-    }
-
-
-def adversarial_texts(question: str, gold: str, other_gold: str | None) -> dict[str, str]:
-    """One text per kind; "another row's gold" is left out when no other row has a different gold."""
+def adversarial_texts(question: str, truth: str, other_truth: str | None) -> dict[str, str]:
+    """One text per kind; "another row's truth" is left out when no other row has a different ground truth."""
     texts = {
         "empty": "",
         "blanks": " \n\t " * 8,
         "echoed question": question,
-        "gold 200 times": f"{gold} " * 200,
-        "several boxed values": f"\\boxed{{{gold}}} \\boxed{{0}} \\boxed{{1}} \\boxed{{-1}}",
-        "unclosed brace": f"\\boxed{{{gold}",
+        "truth 200 times": f"{truth} " * 200,
+        "several boxed values": f"\\boxed{{{truth}}} \\boxed{{0}} \\boxed{{1}} \\boxed{{-1}}",
+        "unclosed brace": f"\\boxed{{{truth}",
         "empty tags": "<think></think><answer></answer>",
         "nested tags": "<think><think></think><answer><answer></answer></answer>",
         "100,000 characters": "the answer is " * 7142 + "nothing",
@@ -44,6 +35,6 @@ def adversarial_texts(question: str, gold: str, other_gold: str | None) -> dict[
         "power tower": "\\boxed{9^{9^{9^{9}}}}",
         "reward claim": "reward: 1.0",
     }
-    if other_gold is not None:
-        texts["another row's gold"] = f"<think>so</think><answer>{other_gold}</answer>"
+    if other_truth is not None:
+        texts["another row's truth"] = f"<think>so</think><answer>{other_truth}</answer>"
     return {kind: texts[kind] for kind in ADVERSARIAL_KINDS if kind in texts}

@@ -16,21 +16,19 @@ class RewardArguments:
     GROUP: ClassVar[str] = "Reward"
 
     reward_funcs: list[str] = flag([])
-    """Reward functions by name: accuracy, format, format_strict, cosine, repetition, soft_overlong,
-    reasoning_gym, react_format, or names that `--external_plugins` register."""
+    """Names of reward functions: accuracy, format, format_strict, cosine, repetition, soft_overlong, reasoning_gym,
+    react_format, or those of `--external_plugins`."""
 
     reward_model: list[str] = flag([])
-    """Reward models: folders or hub ids of sequence-classification models with one label. They come after the
-    functions in `--reward_weights`."""
+    """Folders or hub ids of reward models: sequence classification with one label. They follow the functions in
+    `--reward_weights`."""
 
     reward_weights: list[float] = flag([], unset="1.0 for each")
-    """One weight per reward function and model, in the order given; empty means 1.0 each."""
+    """Weights of the reward functions and models, in the order given."""
 
     external_plugins: list[str] = flag([], aliases=("custom_register_path",), joins=True)
-    """Python files that register reward functions."""
-
-    reward_model_type: list[str] = flag([], everyday=False)
-    """Architecture of each reward model; empty means read from its config."""
+    """Python files that register reward functions, losses and other parts. Shipped examples are found from every
+    folder."""
 
     reward_model_revision: list[str] = flag([], everyday=False)
     """Revision of each reward model."""
@@ -39,10 +37,10 @@ class RewardArguments:
     """LoRA adapter of each reward model."""
 
     reward_timeout: float = flag(30.0, above=0)
-    """Seconds for one call of a reward function; then its worker is killed and replaced."""
+    """Time limit of one call of a reward function, in seconds. Its worker is killed and replaced then."""
 
     reward_workers: int | None = flag(at_least=1, aliases=("reward_num_workers",), everyday=False)
-    """Processes per node that run reward functions."""
+    """Number of reward processes per node."""
 
     cosine_min_len_value_wrong: float = flag(-0.5, everyday=False)
     """cosine: reward of a wrong answer of length 0."""
@@ -57,7 +55,7 @@ class RewardArguments:
     """cosine: reward of a right answer of length cosine_max_len."""
 
     cosine_max_len: int | None = flag(at_least=1, everyday=False)
-    """cosine: length in tokens at which the reward stops changing."""
+    """cosine: length in tokens from which the reward is constant."""
 
     repetition_n_grams: int = flag(3, at_least=1, everyday=False)
     """repetition: words per n-gram."""
@@ -69,8 +67,8 @@ class RewardArguments:
     """soft_overlong: length in tokens from which the reward is -1."""
 
     soft_cache_length: int | None = flag(at_least=1, everyday=False)
-    """soft_overlong: tokens before soft_max_length over which the reward falls from 0 to -1. Required by
-    soft_overlong; DAPO (arXiv:2503.14476) uses a fifth of the length."""
+    """soft_overlong: number of tokens before soft_max_length over which the reward falls from 0 to -1. Required; DAPO
+    (arXiv:2503.14476) uses a fifth."""
 
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one line each."""
@@ -94,7 +92,7 @@ class RewardArguments:
                 f"--soft_cache_length: {self.soft_cache_length}: must be below --soft_max_length {longest}; "
                 f"e.g. --soft_cache_length {max(1, longest // 5)}"
             )
-        for name in ("reward_model_type", "reward_model_revision", "reward_adapters"):
+        for name in ("reward_model_revision", "reward_adapters"):
             given = getattr(self, name)
             if given and len(given) != len(self.reward_model):
                 yield (

@@ -8,12 +8,13 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import PurePath
 from typing import Any
 
 from swift.errors import ConfigError, join_problems, nearest
 from swift.plugin import orms
+from swift.plugin.registry import BUILT_IN
 from swift.rewards import contract
 from swift.rewards.contract import Signature
 from swift.rewards.functions import CosineReward, MathAccuracy, SoftOverlong
@@ -47,8 +48,8 @@ class Catalogue:
         return self.functions + self.models
 
     @property
-    def gold_function(self) -> int | None:
-        """The function whose gold counters are reported (accuracy and cosine count the same rows)."""
+    def counting_function(self) -> int | None:
+        """The function whose counters of ground truths are reported (accuracy and cosine count the same rows)."""
         for index, name in enumerate(self.functions):
             if orms.get(name) in (MathAccuracy, CosineReward):
                 return index
@@ -89,7 +90,7 @@ def read_catalogue(args: Any, flags: Mapping[str, Any]) -> Catalogue:
             f"need {len(functions) + len(models)}: {wanted}"
         )
     join_problems(problems)
-    built_in = [orms.origins.get(name) == "built-in" for name in functions]
+    built_in = [orms.origin(name) == BUILT_IN for name in functions]
     return Catalogue(functions, models, weights, signatures, built_in)
 
 
@@ -144,3 +145,20 @@ def _read(name: str, entry: Any, flags: Mapping[str, Any]) -> Signature:
         if entry is SoftOverlong:
             contract.construct(entry, chosen, None, lambda: None)  # refuses impossible lengths right here
     return signature
+
+
+def flags_of(args: Any) -> dict[str, Any]:
+    """The flat arguments by canonical name: fields of a dataclass, or the attributes of a namespace."""
+    if is_dataclass(args):
+        return {item.name: getattr(args, item.name) for item in fields(args)}
+    return {name: value for name, value in vars(args).items() if not name.startswith("_")}
+
+
+def aliases_of(args: Any) -> dict[str, str]:
+    """Alias -> canonical name, as the fields of an arguments dataclass declare them; {} for other objects."""
+    if not is_dataclass(args):
+        return {}
+    declared = [
+        (item.name, getattr(details, "aliases", ())) for item in fields(args) for details in item.metadata.values()
+    ]
+    return {alias: name for name, aliases in declared for alias in aliases}

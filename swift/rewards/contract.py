@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swift.errors import ConfigError, nearest
+from swift.types import RolloutGroup
 
 KEYWORDS = (
     "messages",
@@ -210,6 +211,28 @@ def keywords_for(signature: Signature, available: Mapping[str, Any]) -> dict[str
         for name, value in available.items()
         if name in signature.accepted or (signature.open and name not in PRIVATE_KEYWORDS)
     }
+
+
+def group_keywords(groups: Sequence[RolloutGroup], opens_think: Sequence[bool]) -> dict[str, Any]:
+    """The keywords of a call on whole groups, one list entry per completion; see docs/rewards.md.
+
+    A column that only some of the groups have is None for the others.
+    """
+    rows = [
+        (group, item, opened) for group, opened in zip(groups, opens_think, strict=True) for item in group.completions
+    ]
+    values = [{**group.prompt.columns, **item.columns} for group, item, _ in rows]  # a rollout function's win
+    columns = {name: None for row in values for name in row}
+    keywords: dict[str, Any] = {name: [row.get(name) for row in values] for name in columns}
+    keywords["messages"] = [group.prompt.messages for group, _, _ in rows]
+    keywords["prompt_id"] = [group.prompt.prompt_id for group, _, _ in rows]
+    keywords["group_id"] = [group.group_id for group, _, _ in rows]
+    keywords["request_id"] = [item.request_id for _, item, _ in rows]
+    keywords["finish_reason"] = [item.finish_reason for _, item, _ in rows]
+    keywords["is_truncated"] = [item.finish_reason == "length" for _, item, _ in rows]
+    keywords["response_token_ids"] = [list(item.token_ids) for _, item, _ in rows]
+    keywords["prompt_opens_think"] = [opened for _, _, opened in rows]
+    return keywords
 
 
 def read_values(result: Any, count: int) -> list[float | None]:

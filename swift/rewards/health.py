@@ -26,7 +26,7 @@ class GroupRecord:
     """What happened while a group was scored; kept until its metrics are read.
 
     Per function name: `failed` and `timed_out` samples, `seconds` of calls. `counters` holds what the
-    functions counted (gold answers).
+    functions counted (ground truths).
     """
 
     num_samples: int
@@ -63,7 +63,7 @@ class _Behaviour:
 
 
 class RewardHealth:
-    """Counts, warns and judges; see the module's docstring.
+    """Counts, warns and stops; see the module's docstring.
 
     Args:
         names: of functions and models, in the order of the score columns.
@@ -104,24 +104,24 @@ class RewardHealth:
                 name,
             )
 
-    def gold_problem(self, counter: str, group: RolloutGroup) -> None:
-        """Warns once per kind about a gold answer that is missing or no mathematics."""
+    def truth_problem(self, counter: str, group: RolloutGroup) -> None:
+        """Warns once per kind about a ground truth that is missing or no mathematics."""
         if (counter, "") in self._told:
             return
         self._told.add((counter, ""))
-        gold = str(group.prompt.columns.get("solution"))[:200]
+        solution = str(group.prompt.columns.get("solution"))[:200]
         effect = "compared as a string" if counter == "gold_unparsed" else "scored 0.0"
         logger.warning(
             "warning: %s: prompt_id %s: solution %r: %s (counted in health/%s)",
-            counter.replace("_", " "),
+            counter.replace("gold_", "ground truth "),
             group.prompt.prompt_id,
-            gold,
+            solution,
             effect,
             counter,
         )
 
     def end_batch(self, records: Sequence[GroupRecord]) -> None:
-        """Judges one generation batch.
+        """Checks one generation batch.
 
         Raises:
             RewardError: naming every function that failed on all samples of the last batches.
@@ -166,7 +166,7 @@ class RewardHealth:
             )
 
     def diagnosis(self) -> list[str]:
-        """One line per function, and the gold counters, since rewards last varied inside a group."""
+        """One line per function, and the counters of ground truths, since rewards last varied inside a group."""
         lines = [self._behaviour[name].describe(name) for name in self._names]
         return lines + [f"{counter} {count}" for counter, count in sorted(self._counters.items())]
 

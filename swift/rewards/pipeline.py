@@ -12,28 +12,24 @@ Every group ends exactly once: its future gets scores, or the error that broke t
 
 from __future__ import annotations
 
-import os
 import pickle
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import RewardError, SwiftError, join_problems
 from swift.plugin import load_external_plugins
 from swift.rewards import selfcheck
-from swift.rewards.catalogue import Catalogue, read_catalogue
-from swift.rewards.contract import Signature
+from swift.rewards.catalogue import Catalogue, aliases_of, flags_of, read_catalogue
+from swift.rewards.contract import Signature, group_keywords
 from swift.rewards.health import GroupRecord, RewardHealth
-from swift.rewards.pool import Call, WorkerPool
-from swift.rewards.probing import ProbeResult, probe_result
-from swift.rewards.processes import memory_limit
-from swift.rewards.protocol import LoadSpec, Outcome
 from swift.rewards.scores import exclude_without_reward, statistics
-from swift.rewards.worker import call_seed
+from swift.rewards.worker import LoadSpec, Outcome, call_seed
+from swift.rewards.workers import Call, WorkerPool, memory_limit, worker_share
 from swift.types import GroupScores, Prompt, RolloutGroup, TrainerProgress
 
 if TYPE_CHECKING:
@@ -252,48 +248,54 @@ class RewardPipeline:
         self._health.end_batch(records)
 
     def diagnosis(self) -> list[str]:
-        """One line per function about its last batches: constant value, share of None, gold counters."""
+        """One line per function about its last batches: constant value, share of None, counters of ground truths."""
         return self._health.diagnosis()
 
     def self_check(self, rows: Sequence[Prompt], *, max_steps: int = 0) -> None:
-        """The start-up call: columns, gold answers and one real call of every function on the first rows.
+        """The start-up call: columns, ground truths and one real call of every function on the first rows.
 
         Args:
             rows: the first rows of the data set (up to 64 are read, the first few are scored).
             max_steps: shown to the functions in `trainer_state`.
 
         Raises:
-            ConfigError: reserved or missing columns; all rows without a gold answer.
-            RewardError: a function returned a wrong number of values, or values that are no numbers.
+            ConfigError: reserved or missing columns; all rows without a ground truth.
+            RewardError: a function returned a wrong number of values, or values that are no numbers, or fails
+                on every ground truth.
         """
         self.check_columns(rows)
-        if self._pool is None:
-            return
         progress = TrainerProgress(global_step=0, max_steps=max_steps, epoch=0.0)
-        groups = [selfcheck.probe(row, index) for index, row in enumerate(rows[: selfcheck.PROBED_ROWS])]
-        outcomes = [(name, future.result()) for name, future in self._probe(groups, progress)]
-        join_problems(selfcheck.judge(self._catalogue, outcomes), RewardError)
+        first = self._by_name(selfcheck.first_groups(rows), progress)
+        join_problems(selfcheck.broken_contracts(first), RewardError)
+        if failing := selfcheck.always_failing(first):
+            again = self._by_name(selfcheck.truth_groups(rows), progress, only=failing)
+            join_problems(selfcheck.refused(again), RewardError)
 
     def check_columns(self, rows: Sequence[Prompt]) -> None:
-        """The part of `self_check` that calls nothing: columns and gold answers of the first rows."""
+        """The part of `self_check` that calls nothing: columns and ground truths of the first rows."""
         selfcheck.check_rows(self._catalogue, rows[: selfcheck.ROWS])
 
-    def probe_each(self, groups: Sequence[RolloutGroup], progress: TrainerProgress) -> list[list[ProbeResult]]:
-        """Calls every function on every group of one sample, without metrics: [function][group]."""
-        futures = self._probe(groups, progress)
-        return [
-            [probe_result(future.result()) for name, future in futures if name == function]
-            for function in self._catalogue.functions
-        ]
+    def probe_each(self, groups: Sequence[RolloutGroup], progress: TrainerProgress) -> list[list[Outcome]]:
+        """Calls every function on every group, each in a call of its own, without metrics or re-runs.
 
-    def _probe(self, groups: Sequence[RolloutGroup], progress: TrainerProgress) -> list[tuple[str, Future[Outcome]]]:
-        """Every function on every group in a call of its own, in the order of the groups; no re-running."""
-        return [
-            (self.names[function], self._probe_one(function, payload, self._group_seed(group)))
-            for group in groups
-            for payload in [self._payload([group], progress)]
-            for function in range(len(self._catalogue.functions))
-        ]
+        Returns:
+            [function][group]; a value that is no finite number is a failure.
+        """
+        return list(self._by_name(groups, progress).values())
+
+    def _by_name(
+        self, groups: Sequence[RolloutGroup], progress: TrainerProgress, only: Sequence[str] | None = None
+    ) -> dict[str, list[Outcome]]:
+        functions = [k for k, name in enumerate(self._catalogue.functions) if only is None or name in only]
+        payloads = [self._payload([group], progress) for group in groups]
+        futures = {
+            self.names[function]: [
+                self._probe_one(function, payload, self._group_seed(group))
+                for group, payload in zip(groups, payloads, strict=True)
+            ]
+            for function in functions
+        }
+        return {name: [future.result().checked() for future in found] for name, found in futures.items()}
 
     def _probe_one(self, function: int, payload: bytes, seed: int) -> Future[Outcome]:
         assert self._pool is not None
@@ -373,7 +375,7 @@ class RewardPipeline:
             self._record(batch, place, function, samples, outcome)
             if outcome.kind == "ok":
                 self._store(batch, place, function, samples, outcome.values)
-            elif not self._retry_singly(batch, place, function, payload, samples):
+            elif not self._retry_singly(batch, place, function, payload, samples, shared=len(functions) > 1):
                 self._exclude(batch, place, function, samples, outcome)
             if not left:
                 self._release(batch, place)
@@ -391,11 +393,14 @@ class RewardPipeline:
         )
 
     def _retry_singly(
-        self, batch: _Batch, place: list[int], function: int, payload: bytes, samples: list[int] | None
+        self, batch: _Batch, place: list[int], function: int, payload: bytes, samples: list[int] | None, shared: bool
     ) -> bool:
-        """Queues the samples of a failed call one by one; False when they cannot be taken apart."""
+        """Queues the samples of a failed call one by one; False when that has been done, or cannot be.
+
+        In a `shared` call another function may have failed, so its only sample is called again too.
+        """
         count = len(batch.groups[place[0]].completions)
-        if samples is not None or count < 2 or self._catalogue.signatures[function].scope != "sample":
+        if samples is not None or (count < 2 and not shared) or self._catalogue.signatures[function].scope != "sample":
             return False
         for sample in range(count):
             batch.missing[place[0]] += 1
@@ -442,11 +447,11 @@ class RewardPipeline:
     ) -> None:
         record, name = batch.records[place[0]], self.names[function]
         record.seconds[name] = record.seconds.get(name, 0.0) + outcome.seconds
-        if function != self._catalogue.gold_function:
+        if function != self._catalogue.counting_function:
             return
         for counter, count in outcome.counters.items():
             record.counters[counter] = record.counters.get(counter, 0) + count
-            self._health.gold_problem(counter, batch.groups[place[0]])
+            self._health.truth_problem(counter, batch.groups[place[0]])
 
     def _release(self, batch: _Batch, place: list[int]) -> None:
         for group in place:
@@ -478,53 +483,3 @@ class RewardPipeline:
         with self._records_lock:
             keys = list(self._records) if groups is None else [group.group_id for group in groups]
             return [self._records.pop(key) for key in keys if key in self._records]
-
-
-def flags_of(args: Any) -> dict[str, Any]:
-    """The flat arguments by canonical name: fields of a dataclass, or the attributes of a namespace."""
-    if is_dataclass(args):
-        return {item.name: getattr(args, item.name) for item in fields(args)}
-    return {name: value for name, value in vars(args).items() if not name.startswith("_")}
-
-
-def aliases_of(args: Any) -> dict[str, str]:
-    """Alias -> canonical name, as the fields of an arguments dataclass declare them; {} for other objects."""
-    if not is_dataclass(args):
-        return {}
-    declared = [
-        (item.name, getattr(details, "aliases", ())) for item in fields(args) for details in item.metadata.values()
-    ]
-    return {alias: name for name, aliases in declared for alias in aliases}
-
-
-def worker_share(per_node: int | None) -> int:
-    """This process's share of `reward_workers`, at least 1.
-
-    Args:
-        per_node: processes of a whole node; None means one per core, at most 8.
-    """
-    if per_node is None:
-        per_node = min(8, len(os.sched_getaffinity(0)))
-    return max(1, per_node // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-
-
-def group_keywords(groups: Sequence[RolloutGroup], opens_think: Sequence[bool]) -> dict[str, Any]:
-    """The keywords of a call on whole groups, one list entry per completion; see docs/rewards.md.
-
-    A column that only some of the groups have is None for the others.
-    """
-    rows = [
-        (group, item, opened) for group, opened in zip(groups, opens_think, strict=True) for item in group.completions
-    ]
-    values = [{**group.prompt.columns, **item.columns} for group, item, _ in rows]  # a rollout function's win
-    columns = {name: None for row in values for name in row}
-    keywords: dict[str, Any] = {name: [row.get(name) for row in values] for name in columns}
-    keywords["messages"] = [group.prompt.messages for group, _, _ in rows]
-    keywords["prompt_id"] = [group.prompt.prompt_id for group, _, _ in rows]
-    keywords["group_id"] = [group.group_id for group, _, _ in rows]
-    keywords["request_id"] = [item.request_id for _, item, _ in rows]
-    keywords["finish_reason"] = [item.finish_reason for _, item, _ in rows]
-    keywords["is_truncated"] = [item.finish_reason == "length" for _, item, _ in rows]
-    keywords["response_token_ids"] = [list(item.token_ids) for _, item, _ in rows]
-    keywords["prompt_opens_think"] = [opened for _, _, opened in rows]
-    return keywords

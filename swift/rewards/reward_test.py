@@ -1,6 +1,6 @@
 """`swift reward-test`: what reward functions pay for, without a model.
 
-Every row is scored with its gold answer in three forms and with texts that deserve nothing; completions of
+Every row is scored with its ground truth in three forms and with texts that deserve nothing; completions of
 an old run can be scored again. The report shows per function what right and wrong answers earn, how long
 calls take, and the rows where something is suspicious.
 """
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError, nearest
-from swift.rewards.adversarial import adversarial_texts, gold_forms
-from swift.rewards.functions.accuracy import gold_text
+from swift.rewards.adversarial import adversarial_texts
 from swift.rewards.pipeline import RewardPipeline
-from swift.rewards.probing import ProbeResult
+from swift.rewards.selfcheck import truth_forms, truth_of
+from swift.rewards.worker import Outcome
 from swift.types import Completion, Prompt, RolloutGroup, TrainerProgress
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ Length = Callable[[str], list[int]]
 
 @dataclass(frozen=True)
 class Sample:
-    """One text to score: `kind` is "gold", "adversarial" or "given"; `form` says which of its kind."""
+    """One text to score: `kind` is "truth", "adversarial" or "given"; `form` says which of its kind."""
 
     row: int
     kind: str
@@ -150,15 +150,15 @@ def _read_completion(line: str, where: str, by_id: dict[str, Prompt]) -> tuple[P
 
 
 def examine(args: Any, rows: Sequence[Prompt], given: Sequence[tuple[Prompt, str]] = ()) -> Report:
-    """Scores gold, adversarial and given texts of `rows` with the functions of `args`.
+    """Scores true, adversarial and given texts of `rows` with the functions of `args`.
 
     Raises:
         ConfigError: functions, plugins or columns that do not fit.
     """
     column = getattr(args, "gold_column", None)
-    golds = [find_gold(prompt, column) for prompt in rows]
+    truths = [truth_of(prompt, column) for prompt in rows]
     prompts = [*rows, *(prompt for prompt, _ in given)]
-    samples = row_samples(rows, golds)
+    samples = row_samples(rows, truths)
     samples += [Sample(len(rows) + index, "given", "given", text) for index, (_, text) in enumerate(given)]
     tokenize, notes = _tokenizer(getattr(args, "tokenizer", None))
     pipeline = RewardPipeline(
@@ -173,7 +173,7 @@ def examine(args: Any, rows: Sequence[Prompt], given: Sequence[tuple[Prompt, str
         progress = TrainerProgress(global_step=0, max_steps=0, epoch=0.0)
         results = pipeline.probe_each(groups, progress)
     reports = [
-        summarise(name, samples, outcomes, prompts, golds)
+        summarise(name, samples, outcomes, prompts, truths)
         for name, outcomes in zip(pipeline.names, results, strict=False)
     ]
     if getattr(args, "reward_model", None):
@@ -182,23 +182,14 @@ def examine(args: Any, rows: Sequence[Prompt], given: Sequence[tuple[Prompt, str
     return Report(reports, notes, problems)
 
 
-def find_gold(prompt: Prompt, column: str | None) -> str:
-    """The gold answer of a row: `column` when given, else solution, else answer; "" when there is none."""
-    names = [column] if column and column != "solution" else ["solution", "answer"]
-    for name in names:
-        if prompt.columns.get(name) not in (None, ""):
-            return gold_text(prompt.columns[name])
-    return ""
-
-
-def row_samples(rows: Sequence[Prompt], golds: Sequence[str]) -> list[Sample]:
-    """The gold and adversarial texts of every row; a row without a gold answer has only the latter."""
+def row_samples(rows: Sequence[Prompt], truths: Sequence[str]) -> list[Sample]:
+    """The true and adversarial texts of every row; a row without a ground truth has only the latter."""
     samples = []
-    for index, (prompt, gold) in enumerate(zip(rows, golds, strict=True)):
-        if gold:
-            samples += [Sample(index, "gold", form, text) for form, text in gold_forms(gold).items()]
-        other = next((item for item in golds if item and item != gold), None)
-        texts = adversarial_texts(_question(prompt), gold, other)
+    for index, (prompt, truth) in enumerate(zip(rows, truths, strict=True)):
+        if truth:
+            samples += [Sample(index, "truth", form, text) for form, text in truth_forms(truth).items()]
+        other = next((item for item in truths if item and item != truth), None)
+        texts = adversarial_texts(_question(prompt), truth, other)
         samples += [Sample(index, "adversarial", form, text) for form, text in texts.items()]
     return samples
 
@@ -231,9 +222,9 @@ def _group(prompts: Sequence[Prompt], sample: Sample, index: int, tokenize: Leng
 def summarise(
     name: str,
     samples: Sequence[Sample],
-    results: Sequence[ProbeResult],
+    results: Sequence[Outcome],
     prompts: Sequence[Prompt],
-    golds: Sequence[str],
+    truths: Sequence[str],
 ) -> FunctionReport:
     """The report of one function from its results, one per sample."""
     pairs = list(zip(samples, results, strict=True))
@@ -246,23 +237,23 @@ def summarise(
     )
     seconds = sorted(result.seconds for _, result in pairs)
     report.latency_p50_s, report.latency_p99_s = quantile(seconds, 0.5), quantile(seconds, 0.99)
-    best_gold = _best_per_row(pairs, "gold")
+    best_truth = _best_per_row(pairs, "truth")
     best_bad = _best_per_row(pairs, "adversarial")
-    report.gold_mean = _mean(best_gold.values())
-    report.gold_max = max(best_gold.values(), default=None)
+    report.gold_mean = _mean(best_truth.values())
+    report.gold_max = max(best_truth.values(), default=None)
     report.adversarial_max = max(best_bad.values(), default=None)
     report.given_mean = _mean(v for s, r in pairs if s.kind == "given" and (v := r.value) is not None)
-    report.gold_share = _gold_share(pairs, best_gold, golds)
-    report.suspicious = _suspicious(pairs, best_gold, best_bad, prompts)
+    report.gold_share = _truth_share(pairs, best_truth, truths)
+    report.suspicious = _suspicious(pairs, best_truth, best_bad, prompts)
     return report
 
 
-def _failure_line(sample: Sample, result: ProbeResult, prompts: Sequence[Prompt]) -> str:
+def _failure_line(sample: Sample, result: Outcome, prompts: Sequence[Prompt]) -> str:
     where = f"prompt_id {prompts[sample.row].prompt_id}, {sample.kind} text ({sample.form})"
     return f"{result.kind}: {result.detail}: {where}"
 
 
-def _best_per_row(pairs: Iterable[tuple[Sample, ProbeResult]], kind: str) -> dict[int, float]:
+def _best_per_row(pairs: Iterable[tuple[Sample, Outcome]], kind: str) -> dict[int, float]:
     best: dict[int, float] = {}
     for sample, result in pairs:
         if sample.kind == kind and result.value is not None:
@@ -270,20 +261,20 @@ def _best_per_row(pairs: Iterable[tuple[Sample, ProbeResult]], kind: str) -> dic
     return best
 
 
-def _gold_share(
-    pairs: Sequence[tuple[Sample, ProbeResult]], best_gold: dict[int, float], golds: Sequence[str]
+def _truth_share(
+    pairs: Sequence[tuple[Sample, Outcome]], best_truth: dict[int, float], truths: Sequence[str]
 ) -> float | None:
-    """Share of the rows with a gold answer whose best gold form earns the most the function ever gave."""
-    with_gold = sum(1 for gold in golds if gold)
+    """Share of the rows with a ground truth whose best form of it earns the most the function ever gave."""
+    with_truth = sum(1 for truth in truths if truth)
     values = [result.value for _, result in pairs if result.value is not None]
-    if not with_gold or not values:
+    if not with_truth or not values:
         return None
-    return sum(value >= max(values) - _TOLERANCE for value in best_gold.values()) / with_gold
+    return sum(value >= max(values) - _TOLERANCE for value in best_truth.values()) / with_truth
 
 
 def _suspicious(
-    pairs: Sequence[tuple[Sample, ProbeResult]],
-    best_gold: dict[int, float],
+    pairs: Sequence[tuple[Sample, Outcome]],
+    best_truth: dict[int, float],
     best_bad: dict[int, float],
     prompts: Sequence[Prompt],
 ) -> list[str]:
@@ -291,17 +282,17 @@ def _suspicious(
     lines = []
     if len(values) == 1 and len(pairs) > 1:
         lines.append(f"constant output: {next(iter(values))} for every text")
-    for row, gold in sorted(best_gold.items()):
+    for row, earned in sorted(best_truth.items()):
         bad = best_bad.get(row, -math.inf)
-        if gold < bad:
+        if earned < bad:
             form = next(s.form for s, r in pairs if (s.row, s.kind) == (row, "adversarial") and r.value == bad)
             lines.append(
-                f"row {row} (prompt_id {prompts[row].prompt_id}): gold earns {gold:g}, less than "
+                f"row {row} (prompt_id {prompts[row].prompt_id}): the ground truth earns {earned:g}, less than "
                 f"{bad:g} for an adversarial text ({form})"
             )
     unparsed = {s.row: next(iter(r.counters)) for s, r in pairs if s.kind != "given" and r.counters}
     lines += [
-        f"row {row} (prompt_id {prompts[row].prompt_id}): {counter.replace('_', ' ')}"
+        f"row {row} (prompt_id {prompts[row].prompt_id}): {counter.replace('gold_', 'ground truth ')}"
         for row, counter in sorted(unparsed.items())
     ]
     return lines
@@ -327,8 +318,8 @@ def _problems(report: FunctionReport, min_gold: float) -> list[str]:
         )
     if min_gold > 0 and (report.gold_share or 0.0) < min_gold:
         problems.append(
-            f"{report.name}: {report.gold_share or 0.0:.2f} of the rows reach the maximum with their gold "
-            f"answer; --min_gold asks for {min_gold:g}"
+            f"{report.name}: {report.gold_share or 0.0:.2f} of the rows reach the maximum with their ground "
+            f"truth; --min_gold asks for {min_gold:g}"
         )
     return problems
 
@@ -346,8 +337,8 @@ def to_json(report: Report) -> dict[str, Any]:
 _COLUMNS = (
     ("function", "name"),
     ("rows", "rows"),
-    ("gold mean", "gold_mean"),
-    ("gold max", "gold_max"),
+    ("truth mean", "gold_mean"),
+    ("truth max", "gold_max"),
     ("adversarial max", "adversarial_max"),
     ("given mean", "given_mean"),
     ("None", "none"),

@@ -6,25 +6,24 @@ import logging
 from collections.abc import Sequence
 
 from swift.errors import join_problems
-from swift.plugin import orms
 from swift.rewards import contract
 from swift.rewards.catalogue import Catalogue
-from swift.rewards.functions import CosineReward, MathAccuracy
-from swift.rewards.functions.accuracy import gold_text
-from swift.rewards.protocol import Outcome
+from swift.rewards.functions.accuracy import ground_truth
+from swift.rewards.worker import Outcome
 from swift.types import Completion, Prompt, RolloutGroup
 
 logger = logging.getLogger("swift.rewards")
 
 ROWS = 64
 PROBED_ROWS = 4
+FAILURES = ("exception", "timeout", "crash")
 
 
 def check_rows(catalogue: Catalogue, rows: Sequence[Prompt]) -> None:
-    """Columns and gold answers of the first rows.
+    """Columns and ground truths of the first rows.
 
     Raises:
-        ConfigError: with one problem per missing or reserved column, and when no row has a gold answer.
+        ConfigError: with one problem per missing or reserved column, and when no row has a ground truth.
     """
     if not rows:
         return
@@ -32,7 +31,8 @@ def check_rows(catalogue: Catalogue, rows: Sequence[Prompt]) -> None:
     problems = contract.reserved_columns(columns)
     for signature in catalogue.signatures:
         problems += contract.missing_columns(signature, columns)
-    if not problems and _needs_gold(catalogue) and not any(_gold(row) for row in rows):
+    needs_truth = catalogue.counting_function is not None
+    if not problems and needs_truth and not any(ground_truth(row.columns.get("solution")) for row in rows):
         problems.append(
             f"--dataset: the column 'solution' is empty in all of the first {len(rows)} rows, so accuracy is "
             f"always 0; columns seen: {', '.join(columns)}; rename the right one with "
@@ -41,21 +41,34 @@ def check_rows(catalogue: Catalogue, rows: Sequence[Prompt]) -> None:
     join_problems(problems)
 
 
-def _needs_gold(catalogue: Catalogue) -> bool:
-    return any(orms.get(name) in (MathAccuracy, CosineReward) for name in catalogue.functions)
+def truth_of(row: Prompt, column: str | None = None) -> str:
+    """The ground truth of a row: of `column` when given, else of solution, else of answer; "" without one."""
+    for name in [column] if column and column != "solution" else ["solution", "answer"]:
+        if row.columns.get(name) not in (None, ""):
+            return ground_truth(row.columns[name])
+    return ""
 
 
-def _gold(row: Prompt) -> str:
-    return gold_text(row.columns.get("solution"))
+def truth_forms(truth: str) -> dict[str, str]:
+    """The ground truth as a model might write it: plain, boxed, and in think/answer form."""
+    return {
+        "plain": truth,
+        "boxed": f"\\boxed{{{truth}}}",
+        "tagged": f"<think>The answer is {truth}.</think><answer>{truth}</answer>",
+    }
 
 
-def probe(row: Prompt, index: int) -> RolloutGroup:
-    """A group of made-up completions of a row: its gold answer in the asked-for form, and an empty text."""
-    gold = gold_text(row.columns.get("solution", row.columns.get("answer")))
-    texts = [f"<think>{gold}</think><answer>{gold}</answer>", ""]
+def start_up_texts(row: Prompt) -> list[str]:
+    """Two made-up completions of a row: its ground truth in the asked-for form, and an empty text."""
+    truth = truth_of(row)
+    return [f"<think>{truth}</think><answer>{truth}</answer>", ""]
+
+
+def made_up_group(row: Prompt, texts: Sequence[str], name: str) -> RolloutGroup:
+    """A group with the given completions; token ids count the words."""
     completions = [
         Completion(
-            request_id=f"self-check-{index}-{number}",
+            request_id=f"{name}-{number}",
             token_ids=[0] * len(text.split()),
             logprobs=[0.0] * len(text.split()),
             finish_reason="stop",
@@ -63,28 +76,51 @@ def probe(row: Prompt, index: int) -> RolloutGroup:
         )
         for number, text in enumerate(texts)
     ]
-    return RolloutGroup(group_id=f"self-check-{index}", launch_index=-1, launch=0, prompt=row, completions=completions)
+    return RolloutGroup(group_id=name, launch_index=-1, launch=0, prompt=row, completions=completions)
 
 
-def judge(catalogue: Catalogue, outcomes: Sequence[tuple[str, Outcome]]) -> list[str]:
-    """Broken contracts as problems; functions that fail on every probe earn a warning.
+def first_groups(rows: Sequence[Prompt]) -> list[RolloutGroup]:
+    """The groups of the first start-up calls."""
+    return [
+        made_up_group(row, start_up_texts(row), f"self-check-{index}") for index, row in enumerate(rows[:PROBED_ROWS])
+    ]
 
-    Args:
-        catalogue: of the run.
-        outcomes: (function, outcome of one call), several per function.
-    """
-    problems: dict[str, str] = {}
-    for name, outcome in outcomes:
-        if outcome.kind == "contract":
-            problems.setdefault(name, f"--reward_funcs: {name}: {outcome.detail}")
-    for name in catalogue.functions:
-        mine = [outcome for other, outcome in outcomes if other == name]
-        if mine and all(outcome.kind in ("exception", "timeout", "crash") for outcome in mine):
-            logger.warning(
-                "warning: reward function %s failed on all %d start-up calls: %s: %s",
-                name,
-                len(mine),
-                mine[0].kind,
-                mine[0].detail,
-            )
-    return list(problems.values())
+
+def truth_groups(rows: Sequence[Prompt]) -> list[RolloutGroup]:
+    """Groups of nothing but ground truths, one per row and form, for functions that failed on `first_groups`."""
+    return [
+        made_up_group(row, [text, text], f"self-check-{form}-{index}")
+        for index, row in enumerate(rows[: PROBED_ROWS // 2])
+        if truth_of(row)
+        for form, text in truth_forms(truth_of(row)).items()
+    ]
+
+
+def broken_contracts(outcomes: dict[str, list[Outcome]]) -> list[str]:
+    """One problem per function that returned something it may not return."""
+    return [
+        f"--reward_funcs: {name}: {next(one.detail for one in found if one.kind == 'contract')}"
+        for name, found in outcomes.items()
+        if any(one.kind == "contract" for one in found)
+    ]
+
+
+def always_failing(outcomes: dict[str, list[Outcome]]) -> list[str]:
+    """Functions of which every call failed; each earns a warning."""
+    failing = [name for name, found in outcomes.items() if found and all(one.kind in FAILURES for one in found)]
+    for name in failing:
+        first, count = outcomes[name][0], len(outcomes[name])
+        logger.warning(
+            "warning: reward function %s failed on all %d start-up calls: %s: %s", name, count, first.kind, first.detail
+        )
+    return failing
+
+
+def refused(outcomes: dict[str, list[Outcome]]) -> list[str]:
+    """One problem per function that fails on every ground truth, in every form."""
+    return [
+        f"--reward_funcs: {name}: fails on every ground truth of the first rows: {found[0].kind}: {found[0].detail}; "
+        f"correct the function; swift reward-test shows all of its failures"
+        for name, found in outcomes.items()
+        if found and all(one.kind in FAILURES for one in found)
+    ]

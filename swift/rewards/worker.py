@@ -1,38 +1,106 @@
 """A reward worker: a fresh interpreter that imports the plugins and calls reward functions.
 
-It owns one socket to the pool and nothing else; whatever it prints goes to the log. Synchronous functions
-run on the main thread with no event loop running (so signal timers and `asyncio.run` inside them work), one
-at a time. Awaited functions run on an event loop that is driven between messages, so several overlap; one
-that exceeds its limit is cancelled here, and only if that does not work does the pool kill the worker.
-
-Before every call the random generators are seeded from the call's seed, so that a function that draws
-random numbers gives the same values whichever worker runs it.
+`initialize` runs once per process; `run` is one task of the pool: some calls of synchronous functions, one after the
+other on the main thread with no event loop running (so signal timers and `asyncio.run` inside them work), or several
+awaited calls together on one event loop, which lives as long as the worker. Before every call the random generators
+are seeded from the call's seed, so a function that draws random numbers gives the same values in every worker.
 """
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import hashlib
 import inspect
+import math
+import multiprocessing
 import os
 import pickle
 import random
 import resource
 import signal
-import socket
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from swift.errors import ConfigError
+from swift.errors import ConfigError, RewardError, SwiftError
 from swift.rewards import contract
-from swift.rewards.protocol import Decoder, LoadSpec, Outcome, encode
 
-_READ_BYTES = 1 << 20
+START_LIMIT_S = 120.0
+CANCEL_GRACE_S = 0.5
+_ORPHAN_GRACE_S = 10.0
+_ACCELERATORS = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ASCEND_RT_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+)
+
+OutcomeKind = Literal["ok", "exception", "contract", "timeout", "crash", "not_finite"]
+
+
+@dataclass
+class Outcome:
+    """The result of one call of one function.
+
+    `values` has one entry per sample when `kind` is "ok"; otherwise `detail` is one line about the failure.
+    `seconds` is the duration; `counters` what the function counted (ground truths without a parse).
+    """
+
+    kind: OutcomeKind
+    values: list[float | None] = field(default_factory=list)
+    detail: str = ""
+    seconds: float = 0.0
+    counters: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def value(self) -> float | None:
+        """The value of a call on one sample; None too where the call failed."""
+        return self.values[0] if self.kind == "ok" else None
+
+    def checked(self) -> Outcome:
+        """Itself, or a failure when a value is NaN or infinite."""
+        wrong = next((value for value in self.values if value is not None and not math.isfinite(value)), None)
+        return self if wrong is None else replace(self, kind="not_finite", values=[], detail=f"returned {wrong}")
+
+
+@dataclass(frozen=True)
+class LoadSpec:
+    """What a worker builds before its first call.
+
+    Attributes:
+        functions: names in the registry; calls refer to them by position.
+        plugins: plugin files, absolute.
+        flags: all flags of the run by canonical name.
+        aliases: alias -> canonical name, readable on `args` too.
+        tokenizer: folder of the policy's tokenizer, for classes that ask for it.
+        timeout_s: limit of a call.
+        memory_bytes: limit of the worker's own memory; None means no limit.
+    """
+
+    functions: list[str]
+    plugins: list[str]
+    flags: dict[str, Any]
+    aliases: dict[str, str]
+    tokenizer: str | None
+    timeout_s: float
+    memory_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call: a function, by position, on some samples (None: all) of a pickled {"completions", "keywords"}."""
+
+    function: int
+    payload: bytes
+    samples: list[int] | None
+    seed: int
 
 
 class RunArguments(Mapping[str, Any]):
@@ -52,7 +120,7 @@ class RunArguments(Mapping[str, Any]):
         except KeyError:
             raise AttributeError(f"this run has no argument {name!r}") from None
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[str]:
         return iter({**self._flags, **dict.fromkeys(self._aliases)})
 
     def __len__(self) -> int:
@@ -65,15 +133,14 @@ class Function:
 
     signature: contract.Signature
     call: Callable[..., Any]
-    counters: dict[str, int] | None
 
     def take_counters(self) -> dict[str, int]:
         """What the function counted since the last call; resets it."""
-        if not self.counters:
+        counters = getattr(self.call, "counters", None)
+        if not isinstance(counters, dict):
             return {}
-        taken = {name: count for name, count in self.counters.items() if count}
-        for name in self.counters:
-            self.counters[name] = 0
+        taken = {name: count for name, count in counters.items() if count}
+        counters.update(dict.fromkeys(counters, 0))
         return taken
 
 
@@ -94,15 +161,12 @@ def _build_one(name: str, entry: Any, spec: LoadSpec) -> Function:
     signature = contract.signature_of(name, entry)
     if signature.without_self:
         owner = entry if inspect.isclass(entry) else type(entry)
-        return Function(signature, inspect.getattr_static(owner, "__call__"), None)
+        return Function(signature, inspect.getattr_static(owner, "__call__"))
     if not inspect.isclass(entry):
-        return Function(signature, entry, getattr(entry, "counters", None))
-    chosen = contract.constructor_arguments(name, entry, RunArguments(spec.flags, spec.aliases))
-    built = contract.construct(
-        entry, chosen, RunArguments(spec.flags, spec.aliases), lambda: _load_tokenizer(spec.tokenizer)
-    )
-    counters = getattr(built, "counters", None)
-    return Function(signature, built, counters if isinstance(counters, dict) else None)
+        return Function(signature, entry)
+    args = RunArguments(spec.flags, spec.aliases)
+    chosen = contract.constructor_arguments(name, entry, args)
+    return Function(signature, contract.construct(entry, chosen, args, lambda: _load_tokenizer(spec.tokenizer)))
 
 
 def _load_tokenizer(folder: str | None) -> Any:
@@ -111,6 +175,109 @@ def _load_tokenizer(folder: str | None) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder)
+
+
+# ---- the process --------------------------------------------------------------------------------------------
+
+
+class _State:
+    """What `initialize` prepares for `run`; one per process."""
+
+    pid: int
+    functions: list[Function]
+    problem: SwiftError | None = None
+    timeout_s: float
+    loop: asyncio.AbstractEventLoop
+    log: str | None = None
+
+
+def initialize(spec: LoadSpec, log: str | None) -> None:
+    """Makes this process a worker: a session of its own, no accelerator, limits, output, plugins.
+
+    A plugin that cannot be loaded is reported by every `run`; one that hangs at import ends the process.
+    """
+    os.setsid()  # one signal reaches this process and its children
+    threading.Thread(target=_die_with_the_trainer, daemon=True).start()
+    os.environ.update(dict.fromkeys(_ACCELERATORS, ""))
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    print_to(log)
+    faulthandler.dump_traceback_later(START_LIMIT_S, exit=True, file=2)
+    limit_memory(spec.memory_bytes)
+    _State.pid, _State.timeout_s, _State.loop = os.getpid(), spec.timeout_s, asyncio.new_event_loop()
+    try:
+        _State.functions = build(spec)
+    except SwiftError as error:
+        _State.problem = error
+    except Exception as error:
+        traceback.print_exc()
+        _State.problem = RewardError(f"--reward_funcs: a class could not be built: {describe(error)}")
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _die_with_the_trainer() -> None:
+    """Ends this process and its children when the trainer has gone without a word (SIGKILL, out of memory)."""
+    trainer = multiprocessing.parent_process()
+    while trainer is not None and os.getppid() == trainer.pid:
+        time.sleep(1.0)
+    os.killpg(0, signal.SIGKILL)
+
+
+def print_to(path: str | None) -> None:
+    """From now on everything this process and its libraries print is appended to `path`; None discards it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if path is not None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    _State.log = path
+
+
+def limit_memory(limit_bytes: int | None) -> None:
+    """Bounds this process's memory and makes it the first victim when the machine runs out of it."""
+    if limit_bytes is not None:
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        soft = limit_bytes if hard == resource.RLIM_INFINITY else min(limit_bytes, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    score = Path("/proc/self/oom_score_adj")
+    if score.exists():
+        score.write_text("1000")
+
+
+# ---- calls --------------------------------------------------------------------------------------------------
+
+
+def run(jobs: list[Job], log: str | None) -> list[Outcome]:
+    """One task: the outcomes of `jobs`, whose functions are all synchronous or all awaited.
+
+    Raises:
+        SwiftError: the plugins could not be loaded in this process.
+    """
+    if _State.problem is not None:
+        raise _State.problem
+    if log != _State.log:
+        print_to(log)
+    # The pool ends a call that is late. Should the trainer be gone meanwhile, code that never lets other threads run
+    # ends here.
+    faulthandler.dump_traceback_later(_State.timeout_s + _ORPHAN_GRACE_S, exit=True, file=2)
+    try:
+        if _State.functions[jobs[0].function].signature.is_async:
+            return _State.loop.run_until_complete(_gather(jobs))
+        return [_call(job) for job in jobs]
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _arguments(job: Job, function: Function) -> tuple[list[str], dict[str, Any]]:
+    completions, available = select(pickle.loads(job.payload), job.samples)
+    return completions, contract.keywords_for(function.signature, available)
 
 
 def select(payload: Mapping[str, Any], samples: list[int] | None) -> tuple[list[str], dict[str, Any]]:
@@ -124,16 +291,6 @@ def select(payload: Mapping[str, Any], samples: list[int] | None) -> tuple[list[
         for name, value in keywords.items()
     }
     return [completions[index] for index in samples], chosen
-
-
-def print_to(path: str) -> None:
-    """From now on everything this process and its libraries print is appended to `path`."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
 
 
 def seed_everything(seed: int) -> None:
@@ -151,115 +308,44 @@ def call_seed(run_seed: int, prompt_id: str, group_id: str) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-class Worker:
-    """The loop of one worker process.
+def _call(job: Job) -> Outcome:
+    function = _State.functions[job.function]
+    completions, keywords = _arguments(job, function)
+    seed_everything(job.seed)
+    began = time.monotonic()
+    try:
+        result = function.call(list(completions), **keywords)
+        if inspect.isawaitable(result):
+            result = asyncio.run(within(result, _State.timeout_s))
+        outcome = Outcome("ok", contract.read_values(result, len(completions)))
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        outcome = failure(function, error)
+    return _measured(outcome, function, began)
 
-    Args:
-        connection: connected socket to the pool.
-    """
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._decoder = Decoder()
-        self._pid = os.getpid()
-        self._functions: list[Function] = []
-        self._loop = asyncio.new_event_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._timeout_s = 0.0
+async def _gather(jobs: list[Job]) -> list[Outcome]:
+    return await asyncio.gather(*(_await(job) for job in jobs))
 
-    def run(self) -> None:
-        """Serves until the pool closes the socket."""
-        while True:
-            if self._tasks:
-                self._drive_tasks()
-            data = self._connection.recv(_READ_BYTES)
-            if not data:
-                return
-            for message in self._decoder.feed(data):
-                self._handle(message)
 
-    def _drive_tasks(self) -> None:
-        """Runs the event loop until a message waits on the socket or no awaited call is left."""
-        self._loop.add_reader(self._connection, self._loop.stop)
-        try:
-            self._loop.run_forever()
-        finally:
-            self._loop.remove_reader(self._connection)
+async def _await(job: Job) -> Outcome:
+    function = _State.functions[job.function]
+    completions, keywords = _arguments(job, function)
+    seed_everything(job.seed)
+    began = time.monotonic()
+    try:
+        result = await within(function.call(list(completions), **keywords), _State.timeout_s)
+        outcome = Outcome("ok", contract.read_values(result, len(completions)))
+    except (Exception, asyncio.CancelledError) as error:
+        outcome = failure(function, error)
+    return _measured(outcome, function, began)
 
-    def _stop_when_idle(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not self._tasks:
-            self._loop.stop()
 
-    def _handle(self, message: tuple[Any, ...]) -> None:
-        if message[0] == "load":
-            self._load(message[1])
-        elif message[0] == "log":
-            print_to(message[1])
-        else:
-            self._call(*message[1:])
-
-    def _load(self, spec: LoadSpec) -> None:
-        self._timeout_s = spec.timeout_s
-        limit_memory(spec.memory_bytes)
-        try:
-            self._functions = build(spec)
-        except ConfigError as error:
-            self._send(("failed", "config", error.problems))
-        except Exception as error:
-            traceback.print_exc()
-            self._send(("failed", "reward", [f"--reward_funcs: a class could not be built: {describe(error)}"]))
-        else:
-            self._send(("ready",))
-
-    def _call(self, call_id: int, functions: list[int], payload: bytes, samples: Any, seed: int) -> None:
-        completions, available = select(pickle.loads(payload), samples)
-        for index in functions:
-            function = self._functions[index]
-            keywords = contract.keywords_for(function.signature, available)
-            self._send(("started", call_id, index))
-            seed_everything(seed)
-            if function.signature.is_async:
-                task = self._loop.create_task(self._await(call_id, index, completions, keywords))
-                self._tasks.add(task)
-                task.add_done_callback(self._stop_when_idle)
-            else:
-                self._send(("done", call_id, index, self._run(function, completions, keywords)))
-
-    def _run(self, function: Function, completions: list[str], keywords: dict[str, Any]) -> Outcome:
-        began = time.monotonic()
-        try:
-            result = function.call(list(completions), **keywords)
-            if inspect.isawaitable(result):
-                result = asyncio.run(within(result, self._timeout_s))
-            outcome = Outcome("ok", contract.read_values(result, len(completions)))
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
-            outcome = failure(function, error)
-        self._leave_if_forked()
-        outcome.seconds = time.monotonic() - began
-        outcome.counters = function.take_counters()
-        return outcome
-
-    async def _await(self, call_id: int, index: int, completions: list[str], keywords: dict[str, Any]) -> None:
-        function = self._functions[index]
-        began = time.monotonic()
-        try:
-            result = await within(function.call(list(completions), **keywords), self._timeout_s)
-            outcome = Outcome("ok", contract.read_values(result, len(completions)))
-        except (Exception, asyncio.CancelledError) as error:
-            outcome = failure(function, error)
-        self._leave_if_forked()
-        outcome.seconds = time.monotonic() - began
-        outcome.counters = function.take_counters()
-        self._send(("done", call_id, index, outcome))
-
-    def _leave_if_forked(self) -> None:
-        """A child that a reward function forked and that came back here must not speak on our socket."""
-        if os.getpid() != self._pid:
-            os._exit(0)
-
-    def _send(self, message: tuple[Any, ...]) -> None:
-        self._connection.sendall(encode(message))
+def _measured(outcome: Outcome, function: Function, began: float) -> Outcome:
+    if os.getpid() != _State.pid:
+        os._exit(0)  # a child that the function forked must not speak for the worker
+    outcome.seconds = time.monotonic() - began
+    outcome.counters = function.take_counters()
+    return outcome
 
 
 class CallTimeout(Exception):
@@ -297,34 +383,3 @@ def describe(error: BaseException) -> str:
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     last = " ".join(traceback.format_exception_only(error)[-1].split())
     return f"{last[:500]}{where}"
-
-
-def limit_memory(limit_bytes: int | None) -> None:
-    """Bounds this process's memory and makes it the first victim when the machine runs out of it."""
-    if limit_bytes is not None:
-        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        soft = limit_bytes if hard == resource.RLIM_INFINITY else min(limit_bytes, hard)
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-    score = Path("/proc/self/oom_score_adj")
-    if score.exists():
-        score.write_text("1000")
-
-
-def main(descriptor: int) -> None:
-    """Entry point of the process: `descriptor` is the inherited end of the socket pair."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which closes us
-    connection = socket.socket(fileno=descriptor)
-    connection.setblocking(True)
-    os.set_inheritable(descriptor, False)
-    try:
-        Worker(connection).run()
-    except (BrokenPipeError, ConnectionResetError):
-        pass  # the pool is gone; so are we
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)  # threads that a plugin started must not keep the process
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

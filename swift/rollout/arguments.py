@@ -20,44 +20,41 @@ class GenerationArguments:
     GROUP: ClassVar[str] = "Sampling"
 
     max_completion_length: int = flag(512, at_least=1, aliases=("max_new_tokens", "response_length"))
-    """Most new tokens of a completion."""
+    """Maximum number of new tokens per completion."""
 
     max_length: int | None = flag(at_least=1, unset="the model's context minus max_completion_length")
-    """Longest prompt in tokens. Longer ones are treated by `--truncation_strategy`."""
+    """Maximum prompt length in tokens. `--truncation_strategy` handles longer prompts."""
 
     truncation_strategy: Literal["left", "right", "delete"] = flag("left", everyday=False)
-    """What happens to prompts over `--max_length`: cut on the left, cut on the right, or leave the row out.
-    Either is counted and reported."""
+    """Treatment of prompts over `--max_length`: cut on the left, cut on the right, or leave the row out. All are
+    counted."""
 
     temperature: float = flag(0.9, above=0)
     """Sampling temperature. The loss uses log-probs of logits / temperature too."""
 
     top_p: float = flag(1.0, above=0, at_most=1)
-    """Sample from the smallest set of tokens with this share of the probability; 1.0 is off. Truncated sampling
-    biases the gradient, because the trainer uses the whole vocabulary; 3.x used 0.9."""
+    """Share of the probability to sample from. Values below 1 bias the gradient; ms-swift 3.x used 0.9."""
 
     top_k: int = flag(-1, at_least=-1)
-    """Sample from the k likeliest tokens; -1 or 0 is off. Biases the gradient like `--top_p`; 3.x used 50."""
+    """Number of likeliest tokens to sample from; -1 or 0 is off. Biases the gradient; ms-swift 3.x used 50."""
 
     min_p: float = flag(0.0, at_least=0, at_most=1, everyday=False)
-    """Leave out tokens less likely than this share of the likeliest one's probability; 0.0 is off. Biases the
-    gradient like `--top_p`."""
+    """Minimum probability of a token, relative to the likeliest one. Biases the gradient."""
 
     repetition_penalty: float = flag(1.0, above=0, everyday=False)
-    """Divides the logits of tokens already seen; 1.0 is off. Biases the gradient like `--top_p`."""
+    """Divisor of the logits of tokens already seen. Biases the gradient."""
 
     stop_words: list[str] = flag([], everyday=False)
     """Texts that end a completion, besides the end token."""
 
     generation_kwargs: dict[str, Any] = flag({}, everyday=False)
-    """More sampling settings, as JSON such as `{"presence_penalty": 0.5, "min_tokens": 8}`. Those that have a flag of
-    their own beat it; other names must be ones that the engine takes. Most of them bias the gradient like `--top_p`."""
+    """Further sampling settings, as JSON such as `{"presence_penalty": 0.5, "min_tokens": 8}`. They override their own
+    flags; most bias the gradient."""
 
     vllm_guided_decoding_regex: str | None = flag(
         aliases=("structured_outputs_regex",), everyday=False, unset="completions are free"
     )
-    """Regular expression that completions must match, from their first token to their end token. Biases the gradient
-    like `--top_p`. The transformers engine needs the package xgrammar for it."""
+    """Regular expression of whole completions. Biases the gradient; the transformers engine needs xgrammar."""
 
     def sampling_params(self) -> SamplingParams:
         """These settings as a request carries them; the seed is filled in per sample."""
@@ -220,30 +217,28 @@ class SamplingArguments(GenerationArguments):
     """Groups of completions, and how they fill generation batches."""
 
     rollout_func: str | None = flag(everyday=False, unset="the engine samples each completion once")
-    """Function that makes the completions, with the engine as its tool: a name that a plugin registers in
-    `rollout_funcs`, or `path.py:function`."""
+    """Function that makes the completions with the engine: a name in `rollout_funcs`, or `path.py:function`."""
 
     num_generations: int = flag(8, at_least=2)
-    """Completions per prompt, the G of GRPO (arXiv:2402.03300). Must divide the completions of an optimizer
-    step: per_device_train_batch_size x processes x gradient_accumulation_steps."""
+    """Number of completions per prompt, G in GRPO (arXiv:2402.03300). Divides the global batch:
+    per_device_train_batch_size x processes x gradient_accumulation_steps."""
 
     num_generations_eval: int | None = flag(at_least=1, everyday=False)
-    """Completions per prompt in evaluation."""
+    """Number of completions per prompt in evaluation."""
 
     steps_per_generation: int | None = flag(at_least=1, group="Optimization", everyday=False)
-    """Micro-steps fed by one generation batch; a multiple or a divisor of gradient_accumulation_steps. More
-    than gradient_accumulation_steps makes several optimizer steps of one batch."""
+    """Number of micro-batches per generation batch, a multiple or divisor of gradient_accumulation_steps. More than
+    that makes several optimizer steps of a batch."""
 
     generation_batch_size: int | None = flag(
         at_least=1, group="Optimization", everyday=False, unset="follows from steps_per_generation"
     )
-    """Completions of a generation batch over all processes, the other way to give steps_per_generation."""
+    """Number of completions of a generation batch over all processes, instead of steps_per_generation."""
 
     mini_batch_size: int | None = flag(
         at_least=1, group="Optimization", everyday=False, unset="per_device_train_batch_size"
     )
-    """Completions of one forward and backward pass; divides per_device_train_batch_size. Less memory, same loss
-    and gradients."""
+    """Number of completions per forward and backward pass; divides per_device_train_batch_size. Same gradient."""
 
     max_tokens_per_micro_batch: int | None = flag(
         at_least=1,
@@ -251,9 +246,8 @@ class SamplingArguments(GenerationArguments):
         everyday=False,
         unset="the batch sizes, and less where memory is too small; on a CPU what is fastest",
     )
-    """Most tokens of one forward and backward pass: its completions and, once each, their prompts. Then tokens decide
-    how many completions share a pass, not per_device_train_batch_size; with mini_batch_size both limits hold. Same loss
-    and gradients. A completion that is longer has a pass of its own."""
+    """Maximum number of tokens per forward and backward pass, shared prompts counted once. Replaces
+    per_device_train_batch_size as the limit; same gradient."""
 
 
 @dataclass(kw_only=True)
@@ -263,54 +257,54 @@ class EngineArguments:
     GROUP: ClassVar[str] = "Engine"
 
     use_vllm: bool = flag(False)
-    """Generate with vLLM instead of in the trainer."""
+    """Whether vLLM generates. If false, transformers does, in the trainer's process."""
 
-    infer_backend: str | None = flag(values={"pt": "transformers"}, everyday=False)
-    """The inference library: transformers, vllm, lmdeploy, or one that a plugin registers in `inference_backends`.
-    transformers with `--vllm_mode dedicated` or a server samples in a process of its own, without vLLM."""
+    infer_backend: str | None = flag(values={"pt": "transformers"}, everyday=False, registry="backends")
+    """Inference library: transformers, vllm, lmdeploy, or one of a plugin. transformers also serves dedicated and
+    server modes."""
 
     vllm_mode: Literal["colocate", "server", "dedicated"] | None = flag(
         values={"async": "dedicated"}, unset="inferred from devices, NPROC_PER_NODE and num_infer_workers"
     )
-    """Where vLLM runs: on the trainer's devices, on devices of its own, or behind a server address. Giving it
-    implies `--use_vllm true`."""
+    """Place of the engine: on the trainer's devices, on devices of its own, or behind a server address. Implies
+    `--use_vllm true`."""
 
     num_infer_workers: int | None = flag(at_least=1, unset="NPROC_PER_NODE if that is the number of devices, else 1")
-    """Devices for inference on each node."""
+    """Number of inference devices per node."""
 
     vllm_device: list[str] = flag(["auto"], everyday=False)
-    """Devices of the engines, such as `cuda:7`; auto takes the last ones, or each process's own in colocate."""
+    """Devices of the engines, such as `cuda:7`. auto takes the last ones, or each process's own in colocate."""
 
     vllm_gpu_memory_utilization: float = flag(0.9, above=0, at_most=1, needs="use_vllm")
-    """Share of a device's memory that vLLM may use."""
+    """Share of a device's memory for vLLM."""
 
     vllm_max_model_len: int | None = flag(
         at_least=1, needs="use_vllm", everyday=False, unset="max_length + max_completion_length"
     )
-    """Longest prompt and completion together, in tokens."""
+    """Maximum length of prompt and completion, in tokens."""
 
     vllm_max_num_seqs: int = flag(256, at_least=1, needs="use_vllm", everyday=False)
-    """Sequences that vLLM decodes at the same time."""
+    """Maximum number of sequences decoded at a time."""
 
     vllm_enforce_eager: bool = flag(False, needs="use_vllm", everyday=False)
-    """Do without CUDA graphs."""
+    """Whether CUDA graphs are off."""
 
     vllm_limit_mm_per_prompt: dict[str, Any] | None = flag(needs="use_vllm", everyday=False)
-    """Images and the like per prompt, as JSON; passed on to vLLM."""
+    """Number of images and the like per prompt, as JSON for vLLM."""
 
     vllm_enable_prefix_caching: bool = flag(True, needs="use_vllm", everyday=False)
-    """Keep the computation of shared prompt starts; dropped at each weight change."""
+    """Whether shared prompt prefixes are cached. Each weight sync clears the cache."""
 
     vllm_tensor_parallel_size: int = flag(
         1, at_least=1, aliases=("tensor_parallel_size",), needs="use_vllm", everyday=False
     )
-    """Devices that share one engine."""
+    """Number of devices per engine."""
 
     vllm_data_parallel_size: int = flag(1, at_least=1, needs="use_vllm", everyday=False)
-    """Engines of a `swift rollout` server."""
+    """Number of engines of a `swift rollout` server."""
 
     vllm_server_host: list[str] = flag([], everyday=False)
-    """Addresses of `swift rollout` servers. Giving one implies `--use_vllm true --vllm_mode server`."""
+    """Addresses of `swift rollout` servers. Implies `--use_vllm true --vllm_mode server`."""
 
     vllm_server_port: list[int] = flag([8000], at_least=1, at_most=65535, everyday=False)
     """Ports of the servers, one for all or one each."""
@@ -319,60 +313,72 @@ class EngineArguments:
     """URLs of the servers, instead of hosts and ports."""
 
     vllm_server_timeout: float = flag(120.0, above=0, everyday=False)
-    """Seconds to wait until a server is healthy."""
+    """Time to wait until a server is healthy, in seconds."""
 
     vllm_server_api_key: str | None = flag(everyday=False, unset="the environment variable SWIFT_API_KEY, if set")
-    """The servers' `--api_key`."""
+    """Key of the servers."""
 
     vllm_enable_lora: bool = flag(False, aliases=("vllm_lora_sync",), everyday=False)
-    """Send the adapter alone to the engine instead of the merged weights."""
+    """Whether weight syncs send the adapter alone instead of merged weights."""
 
     vllm_max_lora_rank: int | None = flag(at_least=1, needs="vllm_enable_lora", everyday=False)
-    """Largest adapter rank that the engine accepts."""
+    """Maximum adapter rank of the engine."""
 
     vllm_engine_kwargs: dict[str, Any] = flag({}, needs="use_vllm", everyday=False)
-    """More arguments of vLLM's engine, as JSON; passed on unchecked."""
+    """Further arguments of vLLM's engine, as JSON; not checked."""
 
     async_generate: bool = flag(False, aliases=("async_prefetch",), everyday=False)
-    """Generate the next batch while this one trains, with weights one update old. Needs dedicated or server
+    """Whether the next batch is sampled while this one trains, with weights one update old. Needs dedicated or server
     mode."""
 
-    sleep_level: Literal[0, 1, 2] = flag(0, everyday=False)
-    """Engine memory released while training, in colocate: 1 moves the weights to the CPU, 2 drops them."""
+    sleep_level: Literal[0, 1, 2] = flag(
+        0, aliases=("vllm_enable_sleep_mode",), values={"true": "1", "false": "0"}, everyday=False
+    )
+    """Level of engine sleep while training, in colocate: 1 moves weights to the CPU, 2 drops them."""
 
     offload_model: bool = flag(False, everyday=False)
-    """Move the trainer's model to the CPU while an engine on the same device generates."""
+    """Whether the trainer's model moves to the CPU while an engine on its device generates."""
 
     offload_optimizer: bool = flag(False, everyday=False)
-    """Move the optimizer's state to the CPU while an engine on the same device generates."""
+    """Whether the optimizer state moves to the CPU while an engine on its device generates."""
 
     gc_collect_after_offload: bool = flag(False, everyday=False)
-    """Collect garbage and empty the device's cache after offloading."""
+    """Whether garbage is collected and the device cache emptied after offloading."""
 
     move_model_batches: int | None = flag(at_least=1, everyday=False, unset="all weights in one pass")
-    """Send the weights to the engine in this many groups of layers, and one of the rest."""
+    """Number of layer groups in which weights are sent, and one more for the rest."""
 
     ds3_gather_for_generation: bool = flag(True, everyday=False)
-    """With ZeRO-3, gather the whole weights once per rollout. false is not possible with vLLM."""
+    """Whether ZeRO-3 gathers the weights once per rollout. Required with vLLM."""
 
     parity_check: str = flag("start")
-    """When the sampler's log-probs are compared with the trainer's: start, every:N steps, warn (at the start,
-    without stopping the run), or off."""
+    """Schedule of the comparison of engine and trainer log-probs: start, every:N steps, warn (at the start, never an
+    error), or off."""
 
     cpu_devices: int | None = flag(at_least=1, everyday=False, unset="as many as are needed")
-    """Groups of CPU cores that stand for devices on a machine without accelerator."""
+    """Number of groups of CPU cores that act as devices if there is no accelerator."""
+
+    weight_transport: Literal["auto", "object_store", "broadcast", "ipc", "disk", "http"] = flag("auto", everyday=False)
+    """Transport of weight syncs: object_store, broadcast or ipc with `--vllm_mode dedicated`; disk, http or broadcast
+    to servers. auto takes the shortest way between the devices."""
+
+    ray_address: str | None = flag(everyday=False, unset="a local cluster that ends with the run")
+    """Address of the Ray cluster for dedicated engines: host:port, or auto for the one on this machine."""
+
+    ray_token_file: str | None = flag(everyday=False, unset="made for a local cluster")
+    """File with the token of the Ray cluster at `--ray_address`."""
 
     engine_restarts: int = flag(3, at_least=0, everyday=False)
-    """Restarts of dead engine processes per hour before the run ends."""
+    """Maximum number of engine restarts per hour."""
 
     rollout_timeout: float = flag(600.0, above=0, everyday=False)
-    """Seconds for one request to an engine."""
+    """Time limit of a request to an engine, in seconds."""
 
     stall_timeout: float = flag(300.0, above=0, everyday=False)
-    """Seconds without any progress after which the run ends and names the culprit."""
+    """Time without progress after which the run ends and names the stuck component, in seconds."""
 
     use_lmdeploy: bool = flag(False, everyday=False)
-    """Generate with LMDeploy. Excludes `--use_vllm`."""
+    """Whether LMDeploy generates. Excludes `--use_vllm`."""
 
     lmdeploy_device: list[str] = flag(["auto"], needs="use_lmdeploy", everyday=False)
     """Devices of the LMDeploy engines."""
@@ -380,7 +386,7 @@ class EngineArguments:
     lmdeploy_session_len: int | None = flag(
         at_least=1, needs="use_lmdeploy", everyday=False, unset="max_length + max_completion_length"
     )
-    """Longest prompt and completion together, in tokens."""
+    """Maximum length of prompt and completion, in tokens."""
 
     lmdeploy_cache_max_entry_count: float = flag(0.8, above=0, at_most=1, needs="use_lmdeploy", everyday=False)
-    """Share of the free memory that LMDeploy's KV cache takes."""
+    """Share of the free memory for LMDeploy's KV cache."""

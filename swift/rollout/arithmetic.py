@@ -1,11 +1,11 @@
-"""Batch and step arithmetic: how completions become windows, windows become steps, and rows become an epoch.
+"""Batch and step arithmetic: how completions become global batches, and rows become an epoch.
 
 All batch sizes count completions. With b = per_device_train_batch_size, N = world size,
 a = gradient_accumulation_steps, s = steps_per_generation, u = num_iterations, G = num_generations and R rows:
 
-    window            C = b N a     completions of one optimizer step; G divides it; P = C / G prompts
+    global batch      C = b N a     completions of one optimizer step; G divides it; P = C / G prompts
     generation batch  B = b N s     completions sampled in one go; G divides it
-    unit              max(C, B)     what is collected before training goes on: the larger of the two
+    rollout batch     max(C, B)     what is collected before training goes on: the larger of the two
     steps per epoch   floor(floor(R G / B) u s / a)
 
 Pure functions: no files, no devices, no arguments object.
@@ -18,19 +18,23 @@ from dataclasses import dataclass
 
 from swift.errors import join_problems
 
+MOST_BATCHES_CARRIED = 2
+"""Rollout batches that a carried group can wait for; as a rule it is one (`swift.rollout.dynamic_sampling`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
     """The batches of a run. All sizes are in completions unless the name says otherwise.
 
-    window_prompts = window / num_generations. windows_per_generation is s/a when s >= a (else 1) and
-    generations_per_window is a/s when s < a (else 1). A unit is one generation batch or, when several feed one
-    window, all of these. updates_per_rollout = windows_per_generation * num_iterations.
-    forwards_per_window: forward/backward passes of one rank in one window; None where it follows from the lengths of
-    the completions, under a limit of tokens.
+    global_batch_prompts = global_batch / num_generations. global_batches_per_rollout is s/a when s >= a (else 1) and
+    generation_batches_per_step is a/s when s < a (else 1). A rollout batch is one generation batch or, when several
+    feed one optimizer step, all of these. updates_per_rollout = global_batches_per_rollout * num_iterations.
+    micro_batches_per_step: forward/backward passes of one rank; None where it follows from the lengths of the
+    completions, under a limit of tokens.
 
-    num_rows, steps_per_epoch, units_per_epoch and num_train_epochs are None for streaming data, which has no
-    known end. dropped_rows: rows at the end of each epoch that fill no unit. max_steps: optimizer steps of the run.
+    num_rows, steps_per_epoch, batches_per_epoch and num_train_epochs are None for streaming data, which has no
+    known end. dropped_rows: rows at the end of each epoch that fill no rollout batch. max_steps: optimizer steps of the
+    run.
     """
 
     per_device_train_batch_size: int
@@ -40,18 +44,18 @@ class BatchPlan:
     steps_per_generation: int
     num_iterations: int
     mini_batch_size: int
-    window: int
-    window_prompts: int
+    global_batch: int
+    global_batch_prompts: int
     generation_batch: int
     generation_prompts: int
-    windows_per_generation: int
-    generations_per_window: int
-    unit_prompts: int
+    global_batches_per_rollout: int
+    generation_batches_per_step: int
+    rollout_prompts: int
     updates_per_rollout: int
-    forwards_per_window: int | None
+    micro_batches_per_step: int | None
     num_rows: int | None
     num_train_epochs: float | None
-    units_per_epoch: int | None
+    batches_per_epoch: int | None
     steps_per_epoch: int | None
     dropped_rows: int
     max_steps: int
@@ -107,13 +111,13 @@ def plan_batches(
     join_problems(problems)
     join_problems(_broken_rules(b, n, a, s, g, u, mini_batch_size, s_is_given=s != a))
 
-    unit_steps = max(a, s)
-    unit_prompts = b * n * unit_steps // g
-    updates_per_unit = max(1, s // a) * u
-    units_per_epoch = steps_per_epoch = None
+    rollout_steps = max(a, s)
+    rollout_prompts = b * n * rollout_steps // g
+    updates = max(1, s // a) * u
+    batches_per_epoch = steps_per_epoch = None
     if num_rows is not None:
-        units_per_epoch = num_rows // unit_prompts
-        steps_per_epoch = units_per_epoch * updates_per_unit
+        batches_per_epoch = num_rows // rollout_prompts
+        steps_per_epoch = batches_per_epoch * updates
     return BatchPlan(
         per_device_train_batch_size=b,
         world_size=n,
@@ -122,21 +126,21 @@ def plan_batches(
         steps_per_generation=s,
         num_iterations=u,
         mini_batch_size=mini_batch_size or b,
-        window=b * n * a,
-        window_prompts=b * n * a // g,
+        global_batch=b * n * a,
+        global_batch_prompts=b * n * a // g,
         generation_batch=b * n * s,
         generation_prompts=b * n * s // g,
-        windows_per_generation=max(1, s // a),
-        generations_per_window=max(1, a // s),
-        unit_prompts=unit_prompts,
-        updates_per_rollout=updates_per_unit,
-        forwards_per_window=a * (b // (mini_batch_size or b)) if max_tokens_per_micro_batch is None else None,
+        global_batches_per_rollout=max(1, s // a),
+        generation_batches_per_step=max(1, a // s),
+        rollout_prompts=rollout_prompts,
+        updates_per_rollout=updates,
+        micro_batches_per_step=a * (b // (mini_batch_size or b)) if max_tokens_per_micro_batch is None else None,
         num_rows=num_rows,
         num_train_epochs=None if num_rows is None else num_train_epochs,
-        units_per_epoch=units_per_epoch,
+        batches_per_epoch=batches_per_epoch,
         steps_per_epoch=steps_per_epoch,
-        dropped_rows=0 if num_rows is None else num_rows - (units_per_epoch or 0) * unit_prompts,
-        max_steps=_total_steps(steps_per_epoch, num_rows, unit_prompts, num_train_epochs, max_steps),
+        dropped_rows=0 if num_rows is None else num_rows - (batches_per_epoch or 0) * rollout_prompts,
+        max_steps=_total_steps(steps_per_epoch, num_rows, rollout_prompts, num_train_epochs, max_steps),
         max_tokens_per_micro_batch=max_tokens_per_micro_batch,
     )
 
@@ -151,28 +155,28 @@ def describe(plan: BatchPlan, *, most_launches: int = 1, every_row: bool = False
     """
     p = plan
     parts = [
-        f"{p.window} completions per step ({p.per_device_train_batch_size} per device x {p.world_size} "
+        f"{p.global_batch} completions per step ({p.per_device_train_batch_size} per device x {p.world_size} "
         f"{_plural(p.world_size, 'process', 'processes')} x {p.gradient_accumulation_steps} accumulation)"
-        f" = {p.window_prompts} {_plural(p.window_prompts, 'prompt')} x {p.num_generations} completions"
+        f" = {p.global_batch_prompts} {_plural(p.global_batch_prompts, 'prompt')} x {p.num_generations} completions"
     ]
-    if p.generation_batch != p.window:
+    if p.generation_batch != p.global_batch:
         parts.append(f"{p.generation_batch} completions per generation batch")
     if p.updates_per_rollout > 1:
         parts.append(f"{p.updates_per_rollout} updates per rollout")
-    if p.forwards_per_window is None:
+    if p.micro_batches_per_step is None:
         parts.append(f"micro-batches of at most {p.max_tokens_per_micro_batch} tokens")
-    elif p.forwards_per_window > 1:
-        parts.append(f"{p.forwards_per_window} micro-batches per step and process")
+    elif p.micro_batches_per_step > 1:
+        parts.append(f"{p.micro_batches_per_step} micro-batches per step and process")
     if p.num_rows is None:
         parts.append(f"streaming, {p.max_steps} steps")
     else:
         per_epoch = f"{p.steps_per_epoch} {_plural(p.steps_per_epoch or 0, 'step')} per epoch"
         if most_launches > 1:
-            least = p.num_rows // (p.unit_prompts * most_launches) * p.updates_per_rollout
+            least = p.num_rows // (p.rollout_prompts * most_launches) * p.updates_per_rollout
             per_epoch = f"{least} to {per_epoch}, because replaced groups draw rows too"
         rows = f"{p.num_rows} {_plural(p.num_rows, 'row')}"
         parts.append(f"{rows}, {per_epoch}, {p.max_steps} {_plural(p.max_steps, 'step')} in all")
-    if p.dropped_rows and p.units_per_epoch and not every_row:
+    if p.dropped_rows and p.batches_per_epoch and not every_row:
         parts.append(f"the last {p.dropped_rows} {_plural(p.dropped_rows, 'row')} of each epoch left out")
     return "batch: " + "; ".join(parts)
 
@@ -249,7 +253,7 @@ def _broken_rules(b: int, n: int, a: int, s: int, g: int, u: int, mini: int | No
 def _bad_generations(b: int, n: int, a: int, s: int, g: int, mini: int | None, *, s_is_given: bool) -> str:
     """The line for a G that does not divide the window or the generation batch."""
     window, batch = b * n * a, b * n * s
-    counted = f"window of C={window} completions" if window % g else f"generation batch of B={batch} completions"
+    counted = f"global batch of C={window} completions" if window % g else f"generation batch of B={batch} completions"
     made_of = f"{b} per device x {n} {_plural(n, 'process', 'processes')} x {a if window % g else s}"
     choices = _divisors(math.gcd(window, batch))[1:]
     fixes = [f"valid G: {', '.join(map(str, choices)) or 'none'}"]
@@ -277,7 +281,7 @@ def _divisors(value: int) -> list[int]:
     return [divisor for divisor in range(1, value + 1) if value % divisor == 0]
 
 
-def _total_steps(per_epoch: int | None, rows: int | None, unit_prompts: int, epochs: float, max_steps: int) -> int:
+def _total_steps(per_epoch: int | None, rows: int | None, rollout_prompts: int, epochs: float, max_steps: int) -> int:
     """The optimizer steps of the run."""
     if max_steps > 0:
         return max_steps
@@ -286,10 +290,33 @@ def _total_steps(per_epoch: int | None, rows: int | None, unit_prompts: int, epo
         problems.append("--max_steps: none: streaming data has no known end; give --max_steps")
     elif per_epoch == 0:
         problems.append(
-            f"--dataset: {rows} rows: fewer than the {unit_prompts} prompts of one rollout, so an epoch has no step; "
+            f"--dataset: {rows} rows: fewer than the {rollout_prompts} prompts of one rollout batch: no step fits; "
             f"add rows, lower --per_device_train_batch_size or --gradient_accumulation_steps, or give --max_steps"
         )
     elif epochs <= 0:
         problems.append(f"--num_train_epochs: {epochs}: must be above 0 unless --max_steps is given; e.g. 1")
     join_problems(problems)
     return math.ceil((per_epoch or 0) * epochs)
+
+
+def most_stale(depth: int, *, updates: int, interval: int) -> int:
+    """The greatest age of a token at its last use, in optimizer steps.
+
+    A rollout batch feeds U updates. Sampled `depth` batches ahead, with a weight sync every `interval` updates, its
+    first update comes at most `depth * U + interval - 1` updates after the weights that sampled it, its last one
+    U - 1 later.
+
+    Example:
+        one batch ahead, one update each, a weight sync after each: most_stale(1, updates=1, interval=1) == 1
+    """
+    return depth * updates + interval - 1 + updates - 1
+
+
+def deepest_prefetch(depth: int, *, updates: int, interval: int, max_staleness: int | None) -> int | None:
+    """The greatest depth up to `depth` that keeps tokens within `max_staleness`; None when not even 0 does."""
+    if max_staleness is None:
+        return depth
+    for candidate in range(depth, -1, -1):
+        if most_stale(candidate, updates=updates, interval=interval) <= max_staleness:
+            return candidate
+    return None

@@ -151,8 +151,10 @@ class Ranks:
             return cls()
         import torch.distributed as dist
 
+        from swift.rendezvous import process_group_place
+
         if not dist.is_initialized():
-            dist.init_process_group("gloo")
+            dist.init_process_group("gloo", **process_group_place(1800.0))
         return cls(dist.get_rank(), world_size)
 
     def wait(self) -> None:

@@ -1,9 +1,9 @@
-"""How a window is cut into forward/backward passes: which rank computes which completions, and what is one pass.
+"""How a global batch is cut into micro-batches: which rank computes which completions, in which forward/backward pass.
 
-The cut changes no gradient, because normalisers count the window; it decides time and memory. What it is made from is
-the same on every rank (the unit's samples and the settings), so every rank computes the same plan and nothing is
-communicated. It does not depend on the update either: a sample is on the same rank at every visit of its unit, which is
-what the log-probs that ranks remember rely on.
+The cut changes no gradient, because normalisers count the global batch; it decides time and memory. What it is made
+from is the same on every rank (samples and settings), so every rank computes the same plan and nothing is communicated.
+It does not depend on the update either: a sample is on the same rank at every visit of its rollout batch, which is what
+the log-probs that ranks remember rely on.
 
     1. ranks     Prompts with all their completions, the most work first, each to the rank that has least so far
                  (longest processing time first). Then single completions move from the busiest rank to the idlest while
@@ -24,7 +24,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from swift.rollout.batch import TrainSample
+from swift.rollout.samples import TrainSample
 
 PASS_PRICE_TOKENS = 64
 """What one more pass is taken to cost, in tokens, when fewer passes mean that prompts are computed again."""
@@ -53,55 +53,55 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class WindowPlan:
-    """How the ranks share a window: `slices[rank][i]` are sample indices of one forward/backward pass.
+class MicroBatchPlan:
+    """How the ranks share a global batch: `micro_batches[rank][i]` are sample indices.
 
-    Every rank has the same number of slices; a short rank's last ones are empty. too_long: samples that exceed the
-    limit of tokens by themselves.
+    Every rank has the same number of micro-batches; a short rank's last ones are empty. too_long: samples that exceed
+    the limit of tokens by themselves.
     """
 
-    slices: list[list[list[int]]]
+    micro_batches: list[list[list[int]]]
     too_long: tuple[int, ...] = ()
 
     @property
     def num_samples(self) -> int:
         """Samples that any rank computes."""
-        return sum(len(part) for parts in self.slices for part in parts)
+        return sum(len(part) for parts in self.micro_batches for part in parts)
 
 
-def plan_window(
+def plan_micro_batches(
     samples: Sequence[TrainSample],
-    window: Sequence[int],
+    chosen: Sequence[int],
     *,
     world_size: int,
     limits: Limits,
     useful: Sequence[bool],
     packed: bool = True,
     work: Work = Work(),
-) -> WindowPlan:
-    """Cut a window over the ranks and each rank's part into passes.
+) -> MicroBatchPlan:
+    """Cut a global batch over the ranks and each rank's part into micro-batches.
 
     Args:
-        samples: those of the unit.
-        window: sample indices in launch order.
+        samples: those of the rollout batch.
+        chosen: sample indices of the global batch in launch order.
         world_size: data-parallel ranks.
         limits: of one pass.
-        useful: per window position, whether the sample can contribute to the gradient; others are left out.
+        useful: per position, whether the sample can contribute to the gradient; others are left out.
         packed: whether neighbours share their prompt; otherwise each completion is a padded row.
         work: what the ranks' shares are weighed by.
 
     Returns:
         the plan; useful samples appear exactly once.
     """
-    loads = list(_loads(samples, (i for i, wanted in zip(window, useful, strict=True) if wanted)))
+    loads = list(_loads(samples, (i for i, wanted in zip(chosen, useful, strict=True) if wanted)))
     shares = _share_out(loads, world_size, _most_of_a_rank(len(loads), world_size, limits), packed, work)
     passes = max(_fewest_passes(share, limits, packed) for share in shares)
-    slices = [_cut(share, limits, passes, packed) for share in shares]
+    micro_batches = [_cut(share, limits, passes, packed) for share in shares]
     alone = [load.sample for load in loads if limits.tokens and load.prompt_tokens + load.own_tokens > limits.tokens]
-    return WindowPlan(slices, tuple(alone))
+    return MicroBatchPlan(micro_batches, tuple(alone))
 
 
-def pass_tokens(samples: Sequence[TrainSample], part: Sequence[int], *, packed: bool = True) -> int:
+def micro_batch_tokens(samples: Sequence[TrainSample], part: Sequence[int], *, packed: bool = True) -> int:
     """Tokens that the model is run over in a pass with these samples in this order."""
     tokens = _Tokens(packed)
     for load in _loads(samples, part):

@@ -31,7 +31,6 @@ class GenerationPhase(Protocol):
             current: the weights must be those of now, whether a publication is due or not (evaluation).
             trainer_stays: the trainer's model is needed inside as well.
         """
-        ...
 
 
 class PublishPhase:

@@ -1,9 +1,9 @@
-"""The pipeline the trainer iterates over: prompts in, optimizer windows out, with a state that can be saved.
+"""The pipeline the trainer iterates over: prompts in, global batches out, with a state that can be saved.
 
-    PromptSource -> RolloutScheduler -> RolloutCollector (engine, rewards) -> advantages -> TrainUnit -> windows
+    PromptSource -> RolloutScheduler -> RolloutCollector (engine, rewards) -> BatchMaker (advantages) -> RolloutBatch
 
-The pipeline owns the unit that is being trained on. Its state (scheduler, unit, what has been consumed of it)
-goes into every checkpoint as JSON, exact to the last bit, so that a resumed run continues with the same samples.
+The pipeline owns the rollout batch that is being trained on. Its state (scheduler, batch, what has been consumed of it)
+goes into every checkpoint, exact to the last bit, so that a resumed run continues with the same samples.
 """
 
 from __future__ import annotations
@@ -12,25 +12,28 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
+import msgspec
 import torch
 
 from swift.errors import SwiftError
 from swift.rl.advantages import Advantages
-from swift.rollout.admission import Admission
-from swift.rollout.batch import Part, TrainUnit
-from swift.rollout.collect import RolloutCollector, Round, RoundResult, launches_of
-from swift.rollout.live import LiveRound
+from swift.rollout.batches import BatchConfig, BatchMaker, Begun, MadeBatch, round_metrics
+from swift.rollout.collector import RolloutCollector, launches_of
+from swift.rollout.dynamic_sampling import GroupFilter
 from swift.rollout.phase import GenerationPhase, PublishPhase
 from swift.rollout.prefetch import GenerationThread
-from swift.rollout.replay import ReplayBuffer
-from swift.rollout.scheduler import Intake, RolloutScheduler
-from swift.rollout.units import Begun, MadeUnit, UnitConfig, UnitMaker, round_metrics
+from swift.rollout.replay import ReplayBuffer, ReplayState
+from swift.rollout.round import Round
+from swift.rollout.round_result import RoundResult, SavedRound, ScoredRound, restored_round, saved_round
+from swift.rollout.samples import Arrival, RolloutBatch, SavedBatch
+from swift.rollout.scheduler import LaunchLog, RolloutScheduler, SchedulerState
 from swift.rollout.weight_sync.publisher import WeightPublisher
 from swift.types import Prompt, RolloutGroup, TrainerProgress
 
@@ -38,22 +41,22 @@ ARRIVAL_S = 0.005
 """Time between two looks at what has been scored."""
 
 Timer = Callable[[str], AbstractContextManager[Any]]
-Observer = Callable[["ScoredRound"], None]
+Observer = Callable[[ScoredRound], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineConfig(UnitConfig):
-    """How rounds are sampled and made into units.
+class PipelineConfig(BatchConfig):
+    """How rounds are sampled and made into rollout batches.
 
-    prefetch_depth: units sampled ahead of the one that trains; 0 generates, then trains.
+    prefetch_depth: rounds sampled ahead of the one that trains; 0 generates, then trains.
     in_flight_updates: weights may change while completions are being sampled.
     streaming_groups: train on so many informative groups as soon as they are scored, while others are sampled; 0 waits
-        for the whole round. Needs one window per unit, advantages that are a matter of single groups, and an engine
+        for the whole round. Needs one optimizer step per rollout batch, advantages of single groups, and an engine
         that does not keep this thread busy.
-    dynamic_sample: groups that teach nothing are replaced while others are sampled, within
-        `max_resample_times` times as many extra launches as a unit has groups.
+    dynamic_sample: zero-variance groups are replaced while others are sampled, within
+        `max_resample_times` times as many extra launches as a rollout batch has groups.
     reroll_fail_reward: a prompt all of whose completions have at most this reward, without a difference between them,
-        is tried again where the scheduler does that.
+        is re-rolled if the scheduler does that.
     """
 
     num_generations_eval: int
@@ -65,61 +68,31 @@ class PipelineConfig(UnitConfig):
     reroll_fail_reward: float = 0.0
 
 
-@dataclass(slots=True)
-class ScoredRound:
-    """Groups with their rewards and advantages, for logs: one per round of training or evaluation.
+class PipelineState(msgspec.Struct):
+    """What a checkpoint holds of a pipeline: exact to the last bit, so that a resumed run continues with equal samples.
 
-    advantages: as trained on, in the order of the completions; None for excluded completions.
-    excluded: why a completion takes no part, beyond the faults of reward functions ("overlong"), or None.
-    used: false for completions of groups that were replaced.
+    batch: what is left of the one that is trained on. ahead: rounds that are sampled and not trained on.
     """
 
-    split: str
-    step: int
-    groups: list[RolloutGroup]
-    rewards: list[float | None]
-    advantages: list[float | None]
-    excluded: list[str | None]
-    version: int
-    metrics: dict[str, float] = field(default_factory=dict)
-    used: list[bool] | None = None
-
-
-@dataclass(slots=True)
-class _Ahead:
-    """A round that was asked for and not yet trained on.
-
-    intake: what it began with. before: where launching stood before its launches; one of dynamic sampling notes that
-    itself, when it begins. begun: what was done about its unit while it was scored. result: its scored groups once they
-    are on every rank. failure: why there will be none.
-    """
-
-    intake: Intake
-    before: dict[str, Any] | None = None
-    current: Round | LiveRound | None = None
-    live: LiveRound | None = None
-    begun: Begun | None = None
-    result: RoundResult | None = None
-    failure: SwiftError | None = None
-
-    @property
-    def since(self) -> dict[str, Any] | None:
-        """Where launching stood before this round launched anything; None when it has not."""
-        return self.live.before if self.live is not None else self.before
+    scheduler: SchedulerState
+    publisher: dict[str, Any]
+    batch: SavedBatch | None
+    ahead: list[SavedRound]
+    replay: ReplayState | None
 
 
 class RolloutPipeline:
-    """Makes units and hands out their windows.
+    """Makes rollout batches and hands out their global batches.
 
     Args:
         scheduler: decides what is sampled.
         collector: samples and scores.
-        config: how groups become units.
+        config: how groups become rollout batches.
         timer: context manager factory for the phases of a step.
         observer: gets every scored round, on every rank.
         publisher: gives the sampler new weights.
         phase: makes the engine ready for generation; None publishes and nothing else.
-        replay: groups to stand in for those that teach nothing.
+        replay: groups to stand in for zero-variance groups.
 
     With `config.prefetch_depth` > 0 the next rounds are sampled on a thread while this one trains. Every decision
     (what is launched, when weights are published) still falls on the main thread, at points that depend on step
@@ -141,36 +114,36 @@ class RolloutPipeline:
         self.scheduler = scheduler
         self.collector = collector
         self.config = config
-        self.units = UnitMaker(config, replay=replay)
+        self.batches = BatchMaker(config, replay=replay)
         self.timer = timer
         self.observer = observer
         self.publisher = publisher
         self.phase: GenerationPhase = phase or PublishPhase(publisher)
-        self.unit: TrainUnit | None = None
-        self._ahead: deque[_Ahead] = deque()
+        self.batch: RolloutBatch | None = None
+        self._ahead: deque[Round] = deque()
         self._restarts = 0
         # with dynamic sampling the next prompts of the stream belong to the round that is sampled now
         overlap = config.in_flight_updates and not config.dynamic_sample
         self._thread = GenerationThread(collector, overlap=overlap)
 
-    def windows(self, progress: Callable[[], TrainerProgress]) -> Iterator[TrainUnit]:
-        """For each optimizer step the unit to train on; `unit.window_index` says which window of it.
+    def steps(self, progress: Callable[[], TrainerProgress]) -> Iterator[RolloutBatch]:
+        """For each optimizer step the rollout batch to train on; its `global_batch_index` says which part of it.
 
         The trainer calls `step_done` after each step.
         """
         while True:
-            if self.unit is None or self.unit.exhausted:
-                self.unit = None  # freed before the next one is made
-                self._next_unit(progress())
-                assert self.unit is not None
-            yield self.unit
+            if self.batch is None or self.batch.exhausted:
+                self.batch = None  # freed before the next one is made
+                self._next_batch(progress())
+                assert self.batch is not None
+            yield self.batch
 
     def step_done(self, step: int | None = None) -> None:
-        """Book one optimizer step on the current unit; `step` steps are done now."""
-        assert self.unit is not None
-        self.unit.position += 1
-        mid_unit = not self.unit.exhausted and not self._ahead
-        if step is not None and mid_unit and self.publisher.interval > 1 and self.publisher.due(step):
+        """Book one optimizer step on the current rollout batch; `step` steps are done now."""
+        assert self.batch is not None
+        self.batch.position += 1
+        mid_batch = not self.batch.exhausted and not self._ahead
+        if step is not None and mid_batch and self.publisher.interval > 1 and self.publisher.due(step):
             with self.phase(step):
                 pass
 
@@ -178,75 +151,76 @@ class RolloutPipeline:
         """End the generation thread; the engine is closed by its owner, right after."""
         self._thread.close()
 
-    def _next_unit(self, progress: TrainerProgress) -> None:
-        """Make the unit to train on, and ask for the rounds that are sampled meanwhile."""
+    def _next_batch(self, progress: TrainerProgress) -> None:
+        """Make the rollout batch to train on, and ask for the rounds that are sampled meanwhile."""
         streams = self.config.streaming_groups > 0
         if not self._ahead:
             self._ahead.append(self._ask(progress, wait=not streams))
         if streams:
-            self.unit = TrainUnit([], self.config.num_windows, self.config.num_iterations)
-            self.unit.arriving = self._parts(self.unit, progress)
+            self.batch = RolloutBatch([], self.config.num_global_batches, self.config.num_iterations)
+            self.batch.arriving = self._arrivals(self.batch, progress)
             return
         result, begun = self._first_result()
-        self.unit = self._make_unit(result, progress, begun).unit
+        self.batch = self._make_batch(result, progress, begun).batch
         self._ask_ahead(progress)
 
-    def _parts(self, unit: TrainUnit, progress: TrainerProgress) -> Iterator[Part]:
-        """The samples of a unit as they arrive; collective. Informative groups in launch order, then all others.
+    def _arrivals(self, batch: RolloutBatch, progress: TrainerProgress) -> Iterator[Arrival]:
+        """Samples as they arrive: informative groups in launch order, then all others; collective.
 
-        Only the last part is of another size than `streaming_groups`, so what a part holds depends on no clock.
+        Only the last arrival is of another size than `streaming_groups`, so what each holds depends on no clock.
         """
         known: dict[str, int] = {}
         while groups := self._arrived(self._ahead[0], known):
-            first, start = len(known), len(unit.samples)
+            first, start = len(known), len(batch.samples)
             known |= {group.group_id: first + i for i, group in enumerate(groups)}
-            unit.samples += self.units.samples(groups, first)
-            yield Part(range(start, len(unit.samples)), last=False)
+            batch.samples += self.batches.samples(groups, first)
+            yield Arrival(range(start, len(batch.samples)), last=False)
         try:
             result, _ = self._first_result()
-            made = self._make_unit(result, progress, self.units.untouched(result.groups))  # its parts know their own
+            made = self._make_batch(result, progress, self.batches.untouched(result.groups))  # arrivals know their own
         except SwiftError:
-            self.unit = None  # a part of it is nothing that could be saved
+            self.batch = None  # a part of it is nothing that could be saved
             raise
-        unit.arriving = None
-        start, size = len(unit.samples), self.config.num_generations
+        batch.arriving = None
+        start, size = len(batch.samples), self.config.num_generations
         order = sorted(range(len(made.group_ids)), key=lambda i: not made.informative[i])
         for number in (number for number in order if made.group_ids[number] not in known):
-            rest = made.unit.samples[number * size : (number + 1) * size]
+            rest = made.batch.samples[number * size : (number + 1) * size]
             for sample in rest:
-                sample.group = len(unit.samples) // size
-            unit.samples += rest
+                sample.group = len(batch.samples) // size
+            batch.samples += rest
         self._ask_ahead(progress)
-        yield Part(range(start, len(unit.samples)), last=True)
+        yield Arrival(range(start, len(batch.samples)), last=True)
 
-    def _arrived(self, one: _Ahead, known: Collection[str]) -> list[RolloutGroup]:
-        """The next informative groups, waited for; none when too few are left for a part; collective."""
+    def _arrived(self, one: Round, known: Collection[str]) -> list[RolloutGroup]:
+        """The next informative groups, waited for; none when too few are left; collective."""
         ranks, size = self.collector.collectives, self.config.streaming_groups
         ready: list[RolloutGroup] = []
         if ranks.rank == 0:
             with self.timer("generate"):
                 while True:
                     over, scored = self._scored_so_far(one)
-                    ready = [group for group in scored if group.group_id not in known and self.units.informative(group)]
+                    ready = [
+                        group for group in scored if group.group_id not in known and self.batches.informative(group)
+                    ]
                     if over or len(ready) >= size:
                         break
                     time.sleep(ARRIVAL_S)
         return list(ranks.broadcast(ready[:size] if len(ready) >= size else []))
 
-    def _scored_so_far(self, one: _Ahead) -> tuple[bool, list[RolloutGroup]]:
+    def _scored_so_far(self, one: Round) -> tuple[bool, list[RolloutGroup]]:
         """Whether no more will come before the round is finished, and what this rank has, in launch order."""
-        if one.current is None:
+        if one.settled:
             return True, one.result.groups[one.result.carried_in :] if one.result is not None else []
-        over = not self._thread.samples(one.current) and self.collector.all_scored(one.current)
-        return over, self.collector.arrived(one.current)
+        return not self._thread.samples(one) and one.all_scored, one.scored()
 
     def _first_result(self) -> tuple[RoundResult, Begun | None]:
         """The result of the next round, which leaves those ahead, and what was begun meanwhile; collective."""
         one = self._ahead[0]
         try:
-            result = self._result(one, begins=self.units.can_begin and not self.config.streaming_groups)
+            result = self._result(one, begins=self.batches.can_begin and not self.config.streaming_groups)
         except SwiftError:  # nothing of this round was trained on: a checkpoint saved now draws it again
-            self.scheduler.load_state_dict(self._without(list(self._ahead)))
+            self.scheduler.load(self._without(self._ahead))
             self._ahead.clear()
             raise
         self._ahead.popleft()
@@ -259,85 +233,78 @@ class RolloutPipeline:
         while len(self._ahead) < self.config.prefetch_depth and self._wants_more(progress):
             self._ahead.append(self._ask(progress, wait=False))
 
-    def _without(self, rounds: Sequence[_Ahead]) -> dict[str, Any]:
+    def _without(self, rounds: Iterable[Round]) -> SchedulerState:
         """The scheduler's state as if these last rounds had not been asked for; what has ended stays ended."""
-        since = next((one.since for one in rounds if one.since is not None), None)
-        return self.scheduler.state_dict(since=since, units=len(rounds), intakes=[one.intake for one in rounds])
+        return self.scheduler.state([one.log for one in rounds])
 
     @property
     def _updates(self) -> int:
-        """Optimizer steps that a unit feeds."""
-        return self.config.num_windows * self.config.num_iterations
+        """Optimizer steps that a rollout batch feeds."""
+        return self.config.num_global_batches * self.config.num_iterations
 
     def _wants_more(self, progress: TrainerProgress) -> bool:
-        """Whether a further unit will be trained on."""
-        return progress.max_steps <= 0 or self.scheduler.units < math.ceil(progress.max_steps / self._updates)
+        """Whether a further rollout batch will be trained on."""
+        return progress.max_steps <= 0 or self.scheduler.rounds < math.ceil(progress.max_steps / self._updates)
 
-    def _ask(self, progress: TrainerProgress, *, wait: bool) -> _Ahead:
+    def _ask(self, progress: TrainerProgress, *, wait: bool) -> Round:
         """Launch a round with the weights of now, if a publication is due, and sample it or start to.
 
         Weights change when nothing is in flight, or, with `in_flight_updates`, between two tokens.
         """
         one = self._new_round(progress)
-        assert one.current is not None
         try:
             if not self.publisher.due(progress.global_step) or not self._in_flight():
                 with self.phase(progress.global_step):
-                    self._sample(one.current, wait=wait)
+                    self._sample(one, wait=wait)
             elif self.config.in_flight_updates:
                 self._publish_in_flight(progress.global_step)
-                self._sample(one.current, wait=wait)
+                self._sample(one, wait=wait)
             else:
                 with self.timer("generate"):
                     self._thread.drain()
                 with self.phase(progress.global_step):
-                    self._sample(one.current, wait=wait)
+                    self._sample(one, wait=wait)
         except SwiftError:
-            self.scheduler.load_state_dict(self._without([one]))
+            self.scheduler.load(self._without([one]))
             raise
         return one
 
-    def _new_round(self, progress: TrainerProgress) -> _Ahead:
-        """The next round, with its launches where they do not depend on how it goes."""
-        step = self.scheduler.units * self._updates + 1
+    def _new_round(self, progress: TrainerProgress) -> Round:
+        """The next round, with its launches if they do not depend on how it goes."""
+        config, step = self.config, self.scheduler.rounds * self._updates + 1
         last = progress.max_steps > 0 and step + self._updates > progress.max_steps
-        if not self.config.dynamic_sample:
-            before = self.scheduler.launch_state()
-            intake = self.scheduler.begin_unit(step)
-            launches = self.scheduler.launch_unit(intake)
-            generations = self.config.num_generations
-            current = self.collector.prepare(launches, num_generations=generations, progress=progress)
-            return _Ahead(intake, before, current)
-        intake = self.scheduler.begin_unit(step)
-        admission = Admission(
-            quota=self.scheduler.groups_per_unit,
-            carried=len(intake.carried),
-            max_resample_times=self.config.max_resample_times,
-            # nothing is left over at the end of the run, and what is trained on as it arrives is never too much
-            rate=1.0 if last or self.config.streaming_groups else self.scheduler.rate.clipped,
-        )
-        live = self.collector.prepare_live(
-            admission,
-            self.scheduler,
-            intake,
-            num_generations=self.config.num_generations,
+        log, group_filter = self.scheduler.begin_round(step), None
+        if config.dynamic_sample:
+            group_filter = GroupFilter(
+                quota=self.scheduler.groups_per_batch,
+                carried=len(log.carried),
+                max_resample_times=config.max_resample_times,
+                # nothing is left over at the end of the run, and what is trained on as it arrives is never too much
+                rate=1.0 if last or config.streaming_groups else self.scheduler.rate.clipped,
+            )
+        else:
+            self.scheduler.launch_batch(log)
+        return self.collector.prepare(
+            log,
+            num_generations=config.num_generations,
             progress=progress,
-            informative=self.units.informative,
+            group_filter=group_filter,
+            draw=partial(self.scheduler.launch, log),
+            informative=self.batches.informative,
             failed=self._has_failed,
         )
-        return _Ahead(intake, current=live, live=live)
 
     def _has_failed(self, group: RolloutGroup) -> bool:
-        """Whether the prompt of a group is to be tried again later: scored, without a difference, and never well."""
-        totals = [total for total in self.units.totals(group) if total == total]
+        """Whether the prompt of a group is to be re-rolled: scored, without a difference, and never well."""
+        totals = [total for total in self.batches.totals(group) if total == total]
         limit = self.config.reroll_fail_reward
-        return bool(totals) and max(totals) <= limit and not self.units.informative(group)
+        return bool(totals) and max(totals) <= limit and not self.batches.informative(group)
 
     def _in_flight(self) -> bool:
         """Whether a round that was asked for has not been collected; the same answer on every rank."""
-        return any(one.current is not None for one in self._ahead)
+        return any(not one.settled for one in self._ahead)
 
-    def _sample(self, current: Round | LiveRound, *, wait: bool) -> None:
+    def _sample(self, current: Round, *, wait: bool) -> None:
         if not wait:
             self._thread.start(current)
             return
@@ -365,39 +332,32 @@ class RolloutPipeline:
         if failures:
             raise failure or failures[0]
 
-    def _result(self, one: _Ahead, *, begins: bool = False) -> RoundResult:
+    def _result(self, one: Round, *, begins: bool = False) -> RoundResult:
         """The scored groups of a round, waited for; collective.
 
         Args:
             one: the round.
-            begins: whether it is trained on next, so that its unit can be begun while rewards are computed.
+            begins: whether it is trained on next, so that its batch can be begun while rewards are computed.
 
         Raises:
             SwiftError: on every rank, and at every call: its failure.
         """
-        if one.current is not None:
+        if not one.settled:
             try:
                 with self.timer("generate"):
-                    self._thread.wait(one.current)
-                one.result = self._finished(one, one.current, begins=begins)
+                    self._thread.wait(one)
+                begin = partial(self._begin, one) if begins else None
+                one.result = self.collector.finish(one, timer=self.timer, meanwhile=begin)
             except SwiftError as error:
                 one.failure = error
-            one.current = None
-        if one.failure is not None:
+            one.settled = True
+        if one.result is None:
+            assert one.failure is not None
             raise one.failure
-        assert one.result is not None
         return one.result
 
-    def _finished(self, one: _Ahead, current: Round | LiveRound, *, begins: bool) -> RoundResult:
-        if isinstance(current, LiveRound):  # which groups are trained on is a matter of their scores
-            return self.collector.finish_live(current, timer=self.timer)
-        carried = one.intake.carried
-
-        def begin(groups: list[RolloutGroup]) -> None:
-            one.begun = self.units.begin([*carried, *groups])
-
-        groups, metrics = self.collector.finish(current, timer=self.timer, meanwhile=begin if begins else None)
-        return RoundResult([*carried, *groups], metrics, carried_in=len(carried))
+    def _begin(self, one: Round, groups: list[RolloutGroup]) -> None:
+        one.begun = self.batches.begin([*one.log.carried, *groups])
 
     def _settle(self) -> None:
         """Wait for the rounds ahead, so that the engine is free; collective. A failure is raised at its turn."""
@@ -405,24 +365,24 @@ class RolloutPipeline:
             with contextlib.suppress(SwiftError):
                 self._result(one)
 
-    def _make_unit(self, result: RoundResult, progress: TrainerProgress, begun: Begun | None = None) -> MadeUnit:
-        made = self.units.make(result.groups, progress.global_step, begun)
-        self.scheduler.end_unit(
+    def _make_batch(self, result: RoundResult, progress: TrainerProgress, begun: Begun | None = None) -> MadeBatch:
+        made = self.batches.make(result.groups, progress.global_step, begun)
+        self.scheduler.end_round(
             trained=made.trained,
             excluded=made.excluded + result.num_excluded,
             dropped=len(made.replayed) + result.num_dropped,
         )
         for prompt in [*result.failed, *(group.prompt for group in result.groups if self._has_failed(group))]:
-            self.scheduler.try_again(prompt)
+            self.scheduler.queue_reroll(prompt)
         sampled = result.sampled() or result.groups  # a round of nothing but carried groups sampled none
         known = len(made.plain) == 1 and list(map(id, sampled)) == list(map(id, result.groups))
-        advantages_of = made.plain if known else [self.units.advantages(sampled)]
+        advantages_of = made.plain if known else [self.batches.advantages(sampled)]
         metrics = {**round_metrics(sampled, advantages_of), **result.metrics, **made.metrics}
         if self.scheduler.reroll is not None:
-            metrics["reroll/waiting"] = float(self.scheduler.waiting_again)
+            metrics["reroll/waiting"] = float(self.scheduler.rerolls_waiting)
         plain, advantages = made.plain, made.advantages
         if result.dropped:
-            dropped = self.units.advantages(result.dropped)
+            dropped = self.batches.advantages(result.dropped)
             plain, advantages = [*plain, dropped], [*advantages, *dropped.advantages_S.tolist()]
         unused = {group.group_id for group in result.dropped}
         unused |= {result.groups[number].group_id for number in made.replayed}
@@ -431,15 +391,15 @@ class RolloutPipeline:
         return made
 
     def staleness(self, step: int) -> dict[str, float]:
-        """How many optimizer steps the weights that sampled the current window are behind those trained now, per token.
+        """Per token, how many optimizer steps the weights that sampled it are behind those that are trained now.
 
-        Completions that are not trained on do not count.
+        Of the current global batch; completions that are not trained on do not count.
 
         Args:
             step: optimizer steps done before this one.
         """
-        assert self.unit is not None
-        samples = [self.unit.samples[i] for i in self.unit.window(self.unit.window_index)]
+        assert self.batch is not None
+        samples = [self.batch.samples[i] for i in self.batch.global_batch(self.batch.global_batch_index)]
         ages = [
             (step - self.publisher.step_of(version), count)
             for sample in samples
@@ -475,7 +435,7 @@ class RolloutPipeline:
                 timer=self.timer,
                 seed_namespace="eval:",
             )
-        result = self.units.advantages(groups)
+        result = self.batches.advantages(groups)
         metrics = {**round_metrics(groups, [result]), **reward_metrics}
         self._observe("eval", progress.global_step, groups, [result], result.advantages_S.tolist(), metrics)
         return metrics
@@ -501,35 +461,34 @@ class RolloutPipeline:
         rewards = [None if total != total else total for total in totals]
         shown = [None if reward is None else value for reward, value in zip(rewards, advantages, strict=True)]
         version = self.publisher.version
-        cut = self.units.cut
+        cut = self.batches.cut
         excluded = ["overlong" if cut(completion) else None for g in groups for completion in g.completions]
         used = [group.group_id not in unused for group in groups for _ in group.completions]
         self.observer(ScoredRound(split, step, groups, rewards, shown, excluded, version, metrics, used))
 
-    def state_dict(self) -> dict[str, Any]:
-        """A JSON-safe state: scheduler, publisher, what is left of the current unit, and the rounds asked for.
+    def state(self) -> PipelineState:
+        """A copy of the state: scheduler, publisher, what is left of the current batch, and the rounds asked for.
 
         Collective: rounds in flight are waited for and saved whole. One that fails is left out, and those after it:
         they are drawn again after a resume.
         """
         self._settle()
-        whole = list(takewhile(lambda one: one.result is not None, self._ahead))
-        pending = self.unit is not None and not self.unit.exhausted
-        replay = self.units.replay
-        return {
-            "scheduler": self._without(list(self._ahead)[len(whole) :]),
-            "publisher": self.publisher.state_dict(),
-            "unit": self.unit.to_json() if pending and self.unit is not None else None,
-            "ahead": [one.result.to_json() for one in whole if one.result is not None],
-            "replay": replay.state_dict() if replay is not None else None,
-        }
+        valid = [one.result for one in takewhile(lambda one: one.result is not None, self._ahead)]
+        pending = self.batch is not None and not self.batch.exhausted
+        replay = self.batches.replay
+        return PipelineState(
+            scheduler=self._without(list(self._ahead)[len(valid) :]),
+            publisher=self.publisher.state_dict(),
+            batch=SavedBatch.of(self.batch) if pending and self.batch is not None else None,
+            ahead=[saved_round(result) for result in valid if result is not None],
+            replay=replay.state() if replay is not None else None,
+        )
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue exactly after `state`; the sampler gets the policy's weights before it is used again."""
-        self.scheduler.load_state_dict(state["scheduler"])
-        self.unit = TrainUnit.from_json(state["unit"]) if state["unit"] is not None else None
-        self._ahead = deque(_Ahead(Intake(), result=RoundResult.from_json(saved)) for saved in state.get("ahead", []))
-        if self.units.replay is not None and state.get("replay") is not None:
-            self.units.replay.load_state_dict(state["replay"])
-        if "publisher" in state:
-            self.publisher.load_state_dict(state["publisher"])
+    def load(self, state: PipelineState) -> None:
+        """Continue exactly after `state`; the engine gets the policy's weights before it is used again."""
+        self.scheduler.load(state.scheduler)
+        self.batch = state.batch.restored() if state.batch is not None else None
+        self._ahead = deque(Round(LaunchLog(), result=restored_round(one), settled=True) for one in state.ahead)
+        if self.batches.replay is not None and state.replay is not None:
+            self.batches.replay.load(state.replay)
+        self.publisher.load_state_dict(state.publisher)

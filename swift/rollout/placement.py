@@ -77,6 +77,30 @@ class Placement:
     notes: tuple[str, ...] = field(default=())
 
 
+TRANSPORTS: dict[str, tuple[str, ...]] = {
+    "dedicated": ("object_store", "broadcast", "ipc"),
+    "server": ("disk", "http", "broadcast"),
+}
+"""`--weight_transport` by mode; the others share the trainer's process."""
+
+
+def check_transport(mode: Mode, *, weight_transport: str, ray_address: str | None, ray_token_file: str | None) -> None:
+    """Raises ConfigError for a weight transport or a Ray cluster that does not fit the placement."""
+    problems = []
+    ways = TRANSPORTS.get(mode, ())
+    if weight_transport not in ("auto", *ways):
+        problems.append(
+            f"--weight_transport: {weight_transport}: not for engines that run {mode}; valid: "
+            + ", ".join(("auto", *ways))
+        )
+    if ray_address is not None and mode != "dedicated":
+        problems.append(f"--ray_address: {ray_address}: engines run {mode} here; --vllm_mode dedicated")
+    host = (ray_address or "").rpartition(":")[0]
+    if ray_token_file is None and host and host not in ("127.0.0.1", "localhost", "[::1]"):
+        problems.append(f"--ray_address: {ray_address}: another host without a token; give --ray_token_file")
+    join_problems(problems)
+
+
 def request_from(
     args: Any,
     *,

@@ -24,14 +24,13 @@ from collections import deque
 from collections.abc import Callable
 
 from swift.errors import EngineError, SwiftError
-from swift.rollout.collect import RolloutCollector, Round, between_steps, empty, lost, stray
-from swift.rollout.live import LiveRound
+from swift.rollout.collector import RolloutCollector, between_steps, empty, unknown
+from swift.rollout.round import Round
+from swift.rollout.round_result import lost
 from swift.types import Completion
 
 POLL_S = 1.0
 """How often a waiting thread looks whether the other one still lives."""
-
-AnyRound = Round | LiveRound
 
 CLOSE_S = 10.0
 """How long `close` waits for the thread; what is still in the engine then ends with the engine."""
@@ -50,8 +49,8 @@ class GenerationThread:
         self.overlap = overlap
         self.busy_s = 0.0
         self._changed = threading.Condition()
-        self._new: deque[AnyRound] = deque()
-        self._running: list[AnyRound] = []
+        self._new: deque[Round] = deque()
+        self._running: list[Round] = []
         self._wants_hold = False
         self._at_rest = True
         self._closing = False
@@ -64,12 +63,12 @@ class GenerationThread:
         with self._changed:
             return bool(self._new or self._running)
 
-    def samples(self, current: AnyRound) -> bool:
+    def samples(self, current: Round) -> bool:
         """Whether a round is under way or waits for its turn."""
         with self._changed:
             return current in self._new or current in self._running
 
-    def start(self, current: AnyRound) -> None:
+    def start(self, current: Round) -> None:
         """Sample a round from now on; returns at once."""
         if self.collector.engine is None or not current.samples_here:
             return
@@ -83,7 +82,7 @@ class GenerationThread:
             self._new.append(current)
             self._changed.notify_all()
 
-    def wait(self, current: AnyRound) -> None:
+    def wait(self, current: Round) -> None:
         """Until the round is complete or has failed, and the engine is free unless other rounds are under way."""
         with self._changed:
             self._wait_until(lambda: current not in self._new and current not in self._running and self._rests())
@@ -168,7 +167,7 @@ class GenerationThread:
         """
         engine = self.collector.engine
         assert engine is not None
-        self._submit_new()
+        self._begin_new()
         with between_steps(engine, self._move_along):
             self._move_along()
             for completion in engine.stream():
@@ -176,36 +175,28 @@ class GenerationThread:
                     return
                 self._deliver(completion)
                 if self.overlap:
-                    self._submit_new()
+                    self._begin_new()
         if self._wants_hold or self._closing:
             return
         if missing := [name for one in self._running for name in one.outstanding]:
             raise lost(missing[0])
-        for current in [one for one in self._running if isinstance(one, LiveRound)]:
+        for current in self._running:
             current.rest()
 
-    def _submit_new(self) -> None:
-        engine = self.collector.engine
-        assert engine is not None
+    def _begin_new(self) -> None:
         while True:
             with self._changed:
                 if not self._new or (self._running and not self.overlap):
                     return
                 current = self._new.popleft()
                 self._running.append(current)
-            if isinstance(current, LiveRound):
-                current.begin()
-                continue
-            for request in current.requests:
-                engine.check_length(request)
-            for request in current.requests:
-                engine.submit(request)
+            current.begin()
 
     def _move_along(self) -> None:
-        """Submit what rounds of dynamic sampling ask for now; those that have ended leave."""
+        """Submit what rounds ask for now; those that have ended leave."""
         engine = self.collector.engine
         assert engine is not None
-        for current in [one for one in self._running if isinstance(one, LiveRound)]:
+        for current in list(self._running):
             if not self._wants_hold and not self._closing:
                 self.collector.submit_due(engine, current)
             self._leave_if_complete(current)
@@ -213,11 +204,11 @@ class GenerationThread:
     def _deliver(self, completion: Completion) -> None:
         current = next((one for one in self._running if one.expects(completion.request_id)), None)
         if current is None:
-            raise stray(completion)
+            raise unknown(completion)
         self.collector.take(current, completion)
         self._leave_if_complete(current)
 
-    def _leave_if_complete(self, current: AnyRound) -> None:
+    def _leave_if_complete(self, current: Round) -> None:
         if current.complete:
             with self._changed:
                 self._running.remove(current)
@@ -237,9 +228,7 @@ class GenerationThread:
     def _end_all(self, error: Exception) -> None:
         """Holding the lock: every round carries the failure."""
         for current in [*self._running, *self._new]:
-            if isinstance(current, LiveRound):
-                current.fail(error)
-            current.failure = current.failure or error
+            current.fail(error)
         self._running.clear()
         self._new.clear()
         self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Groups that taught much, kept for a while to stand in for groups that teach nothing.
+"""Replay buffer: groups of high scores, kept for a while to stand in for zero-variance groups.
 
 What is stored is what was sampled: token ids, the sampler's log-probs, the versions of the weights, and the advantages
 as trained on. Everything that depends on the policy of now (old and reference log-probs, correction weights, token
@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from swift.rollout.batch import TrainSample
+import numpy as np
+
+from swift.rollout.samples import TrainSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,15 @@ class ReplayEntry:
     step: int
     score: float
     samples: tuple[TrainSample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayState:
+    """What a checkpoint holds of a buffer: its entries, and how many were ever stored and drawn."""
+
+    entries: list[ReplayEntry]
+    stored: int
+    draws: int
 
 
 class ReplayBuffer:
@@ -65,8 +75,6 @@ class ReplayBuffer:
 
     def draw(self, count: int, step: int, *, without: Collection[str] = ()) -> list[ReplayEntry]:
         """Up to `count` entries, none of them older than `max_age` at `step` or of a group in `without`."""
-        import numpy as np
-
         self._entries = [one for one in self._entries if step - one.step <= self.max_age]
         candidates = [one for one in self._entries if one.group_id not in without]
         count = min(count, len(candidates))
@@ -80,36 +88,19 @@ class ReplayBuffer:
         return [candidates[i] for i in np.argsort(arrivals, kind="stable")[:count]]
 
     def samples_of(self, entry: ReplayEntry, group: int) -> list[TrainSample]:
-        """Copies of an entry's samples, to be trained on as group number `group` of a unit."""
+        """Copies of an entry's samples, to be trained on as group number `group` of a rollout batch."""
         old = [None if self.recompute else one.sampler_logprobs for one in entry.samples]
         return [
             replace(one, group=group, old_logprobs=logprobs, versions=list(one.versions))
             for one, logprobs in zip(entry.samples, old, strict=True)
         ]
 
-    def state_dict(self) -> dict[str, Any]:
-        """A JSON-safe state."""
-        entries = [
-            {
-                "number": one.number,
-                "group_id": one.group_id,
-                "step": one.step,
-                "score": one.score,
-                "samples": [sample.to_json() for sample in one.samples],
-            }
-            for one in self._entries
-        ]
-        return {"entries": entries, "stored": self._stored, "draws": self._draws}
+    def state(self) -> ReplayState:
+        """A copy of the state."""
+        return ReplayState(list(self._entries), self._stored, self._draws)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load(self, state: ReplayState) -> None:
         """Continue after `state`; of more entries than fit now the best stay."""
-        self._stored, self._draws = state["stored"], state["draws"]
-        entries = [
-            ReplayEntry(
-                one["number"], one["group_id"], one["step"], one["score"],
-                tuple(TrainSample.from_json(sample) for sample in one["samples"]),
-            )
-            for one in state["entries"]
-        ]  # fmt: skip
-        best = sorted(entries, key=lambda one: (one.score, one.number), reverse=True)[: self.size]
+        self._stored, self._draws = state.stored, state.draws
+        best = sorted(state.entries, key=lambda one: (one.score, one.number), reverse=True)[: self.size]
         self._entries = sorted(best, key=lambda one: one.number)

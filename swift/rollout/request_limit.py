@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from swift.errors import SwiftError
 from swift.rollout.engines.base import InferenceEngine
@@ -102,14 +101,3 @@ class RequestClock:
                     return False
             del self._pending[completion.request_id]
             return True
-
-
-def generate_within(
-    engine: InferenceEngine, requests: Sequence[Request], limit_s: float, on_late: Callable[[], None]
-) -> Iterator[Completion]:
-    """`engine.generate` with a bound on each request."""
-    stream: Any = engine.generate(requests)
-    with RequestClock(engine, requests, limit_s, on_late) as clock, contextlib.closing(stream):
-        for completion in stream:
-            if clock.takes(completion):
-                yield completion

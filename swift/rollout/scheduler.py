@@ -1,17 +1,17 @@
 """Which prompts are sampled next, and what has become of those sampled before. Pure: no engine, clock or device.
 
 Every launch takes the next launch index and, as a rule, the next prompt of the stream. An index ends exactly once:
-trained, excluded, or dropped because it teaches nothing (dynamic sampling, replay). Groups that dynamic sampling kept
-beyond what a batch wanted are carried: they wait here for the next batch. At every moment
+trained, excluded, or dropped because its group has zero variance (dynamic sampling, replay). Groups that dynamic
+sampling kept beyond what a batch wanted are carried: they wait here for the next round. At every moment
 
     launched == trained + excluded + dropped + carried + in flight
 
-A unit is the groups that feed one round of training: one generation batch, or several when one optimizer step
-needs several. What does not fill a last unit of an epoch is left out of that epoch; with dynamic sampling, whose units
-draw as many prompts as they need, epochs follow each other without a gap.
+A round samples the groups of one rollout batch: one generation batch, or several when one optimizer step needs several.
+What does not fill the last batch of an epoch is left out of that epoch; with dynamic sampling, whose rounds draw as
+many prompts as they need, epochs follow each other without a gap.
 
-Prompts on which every completion failed can be tried again later in the run (`RerollConfig`): they wait in a bounded
-queue without duplicates and take the last of the first launches of a unit; the prompts they displace come next.
+Re-roll (`RerollConfig`): prompts on which every completion failed wait in a bounded queue without duplicates and take
+the last of the first launches of a later round; the prompts they displace come next.
 """
 
 from __future__ import annotations
@@ -21,12 +21,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from swift.rollout.admission import InformativeRate
-from swift.rollout.saved_groups import group_from_json, group_to_json, prompt_from_json, prompt_to_json
+import msgspec
+
+from swift.rollout.dynamic_sampling import InformativeRate
+from swift.rollout.saved_state import (
+    SavedGroup,
+    SavedPrompt,
+    require_plain,
+    restored_group,
+    restored_prompt,
+    saved_group,
+    saved_prompt,
+)
 from swift.types import Prompt, RolloutGroup
 
 REROLL_QUEUE = 1024
-"""Most prompts that wait to be tried again; the oldest one makes room."""
+"""Most prompts that wait for a re-roll; the oldest one makes room."""
 
 
 class PromptSource(Protocol):
@@ -34,19 +44,15 @@ class PromptSource(Protocol):
 
     def next(self) -> tuple[Prompt, int, int]:
         """The next prompt with its epoch and its position in that epoch."""
-        ...
 
     def skip_to_epoch_end(self) -> None:
         """Leave the rest of the current epoch out."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """A JSON-safe state."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the last prompt of that state."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +72,39 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RerollConfig:
-    """When prompts are tried again: at most `max_groups` per unit, from optimizer step `start_step` (from 1) on."""
+    """When prompts are re-rolled: at most `max_groups` per round, from optimizer step `start_step` (from 1) on."""
 
     start_step: int
     max_groups: int = 1
 
 
 @dataclass(slots=True)
-class Intake:
-    """What a unit begins with, apart from new prompts: groups carried over, and prompts to try again."""
+class LaunchLog:
+    """What one round took from the scheduler: enough to put it back.
+
+    carried: groups of earlier rounds. rerolls: prompts to sample again. launches: in launch order. source: state of the
+    prompt stream before the first of them; None before.
+    """
 
     carried: list[RolloutGroup] = field(default_factory=list)
     rerolls: list[Prompt] = field(default_factory=list)
+    launches: list[Launch] = field(default_factory=list)
+    source: dict[str, Any] | None = None
+
+
+class SchedulerState(msgspec.Struct):
+    """What a checkpoint holds of a scheduler."""
+
+    source: dict[str, Any]
+    rounds: int
+    launched: int
+    trained: int
+    excluded: int
+    dropped: int
+    launches_of: dict[str, int]
+    carried: list[SavedGroup]
+    rerolls: list[SavedPrompt]
+    rate: float
 
 
 class RolloutScheduler:
@@ -85,32 +112,35 @@ class RolloutScheduler:
 
     Args:
         source: the prompt stream.
-        groups_per_unit: groups of one unit.
-        units_per_epoch: whole units in an epoch; None when the stream has no epochs (streaming data) or units
+        groups_per_batch: groups of one rollout batch.
+        batches_per_epoch: whole batches in an epoch; None when the stream has no epochs (streaming data) or rounds
             draw as many prompts as they need (dynamic sampling).
-        reroll: trying failed prompts again; None is off.
+        reroll: sampling failed prompts again; None is off.
+        saves_prompts: prompts can get into checkpoints, so their columns must be plain data.
     """
 
     def __init__(
         self,
         source: PromptSource,
         *,
-        groups_per_unit: int,
-        units_per_epoch: int | None,
+        groups_per_batch: int,
+        batches_per_epoch: int | None,
         reroll: RerollConfig | None = None,
+        saves_prompts: bool = True,
     ) -> None:
         self.source = source
-        self.groups_per_unit = groups_per_unit
-        self.units_per_epoch = units_per_epoch
+        self.groups_per_batch = groups_per_batch
+        self.batches_per_epoch = batches_per_epoch
         self.reroll = reroll
-        self.units = 0
+        self.saves_prompts = saves_prompts
+        self.rounds = 0
         self.launched = 0
         self.trained = 0
         self.excluded = 0
         self.dropped = 0
         self.carried: deque[RolloutGroup] = deque()
         self.rate = InformativeRate()
-        self._again: dict[str, Prompt] = {}
+        self._rerolls: dict[str, Prompt] = {}
         self._launches_of: Counter[str] = Counter()
 
     @property
@@ -120,34 +150,41 @@ class RolloutScheduler:
 
     # --- launching ----------------------------------------------------------------------------------------------
 
-    def begin_unit(self, step: int) -> Intake:
-        """What the next unit begins with.
+    def begin_round(self, step: int) -> LaunchLog:
+        """What the next round begins with.
 
         Args:
             step: the optimizer step that it is for, from 1.
         """
-        self.units += 1
-        carried = [self.carried.popleft() for _ in range(min(len(self.carried), self.groups_per_unit))]
+        self.rounds += 1
+        carried = [self.carried.popleft() for _ in range(min(len(self.carried), self.groups_per_batch))]
         rerolls: list[Prompt] = []
         if self.reroll is not None and step >= self.reroll.start_step:
-            room = min(self.reroll.max_groups, self.groups_per_unit - len(carried))
-            rerolls = [self._again.pop(name) for name in list(self._again)[:room]]
-        return Intake(carried, rerolls)
+            room = min(self.reroll.max_groups, self.groups_per_batch - len(carried))
+            rerolls = [self._rerolls.pop(name) for name in list(self._rerolls)[:room]]
+        return LaunchLog(carried, rerolls)
 
-    def launch_unit(self, intake: Intake | None = None) -> list[Launch]:
-        """The launches of a unit of fixed size, in launch order."""
-        if self.units_per_epoch and self.units > 1 and (self.units - 1) % self.units_per_epoch == 0:
+    def launch_batch(self, log: LaunchLog) -> list[Launch]:
+        """All launches of a round of fixed size, in launch order."""
+        log.source = self.source.state_dict()
+        if self.batches_per_epoch and self.rounds > 1 and (self.rounds - 1) % self.batches_per_epoch == 0:
             self.source.skip_to_epoch_end()
-        return self.launch(self.groups_per_unit, intake.rerolls if intake is not None else ())
+        return self.launch(log, self.groups_per_batch)
 
-    def launch(self, count: int, rerolls: Sequence[Prompt] = ()) -> list[Launch]:
-        """The next launches in launch order; the last of them are those of `rerolls`."""
-        rerolls = rerolls[:count]
+    def launch(self, log: LaunchLog, count: int) -> list[Launch]:
+        """The next launches of a round in launch order; re-rolls are the last of the first ones."""
+        if log.source is None:
+            log.source = self.source.state_dict()
+        rerolls = [] if log.launches else log.rerolls[:count]
         new = [self._next() for _ in range(count - len(rerolls))]
-        return new + [self._launch(prompt, -1) for prompt in rerolls]
+        new += [self._launch(prompt, -1) for prompt in rerolls]
+        log.launches += new
+        return new
 
     def _next(self) -> Launch:
         prompt, epoch, _ = self.source.next()
+        if self.saves_prompts:
+            require_plain(prompt)
         return self._launch(prompt, epoch)
 
     def _launch(self, prompt: Prompt, epoch: int) -> Launch:
@@ -159,73 +196,64 @@ class RolloutScheduler:
 
     # --- ends -----------------------------------------------------------------------------------------------------
 
-    def end_unit(self, *, trained: int, excluded: int, dropped: int = 0) -> None:
-        """Book the ends of a unit's groups."""
+    def end_round(self, *, trained: int, excluded: int, dropped: int = 0) -> None:
+        """Book the ends of a round's groups."""
         self.trained += trained
         self.excluded += excluded
         self.dropped += dropped
         assert self.in_flight >= 0, "a launch ended twice"
 
     def carry(self, groups: Sequence[RolloutGroup]) -> None:
-        """Keep groups for the next unit that begins."""
+        """Keep groups for the next round that begins."""
         self.carried.extend(groups)
 
-    def try_again(self, prompt: Prompt) -> None:
+    def queue_reroll(self, prompt: Prompt) -> None:
         """Queue a prompt on which every completion failed; one that waits already keeps its place."""
-        if self.reroll is None or prompt.prompt_id in self._again:
+        if self.reroll is None or prompt.prompt_id in self._rerolls:
             return
-        if len(self._again) >= REROLL_QUEUE:
-            del self._again[next(iter(self._again))]
-        self._again[prompt.prompt_id] = prompt
+        if len(self._rerolls) >= REROLL_QUEUE:
+            del self._rerolls[next(iter(self._rerolls))]
+        self._rerolls[prompt.prompt_id] = prompt
 
     @property
-    def waiting_again(self) -> int:
-        """Prompts that wait to be tried again."""
-        return len(self._again)
+    def rerolls_waiting(self) -> int:
+        """Prompts that wait for a re-roll."""
+        return len(self._rerolls)
 
     # --- states ---------------------------------------------------------------------------------------------------
 
-    def launch_state(self) -> dict[str, Any]:
-        """Where launching stands: what `state_dict(since=...)` goes back to."""
-        return {
-            "source": self.source.state_dict(),
-            "launched": self.launched,
-            "launches_of": dict(self._launches_of),
-        }
-
-    def state_dict(
-        self, *, since: dict[str, Any] | None = None, units: int = 0, intakes: Sequence[Intake] = ()
-    ) -> dict[str, Any]:
-        """A JSON-safe state, the prompt source included.
+    def state(self, without: Sequence[LaunchLog] = ()) -> SchedulerState:
+        """A copy of the state, the prompt source included.
 
         Args:
-            since: an earlier `launch_state`: as if nothing had been launched after it. What has ended stays ended.
-            units: units that were begun after it, which count as not begun.
-            intakes: what these began with, which goes back to where it came from.
+            without: logs of the last rounds, which count as not begun; what has ended stays ended.
         """
-        carried = [group for intake in intakes for group in intake.carried] + list(self.carried)
-        again = {prompt.prompt_id: prompt for intake in intakes for prompt in intake.rerolls} | self._again
-        return {
-            **(self.launch_state() if since is None else since),
-            "units": self.units - units,
-            "trained": self.trained,
-            "excluded": self.excluded,
-            "dropped": self.dropped,
-            "carried": [group_to_json(group) for group in carried],
-            "again": [prompt_to_json(prompt) for prompt in again.values()],
-            "rate": self.rate.value,
-        }
+        undone = [launch for log in without for launch in log.launches]
+        launches_of = Counter(self._launches_of)
+        launches_of.subtract(launch.prompt.prompt_id for launch in undone)
+        carried = [group for log in without for group in log.carried] + list(self.carried)
+        rerolls = {prompt.prompt_id: prompt for log in without for prompt in log.rerolls} | self._rerolls
+        sources = [log.source for log in without if log.source is not None]
+        return SchedulerState(
+            source=sources[0] if sources else self.source.state_dict(),
+            rounds=self.rounds - len(without),
+            launched=self.launched - len(undone),
+            trained=self.trained,
+            excluded=self.excluded,
+            dropped=self.dropped,
+            launches_of=dict(+launches_of),
+            carried=[saved_group(group) for group in carried],
+            rerolls=[saved_prompt(prompt) for prompt in rerolls.values()],
+            rate=self.rate.value,
+        )
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load(self, state: SchedulerState) -> None:
         """Continue exactly after `state`."""
-        self.source.load_state_dict(state["source"])
-        self.units = state["units"]
-        self.launched = state["launched"]
-        self.trained = state["trained"]
-        self.excluded = state["excluded"]
-        self.dropped = state["dropped"]
-        self.carried = deque(group_from_json(group) for group in state["carried"])
-        prompts = [prompt_from_json(prompt) for prompt in state["again"]]
-        self._again = {prompt.prompt_id: prompt for prompt in prompts} if self.reroll is not None else {}
-        self.rate = InformativeRate(state["rate"])
-        self._launches_of = Counter(state["launches_of"])
+        self.source.load_state_dict(state.source)
+        self.rounds, self.launched = state.rounds, state.launched
+        self.trained, self.excluded, self.dropped = state.trained, state.excluded, state.dropped
+        self.carried = deque(restored_group(group) for group in state.carried)
+        prompts = [restored_prompt(prompt) for prompt in state.rerolls]
+        self._rerolls = {prompt.prompt_id: prompt for prompt in prompts} if self.reroll is not None else {}
+        self.rate = InformativeRate(state.rate)
+        self._launches_of = Counter(state.launches_of)

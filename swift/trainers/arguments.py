@@ -14,17 +14,8 @@ Schedule = Literal[
 ]  # fmt: skip
 """The schedules of transformers."""
 
-Optimizer = Literal[
-    "adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adafactor", "adamw_anyprecision",
-    "adamw_torch_4bit", "adamw_torch_8bit", "ademamix", "sgd", "adagrad", "adamw_bnb_8bit", "adamw_8bit",
-    "ademamix_8bit", "lion_8bit", "lion_32bit", "paged_adamw_32bit", "paged_adamw_8bit", "paged_ademamix_32bit",
-    "paged_ademamix_8bit", "paged_lion_32bit", "paged_lion_8bit", "rmsprop", "rmsprop_bnb", "rmsprop_bnb_8bit",
-    "rmsprop_bnb_32bit", "galore_adamw", "galore_adamw_8bit", "galore_adafactor", "galore_adamw_layerwise",
-    "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise", "lomo", "adalomo", "grokadamw",
-    "schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd", "apollo_adamw", "apollo_adamw_layerwise",
-    "stable_adamw", "adamw_cpu",
-]  # fmt: skip
-"""The optimizers of transformers, and swift's own."""
+Optimizer = Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit", "adamw_cpu", "adafactor", "sgd"]
+"""The optimizers that tests train with."""
 
 
 @dataclass(kw_only=True)
@@ -37,7 +28,7 @@ class OptimizationArguments:
     """Peak learning rate."""
 
     lr_scheduler_type: Schedule = flag("cosine")
-    """Course of the learning rate over the run."""
+    """Learning rate schedule."""
 
     lr_scheduler_kwargs: dict[str, Any] = flag({}, everyday=False)
     """Settings of the schedule, as JSON such as `{"num_cycles": 2}`."""
@@ -46,21 +37,22 @@ class OptimizationArguments:
     """Share of all steps over which the learning rate rises to its peak."""
 
     warmup_steps: int = flag(0, at_least=0, everyday=False)
-    """Steps over which the learning rate rises; above 0 it replaces warmup_ratio."""
+    """Number of warmup steps; above 0 it replaces warmup_ratio."""
 
     weight_decay: float = flag(0.1, at_least=0, everyday=False)
     """Decoupled weight decay."""
 
-    optim: Optimizer = flag("adamw_torch_fused", values={"adamw": "adamw_torch_fused"}, everyday=False)
-    """Optimizer, in transformers' words; adamw is adamw_torch_fused. adamw_8bit keeps its state in 8 bits and needs
-    bitsandbytes, adafactor keeps sums of rows and columns only, adamw_cpu keeps its state in the host's memory and
-    updates there. The other 8-bit, paged, galore and similar ones need their packages."""
+    optim: Optimizer = flag(
+        "adamw_torch_fused",
+        values={"adamw": "adamw_torch_fused", "adamw_bnb_8bit": "adamw_8bit"},
+        everyday=False,
+        registry="optimizers",
+    )
+    """Optimizer. adamw is adamw_torch_fused. adamw_8bit needs bitsandbytes, adafactor keeps sums of rows and columns,
+    adamw_cpu keeps its state and updates on the host."""
 
     optim_args: str | None = flag(everyday=False, unset="the optimizer's defaults")
-    """More settings of the optimizer, written `name=value,name=value`."""
-
-    optim_target_modules: list[str] = flag([], everyday=False)
-    """Modules that the galore and apollo optimizers treat."""
+    """Further settings of the optimizer, as `name=value,name=value`."""
 
     adam_beta1: float = flag(0.9, at_least=0, below=1, everyday=False)
     """Decay of Adam's mean of gradients."""
@@ -69,45 +61,45 @@ class OptimizationArguments:
     """Decay of Adam's mean of squared gradients."""
 
     adam_epsilon: float = flag(1e-8, above=0, everyday=False)
-    """Added to Adam's denominator."""
+    """Constant in Adam's denominator."""
 
     max_grad_norm: float = flag(1.0, at_least=0)
-    """Gradients are scaled down to this norm; 0 is off."""
+    """Maximum gradient norm. 0 turns clipping off."""
 
     num_train_epochs: float = flag(3.0, above=0)
-    """Passes over the training rows. With `--dynamic_sample` replaced groups draw rows too, but steps are counted as if
-    they did not."""
+    """Number of passes over the training rows. `--dynamic_sample` draws further rows, which are not counted."""
 
     max_steps: int = flag(-1, at_least=-1)
-    """Optimizer steps; above 0 it replaces num_train_epochs."""
+    """Number of optimizer steps; above 0 it replaces num_train_epochs."""
 
     per_device_train_batch_size: int = flag(1, at_least=1)
-    """Completions (rows in sft) of one process in one micro-batch."""
+    """Number of completions (rows in sft) per process and micro-batch. If not given, rlhf takes the smallest that makes
+    the global batch a multiple of num_generations."""
 
     per_device_eval_batch_size: int = flag(1, at_least=1)
-    """Completions (rows in sft) of one process in one evaluation batch."""
+    """Number of completions (rows in sft) per process and evaluation batch."""
 
     gradient_accumulation_steps: int = flag(1, at_least=1)
-    """Micro-batches of an optimizer step."""
+    """Number of micro-batches per optimizer step."""
 
     dataloader_num_workers: int = flag(1, at_least=0, everyday=False)
-    """Processes that prepare batches."""
+    """Number of processes that prepare batches."""
 
     deepspeed: str | None = flag(everyday=False, unset="off")
-    """DeepSpeed: zero0, zero1, zero2, zero3, zero2_offload, zero3_offload or a JSON file."""
+    """DeepSpeed setting: zero0, zero1, zero2, zero3, zero2_offload, zero3_offload or a JSON file."""
 
     fsdp: Literal["full_shard", "shard_grad_op"] | None = flag(everyday=False, unset="off")
-    """Spread weights, gradients and optimizer state over the processes with torch's FSDP2: full_shard gathers each
-    layer in every pass, shard_grad_op keeps it gathered from the forward to the backward pass."""
+    """FSDP2 setting, which shards weights, gradients and optimizer state. full_shard gathers a layer in each pass,
+    shard_grad_op keeps it from forward to backward."""
 
     ddp_timeout: int = flag(1800, at_least=1, everyday=False)
-    """Seconds that processes wait for each other."""
+    """Timeout of distributed collectives, in seconds."""
 
     ddp_find_unused_parameters: bool = flag(False, everyday=False)
-    """Let torch look for parameters without gradient in every step."""
+    """Whether DDP looks for parameters without gradient in every step."""
 
     full_determinism: bool = flag(False, everyday=False)
-    """Use deterministic kernels only: reproducible on GPUs, and slower."""
+    """Whether only deterministic kernels are used: reproducible on GPUs, slower."""
 
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one line each."""
@@ -130,55 +122,55 @@ class RunArguments:
     GROUP: ClassVar[str] = "Run"
 
     output_dir: str | None = flag()
-    """Folder of the runs; each run makes `v<N>-<time>` in it."""
+    """Folder of the runs; each makes `v<N>-<time>` in it."""
 
     add_version: bool = flag(True, everyday=False)
-    """Make a new folder for each run; false writes into output_dir itself."""
+    """Whether each run gets a new folder. false writes into output_dir itself."""
 
     run_name: str | None = flag(everyday=False, unset="the run's folder")
     """Name of the run in wandb and swanlab."""
 
     logging_steps: int = flag(5, at_least=1)
-    """Steps between two log lines; step 1 is logged too."""
+    """Number of steps between two log lines."""
 
     logging_first_step: bool = flag(True, everyday=False)
-    """Log the first step too."""
+    """Whether the first step is logged too."""
 
     report_to: list[Literal["none", "tensorboard", "wandb", "swanlab"]] = flag(["tensorboard"])
-    """Where metrics go besides logging.jsonl; none is nowhere else."""
+    """Trackers of metrics besides logging.jsonl."""
 
     save_strategy: Literal["no", "steps", "epoch"] = flag("steps", everyday=False)
-    """When checkpoints are saved; the last step always is."""
+    """Schedule of checkpoints; the last step is always saved."""
 
     save_steps: int = flag(500, at_least=1)
-    """Steps between two checkpoints."""
+    """Number of steps between two checkpoints."""
 
     save_total_limit: int | None = flag(at_least=1, unset="all are kept")
-    """Checkpoints that are kept; the oldest goes first, the best stays."""
+    """Maximum number of checkpoints. The oldest is deleted first; the best is kept."""
 
     save_only_model: bool = flag(False, everyday=False)
-    """Save weights without optimizer state. Such a checkpoint cannot be resumed."""
+    """Whether checkpoints have weights only. They cannot be resumed."""
 
     eval_strategy: Literal["no", "steps", "epoch"] = flag("steps", aliases=("evaluation_strategy",))
-    """When the model is evaluated; off without evaluation data."""
+    """Schedule of evaluation; off without evaluation data."""
 
     eval_steps: int | None = flag(at_least=1)
-    """Steps between two evaluations."""
+    """Number of steps between two evaluations."""
 
     load_best_model_at_end: bool = flag(False, everyday=False)
-    """Keep the best checkpoint and end with its weights."""
+    """Whether the run keeps the best checkpoint and ends with its weights."""
 
     metric_for_best_model: str | None = flag(everyday=False)
-    """Metric that decides which checkpoint is best."""
+    """Metric of the best checkpoint."""
 
     greater_is_better: bool | None = flag(everyday=False)
     """Whether a larger metric is better."""
 
     resume_from_checkpoint: str | None = flag(unset="start anew")
-    """Checkpoint folder to go on from, or `last` for the newest of output_dir."""
+    """Checkpoint folder to resume, or `last` for the newest of output_dir."""
 
     dry_run: bool = flag(False)
-    """Check everything, print the plan, and end without loading weights."""
+    """Whether to check everything, print the plan, and end without loading weights."""
 
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one line each."""

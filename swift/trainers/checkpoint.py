@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from swift.errors import ConfigError, join_problems
 from swift.observability.files import disk_full_is_an_error, fsync_file, write_json, write_text
@@ -37,23 +37,28 @@ __all__ = [
     "compare_settings",
     "latest_valid",
     "list_checkpoints",
+    "read_state",
     "resolve_resume",
     "rotate",
     "staging_folder",
     "step_of",
     "verify",
     "write_json",
+    "write_state",
     "write_text",
 ]
 
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
+STATE, STATE_TENSORS = "pipeline_state.json", "pipeline_state.safetensors"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _STAGING = ".tmp-checkpoint-"
 _REPLACED = ".tmp-replaced-"
 _DELETED = ".tmp-deleted-"
 _DIGEST_BYTES = 32
 _FLAG = "--resume_from_checkpoint"
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +143,40 @@ def commit_checkpoint(
         fsync_file(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
     return manifest
+
+
+def write_state(folder: Path, state: Any) -> None:
+    """Write what a run holds beside weights and optimizer, as `swift.rollout.saved_state` packs it."""
+    from safetensors.numpy import save_file
+
+    from swift.rollout.saved_state import pack
+
+    content, tensors = pack(state)
+    with disk_full_is_an_error(folder):
+        save_file(tensors, folder / STATE_TENSORS)
+    write_json(folder / STATE, content)
+
+
+def read_state(checkpoint: Path, kind: type[T]) -> T:
+    """The state that `write_state` wrote.
+
+    Raises:
+        ConfigError: another version of swift wrote it.
+    """
+    from safetensors.numpy import load_file
+
+    from swift.rollout.saved_state import unpack
+
+    try:
+        content = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        path = checkpoint / STATE_TENSORS
+        return unpack(content, load_file(path) if path.exists() else {}, kind)
+    except (ValueError, TypeError, KeyError) as error:  # msgspec's errors are ValueErrors
+        raise ConfigError(
+            f"{_FLAG}: {checkpoint}: its {STATE} was written by another version of swift "
+            f"({str(error).splitlines()[0]}); resume with that version, or start from its weights with --model or "
+            "--adapters"
+        ) from error
 
 
 def _files(folder: Path) -> list[Path]:

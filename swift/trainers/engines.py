@@ -2,7 +2,7 @@
 
     in_process   every rank samples with the trainer's own model
     colocate     every rank (or tensor-parallel group of ranks) owns an engine on its own device
-    dedicated    local rank 0 of each node owns the engines of that node, each in a process of its own
+    dedicated    local rank 0 of each node owns the engines of that node, each in a Ray actor of its own
     server       rank 0 owns the connections to `swift rollout` servers
 
 What differs between these is decided here, by placement, and nowhere else.
@@ -20,17 +20,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swift.errors import SwiftError, end_process
-from swift.rollout.collect import EngineShare
+from swift.errors import ConfigError, SwiftError, end_process
 from swift.rollout.engines.guided import require as require_guidance
 from swift.rollout.engines.spec import EngineSpec, build_engine, spec_from
-from swift.rollout.placement import Placement, place, request_from
+from swift.rollout.placement import Placement, check_transport, place, request_from
+from swift.rollout.round import EngineShare
 
 if TYPE_CHECKING:
     from swift.models.template import Template
     from swift.rollout.engines.base import InferenceEngine
-    from swift.rollout.engines.remote import RemoteTimeouts
-    from swift.rollout.engines.worker.client import WorkerTimeouts
+    from swift.rollout.engines.transport import Timeouts
     from swift.trainers.distributed import Collectives
 
 
@@ -94,17 +93,27 @@ def find_placement(args: Any, *, prefetch_given: bool = False) -> Placement:
 
     on_gpu = torch.accelerator.is_available()
     kind = torch.accelerator.current_accelerator() if on_gpu else None
-    return place(
+    accelerators = torch.accelerator.device_count() if on_gpu else 0
+    if accelerators and getattr(args, "ray_address", None):  # engines have devices of other nodes, after those here
+        accelerators += args.num_infer_workers or 1
+    placement = place(
         request_from(
             args,
             local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-            accelerators=torch.accelerator.device_count() if on_gpu else 0,
+            accelerators=accelerators,
             accelerator_kind=kind.type if kind is not None else "cpu",
             cores=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0],
             prefetch_given=prefetch_given,
             heads=lambda: attention_heads(args),
         )
     )
+    check_transport(
+        placement.mode,
+        weight_transport=getattr(args, "weight_transport", "auto"),
+        ray_address=getattr(args, "ray_address", None),
+        ray_token_file=getattr(args, "ray_token_file", None),
+    )
+    return placement
 
 
 def require_backend(args: Any) -> None:
@@ -169,10 +178,20 @@ def setup_engines(
         if setup.engine is not None:
             try:
                 setup.engine.check_sampling(args.sampling_params())
+                check_in_flight(setup.engine, wanted=args.in_flight_updates)
             except SwiftError:
                 setup.close()
                 raise
     return setup
+
+
+def check_in_flight(engine: InferenceEngine, *, wanted: bool) -> None:
+    """Raises ConfigError for in-flight updates of an engine that cannot be paused between two tokens."""
+    if wanted and not engine.capabilities.in_flight_updates:
+        raise ConfigError(
+            f"--in_flight_updates: true: the engine {engine.capabilities.name} cannot be paused between two tokens; "
+            "--in_flight_updates false"
+        )
 
 
 def _make(
@@ -266,48 +285,53 @@ def _cores(placement: Placement, device: str) -> tuple[int, ...]:
 
 
 def _dedicated(setup: EngineSetup, spec: EngineSpec, args: Any) -> InferenceEngine:
-    """The engines of this node, each in a process of its own, behind one."""
+    """The engines of this node, each in a Ray actor of its own, behind one."""
+    from swift.rollout.engines import cluster
+    from swift.rollout.engines.actor_transport import actor_engine
     from swift.rollout.engines.pool import EnginePool
-    from swift.rollout.engines.worker.client import WorkerEngine
 
     placement, logs = setup.placement, setup.engine_logs
     assert logs is not None
-    timeouts = _worker_timeouts(args)
-    workers = [
-        WorkerEngine(
+    token = Path(args.ray_token_file).expanduser() if args.ray_token_file else None
+    users = [
+        cluster.use(args.ray_address, token, store_bytes=cluster.store_bytes(spec))
+        for _ in range(len(placement.engines))
+    ]
+    places = cluster.places(users[0], [len(devices) for devices in placement.engines], placement.engines)
+    engines = [
+        actor_engine(
             _on_device(spec, placement, devices),
             name=f"engine {index} ({', '.join(devices)})",
             log_file=logs / f"engine-{index}.log",
-            timeouts=timeouts,
+            uses=users[index],
+            timeouts=_timeouts(args),
             restarts=args.engine_restarts,
+            weight_transport=_weight_transport(args),
+            options=places[index],
         )
         for index, devices in enumerate(placement.engines)
     ]
-    setup.names = [worker.name for worker in workers]
-    return EnginePool(workers)
+    setup.names = [engine.name for engine in engines]
+    return EnginePool(engines)
 
 
-def _worker_timeouts(args: Any) -> WorkerTimeouts:
-    from swift.rollout.engines.worker.client import WorkerTimeouts
+def _timeouts(args: Any) -> Timeouts:
+    from swift.rollout.engines.transport import Timeouts
 
-    return WorkerTimeouts(request_s=args.rollout_timeout, stall_s=args.stall_timeout)
+    return Timeouts(server_s=args.vllm_server_timeout, request_s=args.rollout_timeout, stall_s=args.stall_timeout)
 
 
-def _remote_timeouts(args: Any) -> RemoteTimeouts:
-    from swift.rollout.engines.remote import RemoteTimeouts
-
-    return RemoteTimeouts(server_s=args.vllm_server_timeout, request_s=args.rollout_timeout)
+def _weight_transport(args: Any) -> str | None:
+    return None if args.weight_transport == "auto" else str(args.weight_transport)
 
 
 def _own_limit(args: Any, mode: str) -> float:
     """See `EngineSetup.own_limit_s`: it stands still as long as it may, is ended, made anew and given its weights."""
-    if mode == "dedicated":
-        worker = _worker_timeouts(args)
-        return worker.stall_s + worker.start_s + worker.sync_s + worker.sleep_s + worker.pause_s + 2 * worker.close_s
-    if mode == "server":
-        remote = _remote_timeouts(args)
-        return remote.request_s + remote.server_s + remote.start_s + remote.sync_s + remote.sleep_s + remote.pause_s
-    return 0.0
+    if mode not in ("dedicated", "server"):
+        return 0.0
+    own = _timeouts(args)
+    again = own.start_s + own.sync_s + own.sleep_s + own.pause_s
+    return again + (own.stall_s + 2 * own.close_s if mode == "dedicated" else own.request_s + own.server_s)
 
 
 def _servers(spec: EngineSpec, args: Any, placement: Placement) -> InferenceEngine:
@@ -315,11 +339,17 @@ def _servers(spec: EngineSpec, args: Any, placement: Placement) -> InferenceEngi
     from swift.rollout.engines.pool import EnginePool
     from swift.rollout.engines.remote import RemoteEngine
 
-    timeouts = _remote_timeouts(args)
-    run_id = secrets.token_hex(8)
+    timeouts, run_id = _timeouts(args), secrets.token_hex(8)
     return EnginePool(
         [
-            RemoteEngine(url, spec=spec, api_key=args.vllm_server_api_key, timeouts=timeouts, run_id=run_id)
+            RemoteEngine(
+                url,
+                spec=spec,
+                api_key=args.vllm_server_api_key,
+                timeouts=timeouts,
+                run_id=run_id,
+                weight_transport=_weight_transport(args),
+            )
             for url in placement.servers
         ]
     )

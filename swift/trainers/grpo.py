@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError, Interrupted
-from swift.registry import parameters_of
+from swift.rl.declared import parameters_of
 from swift.rl.estimators import get_estimator
 from swift.startup import collector_resting, defer
 from swift.trainers.grpo_arguments import loss_settings, trainer_settings, training_arguments, uncorrected_lines
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
     from swift.models.template import Template
     from swift.rewards import RewardPipeline
     from swift.rollout.arithmetic import BatchPlan
-    from swift.rollout.custom_rollout import RolloutFunc
     from swift.rollout.engines.base import InferenceEngine
     from swift.rollout.parity import ParityCheck, ParityReport
     from swift.rollout.placement import Placement
     from swift.rollout.replay import ReplayBuffer
+    from swift.rollout.rollout_function import RolloutFunc
     from swift.rollout.scheduler import RerollConfig
     from swift.rollout.weight_sync.publisher import WeightPublisher
-    from swift.trainers.board import StoreBoard
     from swift.trainers.colocate import ColocateCycle
     from swift.trainers.distributed import Collectives
     from swift.trainers.engines import EngineSetup
     from swift.trainers.grpo_trainer import GRPOTrainer
+    from swift.trainers.mailbox import StoreMailbox
     from swift.trainers.session import SignalTrap, Start
     from swift.trainers.stall import StallWatch
     from swift.trainers.watch import RankWatch
@@ -116,6 +116,7 @@ def prepare(args: Any, collectives: Collectives, start: Start, placement: Placem
     from swift.rewards import RewardPipeline
     from swift.rewards.models import load_reward_models
     from swift.trainers.engines import require_backend
+    from swift.trainers.run_checks import check_run
 
     template = load_chat(args)
     rewards = RewardPipeline(
@@ -132,19 +133,6 @@ def prepare(args: Any, collectives: Collectives, start: Start, placement: Placem
         "truncation_strategy": args.truncation_strategy,
     }
 
-    if args.streaming_partial_batch and placement.mode in ("in_process", "colocate"):
-        raise ConfigError(
-            "--streaming_partial_batch: true: the engine samples in the trainer's own process, which cannot train "
-            "meanwhile; --vllm_mode dedicated or server, or --streaming_partial_batch false"
-        )
-    if (args.dynamic_sample or args.streaming_partial_batch) and rewards.needs_whole_batch:
-        flag = "dynamic_sample" if args.dynamic_sample else "streaming_partial_batch"
-        names = [one.name for one in rewards.signatures if one.scope == "batch"]
-        raise ConfigError(
-            f"--{flag}: true: groups are scored one by one, but {', '.join(names)} must see the whole batch; "
-            f"--{flag} false, or a function of scope group"
-        )
-
     def open_source() -> PromptSource:
         return open_prompts(args, split="train", max_steps=args.max_steps, **limits)
 
@@ -156,12 +144,7 @@ def prepare(args: Any, collectives: Collectives, start: Start, placement: Placem
     plan = plan_run(args, collectives.world_size, source.size)
     lines = [*source.report.lines(), *(eval_prompts.report.lines() if eval_prompts is not None else [])]
     lines = list(dict.fromkeys(lines))  # one mapping line when both data sets have the same columns
-    if args.streaming_partial_batch and plan.windows_per_generation > 1:
-        raise ConfigError(
-            f"--streaming_partial_batch: true: a generation batch of {plan.generation_batch} completions feeds "
-            f"{plan.windows_per_generation} optimizer steps, which wait for its end anyway; "
-            f"--generation_batch_size {plan.window}, or --streaming_partial_batch false"
-        )
+    check_run(args, placement.mode, rewards, plan)
     depth = prefetch_depth(args, plan)
     require_backend(args)
     function = find_rollout_func(args, placement)
@@ -177,7 +160,7 @@ def find_rollout_func(args: Any, placement: Placement) -> RolloutFunc | None:
     Raises:
         ConfigError: it cannot be found, or ranks that hold parts of one engine would have to call it in step.
     """
-    from swift.rollout.custom_rollout import load_rollout_func
+    from swift.rollout.rollout_function import load_rollout_func
 
     if args.rollout_func is None:
         return None
@@ -212,23 +195,23 @@ def prefetch_depth(args: Any, plan: BatchPlan) -> int:
     Raises:
         ConfigError: even without sampling ahead tokens would be older than `--max_staleness`.
     """
+    from swift.rollout.arithmetic import MOST_BATCHES_CARRIED, deepest_prefetch, most_stale
     from swift.rollout.placement import has_own_engine
-    from swift.rollout.staleness import MOST_UNITS_CARRIED, bound, deepest
 
     updates = plan.updates_per_rollout
     interval = args.vllm_sync_interval if has_own_engine(args) else 1
     wanted = args.prefetch_depth if args.async_generate else 0
     if args.dynamic_sample:  # where a round begins in the stream of prompts is known when the one before it has ended
         wanted = min(wanted, 1)
-    waits = MOST_UNITS_CARRIED * updates if args.dynamic_sample else 0
+    waits = MOST_BATCHES_CARRIED * updates if args.dynamic_sample else 0
     limit = None if args.max_staleness is None else args.max_staleness - waits
-    depth = deepest(wanted, updates=updates, interval=interval, max_staleness=limit)
+    depth = deepest_prefetch(wanted, updates=updates, interval=interval, max_staleness=limit)
     if depth is None:
         carried = " with the wait of groups that --dynamic_sample carries over" if waits else ""
         raise ConfigError(
             f"--max_staleness: {args.max_staleness}: {updates} optimizer steps per generation batch and "
             f"--vllm_sync_interval {interval} make tokens up to "
-            f"{bound(0, updates=updates, interval=interval) + waits} steps old without sampling ahead{carried}; "
+            f"{most_stale(0, updates=updates, interval=interval) + waits} steps old without sampling ahead{carried}; "
             "raise it, or lower these"
         )
     if args.max_staleness is not None and args.replay_buffer_size and args.replay_max_age > args.max_staleness:
@@ -254,23 +237,9 @@ def max_prompt_length(args: Any) -> int | None:
         ConfigError: the completion alone fills the context.
     """
     from swift.models.policy import context_length
+    from swift.trainers.run_checks import prompt_limit
 
-    context = context_length(args)
-    if args.max_length is None:
-        if context is None:
-            return None
-        if context <= args.max_completion_length:
-            raise ConfigError(
-                f"--max_completion_length: {args.max_completion_length}: leaves no room for a prompt in the model's "
-                f"context of {context} tokens; use at most {context - 1}"
-            )
-        return context - args.max_completion_length
-    if context is not None and args.max_length + args.max_completion_length > context:
-        raise ConfigError(
-            f"--max_length: {args.max_length}: with --max_completion_length {args.max_completion_length} it exceeds "
-            f"the model's context of {context} tokens; use at most {context - args.max_completion_length}"
-        )
-    return int(args.max_length)
+    return prompt_limit(args, context_length(args))
 
 
 def plan_run(args: Any, world_size: int, num_rows: int | None) -> BatchPlan:
@@ -578,13 +547,13 @@ class _Session:
         if (board := tensorboard_callback(args, self.folder)) is not None:
             trainer.add_callback(board)
         if args.kl_in_reward and args.beta > 0:
-            trainer.pipeline.units.kl_of = RewardKL(trainer)
+            trainer.pipeline.batches.kl_of = RewardKL(trainer)
         elif args.beta > 0:
-            trainer.pipeline.units.refer = trainer.refer
+            trainer.pipeline.batches.refer = trainer.refer
         return trainer
 
     def _build_pipeline(self) -> Any:
-        from swift.rollout.collect import RolloutCollector
+        from swift.rollout.collector import RolloutCollector
         from swift.rollout.pipeline import PipelineConfig, RolloutPipeline
         from swift.rollout.scheduler import RolloutScheduler
 
@@ -600,7 +569,7 @@ class _Session:
             around=self._sampling if self.setup.placement.mode == "in_process" else contextlib.nullcontext,
             request_s=self._request_limit(),
             progress=self.stall.touch,
-            board=self._board(),
+            mailbox=self._mailbox(),
             pulse=self.stall.pulse,
             heard=self.stall.heard,
         )
@@ -608,8 +577,8 @@ class _Session:
         config = PipelineConfig(
             num_generations=args.num_generations,
             num_generations_eval=args.num_generations_eval,
-            generation_batches=plan.generations_per_window,
-            num_windows=plan.windows_per_generation,
+            generation_batches=plan.generation_batches_per_step,
+            num_global_batches=plan.global_batches_per_rollout,
             num_iterations=plan.num_iterations,
             advantage_estimator=args.advantage_estimator,
             estimator_parameters=parameters_of(get_estimator(args.advantage_estimator), args),
@@ -627,9 +596,10 @@ class _Session:
         reroll = self._reroll()
         scheduler = RolloutScheduler(
             parts.source,
-            groups_per_unit=plan.unit_prompts,
-            units_per_epoch=None if goes_on_over_epochs(args) else plan.units_per_epoch,
+            groups_per_batch=plan.rollout_prompts,
+            batches_per_epoch=None if goes_on_over_epochs(args) else plan.batches_per_epoch,
             reroll=reroll,
+            saves_prompts=bool(parts.prefetch_depth or args.dynamic_sample or reroll),
         )
         report = self.report
         return RolloutPipeline(
@@ -666,23 +636,23 @@ class _Session:
             recompute=args.replay_recompute_logps,
         )
 
-    def _board(self) -> StoreBoard | None:
+    def _mailbox(self) -> StoreMailbox | None:
         """Where ranks leave messages while they sample."""
-        from swift.trainers.board import StoreBoard
+        from swift.trainers.mailbox import StoreMailbox
 
         parts = self.parts
-        return StoreBoard(parts.collectives) if parts.args.dynamic_sample and parts.collectives.active else None
+        return StoreMailbox(parts.collectives) if parts.args.dynamic_sample and parts.collectives.active else None
 
     def _sampling_engine(self) -> InferenceEngine | None:
         """What rounds are sampled with: the engine of this rank, or a function of the user around it."""
         from swift.models.policy import load_config
         from swift.models.source import locate
-        from swift.rollout.custom_rollout import CustomRolloutEngine
+        from swift.rollout.rollout_function import RolloutFunctionEngine
 
         parts, args, engine = self.parts, self.parts.args, self.setup.engine
         if parts.rollout_func is None or engine is None:
             return engine
-        return CustomRolloutEngine(
+        return RolloutFunctionEngine(
             engine,
             parts.rollout_func,
             name=args.rollout_func,
@@ -802,7 +772,7 @@ class _Session:
             return step / plan.steps_per_epoch
         if not plan.num_rows:
             return 0.0
-        return step * plan.unit_prompts / (plan.updates_per_rollout * plan.num_rows)  # a unit is several epochs
+        return step * plan.rollout_prompts / (plan.updates_per_rollout * plan.num_rows)  # a unit is several epochs
 
     def _write_extras(self, folder: Path) -> None:
         """What a checkpoint carries beside weights and states: its settings."""

@@ -21,13 +21,13 @@ Trainer's gradient accumulation is 1 throughout: a window is one of its batches,
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -54,10 +54,10 @@ from swift.rl.losses import get_loss, sequence_weights
 from swift.rl.objective import SamplerCorrection, policy_loss
 from swift.rl.segments import spread
 from swift.rl.window import WindowCounts, count_window, nominal_batch_tokens, nominal_batches
-from swift.rollout.batch import Part, TrainSample, TrainUnit
-from swift.rollout.micro_batches import Limits, WindowPlan
-from swift.rollout.pipeline import RolloutPipeline
-from swift.trainers.checkpoint import write_json
+from swift.rollout.micro_batches import Limits, MicroBatchPlan
+from swift.rollout.pipeline import PipelineState, RolloutPipeline
+from swift.rollout.samples import Arrival, RolloutBatch, TrainSample
+from swift.trainers.checkpoint import read_state, write_state
 from swift.trainers.distributed import Collectives
 from swift.trainers.grpo_settings import GRPOSettings
 from swift.trainers.master_weights import keep_master_weights
@@ -79,15 +79,11 @@ if TYPE_CHECKING:
     from swift.observability.metrics import MetricStore
     from swift.trainers.reporting import RunReport
 
-PIPELINE_STATE = "pipeline_state.json"
 REFERENCE_STATE = "reference.pt"
 """A reference that has moved. No safetensors: whoever reads a checkpoint as a model takes all of those."""
 
 NON_FINITE_LIMIT = 10
 """Updates in a row that may be skipped for a non-finite gradient before the run ends (exit 6)."""
-
-MISSING_LIMIT = 0.01
-"""Share of a window's trained tokens that may lack a sampler log-prob before the run ends (exit 6)."""
 
 
 @dataclass(slots=True)
@@ -99,7 +95,7 @@ class _Step:
     one pass that holds the whole window. num_tokens: trained tokens of the window. entropies: sum and count so far.
     """
 
-    unit: TrainUnit
+    unit: RolloutBatch
     weights: dict[int, float]
     filler: int
     report: StepMetrics
@@ -107,6 +103,16 @@ class _Step:
     top: TopEntropy | None
     num_tokens: int
     entropies: list[float] = field(default_factory=lambda: [0.0, 0.0])
+
+
+class TrainerState(msgspec.Struct):
+    """What a checkpoint holds beside weights, optimizer, schedule and random states."""
+
+    pipeline: PipelineState
+    metrics: dict[str, Any]
+    entropy: dict[str, Any] | None
+    fitting_tokens: int | None
+    report: dict[str, Any] | None
 
 
 class GRPOTrainer(SealedTrainer):
@@ -191,7 +197,7 @@ class GRPOTrainer(SealedTrainer):
 
     def get_train_dataloader(self) -> Any:
         """One item per optimizer step, without end; max_steps ends the run."""
-        return _Windows(lambda: self.pipeline.windows(self.progress))
+        return _Windows(lambda: self.pipeline.steps(self.progress))
 
     def progress(self) -> TrainerProgress:
         """What reward functions see as `trainer_state`."""
@@ -226,7 +232,7 @@ class GRPOTrainer(SealedTrainer):
 
     # --- one optimizer step -----------------------------------------------------------------------------------
 
-    def training_step(self, model: nn.Module, inputs: TrainUnit, num_items_in_batch: Any = None) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: RolloutBatch, num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward of one window; gradients are complete when it returns.
 
         Returns:
@@ -242,13 +248,12 @@ class GRPOTrainer(SealedTrainer):
         self._report(report, float(loss), inputs)
         return loss
 
-    def _backward_window(self, model: nn.Module, unit: TrainUnit, report: StepMetrics) -> Tensor:
+    def _backward_window(self, model: nn.Module, unit: RolloutBatch, report: StepMetrics) -> Tensor:
         model.train()
         if self._engine is not None:
             self._engine.begin()
-        self._check_sampler_logprobs(unit, report)
         self._prepare_old_logprobs(unit)
-        window = unit.window(unit.window_index)
+        window = unit.global_batch(unit.global_batch_index)
         weights = dict(zip(window, self._weights([unit.samples[i] for i in window]), strict=True))
         useful = self._useful(unit, window)
         loss = torch.zeros((), device=self.args.device)
@@ -266,7 +271,7 @@ class GRPOTrainer(SealedTrainer):
             top=top,
             num_tokens=sum(unit.samples[i].num_trained for i in window),
         )
-        slices = plan.slices[self.collectives.rank]
+        slices = plan.micro_batches[self.collectives.rank]
         for number, part in enumerate(slices):
             last = number == len(slices) - 1
             with self._sync_only_last(model, last):
@@ -277,7 +282,7 @@ class GRPOTrainer(SealedTrainer):
         return loss
 
     def _backward_arriving(
-        self, model: nn.Module, unit: TrainUnit, parts: Iterator[Part], report: StepMetrics
+        self, model: nn.Module, unit: RolloutBatch, parts: Iterator[Arrival], report: StepMetrics
     ) -> Tensor:
         """The same for a window whose samples are still being sampled: its counts are known at the end only.
 
@@ -296,7 +301,6 @@ class GRPOTrainer(SealedTrainer):
             if self.state.global_step > 0:
                 self._save_checkpoint(self.model, None)
             raise
-        self._check_sampler_logprobs(unit, report)
         if not ran:
             report.add("health/steps_without_signal", 1.0, 1.0)
             return loss
@@ -310,7 +314,7 @@ class GRPOTrainer(SealedTrainer):
             self._share_old_logprobs(unit)
         return loss * factor
 
-    def _share_old_logprobs(self, unit: TrainUnit) -> None:
+    def _share_old_logprobs(self, unit: RolloutBatch) -> None:
         """Later visits cut the whole window over the ranks, not its parts, so samples change hands; collective."""
         mine = {i: one.old_logprobs for i, one in enumerate(unit.samples) if one.old_logprobs is not None}
         for part in self.collectives.all_gather(mine):
@@ -320,11 +324,11 @@ class GRPOTrainer(SealedTrainer):
 
     def _fullest(self) -> WindowCounts:
         """The counts of a window full of the longest completions."""
-        num_sequences = self.pipeline.scheduler.groups_per_unit * self.pipeline.config.num_generations
+        num_sequences = self.pipeline.scheduler.groups_per_batch * self.pipeline.config.num_generations
         return count_window([self.settings.max_completion_length] * num_sequences)
 
     def _backward_part(
-        self, model: nn.Module, unit: TrainUnit, part: Part, report: StepMetrics, *, ran: bool
+        self, model: nn.Module, unit: RolloutBatch, part: Arrival, report: StepMetrics, *, ran: bool
     ) -> tuple[Tensor, bool]:
         """One part of such a window: its loss, and whether any pass was made; `ran`: one was before."""
         if self.settings.old_logprobs == "sampler":
@@ -346,7 +350,7 @@ class GRPOTrainer(SealedTrainer):
             num_tokens=sum(tokens),
         )
         useful = [weights[n] > 0 and self._contributes(unit.samples[i]) for n, i in enumerate(part.samples)]
-        slices = self.plan(unit.samples, part.samples, useful).slices[self.collectives.rank]
+        slices = self.plan(unit.samples, part.samples, useful).micro_batches[self.collectives.rank]
         if part.last and ran and not slices and self.collectives.active:
             slices = [[]]  # the pass that brings the ranks' gradients together
         loss = torch.zeros((), device=self.args.device)
@@ -439,26 +443,6 @@ class GRPOTrainer(SealedTrainer):
         report.add("off_policy_mask/muted_frac", float(muted), float(batch.mask_N.sum()))
         return keep_N
 
-    def _check_sampler_logprobs(self, unit: TrainUnit, report: StepMetrics) -> None:
-        """Count trained tokens of the window without a finite sampler log-prob; the same on every rank.
-
-        Raises:
-            NumericError: they are more than 1 %.
-        """
-        if not self.settings.needs_sampler:
-            return
-        samples = [unit.samples[i] for i in unit.window(unit.window_index)]
-        total = sum(sample.num_trained for sample in samples)
-        missing = sum(int((sample.trained & ~np.isfinite(sample.sampler_logprobs)).sum()) for sample in samples)
-        if missing > MISSING_LIMIT * total:
-            raise NumericError(
-                f"sampler log-probs: {missing} of {total} trained tokens of step {self.state.global_step + 1} have "
-                "none; check what the engine returns, or train without them: --rollout_importance_sampling_mode none "
-                "--old_logprobs trainer, no --off_policy_sequence_mask_delta"
-            )
-        if missing and self.collectives.is_main:
-            report.add("health/missing_sampler_logprobs", float(missing), 1.0)
-
     def _weights(self, samples: Sequence[TrainSample]) -> list[float]:
         """The loss weight of each trained token of each sample of the window (exact over the whole window)."""
         tokens = [sample.num_trained for sample in samples]
@@ -480,7 +464,7 @@ class GRPOTrainer(SealedTrainer):
         others = settings.loss.beta > 0 or settings.entropy.has_bonus
         return sample.advantage != 0.0 or others or not settings.skip_zero_advantage
 
-    def plan(self, samples: Sequence[TrainSample], window: Sequence[int], useful: Sequence[bool]) -> WindowPlan:
+    def plan(self, samples: Sequence[TrainSample], window: Sequence[int], useful: Sequence[bool]) -> MicroBatchPlan:
         """Who computes what in which pass (`swift.rollout.micro_batches`); the same on every rank."""
         limits = Limits(self.settings.slice_size, self.settings.max_tokens)
         return self.planner.plan(samples, window, useful, limits, may_merge=self.settings.merges_passes)
@@ -533,7 +517,7 @@ class GRPOTrainer(SealedTrainer):
 
     # --- entropy ------------------------------------------------------------------------------------------------
 
-    def _useful(self, unit: TrainUnit, window: range) -> list[bool]:
+    def _useful(self, unit: RolloutBatch, window: range) -> list[bool]:
         """Which samples of a window are passed over: those that move the gradient, or set the entropy threshold."""
         trained = [unit.samples[i].num_trained > 0 for i in window]
         useful = [has and self._contributes(unit.samples[i]) for has, i in zip(trained, window, strict=True)]
@@ -541,10 +525,10 @@ class GRPOTrainer(SealedTrainer):
             return trained
         return useful
 
-    def _one_pass(self, plan: WindowPlan) -> bool:
-        return self.collectives.world_size == 1 and len(plan.slices[0]) == 1
+    def _one_pass(self, plan: MicroBatchPlan) -> bool:
+        return self.collectives.world_size == 1 and len(plan.micro_batches[0]) == 1
 
-    def _look_at_entropy(self, unit: TrainUnit, window: range) -> TopEntropy | None:
+    def _look_at_entropy(self, unit: RolloutBatch, window: range) -> TopEntropy | None:
         """The mask of the top entropies, as far as it has to be known before the first pass.
 
         All trained tokens of the window have a say in the threshold, those without advantage too. Where one pass holds
@@ -569,7 +553,7 @@ class GRPOTrainer(SealedTrainer):
         entropies = {i: values for part in self.collectives.all_gather(mine) for i, values in part.items()}
         return self._choose(unit, entropies)
 
-    def _choose(self, unit: TrainUnit, entropies: dict[int, np.ndarray]) -> TopEntropy:
+    def _choose(self, unit: RolloutBatch, entropies: dict[int, np.ndarray]) -> TopEntropy:
         trained = {i: unit.samples[i].trained for i in entropies}
         return top_entropy(entropies, trained, self.settings.entropy.quantile)
 
@@ -608,7 +592,7 @@ class GRPOTrainer(SealedTrainer):
 
     # --- log-probs of other policies ----------------------------------------------------------------------------
 
-    def _prepare_old_logprobs(self, unit: TrainUnit) -> None:
+    def _prepare_old_logprobs(self, unit: RolloutBatch) -> None:
         """Before the first update on a unit: what later windows (or dropout) need from the weights as they are now."""
         if unit.position > 0:
             return
@@ -616,9 +600,9 @@ class GRPOTrainer(SealedTrainer):
             _take_sampler_logprobs(unit.samples)
             return
         first = 0 if self.settings.keep_dropout else 1
-        self._fill_old_logprobs(unit, range(first, unit.num_windows))
+        self._fill_old_logprobs(unit, range(first, unit.num_global_batches))
 
-    def _check_old_logprobs(self, unit: TrainUnit, part: Sequence[int]) -> None:
+    def _check_old_logprobs(self, unit: RolloutBatch, part: Sequence[int]) -> None:
         """Only the first update after a rollout may take the policy itself for the old one.
 
         Raises:
@@ -633,12 +617,12 @@ class GRPOTrainer(SealedTrainer):
                 f"step {self.state.global_step + 1} (update {unit.position + 1} of their rollout); this is a bug"
             )
 
-    def _fill_old_logprobs(self, unit: TrainUnit, windows: range) -> None:
+    def _fill_old_logprobs(self, unit: RolloutBatch, windows: range) -> None:
         """Log-probs under the weights with which the unit is first consumed, for this rank's samples."""
         model = self._unwrapped()
         model.eval()
         for number in windows:
-            window = unit.window(number)
+            window = unit.global_batch(number)
             # the plan is that of the window's training passes, so that a rank fills what it will need
             plan = self.plan(unit.samples, window, self._useful(unit, window))
             for batch, part in self._own_batches(unit, plan, lambda i: unit.samples[i].old_logprobs is None):
@@ -650,24 +634,24 @@ class GRPOTrainer(SealedTrainer):
         model.train()
 
     def _own_batches(
-        self, unit: TrainUnit, plan: WindowPlan, wanted: Callable[[int], bool]
+        self, unit: RolloutBatch, plan: MicroBatchPlan, wanted: Callable[[int], bool]
     ) -> Iterator[tuple[MicroBatch, list[int]]]:
         """This rank's passes of a plan with something wanted in them, and what each holds.
 
         With a spread model there is one in each turn in which any rank has one, if need be over a filler.
         """
-        needs = {i for parts in plan.slices for part in parts for i in part if wanted(i)}
-        for turn, part in enumerate(plan.slices[self.collectives.rank]):
+        needs = {i for parts in plan.micro_batches for part in parts for i in part if wanted(i)}
+        for turn, part in enumerate(plan.micro_batches[self.collectives.rank]):
             if not needs.isdisjoint(part):
                 mine = part
-            elif self._in_step and any(not needs.isdisjoint(parts[turn]) for parts in plan.slices):
+            elif self._in_step and any(not needs.isdisjoint(parts[turn]) for parts in plan.micro_batches):
                 mine = []
             else:
                 continue
             samples = [unit.samples[i] for i in mine or [_first(plan)]]
             yield self.collate(samples, [0.0] * len(samples)), mine
 
-    def refer(self, unit: TrainUnit) -> None:
+    def refer(self, unit: RolloutBatch) -> None:
         """Fill in the reference's log-probs of a unit, on the rank and in the pass that will train on each; collective.
 
         The pipeline asks for it while rewards are computed. Nothing is done before a pass has its size.
@@ -675,8 +659,8 @@ class GRPOTrainer(SealedTrainer):
         if self.settings.fits_memory and not self._memory_fitted:
             return
         with self.metrics.timer("train"):
-            for number in range(unit.num_windows):
-                window = unit.window(number)
+            for number in range(unit.num_global_batches):
+                window = unit.global_batch(number)
                 plan = self.plan(unit.samples, window, [unit.samples[i].num_trained > 0 for i in window])
                 for batch, part in self._own_batches(unit, plan, lambda i: unit.samples[i].ref_logprobs is None):
                     self._ensure_ref_logprobs(batch, keep=bool(part))
@@ -739,7 +723,7 @@ class GRPOTrainer(SealedTrainer):
         for name, value in extremes.items():
             report.add_extreme(name, float(value))
 
-    def _report(self, report: StepMetrics, loss: float, unit: TrainUnit) -> None:
+    def _report(self, report: StepMetrics, loss: float, unit: RolloutBatch) -> None:
         """Merge the ranks' sums on rank 0 and hand them to the metric store."""
         report.add("loss", loss / self.collectives.world_size, 0.0)
         parts = self.collectives.gather(report)
@@ -752,7 +736,7 @@ class GRPOTrainer(SealedTrainer):
         if values.pop("rollout_ratio/squared", None) is not None:
             sums = {name: torch.tensor(report.sums[f"rollout_ratio/{name}"]) for name in ("mean", "squared")}
             values["rollout_ratio/ess"] = effective_sample_size(sums["mean"].double(), sums["squared"].double())
-        window = unit.window(unit.window_index)
+        window = unit.global_batch(unit.global_batch_index)
         if not self.settings.comparable_sampling:
             values["mismatch/biased"] = 1.0
         values["tokens/trained"] = float(sum(unit.samples[i].num_trained for i in window))
@@ -805,8 +789,8 @@ class GRPOTrainer(SealedTrainer):
         assert self.reference is not None, "there is no reference to move"
         self.reference.blend(self._unwrapped(), alpha)
         self._reference_moved = True
-        if self.pipeline.unit is not None:
-            for sample in self.pipeline.unit.samples:
+        if self.pipeline.batch is not None:
+            for sample in self.pipeline.batch.samples:
                 sample.ref_logprobs = None
 
     # --- evaluation, logs, checkpoints ---------------------------------------------------------------------------
@@ -826,19 +810,19 @@ class GRPOTrainer(SealedTrainer):
             logs = {**logs, **self.metrics.flush(), "max_steps": self.state.max_steps}
         super().log(logs, start_time)
 
-    def add_to_checkpoint(self, folder: Path, state: dict[str, Any]) -> None:
+    def add_to_checkpoint(self, folder: Path, state: TrainerState) -> None:
         """What a checkpoint holds beyond Trainer's files; rank 0 only."""
         self.state.save_to_json(str(folder / "trainer_state.json"))
-        write_json(folder / PIPELINE_STATE, state)
+        write_state(folder, state)
         if self._reference_moved and self.reference is not None and not self.args.save_only_model:
             torch.save(self.reference.state(), folder / REFERENCE_STATE)
         self.checkpoint_extras(folder)
         if self.report is not None:
             self.report.on_save()
 
-    def state_beside_weights(self) -> dict[str, Any]:
+    def state_beside_weights(self) -> TrainerState:
         """The pipeline's state with the old and reference log-probs that other ranks hold."""
-        unit = self.pipeline.unit
+        unit = self.pipeline.batch
         if unit is not None and not unit.exhausted and unit.updates_per_rollout > 1:
             mine = {
                 i: (sample.old_logprobs, sample.ref_logprobs)
@@ -850,27 +834,27 @@ class GRPOTrainer(SealedTrainer):
                     sample = unit.samples[i]
                     sample.old_logprobs = sample.old_logprobs if old is None else old
                     sample.ref_logprobs = sample.ref_logprobs if ref is None else ref
-        return {
-            "pipeline": self.pipeline.state_dict(),
-            "metrics": self.metrics.state_dict(),
-            "entropy": controller_state(self._entropy_controller),
-            "fitting_tokens": self.planner.fitting_tokens,
-            "report": self.report.state_dict() if self.report is not None else None,
-        }
+        return TrainerState(
+            pipeline=self.pipeline.state(),
+            metrics=self.metrics.state_dict(),
+            entropy=controller_state(self._entropy_controller),
+            fitting_tokens=self.planner.fitting_tokens,
+            report=self.report.state_dict() if self.report is not None else None,
+        )
 
     def load_pipeline_state(self, checkpoint: Path) -> None:
         """Continue the pipeline, the reference and the open log window where the checkpoint left them."""
-        state = json.loads((checkpoint / PIPELINE_STATE).read_text(encoding="utf-8"))
-        self.pipeline.load_state_dict(state["pipeline"])
-        self.metrics.load_state_dict(state["metrics"])
-        self._entropy_controller = restored_controller(self.settings.entropy.adaptive, state["entropy"])
-        self.planner.fitting_tokens = state.get("fitting_tokens")
+        state = read_state(checkpoint, TrainerState)
+        self.pipeline.load(state.pipeline)
+        self.metrics.load_state_dict(state.metrics)
+        self._entropy_controller = restored_controller(self.settings.entropy.adaptive, state.entropy)
+        self.planner.fitting_tokens = state.fitting_tokens
         if self.reference is not None and (checkpoint / REFERENCE_STATE).exists():
             moved = torch.load(checkpoint / REFERENCE_STATE, map_location="cpu", weights_only=True)
             self.reference.load_state(moved)
             self._reference_moved = True
-        if self.report is not None and state["report"] is not None:
-            self.report.load_state_dict(state["report"])
+        if self.report is not None and state.report is not None:
+            self.report.load_state_dict(state.report)
 
 
 def _remember(batch: MicroBatch, logprobs_N: Tensor) -> None:
@@ -889,9 +873,9 @@ def _take_sampler_logprobs(samples: Sequence[TrainSample]) -> None:
             sample.old_logprobs = sample.sampler_logprobs
 
 
-def _first(plan: WindowPlan) -> int:
+def _first(plan: MicroBatchPlan) -> int:
     """The first sample that any rank passes over."""
-    return next(i for parts in plan.slices for part in parts for i in part)
+    return next(i for parts in plan.micro_batches for part in parts for i in part)
 
 
 def _product(*masks: Tensor | None) -> Tensor | None:
@@ -914,8 +898,8 @@ def _count_entropy(step: _Step, entropy_N: Tensor, mask_N: Tensor, top_N: Tensor
 class _Windows:
     """What Trainer takes for a data loader; it has no length, so max_steps alone ends the run."""
 
-    def __init__(self, make: Callable[[], Iterator[TrainUnit]]) -> None:
+    def __init__(self, make: Callable[[], Iterator[RolloutBatch]]) -> None:
         self._make = make
 
-    def __iter__(self) -> Iterator[TrainUnit]:
+    def __iter__(self) -> Iterator[RolloutBatch]:
         return self._make()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from swift.models.forward import PackedTokens, TokenSequence, pack
-from swift.rollout.batch import TrainSample
+from swift.rollout.samples import TrainSample
 
 
 @dataclass(slots=True)

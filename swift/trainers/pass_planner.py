@@ -25,8 +25,8 @@ from swift.models.checkpoint_tensors import computing_dtype
 from swift.models.forward import is_packed
 from swift.models.sharded import is_dtensor, is_zero3
 from swift.observability.memory import measure
-from swift.rollout.batch import TrainSample
-from swift.rollout.micro_batches import Limits, WindowPlan, Work, pass_tokens, plan_window
+from swift.rollout.micro_batches import Limits, MicroBatchPlan, Work, micro_batch_tokens, plan_micro_batches
+from swift.rollout.samples import TrainSample
 from swift.trainers.distributed import Collectives
 
 SHARE_OF_FREE = 0.8
@@ -82,8 +82,8 @@ class PassPlanner:
         limits: Limits,
         *,
         may_merge: bool = False,
-    ) -> WindowPlan:
-        """The plan of a window, the same on every rank; see `plan_window`.
+    ) -> MicroBatchPlan:
+        """The plan of a window, the same on every rank; see `plan_micro_batches`.
 
         Args:
             samples: those of the unit.
@@ -112,7 +112,7 @@ class PassPlanner:
         limits: Limits,
         fitting: int,
         may_merge: bool,
-    ) -> tuple[WindowPlan, Limits]:
+    ) -> tuple[MicroBatchPlan, Limits]:
         """A plan without a limit of tokens that anybody gave, and the limits that memory sets."""
         on_cpu = self.device.type == "cpu"
         most = min(fitting, self.quick_tokens) if on_cpu else fitting
@@ -120,8 +120,8 @@ class PassPlanner:
         if merged.samples is None and fitting > most:  # memory is no concern
             return self._plan(samples, window, useful, merged), limits
         plan = self._plan(samples, window, useful, limits)
-        parts = (part for rank in plan.slices for part in rank)
-        longest = max((pass_tokens(samples, part, packed=is_packed(self.model)) for part in parts), default=0)
+        parts = (part for rank in plan.micro_batches for part in rank)
+        longest = max((micro_batch_tokens(samples, part, packed=is_packed(self.model)) for part in parts), default=0)
         if longest > fitting:
             self._once(
                 "cut",
@@ -133,8 +133,8 @@ class PassPlanner:
 
     def _plan(
         self, samples: Sequence[TrainSample], window: Sequence[int], useful: Sequence[bool], limits: Limits
-    ) -> WindowPlan:
-        return plan_window(
+    ) -> MicroBatchPlan:
+        return plan_micro_batches(
             samples,
             window,
             world_size=self.collectives.world_size,

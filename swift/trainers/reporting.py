@@ -22,7 +22,7 @@ from swift.observability.progress import Progress
 from swift.observability.rank_log import RankLog
 from swift.observability.summary import summarise
 from swift.observability.trackers import CompletionTrackers
-from swift.rollout.pipeline import ScoredRound
+from swift.rollout.round_result import ScoredRound
 
 LOGGING = "logging.jsonl"
 COMPLETIONS = "completions.jsonl"

@@ -24,7 +24,7 @@ FIXED = frozenset(
         "curriculum_bins", "chat_template_kwargs", "strict", "max_length", "truncation_strategy", "seed", "data_seed",
         "num_generations", "per_device_train_batch_size", "gradient_accumulation_steps",
         "steps_per_generation", "generation_batch_size", "num_iterations", "world_size",
-        "advantage_estimator", "dynamic_sample", "sync_ref_model", "optim", "optim_args", "optim_target_modules",
+        "advantage_estimator", "dynamic_sample", "sync_ref_model", "optim", "optim_args",
         "deepspeed", "fsdp", "reward_funcs", "reward_model",
     }
 )

@@ -14,7 +14,7 @@ import torch
 
 from swift.models.sharded import is_spread
 from swift.rl.kl import sequence_k1
-from swift.rollout.batch import TrainSample
+from swift.rollout.samples import TrainSample
 from swift.trainers.microbatch import MicroBatch
 
 if TYPE_CHECKING:
@@ -45,9 +45,9 @@ class RewardKL:
         """Those of this rank's share."""
         trainer = self.trainer
         plan = trainer.plan(samples, range(len(samples)), [sample.num_trained > 0 for sample in samples])
-        filler = [i for parts in plan.slices for part in parts for i in part][:1]
+        filler = [i for parts in plan.micro_batches for part in parts for i in part][:1]
         sums: dict[int, float] = {}
-        for part in plan.slices[trainer.collectives.rank]:
+        for part in plan.micro_batches[trainer.collectives.rank]:
             if not part and not is_spread(trainer.model):
                 continue
             batch = trainer.collate([samples[i] for i in part or filler], [0.0] * len(part or filler))

@@ -57,11 +57,11 @@ class SealedTrainer(Trainer):
         self._saved_step = -1
         super().__init__(**trainer_arguments)
 
-    def state_beside_weights(self) -> dict[str, Any]:
+    def state_beside_weights(self) -> Any:
         """What a checkpoint holds beyond Trainer's files; collective."""
         raise NotImplementedError
 
-    def add_to_checkpoint(self, folder: Path, state: dict[str, Any]) -> None:
+    def add_to_checkpoint(self, folder: Path, state: Any) -> None:
         """Write that, on rank 0."""
         raise NotImplementedError
 

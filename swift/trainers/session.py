@@ -74,7 +74,11 @@ BUILT_IN_OPTIMIZERS = (
 """Those of torch (or of its device's own build), transformers and swift."""
 
 
-_WITHOUT = {"--report_to": "leave the name out", "--optim": "use --optim adamw"}
+_WITHOUT = {
+    "--report_to": "leave the name out",
+    "--optim": "use --optim adamw",
+    "--attn_impl": "use --attn_impl sdpa",
+}
 
 
 def optimizer_package(name: str) -> str | None:
@@ -99,6 +103,8 @@ def require_packages(args: Any) -> None:
     needs = [(f"--report_to: {name}", TRACKERS[name]) for name in args.report_to if name in TRACKERS]
     if package := optimizer_package(args.optim):
         needs.append((f"--optim: {args.optim}", package))
+    if args.attn_impl == "flash_attn":
+        needs.append(("--attn_impl: flash_attn", "flash_attn"))
     missing = [(subject, package) for subject, package in needs if importlib.util.find_spec(package) is None]
     join_problems(
         [
@@ -167,6 +173,7 @@ def join_processes(timeout_s: float, *, always: bool = False) -> Collectives:
     import torch
     import torch.distributed as dist
 
+    from swift.rendezvous import process_group_place
     from swift.trainers.distributed import Collectives
 
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
@@ -178,6 +185,8 @@ def join_processes(timeout_s: float, *, always: bool = False) -> Collectives:
         if alone:
             os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
             place = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        else:
+            place = process_group_place(timeout_s)
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s), **place)
     return Collectives(timeout_s)
 
@@ -266,7 +275,6 @@ def training_options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, A
         "max_grad_norm": args.max_grad_norm,
         "optim": "adamw_torch" if args.optim == CPU_ADAMW else args.optim,  # then see `own_optimizer`
         "optim_args": args.optim_args,
-        "optim_target_modules": args.optim_target_modules or None,
         "num_train_epochs": args.num_train_epochs,
         "per_device_train_batch_size": args.per_device_train_batch_size,
         "per_device_eval_batch_size": args.per_device_eval_batch_size,

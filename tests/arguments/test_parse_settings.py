@@ -105,6 +105,13 @@ def test_names_cannot_be_shortened():
         ("vllm_mode", "async", "vllm_mode", "dedicated"),
         ("attn_impl", "flash_attention_2", "attn_impl", "flash_attn"),
         ("optim", "adamw", "optim", "adamw_torch_fused"),
+        ("attn_implementation", "flash_attention_2", "attn_impl", "flash_attn"),
+        ("mask_truncated_completions", "true", "overlong_filter", True),
+        ("vllm_enable_sleep_mode", "true", "sleep_level", 1),
+        ("vllm_importance_sampling_mode", "token_mask", "rollout_importance_sampling_mode", "token_mask"),
+        ("vllm_importance_sampling_cap", "3", "rollout_importance_sampling_threshold", 3.0),
+        ("vllm_importance_sampling_clip_min", "0.5", "rollout_importance_sampling_lower", 0.5),
+        ("off_policy_mask_threshold", "0.5", "off_policy_sequence_mask_delta", 0.5),
     ],
 )
 def test_other_spellings_of_names_and_values(alias, word, name, expected):
@@ -229,6 +236,11 @@ def test_provenance_names_file_and_line(config):
         ("--loss_type gspo", "importance_sampling_level", "sequence", "gspo"),
         ("", "rollout_importance_sampling_mode", "none", "none"),
         ("--async_generate true", "rollout_importance_sampling_mode", "token_truncate", "older"),
+        ("--vllm_importance_sampling_correction true", "rollout_importance_sampling_mode", "token_truncate", "true"),
+        ("--vllm_importance_sampling_correction false", "rollout_importance_sampling_mode", "none", "false"),
+        ("", "per_device_train_batch_size", 8, "multiple of num_generations"),
+        ("--gradient_accumulation_steps 2", "per_device_train_batch_size", 4, "multiple of num_generations"),
+        ("--gradient_accumulation_steps 16", "per_device_train_batch_size", 1, "multiple of num_generations"),
         ("--val_dataset v.jsonl --save_steps 40", "eval_steps", 40, "= save_steps"),
         ("", "eval_strategy", "no", "no evaluation data"),
         ("--lora_rank 4", "vllm_max_lora_rank", 4, "= lora_rank"),
@@ -242,6 +254,23 @@ def test_derived_defaults_say_their_rule(words, name, expected, rule):
     found = resolved.provenance[name]
     assert found["source"] == "default"
     assert found["rule"] is None if rule is None else rule in found["rule"]
+
+
+def test_the_batch_size_follows_from_the_processes_too():
+    sizes = [
+        value("per_device_train_batch_size", environ=environ)
+        for environ in (
+            {"NPROC_PER_NODE": "2"},
+            {"NPROC_PER_NODE": "4", "NNODES": "2"},
+            {"RANK": "1", "WORLD_SIZE": "4"},
+        )
+    ]
+    assert sizes == [4, 1, 2]
+
+
+def test_a_correction_may_be_switched_on_beside_its_mode():
+    words = ["--vllm_importance_sampling_correction", "true", "--vllm_importance_sampling_mode", "sequence_mask"]
+    assert value("rollout_importance_sampling_mode", *words) == "sequence_mask"
 
 
 def test_a_given_value_is_never_replaced_by_a_rule():
@@ -264,14 +293,40 @@ def test_reward_workers_follow_the_cores_up_to_eight():
 # What is printed and stored
 
 
-def test_evaluation_without_data_is_off_and_noted_when_it_was_asked_for():
-    assert any("evaluation: off" in note for note in rlhf("--eval_steps", "5").notes)
+def test_rows_are_split_off_where_eval_steps_is_given_without_evaluation_data():
+    resolved = rlhf("--eval_steps", "5")
+    assert (resolved.args.split_dataset_ratio, resolved.args.eval_strategy) == (0.01, "steps")
+    assert resolved.provenance["split_dataset_ratio"]["rule"] == "0.01 with eval_steps and no val_dataset"
+    (note,) = resolved.notes
+    assert note.startswith("--split_dataset_ratio: 0.01: because --eval_steps is given")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--eval_steps 5 --split_dataset_ratio 0",
+        "--eval_strategy steps",
+        "--eval_steps 5 --streaming true --max_steps 9",
+    ],
+)
+def test_evaluation_without_data_is_off_and_noted_when_it_was_asked_for(words):
+    resolved = rlhf(*words.split())
+    assert (resolved.args.split_dataset_ratio, resolved.args.eval_strategy) == (0.0, "no")
+    assert any("evaluation: off" in note for note in resolved.notes)
     assert not any("evaluation" in note for note in rlhf().notes)
 
 
-def test_flags_of_other_versions_that_change_nothing_are_noted():
-    notes = rlhf("--freeze_vit", "true", "--use_liger_kernel", "no", "--sequence_parallel_size", "1").notes
-    assert [note.split(":")[0] for note in notes] == ["--freeze_vit", "--use_liger_kernel", "--sequence_parallel_size"]
+def test_known_flags_that_change_nothing_are_noted():
+    words = "--freeze_vit true --use_liger_kernel no --sequence_parallel_size 1 --use_liger_loss true"
+    notes = rlhf(*words.split(), "--use_data_producer", "true").notes
+    names = [
+        "--freeze_vit",
+        "--use_liger_kernel",
+        "--sequence_parallel_size",
+        "--use_liger_loss",
+        "--use_data_producer",
+    ]
+    assert [note.split(":")[0] for note in notes] == names
 
 
 def test_settings_of_a_switch_that_is_off_are_noted():

@@ -97,14 +97,14 @@ def test_two_names_of_one_setting_with_one_value_are_fine():
 
 def test_what_vllm_takes_is_what_the_installed_one_has():
     from swift.errors import ResourceError
-    from swift.rollout.engines import vllm_settings, vllm_versions
+    from swift.rollout.engines.vllm import settings, versions
 
-    assert EXTRA_FIELDS["vllm"] == vllm_settings.OWN_SAMPLING_FIELDS
+    assert EXTRA_FIELDS["vllm"] == settings.OWN_SAMPLING_FIELDS
     try:
-        vllm = vllm_versions.load_vllm()
+        vllm = versions.load_vllm()
     except ResourceError as error:
         pytest.skip(str(error))
-    assert set(EXTRA_FIELDS["vllm"]) <= set(vllm_settings.sampling_fields(vllm))
+    assert set(EXTRA_FIELDS["vllm"]) <= set(settings.sampling_fields(vllm))
 
 
 # --- regular expressions ------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def test_it_prints_settings_placement_batches_columns_and_rewards(model, folder,
     assert "2 prompts x 8 completions; 101 rows, 50 steps per epoch, 150 steps in all" in text
     assert "the last 1 row of each epoch left out" in text
     assert "prompt <- query; to rewards: solution, level" in text
-    assert "reward accuracy: weight 1; gold answers of the first rows: 1 1 1 1; empty answers: 0 0 0 0" in text
+    assert "reward accuracy: weight 1; ground truths of the first rows: 1 1 1 1; empty answers: 0 0 0 0" in text
 
 
 def test_it_promises_no_length_of_an_epoch_where_groups_are_replaced(model, folder, capsys):
@@ -116,6 +116,48 @@ def test_a_reward_that_breaks_its_contract_is_code_5(model, folder, capsys):
 def test_sizes_that_do_not_fit_are_code_2(model, folder, capsys):
     assert main(rlhf(model, "--num_generations", "5")) == 2
     assert "C=16 completions" in capsys.readouterr().err
+
+
+BATCH = (
+    "from swift.plugin import ORM, orms\nclass Whole(ORM):\n    scope = 'batch'\n"
+    "    def __call__(self, completions, **kw):\n        return [0.0] * len(completions)\norms['whole'] = Whole\n"
+)
+REFUSED = {
+    "training on parts without an engine of its own": (
+        "--streaming_partial_batch true", 2, "--streaming_partial_batch: true: the rollout engine samples in"
+    ),
+    "redrawing groups with a reward of batches": (
+        "--dynamic_sample true --external_plugins whole_plugin.py --reward_funcs whole",
+        2,
+        "--dynamic_sample: true: groups are scored one by one, but whole must see the whole batch",
+    ),
+    "modules that the model does not have": ("--target_modules no_proj", 2, "--target_modules: no_proj: "),
+    "attention without its package": ("--attn_impl flash_attn", 3, "--attn_impl: flash_attn: needs the package"),
+    "no room for a prompt": (
+        "--max_length 8 --max_completion_length 2000", 2, "--max_completion_length: 2000: leaves no room for a prompt"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_refuses_what_the_run_refuses(name, model, folder, capsys):
+    (folder / "whole_plugin.py").write_text(BATCH)
+    words, code, line = REFUSED[name]
+    command = rlhf(model, *words.split())
+    if "--reward_funcs" in words:
+        del command[command.index("accuracy") - 1 : command.index("format") + 1]
+    assert main(command) == code
+    told = capsys.readouterr().err
+    assert f"swift: error: {line}" in told
+    assert " -" not in told.partition("use at most")[2], "a length is never negative"
+    assert main([*command, "--dry_run", "false"]) == code
+    assert f"swift: error: {line}" in capsys.readouterr().err
+
+
+def test_the_first_command_of_the_readme_needs_no_further_flag(model, folder, capsys):
+    words = f"rlhf --rlhf_type grpo --model {model} --dataset rows.jsonl --reward_funcs accuracy format --dry_run true"
+    assert main(words.split()) == 0
+    assert "batch: 8 completions per step" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("mode", ["rlhf", "sft"])

@@ -8,7 +8,7 @@ import time
 import pytest
 
 import swift
-from swift.cli.main import MODES, PLANNED, debug_wanted, main
+from swift.cli.main import MODES, debug_wanted, main
 
 
 def timed(*words):
@@ -21,10 +21,10 @@ def median_time(*words):
     return statistics.median(timed(*words)[0] for _ in range(3))
 
 
-def test_help_lists_every_mode_and_what_is_planned(capsys):
+def test_help_lists_every_mode(capsys):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(f"\n  {name} " in text for name in [*MODES, *PLANNED])
+    assert all(f"\n  {name} " in text for name in MODES)
 
 
 def test_version(capsys):
@@ -33,8 +33,8 @@ def test_version(capsys):
 
 
 @pytest.mark.parametrize("words", [("--help",), ("--version",)])
-def test_help_and_version_answer_within_half_a_second(words):
-    assert median_time(*words) < 0.5
+def test_help_and_version_answer_within_three_tenths_of_a_second(words):
+    assert median_time(*words) < 0.3
 
 
 def test_the_help_of_a_mode_answers_within_three_seconds():
@@ -71,12 +71,6 @@ def test_all_flags_are_more_than_the_everyday_ones(capsys):
     everyday = capsys.readouterr().out
     main(["rlhf", "--help-all"])
     assert len(capsys.readouterr().out) > len(everyday)
-
-
-@pytest.mark.parametrize("name", sorted(PLANNED))
-def test_a_later_mode_says_so(name, capsys):
-    assert main([name, "--model", "x"]) == 2
-    assert "planned, not in this version" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def cut_in_half(path):
 MODES = {
     "no mode": (lambda d: [], 2, ["mode: none given", "rlhf, sft"]),
     "unknown mode": (lambda d: ["rlfh"], 2, ["mode: rlfh: unknown", "nearest: rlhf"]),
-    "later mode": (lambda d: ["deploy"], 2, ["deploy", "planned, not in this version"]),
+    "mode of ms-swift": (lambda d: ["deploy"], 2, ["mode: deploy: known in ms-swift, not supported here", "rlhf, sft"]),
 }
 
 FLAGS = {
@@ -186,11 +186,6 @@ FLAGS = {
         ["--use_lmdeploy: true: excludes --use_vllm"],
     ),
     "strange parity check": (lambda d: d.rlhf("--parity_check", "often"), 2, ["--parity_check: often", "every:N"]),
-    "part of a later version": (
-        lambda d: d.rlhf("--reward_model", str(d.model), "--reward_model_type", "judge"),
-        2,
-        ["--reward_model_type: judge", "generative judges"],
-    ),
     "training on parts in one process": (
         lambda d: d.rlhf("--streaming_partial_batch", "true"),
         2,
@@ -276,7 +271,7 @@ FLAGS = {
         2,
         ["--max_staleness: 1", "raise it"],
     ),
-    "known, not implemented": (
+    "known elsewhere": (
         lambda d: d.rlhf("--multi_turn_scheduler", "math_tip_trick"),
         2,
         ["--multi_turn_scheduler"],

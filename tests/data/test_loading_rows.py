@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import swift.data
 from swift.data import load_rows, resolve_system
-from swift.data.arguments import DataArguments
+from swift.data.arguments import PromptArguments
 from swift.data.loading import Example, split_examples
 from swift.data.procedural import scorer_entry
 from swift.errors import ConfigError
@@ -18,7 +18,7 @@ from swift.errors import ConfigError
 
 def args(*datasets, **changes):
     values = {"dataset": [str(d) for d in datasets], "data_seed": 42, "dataset_shuffle": True, "dataset_num_proc": 1}
-    return DataArguments(**{**values, **changes})
+    return PromptArguments(**{**values, **changes})
 
 
 def prompts(*datasets, split="train", **changes):

@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swift.data import IndexedPrompts, StreamingPrompts, load_prompts, open_prompts
-from swift.data.arguments import DataArguments
+from swift.data.arguments import PromptArguments
 from swift.errors import ConfigError
 
 
 def args(*datasets, **changes):
     values = {"dataset": [str(d) for d in datasets], "data_seed": 42, "dataset_shuffle": True, "dataset_num_proc": 1}
-    return DataArguments(**{**values, **changes})
+    return PromptArguments(**{**values, **changes})
 
 
 def tokenize(messages):

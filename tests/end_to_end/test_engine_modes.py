@@ -134,7 +134,7 @@ def test_sharded_training_with_vllm_beside_it(cli, stage):
 
 def engines_of(run):
     """Processes of engines below a command."""
-    return [one for one in run.family() if "swift.rollout.engines.worker" in " ".join(one.cmdline())]
+    return [one for one in run.family() if "EngineActor" in " ".join(one.cmdline())]
 
 
 def test_an_engine_that_is_killed_is_replaced_and_nothing_is_lost(cli):

@@ -30,7 +30,7 @@ def stand_still():
 
 where, _, rank = os.environ["FREEZE"].partition(":")
 if "swift.trainers.grpo" in sys.modules and rank == os.environ.get("RANK", "0"):
-    from swift.rollout.collect import RolloutCollector
+    from swift.rollout.collector import RolloutCollector
     from swift.trainers.grpo_trainer import GRPOTrainer
 
     freeze(*{"generate": (RolloutCollector, "take"), "train": (GRPOTrainer, "_slice")}[where])

@@ -6,7 +6,9 @@ cost half a minute. A case gets it whole, with the weights it was built with, an
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import gc
 import importlib.util
 import os
@@ -31,8 +33,8 @@ GONE_LIMIT_S = 20.0
 class Backend:
     """A way to run an engine.
 
-    inner: whose engine it is. place: "here", in a "worker" process, in the two workers of a "pool", or behind the HTTP
-    of a "server". arch: qwen2 ties its head to the embedding, llama does not. lora: the engine is made for adapters,
+    inner: whose engine it is. place: "here", in an "actor", in the two actors of a "pool", or behind the HTTP of a
+    "server". arch: qwen2 ties its head to the embedding, llama does not. lora: the engine is made for adapters,
     which some must know at the start.
     """
 
@@ -46,15 +48,21 @@ class Backend:
 BACKENDS = [
     Backend("transformers", "transformers", "here", "qwen2"),
     Backend("vllm", "vllm", "here", "qwen2"),
-    Backend("worker-transformers", "transformers", "worker", "llama"),
-    Backend("worker-vllm", "vllm", "worker", "llama", lora=True),
+    Backend("actor-transformers", "transformers", "actor", "llama"),
+    Backend("actor-vllm", "vllm", "actor", "llama", lora=True),
     Backend("pool", "transformers", "pool", "qwen2"),
-    Backend("remote-transformers", "transformers", "server", "qwen2"),
-    Backend("remote-vllm", "vllm", "server", "llama"),
+    Backend("remote", "transformers", "server", "qwen2"),
     Backend("lmdeploy", "lmdeploy", "here", "qwen2"),
 ]
 
 
+def transport(case):
+    """Marks a case that a way to an engine in another process can break: it runs on all backends."""
+    case.transport = True
+    return case
+
+
+@functools.cache
 def missing(backend):
     """Why a backend cannot run on this machine; None when it can."""
     import torch
@@ -102,38 +110,51 @@ class Subject:
     def engine(self):
         """The engine, started when it is not running."""
         if self._engine is None:
+            self._use_cluster()
             self.traces = Traces()
             self._engine = self._start()
             self.version = self.whole = self._engine.version
             self.traces.look()
         return self._engine
 
+    def _use_cluster(self):
+        """Ray is up before anything is looked at, and stays: its processes are no traces of an engine."""
+        if self.backend.place in ("actor", "pool") and not _cluster:
+            from swift.rollout.engines import cluster
+
+            _cluster.append(cluster.use())
+            atexit.register(_cluster[0].close)
+
     def _start(self):
         if self.backend.place == "here":
             return build_engine(self.spec)
-        if self.backend.place == "worker":
-            return self._worker(self.backend.name)
+        if self.backend.place == "actor":
+            return self._actor(self.backend.name)
         if self.backend.place == "pool":
             from swift.rollout.engines.pool import EnginePool
 
-            return EnginePool([self._worker("engine 0"), self._worker("engine 1")])
-        from swift.rollout.engines.remote import RemoteEngine, RemoteTimeouts
+            return EnginePool([self._actor("engine 0"), self._actor("engine 1")])
+        from swift.rollout.engines.remote import RemoteEngine
+        from swift.rollout.engines.transport import Timeouts
 
         self._server = Server(self.spec, self.logs / f"{self.backend.name}-{time.monotonic_ns()}.log")
-        return RemoteEngine(self._server.url, spec=self.spec, timeouts=RemoteTimeouts(server_s=2.0, poll_s=0.5))
+        return RemoteEngine(self._server.url, spec=self.spec, timeouts=Timeouts(server_s=2.0, poll_s=0.5))
 
-    def _worker(self, name):
-        from swift.rollout.engines.worker.client import WorkerEngine
+    def _actor(self, name):
+        from swift.rollout.engines import cluster
+        from swift.rollout.engines.actor_transport import actor_engine
 
         log = self.logs / f"{name}-{time.monotonic_ns()}.log"
-        return WorkerEngine(self.spec, name=name, log_file=log, restarts=0)
+        return actor_engine(self.spec, name=name, log_file=log, uses=cluster.use(), restarts=0)
 
     def kill(self, victim):
         """Kill the engine's first process, or the one that holds the model; in a pool those of both engines."""
         engines = 2 if self.backend.place == "pool" else 1
         alive = [process for process in self.traces.started if process.is_running()]
         if victim == "first process":
-            chosen = [process for process in alive if process.ppid() == os.getpid()][:engines]
+            ours = self.backend.place == "server"
+            first = [one for one in alive if (one.ppid() == os.getpid() if ours else "EngineActor" in one.name())]
+            chosen = first[:engines]
         else:
             chosen = sorted(alive, key=lambda one: one.memory_info().rss)[-engines:]
         assert len(chosen) == engines
@@ -264,9 +285,24 @@ class Traces:
         return self.left()
 
 
+_cluster = []
+
+
 def _tree():
+    """This process and its descendants; of the cluster that all cases share, the engines alone."""
     me = psutil.Process()
-    return [me, *me.children(recursive=True)]
+    return [me, *(one for one in me.children(recursive=True) if not _is_shared(one))]
+
+
+def _is_shared(process):
+    if not _cluster:
+        return False
+    from swift.rollout.engines.cluster import MARKER
+
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        environment = process.environ()
+        return environment.get(MARKER) == str(_cluster[0].folder) and "SWIFT_ENGINE" not in environment
+    return True
 
 
 def _status(process):

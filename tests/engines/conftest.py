@@ -25,13 +25,21 @@ def engine_folders(tmp_path_factory):
     return folders
 
 
-@pytest.fixture(
-    scope="session",
-    params=[
+def pytest_generate_tests(metafunc):
+    """Every case runs on the engines of this process, the cases marked `transport` on all backends."""
+    if "shared_subject" not in metafunc.fixturenames:
+        return
+    everywhere = getattr(metafunc.function, "transport", False)
+    first = metafunc.function.__name__.startswith("test_c01")  # says once which backends cannot run here
+    chosen = [
         pytest.param(backend, id=backend.name, marks=() if backend.name == "transformers" else pytest.mark.slow)
         for backend in BACKENDS
-    ],
-)
+        if (everywhere or backend.place == "here") and (first or missing(backend) is None)
+    ]
+    metafunc.parametrize("shared_subject", chosen, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
 def shared_subject(request, engine_folders, tmp_path_factory):
     """Each backend in turn, all cases of one after the other."""
     backend = request.param

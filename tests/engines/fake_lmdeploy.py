@@ -4,9 +4,8 @@ Names, fields, defaults, traps and the shape of every answer are copied from 0.1
 but a function of the weights it was sent, so that new weights show. Calls are recorded in order in `Recorder.calls`.
 
 Traps that are kept: GenerationConfig's `top_k` 50 and `do_sample` False; `wakeup` ignores a call with a tag that does
-not sleep; waking TurboMind's KV cache voids all request handles; nothing answers to `update_params`; a failed update
-leaves half of it behind; only Ray's executor has `update_params` in the PyTorch engine; TurboMind silently falls back
-to the PyTorch engine.
+not sleep; nothing answers to `update_params`; a failed update leaves half of it behind; only Ray's executor has
+`update_params` in the PyTorch engine.
 """
 
 from __future__ import annotations
@@ -124,31 +123,6 @@ class PytorchEngineConfig:
 
 
 @dataclass
-class TurbomindEngineConfig:
-    dtype: str = "auto"
-    model_format: str = None
-    tp: int = 1
-    dp: int = 1
-    devices: list = None
-    session_len: int = None
-    max_batch_size: int = None
-    cache_max_entry_count: float = 0.8
-    cache_block_seq_len: int = 64
-    enable_prefix_caching: bool = False
-    quant_policy: int = 0
-    max_prefill_token_num: int = 8192
-    async_: int = 1
-    empty_init: bool = False
-    communicator: str = "nccl"
-    hf_overrides: dict = None
-    enable_metrics: bool = True
-
-    def __post_init__(self):
-        assert self.dtype in ["auto", "float16", "bfloat16"]
-        assert self.cache_max_entry_count > 0
-
-
-@dataclass
 class UpdateParamsRequest:
     serialized_named_tensors: object
     load_format: str = None
@@ -163,8 +137,6 @@ class Recorder:
     handles: dict = field(default_factory=dict)
     environment: list = field(default_factory=list)
     version: str = "0.18.0"
-    turbomind_receives: bool = True
-    turbomind_supported: bool = True
     ignores_updates: bool = False
     fail_update_at: int | None = None
     start_error: BaseException | None = None
@@ -193,26 +165,20 @@ def serialize_state_dict(state_dict: dict) -> str:
 
 
 class _Backend:
-    """`lmdeploy.pytorch.engine.Engine` and `lmdeploy.turbomind.TurboMind`, as far as they are used."""
+    """`lmdeploy.pytorch.engine.Engine`, as far as it is used."""
 
-    def __init__(self, model_path, config, backend):
-        self.engine_config, self.backend = config, backend
-        self.generation = 0  # of request handles
-        if backend == "pytorch":
-            self.max_session_len = (config.session_len or 1024) + 7
-        elif RECORDER.turbomind_receives:
-            self._update_params_que = []
-        self.weights = {} if config.empty_init else _read(model_path)
+    def __init__(self, model_path, config):
+        self.engine_config = config
+        self.max_session_len = (config.session_len or 1024) + 7
+        self.weights = _read(model_path)
         self.updates = 0
 
     def update_params(self, request):
-        if self.backend == "pytorch" and self.engine_config.distributed_executor_backend != "ray":
+        if self.engine_config.distributed_executor_backend != "ray":
             raise NotImplementedError("Not Implemented.")
         sent = request.serialized_named_tensors
-        if self.backend == "turbomind":
-            self._update_params_que.append(sent)  # AttributeError in 0.18.0
         parts = sent if isinstance(sent, list) else [sent]
-        tensors = [RECORDER.handles[one] if isinstance(one, str) else one for one in parts]
+        tensors = [RECORDER.handles[one] for one in parts]
         RECORDER.add(
             "update_params", names=list(tensors[0]), finished=request.finished, ranks=len(parts),
             dtypes={str(one.dtype) for one in tensors[0].values()},
@@ -222,9 +188,6 @@ class _Backend:
         self.updates += 1
         if not RECORDER.ignores_updates:
             self.weights |= {name: one.clone() for name, one in tensors[0].items()}
-
-    def create_instance(self):
-        return _Handle(self)
 
 
 def _read(folder):
@@ -237,11 +200,10 @@ def _read(folder):
 
 
 class _Handle:
-    """`EngineInstance` and `TurboMindInstance`."""
+    """`EngineInstance`."""
 
     def __init__(self, owner):
-        self.owner, self.generation = owner, owner.generation
-        self.cancelled = set()
+        self.owner, self.cancelled = owner, set()
 
     async def async_cancel(self, session_id):
         RECORDER.add("async_cancel", session=session_id)
@@ -251,8 +213,6 @@ class _Handle:
         self, session_id, input_ids, gen_config=None, multimodal=None, adapter_name=None, stream_output=False, **kwargs
     ):
         RECORDER.add("infer", ids=list(input_ids), config=gen_config, adapter=adapter_name, stream=stream_output)
-        if self.generation != self.owner.generation:
-            raise RuntimeError("the handle belongs to an engine that is gone")
         ids, step = list(input_ids), 0
         generator = torch.Generator().manual_seed(gen_config.random_seed % 2**63)
         try:
@@ -287,10 +247,9 @@ class _Handle:
             tempered = tempered.masked_fill(tempered < tempered.topk(config.top_k).values[-1], -torch.inf)
         drawn = tempered.log_softmax(-1)
         token = int(torch.multinomial(drawn.exp(), 1, generator=generator))
-        raw = self.owner.backend == "pytorch"
-        if raw and self.owner.engine_config.logprobs_mode != "raw_logprobs":
+        if self.owner.engine_config.logprobs_mode != "raw_logprobs":
             return token, {}
-        return token, {token: float((logits.log_softmax(-1) if raw else drawn)[token]), (token + 1) % VOCABULARY: -1.0}
+        return token, {token: float(logits.log_softmax(-1)[token]), (token + 1) % VOCABULARY: -1.0}
 
 
 class _Session:
@@ -314,7 +273,9 @@ class _Session:
 class _SessionManager:
     def __init__(self, engine, size):
         self.sessions, self.count = {}, itertools.count()
-        self.build_request_handle_pool(engine, size)
+        self.pool = asyncio.Queue()
+        for _ in range(size):
+            self.pool.put_nowait(_Handle(engine))
 
     def get(self, session_id=None, create_if_not_exists=True, **kwargs):
         session = _Session(next(self.count), self)
@@ -324,19 +285,12 @@ class _SessionManager:
     def remove(self, session):
         self.sessions.pop(session.session_id, None)
 
-    def build_request_handle_pool(self, engine, size):
-        self.pool = asyncio.Queue()
-        for _ in range(size):
-            self.pool.put_nowait(engine.create_instance())
-
 
 class AsyncEngine:
-    def __init__(self, model_path, backend, config):
-        self.backend, self.backend_config = backend, config
+    def __init__(self, model_path, config):
         self.session_len = config.session_len or 1024
-        self.engine = _Backend(model_path, config, backend)
-        self.is_sleeping = config.empty_init
-        self.sleeping_tags = {"weights", "kv_cache"} if config.empty_init else set()
+        self.engine = _Backend(model_path, config)
+        self.is_sleeping, self.sleeping_tags = False, set()
         self.session_mgr = _SessionManager(self.engine, config.max_batch_size)
 
     @contextlib.asynccontextmanager
@@ -359,14 +313,8 @@ class AsyncEngine:
         tags = tags or list(self.sleeping_tags)
         if any(tag not in self.sleeping_tags for tag in tags):
             return
-        if self.backend == "turbomind" and "kv_cache" in tags:
-            self.engine.generation += 1
-            self.session_mgr.build_request_handle_pool(self.engine, self.backend_config.max_batch_size)
         self.sleeping_tags = self.sleeping_tags - set(tags)
         self.is_sleeping = bool(self.sleeping_tags)
-
-    async def health_probe(self, scheduler_stall_timeout: float) -> dict:
-        return {"status": "sleeping" if self.is_sleeping else "healthy", "message": "Engine is fine."}
 
     def close(self):
         RECORDER.add("engine.close")
@@ -402,11 +350,8 @@ class Pipeline:
         RECORDER.environment.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
         if RECORDER.start_error is not None:
             raise RECORDER.start_error
-        backend = "pytorch"
-        if isinstance(backend_config, TurbomindEngineConfig) and RECORDER.turbomind_supported:
-            backend = "turbomind"
         self.internal_thread = _EventLoopThread()
-        self.async_engine = AsyncEngine(model_path, backend, backend_config)
+        self.async_engine = AsyncEngine(model_path, backend_config)
         RECORDER.pipelines.append(self)
 
     def close(self):
@@ -425,7 +370,6 @@ def install(monkeypatch, **options):
         "lmdeploy": {
             "Pipeline": Pipeline,
             "PytorchEngineConfig": PytorchEngineConfig,
-            "TurbomindEngineConfig": TurbomindEngineConfig,
             "GenerationConfig": GenerationConfig,
         },
         "lmdeploy.version": {"__version__": RECORDER.version},

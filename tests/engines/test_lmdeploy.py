@@ -22,33 +22,31 @@ from swift.errors import (
     SyncFailed,
     Unsupported,
 )
-from swift.rollout.engines import lmdeploy, lmdeploy_weights
+from swift.rollout.engines import lmdeploy
 from swift.rollout.engines.spec import EngineSpec, build_engine
-from swift.rollout.weight_sync.base import AdapterWeights, Bucket, TensorInfo
+from swift.rollout.weight_sync.base import Bucket
 from swift.rollout.weight_sync.policy import PolicyWeights
 from swift.types import Request, SamplingParams
 
 END = 3
 PLAIN = SamplingParams(max_new_tokens=12, temperature=0.9, seed=5)
-BOTH = ("pytorch", "turbomind")
 
 
 @pytest.fixture
 def start(monkeypatch, nano_folders):
     """Makes engines on the stand-in, and closes them."""
     made = []
-    monkeypatch.setattr(lmdeploy_weights, "placed", lambda tensor, device, dtype: tensor.detach().to(dtype))
+    monkeypatch.setattr(lmdeploy, "placed", lambda tensor, device, dtype: tensor.detach().to(dtype))
 
-    def build(kind="pytorch", *, arch="qwen2", kwargs=None, **options):
+    def build(*, kwargs=None, **options):
         spec_names = set(EngineSpec.__dataclass_fields__)
         settings = {name: options.pop(name) for name in list(options) if name in spec_names}
         build.recorder = fake_lmdeploy.install(monkeypatch, **options)
-        engine = {} if kind == "pytorch" else {"engine": kind}
         spec = EngineSpec(
             **{
-                "backend": "lmdeploy", "model": str(nano_folders[arch]), "dtype": "bfloat16", "eos_token_ids": (END,),
-                "devices": ("cuda:0",), "max_model_len": 64, "max_num_seqs": 4,
-                "engine_kwargs": engine | (kwargs or {}), **settings,
+                "backend": "lmdeploy", "model": str(nano_folders["qwen2"]), "dtype": "bfloat16",
+                "eos_token_ids": (END,), "devices": ("cuda:0",), "max_model_len": 64, "max_num_seqs": 4,
+                "engine_kwargs": kwargs or {}, **settings,
             }
         )  # fmt: skip
         made.append(build_engine(spec))
@@ -111,10 +109,10 @@ def test_a_symbol_that_is_gone_is_named(monkeypatch, start):
 REFUSED = {
     "float32": ({"dtype": "float32"}, ResourceError, "bfloat16 or float16 only; use --torch_dtype bfloat16"),
     "cpu": ({"devices": ("cpu",)}, ResourceError, "--lmdeploy_device: cpu: LMDeploy runs on NVIDIA GPUs only"),
-    "tp in ranks": ({"in_ranks": True}, ConfigError, "cannot spread over the training processes"),
+    "tp in ranks": ({"in_ranks": True}, ConfigError, "cannot run over the training processes"),
     "devices": ({"tensor_parallel_size": 2}, ConfigError, "1 devices for 2 tensor-parallel ranks"),
-    "kind": ({"kwargs": {"engine": "turbo"}}, ConfigError, "nearest: turbomind"),
-    "turbomind lora": ({"kwargs": {"engine": "turbomind"}, "lora": True}, ConfigError, "takes no LoRA adapters"),
+    "turbomind": ({"kwargs": {"engine": "turbomind"}}, ConfigError, "only LMDeploy's PyTorch engine"),
+    "lora": ({"lora": True}, ConfigError, "--vllm_enable_lora: true: LMDeploy reads adapters at its start only"),
     "memory": ({"memory_share": 1.0}, ConfigError, "--lmdeploy_cache_max_entry_count: 1.0"),
     "unknown": ({"kwargs": {"cache_size": 3}}, ConfigError, "engine_kwargs: cache_size: LMDeploy refuses"),
 }
@@ -129,23 +127,8 @@ def test_settings_that_lmdeploy_does_not_have_are_refused_before_it_starts(start
 
 
 def test_a_start_that_fails_is_an_engine_error(start):
-    with pytest.raises(EngineError, match="its pytorch engine failed to start"):
+    with pytest.raises(EngineError, match="it failed to start"):
         start(start_error=SystemExit(1))
-
-
-def test_a_model_that_turbomind_lacks_is_not_silently_run_by_the_other_engine(start):
-    with pytest.raises(ConfigError, match="LMDeploy runs this model with its pytorch engine only"):
-        start("turbomind", turbomind_supported=False)
-    assert "close" in start.recorder.names()
-
-
-def test_a_turbomind_that_cannot_take_weights_is_refused(start):
-    with pytest.raises(ResourceError, match="its TurboMind has update_params but nothing behind it"):
-        start("turbomind", turbomind_receives=False)
-    engine = start("turbomind", turbomind_receives=False, kwargs={"empty_init": False})
-    assert run(engine, requests())
-    with pytest.raises(Unsupported):
-        engine.begin_update((), 1)
 
 
 # --- configuration --------------------------------------------------------------------------------------------
@@ -163,6 +146,9 @@ def test_the_spec_in_the_words_of_the_pytorch_engine(start):
     assert not config.enable_prefix_caching
     assert call["remote_code"] is True
     assert start.recorder.environment == ["2"]  # where Ray's workers will run
+    capabilities = start().capabilities
+    assert (capabilities.logprob_support, capabilities.lora, capabilities.in_flight_updates) == ("raw", False, False)
+    assert (capabilities.sleep_levels, capabilities.max_model_len) == ((0, 1, 2), 64)
 
 
 def test_the_devices_of_ray_are_counted_as_this_process_sees_them(start, monkeypatch):
@@ -174,31 +160,11 @@ def test_the_devices_of_ray_are_counted_as_this_process_sees_them(start, monkeyp
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5,6"
 
 
-def test_the_spec_in_the_words_of_turbomind(start):
-    start("turbomind", devices=("cuda:1",), memory_share=0.5)
-    config = start.recorder.of("Pipeline")[0]["config"]
-    assert isinstance(config, fake_lmdeploy.TurbomindEngineConfig)
-    assert (config.devices, config.empty_init, config.cache_max_entry_count) == ([1], True, 0.5)
-    assert start.recorder.environment == [None]
-
-
-@pytest.mark.parametrize("kind", BOTH)
-def test_what_it_says_of_itself(start, kind):
-    capabilities = start(kind, lora=kind == "pytorch").capabilities
-    assert capabilities.logprob_support == {"pytorch": "raw", "turbomind": "truncated"}[kind]
-    assert capabilities.lora is (kind == "pytorch")
-    assert capabilities.sleep_levels == (0, 1, 2)
-    assert not capabilities.in_flight_updates
-    assert capabilities.max_model_len == 64
-    assert capabilities.extra["engine"] == kind
-
-
 # --- sampling -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", BOTH)
-def test_defaults_that_would_change_the_sampling_are_set(start, kind):
-    engine = start(kind)
+def test_defaults_that_would_change_the_sampling_are_set(start):
+    engine = start()
     run(engine, requests(1, top_k=-1, stop_token_ids=(9,)))
     call = start.recorder.of("infer")[-1]
     config = call["config"]
@@ -221,10 +187,9 @@ def test_temperature_zero_is_greedy(start):
     assert [one.token_ids for one in done.values()] == [again[f"again {name}"].token_ids for name in done]
 
 
-@pytest.mark.parametrize("kind", BOTH)
-def test_every_request_comes_back_once_with_a_logprob_per_token(start, kind):
+def test_every_request_comes_back_once_with_a_logprob_per_token(start):
     wanted = [Request(f"r{i}", [i % 7 + 1] * (i % 9 + 1), replace(PLAIN, seed=i)) for i in range(40)]
-    engine = start(kind)
+    engine = start()
     done = list(engine.generate(wanted))
     assert sorted(one.request_id for one in done) == sorted(one.request_id for one in wanted)
     for one in done:
@@ -283,9 +248,8 @@ def test_no_requests_no_completions(start):
     assert list(start().generate([])) == []
 
 
-@pytest.mark.parametrize("kind", BOTH)
-def test_aborted_requests_come_back_with_the_tokens_they_have(start, kind):
-    engine = start(kind, eos_token_ids=(), max_model_len=2000, step_s=0.002)
+def test_aborted_requests_come_back_with_the_tokens_they_have(start):
+    engine = start(eos_token_ids=(), max_model_len=2000, step_s=0.002)
     wanted = requests(6, max_new_tokens=1500)  # four handles: two of them wait
     for one in wanted:
         engine.submit(one)
@@ -385,29 +349,6 @@ def test_each_tensor_parallel_rank_gets_its_own_handles(start, nano_folders):
     assert {one["ranks"] for one in start.recorder.of("update_params")} == {2}
 
 
-@pytest.mark.parametrize("arch", ["qwen2", "llama"])
-def test_turbomind_starts_empty_and_gets_a_layer_per_call_with_the_rest_last(start, nano_folders, arch):
-    engine = start("turbomind", arch=arch)
-    engine.load_weights(policy(nano_folders[arch], 1.1), 1)
-    updates = start.recorder.of("update_params")
-    assert [one["finished"] for one in updates] == [False, False, True] * 2  # from the folder, then ours; two layers
-    for first in (0, 3):
-        for layer in range(2):
-            assert all(f"layers.{layer}." in name for name in updates[first + layer]["names"])
-        rest = updates[first + 2]["names"]
-        assert "model.embed_tokens.weight" in rest
-        assert "model.norm.weight" in rest
-        assert not any("layers." in name for name in rest)
-    assert "lm_head.weight" in updates[5]["names"]
-    assert engine.version == 1
-
-
-def test_turbomind_samples_from_the_folder_before_the_first_update(start):
-    engine = start("turbomind")
-    assert engine.version == 0
-    assert run(engine, requests(1))["r0"].versions[0][0] == 0
-
-
 def test_a_missing_tensor_is_refused_before_anything_is_sent(start, nano_folders):
     engine = start()
     manifest = policy(nano_folders["qwen2"]).manifest()
@@ -421,9 +362,8 @@ def test_a_missing_tensor_is_refused_before_anything_is_sent(start, nano_folders
     assert engine.version == 0
 
 
-@pytest.mark.parametrize("kind", BOTH)
-def test_an_update_that_fails_half_way_voids_the_engine_until_it_is_made_anew(start, nano_folders, kind):
-    engine = start(kind)
+def test_an_update_that_fails_half_way_invalidates_the_engine_until_it_is_made_anew(start, nano_folders):
+    engine = start()
     start.recorder.fail_update_at = start.recorder.pipelines[-1].async_engine.engine.updates + 1
     with pytest.raises(SyncFailed, match="update_params failed"):
         engine.load_weights(policy(nano_folders["qwen2"], 1.1), 1)
@@ -437,6 +377,12 @@ def test_an_update_that_fails_half_way_voids_the_engine_until_it_is_made_anew(st
     assert len(run(engine, requests())) == 3
     engine.load_weights(policy(nano_folders["qwen2"], 1.1), 1)
     assert engine.version == 1
+
+
+def test_adapters_of_the_spec_are_merged_into_the_first_weights(start, nano_folders, monkeypatch):
+    monkeypatch.setattr(lmdeploy, "merged_adapters", lambda spec: policy(spec.model, 1.1))
+    assert start(adapters=("adapter",)).version == 0
+    assert start.recorder.of("update_params")[-1]["finished"] is True
 
 
 def test_updates_wait_for_nothing_and_for_nobody(start, nano_folders):
@@ -477,79 +423,20 @@ def test_equal_weights_may_leave_the_probe_as_it_is(start, nano_folders):
 def test_nonsense_after_an_update_is_refused(start, nano_folders, monkeypatch):
     engine = start()
     monkeypatch.setattr(fake_lmdeploy._Handle, "_draw", lambda *_: (4, {4: float("nan")}))
-    with pytest.raises(SyncFailed, match="samples nonsense after the update"):
+    with pytest.raises(SyncFailed, match=r"the probe after the update failed .*log-prob nan"):
         engine.load_weights(policy(nano_folders["qwen2"], 1.1), 1)
-
-
-# --- LoRA -----------------------------------------------------------------------------------------------------
-
-
-def adapter(value=0.5):
-    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-    return AdapterWeights({"r": 4, "lora_alpha": 8, "peft_type": "LORA"}, {name: torch.full((4, 32), value)})
-
-
-def test_an_adapter_is_read_at_a_new_start_and_named_in_requests(start, tmp_path):
-    from pathlib import Path
-
-    from safetensors.torch import load_file
-
-    engine = start(lora=True)
-    ack = engine.load_adapter(adapter(), 3)
-    assert (ack.version, ack.tensors, ack.digest) == (3, 1, adapter().digest())
-    assert "started again" in ack.note
-    assert start.recorder.names().count("Pipeline") == 2
-    (name, folder), *_ = start.recorder.of("Pipeline")[-1]["config"].adapters.items()
-    assert name == "policy-v3"
-    stored = load_file(Path(folder) / "adapter_model.safetensors")
-    assert torch.equal(next(iter(stored.values())), next(iter(adapter().tensors.values())))
-    run(engine, requests(1))
-    assert start.recorder.of("infer")[-1]["adapter"] == "policy-v3"
-    engine.load_adapter(adapter(0.6), 4)
-    engine.load_adapter(adapter(0.7), 5)
-    folders = [next(iter(one["config"].adapters.values())) for one in start.recorder.of("Pipeline")[1:]]
-    assert [Path(one).is_dir() for one in folders] == [False, True, True]  # the one before stays
-    engine.drop_adapter()
-    assert engine.version == 0
-    (done,) = run(engine, requests(1)).values()
-    assert done.versions[0][0] == 0
-    assert start.recorder.of("infer")[-1]["adapter"] is None
-    engine.close()
-    assert not any(Path(one).exists() for one in folders)
-
-
-def test_adapters_need_the_setting_and_untouched_base_weights(start, nano_folders):
-    with pytest.raises(Unsupported):
-        start().load_adapter(adapter(), 1)
-    engine = start(lora=True)
-    engine.load_weights(policy(nano_folders["qwen2"], 1.1), 1)
-    with pytest.raises(SyncFailed, match="the base weights were replaced"):
-        engine.load_adapter(adapter(), 2)
-
-
-def test_an_adapter_is_read_while_the_cache_sleeps_and_refused_while_the_weights_do(start):
-    engine = start(lora=True)
-    engine.sleep(1)
-    with pytest.raises(EngineAsleep, match="its weights sleep; wake them"):
-        engine.load_adapter(adapter(), 3)
-    assert engine.wake(["weights"]) is False
-    assert engine.load_adapter(adapter(), 3).version == 3
-    assert engine.wake(["kv_cache"]) is True
-    run(engine, requests(1))
-    assert start.recorder.of("infer")[-1]["adapter"] == "policy-v3"
 
 
 # --- memory ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("level", [1, 2])
-def test_the_cycle_of_sleep_update_and_wake(start, nano_folders, kind, level):
-    engine = start(kind)
+def test_the_cycle_of_sleep_update_and_wake(start, nano_folders, level):
+    engine = start()
     engine.sleep(level)
     with pytest.raises(EngineAsleep):
         engine.submit(requests(1)[0])
-    with pytest.raises(EngineAsleep, match="wake them before"):
+    with pytest.raises(EngineAsleep, match="wake its weights first"):
         engine.begin_update(policy(nano_folders["qwen2"]).manifest(), 1)
     with pytest.raises(EngineAsleep):
         engine.wake(["kv_cache"])
@@ -568,11 +455,11 @@ def test_the_cycle_of_sleep_update_and_wake(start, nano_folders, kind, level):
     assert len(run(engine, requests())) == 3  # with handles made after the wake
 
 
-def test_weights_that_level_two_dropped_must_be_published_before_sampling(start, nano_folders):
+def test_weights_that_level_two_dropped_must_be_synced_before_sampling(start, nano_folders):
     engine = start()
     engine.sleep(2)
     engine.wake()
-    with pytest.raises(EngineAsleep, match="dropped its weights; publish"):
+    with pytest.raises(EngineAsleep, match="dropped by sleep\\(2\\); sync"):
         engine.submit(requests(1)[0])
     engine.load_weights(policy(nano_folders["qwen2"]), 0)
     assert len(run(engine, requests())) == 3
@@ -581,39 +468,16 @@ def test_weights_that_level_two_dropped_must_be_published_before_sampling(start,
 def test_sleep_goes_deeper_but_not_with_requests_outstanding(start):
     engine = start(gate=threading.Event())
     engine.submit(requests(1)[0])
-    with pytest.raises(EngineError, match="before sleep"):
+    with pytest.raises(EngineError, match="1 requests are outstanding"):
         engine.sleep(1)
     start.recorder.gate.set()
     list(engine.stream())
     engine.sleep(1)
-    assert engine.sleep(1).note == "asleep already"
+    assert engine.sleep(1).freed_bytes == 0
     engine.sleep(2)
     assert [one["level"] for one in start.recorder.of("sleep")] == [1, 2]
     with pytest.raises(Unsupported):
         engine.wake(["everything"])
-
-
-def test_a_look_at_an_engine_that_is_waking_up_does_not_end_it(start, monkeypatch):
-    monkeypatch.setattr(lmdeploy, "HEALTH_S", 0.1)
-    engine = start()
-    engine.sleep(1)
-    wakeup, began, go_on = engine._engine.wakeup, threading.Event(), threading.Event()
-
-    def slowly(tags):
-        began.set()
-        assert go_on.wait(20)
-        wakeup(tags)
-
-    monkeypatch.setattr(engine._engine, "wakeup", slowly)
-    waking = threading.Thread(target=engine.wake)
-    waking.start()
-    assert began.wait(20)
-    assert not engine.health().alive
-    assert "health did not end within" in engine.health().detail
-    go_on.set()
-    waking.join(20)
-    assert engine.health().alive
-    assert len(run(engine, requests())) == 3
 
 
 # --- the end --------------------------------------------------------------------------------------------------
@@ -647,5 +511,4 @@ def test_a_bucket_out_of_order_is_refused(start, nano_folders):
         update.send(Bucket([(manifest[1].name, torch.zeros(manifest[1].shape))]))
     update.abort()
     update.abort()
-    assert isinstance(manifest[0], TensorInfo)
     assert len(run(engine, requests())) == 3  # nothing had been sent

@@ -331,6 +331,35 @@ def test_a_dead_engine_does_not_keep_the_others_from_an_update():
     assert pool.engines == [alive]
 
 
+@pytest.mark.parametrize("stage", ["begin", "send", "commit"])
+def test_an_engine_that_dies_during_an_update_in_flight_loses_no_request(stage):
+    dying = Member(step_s=0.02, update_failures=[(stage, EngineDead("engine: scripted: gone"))])
+    alive = Member(step_s=0.02)
+    pool = EnginePool([dying, alive])
+    wanted = [request for n in range(4) for request in group(str(n), start=10 * n)]
+    for request in wanted:
+        pool.submit(request)
+    came = []
+    for completion in pool.stream():
+        came.append(completion)
+        if len(came) == 2:
+            pool.pause("keep")
+            assert pool.load_weights(CountingSource(two_layers(5)), 1).version == 1
+            pool.resume()
+    assert sorted(one.request_id for one in came) == sorted(names(wanted))
+    assert {one.finish_reason for one in came} == {"stop"}
+    assert pool.engines == [alive]
+
+
+def test_an_engine_that_dies_while_another_refuses_an_update_undoes_the_rest():
+    dying = Member(update_failures=[("begin", EngineDead("engine: scripted: gone"))])
+    refusing, third = Member(update_failures=[("begin", lost())]), Member()
+    pool = EnginePool([dying, refusing, third])
+    with pytest.raises(SyncFailed, match="lost on the way"):
+        pool.begin_update(CountingSource(two_layers(5)).manifest(), 1)
+    assert ("update aborted", 1) in third.events
+
+
 def test_no_update_while_requests_are_outstanding():
     pool = EnginePool([Member()])
     pool.submit(group("a")[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.machinery
 import os
 import random
 import sys
@@ -16,13 +15,15 @@ import torch
 from safetensors.torch import save_file
 
 from swift.errors import ConfigError, EngineError, ResourceError
-from swift.rollout.engines import vllm_settings, vllm_start, vllm_versions
 from swift.rollout.engines.expected_weights import ExpectedWeights
+from swift.rollout.engines.process import same_environment, same_randomness
 from swift.rollout.engines.spec import EngineSpec
-from swift.rollout.engines.vllm_process import SharedGroups, remove_segments, same_environment, same_randomness
-from swift.rollout.engines.vllm_settings import CPU_KV_BYTES, CPU_KV_MINIMUM, KvShape
-from swift.rollout.engines.vllm_weights import adapter_rank, loses_bits
-from swift.rollout.engines.vllm_worker import WorkerExtension
+from swift.rollout.engines.vllm import settings, start, versions
+from swift.rollout.engines.vllm.adapters import adapter_rank
+from swift.rollout.engines.vllm.process import SharedGroups, remove_segments
+from swift.rollout.engines.vllm.settings import CPU_KV_BYTES, CPU_KV_MINIMUM, kv_token_bytes
+from swift.rollout.engines.vllm.weights import loses_bits
+from swift.rollout.engines.vllm.worker import WorkerExtension
 from swift.rollout.weight_sync.base import AdapterWeights, TensorInfo
 
 
@@ -38,109 +39,113 @@ def installed(monkeypatch):
     """Pretends that a version of vLLM is installed."""
 
     def pretend(version):
-        monkeypatch.setattr(vllm_versions, "installed_version", lambda: version)
+        monkeypatch.setattr(versions, "installed_version", lambda: version)
 
     return pretend
 
 
-@pytest.mark.parametrize("version", ["0.26.0", "0.29.1", "0.32.0", "0.32.0+cpu", "0.30.1.dev3"])
+@pytest.mark.parametrize("version", ["0.26.0", "0.32.0", "0.32.0+cpu", "0.32.1.dev3"])
 def test_supported_versions(installed, version):
     installed(version)
-    assert vllm_versions.require_version() == version
+    assert versions.require_version() == version
 
 
 @pytest.mark.parametrize("version", ["0.25.9", "0.33.0", "1.0.0", "dev"])
 def test_other_versions_are_refused_with_the_range(installed, version):
     installed(version)
     with pytest.raises(ResourceError, match=rf"vLLM {version} is not supported; .* 0.26 to 0.32, or --use_vllm false"):
-        vllm_versions.require_version()
+        versions.require_version()
 
 
 def test_a_missing_vllm_is_said_in_one_line(installed):
     installed(None)
     with pytest.raises(ResourceError) as refused:
-        vllm_versions.require_version()
+        versions.require_version()
     assert refused.value.exit_code == 3
     (line,) = refused.value.problems
     assert "No module named 'vllm'" in line and "--use_vllm false" in line
 
 
 def test_no_vllm_has_no_version(monkeypatch):
-    monkeypatch.setattr(vllm_versions.importlib.util, "find_spec", lambda name: None)
-    assert vllm_versions.installed_version() is None
+    monkeypatch.setattr(versions.importlib.util, "find_spec", lambda name: None)
+    assert versions.installed_version() is None
 
 
 @pytest.fixture
 def fake_vllm(monkeypatch, installed):
     """A package that has exactly the names in use."""
-    installed("0.30.0")
+    installed("0.32.0")
 
     def reset_prefix_cache(self, reset_running_requests=False):
         """Has the parameter."""
 
-    for module, names in vllm_versions.USED.items():
-        made = types.ModuleType(module)
-        made.__spec__ = importlib.machinery.ModuleSpec(module, None)
-        for name in names:
-            owner, _, attribute = name.partition(".")
-            if not hasattr(made, owner):
-                setattr(made, owner, type(owner, (), {}))
-            if attribute:
-                setattr(getattr(made, owner), attribute, reset_prefix_cache)
-        monkeypatch.setitem(sys.modules, module, made)
-    arguments = dataclasses.make_dataclass("EngineArgs", [(name, object, None) for name in vllm_versions.ENGINE_ARGS])
-    arguments.create_engine_config = reset_prefix_cache
-    sys.modules["vllm.engine.arg_utils"].EngineArgs = arguments
-    vllm_versions.load_vllm.cache_clear()
+    for name, place in versions.SYMBOLS.items():
+        module, _, path = place.partition(":")
+        made = sys.modules.get(module)
+        if not getattr(made, "fake", False):
+            made = types.ModuleType(module)
+            made.fake = True
+            monkeypatch.setitem(sys.modules, module, made)
+        for part in path.split("."):
+            if not hasattr(made, part):
+                setattr(made, part, type(part, (), {}))
+            made = getattr(made, part)
+        for method in versions.METHODS.get(name, ()):
+            setattr(made, method, reset_prefix_cache)
+    versions.load_vllm.cache_clear()
     yield sys.modules
-    vllm_versions.load_vllm.cache_clear()
+    versions.load_vllm.cache_clear()
 
 
 def test_all_names_in_use_are_enough(fake_vllm):
-    assert vllm_versions.load_vllm().version == "0.30.0"
+    assert versions.load_vllm().version == "0.32.0"
 
 
 @pytest.mark.parametrize(
     ("module", "owner", "name"),
     [
         ("vllm.v1.engine.llm_engine", "LLMEngine", "step"),
-        ("vllm.v1.engine.core", None, "EngineCore"),
+        ("vllm.lora.request", None, "LoRARequest"),
         ("vllm.model_executor.model_loader.reload", None, "finalize_layerwise_reload"),
     ],
 )
 def test_a_name_that_moved_is_refused_by_name(fake_vllm, module, owner, name):
     delattr(fake_vllm[module] if owner is None else getattr(fake_vllm[module], owner), name)
-    with pytest.raises(ResourceError, match=rf"vLLM 0.30.0 has no {module}\..*{name}"):
-        vllm_versions.load_vllm()
+    with pytest.raises(ResourceError, match=rf"vLLM 0.32.0 has no {module}\..*{name}"):
+        versions.load_vllm()
 
 
-def test_an_argument_that_is_gone_is_refused_by_name(fake_vllm):
-    fields = [(name, object, None) for name in vllm_versions.ENGINE_ARGS if name != "logprobs_mode"]
-    arguments = dataclasses.make_dataclass("EngineArgs", fields)
-    arguments.create_engine_config = None
-    fake_vllm["vllm.engine.arg_utils"].EngineArgs = arguments
-    with pytest.raises(ResourceError, match=r"has no EngineArgs\.logprobs_mode"):
-        vllm_versions.load_vllm()
+def test_an_argument_that_is_gone_is_refused_by_name():
+    """Not as a wrong --vllm_engine_kwargs: the user did not give it."""
+    arguments = dataclasses.make_dataclass("EngineArgs", ["model"])
+    fake = SimpleNamespace(EngineArgs=arguments, version="0.32.0")
+    with pytest.raises(ResourceError, match=r"vLLM 0.32.0 has no EngineArgs\.tokenizer"):
+        start.arguments_for(fake, spec(), config(), "uni", on_cpu=False)
+
+
+def config():
+    text = SimpleNamespace(max_position_embeddings=64)
+    return SimpleNamespace(get_text_config=lambda: text)
 
 
 def test_a_vllm_that_does_not_import_is_refused_with_the_reason(installed, monkeypatch):
-    installed("0.30.0")
+    installed("0.32.0")
     monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", None)
-    vllm_versions.load_vllm.cache_clear()
+    versions.load_vllm.cache_clear()
     with pytest.raises(ResourceError, match="does not import"):
-        vllm_versions.load_vllm()
+        versions.load_vllm()
 
 
 def test_an_import_that_fails_in_any_way_is_a_refusal_too(fake_vllm, monkeypatch):
     def undefined_symbol(name):
         raise OSError(f"{name}: undefined symbol")
 
-    monkeypatch.setattr(vllm_versions.importlib, "import_module", undefined_symbol)
+    monkeypatch.setattr(versions.importlib, "import_module", undefined_symbol)
     with pytest.raises(ResourceError, match=r"does not import \(OSError: .*undefined symbol\)"):
-        vllm_versions.load_vllm()
+        versions.load_vllm()
 
 
-def made_engine(of_engine=vllm_versions.OF_ENGINE, of_worker=vllm_versions.OF_WORKER):
+def made_engine(of_engine=versions.OF_ENGINE, of_worker=versions.OF_WORKER):
     """An engine and its two workers that have exactly these attributes."""
 
     def with_names(names):
@@ -158,23 +163,23 @@ def made_engine(of_engine=vllm_versions.OF_ENGINE, of_worker=vllm_versions.OF_WO
 
 
 def test_an_engine_is_asked_for_what_is_used_of_it():
-    vllm_versions.check_engine(made_engine())
+    versions.check_engine(made_engine())
     core = "engine_core.engine_core.scheduler.waiting"
     engine = made_engine(
-        [one for one in vllm_versions.OF_ENGINE if one != core],
-        [one for one in vllm_versions.OF_WORKER if "kv_caches" not in one],
+        [one for one in versions.OF_ENGINE if one != core],
+        [one for one in versions.OF_WORKER if "kv_caches" not in one],
     )
     with pytest.raises(ResourceError, match=rf"has no \w+\.{core}, \w+\.model_runner\.kv_caches; install"):
-        vllm_versions.check_engine(engine)
+        versions.check_engine(engine)
 
 
 def test_logs_are_quiet_unless_asked_for(monkeypatch):
     monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
-    with vllm_versions.quiet_logs():
+    with versions.quiet_logs():
         assert os.environ["VLLM_LOGGING_LEVEL"] == "ERROR"
     assert "VLLM_LOGGING_LEVEL" not in os.environ
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
-    with vllm_versions.quiet_logs():
+    with versions.quiet_logs():
         assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
 
 
@@ -183,29 +188,27 @@ def test_logs_are_quiet_unless_asked_for(monkeypatch):
 
 def test_a_token_of_the_cache_is_keys_and_values_of_all_layers():
     config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3, hidden_size=32)
-    assert KvShape.of(config, width=4, ranks=1).token_bytes == 2 * 3 * 2 * 8 * 4
-    assert KvShape.of(config, width=2, ranks=2).token_bytes == 2 * 3 * 1 * 8 * 2
-    assert KvShape.of(SimpleNamespace(), width=4, ranks=1).token_bytes == 0
+    assert kv_token_bytes(config, width=4, ranks=1) == 2 * 3 * 2 * 8 * 4
+    assert kv_token_bytes(config, width=2, ranks=2) == 2 * 3 * 1 * 8 * 2
+    assert kv_token_bytes(SimpleNamespace(), width=4, ranks=1) == 0
 
 
 def test_the_cpu_cache_holds_every_sequence_unless_that_is_too_much():
     free = 100 << 30
-    assert vllm_settings.cpu_kv_bytes(spec(max_num_seqs=8), KvShape(1024), 1024, free) == max(
-        CPU_KV_MINIMUM, 8 * (1024 + 32) * 1024
-    )
-    assert vllm_settings.cpu_kv_bytes(spec(max_num_seqs=4096), KvShape(1 << 20), 1024, free) == CPU_KV_BYTES
-    assert vllm_settings.cpu_kv_bytes(spec(max_num_seqs=1), KvShape(1), 32, free) == CPU_KV_MINIMUM
+    assert settings.cpu_kv_bytes(spec(max_num_seqs=8), 1024, 1024, free) == max(CPU_KV_MINIMUM, 8 * (1024 + 32) * 1024)
+    assert settings.cpu_kv_bytes(spec(max_num_seqs=4096), 1 << 20, 1024, free) == CPU_KV_BYTES
+    assert settings.cpu_kv_bytes(spec(max_num_seqs=1), 1, 32, free) == CPU_KV_MINIMUM
 
 
 def test_little_memory_makes_a_small_cache_that_still_holds_one_sequence():
-    small = vllm_settings.cpu_kv_bytes(spec(memory_share=0.5), KvShape(1 << 10), 1024, 1 << 30)
+    small = settings.cpu_kv_bytes(spec(memory_share=0.5), 1 << 10, 1024, 1 << 30)
     assert small == int((1 << 30) * 0.5 * 0.25)
-    one = vllm_settings.cpu_kv_bytes(spec(max_model_len=4096), KvShape(1 << 16), 4096, 1 << 30)
+    one = settings.cpu_kv_bytes(spec(max_model_len=4096), 1 << 16, 4096, 1 << 30)
     assert one == (4096 + 32) << 16
 
 
 def arguments(on_cpu=True, **changes):
-    return vllm_settings.engine_arguments(
+    return settings.engine_arguments(
         spec(**changes), on_cpu=on_cpu, limit=512, kv_bytes=1 << 20 if on_cpu else None, executor="uni"
     )
 
@@ -233,29 +236,24 @@ def test_the_users_arguments_win_in_either_spelling():
     assert (told["block_size"], told["seed"]) == (64, 9)
 
 
-def test_all_arguments_are_among_those_that_are_checked():
-    told = arguments(lora=True, limit_mm_per_prompt={"image": 1}) | arguments(on_cpu=False)
-    assert set(told) <= set(vllm_versions.ENGINE_ARGS)
-
-
 @pytest.mark.parametrize(("rank", "held"), [(1, 1), (2, 8), (8, 8), (9, 16), (257, 320), (4096, 512)])
 def test_ranks_are_rounded_up_to_what_vllm_knows(rank, held):
-    assert vllm_versions.lora_rank_at_least(rank) == held
+    assert versions.lora_rank_at_least(rank) == held
 
 
 def test_processes_of_vllm_get_the_cores_and_devices_of_the_spec(monkeypatch):
     two = {"tensor_parallel_size": 2}
-    bound = vllm_start.environment(spec(cores=(4, 5, 6, 7), **two), "mp")
+    bound = start.environment(spec(cores=(4, 5, 6, 7), **two), "mp")
     assert bound["VLLM_CPU_OMP_THREADS_BIND"] == "4,5|6,7"
-    assert vllm_start.environment(spec(cores=(4,), **two), "mp")["VLLM_CPU_OMP_THREADS_BIND"] == "4|4"
-    assert vllm_start.environment(spec(cores=(4,)), "uni")["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert start.environment(spec(cores=(4,), **two), "mp")["VLLM_CPU_OMP_THREADS_BIND"] == "4|4"
+    assert start.environment(spec(cores=(4,)), "uni")["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     on_gpu = spec(devices=("cuda:2", "cuda:3"), **two)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert vllm_start.environment(on_gpu, "mp")["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert start.environment(on_gpu, "mp")["CUDA_VISIBLE_DEVICES"] == "2,3"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,5,7")
-    assert vllm_start.environment(on_gpu, "mp")["CUDA_VISIBLE_DEVICES"] == "5,7"
+    assert start.environment(on_gpu, "mp")["CUDA_VISIBLE_DEVICES"] == "5,7"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-    assert vllm_start.environment(on_gpu, "mp")["CUDA_VISIBLE_DEVICES"] == "5,7"
+    assert start.environment(on_gpu, "mp")["CUDA_VISIBLE_DEVICES"] == "5,7"
 
 
 @pytest.mark.parametrize(
@@ -270,7 +268,7 @@ def test_processes_of_vllm_get_the_cores_and_devices_of_the_spec(monkeypatch):
     ],
 )
 def test_a_failure_to_start_is_told_apart(error, kind, words):
-    told = vllm_start._start_error(spec(), error)
+    told = start._start_error(spec(), error)
     assert type(told) is kind and words in str(told)
 
 
@@ -400,7 +398,7 @@ def test_the_environment_is_afterwards_what_it_was(monkeypatch):
 
 def test_groups_end_with_the_last_engine_and_a_trainers_group_stays(monkeypatch):
     destroyed, exists = [], True
-    monkeypatch.setattr("swift.rollout.engines.vllm_process.default_group_exists", lambda: exists)
+    monkeypatch.setattr("swift.rollout.engines.vllm.process.default_group_exists", lambda: exists)
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda group=None: destroyed.append(group))
     shared = SharedGroups()
     own = SimpleNamespace()

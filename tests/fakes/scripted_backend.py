@@ -56,23 +56,27 @@ class ScriptedWorker(ScriptedEngine):
             self.children.append(child)
 
     def submit(self, request):
-        if request.request_id in self.kwargs.get("refuse", ()):
+        if plain(request.request_id) in self.kwargs.get("refuse", ()):
             raise EngineError(f"request: {request.request_id}: scripted: is not taken, as told")
         super().submit(request)
+
+    def _told(self, what):
+        """Outstanding requests that were named for a fault, whatever the queue calls them."""
+        return [name for name in self._outstanding if plain(name) in self.kwargs.get(what, ())]
 
     def _step(self):
         self.counters.decode_steps += 1
         self.counters.decode_rows += len(self._outstanding)
-        if set(self.kwargs.get("frozen", ())) & set(self._outstanding):
+        if self._told("frozen"):
             stand_still()
-        if set(self.kwargs.get("crash_on", ())) & set(self._outstanding):
+        if self._told("crash_on"):
             raise RuntimeError("scripted: crash, as told")
-        for name in set(self.kwargs.get("endless", ())) & set(self._outstanding):
+        for name in self._told("endless"):
             self._outstanding[name].length = 1 << 30
         ended = super()._step()
         self._aborting -= {completion.request_id for completion in ended}  # an id may come again
         for completion in ended:
-            if completion.request_id in self.kwargs.get("nan", ()):
+            if plain(completion.request_id) in self.kwargs.get("nan", ()):
                 completion.logprobs[0] = float("nan")
         return ended
 
@@ -89,6 +93,11 @@ class ScriptedWorker(ScriptedEngine):
 
     def info(self):
         return {**super().info(), **self.facts, "children": [child.pid for child in self.children]}
+
+
+def plain(name):
+    """The client's own id of a request."""
+    return name.rpartition(":")[2]
 
 
 def stand_still():

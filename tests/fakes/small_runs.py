@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from scripted_engine import CountingSource, two_layers
 
-from swift.rollout.collect import RolloutCollector
-from swift.rollout.pipeline import PipelineConfig, RolloutPipeline
+from swift.rollout.collector import RolloutCollector
+from swift.rollout.pipeline import PipelineConfig, PipelineState, RolloutPipeline
+from swift.rollout.saved_state import pack, unpack
 from swift.rollout.scheduler import RolloutScheduler
 from swift.rollout.weight_sync.publisher import WeightPublisher
 from swift.types import GroupScores, Prompt, SamplingParams, TrainerProgress
@@ -61,13 +63,13 @@ class OneRank:
 class SlowScorer:
     """Scores groups on threads of its own, after `delay()` seconds; `fail_at` is a group that cannot be scored.
 
-    dull: group -> whether all of its rewards are 0.
+    equal: group -> whether all of its rewards are 0.
     """
 
     needs_whole_batch = False
 
-    def __init__(self, delay=lambda: 0.0, fail_at=None, failure=None, dull=lambda group: False):
-        self.delay, self.fail_at, self.failure, self.dull = delay, fail_at, failure, dull
+    def __init__(self, delay=lambda: 0.0, fail_at=None, failure=None, equal=lambda group: False):
+        self.delay, self.fail_at, self.failure, self.equal = delay, fail_at, failure, equal
         self.pool = ThreadPoolExecutor(2)
         self.submitted = []
         """(group id, monotonic seconds)."""
@@ -81,7 +83,7 @@ class SlowScorer:
         time.sleep(self.delay())
         if group.group_id == self.fail_at:
             raise self.failure
-        if self.dull(group):
+        if self.equal(group):
             return GroupScores([[0.0] for _ in group.completions], [None] * len(group.completions))
         values = [[sum(token * (t + 1) for t, token in enumerate(c.token_ids)) / 1000] for c in group.completions]
         return GroupScores(values, [None] * len(values))
@@ -137,7 +139,7 @@ class SmallRun:
         dynamic=None,
         replay=None,
         reroll=None,
-        board=None,
+        mailbox=None,
         streaming=0,
     ):
         self.engine, self.value, self.steps, self.rounds, self.parts = engine, 1.0, [], [], []
@@ -145,7 +147,7 @@ class SmallRun:
         self.scorer = scorer or SlowScorer()
         self.updates, self.dynamic = windows * iterations, dynamic is not None
         collector = RolloutCollector(
-            engine, SamplingParams(max_tokens), 7, str, self.scorer, self.ranks, share, board=board
+            engine, SamplingParams(max_tokens), 7, str, self.scorer, self.ranks, share, mailbox=mailbox
         )
         self.publisher = WeightPublisher(
             engine, source=lambda: CountingSource(two_layers(self.value)), interval=interval, ranks=self.ranks
@@ -154,7 +156,7 @@ class SmallRun:
             num_generations=2,
             num_generations_eval=2,
             generation_batches=1,
-            num_windows=windows,
+            num_global_batches=windows,
             num_iterations=iterations,
             reward_weights=[1.0],
             prefetch_depth=depth,
@@ -164,7 +166,7 @@ class SmallRun:
             max_resample_times=dynamic or 0,
         )
         self.scheduler = RolloutScheduler(
-            NumberedPrompts(prompts), groups_per_unit=groups, units_per_epoch=None, reroll=reroll
+            NumberedPrompts(prompts), groups_per_batch=groups, batches_per_epoch=None, reroll=reroll
         )
         self.published = []
         self._note_publications()
@@ -196,7 +198,7 @@ class SmallRun:
 
     def train(self, until, *, max_steps=10**6, pause=lambda: 0.0):
         """Optimizer steps up to number `until`; `pause()` seconds of work in each."""
-        windows = self.pipeline.windows(lambda: TrainerProgress(self.step, max_steps, 0.0))
+        windows = self.pipeline.steps(lambda: TrainerProgress(self.step, max_steps, 0.0))
         while self.step < until:
             self._one_step(next(windows), pause)
         return self
@@ -208,13 +210,13 @@ class SmallRun:
             parts.append([unit.samples[i].group for i in part.samples])
             time.sleep(pause())
         self.parts.append(parts)
-        samples = [unit.samples[i] for i in unit.window(unit.window_index)]
+        samples = [unit.samples[i] for i in unit.global_batch(unit.global_batch_index)]
         staleness = self.pipeline.staleness(self.step)
         text = repr([(self.value, s.token_ids.tolist(), s.advantage) for s in samples])
         self.value = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=3).digest()) / 64
         books = self.scheduler
         assert books.launched == books.trained + books.excluded + books.dropped + len(books.carried) + books.in_flight
-        asked = len(self.pipeline._ahead) * books.groups_per_unit
+        asked = len(self.pipeline._ahead) * books.groups_per_batch
         assert self.dynamic or books.in_flight == asked, "a launch is neither ended nor on its way"
         done = Step(
             self.step + 1,
@@ -229,11 +231,13 @@ class SmallRun:
         self.pipeline.step_done(done.step)
 
     def save(self):
-        """What a checkpoint holds."""
-        return {"pipeline": self.pipeline.state_dict(), "value": self.value, "step": self.step}
+        """What a checkpoint holds, after its way through the files."""
+        content, tensors = pack(self.pipeline.state())
+        content = json.loads(json.dumps(content))
+        return {"pipeline": unpack(content, tensors, PipelineState), "value": self.value, "step": self.step}
 
     def load(self, state):
-        self.pipeline.load_state_dict(state["pipeline"])
+        self.pipeline.load(state["pipeline"])
         self.value, self.start, self.steps = state["value"], state["step"], []
         return self
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 import threading
 
+from swift.rollout.mailbox import decode, encode
+
 LIMIT_S = 20
 
 
@@ -63,14 +65,14 @@ def on_ranks(size, work):
     return ends
 
 
-class ThreadedBoard:
-    """The board of ranks in one process; one object per rank, which share `channels`."""
+class ThreadedMailbox:
+    """The mailbox of ranks in one process; one object per rank, which share `channels`."""
 
     def __init__(self, channels):
         self.channels, self.read_of = channels, {}
 
     def post(self, channel, message):
-        self.channels.setdefault(channel, []).append(pickle.dumps(message))
+        self.channels.setdefault(channel, []).append(encode(message))
 
     def read(self, channel):
         at = self.read_of.get(channel, 0)
@@ -78,7 +80,7 @@ class ThreadedBoard:
         if at >= len(messages):
             return None
         self.read_of[channel] = at + 1
-        return pickle.loads(messages[at])
+        return decode(messages[at])
 
     def sweep(self):
         pass

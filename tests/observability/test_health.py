@@ -52,11 +52,11 @@ def test_the_reward_functions_own_diagnosis_and_other_causes_are_shown():
     assert lines[1].startswith("step 1: all completions cut off at --max_completion_length")
 
 
-def test_gold_counters_are_a_cause():
+def test_counters_of_ground_truths_are_a_cause():
     monitor = HealthMonitor(patience=2)
     lines = run(monitor, DEAD | {"health/gold_unparsed": 4.0, "health/gold_missing": 0.0}, [1, 2])
-    assert "gold unparseable 8 times" in lines[0]
-    assert "gold missing" not in lines[0]
+    assert "ground truth unparsed 8 times" in lines[0]
+    assert "ground truth missing" not in lines[0]
 
 
 def test_a_zero_gradient_names_its_cause():

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from swift.plugin import orms
 from swift.types import Completion, Prompt, RolloutGroup, TrainerProgress
 
 PROGRESS = TrainerProgress(global_step=3, max_steps=10, epoch=0.5)
@@ -47,17 +46,6 @@ def make_args(**values):
         "soft_cache_length": None,
     }
     return SimpleNamespace(**{**defaults, **values})
-
-
-@pytest.fixture(autouse=True)
-def restored_registry():
-    """Plugins registered by a test do not reach the next one."""
-    entries, origins = dict(orms), dict(orms.origins)
-    yield
-    orms.clear()
-    dict.update(orms, entries)
-    orms.origins.clear()
-    orms.origins.update(origins)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -11,7 +12,7 @@ import swift.plugin.orm
 import swift.rewards
 import swift.rewards.orm
 from swift.errors import ConfigError
-from swift.rewards.functions import accuracy as judge
+from swift.rewards.functions import accuracy as scoring
 from swift.rewards.functions.text import answer_block, last_boxed, normalise
 from swift.rewards.orm import (
     CosineReward,
@@ -42,7 +43,10 @@ def test_both_vocabularies_give_the_same_objects():
         ("42", "The answer is 42.", 0),
         (r"\frac{1}{2}", r"\boxed{0.5}", 1),
         ("42", r"\boxed{41} \boxed{42}", 0),
-        ("42", "<answer>42</answer> x <answer>7</answer>", 1),
+        ("42", "<answer>42</answer> x <answer>7</answer>", 0),
+        ("7", "<answer>42</answer> x <answer>7</answer>", 1),
+        ("7", "<answer>42</answer> x <answer>7</answer> y <answer>8", 1),
+        ("<answer>6</answer>, no: <answer>7</answer>", "<answer>7</answer>", 1),
         (r"\boxed{42}", r"\boxed{42", 0),
         ("C", r"\boxed{C}", 1),
         ("C", "<answer>c.</answer>", 1),
@@ -60,7 +64,7 @@ def test_accuracy(solution, completion, score):
     assert MathAccuracy()([completion], [solution]) == [float(score)]
 
 
-def test_accuracy_counts_gold_answers_without_a_parse_and_without_text():
+def test_accuracy_counts_ground_truths_without_a_parse_and_without_text():
     accuracy = MathAccuracy()
     accuracy(["a", "b", "c", "d"], ["42", "Paris", "", None])
     assert accuracy.counters == {"gold_unparsed": 1, "gold_missing": 2}
@@ -69,7 +73,7 @@ def test_accuracy_counts_gold_answers_without_a_parse_and_without_text():
 @pytest.mark.parametrize(
     "tower", [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{9^{99999999}}", r"\boxed{10^{10^{10}}+1}", r"\boxed{99999999!}"]
 )
-def test_astronomic_powers_are_judged_at_once(tower):
+def test_astronomic_powers_are_scored_at_once(tower):
     accuracy = MathAccuracy()
     began = time.monotonic()
     assert accuracy([tower], ["42"]) == [0.0]
@@ -82,8 +86,8 @@ def test_large_but_ordinary_powers_are_still_compared():
 
 def test_correctness_is_computed_once_for_accuracy_and_cosine(monkeypatch):
     calls = []
-    original = judge._equivalent
-    monkeypatch.setattr(judge, "_equivalent", lambda *args: calls.append(args) or original(*args))
+    original = scoring._equivalent
+    monkeypatch.setattr(scoring, "_equivalent", lambda *args: calls.append(args) or original(*args))
     texts, gold = [rf"\boxed{{{1000 + index}}}" for index in range(4)], ["1001"] * 4
     assert MathAccuracy()(texts, gold) == [0.0, 1.0, 0.0, 0.0]
     CosineReward(max_completion_length=100)(texts, gold)
@@ -207,12 +211,22 @@ def test_reasoning_gym_uses_the_scorer_of_the_rows_task():
     assert scores[2] < 0.5
 
 
+@pytest.mark.parametrize("task", ["rearc", "arc_agi"])
+def test_reasoning_gym_pays_in_full_for_the_right_answer_of_a_row_that_was_json(task):
+    import reasoning_gym
+
+    row = json.loads(json.dumps(reasoning_gym.create_dataset(task, size=1, seed=3)[0]))
+    texts = [f"<answer>{row['answer']}</answer>", "<answer>0 0\n0 0</answer>"]
+    assert ReasoningGym()(texts, [row["answer"]] * 2, [row["metadata"]] * 2) == [1.0, 0.05]
+
+
 def test_reasoning_gym_does_not_apply_to_other_rows():
     assert ReasoningGym()(["1", "1", "1"], ["1"] * 3, [None, {}, "no json"]) == [None, None, None]
 
 
 def test_answers_are_found_in_texts():
-    assert answer_block("<answer>1</answer><answer>2</answer>") == "1"
+    assert answer_block("<answer>1</answer><answer>2</answer><answer>3") == "2"
+    assert answer_block("<answer>1 <answer>2</answer>") == "2"
     assert answer_block("<answer>1") is None
     assert last_boxed(r"\boxed{1} \boxed{\frac{1}{2}} \boxed{3") == r"\frac{1}{2}"
     assert last_boxed("nothing") is None

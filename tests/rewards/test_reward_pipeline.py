@@ -9,7 +9,7 @@ import pytest
 
 from swift.errors import ConfigError, RewardError
 from swift.rewards import total
-from swift.rewards.pipeline import worker_share
+from swift.rewards.workers import worker_share
 from swift.types import GroupScores, Prompt
 
 
@@ -206,7 +206,7 @@ def test_gold_counters_are_counted_once_with_accuracy_and_cosine_listed(pipeline
         rewards.score([group(["a", "b"], solution="Paris"), group(["c"], group_id="g1", solution="")], progress)
     metrics = rewards.drain_metrics()
     assert (metrics["health/gold_unparsed"], metrics["health/gold_missing"]) == (2.0, 1.0)
-    assert caplog.text.count("gold unparsed: prompt_id p0: solution 'Paris'") == 1
+    assert caplog.text.count("ground truth unparsed: prompt_id p0: solution 'Paris'") == 1
 
 
 def test_a_think_tag_opened_by_the_prompt_counts_for_format(pipeline, group, progress):
@@ -308,6 +308,22 @@ def test_self_check_warns_about_functions_that_fail_on_everything(pipeline, capl
     with caplog.at_level(logging.WARNING):
         pipeline(["dead", "same"], FLAKY).self_check(rows())
     assert "dead failed on all 3 start-up calls" in caplog.text
+
+
+def test_self_check_refuses_a_function_that_fails_on_every_ground_truth(pipeline):
+    with pytest.raises(RewardError, match=r"dead: fails on every ground truth .* RuntimeError: always"):
+        pipeline(["dead", "same"], FLAKY).self_check(rows(solution="4"))
+
+
+def test_self_check_accepts_a_function_that_fails_on_empty_texts_only(pipeline, caplog):
+    source = """
+def strict(completions, **kwargs):
+    return [float(text[0] == "4") for text in completions]
+orms["strict"] = strict
+"""
+    with caplog.at_level(logging.WARNING):
+        pipeline(["strict"], source).self_check(rows(solution="4"))
+    assert "strict failed on all 3 start-up calls: exception: IndexError" in caplog.text
 
 
 def test_self_check_leaves_no_trace_in_the_metrics(pipeline):

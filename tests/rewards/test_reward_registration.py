@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 
 from swift.errors import ConfigError
-from swift.plugin import load_external_plugins, orms
+from swift.plugin import REGISTRIES, load_external_plugins, losses, optimizers, orms
 from swift.rewards import contract
 from swift.rewards.worker import RunArguments
 
@@ -81,12 +83,57 @@ def test_replacing_a_built_in_prints_a_notice(plugin, caplog):
     assert "accuracy" not in orms.built_ins()
 
 
-def test_two_plugins_may_not_register_one_name(plugin):
-    files = [plugin("orms['same'] = len\n", name="a.py"), plugin("orms['same'] = max\n", name="b.py")]
+@pytest.mark.parametrize("key", REGISTRIES)
+def test_two_plugins_may_not_register_one_name(plugin, key):
+    head = f"from swift.plugin import {key}\n{key}"
+    files = [plugin(f"{head}['same'] = len\n", name="a.py"), plugin(f"{head}.register('same')(max)\n", name="b.py")]
     (line,) = problems(load_external_plugins, files)
-    assert "'same'" in line
+    assert f"b.py: registers the {REGISTRIES[key].kind} 'same', which" in line
     assert "a.py" in line
-    assert "b.py" in line
+
+
+def test_two_plugins_may_register_one_name_in_two_registries(plugin):
+    head = "from swift.plugin import losses, optimizers\n"
+    files = [plugin(head + "losses['x'] = 1\n", "a.py"), plugin(head + "optimizers['x'] = 2\n", "b.py")]
+    load_external_plugins(files)
+    assert (losses["x"], optimizers["x"]) == (1, 2)
+    assert [losses.origin("x"), optimizers.origin("x")] == files
+
+
+def test_an_entry_declares_its_own_settings(plugin):
+    source = """
+from dataclasses import dataclass
+from swift.flags import flag
+from swift.plugin import losses
+@dataclass
+class Margin:
+    margin: float = flag(0.5, above=0)
+@losses.register("hinge", parameters=Margin)
+class Hinge:
+    pass
+class Other:
+    parameters = Margin
+losses["other"] = Other
+losses["plain"] = len
+"""
+    (module,) = load_external_plugins([plugin(source)])
+    assert losses["hinge"] is module.Hinge
+    assert losses.parameters_of("hinge") is module.Margin
+    assert losses.parameters_of("plain") is None
+    assert losses.owners() == {"margin": ["hinge", "other"]}
+
+
+def test_the_built_in_entries_are_there_whatever_is_imported_first(tmp_path):
+    (tmp_path / "plugin.py").write_text(
+        "from swift.rewards.functions.format import Format\nfrom swift.plugin import orms\norms['mine'] = Format\n"
+    )
+    code = (
+        "from swift.plugin import load_external_plugins, orms\n"
+        f"load_external_plugins([{str(tmp_path / 'plugin.py')!r}])\n"
+        "print(orms.plugins(), orms.origin('format'), len(orms))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["['mine']", "built-in", "9"]
 
 
 def test_a_second_load_in_one_process_registers_the_same_entries_again(plugin):

@@ -11,8 +11,9 @@ import pytest
 from swift.data.arguments import DataArguments
 from swift.errors import ConfigError
 from swift.rewards import reward_test
-from swift.rewards.adversarial import ADVERSARIAL_KINDS, adversarial_texts, gold_forms
+from swift.rewards.adversarial import ADVERSARIAL_KINDS, adversarial_texts
 from swift.rewards.arguments import RewardArguments
+from swift.rewards.selfcheck import truth_forms, truth_of
 from swift.types import Prompt
 
 
@@ -24,7 +25,7 @@ def prompts(*golds, column="solution"):
 
 
 def test_gold_answers_are_written_in_three_forms():
-    assert gold_forms("4") == {
+    assert truth_forms("4") == {
         "plain": "4",
         "boxed": r"\boxed{4}",
         "tagged": "<think>The answer is 4.</think><answer>4</answer>",
@@ -36,7 +37,7 @@ def test_every_adversarial_kind_has_its_text():
     assert tuple(texts) == ADVERSARIAL_KINDS
     assert texts["echoed question"] == "what?"
     assert len(texts["100,000 characters"]) >= 99_990
-    assert "another row's gold" not in adversarial_texts("what?", "4", None)
+    assert "another row's truth" not in adversarial_texts("what?", "4", None)
 
 
 def test_accuracy_pays_for_gold_and_not_for_tricks(arguments):
@@ -45,7 +46,7 @@ def test_accuracy_pays_for_gold_and_not_for_tricks(arguments):
     assert (accuracy.rows, accuracy.gold_mean, accuracy.gold_max, accuracy.gold_share) == (2, 1.0, 1.0, 1.0)
     assert accuracy.adversarial_max == 0.0
     assert (accuracy.failures, accuracy.timeouts, report.exit_code) == (0, 0, 0)
-    assert any("gold unparsed" in line and "p1" in line for line in accuracy.suspicious)
+    assert any("ground truth unparsed" in line and "p1" in line for line in accuracy.suspicious)
     assert any("whitespace-separated words" in note for note in report.notes)
 
 
@@ -109,7 +110,7 @@ def test_the_report_is_a_table(monkeypatch, arguments, capsys):
     code, out = run_mode(monkeypatch, arguments, prompts("4"), capsys, reward_funcs=["accuracy", "format"])
     header, accuracy, form, *_ = out.splitlines()
     assert code == 0
-    for title in ("gold mean", "gold max", "adversarial max", "None", "failures", "time-outs", "p50 ms", "p99 ms"):
+    for title in ("truth mean", "truth max", "adversarial max", "None", "failures", "time-outs", "p50 ms", "p99 ms"):
         assert title in header
     assert accuracy.split()[:5] == ["accuracy", "1", "1.000", "1.000", "0.000"]
     assert form.split()[0] == "format"
@@ -172,10 +173,10 @@ def test_a_wrong_completions_file_names_file_and_line(arguments, tmp_path, conte
 def test_the_gold_column_decides_else_solution_else_answer():
     (row,) = prompts("")
     row.columns.update(answer="7", key="8")
-    assert reward_test.find_gold(row, None) == "7"
-    assert reward_test.find_gold(row, "key") == "8"
+    assert truth_of(row, None) == "7"
+    assert truth_of(row, "key") == "8"
     row.columns["solution"] = "9"
-    assert reward_test.find_gold(row, "solution") == "9"
+    assert truth_of(row, "solution") == "9"
 
 
 def test_missing_columns_are_a_configuration_error(arguments):

@@ -131,7 +131,7 @@ def test_children_of_a_killed_worker_die_with_it(pipeline, group, progress):
     future = rewards.submit(group(["children"]), progress)
 
     def sleeping():
-        from swift.rewards.processes import descendants
+        from swift.rewards.workers import descendants
 
         return descendants(worker)
 
@@ -282,10 +282,9 @@ def test_close_leaves_no_process_and_is_repeatable(pipeline, group, progress):
     rewards.score([group(["a"])], progress)
     pending = rewards.submit(group(["sleep"], group_id="late"), progress)
     pids = rewards._pool.pids()
-    reaper = rewards._pool._reaper._process.pid
     rewards.close()
     rewards.close()
-    assert not any(alive(pid) for pid in [*pids, reaper])
+    assert not any(alive(pid) for pid in pids)
     with pytest.raises(RewardError, match="closed"):
         pending.result(1)
 
@@ -345,7 +344,7 @@ def test_workers_and_their_children_end_when_the_trainer_is_killed(tmp_path, stu
             sys.path[:0] = {IMPORTS!r}
             from conftest import PROGRESS, make_args, make_group
             from swift.rewards import RewardPipeline
-            from swift.rewards.processes import descendants
+            from swift.rewards.workers import descendants
             args = make_args(reward_funcs=["nasty"], external_plugins=[{str(tmp_path / "plugin.py")!r}],
                              reward_timeout=600.0)
             rewards = RewardPipeline(args, seed=1, max_completion_length=10, num_workers=2)
@@ -389,6 +388,5 @@ def test_the_workers_turn_to_the_log_of_the_run(pipeline, group, progress, tmp_p
     rewards.score([group(["print", "a"])], progress)
     new = tmp_path / "run" / "rewards.log"
     rewards.log_to(new)
-    assert wait_until(new.exists), "every worker opens it at once when it is idle"
     rewards.score([group(["print", "b"], group_id="g1")], progress)
     assert wait_until(lambda: new.stat().st_size == 100 * 100_000)

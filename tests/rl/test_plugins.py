@@ -9,9 +9,9 @@ import torch
 from rl_windows import Sample, run_window
 
 from swift.flags import flag
-from swift.plugin import advantage_estimators, losses
-from swift.registry import parameters_of
+from swift.plugin import advantages, losses
 from swift.rl.advantages import group_advantages
+from swift.rl.declared import parameters_of
 from swift.rl.estimators import AdvantageEstimator, get_estimator
 from swift.rl.losses import TOKEN_MEAN, Loss, LossConfig, Objective, describe, get_loss, loss_problems
 
@@ -33,9 +33,9 @@ def above_the_worst(rewards_S, groups, parameters):
 @pytest.fixture
 def registered():
     losses["power"] = Loss("power", "no paper", objective, TOKEN_MEAN, parameters=PowerParameters)
-    advantage_estimators["worst"] = AdvantageEstimator("worst", "no paper", above_the_worst, default_scale="none")
+    advantages["worst"] = AdvantageEstimator("worst", "no paper", above_the_worst, default_scale="none")
     yield
-    del losses["power"], advantage_estimators["worst"]
+    del losses["power"], advantages["worst"]
 
 
 def test_a_registered_loss_trains_with_its_own_settings(registered):
@@ -60,6 +60,6 @@ def test_a_registered_estimator_keeps_the_rules_of_all_estimators(registered):
     rewards_PG = torch.tensor([[1.0, 0.5, 0.0], [1.0, 1.0, 1.0], [0.5, torch.nan, 0.0]])
     found = group_advantages(rewards_PG, estimator="worst").tolist()
     assert found == [[1.0, 0.5, 0.0], [0.0, 0.0, 0.0], [0.5, 0.0, 0.0]]
-    assert {"grpo", "rloo", "reinforce_plus_plus"} <= set(advantage_estimators.built_ins())
+    assert {"grpo", "rloo", "reinforce_plus_plus"} <= set(advantages.built_ins())
     with pytest.raises(ValueError, match="advantage_estimator: best: unknown; valid: grpo"):
         get_estimator("best")

@@ -19,8 +19,8 @@ from scripted_engine import ScriptedEngine, lost
 from small_runs import SlowScorer, SmallRun
 
 from swift.errors import EngineDead, EngineError, RewardError
-from swift.rollout.collect import EngineShare
 from swift.rollout.replay import ReplayBuffer
+from swift.rollout.round import EngineShare
 from swift.rollout.scheduler import RerollConfig
 from swift.trainers.distributed import Collectives
 
@@ -50,19 +50,19 @@ def shared(me, ranks, **script):
     return SmallRun(ScriptedEngine(**script), depth=1, ranks=ranks)
 
 
-def dull(group):
+def equal(group):
     """Groups of this prompt teach nothing, every second time."""
     return group.prompt.prompt_id in ("p1", "p4") and group.launch % 2 == 0
 
 
 def replaying(me, ranks):
     buffer = ReplayBuffer(4, max_age=8, seed=3, recompute=True)
-    return SmallRun(ScriptedEngine(), depth=1, ranks=ranks, replay=buffer, scorer=SlowScorer(dull=dull))
+    return SmallRun(ScriptedEngine(), depth=1, ranks=ranks, replay=buffer, scorer=SlowScorer(equal=equal))
 
 
 def trying_again(me, ranks):
     again = RerollConfig(start_step=1, max_groups=1)
-    return SmallRun(ScriptedEngine(), depth=1, ranks=ranks, reroll=again, scorer=SlowScorer(dull=dull))
+    return SmallRun(ScriptedEngine(), depth=1, ranks=ranks, reroll=again, scorer=SlowScorer(equal=equal))
 
 
 def every_third_step(me, ranks):

@@ -38,21 +38,21 @@ def problem_of(**settings):
 )
 def test_the_three_examples_of_5000_rows(settings, window, prompts, steps):
     made = plan(**settings)
-    assert (made.window, made.window_prompts, made.steps_per_epoch) == (window, prompts, steps)
+    assert (made.global_batch, made.global_batch_prompts, made.steps_per_epoch) == (window, prompts, steps)
     assert made.max_steps == steps
 
 
 def test_several_windows_and_passes_per_generation_batch():
     made = plan(b=2, a=4, g=4, rows=10, steps_per_generation=8, num_iterations=3)
-    assert (made.window, made.generation_batch, made.unit_prompts) == (8, 16, 4)
-    assert (made.windows_per_generation, made.generations_per_window, made.updates_per_rollout) == (2, 1, 6)
-    assert (made.units_per_epoch, made.steps_per_epoch, made.dropped_rows) == (2, 12, 2)
+    assert (made.global_batch, made.generation_batch, made.rollout_prompts) == (8, 16, 4)
+    assert (made.global_batches_per_rollout, made.generation_batches_per_step, made.updates_per_rollout) == (2, 1, 6)
+    assert (made.batches_per_epoch, made.steps_per_epoch, made.dropped_rows) == (2, 12, 2)
 
 
 def test_several_generation_batches_per_window():
     made = plan(b=4, a=4, g=4, rows=11, steps_per_generation=1)
-    assert (made.window, made.generation_batch, made.unit_prompts) == (16, 4, 4)
-    assert (made.windows_per_generation, made.generations_per_window, made.updates_per_rollout) == (1, 4, 1)
+    assert (made.global_batch, made.generation_batch, made.rollout_prompts) == (16, 4, 4)
+    assert (made.global_batches_per_rollout, made.generation_batches_per_step, made.updates_per_rollout) == (1, 4, 1)
     assert (made.steps_per_epoch, made.dropped_rows) == (2, 3)
 
 
@@ -61,14 +61,14 @@ def test_the_size_of_the_generation_batch_says_the_same_as_its_steps():
 
 
 def test_micro_batches_are_slices_of_the_device_batch():
-    assert plan(b=8, a=3, mini_batch_size=2).forwards_per_window == 12
-    assert plan(b=8, a=3).forwards_per_window == 3
+    assert plan(b=8, a=3, mini_batch_size=2).micro_batches_per_step == 12
+    assert plan(b=8, a=3).micro_batches_per_step == 3
     assert "3 micro-batches per step and process" in describe(plan(b=8, a=3))
 
 
 def test_under_a_limit_of_tokens_the_number_of_micro_batches_follows_from_the_completions():
     made = plan(b=8, a=3, max_tokens_per_micro_batch=4096)
-    assert made.forwards_per_window is None
+    assert made.micro_batches_per_step is None
     assert "; micro-batches of at most 4096 tokens; " in describe(made)
 
 
@@ -84,7 +84,7 @@ def test_streaming_data_needs_max_steps():
 
 def test_a_window_that_is_no_multiple_of_g_names_every_way_out():
     line = problem_of(b=3, a=1, n=1, g=8)
-    assert line.startswith("--num_generations: 8: does not divide the window of C=3 completions")
+    assert line.startswith("--num_generations: 8: does not divide the global batch of C=3 completions")
     assert "valid G: 3; or a=8" in line
     assert "or b=8" in line
 
@@ -125,7 +125,7 @@ def test_a_broken_rule_is_one_line(settings, fragment):
 
 def test_fewer_rows_than_a_batch_are_fine_with_max_steps():
     made = plan(b=8, n=4, rows=1, max_steps=7)
-    assert (made.units_per_epoch, made.max_steps) == (0, 7)
+    assert (made.batches_per_epoch, made.max_steps) == (0, 7)
 
 
 def test_the_description_is_one_line_with_the_numbers():
@@ -161,16 +161,17 @@ def test_steps_per_epoch_follow_the_formula_and_rows_are_used_or_dropped(chosen,
     batches = rows * made.num_generations // made.generation_batch
     expected = batches * made.num_iterations * made.steps_per_generation // made.gradient_accumulation_steps
     assert made.steps_per_epoch == expected
-    assert made.units_per_epoch * made.unit_prompts + made.dropped_rows == rows
-    assert 0 <= made.dropped_rows < made.unit_prompts
+    assert made.batches_per_epoch * made.rollout_prompts + made.dropped_rows == rows
+    assert 0 <= made.dropped_rows < made.rollout_prompts
 
 
 @given(settings())
 def test_a_unit_is_whole_windows_and_whole_generation_batches(chosen):
     made = plan(**chosen, max_steps=1)
-    unit = made.unit_prompts * made.num_generations
-    assert unit == made.window * made.windows_per_generation == made.generation_batch * made.generations_per_window
-    assert made.window == made.window_prompts * made.num_generations
+    completions = made.rollout_prompts * made.num_generations
+    assert completions == made.global_batch * made.global_batches_per_rollout
+    assert completions == made.generation_batch * made.generation_batches_per_step
+    assert made.global_batch == made.global_batch_prompts * made.num_generations
 
 
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 6), st.integers(2, 12))

@@ -10,8 +10,10 @@ from small_runs import NumberedPrompts, OneRank, SlowScorer
 from threaded_ranks import on_ranks
 
 from swift.errors import EngineDead, EngineError, RewardError
-from swift.rollout.collect import EngineShare, RolloutCollector, fault, launches_of
-from swift.rollout.scheduler import RolloutScheduler
+from swift.rollout.collector import RolloutCollector, launches_of
+from swift.rollout.round import EngineShare
+from swift.rollout.round_result import fault
+from swift.rollout.scheduler import LaunchLog, RolloutScheduler
 from swift.types import Completion, SamplingParams, TrainerProgress
 
 
@@ -24,7 +26,8 @@ def collector(ranks, engine=None, *, share=None, scorer=None):
 
 
 def launches(groups):
-    return RolloutScheduler(NumberedPrompts(), groups_per_unit=groups, units_per_epoch=None).launch_unit()
+    scheduler = RolloutScheduler(NumberedPrompts(), groups_per_batch=groups, batches_per_epoch=None)
+    return scheduler.launch_batch(scheduler.begin_round(1))
 
 
 def run(made, groups, generations=2):
@@ -109,8 +112,8 @@ def test_one_engine_per_node_serves_ranks_that_have_none():
 def test_every_sample_has_a_seed_of_its_own_that_depends_on_nothing_else():
     def seeds(ranks):
         made = collector(ranks, ScriptedEngine())
-        current = made.prepare(launches(4), num_generations=3, progress=TrainerProgress(5, 9, 0.0))
-        return {request.request_id: request.sampling.seed for request in current.requests}
+        current = made.prepare(LaunchLog(launches=launches(4)), num_generations=3, progress=TrainerProgress(5, 9, 0.0))
+        return {request.request_id: request.sampling.seed for request in current.due()}
 
     one = on_ranks(1, seeds)[0]
     first, second = on_ranks(2, seeds)
@@ -121,11 +124,13 @@ def test_every_sample_has_a_seed_of_its_own_that_depends_on_nothing_else():
 def test_evaluation_has_seeds_of_its_own():
     made = collector(OneRank(), ScriptedEngine())
     prompts = NumberedPrompts().prompts[:2]
-    rounds = [
-        made.prepare(launches_of(prompts), num_generations=1, progress=TrainerProgress(0, 9, 0.0), seed_namespace=space)
-        for space in ("", "eval:")
-    ]
-    assert not {r.sampling.seed for r in rounds[0].requests} & {r.sampling.seed for r in rounds[1].requests}
+
+    def seeds(space):
+        log, progress = LaunchLog(launches=launches_of(prompts)), TrainerProgress(0, 9, 0.0)
+        current = made.prepare(log, num_generations=1, progress=progress, seed_namespace=space)
+        return {request.sampling.seed for request in current.due()}
+
+    assert len(seeds("") | seeds("eval:")) == 4
 
 
 # --- scoring ------------------------------------------------------------------------------------------------------
@@ -166,7 +171,7 @@ def test_rank_0_scores_its_own_groups_early_and_those_of_others_when_they_arrive
 
     def work(ranks):
         made = collector(ranks, engines[ranks.rank], scorer=scorers[ranks.rank])
-        current = made.prepare(launches(4), num_generations=2, progress=TrainerProgress(0, 9, 0.0))
+        current = made.prepare(LaunchLog(launches=launches(4)), num_generations=2, progress=TrainerProgress(0, 9, 0.0))
         made.sample(current)
         submitted = set(scorers[0].delivered)
         done.set()

@@ -5,16 +5,16 @@ import random
 import pytest
 from scripted_engine import ScriptedEngine
 from small_runs import SlowScorer, SmallRun
-from threaded_ranks import ThreadedBoard, on_ranks
+from threaded_ranks import ThreadedMailbox, on_ranks
 
 from swift.errors import EngineDead, EngineError
-from swift.rollout.batch import TrainSample
-from swift.rollout.collect import EngineShare
 from swift.rollout.replay import ReplayBuffer
+from swift.rollout.round import EngineShare
+from swift.rollout.samples import TrainSample
 from swift.rollout.scheduler import RerollConfig
 
 
-def dull_by(period, least=1):
+def equal_by(period, least=1):
     """Of every `period` groups the first `least` teach nothing, by launch index."""
     return lambda group: group.launch_index % period < least
 
@@ -23,9 +23,9 @@ def dull_by(period, least=1):
 def run():
     made = []
 
-    def make(engine=None, *, dull=None, delay=lambda: 0.0, **settings):
-        dull = dull or dull_by(2)
-        scorer = settings.pop("scorer", None) or SlowScorer(delay=delay, dull=dull)
+    def make(engine=None, *, equal=None, delay=lambda: 0.0, **settings):
+        equal = equal or equal_by(2)
+        scorer = settings.pop("scorer", None) or SlowScorer(delay=delay, equal=equal)
         settings = {"dynamic": 3, "groups": 4, "prompts": 50, **settings}
         made.append(SmallRun(engine or ScriptedEngine(), scorer=scorer, **settings))
         return made[-1]
@@ -56,11 +56,11 @@ def test_every_window_is_full_of_groups_that_teach(run, depth):
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_surplus_groups_are_carried_to_the_next_window_and_none_is_lost(run, depth):
-    dull = lambda index: index % 20 < 10  # noqa: E731
-    small = run(depth=depth, dull=lambda group: dull(group.launch_index)).train(12, max_steps=12)
+    equal = lambda index: index % 20 < 10  # noqa: E731
+    small = run(depth=depth, equal=lambda group: equal(group.launch_index)).train(12, max_steps=12)
     indexes = [[group.launch_index for group in used_groups(scored)] for scored in small.rounds]
     flat = [index for unit in indexes for index in unit]
-    assert flat == sorted(flat) == [i for i in range(small.scheduler.launched) if not dull(i)]
+    assert flat == sorted(flat) == [i for i in range(small.scheduler.launched) if not equal(i)]
     carried = [scored.metrics["dynamic_sample/carried_out"] for scored in small.rounds]
     assert max(carried) > 0 and carried[-1] == 0.0
     assert [scored.metrics["dynamic_sample/carried_in"] for scored in small.rounds[1:]] == carried[:-1]
@@ -93,7 +93,7 @@ def test_dropped_groups_are_logged_as_unused_and_counted(run):
 
 
 def test_a_spent_budget_trains_what_there_is(run):
-    small = run(dull=lambda group: True, dynamic=1).train(2)
+    small = run(equal=lambda group: True, dynamic=1).train(2)
     for scored in small.rounds:
         assert scored.metrics["dynamic_sample/budget_exhausted"] == 1.0
         assert scored.metrics["dynamic_sample/filled"] == 4.0
@@ -115,7 +115,7 @@ def test_a_resumed_run_trains_on_the_same_groups(run, depth, at):
 
 def test_replacements_are_sampled_while_other_groups_decode(run):
     engine = ScriptedEngine(step_s=0.002)
-    small = run(engine, dull=dull_by(4), groups=8).train(1)
+    small = run(engine, equal=equal_by(4), groups=8).train(1)
     submitted = [event[1] for event in engine.events if event[0] == "submit"]
     steps = len(submitted)
     assert steps == 2 * small.scheduler.launched
@@ -129,7 +129,7 @@ def test_a_death_of_the_engine_ends_the_round_and_a_checkpoint_draws_it_again(ru
     assert small.steps
     books = small.scheduler
     state = small.save()
-    assert state["pipeline"]["scheduler"]["launched"] == books.trained + books.dropped + len(books.carried)
+    assert state["pipeline"].scheduler.launched == books.trained + books.dropped + len(books.carried)
     again = run().load(state).train(8, max_steps=8)
     whole = run().train(8, max_steps=8)
     assert data(small) + data(again) == data(whole)
@@ -145,7 +145,7 @@ def test_a_death_ahead_of_training_leaves_nothing_launched_and_nothing_lost(run)
 
 
 def test_scores_that_cannot_be_had_end_the_round(run):
-    scorer = SlowScorer(dull=dull_by(2), fail_at="p5-0", failure=EngineError("reward: broken"))
+    scorer = SlowScorer(equal=equal_by(2), fail_at="p5-0", failure=EngineError("reward: broken"))
     small = run(scorer=scorer)
     with pytest.raises(EngineError, match="broken"):
         small.train(3)
@@ -174,10 +174,10 @@ def on_two(work, *, lockstep=False, engines=2):
             share = EngineShare(0, 1) if ranks.rank == 0 else None
         size = 2 if lockstep else 1
         engine = ScriptedEngine(tensor_parallel_size=size) if share is not None else None
-        scorer = SlowScorer(dull=dull_by(2), delay=lambda: random.random() / 200)
+        scorer = SlowScorer(equal=equal_by(2), delay=lambda: random.random() / 200)
         small = SmallRun(
             engine, ranks=ranks, share=share, scorer=scorer, dynamic=3, groups=4, prompts=50,
-            board=ThreadedBoard(channels), depth=work["depth"],
+            mailbox=ThreadedMailbox(channels), depth=work["depth"],
         )  # fmt: skip
         try:
             small.train(5, max_steps=5)
@@ -210,8 +210,8 @@ def test_a_failure_on_either_rank_ends_both():
     def rank(ranks):
         engine = ScriptedEngine(fail_after=5 if ranks.rank == 1 else None)
         small = SmallRun(
-            engine, ranks=ranks, scorer=SlowScorer(dull=dull_by(2)), dynamic=3, groups=4, prompts=50,
-            board=ThreadedBoard(channels),
+            engine, ranks=ranks, scorer=SlowScorer(equal=equal_by(2)), dynamic=3, groups=4, prompts=50,
+            mailbox=ThreadedMailbox(channels),
         )  # fmt: skip
         try:
             small.train(9)
@@ -227,7 +227,7 @@ def test_a_failure_on_either_rank_ends_both():
 
 def test_replayed_groups_take_the_slots_of_groups_that_teach_nothing(run):
     replay = ReplayBuffer(8, max_age=32, seed=1)
-    small = run(dynamic=None, replay=replay, dull=lambda group: group.launch_index in (5, 6)).train(2)
+    small = run(dynamic=None, replay=replay, equal=lambda group: group.launch_index in (5, 6)).train(2)
     first, second = small.steps
     assert second.tokens[:2] != first.tokens[:2]
     filled = second.tokens[2:6]
@@ -240,7 +240,7 @@ def test_replayed_groups_take_the_slots_of_groups_that_teach_nothing(run):
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_resumed_run_replays_the_same_groups(run, depth):
     def make():
-        return run(dynamic=None, depth=depth, replay=ReplayBuffer(3, max_age=4, seed=1), dull=dull_by(3))
+        return run(dynamic=None, depth=depth, replay=ReplayBuffer(3, max_age=4, seed=1), equal=equal_by(3))
 
     whole = make().train(8, max_steps=8)
     first = make().train(5, max_steps=8)
@@ -249,8 +249,8 @@ def test_a_resumed_run_replays_the_same_groups(run, depth):
 
 
 def test_failed_prompts_are_tried_again_late_in_the_run_and_displaced_ones_come_next(run):
-    dull = lambda group: group.launch_index == 1  # noqa: E731
-    small = run(dynamic=None, dull=dull, reroll=RerollConfig(start_step=3)).train(4)
+    equal = lambda group: group.launch_index == 1  # noqa: E731
+    small = run(dynamic=None, equal=equal, reroll=RerollConfig(start_step=3)).train(4)
     prompts = [[group.prompt.prompt_id for group in scored.groups] for scored in small.rounds]
     assert prompts[:2] == [["p0", "p1", "p2", "p3"], ["p4", "p5", "p6", "p7"]]
     assert prompts[2] == ["p8", "p9", "p10", "p1"]
@@ -261,7 +261,7 @@ def test_failed_prompts_are_tried_again_late_in_the_run_and_displaced_ones_come_
 @pytest.mark.parametrize("dynamic", [None, 3])
 def test_a_resumed_run_tries_the_same_prompts_again(run, dynamic):
     def make():
-        return run(dynamic=dynamic, dull=dull_by(3), reroll=RerollConfig(start_step=3, max_groups=2))
+        return run(dynamic=dynamic, equal=equal_by(3), reroll=RerollConfig(start_step=3, max_groups=2))
 
     whole = make().train(7, max_steps=7)
     first = make().train(4, max_steps=7)

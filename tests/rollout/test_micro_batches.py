@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from copy import deepcopy
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift.rollout.batch import TrainSample
-from swift.rollout.micro_batches import Limits, Work, pass_tokens, plan_window
+from swift.rollout.micro_batches import Limits, Work, micro_batch_tokens, plan_micro_batches
+from swift.rollout.samples import TrainSample
 
 
 def sample(prompt, prompt_tokens, completion_tokens):
@@ -35,7 +36,9 @@ NO_LIMITS = Limits()
 
 def plan(samples, *, world_size=1, limits=NO_LIMITS, useful=None, **named):
     useful = [True] * len(samples) if useful is None else useful
-    return plan_window(samples, range(len(samples)), world_size=world_size, limits=limits, useful=useful, **named)
+    return plan_micro_batches(
+        samples, range(len(samples)), world_size=world_size, limits=limits, useful=useful, **named
+    )
 
 
 @st.composite
@@ -64,20 +67,22 @@ given_window = given(
 def test_useful_samples_are_computed_once_in_passes_within_the_limits(window, world_size, limits, packed, work):
     samples, useful = window
     made = plan(samples, world_size=world_size, limits=limits, useful=useful, packed=packed, work=work)
-    computed = Counter(i for parts in made.slices for part in parts for i in part)
+    computed = Counter(i for parts in made.micro_batches for part in parts for i in part)
     assert computed == Counter(i for i, wanted in enumerate(useful) if wanted)
     assert made.num_samples == sum(useful)
-    assert len(made.slices) == world_size
-    assert len({len(parts) for parts in made.slices}) == 1
-    for parts in made.slices:
-        tokens = [pass_tokens(samples, part, packed=packed) for part in parts]
+    assert len(made.micro_batches) == world_size
+    assert len({len(parts) for parts in made.micro_batches}) == 1
+    for parts in made.micro_batches:
+        tokens = [micro_batch_tokens(samples, part, packed=packed) for part in parts]
         assert tokens == sorted(tokens, reverse=True)
         for part, size in zip(parts, tokens, strict=True):
             assert limits.samples is None or len(part) <= limits.samples
             if limits.tokens is not None and size > limits.tokens:
                 assert len(part) == 1
                 assert part[0] in made.too_long
-    alone = {i for i, one in enumerate(samples) if useful[i] and pass_tokens(samples, [i]) > (limits.tokens or 10**9)}
+    alone = {
+        i for i, one in enumerate(samples) if useful[i] and micro_batch_tokens(samples, [i]) > (limits.tokens or 10**9)
+    }
     assert set(made.too_long) == alone
 
 
@@ -85,7 +90,7 @@ def test_useful_samples_are_computed_once_in_passes_within_the_limits(window, wo
 @given_window
 def test_a_plan_follows_from_its_input_alone(window, world_size, limits, packed, work):
     samples, useful = window
-    copies = [TrainSample.from_json(one.to_json()) for one in samples]  # as a resumed run has them
+    copies = [deepcopy(one) for one in samples]  # as a resumed run has them
 
     def made(ones):
         return plan(ones, world_size=world_size, limits=limits, useful=useful, packed=packed, work=work)
@@ -101,8 +106,8 @@ def test_no_rank_has_more_than_the_mean_and_one_prompt_with_its_completions(wind
     prompts = {}
     for i, one in enumerate(samples):
         prompts.setdefault(one.prompt_ids.tobytes(), []).append(i)
-    whole = [pass_tokens(samples, part) for part in prompts.values()]
-    busiest = max(pass_tokens(samples, part) for parts in made.slices for part in parts)
+    whole = [micro_batch_tokens(samples, part) for part in prompts.values()]
+    busiest = max(micro_batch_tokens(samples, part) for parts in made.micro_batches for part in parts)
     assert busiest <= sum(whole) / world_size + max(whole)
 
 
@@ -111,45 +116,48 @@ def test_no_rank_has_more_than_the_mean_and_one_prompt_with_its_completions(wind
 def test_balance_never_costs_passes(lengths, limit, ranks):
     """As many as ranks with equal numbers of completions need."""
     made = plan(groups(*[[n] for n in lengths]), world_size=ranks, limits=Limits(samples=limit))
-    assert len(made.slices[0]) == math.ceil(math.ceil(len(lengths) / ranks) / limit)
+    assert len(made.micro_batches[0]) == math.ceil(math.ceil(len(lengths) / ranks) / limit)
 
 
 def _splits(samples, made):
     """How often a prompt is computed beyond once."""
     times = Counter(
-        prompt for parts in made.slices for part in parts for prompt in {samples[i].prompt_ids.tobytes() for i in part}
+        prompt
+        for parts in made.micro_batches
+        for part in parts
+        for prompt in {samples[i].prompt_ids.tobytes() for i in part}
     )
     return sum(count - 1 for count in times.values())
 
 
 def test_a_pass_counts_each_prompt_once_and_no_last_token():
     samples = groups([5, 1, 3], [2], prompt_tokens=10)
-    assert pass_tokens(samples, [0, 1, 2, 3]) == 10 + 4 + 0 + 2 + 10 + 1
-    assert pass_tokens(samples, [0, 1, 2, 3], packed=False) == 4 * (10 + 4)
-    assert pass_tokens(samples, []) == 0
+    assert micro_batch_tokens(samples, [0, 1, 2, 3]) == 10 + 4 + 0 + 2 + 10 + 1
+    assert micro_batch_tokens(samples, [0, 1, 2, 3], packed=False) == 4 * (10 + 4)
+    assert micro_batch_tokens(samples, []) == 0
 
 
 def test_groups_stay_together_where_they_fit():
     samples = groups([8] * 4, [8] * 4, [8] * 4, prompt_tokens=100)
     made = plan(samples, limits=Limits(tokens=150))
-    assert made.slices == [[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]]
+    assert made.micro_batches == [[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]]
 
 
 def test_short_prompts_are_rather_computed_twice_than_a_pass_more_is_made():
     samples = groups([8] * 4, [8] * 4, [8] * 4, prompt_tokens=2)
-    assert [len(part) for part in plan(samples, limits=Limits(samples=6)).slices[0]] == [6, 6]
+    assert [len(part) for part in plan(samples, limits=Limits(samples=6)).micro_batches[0]] == [6, 6]
 
 
 def test_passes_are_of_equal_size_and_not_full_ones_with_a_small_rest():
     samples = groups(*[[11]] * 10, prompt_tokens=5)
-    parts = plan(samples, limits=Limits(tokens=9 * 15)).slices[0]
-    assert [pass_tokens(samples, part) for part in parts] == [75, 75]
+    parts = plan(samples, limits=Limits(tokens=9 * 15)).micro_batches[0]
+    assert [micro_batch_tokens(samples, part) for part in parts] == [75, 75]
 
 
 def test_a_completion_above_the_limit_is_alone_and_named():
     samples = groups([5, 200, 5], prompt_tokens=3)
     made = plan(samples, limits=Limits(tokens=20))
-    assert made.slices == [[[1], [0, 2]]]
+    assert made.micro_batches == [[[1], [0, 2]]]
     assert made.too_long == (1,)
 
 
@@ -157,7 +165,7 @@ def test_long_and_short_groups_are_dealt_out_by_their_work():
     """Equal numbers of samples, as consecutive parts have them, would give one rank 10 times the other's tokens."""
     samples = groups(*[[100] * 4] * 4, *[[10] * 4] * 4)
     made = plan(samples, world_size=2)
-    first, second = (pass_tokens(samples, part) for (part,) in made.slices)
+    first, second = (micro_batch_tokens(samples, part) for (part,) in made.micro_batches)
     assert first == second
     assert _splits(samples, made) == 0
 
@@ -165,7 +173,7 @@ def test_long_and_short_groups_are_dealt_out_by_their_work():
 def test_one_group_is_split_over_ranks_that_would_be_idle():
     samples = groups([50] * 8, prompt_tokens=20)
     made = plan(samples, world_size=2)
-    assert [[len(part) for part in parts] for parts in made.slices] == [[4], [4]]
+    assert [[len(part) for part in parts] for parts in made.micro_batches] == [[4], [4]]
 
 
 def test_a_group_is_not_split_for_less_than_its_prompt_costs():
@@ -177,20 +185,20 @@ def test_attention_over_long_contexts_counts_as_work():
     """By tokens the ranks would be even with the long one against ten short ones."""
     samples = groups([1000], *[[100]] * 10, prompt_tokens=1)
     even = plan(samples, world_size=2)
-    assert [sum(map(len, parts)) for parts in even.slices] == [1, 10]
+    assert [sum(map(len, parts)) for parts in even.micro_batches] == [1, 10]
     weighed = plan(samples, world_size=2, work=Work(attention=0.01))
-    assert [sum(map(len, parts)) for parts in weighed.slices] == [1, 10]
+    assert [sum(map(len, parts)) for parts in weighed.micro_batches] == [1, 10]
     three = plan(samples, world_size=3, work=Work(attention=0.01))
-    assert sorted(sum(map(len, parts)) for parts in three.slices) == [1, 5, 5]
+    assert sorted(sum(map(len, parts)) for parts in three.micro_batches) == [1, 5, 5]
 
 
 def test_rows_of_similar_length_share_a_pass_where_rows_are_padded():
     samples = groups([50, 2, 50, 2], prompt_tokens=1)
     made = plan(samples, limits=Limits(samples=2), packed=False)
-    assert made.slices == [[[0, 2], [1, 3]]]
+    assert made.micro_batches == [[[0, 2], [1, 3]]]
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_window_without_useful_samples_has_no_pass(world_size):
     made = plan(groups([3, 4]), world_size=world_size, useful=[False, False], limits=Limits(4, 100))
-    assert made.slices == [[]] * world_size
+    assert made.micro_batches == [[]] * world_size

@@ -10,9 +10,9 @@ from small_runs import NumberedPrompts, OneRank, SlowScorer
 
 from swift.errors import EngineDead, EngineError, PromptTooLong, RewardError
 from swift.rollout import prefetch
-from swift.rollout.collect import RolloutCollector
+from swift.rollout.collector import RolloutCollector
 from swift.rollout.prefetch import GenerationThread
-from swift.rollout.scheduler import RolloutScheduler
+from swift.rollout.scheduler import LaunchLog, RolloutScheduler
 from swift.types import SamplingParams, TrainerProgress
 
 LIMIT_S = 20
@@ -28,11 +28,12 @@ def sampled():
         scorer = scorer or SlowScorer()
         collector = RolloutCollector(engine, SamplingParams(16), 7, str, scorer, OneRank())
         thread = GenerationThread(collector, **settings)
-        scheduler = RolloutScheduler(NumberedPrompts(), groups_per_unit=2, units_per_epoch=None)
+        scheduler = RolloutScheduler(NumberedPrompts(), groups_per_batch=2, batches_per_epoch=None)
 
         def ask():
-            launches = scheduler.launch_unit()
-            current = collector.prepare(launches, num_generations=2, progress=TrainerProgress(0, 9, 0.0))
+            log = scheduler.begin_round(1)
+            scheduler.launch_batch(log)
+            current = collector.prepare(log, num_generations=2, progress=TrainerProgress(0, 9, 0.0))
             thread.start(current)
             return current
 
@@ -65,9 +66,9 @@ def test_rounds_come_back_whole_and_every_request_is_made_once(sampled, overlap)
     for current in rounds:
         in_time(thread.wait, current)
         assert current.complete and current.failure is None
-        assert current.done.keys() == {request.request_id for request in current.requests}
+        assert all(len(part) == 2 for part in current.parts.values())
     assert not thread.in_flight
-    names = [name for current in rounds for name in current.done]
+    names = [one.request_id for current in rounds for part in current.parts.values() for one in part.values()]
     assert sorted(event[1] for event in engine.events if event[0] == "submit") == sorted(names)
     assert len(engine.events) == len(set(names)) == 12, "nothing is asked for twice, or dropped"
 
@@ -91,7 +92,7 @@ def test_what_is_sampled_does_not_depend_on_the_order_of_completion(sampled):
         thread, ask = sampled(ScriptedEngine(order=order))
         current = ask()
         in_time(thread.wait, current)
-        return {name: one.token_ids for name, one in current.done.items()}
+        return {one.request_id: one.token_ids for part in current.parts.values() for one in part.values()}
 
     shuffled = random.Random(3)
     assert tokens(list) == tokens(lambda ended: shuffled.sample(ended, len(ended)))
@@ -260,7 +261,7 @@ def test_closing_without_a_round_is_quick_and_repeatable(sampled):
 
 def test_a_rank_without_an_engine_waits_for_nothing(sampled):
     thread = GenerationThread(RolloutCollector(None, SamplingParams(4), 7, str, SlowScorer(), OneRank()))
-    current = thread.collector.prepare([], num_generations=2, progress=TrainerProgress(0, 9, 0.0))
+    current = thread.collector.prepare(LaunchLog(), num_generations=2, progress=TrainerProgress(0, 9, 0.0))
     thread.start(current)
     in_time(thread.wait, current)
     in_time(thread.hold)

@@ -3,8 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift.rollout.batch import TrainSample
-from swift.rollout.replay import ReplayBuffer
+from swift.rollout.replay import ReplayBuffer, ReplayState
+from swift.rollout.samples import TrainSample
+from swift.rollout.saved_state import pack, unpack
 
 
 def sample(value=1):
@@ -52,11 +53,16 @@ def test_without_recomputing_the_samplers_log_probs_are_the_old_ones():
     assert buffer.samples_of(entry, 0)[0].old_logprobs.tolist() == [-1.0]
 
 
+def through_files(state):
+    """A saved buffer as it comes back."""
+    return unpack(*pack(state), ReplayState)
+
+
 @given(st.lists(st.floats(0, 10), max_size=20), st.integers(1, 6), st.integers(0, 8))
 def test_a_saved_buffer_goes_on_with_the_same_draws(scores, size, count):
     buffer = filled(scores, size=size)
     again = ReplayBuffer(size, max_age=10, seed=3)
-    again.load_state_dict(buffer.state_dict())
+    again.load(through_files(buffer.state()))
     drawn = buffer.draw(count, 1)
     assert names(drawn) == names(again.draw(count, 1)) and len(set(names(drawn))) == len(drawn)
     assert len(drawn) == min(count, len(buffer)) and len(buffer) <= size
@@ -65,5 +71,5 @@ def test_a_saved_buffer_goes_on_with_the_same_draws(scores, size, count):
 
 def test_a_smaller_buffer_keeps_the_best_of_a_larger_one():
     small = ReplayBuffer(1, max_age=10, seed=3)
-    small.load_state_dict(filled([1.0, 5.0, 2.0]).state_dict())
+    small.load(filled([1.0, 5.0, 2.0]).state())
     assert names(small.draw(9, 1)) == ["g1"]

@@ -6,9 +6,9 @@ import pytest
 from scripted_engine import ScriptedEngine
 
 from swift.errors import EngineError
-from swift.rollout.collect import RolloutCollector, launches_of
+from swift.rollout.collector import RolloutCollector, launches_of
 from swift.rollout.engines.transformers import TransformersEngine
-from swift.rollout.request_limit import RequestClock, generate_within
+from swift.rollout.request_limit import RequestClock
 from swift.types import Completion, GroupScores, Prompt, Request, SamplingParams, TrainerProgress
 
 
@@ -33,6 +33,13 @@ class Endless(ScriptedEngine):
 
 def requests(count):
     return [Request(f"g/{i}", [1, 2, 3], SamplingParams(max_new_tokens=20, seed=i)) for i in range(count)]
+
+
+def generate_within(engine, wanted, limit_s, on_late):
+    with RequestClock(engine, wanted, limit_s, on_late) as clock:
+        for completion in engine.generate(wanted):
+            if clock.takes(completion):
+                yield completion
 
 
 def sampled(engine, wanted, limit_s=0.5):

@@ -1,6 +1,7 @@
 """Whatever fails, dawdles or teaches nothing: every launch is accounted for once, and bounds hold."""
 
 import random
+import tracemalloc
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -8,6 +9,7 @@ from scripted_engine import ScriptedEngine
 from small_runs import NumberedPrompts, SlowScorer, SmallRun
 
 from swift.rollout.replay import ReplayBuffer
+from swift.rollout.saved_state import pack
 from swift.rollout.scheduler import REROLL_QUEUE, RerollConfig, RolloutScheduler
 from swift.types import Prompt
 
@@ -27,17 +29,17 @@ runs = st.fixed_dictionaries(
 
 def test_the_queue_of_failed_prompts_has_a_bound_and_holds_each_once():
     again = RerollConfig(start_step=1, max_groups=3)
-    scheduler = RolloutScheduler(NumberedPrompts(), groups_per_unit=4, units_per_epoch=None, reroll=again)
+    scheduler = RolloutScheduler(NumberedPrompts(), groups_per_batch=4, batches_per_epoch=None, reroll=again)
     failed = [Prompt(f"f{i}", [], [1]) for i in range(REROLL_QUEUE + 1)]
     for prompt in (*failed[:2], failed[0], *failed[2:]):
-        scheduler.try_again(prompt)
-    assert scheduler.waiting_again == REROLL_QUEUE, "the oldest made room for the last"
-    assert [one.prompt_id for one in scheduler.begin_unit(1).rerolls] == ["f1", "f2", "f3"]
-    assert scheduler.waiting_again == REROLL_QUEUE - 3
+        scheduler.queue_reroll(prompt)
+    assert scheduler.rerolls_waiting == REROLL_QUEUE, "the oldest made room for the last"
+    assert [one.prompt_id for one in scheduler.begin_round(1).rerolls] == ["f1", "f2", "f3"]
+    assert scheduler.rerolls_waiting == REROLL_QUEUE - 3
 
 
-def play(config, *, dull_share, replay, reroll, seed, hurry):
-    """A run of 8 steps with engine failures of single completions, dull groups and delays."""
+def play(config, *, equal_share, replay, reroll, seed, hurry):
+    """A run of 8 steps with engine failures of single completions, equal groups and delays."""
     chance = random.Random(seed + hurry)
     config = {**config, "streaming": 0 if config["windows"] > 1 else config["streaming"]}
     spoiled = {f"p{i}-0/{i % 2}": "error" for i in range(50) if random.Random(seed * 7 + i).random() < 0.1}
@@ -46,7 +48,7 @@ def play(config, *, dull_share, replay, reroll, seed, hurry):
         engine,
         scorer=SlowScorer(
             delay=lambda: 0.0 if hurry else chance.random() / 500,
-            dull=lambda group: random.Random(seed * 31 + group.launch_index).random() < dull_share,
+            equal=lambda group: random.Random(seed * 31 + group.launch_index).random() < equal_share,
         ),
         replay=ReplayBuffer(4, max_age=5, seed=seed) if replay else None,
         reroll=RerollConfig(start_step=2, max_groups=2) if reroll else None,
@@ -62,8 +64,8 @@ def play(config, *, dull_share, replay, reroll, seed, hurry):
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(runs, st.sampled_from([0.0, 0.4, 0.8, 1.0]), st.booleans(), st.booleans(), st.integers(0, 99))
-def test_every_launch_is_accounted_for_once(config, dull_share, replay, reroll, seed):
-    small, data = play(config, dull_share=dull_share, replay=replay, reroll=reroll, seed=seed, hurry=False)
+def test_every_launch_is_accounted_for_once(config, equal_share, replay, reroll, seed):
+    small, data = play(config, equal_share=equal_share, replay=replay, reroll=reroll, seed=seed, hurry=False)
     books = small.scheduler
     ahead = [group for one in small.pipeline._ahead if one.result for group in one.result.groups]
     seen = [group.launch_index for scored in small.rounds for group in scored.groups]
@@ -83,5 +85,43 @@ def test_every_launch_is_accounted_for_once(config, dull_share, replay, reroll, 
     assert max(step.staleness["off_policy/max"] for step in small.steps) <= bound
     assert all(len(step.tokens) * config["windows"] == 2 * config["groups"] for step in small.steps)
     if not config["in_flight"]:  # whose versions within a completion are a matter of time
-        _, again = play(config, dull_share=dull_share, replay=replay, reroll=reroll, seed=seed, hurry=True)
+        _, again = play(config, equal_share=equal_share, replay=replay, reroll=reroll, seed=seed, hurry=True)
         assert again == data
+
+
+def test_rounds_that_are_undone_leave_the_state_before_them_and_are_launched_again_alike():
+    def scheduler():
+        made = RolloutScheduler(
+            NumberedPrompts(5), groups_per_batch=3, batches_per_epoch=None, reroll=RerollConfig(start_step=1)
+        )
+        made.queue_reroll(made.source.prompts[4])
+        return made
+
+    def launch(made, counts):
+        log = made.begin_round(1)
+        for count in counts:
+            made.launch(log, count)
+        return log
+
+    books = scheduler()
+    launch(books, [3])
+    before = pack(books.state())
+    logs = [launch(books, [2, 1, 4]), launch(books, []), launch(books, [7])]
+    assert pack(books.state(logs))[0] == before[0]
+    again = scheduler()
+    again.load(books.state(logs))
+    redone = launch(again, [2, 1, 4])
+    assert [(one.group_id, one.index) for one in redone.launches] == [
+        (one.group_id, one.index) for one in logs[0].launches
+    ]
+
+
+def test_launching_costs_the_same_however_many_prompts_were_seen():
+    books = RolloutScheduler(NumberedPrompts(50_000), groups_per_batch=50_000, batches_per_epoch=None)
+    books.launch_batch(books.begin_round(1))
+    books.groups_per_batch = 2
+    tracemalloc.start()
+    books.launch_batch(books.begin_round(2))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 10_000, "a copy of all prompts ever seen"

@@ -4,7 +4,7 @@ import pytest
 from scripted_engine import ScriptedEngine
 from small_runs import SmallRun
 
-from swift.rollout.staleness import bound, deepest
+from swift.rollout.arithmetic import deepest_prefetch, most_stale
 
 
 @pytest.mark.parametrize(
@@ -12,15 +12,15 @@ from swift.rollout.staleness import bound, deepest
     [(0, 1, 1, 0), (1, 1, 1, 1), (2, 1, 1, 2), (0, 4, 1, 3), (1, 2, 5, 7), (0, 1, 5, 4), (3, 2, 4, 10)],
 )
 def test_the_bound_by_hand(depth, updates, interval, age):
-    assert bound(depth, updates=updates, interval=interval) == age
+    assert most_stale(depth, updates=updates, interval=interval) == age
 
 
 def test_max_staleness_lowers_the_depth_as_far_as_needed_and_no_further():
-    deep = {limit: deepest(4, updates=2, interval=3, max_staleness=limit) for limit in range(13)}
+    deep = {limit: deepest_prefetch(4, updates=2, interval=3, max_staleness=limit) for limit in range(13)}
     assert deep == {
         0: None, 1: None, 2: None, 3: 0, 4: 0, 5: 1, 6: 1, 7: 2, 8: 2, 9: 3, 10: 3, 11: 4, 12: 4,
     }  # fmt: skip
-    assert deepest(4, updates=2, interval=3, max_staleness=None) == 4
+    assert deepest_prefetch(4, updates=2, interval=3, max_staleness=None) == 4
 
 
 @pytest.mark.parametrize("interval", [1, 2, 5])
@@ -28,7 +28,7 @@ def test_max_staleness_lowers_the_depth_as_far_as_needed_and_no_further():
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
 def test_a_run_reaches_the_bound_and_never_exceeds_it(depth, updates, interval):
     windows, iterations = updates
-    limit = bound(depth, updates=windows * iterations, interval=interval)
+    limit = most_stale(depth, updates=windows * iterations, interval=interval)
     run = SmallRun(ScriptedEngine(), depth=depth, windows=windows, iterations=iterations, interval=interval)
     try:
         run.train(31 * windows * iterations)
@@ -41,7 +41,7 @@ def test_a_run_reaches_the_bound_and_never_exceeds_it(depth, updates, interval):
 
 @pytest.mark.parametrize(("depth", "updates", "interval"), [(0, 1, 5), (1, 1, 1), (2, 1, 1), (1, 2, 5), (3, 2, 3)])
 def test_the_bound_is_tight(depth, updates, interval):
-    assert oldest_possible(depth, updates, interval) == bound(depth, updates=updates, interval=interval)
+    assert oldest_possible(depth, updates, interval) == most_stale(depth, updates=updates, interval=interval)
 
 
 def oldest_possible(depth, updates, interval):

@@ -18,8 +18,9 @@ import torch
 from swift.models.template import load_template
 from swift.models.tokenizer import read_tokenizer
 from swift.rollout.engines.pool import EnginePool
-from swift.rollout.engines.remote import RemoteEngine, RemoteTimeouts
+from swift.rollout.engines.remote import RemoteEngine
 from swift.rollout.engines.spec import EngineSpec, build_engine
+from swift.rollout.engines.transport import Timeouts
 from swift.rollout.server.run import WebServer
 from swift.rollout.server.service import Service, Settings
 from swift.types import Request, SamplingParams
@@ -28,7 +29,7 @@ START_LIMIT_S = 240.0
 END_LIMIT_S = 40.0
 KEY = "a key for tests"
 PROMPT = list(b"The quick brown fox")
-QUICK = RemoteTimeouts(server_s=60, poll_s=0.2, beat_s=1.0)
+QUICK = Timeouts(server_s=60, poll_s=0.2, heartbeat_s=1.0)
 
 
 class LocalServer:

@@ -12,13 +12,14 @@ import pytest
 from server_parts import KEY, PROMPT, Server, ask, gap, load, run, spec_of, with_noise
 
 from swift.errors import EngineDead, EngineError, RequestRefused
-from swift.rollout.engines import remote, wire
+from swift.rollout.engines import client, remote, wire
 from swift.rollout.engines.pool import EnginePool
-from swift.rollout.engines.remote import RemoteEngine, RemoteTimeouts
+from swift.rollout.engines.remote import RemoteEngine
+from swift.rollout.engines.transport import Timeouts
 from swift.rollout.weight_sync.policy import PolicyWeights
 
-SHORT = RemoteTimeouts(server_s=2.0, poll_s=0.2, reply_s=3.0, beat_s=0.5)
-PATIENT = RemoteTimeouts(server_s=120.0, poll_s=0.2, reply_s=5.0, beat_s=1.0)
+SHORT = Timeouts(server_s=2.0, poll_s=0.2, reply_s=3.0, heartbeat_s=0.5)
+PATIENT = Timeouts(server_s=120.0, poll_s=0.2, reply_s=5.0, heartbeat_s=1.0)
 
 
 @pytest.fixture
@@ -214,7 +215,7 @@ def test_the_files_of_a_pool_outlive_the_server_that_is_given_up(own_server, tmp
     own_server("--weights_folder", str(folder), port=port)
     assert tokens(run(pool, many())) == expected
     assert pool.engines[0].transport is None
-    assert pool.engines[0].weights_folder == folder
+    assert pool.engines[0].transport.weights_folder == folder
     pool.close()
     assert not list(folder.glob("run-*"))
 
@@ -226,7 +227,7 @@ def test_a_second_trainer_is_told_who_holds_the_server(server):
     started = time.monotonic()
     with pytest.raises(EngineError) as caught:
         second.capabilities  # noqa: B018
-    assert f"held by run {first.run_id}" in str(caught.value)
+    assert f"held by run {first.transport.run_id}" in str(caught.value)
     assert f"process {os.getpid()}" in str(caught.value)
     assert time.monotonic() - started < 10
     first.close()
@@ -247,13 +248,13 @@ def test_what_another_run_may_not_do_is_refused_with_the_holders_name(server, ht
     for headers in ({"X-Swift-Run": "other"}, {}):
         reply = http.post(path, json=body, headers=headers)
         assert reply.status_code == 409, reply.text
-        assert engine.run_id in reply.json()["error"]["message"]
+        assert engine.transport.run_id in reply.json()["error"]["message"]
     assert http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}).status_code == 200
 
 
 def test_no_server_at_all_is_one_line_with_address_seconds_and_what_to_do():
     engine = RemoteEngine(
-        "http://127.0.0.1:9", spec=spec_of("/models/mine"), timeouts=RemoteTimeouts(server_s=0.5, poll_s=0.1)
+        "http://127.0.0.1:9", spec=spec_of("/models/mine"), timeouts=Timeouts(server_s=0.5, poll_s=0.1)
     )
     started = time.monotonic()
     with pytest.raises(EngineError) as caught:
@@ -408,9 +409,9 @@ def test_a_pool_quarantines_a_server_that_another_run_has_taken(server, engine, 
 def test_a_call_that_waits_in_vain_says_for_whose_requests(server, fake):
     one, url = fake(lambda handler, _: time.sleep(1.5))
     one.info = {**one.info, "running_of": {"run mine": 2, "clients without a run": 3}}
-    engine = RemoteEngine(url, run_id="mine", timeouts=RemoteTimeouts(reply_s=0.3))
+    engine = RemoteEngine(url, run_id="mine", timeouts=Timeouts(reply_s=0.3))
     with pytest.raises(remote.Lost) as caught:
-        engine._call("POST", "/infer/", 0.5, json={})
+        engine.transport._get("POST", "/infer/", 0.5, json={})
     assert str(caught.value) == (
         "no answer to /infer/ within 0.5 s; it waits for requests of others: 3 of clients without a run"
     )
@@ -493,17 +494,15 @@ def test_a_request_that_takes_too_long_is_tried_twice_and_then_an_error(server, 
         handler.answer(200, said(body, finish_reason="abort"))
 
     one, url = fake(slow)
-    engine = RemoteEngine(
-        url, spec=spec_of(server.model), timeouts=RemoteTimeouts(server_s=2, request_s=0.5, reply_s=20.0)
-    )
-    tell, told = engine._tell_abort, []
+    engine = RemoteEngine(url, spec=spec_of(server.model), timeouts=Timeouts(server_s=2, request_s=0.5, reply_s=20.0))
+    tell, told = engine.transport.abort, []
 
     def telling(ids):
         told.append(ids)
         tell(ids)
         aborted.set()
 
-    engine._tell_abort = telling
+    engine.transport.abort = telling
     done = run(engine, [ask("a")])[0]
     assert (done.finish_reason, told, one.calls) == ("error", [["a"], ["a"]], 2)
     assert (engine.late, EnginePool([engine]).late) == (2, 2)
@@ -511,7 +510,7 @@ def test_a_request_that_takes_too_long_is_tried_twice_and_then_an_error(server, 
 
 
 def test_a_full_queue_is_waited_for(server, fake, monkeypatch):
-    monkeypatch.setattr(remote, "BUSY_S", 0.05)
+    monkeypatch.setattr(client, "BUSY_S", 0.05)
     busy = json.dumps({"error": {"message": "queue: full", "type": "", "code": 429, "kind": "queue"}}).encode()
 
     def full(handler, body):

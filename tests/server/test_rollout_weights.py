@@ -48,7 +48,7 @@ def probe(engine, model, *, seed=0):
 @pytest.mark.parametrize("way", ["http", "disk", "broadcast"])
 def test_twenty_updates_arrive_whole(hosted, way):
     server, model = hosted
-    engine = server.engine(transport=way)
+    engine = server.engine(weight_transport=way)
     try:
         assert way in engine.capabilities.transports
         for version in range(1, 21):
@@ -65,11 +65,11 @@ def test_the_disk_is_taken_where_both_sides_see_the_same_folder(server, weights_
     model = load(server.model)
     for version in (1, 2, 3, 4):
         engine.load_weights(PolicyWeights(with_noise(model, version)), version)
-    kept = sorted(path.name for path in (weights_folder / engine.run_folder).iterdir())
+    kept = sorted(path.name for path in (weights_folder / engine.transport.run_folder).iterdir())
     assert kept == ["v0000003", "v0000004"]
     assert not list(weights_folder.rglob("*.partial"))
     engine.close()
-    assert not (weights_folder / engine.run_folder).exists()
+    assert not (weights_folder / engine.transport.run_folder).exists()
 
 
 class Cut:
@@ -87,7 +87,7 @@ class Cut:
 
 @pytest.mark.parametrize("way", ["http", "disk"])
 def test_a_partial_update_leaves_void_weights_until_a_whole_one(server, http, way):
-    engine, model = server.engine(transport=way), with_noise(load(server.model), 1)
+    engine, model = server.engine(weight_transport=way), with_noise(load(server.model), 1)
     with pytest.raises(SyncFailed, match="26 of 27"):
         engine.load_weights(Cut(model), 1)
     assert http.get("/health").status_code == 503
@@ -114,7 +114,7 @@ def test_an_update_that_does_not_fit_is_refused_before_a_byte_travels(server, ht
 
 
 def test_bytes_that_changed_on_the_way_are_noticed(server, http):
-    engine, model = server.engine(transport="http"), load(server.model)
+    engine, model = server.engine(weight_transport="http"), load(server.model)
     send = engine.send_bytes
 
     def spoiled(number, data):
@@ -132,7 +132,7 @@ def test_bytes_that_changed_on_the_way_are_noticed(server, http):
 
 
 def test_a_file_that_changed_on_the_disk_is_noticed(server, weights_folder):
-    engine, model = server.engine(transport="disk"), load(server.model)
+    engine, model = server.engine(weight_transport="disk"), load(server.model)
     send = engine.send_file
 
     def spoiled(number, entry):

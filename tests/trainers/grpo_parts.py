@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from swift.observability.metrics import MetricStore
 from swift.rl.losses import LossConfig
-from swift.rollout.collect import RolloutCollector
+from swift.rollout.collector import RolloutCollector
 from swift.rollout.engines.transformers import TransformersEngine
 from swift.rollout.pipeline import PipelineConfig, RolloutPipeline
 from swift.rollout.scheduler import RolloutScheduler
@@ -147,13 +147,13 @@ def make_trainer(
     distribution = SamplingParams(max_tokens, temperature=1.0, **(sampling or {}))
     collector = RolloutCollector(engine, distribution, 42, str, scorer or Scorer(reward), collectives)
     scheduler = RolloutScheduler(
-        Prompts(prompts), groups_per_unit=window * windows // generations, units_per_epoch=None
+        Prompts(prompts), groups_per_batch=window * windows // generations, batches_per_epoch=None
     )
     config = PipelineConfig(
         num_generations=generations,
         num_generations_eval=generations,
         generation_batches=1,
-        num_windows=windows,
+        num_global_batches=windows,
         num_iterations=iterations,
         reward_weights=[1.0],
         overlong_filter=overlong_filter,
@@ -202,7 +202,7 @@ def make_trainer(
         eval_prompts=eval_prompts,
     )
     if trainer.settings.loss.beta > 0:
-        pipeline.units.refer = trainer.refer
+        pipeline.batches.refer = trainer.refer
     trainer.rounds = rounds
     trainer.add_callback(PipelineCallback(trainer, stop_requested=lambda: False, epoch=lambda: 0.0))
     return trainer
@@ -211,7 +211,7 @@ def make_trainer(
 def gradients_of_one_step(trainer):
     """Gradients after one window, before clipping or an update."""
     trainer.create_optimizer()
-    unit = next(trainer.pipeline.windows(trainer.progress))
+    unit = next(trainer.pipeline.steps(trainer.progress))
     trainer.training_step(trainer.model, unit)
     return {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
 

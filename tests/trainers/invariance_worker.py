@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Collection
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -25,8 +26,9 @@ from grpo_parts import make_trainer
 
 from swift.models.forward import TokenSequence, enable_packed_attention, pack
 from swift.rl.losses import LossConfig, losses
-from swift.rollout.batch import TrainSample, TrainUnit
+from swift.rollout.samples import RolloutBatch, SavedBatch, TrainSample
 from swift.trainers import microbatch
+from swift.trainers.checkpoint import read_state, write_state
 from swift.trainers.grpo_settings import CorrectionSettings
 from swift.trainers.window_entropy import EntropySettings
 
@@ -112,7 +114,7 @@ def settings() -> dict[str, Setting]:
     return made
 
 
-def rollout(trainer) -> TrainUnit:
+def rollout(trainer) -> RolloutBatch:
     """A frozen unit: ragged completions, cut by tool calls, of prompts of several lengths, on a policy that moved."""
     random = np.random.default_rng(7)
     samples = []
@@ -141,7 +143,7 @@ def rollout(trainer) -> TrainUnit:
 
         sample.old_logprobs, sample.ref_logprobs = near(0.25), near(0.25)
         sample.sampler_logprobs = (sample.old_logprobs + 0.2 * random.normal(size=values.size)).astype(np.float32)
-    return TrainUnit(samples, num_windows=1, num_iterations=1)
+    return RolloutBatch(samples, num_global_batches=1, num_iterations=1)
 
 
 class Bench:
@@ -168,15 +170,15 @@ class Bench:
     def _count(self):
         self.passes += 1
 
-    def gradient(self, unit: TrainUnit, setting: Setting, layout: Layout, *, nominal: int = NOMINAL) -> torch.Tensor:
+    def gradient(self, unit: RolloutBatch, setting: Setting, layout: Layout, *, nominal: int = NOMINAL) -> torch.Tensor:
         """All parameters' gradients as one float64 vector; `passes` is how many passes made it."""
         trainer, before = self.trainer, self.trainer.settings
         share = -(-setting.num_useful // self.ranks)
         slice_size = math.ceil(share / layout.passes) if layout.passes else None
         fields = {"loss": setting.loss, "per_device": nominal, "slice_size": slice_size, "max_tokens": layout.tokens}
         trainer.settings = replace(before, **fields, **setting.fields)
-        unit = TrainUnit.from_json(unit.to_json())
-        unit.num_windows, unit.num_iterations = setting.windows, setting.iterations
+        unit = deepcopy(unit)
+        unit.num_global_batches, unit.num_iterations = setting.windows, setting.iterations
         if setting.start == 0:
             for sample in unit.samples:
                 sample.old_logprobs = None
@@ -225,7 +227,7 @@ def laid_out(model, kind):
             enable_packed_attention(model)
 
 
-def measure(bench: Bench, unit: TrainUnit, layouts: list[Layout], names: Collection[str] | None = None) -> dict:
+def measure(bench: Bench, unit: RolloutBatch, layouts: list[Layout], names: Collection[str] | None = None) -> dict:
     """Gradient and passes of every setting (or of those with these names) and layout."""
     return {
         (name, layout.passes, layout.kind): (bench.gradient(unit, setting, layout), bench.passes)
@@ -243,12 +245,13 @@ def limited(name: str) -> bool:
 
 
 def on_two_ranks(
-    folder: Path, model: str, unit: TrainUnit, layouts: list[Layout], names: Collection[str] | None = None
+    folder: Path, model: str, unit: RolloutBatch, layouts: list[Layout], names: Collection[str] | None = None
 ) -> dict:
     """`measure` in two processes."""
     folder.mkdir()
     layouts = [[layout.passes, layout.kind, layout.tokens] for layout in layouts]
-    task = {"model": str(model), "unit": unit.to_json(), "layouts": layouts, "names": names and list(names)}
+    task = {"model": str(model), "layouts": layouts, "names": names and list(names)}
+    write_state(folder, SavedBatch.of(unit))
     (folder / "task.json").write_text(json.dumps(task))
     here = Path(__file__).parent
     paths = os.pathsep.join(map(str, (here, here.parent / "fakes", here.parents[1])))
@@ -279,7 +282,7 @@ def main(folder: str, rank: str) -> None:
     task = json.loads((place / "task.json").read_text())
     bench = Bench(task["model"], place / f"rank-{rank}")
     layouts = [Layout(*layout) for layout in task["layouts"]]
-    found = measure(bench, TrainUnit.from_json(task["unit"]), layouts, task["names"])
+    found = measure(bench, read_state(place, SavedBatch).restored(), layouts, task["names"])
     if rank == "0":
         torch.save(found, place / "found")
     dist.barrier()

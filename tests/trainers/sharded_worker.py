@@ -145,13 +145,13 @@ def build(task: dict[str, Any]) -> Any:
 
 def report_reference(trainer: Any, seen: threading.Event) -> None:
     """Tell rewards when the reference has looked at a unit."""
-    refer = trainer.pipeline.units.refer
+    refer = trainer.pipeline.batches.refer
 
     def told(unit: Any) -> None:
         refer(unit)
         seen.set()
 
-    trainer.pipeline.units.refer = told
+    trainer.pipeline.batches.refer = told
 
 
 def objective(task: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ def gradients(folder, output_dir, *, shift, comparable=True, **correction):
     settings = CorrectionSettings(**correction)
     trainer.settings = replace(trainer.settings, correction=settings, comparable_sampling=comparable)
     trainer.create_optimizer()
-    unit = next(trainer.pipeline.windows(trainer.progress))
+    unit = next(trainer.pipeline.steps(trainer.progress))
     for sample in unit.samples:
         sample.sampler_logprobs = sample.sampler_logprobs + shift
     trainer.training_step(trainer.model, unit)
@@ -51,7 +51,7 @@ def test_truncated_sampling_is_corrected_too_and_said_to_be_biased(nano_folders,
     trainer = make_trainer(nano_folders["qwen2"], tmp_path / "logged")
     trainer.settings = replace(trainer.settings, comparable_sampling=False)
     trainer.create_optimizer()
-    trainer.training_step(trainer.model, next(trainer.pipeline.windows(trainer.progress)))
+    trainer.training_step(trainer.model, next(trainer.pipeline.steps(trainer.progress)))
     values = trainer.metrics.commit(1)
     assert values["mismatch/biased"] == 1.0
     assert "mismatch/logp_abs_diff_max" not in values

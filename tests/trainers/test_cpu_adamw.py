@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from copy import deepcopy
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from grpo_parts import make_trainer
 
 from swift.errors import ResourceError
 from swift.trainers import master_weights, session
+from swift.trainers.arguments import Optimizer
 from swift.trainers.cpu_adamw import CPUAdamW
 
 HALF, WHOLE = torch.bfloat16, torch.float32
@@ -170,9 +172,10 @@ def test_adafactor_works_with_masters_and_goes_on_exactly(dtype):
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(again, weights, strict=True))
 
 
-def test_adafactor_trains_a_policy(nano_folders, tmp_path):
+@pytest.mark.parametrize("optim", [name for name in get_args(Optimizer) if name not in ("adamw_8bit", "adamw_cpu")])
+def test_every_optimizer_that_is_offered_trains_a_policy(optim, nano_folders, tmp_path):
     folder = nano_folders["qwen2"]
-    trainer = make_trainer(folder, tmp_path, optim="adafactor", model=policy(folder, HALF, False))
+    trainer = make_trainer(folder, tmp_path, optim=optim, learning_rate=0.1, model=policy(folder, HALF, False))
     before = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
     trainer.train()
     assert any(not torch.equal(weight, before[name]) for name, weight in trainer.model.named_parameters())
@@ -195,7 +198,12 @@ def test_which_package_an_optimizer_needs(optim, package):
 def test_a_missing_package_is_named_with_the_way_out(monkeypatch):
     monkeypatch.setattr(session.importlib.util, "find_spec", lambda name: None)
     args = SimpleNamespace(
-        deepspeed=None, fsdp=None, load_best_model_at_end=False, report_to=["wandb"], optim="adamw_8bit"
+        deepspeed=None,
+        fsdp=None,
+        load_best_model_at_end=False,
+        report_to=["wandb"],
+        optim="adamw_8bit",
+        attn_impl="sdpa",
     )
     with pytest.raises(ResourceError) as caught:
         session.require_packages(args)

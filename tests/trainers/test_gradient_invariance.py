@@ -32,7 +32,7 @@ from invariance_worker import (
 from swift.models.forward import TokenSequence, pack, packed_logits
 from swift.rl.logprobs import selected_logprobs_and_entropy
 from swift.rl.losses import losses
-from swift.rollout.batch import TrainUnit
+from swift.rollout.samples import RolloutBatch
 from swift.trainers.window_entropy import EntropySettings
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rl"))
@@ -242,7 +242,7 @@ def test_bnpo_is_the_mean_of_its_nominal_micro_batches_and_follows_them_alone(be
     """Each nominal micro-batch as a window of its own has the token mean of dapo; bnpo is their mean."""
 
     def part(first, count):
-        return TrainUnit(unit.samples[first : first + count], num_windows=1, num_iterations=1)
+        return RolloutBatch(unit.samples[first : first + count], num_global_batches=1, num_iterations=1)
 
     def gradient(name, samples, nominal, passes=1):
         setting = Setting(loss_of(name), iterations=1 + start, start=start)

@@ -33,7 +33,7 @@ def test_packed_and_padded_training_have_the_same_gradient(nano_folders, tmp_pat
     packed = make_trainer(nano_folders[arch], tmp_path)
     expected = gradients_of_one_step(packed)
     padded = make_trainer(nano_folders[arch], tmp_path)
-    next(padded.pipeline.windows(padded.progress))  # sampled with the packed engine, so the same completions
+    next(padded.pipeline.steps(padded.progress))  # sampled with the packed engine, so the same completions
     padded.model.set_attn_implementation("sdpa")
     assert relative_difference(gradients_of_one_step(padded), expected) < 1e-5
 
@@ -268,6 +268,6 @@ def test_broken_rewards_end_the_run_with_a_checkpoint_that_draws_the_round_again
     trainer.pipeline.collector.scorer.end_batch = break_at_the_third_round
     with pytest.raises(RewardError):
         trainer.train()
-    state = json.loads((tmp_path / "checkpoint-2" / "pipeline_state.json").read_text())["pipeline"]
+    state = json.loads((tmp_path / "checkpoint-2" / "pipeline_state.json").read_text())["state"]["pipeline"]
     assert state["scheduler"]["launched"] == state["scheduler"]["trained"] == 4
-    assert state["unit"] is None
+    assert state["batch"] is None

@@ -11,7 +11,6 @@ from grpo_parts import gradients_of_one_step, logs_of, make_trainer
 from test_grpo_trainer import count_forwards, relative_difference
 from transformers import AutoModelForCausalLM
 
-from swift.errors import NumericError
 from swift.models.reference import FrozenReference, StartAdapterReference
 from swift.rl.entropy import AdaptiveEntropy
 from swift.rl.losses import LossConfig, get_loss, sequence_weights
@@ -83,7 +82,7 @@ class ByHand:
 def one_step(trainer, prepare=lambda samples: None):
     """Gradients, reported values and samples of a window that `prepare` may change."""
     trainer.create_optimizer()
-    unit = next(trainer.pipeline.windows(trainer.progress))
+    unit = next(trainer.pipeline.steps(trainer.progress))
     prepare(unit.samples)
     trainer.training_step(trainer.model, unit)
     gradients = {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
@@ -302,44 +301,6 @@ def test_ratios_are_logged_wherever_they_mean_something(folder, tmp_path):
     assert not [name for name in values if name.startswith("rollout_ratio/")], "log-probs at another temperature"
 
 
-def forget_tokens(count):
-    def forget(samples):
-        samples[0].sampler_logprobs[:count] = [math.nan, math.inf, math.nan][:count]
-
-    return forget
-
-
-def test_a_few_missing_sampler_log_probs_are_counted_and_neither_correct_nor_mute(folder, tmp_path):
-    settings = {"correction": CorrectionSettings(mode="token_truncate"), "off_policy_delta": 0.1}
-    parts = {"window": 32, "max_tokens": 7, "settings": settings}
-    ours, values, _ = one_step(make_trainer(folder, tmp_path, **parts), forget_tokens(2))
-    plain, _, _ = one_step(make_trainer(folder, tmp_path, **parts))
-    assert values["health/missing_sampler_logprobs"] == 2
-    assert relative_difference(ours, plain) < 1e-5
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"correction": CorrectionSettings(mode="token_truncate")},
-        {"log_offpolicy": True},
-        {"off_policy_delta": 0.1},
-        {"old_logprobs": "sampler"},
-    ],
-)
-def test_many_missing_sampler_log_probs_end_the_run(folder, tmp_path, settings):
-    trainer = make_trainer(folder, tmp_path, settings=settings)
-    with pytest.raises(NumericError, match="1 of 64 trained tokens of step 1 have none"):
-        one_step(trainer, forget_tokens(1))
-
-
-def test_missing_sampler_log_probs_do_not_matter_where_nothing_uses_them(folder, tmp_path):
-    ours, values, _ = one_step(make_trainer(folder, tmp_path), forget_tokens(3))
-    plain, _, _ = one_step(make_trainer(folder, tmp_path))
-    assert relative_difference(ours, plain) < 1e-6
-    assert math.isfinite(values["mismatch/logp_abs_diff"])
-
-
 # --- what the ratio compares with ---------------------------------------------------------------------------------
 
 
@@ -366,26 +327,26 @@ def test_the_samplers_log_probs_spare_later_windows_their_pass(folder, tmp_path)
 
 
 def test_parts_of_a_window_are_compared_with_the_sampler_too(folder, tmp_path):
-    from swift.rollout.batch import Part
+    from swift.rollout.samples import Arrival
 
     def gradients(parts):
         trainer = make_trainer(folder, tmp_path, settings={"old_logprobs": "sampler"})
         trainer.create_optimizer()
-        unit = next(trainer.pipeline.windows(trainer.progress))
+        unit = next(trainer.pipeline.steps(trainer.progress))
         for one in unit.samples[::2]:
             one.sampler_logprobs = one.sampler_logprobs - np.float32(0.1)
         unit.arriving = parts
         trainer.training_step(trainer.model, unit)
         return {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
 
-    arriving = iter([Part(range(3), last=False), Part(range(3, 8), last=True)])
+    arriving = iter([Arrival(range(3), last=False), Arrival(range(3, 8), last=True)])
     assert relative_difference(gradients(arriving), gradients(None)) < 1e-5
 
 
 def test_old_log_probs_that_come_with_samples_are_kept_and_others_filled_in(folder, tmp_path):
     calls = []
     trainer = make_trainer(folder, tmp_path, windows=2, iterations=2, slice_size=4, max_steps=4)
-    windows = trainer.pipeline.windows
+    windows = trainer.pipeline.steps
     preset = {}
 
     def with_replayed(progress):
@@ -398,7 +359,7 @@ def test_old_log_probs_that_come_with_samples_are_kept_and_others_filled_in(fold
             trainer.seen = unit
             yield unit
 
-    trainer.pipeline.windows = with_replayed
+    trainer.pipeline.steps = with_replayed
     count_forwards(trainer, calls, trainer.train)
     assert calls == [4] * 9, "one pass of window 2 has none yet; then two passes of each window, twice"
     rows = logs_of(trainer)
@@ -459,7 +420,7 @@ def test_the_reference_becomes_the_mixture_and_old_answers_of_it_are_forgotten(f
     assert max(float((moved[name] - start[name]).abs().max()) for name in start) > 1e-3
     for name, tensor in moved.items():
         assert torch.allclose(tensor, 0.6 * policy[name] + 0.4 * start[name], atol=1e-6), name
-    assert all(one.ref_logprobs is None for one in trainer.pipeline.unit.samples)
+    assert all(one.ref_logprobs is None for one in trainer.pipeline.batch.samples)
 
 
 def test_with_alpha_1_a_lora_reference_is_the_policy_itself(folder, tmp_path):

@@ -85,7 +85,7 @@ def test_completions_above_the_limit_are_said_once(nano_folders, tmp_path):
     trainer.planner._say = said.append
     _, passes = passes_of(trainer)
     assert [samples for samples, _ in passes] == [1] * 8
-    trainer.training_step(trainer.model, next(trainer.pipeline.windows(trainer.progress)))
+    trainer.training_step(trainer.model, next(trainer.pipeline.steps(trainer.progress)))
     (line,) = said
     assert line.startswith("micro-batches: 4 completions are longer, with their prompt, than the 10 tokens of a pass")
 

@@ -43,8 +43,8 @@ def trained(folder, tmp_path, *, late, reward=all_different, in_reward=False, wh
     )  # fmt: skip
     reference.runs = 0
     if in_reward:
-        trainer.pipeline.units.config = replaced(trainer.pipeline.units.config, reward_kl=0.5)
-        trainer.pipeline.units.kl_of = RewardKL(trainer)
+        trainer.pipeline.batches.config = replaced(trainer.pipeline.batches.config, reward_kl=0.5)
+        trainer.pipeline.batches.kl_of = RewardKL(trainer)
     trainer.train()
     return trainer, scorer, reference
 
@@ -86,9 +86,9 @@ def test_what_a_replay_buffer_may_stand_in_for_is_not_passed_over(nano_folders, 
     from swift.rollout.replay import ReplayBuffer
 
     trainer = make_trainer(nano_folders["qwen2"], tmp_path, loss=LossConfig(beta=0.5), reference=watched(nano_folders))
-    assert trainer.pipeline.units.can_begin
-    trainer.pipeline.units.replay = ReplayBuffer(4, max_age=4, seed=0, recompute=False)
-    assert not trainer.pipeline.units.can_begin
+    assert trainer.pipeline.batches.can_begin
+    trainer.pipeline.batches.replay = ReplayBuffer(4, max_age=4, seed=0, recompute=False)
+    assert not trainer.pipeline.batches.can_begin
 
 
 def watched(folders):

@@ -1,4 +1,4 @@
-"""Every way of sending weights to a worker, by the same test: the sampler's log-probs are those of the trainer."""
+"""Every way of sending weights to an engine elsewhere, by the same test: sampler and trainer agree on log-probs."""
 
 import contextlib
 import copy
@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,11 +15,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swift.errors import SyncFailed
+from swift.rollout.engines import cluster
+from swift.rollout.engines.actor_transport import ActorTransport, actor_engine
 from swift.rollout.engines.pool import EnginePool
 from swift.rollout.engines.spec import EngineSpec
-from swift.rollout.engines.worker.client import WorkerEngine, WorkerTimeouts
-from swift.rollout.engines.worker.weights import choose_transport
-from swift.rollout.weight_sync import base, broadcast, cuda_ipc, packing, shared_memory
+from swift.rollout.engines.transport import Timeouts
+from swift.rollout.weight_sync import base, broadcast, cuda_ipc, object_store, packing
 from swift.rollout.weight_sync.base import AdapterWeights, Bucket, StreamDigest, checksum, checksums
 from swift.rollout.weight_sync.broadcast import BroadcastGroup, BroadcastReceiver, BroadcastSender
 from swift.rollout.weight_sync.policy import PolicyWeights
@@ -32,7 +32,7 @@ ARCHITECTURES = {"qwen2": True, "llama": False}
 """Architecture -> whether its head is tied to its embedding."""
 
 
-# --- to real workers ---------------------------------------------------------------------------------------------
+# --- to engines in actors ---------------------------------------------------------------------------------------------
 
 
 class Trainer:
@@ -44,12 +44,13 @@ class Trainer:
         self.generator = torch.Generator().manual_seed(3)
         spec = EngineSpec(backend="transformers", model=str(folder), max_model_len=64)
         self.workers = [
-            WorkerEngine(
+            actor_engine(
                 spec,
                 name=f"engine {index} (cpu:{index})",
                 log_file=Path(logs) / f"{index}.log",
-                timeouts=WorkerTimeouts(start_s=120, heartbeat_s=1.0, sync_s=30.0, close_s=3.0),
+                timeouts=Timeouts(start_s=120, heartbeat_s=1.0, sync_s=30.0, close_s=3.0),
                 restarts=100,
+                uses=cluster.use(),
             )
             for index in range(workers)
         ]
@@ -81,6 +82,14 @@ class Trainer:
             worker.close()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def ray_cluster():
+    """One for all cases."""
+    shared = cluster.use()
+    yield
+    shared.close()
+
+
 @pytest.fixture(scope="module", params=list(ARCHITECTURES))
 def trainer(request, nano_folders, tmp_path_factory):
     one = Trainer(nano_folders[request.param], tmp_path_factory.mktemp("logs"))
@@ -90,10 +99,10 @@ def trainer(request, nano_folders, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shared_memory", "broadcast"])
+@pytest.mark.parametrize("transport", ["object_store", "broadcast"])
 def test_after_each_update_the_sampler_is_the_trainer(trainer, transport):
     (worker,) = trainer.workers
-    worker.transport = transport
+    worker.weight_transport = transport
     for _ in range(UPDATES):
         source = trainer.step()
         assert len(list(source.buckets())) > 1
@@ -103,12 +112,12 @@ def test_after_each_update_the_sampler_is_the_trainer(trainer, transport):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shared_memory", "broadcast"])
+@pytest.mark.parametrize("transport", ["object_store", "broadcast"])
 def test_a_worker_that_was_replaced_has_the_last_update_and_takes_the_next(trainer, transport):
     (worker,) = trainer.workers
-    worker.transport = transport
+    worker.weight_transport = transport
     worker.load_weights(trainer.step(), trainer.version)
-    os.kill(worker.pid, signal.SIGKILL)
+    os.kill(worker.transport.life.pid, signal.SIGKILL)
     assert trainer.gap(worker) <= TOLERANCE  # it was replaced on the way
     worker.load_weights(trainer.step(), trainer.version)
     assert trainer.gap(worker) <= TOLERANCE
@@ -133,7 +142,7 @@ def test_an_adapter_arrives_and_survives_a_restart_with_its_base(trainer):
         follower.version = trainer.version
         worker.load_adapter(adapter_of(tuned), trainer.version)
         assert follower.gap(worker) <= TOLERANCE
-    os.kill(worker.pid, signal.SIGKILL)
+    os.kill(worker.transport.life.pid, signal.SIGKILL)
     assert follower.gap(worker) <= TOLERANCE
     worker.drop_adapter()
     trainer.version = worker.version
@@ -153,7 +162,7 @@ def test_weights_and_sleep_survive_a_restart(trainer):
     (worker,) = trainer.workers
     worker.load_weights(trainer.step(), trainer.version)
     worker.sleep(1)
-    os.kill(worker.pid, signal.SIGKILL)
+    os.kill(worker.transport.life.pid, signal.SIGKILL)
     with pytest.raises(EngineAsleep, match="asleep"):
         worker.submit(Request("r", [1], SamplingParams(max_new_tokens=1)))
     assert worker.wake() is True
@@ -165,7 +174,7 @@ def test_one_broadcast_serves_several_workers_and_is_renewed_when_one_is_replace
     one = Trainer(nano_folders["llama"], tmp_path, workers=2)
     try:
         for worker in one.workers:
-            worker.transport = "broadcast"
+            worker.weight_transport = "broadcast"
         pool = EnginePool(one.workers)
         pool.load_weights(one.step(), one.version)
         sender = one.workers[0].broadcaster
@@ -176,14 +185,14 @@ def test_one_broadcast_serves_several_workers_and_is_renewed_when_one_is_replace
         assert sender._group is first
         assert max(one.gap(worker) for worker in one.workers) <= TOLERANCE
 
-        os.kill(one.workers[1].pid, signal.SIGKILL)
+        os.kill(one.workers[1].transport.life.pid, signal.SIGKILL)
         assert one.gap(one.workers[1]) <= TOLERANCE
         pool.load_weights(one.step(), one.version)
         assert sender._group is not first
         assert max(one.gap(worker) for worker in one.workers) <= TOLERANCE
 
         def fail_in_the_middle(bucket):
-            os.kill(one.workers[0].pid, signal.SIGKILL)
+            os.kill(one.workers[0].transport.life.pid, signal.SIGKILL)
             time.sleep(0.5)
             return bucket
 
@@ -202,7 +211,7 @@ def test_one_broadcast_serves_several_workers_and_is_renewed_when_one_is_replace
         one.close()
 
 
-# --- packing and shared memory -----------------------------------------------------------------------------------
+# --- packing and the object store -----------------------------------------------------------------------------------
 
 
 def every_bit(dtype):
@@ -294,53 +303,13 @@ def test_a_table_of_contents_that_does_not_fit_is_refused():
         packing.unpack(torch.zeros(8, dtype=torch.uint8), [("a", "float32", (4,), 0)])
 
 
-def descriptors():
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def test_a_segment_gives_the_tensors_back_and_is_gone_with_its_last_user(tmp_path):
-    for folder in (None, tmp_path):
-        before, given = descriptors(), tensors()
-        segment = shared_memory.Segment(Bucket(given), folder)
-        assert descriptors() == before + 1
-        assert list(tmp_path.iterdir()) == []
-        received = shared_memory.receive(segment.header(), os.dup(segment.descriptor))
-        assert digest(received) == digest(given) == digest(segment.tensors())
-        received[3][1].zero_()  # a receiver's copy is its own
-        assert digest(segment.tensors()) == digest(given)
-        del segment, received
-        assert descriptors() == before
-
-
-def test_a_bucket_is_staged_once_whoever_asks():
-    bucket = Bucket(tensors())
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(shared_memory.stage(bucket))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len({id(segment) for segment in found}) == 1
-
-
-def test_an_empty_bucket_and_one_that_was_cut_short():
-    segment = shared_memory.Segment(Bucket([]))
-    assert segment.tensors() == []
-    whole = shared_memory.Segment(Bucket(tensors()))
-    os.ftruncate(whole.descriptor, 10)
-    with pytest.raises(SyncFailed, match="10 bytes came for a bucket of"):
-        whole.tensors()
-
-
-def test_memory_that_is_not_there_is_refused_before_it_is_written(monkeypatch):
-    def full(descriptor, offset, length):
-        raise OSError(28, "No space left on device")
-
-    before = descriptors()
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(SyncFailed, match="No space left on device; --move_model_batches"):
-        shared_memory.Segment(Bucket(tensors()))
-    assert descriptors() == before
+def test_a_parcel_gives_the_tensors_back_bit_for_bit_and_a_tied_one_once():
+    given = tensors()
+    tied = [*given, ("tied", given[0][1])]
+    parcel = object_store.parcel_of(Bucket(tied))
+    assert len(parcel[1]) == len(given)
+    assert digest(object_store.tensors_of(parcel)) == digest(tied)
+    assert object_store.tensors_of(object_store.parcel_of(Bucket([]))) == []
 
 
 # --- broadcast ---------------------------------------------------------------------------------------------------
@@ -577,22 +546,14 @@ class Placed:
 @pytest.mark.parametrize(
     ("tensor", "devices", "way"),
     [
-        ("cpu", ("cpu:1",), "shared_memory"),
-        ("cpu", ("cuda:1",), "shared_memory"),
-        ("cuda:0", ("cpu:0",), "shared_memory"),
-        ("cuda:0", ("cuda:0",), "cuda_ipc"),
+        ("cpu", ("cpu:1",), "object_store"),
+        ("cpu", ("cuda:1",), "object_store"),
+        ("cuda:0", ("cpu:0",), "object_store"),
+        ("cuda:0", ("cuda:0",), "ipc"),
         ("cuda:0", ("cuda:1",), "broadcast"),
         ("cuda:0", ("cuda:0", "cuda:1"), "broadcast"),
     ],
 )
 def test_the_way_follows_from_the_devices(tensor, devices, way):
-    assert choose_transport(Placed(tensor), devices) == way
-
-
-def test_times_are_settings_of_a_worker():
-    times = WorkerTimeouts()
-    assert (times.start_s, times.request_s, times.stall_s, times.sync_s, times.sleep_s, times.pause_s) == (
-        600, 600, 300, 300, 60, 60,
-    )  # fmt: skip
-    assert (times.heartbeat_s, times.misses, times.close_s) == (5, 3, 10)
-    assert replace(times, stall_s=1.0).stall_s == 1.0
+    transport = SimpleNamespace(devices=devices)
+    assert ActorTransport.choose(transport, SimpleNamespace(tensors=[("one", Placed(tensor))])) == way

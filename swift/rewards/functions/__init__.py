@@ -8,7 +8,7 @@ None of them imports torch; the ones that need a library (math-verify, reasoning
 are built.
 """
 
-from swift.plugin.registry import BUILT_IN, orms
+from swift.plugin.registry import orms
 from swift.rewards.functions.accuracy import MathAccuracy
 from swift.rewards.functions.format import Format, FormatStrict, ReActFormat
 from swift.rewards.functions.gym import ReasoningGym
@@ -26,12 +26,11 @@ __all__ = [
     "SoftOverlong",
 ]
 
-with orms.registering(BUILT_IN):
-    orms["accuracy"] = MathAccuracy
-    orms["format"] = Format
-    orms["format_strict"] = FormatStrict
-    orms["cosine"] = CosineReward
-    orms["repetition"] = RepetitionPenalty
-    orms["soft_overlong"] = SoftOverlong
-    orms["reasoning_gym"] = ReasoningGym
-    orms["react_format"] = ReActFormat
+orms["accuracy"] = MathAccuracy
+orms["format"] = Format
+orms["format_strict"] = FormatStrict
+orms["cosine"] = CosineReward
+orms["repetition"] = RepetitionPenalty
+orms["soft_overlong"] = SoftOverlong
+orms["reasoning_gym"] = ReasoningGym
+orms["react_format"] = ReActFormat

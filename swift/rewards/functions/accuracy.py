@@ -1,11 +1,11 @@
-"""Is the answer right? math-verify where the gold answer is mathematics, string equality elsewhere.
+"""Is the answer right? math-verify where the ground truth is mathematics, string equality elsewhere.
 
-The judgement of one (gold, completion) pair is a pure function and is remembered per worker, so `accuracy`
+The score of one (ground truth, completion) pair is a pure function and is remembered per worker, so `accuracy`
 and `cosine`, listed together, parse every completion once.
 
 An answer such as 9^(9^(9^9)) would keep a computer algebra system busy for ever, some of it in code that
 no timer can interrupt. Powers beyond `MAX_POWER_DIGITS` digits are therefore never handed to the
-comparison: such an answer is wrong unless it is written exactly like the gold.
+comparison: such an answer is wrong unless it is written exactly like the ground truth.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ logger = logging.getLogger("swift.rewards")
 MAX_POWER_DIGITS = 10_000
 CACHE_ENTRIES = 8192
 
-GoldKind = Literal["parsed", "unparsed", "missing"]
+TruthKind = Literal["parsed", "unparsed", "missing"]
 
 
 class MathAccuracy(ORM):
     """1.0 for a right answer, 0.0 for a wrong one.
 
-    `counters` holds how many samples had a gold answer that math-verify cannot parse (compared as strings)
+    `counters` holds how many samples had a ground truth that math-verify cannot parse (compared as strings)
     and how many had none at all (0.0); the reward pipeline reads and resets it after each call.
     """
 
@@ -42,26 +42,26 @@ class MathAccuracy(ORM):
         self._warned: set[str] = set()
 
     def __call__(self, completions: list[str], solution: list[Any], **kwargs: Any) -> list[float]:
-        """One reward per completion; `solution` holds the gold answers, usually the same for a whole group."""
-        return [self._score(text, gold) for text, gold in zip(completions, solution, strict=True)]
+        """One reward per completion; `solution` holds the ground truths, usually the same for a whole group."""
+        return [self._score(text, truth) for text, truth in zip(completions, solution, strict=True)]
 
     def _score(self, completion: str, solution: Any) -> float:
-        gold = gold_text(solution)
-        kind = gold_kind(gold)
+        truth = ground_truth(solution)
+        kind = truth_kind(truth)
         if kind != "parsed":
             self.counters[f"gold_{kind}"] += 1
             self._warn(kind, solution)
-        return float(is_right(completion, gold))
+        return float(is_right(completion, truth))
 
     def _warn(self, kind: str, solution: Any) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
             effect = "scored 0.0" if kind == "missing" else "compared as a string"
-            logger.warning("warning: accuracy: gold answer %r is %s: %s", str(solution)[:200], kind, effect)
+            logger.warning("warning: accuracy: ground truth %r is %s: %s", str(solution)[:200], kind, effect)
 
 
-def gold_text(solution: Any) -> str:
-    """The gold answer as text: the first `<answer>` block of `solution`, else all of it; "" when missing."""
+def ground_truth(solution: Any) -> str:
+    """The ground truth as text: the last `<answer>` block of `solution`, else all of it; "" when missing."""
     if solution is None:
         return ""
     text = str(solution)
@@ -70,36 +70,36 @@ def gold_text(solution: Any) -> str:
 
 
 @lru_cache(maxsize=CACHE_ENTRIES)
-def gold_kind(gold: str) -> GoldKind:
-    """Whether math-verify understands `gold`; "missing" for an empty one."""
-    if not gold:
+def truth_kind(truth: str) -> TruthKind:
+    """Whether math-verify understands `truth`; "missing" for an empty one."""
+    if not truth:
         return "missing"
-    return "parsed" if _is_mathematics(_parse_gold(gold)) else "unparsed"
+    return "parsed" if _is_mathematics(_parse_truth(truth)) else "unparsed"
 
 
 @lru_cache(maxsize=CACHE_ENTRIES)
-def is_right(completion: str, gold: str) -> bool:
-    """Whether `completion` answers `gold` (a result of `gold_text`); never raises on any text."""
-    kind = gold_kind(gold)
+def is_right(completion: str, truth: str) -> bool:
+    """Whether `completion` answers `truth` (a result of `ground_truth`); never raises on any text."""
+    kind = truth_kind(truth)
     if kind == "missing":
         return False
     if kind == "unparsed":
-        return _same_string(completion, gold)
-    return _equivalent(gold, _parse_answer(completion))
+        return _same_string(completion, truth)
+    return _equivalent(truth, _parse_answer(completion))
 
 
-def _same_string(completion: str, gold: str) -> bool:
+def _same_string(completion: str, truth: str) -> bool:
     answer = answer_block(completion)
     if answer is None:
         answer = last_boxed(completion)
-    return answer is not None and normalise(answer) == normalise(gold)
+    return answer is not None and normalise(answer) == normalise(truth)
 
 
 @lru_cache(maxsize=CACHE_ENTRIES)
-def _parse_gold(gold: str) -> tuple[Any, ...]:
+def _parse_truth(truth: str) -> tuple[Any, ...]:
     from math_verify import parse
 
-    return tuple(parse(gold, extraction_mode="first_match"))
+    return tuple(parse(truth, extraction_mode="first_match"))
 
 
 def _parse_answer(completion: str) -> list[Any]:
@@ -112,19 +112,19 @@ def _parse_answer(completion: str) -> list[Any]:
     return parse(completion, extraction_config=[anchored], extraction_mode="first_match")
 
 
-def _equivalent(gold: str, answer: list[Any]) -> bool:
+def _equivalent(truth: str, answer: list[Any]) -> bool:
     from math_verify import verify
 
     if not answer:
         return False
-    parsed_gold = _parse_gold(gold)
+    parsed_truth = _parse_truth(truth)
     # The library returns the parsed expression and its source; equal sources need no algebra.
-    gold_sources = {item for item in parsed_gold if isinstance(item, str)}
-    if any(isinstance(item, str) and item in gold_sources for item in answer):
+    truth_sources = {item for item in parsed_truth if isinstance(item, str)}
+    if any(isinstance(item, str) and item in truth_sources for item in answer):
         return True
     safe = [item for item in answer if not has_huge_power(item)]
-    golds = [item for item in parsed_gold if not has_huge_power(item)]
-    return bool(safe and golds) and bool(verify(golds, safe))
+    truths = [item for item in parsed_truth if not has_huge_power(item)]
+    return bool(safe and truths) and bool(verify(truths, safe))
 
 
 def _is_mathematics(parsed: tuple[Any, ...]) -> bool:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from swift.data.procedural import scorer_entry
 from swift.plugin.registry import ORM
 from swift.rewards.functions.text import answer_block
 
@@ -13,7 +14,7 @@ from swift.rewards.functions.text import answer_block
 class ReasoningGym(ORM):
     """The library's own score (usually 0 to 1) for the row's task, which `metadata` names.
 
-    The answer is the first `<answer>` block of the completion, or the stripped completion without one.
+    The answer is the last `<answer>` block of the completion, or the stripped completion without one.
     A row that is not a task of the library gets None.
     """
 
@@ -26,15 +27,15 @@ class ReasoningGym(ORM):
     ) -> list[float | None]:
         """One score per completion; `answer` and `metadata` are the columns of the generated row."""
         rows = zip(completions, answer, metadata, strict=True)
-        return [self._score(text, gold, _as_mapping(meta)) for text, gold, meta in rows]
+        return [self._score(text, truth, _as_mapping(meta)) for text, truth, meta in rows]
 
-    def _score(self, completion: str, gold: Any, metadata: Mapping[str, Any] | None) -> float | None:
+    def _score(self, completion: str, truth: Any, metadata: Mapping[str, Any] | None) -> float | None:
         if metadata is None or not isinstance(metadata.get("source_dataset"), str):
             return None
         block = answer_block(completion)
         answer = (completion if block is None else block).strip()
         scorer = self._scorer(metadata["source_dataset"])
-        return float(scorer(answer=answer, entry={"answer": gold, "metadata": dict(metadata)}))
+        return float(scorer(answer=answer, entry=scorer_entry({"answer": truth, "metadata": dict(metadata)})))
 
     def _scorer(self, task: str) -> Any:
         if task not in self._scorers:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import re
 import unicodedata
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _WRAPPERS = (("\\boxed{", "}"), ("\\text{", "}"), ("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 
 
 def answer_block(text: str) -> str | None:
-    """The content of the first complete `<answer>` block, or None without one."""
-    match = _ANSWER.search(text)
-    return match.group(1) if match else None
+    """The content of the last complete `<answer>` block, or None without one.
+
+    >>> answer_block("<answer>1</answer> no: <answer>2</answer> <answer>3")
+    '2'
+    """
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, end) if end >= 0 else -1
+    return text[start + len("<answer>") : end] if start >= 0 else None
 
 
 def last_boxed(text: str) -> str | None:

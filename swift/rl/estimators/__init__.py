@@ -6,8 +6,9 @@ Importing this package loads no torch, so that the command line can list what th
 
 import sys
 
-from swift.rl.estimators.base import AdvantageEstimator, Scale, advantage_estimators, get_estimator
+from swift.rl.declared import import_all
+from swift.rl.estimators.base import AdvantageEstimator, Scale, advantages, get_estimator
 
-advantage_estimators.load(sys.modules[__name__])
+import_all(sys.modules[__name__])
 
-__all__ = ["AdvantageEstimator", "Scale", "advantage_estimators", "get_estimator"]
+__all__ = ["AdvantageEstimator", "Scale", "advantages", "get_estimator"]

@@ -3,13 +3,13 @@
 `swift.rl.advantages` excludes faulty samples before, and sets groups without reward spread to 0 afterwards, for every
 estimator. A user's plugin registers one like the files beside this:
 
-    from swift.plugin import advantage_estimators
+    from swift.plugin import advantages
     from swift.rl.estimators import AdvantageEstimator
 
     def above_the_worst(rewards_S, groups, parameters):
         return rewards_S - groups.lowest_P[groups.index_S]
 
-    advantage_estimators["worst"] = AdvantageEstimator("worst", "no paper", above_the_worst)
+    advantages["worst"] = AdvantageEstimator("worst", "no paper", above_the_worst)
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from swift.registry import Registry
+from swift.plugin.registry import advantages
+from swift.rl.declared import find
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from swift.rl.advantages import GroupStatistics
 
 Scale = Literal["group", "batch", "none", "gdpo"]
-
-advantage_estimators = Registry("advantage estimator")
-"""Advantage estimators by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,4 +54,4 @@ def get_estimator(name: str) -> AdvantageEstimator:
     Raises:
         ValueError: there is none.
     """
-    return advantage_estimators.find(name, "advantage_estimator")
+    return find(advantages, name, "advantage_estimator")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from swift.rl.estimators.base import AdvantageEstimator, advantage_estimators
+from swift.rl.estimators.base import AdvantageEstimator, advantages
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,4 +17,4 @@ def centre(rewards_S: Tensor, groups: GroupStatistics, parameters: Any) -> Tenso
     return groups.centred(rewards_S)
 
 
-advantage_estimators["grpo"] = AdvantageEstimator("grpo", "arXiv:2402.03300", centre)
+advantages["grpo"] = AdvantageEstimator("grpo", "arXiv:2402.03300", centre)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from swift.rl.estimators.base import AdvantageEstimator, advantage_estimators
+from swift.rl.estimators.base import AdvantageEstimator, advantages
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,4 +18,4 @@ def centre(rewards_S: Tensor, groups: GroupStatistics, parameters: Any) -> Tenso
     return groups.centred(rewards_S) * count_S / (count_S - 1).clamp(min=1)
 
 
-advantage_estimators["rloo"] = AdvantageEstimator("rloo", "arXiv:2402.14740", centre, default_scale="none")
+advantages["rloo"] = AdvantageEstimator("rloo", "arXiv:2402.14740", centre, default_scale="none")

@@ -6,6 +6,7 @@ package loads no torch, so that the command line can list what there is.
 
 import sys
 
+from swift.rl.declared import import_all
 from swift.rl.losses.base import (
     CLIP_SETTINGS,
     SEQUENCE_MEAN,
@@ -24,7 +25,7 @@ from swift.rl.losses.base import (
     token_weights,
 )
 
-losses.load(sys.modules[__name__])
+import_all(sys.modules[__name__])
 
 __all__ = [
     "CLIP_SETTINGS",

@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from swift.registry import Registry, parameters_of
+from swift.plugin.registry import losses
+from swift.rl.declared import find, parameters_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
 
 Level = Literal["token", "sequence", "sequence_token"]
 LEVELS: tuple[str, ...] = get_args(Level)
-
-losses = Registry("policy loss")
-"""Policy losses by name."""
 
 CLIP_SETTINGS = ("epsilon", "epsilon_high", "delta", "importance_sampling_level")
 """Settings that several losses share; `Loss.settings` names those that one reads."""
@@ -206,7 +204,7 @@ def get_loss(name: str) -> Loss:
     Raises:
         ValueError: there is none.
     """
-    return losses.find(name, "loss_type")
+    return find(losses, name, "loss_type")
 
 
 def loss_problems(settings: Any) -> Iterator[str]:

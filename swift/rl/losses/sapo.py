@@ -19,10 +19,10 @@ class SAPOParameters:
 
     GROUP: ClassVar[str] = "Objective"
 
-    tau_pos: float = flag(1.0, above=0, everyday=False)
+    tau_pos: float = flag(1.0, above=0, everyday=False, needs="loss_type=sapo")
     """sapo: temperature of the gate where the advantage is positive."""
 
-    tau_neg: float = flag(1.05, above=0, everyday=False)
+    tau_neg: float = flag(1.05, above=0, everyday=False, needs="loss_type=sapo")
     """sapo: temperature of the gate elsewhere."""
 
 

@@ -6,14 +6,16 @@ Engines load whatever they are given: a tensor that is missing is at best logged
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from swift.errors import ConfigError, nearest
-from swift.rollout.weight_sync.base import AdapterWeights, TensorInfo
+from swift.errors import ConfigError, first_line, nearest
+from swift.rollout.engines.spec import EngineSpec
+from swift.rollout.weight_sync.base import AdapterWeights, TensorInfo, WeightSource
 
 HEAD = "lm_head.weight"
 """Name of the output layer in checkpoints."""
@@ -51,7 +53,7 @@ class ExpectedWeights:
 
         files = sorted(Path(folder).glob("*.safetensors"))
         if not files:
-            raise ConfigError(f"--model: {folder}: has no safetensors files; weights cannot be synchronised without")
+            raise ConfigError(f"--model: {folder}: has no safetensors files; weight sync needs them")
         ignored = [*NOT_WEIGHTS, *(getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or [])]
         shapes: dict[str, tuple[int, ...]] = {}
         for file in _of_index(Path(folder), files):
@@ -66,10 +68,20 @@ class ExpectedWeights:
             shapes.setdefault(head, shapes[embedding])
         return cls(shapes, head, embedding, f"{prefix}." if prefix else "")
 
+    @classmethod
+    def of_model(cls, folder: str | Path, config: Any) -> ExpectedWeights:
+        """Those of a folder whose config transformers has read; see `of_checkpoint`."""
+        import transformers
+
+        text = config.get_text_config()
+        tied = getattr(text, "tie_word_embeddings", False) or getattr(config, "tie_word_embeddings", False)
+        name = (getattr(config, "architectures", None) or [""])[0]
+        return cls.of_checkpoint(folder, model_class=getattr(transformers, name, None), tied=bool(tied))
+
     @property
     def numbers(self) -> int:
         """Parameters of the model, a tied head not counted twice."""
-        return sum(_count(shape) for name, shape in self.shapes.items() if name != self.tied)
+        return sum(math.prod(shape) for name, shape in self.shapes.items() if name != self.tied)
 
     def check(self, manifest: Sequence[TensorInfo]) -> list[str]:
         """Why an update with this manifest would not be complete and fitting, one line each; [] when it would."""
@@ -135,8 +147,30 @@ def _embedding(shapes: dict[str, tuple[int, ...]]) -> str:
     return names[0] if len(names) == 1 else ""
 
 
-def _count(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
+def merged_adapters(spec: EngineSpec) -> WeightSource:
+    """The weights of a spec's model with its adapters merged, in the engine's dtype."""
+    from swift.models.arguments import CheckpointArguments
+    from swift.models.policy import load_for_inference
+    from swift.rollout.weight_sync.policy import PolicyWeights
+
+    args = CheckpointArguments(
+        model=spec.model,
+        adapters=list(spec.adapters),
+        torch_dtype=cast(Any, spec.dtype),
+        trust_remote_code=spec.trust_remote_code,
+    )
+    return PolicyWeights(load_for_inference(args, device="cpu"))
+
+
+def model_config(spec: EngineSpec) -> Any:
+    """The model's config, as transformers reads it.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(spec.model, trust_remote_code=spec.trust_remote_code, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"--model: {spec.model}: config.json: {first_line(error)}") from error

@@ -1,13 +1,14 @@
-"""LMDeploy's two engines behind our contract; GPUs only.
+"""LMDeploy's PyTorch engine behind the engine contract; GPUs only.
 
 Requests are handed to LMDeploy's engine below its text layer: ids in, ids out, so that nothing is detokenised and no
 end token is added that was not asked for. Each is a coroutine on the event loop of LMDeploy's own thread:
 
     submit -> coroutine: session, handle, tokens as they come -> queue -> stream
 
-Log-probs: the PyTorch engine returns those at temperature 1 ("raw"), TurboMind those of the distribution that it drew
-from, out of at most 1024 candidates ("truncated"). LoRA: the PyTorch engine reads adapters at its start only, so every
-publication of an adapter starts it again; merged weights do not.
+Log-probs are at temperature 1 ("raw"). `update_params` takes a bucket as CUDA IPC handles, one set for each
+tensor-parallel rank; it confirms nothing, and a failure leaves half of it in the model. So names and shapes are checked
+before, and a fixed prompt is sampled after an update: its log-probs must be sound, and change when the weights did.
+LoRA adapters are synced merged, because LMDeploy reads adapters at its start only.
 
 Every wait has a bound. A call into LMDeploy that does not come back within it makes the engine dead: the thread that
 waits for it is left alone, nothing else is.
@@ -18,210 +19,150 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import json
+import functools
+import math
 import queue
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from swift.errors import ConfigError, EngineAsleep, EngineDead, EngineError, ResourceError, SwiftError, SyncFailed
-from swift.rollout.engines import lmdeploy_settings as settings
-from swift.rollout.engines.base import (
-    ALL_TAGS,
-    Ack,
-    AdapterWeights,
-    Capabilities,
-    EngineCounters,
-    Health,
-    InferenceEngine,
-    PauseMode,
-    SleepLevel,
-    SleepReport,
-    Tag,
-    TensorInfo,
-    WeightUpdate,
-)
-from swift.rollout.engines.expected_weights import ExpectedWeights
-from swift.rollout.engines.lmdeploy_api import load_api, require
-from swift.rollout.engines.lmdeploy_weights import FolderWeights, LMDeployUpdate, Pulse, PytorchUpdate, TurbomindUpdate
+import torch
+from torch import Tensor
+
+from swift.errors import EngineDead, EngineError, SwiftError, SyncFailed, first_line
+from swift.rollout.engines import lmdeploy_api as api_
+from swift.rollout.engines.base import ALL_TAGS, Capabilities, EngineCounters, PauseMode, SleepLevel, Tag
+from swift.rollout.engines.expected_weights import ExpectedWeights, merged_adapters, model_config
+from swift.rollout.engines.life import EngineLife
+from swift.rollout.engines.lmdeploy_api import require
+from swift.rollout.engines.running import Running
 from swift.rollout.engines.spec import EngineSpec
+from swift.rollout.engines.stopping import ends_with_stop
+from swift.rollout.weight_sync.base import Ack, Bucket, TensorInfo, WeightUpdate, torch_dtype
 from swift.types import Completion, FinishReason, Request, SamplingParams
 
-START_S, SYNC_S, SLEEP_S, CLOSE_S, HEALTH_S, STALL_S = 600.0, 300.0, 60.0, 30.0, 5.0, 300.0
+START_S, SYNC_S, SLEEP_S, CLOSE_S, STALL_S = 600.0, 300.0, 60.0, 30.0, 300.0
 """Bounds of waits, in seconds; the last one is for streams without any new token."""
-
 PROBE_TOKENS = 16
-TAIL_TOKENS = 8
-"""Tokens decoded beyond the length of a stop word."""
+QUIET_UPDATES = 3
+"""Updates in a row that changed bytes but no log-prob of the probe; more than that is no accident of rounding."""
+
+
+@dataclass(slots=True)
+class _Running(Running):
+    """A request on its way. `session` is LMDeploy's, once it has one."""
+
+    ends: frozenset[int] = frozenset()
+    room: int = 0
+    aborted: bool = False
+    reason: FinishReason | None = None
+    session: Any = None
 
 
 def build(spec: EngineSpec) -> LMDeployEngine:
-    """Makes the engine; see `lmdeploy_settings` for what of the spec means what.
+    """Makes the engine.
 
     Raises:
-        ResourceError: the package, a GPU or a 16-bit type is missing, or the version cannot take weights.
+        ResourceError: the package, a GPU or a 16-bit type is missing.
         ConfigError: arguments or a model that LMDeploy refuses.
         EngineError: LMDeploy failed to start.
     """
     return LMDeployEngine(spec)
 
 
-@dataclass(slots=True)
-class _Running:
-    """A request on its way. `session` is LMDeploy's, once it has one."""
-
-    request: Request
-    version: int
-    ends: frozenset[int]
-    room: int
-    aborted: bool = False
-    reason: FinishReason | None = None
-    session: Any = None
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-    def completion(self, reason: FinishReason) -> Completion:
-        """What it has, as it ends."""
-        versions = [(self.version, 0, len(self.token_ids))] if self.token_ids else []
-        return Completion(self.request.request_id, self.token_ids, self.logprobs, reason, versions=versions)
-
-
-class LMDeployEngine(InferenceEngine):
+class LMDeployEngine(EngineLife):
     """See the module's docstring.
 
     Args:
         spec: the engine.
     """
 
+    name = "lmdeploy"
+
     def __init__(self, spec: EngineSpec) -> None:
+        api_.check_spec(spec)
         self.spec = spec
-        self.kind = settings.kind_of(spec)
         self.counters = EngineCounters()
         self.version = 0
-        self._api = load_api()
+        self._api = api_.load_api()
         self._lock = threading.Lock()
-        self._running: dict[str, _Running] = {}
         self._ready: queue.SimpleQueue[Completion] = queue.SimpleQueue()
-        self._moved = time.monotonic()  # when the last token came
-        self._paused = False
-        self._asleep: set[Tag] = set()
-        self._level: SleepLevel = 0
-        self._dropped = False  # level 2 took the weights; an update brings them back
-        self._void = ""  # why the weights cannot be used, until `rebuild` or a whole update
-        self._dead = ""  # why nothing works any more, until `rebuild`
-        self._closed = False
-        self._update: LMDeployUpdate | None = None
-        self._replaced = False  # base weights are no longer those of the folder
-        self._base_version = 0
-        self._pulse = Pulse(self._probe)
-        self._unconfirmed: tuple[str, int] | None = None
-        self._adapter_name: str | None = None
-        self._adapter_folder: Path | None = None
         self._pipeline: Any = None
         self._tokenizer: Any = None
-        self._expected = _expected_weights(spec)
+        self._reset()
+        self._expected = ExpectedWeights.of_model(spec.model, model_config(spec))
         try:
-            self._open(adapter=spec.adapters[0] if spec.adapters else None)
+            self._open()
         except BaseException:
             with contextlib.suppress(EngineDead):  # the first error counts
                 self.close()
             raise
 
+    def _reset(self) -> None:
+        """The state of an engine that has just been made."""
+        self._running: dict[str, _Running] = {}
+        self._moved = time.monotonic()  # when the last token came
+        self._reset_life()
+        self._update: _Update | None = None
+        self._probed: tuple[list[int], list[float]] | None = None
+        self._digest, self._quiet = "", 0
+        self._unconfirmed = ""  # digest of an update that no probe could follow yet
+
     # --- start and end ----------------------------------------------------------------------------------------
 
-    def _open(self, adapter: str | Path | None) -> None:
-        """Start LMDeploy's engine with the weights of the folder and, with the PyTorch engine, an adapter."""
-        name = f"policy-v{self.version}" if adapter is not None else None
-        adapters = {name: str(adapter)} if name is not None else {}
-        config = settings.engine_config(self._api, self.spec, self.kind, adapters=adapters)
-        indexes = settings.device_indexes(self.spec)
-
-        def start() -> Any:
-            hidden = settings.visible_devices(indexes) if self.kind == "pytorch" else contextlib.nullcontext()
-            with hidden:  # Ray gives its workers what is visible when it starts
-                return self._api.Pipeline(
-                    self.spec.model,
-                    backend_config=config,
-                    log_level="ERROR",
-                    trust_remote_code=self.spec.trust_remote_code,
-                )
-
+    def _open(self) -> None:
+        """Start LMDeploy with the weights of the folder, then bring those of the spec's adapters in."""
+        config = api_.engine_config(self._api, self.spec)
+        start = functools.partial(
+            self._api.Pipeline,
+            self.spec.model,
+            backend_config=config,
+            log_level="ERROR",
+            trust_remote_code=self.spec.trust_remote_code,
+        )
         try:
-            self._pipeline = _bounded(start, START_S, "start of the engine")
+            with api_.visible_devices(self.spec):  # Ray gives its workers what is visible when it starts
+                self._pipeline = _bounded(start, START_S, "start of the engine")
         except SwiftError:
             raise
         except (Exception, SystemExit) as error:  # its checks of the environment exit
             raise EngineError(
-                f"engine: lmdeploy: its {self.kind} engine failed to start ({type(error).__name__}: "
-                f"{_first_line(error)})"
+                f"engine: lmdeploy: it failed to start ({type(error).__name__}: {first_line(error)})"
             ) from error
-        self._adapter_name = name
-        self._check_kind()
-        self.capabilities = self._find_capabilities()
-        if self.kind == "turbomind" and self._engine.backend_config.empty_init:
-            self._fill()
-
-    @property
-    def _engine(self) -> Any:
-        """LMDeploy's AsyncEngine."""
-        return self._pipeline.async_engine
-
-    def _check_kind(self) -> None:
-        """LMDeploy silently takes its PyTorch engine for models that TurboMind lacks; and 0.18.0 lost a receiver."""
-        if self._engine.backend != self.kind:
-            raise ConfigError(
-                f"engine_kwargs: engine {self.kind!r}: LMDeploy runs this model with its {self._engine.backend} engine "
-                "only; leave it out"
-            )
-        receives = self.kind == "pytorch" or hasattr(self._engine.engine, "_update_params_que")
-        if not receives and self._engine.backend_config.empty_init:
-            raise ResourceError(
-                f"lmdeploy: {self._api.version}: its TurboMind has update_params but nothing behind it, so it cannot "
-                "take weights; leave engine_kwargs.engine out for the PyTorch engine, or add "
-                "engine_kwargs.empty_init false to sample from the folder's weights alone"
-            )
-
-    def _find_capabilities(self) -> Capabilities:
         limits = [self._engine.session_len, getattr(self._engine.engine, "max_session_len", None)]
-        lora = self.kind == "pytorch" and self.spec.lora
-        return Capabilities(
+        self.capabilities = Capabilities(
             name="lmdeploy",
-            logprob_support="raw" if self.kind == "pytorch" else "truncated",
+            logprob_support="raw",
             seeded=True,
             shares_weights=False,
             max_model_len=min(int(limit) for limit in limits if limit),
             dtype=self.spec.dtype,
             devices=self.spec.devices,
             tensor_parallel_size=self.spec.tensor_parallel_size,
-            lora=lora,
-            max_lora_rank=self.spec.max_lora_rank if lora else 0,
             sleep_levels=(0, 1, 2),
             kv_release=True,
-            transports=("cuda_ipc",) if self.kind == "pytorch" else ("in_process",),
+            transports=("cuda_ipc",),
             guided=True,
-            sampling_fields=settings.SAMPLING_FIELDS,
-            extra={"lmdeploy": self._api.version, "engine": self.kind},
+            sampling_fields=api_.SAMPLING_FIELDS,
+            extra={"lmdeploy": self._api.version},
         )
+        if self.spec.adapters:
+            self.load_weights(merged_adapters(self.spec), 0)
 
-    def _fill(self) -> None:
-        """Bring the folder's weights into an engine that was made empty."""
-        self.load_weights(FolderWeights(self.spec.model, list(self._expected.shapes)), self.version)
-        self._replaced = False
-        self._engine.sleeping_tags.clear()  # its last update made the engine and its cache
-        self._engine.is_sleeping = False
+    @property
+    def _engine(self) -> Any:
+        """LMDeploy's AsyncEngine."""
+        return self._pipeline.async_engine
 
     def rebuild(self) -> None:
         """See `InferenceEngine.rebuild`."""
-        self._require_open()
+        self._check_alive()
         try:
             self._shut()
             self.version = 0
-            self._open(adapter=self.spec.adapters[0] if self.spec.adapters else None)
+            self._open()
         except SwiftError as error:
             self._dead = f"it could not be made again ({error})"
             raise EngineDead(f"engine: lmdeploy: {self._dead}") from error
@@ -232,8 +173,6 @@ class LMDeployEngine(InferenceEngine):
             return
         self._closed = True
         self._shut()
-        if self._adapter_folder is not None:
-            shutil.rmtree(self._adapter_folder, ignore_errors=True)
 
     def _shut(self) -> None:
         """End LMDeploy's engine, its thread and its workers; what was loaded is gone."""
@@ -241,12 +180,7 @@ class LMDeployEngine(InferenceEngine):
         with self._lock:
             for one in self._running.values():
                 self._ready.put(one.completion("abort"))
-            self._running.clear()
-        self._update, self._unconfirmed = None, None
-        self._asleep, self._level, self._paused = set(), 0, False
-        self._dropped, self._replaced, self._void, self._dead = False, False, "", ""
-        self._base_version = 0
-        self._pulse = Pulse(self._probe)
+            self._reset()
         if pipeline is not None:
             _bounded(pipeline.close, CLOSE_S, "close")
 
@@ -254,14 +188,15 @@ class LMDeployEngine(InferenceEngine):
 
     def submit(self, request: Request) -> None:
         """See `InferenceEngine.submit`."""
-        self._require_usable()
+        self._check_usable()
         self.check_length(request)
-        if request.sampling.temperature > settings.HIGHEST_TEMPERATURE:
+        if request.sampling.temperature > api_.HIGHEST_TEMPERATURE:
             raise EngineError(
-                f"--temperature: {request.sampling.temperature}: LMDeploy takes at most "
-                f"{settings.HIGHEST_TEMPERATURE}; use a lower one, or another engine"
+                f"--temperature: {request.sampling.temperature}: LMDeploy takes at most {api_.HIGHEST_TEMPERATURE}; "
+                "use a lower one, or another engine"
             )
-        running = self._prepared(request)
+        ends = frozenset((*self.spec.eos_token_ids, *request.sampling.stop_token_ids))
+        running = _Running(request, ends=ends, room=self.room(request))
         with self._lock:
             if request.request_id in self._running:
                 raise EngineError(f"request: {request.request_id}: submitted twice; ids must differ while in flight")
@@ -269,14 +204,7 @@ class LMDeployEngine(InferenceEngine):
                 self._moved = time.monotonic()
             self._running[request.request_id] = running
         if not self._paused:
-            self._launch(running)
-
-    def _prepared(self, request: Request) -> _Running:
-        ends = frozenset((*self.spec.eos_token_ids, *request.sampling.stop_token_ids))
-        return _Running(request, self.version, ends, self.room(request))
-
-    def _launch(self, running: _Running) -> None:
-        self._spawn(self._serve(running))
+            self._spawn(self._serve(running))
 
     async def _serve(self, running: _Running) -> None:
         """From LMDeploy's handle to a completion in the queue; whatever happens, exactly one."""
@@ -286,9 +214,8 @@ class LMDeployEngine(InferenceEngine):
             reason = "abort"
         except Exception as error:  # one request's failure is that request's end
             reason = "error"
-            running.logprobs = running.logprobs[: len(running.token_ids)]
             if "ENGINE_STOP_ERROR" in str(error):
-                self._dead = f"LMDeploy's engine has stopped ({_first_line(error)})"
+                self._dead = f"LMDeploy's engine has stopped ({first_line(error)})"
         with self._lock:
             if self._running.get(running.request.request_id) is running:
                 self._ready.put(running.completion(reason))  # first, so that `stream` never finds neither
@@ -298,9 +225,7 @@ class LMDeployEngine(InferenceEngine):
     async def _sample(self, running: _Running) -> FinishReason:
         """Tokens of one request, as they come."""
         engine, request = self._engine, running.request
-        config = settings.generation_config(
-            self._api, request.sampling, room=running.room, end_token_ids=self.spec.eos_token_ids
-        )
+        config = api_.generation_config(self._api, request.sampling, running.room, self.spec.eos_token_ids)
         running.session = engine.session_mgr.get()
         reason: FinishReason | None = None
         try:
@@ -312,30 +237,28 @@ class LMDeployEngine(InferenceEngine):
                     session=running.session,
                     input_ids=list(request.prompt_ids),
                     gen_config=config,
-                    adapter_name=self._adapter_name,
                     stream_output=True,
                 ) as outputs:
                     async for output in outputs:
                         reason = self._take(running, output)
                         if reason is not None and output.status == self._api.ResponseType.SUCCESS:
-                            return reason  # a stop word, of which LMDeploy knows nothing: leaving cancels the request
+                            return reason  # a stop word, which LMDeploy does not see: leaving cancels the request
         finally:
             engine.session_mgr.remove(running.session)
         return reason or ("abort" if running.aborted else "error")
 
     def _take(self, running: _Running, output: Any) -> FinishReason | None:
         """Add what came; the reason when that ends the request."""
-        status, types = output.status, self._api.ResponseType
+        status, types, name = output.status, self._api.ResponseType, running.request.request_id
         if status not in (types.SUCCESS, types.FINISH, types.CANCEL):
-            raise EngineError(f"request: {running.request.request_id}: LMDeploy answers {status.name}")
+            raise EngineError(f"request: {name}: LMDeploy answers {status.name}")
         rows = output.logprobs or []
         for token, row in zip(output.token_ids, rows, strict=False):
             if running.reason is not None:
                 break
             if token not in row:
-                raise EngineError(f"request: {running.request.request_id}: token {token} came without its log-prob")
-            running.token_ids.append(int(token))
-            running.logprobs.append(min(float(row[token]), 0.0))
+                raise EngineError(f"request: {name}: token {token} came without its log-prob")
+            running.add([int(token)], [min(float(row[token]), 0.0)], self.version)
             self._moved = time.monotonic()
             if self._hits_stop_word(running):
                 return "stop"
@@ -348,30 +271,25 @@ class LMDeployEngine(InferenceEngine):
         if status == types.CANCEL or running.aborted:
             return "abort"
         if len(rows) < len(output.token_ids):
-            raise EngineError(f"request: {running.request.request_id}: tokens came without log-probs")
+            raise EngineError(f"request: {name}: tokens came without log-probs")
         # finished by itself before the limit: the KV cache is full, which is a limit too
         return "length" if status == types.FINISH else None
 
     def _hits_stop_word(self, running: _Running) -> bool:
         words = running.request.sampling.stop
-        if not words:
-            return False
-        if self._tokenizer is None:
+        if words and self._tokenizer is None:
             from transformers import AutoTokenizer
 
-            self._tokenizer = AutoTokenizer.from_pretrained(
-                self.spec.model, trust_remote_code=self.spec.trust_remote_code
-            )
-        tail = running.token_ids[-(max(len(word) for word in words) + TAIL_TOKENS) :]
-        text = self._tokenizer.decode(tail, skip_special_tokens=False)
-        return any(word in text for word in words)
+            remote = self.spec.trust_remote_code
+            self._tokenizer = AutoTokenizer.from_pretrained(self.spec.model, trust_remote_code=remote)
+        return ends_with_stop(running.token_ids, words, self._tokenizer)
 
     def stream(self) -> Iterator[Completion]:
         """See `InferenceEngine.stream`."""
         while True:
             self._between()
             started = time.monotonic()
-            idle = self._idle()
+            idle = not self._running or self._paused  # nothing more comes by itself
             try:
                 done = self._ready.get(timeout=0.0 if idle else self._patience(0.5))
             except queue.Empty:
@@ -384,38 +302,30 @@ class LMDeployEngine(InferenceEngine):
             self.counters.decode_rows += len(done.token_ids)
             yield done
 
-    def _idle(self) -> bool:
-        """Whether nothing more will come by itself."""
-        return not self._running or self._paused
-
     def _require_progress(self) -> None:
-        if self._dead:
-            raise EngineDead(f"engine: lmdeploy: {self._dead}")
         waited = time.monotonic() - self._moved
-        if waited > STALL_S:
+        if waited > STALL_S and not self._dead:
             self._dead = f"no token for {waited:.0f} s with {len(self._running)} requests outstanding"
+        if self._dead:
             raise EngineDead(f"engine: lmdeploy: {self._dead}")
 
     def abort(self, request_ids: Collection[str] | None = None) -> None:
         """See `InferenceEngine.abort`."""
         with self._lock:
-            wanted = (
-                list(self._running) if request_ids is None else [one for one in request_ids if one in self._running]
-            )
-            chosen = [self._running[one] for one in wanted]
-            waiting = [one for one in chosen if one.session is None and self._paused]
-            for one in waiting:
-                del self._running[one.request.request_id]
+            wanted = set(self._running if request_ids is None else request_ids)
+            chosen = [one for name, one in self._running.items() if name in wanted]
+            for one in chosen:
+                one.aborted = True
+                if one.session is None and self._paused:
+                    del self._running[one.request.request_id]
+                    self._ready.put(one.completion("abort"))
         for one in chosen:
-            one.aborted = True
-            if one in waiting:
-                self._ready.put(one.completion("abort"))
-            elif one.session is not None and self._pipeline is not None:
+            if one.session is not None and self._pipeline is not None:
                 self._spawn(one.session.async_abort())
 
     def pause(self, mode: PauseMode = "wait") -> None:
         """See `InferenceEngine.pause`."""
-        self._require_open()
+        self._check_alive()
         if mode == "keep":
             raise self._unsupported("pause(keep)")
         if mode == "abort":
@@ -427,275 +337,175 @@ class LMDeployEngine(InferenceEngine):
 
     def resume(self) -> None:
         """See `InferenceEngine.resume`."""
-        self._require_open()
+        self._check_alive()
         if self._paused:
             self._paused = False
             self._moved = time.monotonic()
             for running in list(self._running.values()):
-                running.version = self.version
-                self._launch(running)
+                self._spawn(self._serve(running))
 
     # --- weights ----------------------------------------------------------------------------------------------
 
     def begin_update(self, manifest: Sequence[TensorInfo], version: int) -> WeightUpdate:
         """See `InferenceEngine.begin_update`."""
-        self._require_open()
-        self._require_quiet("an update")
-        if "weights" in self._asleep:
-            raise EngineAsleep("engine: lmdeploy: its weights sleep; wake them before an update")
-        if self.kind == "turbomind" and not hasattr(self._engine.engine, "_update_params_que"):
-            raise self._unsupported("updates: it was made with empty_init false")
-        if self._update is not None:
-            raise SyncFailed(f"weights: version {version} for lmdeploy: another update is under way; abort it first")
+        self._check_takes("new weights")
         if problems := self._expected.check(manifest):
             more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
             raise SyncFailed(f"weights: version {version} for lmdeploy: {'; '.join(problems[:3])}{more}")
-        options: dict[str, Any] = {
-            "api": self._api,
-            "dtype": self.spec.dtype,
-            "receive": self._receive,
-            "confirm": lambda digest: self._confirm(digest, version),
-            "ended": self._update_ended,
-        }
-        self._update = (
-            PytorchUpdate(manifest, version, devices=self.spec.devices, **options)
-            if self.kind == "pytorch"
-            else TurbomindUpdate(manifest, version, device=self.spec.devices[0], **options)
-        )
+        self._update = _Update(self, manifest, version)
         return self._update
 
-    def _receive(self, request: Any) -> None:
-        self._void = "an update is under way"
+    def _outstanding(self) -> int:
+        return len(self._running)
+
+    def _loaded_version(self) -> int | None:
+        return self._update.version if self._update is not None and self._update.sent else None
+
+    def take_bucket(self, bucket: Bucket, *, last: bool) -> None:
+        """Hand a bucket of an update to LMDeploy."""
+        dtype = torch_dtype(self.spec.dtype)
+        # the handles are valid as long as these tensors live: until the call has returned
+        copies = [{name: placed(one, device, dtype) for name, one in bucket.tensors} for device in self.spec.devices]
+        handles = [self._api.serialize_state_dict(one) for one in copies]
+        request = self._api.UpdateParamsRequest(
+            serialized_named_tensors=handles if len(handles) > 1 else handles[0], finished=last
+        )
         _bounded(lambda: self._engine.engine.update_params(request), SYNC_S, "update_params", SyncFailed)
 
-    def _confirm(self, digest: str, version: int) -> str:
-        """All tensors were handed over: sample with them, now or as soon as the KV cache is awake."""
-        self._void = ""
+    def end_update(self, version: int, digest: str) -> str:
+        """All tensors are there: sample with them, now or as soon as the KV cache is awake; a note for the Ack."""
         self._dropped = False
         if self._asleep:
-            self._unconfirmed = digest, version
-            return "confirmed by a probe at the next wake"
-        return self._pulse.check(digest, version)
+            self._unconfirmed, note = digest, "confirmed by a probe at the next wake"
+        else:
+            note = self._probe(digest, version)
+        self.version, self._update = version, None
+        return note
 
-    def _update_ended(self, version: int, why: str) -> None:
+    def give_up_update(self, *, sent: bool) -> None:
+        """An update ends without a commit."""
         self._update = None
-        if why:
-            self._void = f"{why}; the model may be half updated"
-            return
-        self.version = self._base_version = version
-        self._replaced = True
-        self._adapter_name = None
-
-    def load_adapter(self, adapter: AdapterWeights, version: int) -> Ack:
-        """See `InferenceEngine.load_adapter`; starts LMDeploy's engine again, which reads adapters then only.
-
-        Its KV cache is awake afterwards.
-        """
-        if not self.capabilities.lora:
-            raise self._unsupported("LoRA adapters")
-        self._require_open()
-        self._require_quiet("an adapter")
-        if "weights" in self._asleep:
-            raise EngineAsleep("engine: lmdeploy: its weights sleep; wake them before an adapter is loaded")
-        if self._replaced:
-            raise SyncFailed(
-                f"weights: version {version} for lmdeploy: the base weights were replaced, and loading an adapter "
-                "reads them from the folder again; rebuild the engine, or send merged weights"
-            )
-        started = time.monotonic()
-        folder = self._store(adapter, version)
-        self._shut()
-        self.version = version
-        try:
-            self._open(adapter=folder)
-        except SwiftError as error:
-            self._void = f"an adapter could not be loaded ({error})"
-            raise SyncFailed(f"weights: version {version} for lmdeploy: {self._void}") from error
-        note = self._pulse.check(adapter.digest(), version)
-        return Ack(
-            version=version,
-            tensors=len(adapter.tensors),
-            nbytes=sum(one.numel() * one.element_size() for one in adapter.tensors.values()),
-            digest=adapter.digest(),
-            seconds=time.monotonic() - started,
-            rounded=any(str(one.dtype).removeprefix("torch.") != self.spec.dtype for one in adapter.tensors.values()),
-            note=note or "LMDeploy was started again to read the adapter",
-        )
-
-    def _store(self, adapter: AdapterWeights, version: int) -> Path:
-        """The adapter as peft saves it, in a folder of its own; the one before it stays."""
-        from safetensors.torch import save_file
-
-        if self._adapter_folder is None:
-            self._adapter_folder = Path(tempfile.mkdtemp(prefix="swift-lmdeploy-"))
-        kept = sorted(self._adapter_folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
-        for old in kept[:-1]:
-            shutil.rmtree(old, ignore_errors=True)
-        folder = Path(tempfile.mkdtemp(prefix=f"policy-v{version}-", dir=self._adapter_folder))
-        save_file({name: one.cpu().contiguous() for name, one in adapter.tensors.items()}, folder / _ADAPTER_FILE)
-        (folder / "adapter_config.json").write_text(json.dumps(adapter.config), encoding="utf-8")
-        return folder
-
-    def drop_adapter(self) -> None:
-        """See `InferenceEngine.drop_adapter`."""
-        if not self.capabilities.lora:
-            raise self._unsupported("LoRA adapters")
-        self._require_quiet("dropping an adapter")
-        self._adapter_name = None
-        self.version = self._base_version
+        if sent:
+            self._invalidate("an update was given up; the model may be half updated")
 
     def reset_caches(self) -> None:
         """See `InferenceEngine.reset_caches`: nothing of a prompt outlives its request, as prefix caching is off."""
-        self._require_open()
+        self._check_alive()
 
-    def _probe(self) -> tuple[list[int], list[float]]:
-        """Sample a fixed request at once, outside of the queue."""
+    def _probe(self, digest: str, version: int) -> str:
+        """Sample a fixed request after an update; returns a note, or "".
+
+        Raises:
+            SyncFailed: log-probs that no model has, or the same ones after several updates that changed the weights.
+        """
+        where = f"weights: version {version} for lmdeploy"
         sampling = SamplingParams(max_new_tokens=PROBE_TOKENS, temperature=1.0, seed=1)
-        running = _Running(Request("probe", list(range(8)), sampling), self.version, frozenset(), PROBE_TOKENS)
+        running = _Running(Request("probe", list(range(8)), sampling), room=PROBE_TOKENS)
         try:
             reason = self._wait_for(self._sample(running), SYNC_S, "probe")
         except EngineDead:
             raise
         except Exception as error:
-            raise SyncFailed(f"weights: lmdeploy: the probe after an update failed ({_first_line(error)})") from error
-        if reason not in ("stop", "length"):
-            raise SyncFailed(f"weights: lmdeploy: the probe after an update ended with {reason!r}")
-        return running.token_ids, running.logprobs
+            raise SyncFailed(f"{where}: the probe after the update failed ({first_line(error)})") from error
+        values = running.logprobs
+        if reason not in ("stop", "length") or not values or not all(-math.inf < one <= 1e-5 for one in values):
+            raise SyncFailed(
+                f"{where}: the engine samples nonsense after the update ({reason}, log-probs {values[:3]})"
+            )
+        found, former = (running.token_ids, values), self._probed
+        stuck = former == found and digest != self._digest
+        self._probed, self._digest, self._quiet = found, digest, self._quiet + 1 if stuck else 0
+        if self._quiet >= QUIET_UPDATES:
+            raise SyncFailed(
+                f"{where}: {self._quiet} updates in a row with changed weights left all {len(values)} log-probs of the "
+                "probe as they were, so they do not arrive"
+            )
+        return "the log-probs of the probe did not change" if stuck else ""
 
     # --- memory -----------------------------------------------------------------------------------------------
 
-    def sleep(self, level: SleepLevel) -> SleepReport:
-        """See `InferenceEngine.sleep`."""
-        self._require_open()
-        if level == 0:
-            return SleepReport()
-        if level not in self.capabilities.sleep_levels:
-            raise self._unsupported(f"sleep({level})")
-        self._require_quiet("sleep")
-        if self._asleep == set(ALL_TAGS) and level <= self._level:
-            return SleepReport(note="asleep already")
-        if self._asleep:
-            self.wake()
-        before = _free_bytes(settings.device_indexes(self.spec))
+    def _fall_asleep(self, level: SleepLevel) -> tuple[int, list[str]]:
+        before = self._free_bytes()
         self._wait_for(self._engine.sleep(level), SLEEP_S, f"sleep({level})")
-        self._asleep, self._level = set(ALL_TAGS), level
-        self._dropped = self._dropped or level == 2
-        return SleepReport(freed_bytes=max(0, _free_bytes(settings.device_indexes(self.spec)) - before))
+        return self._free_bytes() - before, []
+
+    def _free_bytes(self) -> int:
+        return sum(int(torch.cuda.mem_get_info(index)[0]) for index in api_.device_indexes(self.spec))
+
+    def _wake_up(self, tag: Tag) -> None:
+        async def wake_up() -> None:  # on the loop's own thread, because LMDeploy sets asyncio events in it
+            self._engine.wakeup([tag])
+
+        self._wait_for(wake_up(), SLEEP_S, f"wake({tag})")
+        if tag in self._engine.sleeping_tags:
+            raise EngineError(f"engine: lmdeploy: {tag} did not wake")
 
     def wake(self, tags: Sequence[Tag] = ALL_TAGS) -> bool:
-        """See `InferenceEngine.wake`."""
-        self._require_open()
-        for tag in tags:
-            if tag not in ALL_TAGS:
-                raise self._unsupported(f"wake({tag})")
-        if "kv_cache" in tags and "weights" in self._asleep and "weights" not in tags:
-            raise EngineAsleep("engine: lmdeploy: its weights sleep; wake them before the KV cache")
-        for tag in ALL_TAGS:  # weights first
-            # a tag that does not sleep makes LMDeploy ignore the whole call
-            if tag in tags and tag in self._asleep:
-                self._on_loop(lambda one=tag: self._engine.wakeup([one]), SLEEP_S)  # type: ignore[misc]
-                if tag in self._engine.sleeping_tags:
-                    raise EngineError(f"engine: lmdeploy: {tag} did not wake")
-                self._asleep.discard(tag)
-        if self._asleep:
+        """See `InferenceEngine.wake`; probes an update that came while the KV cache was asleep."""
+        if not super().wake(tags):
             return False
-        self._level = 0
-        if self._unconfirmed is not None and not self._dropped:
-            (digest, version), self._unconfirmed = self._unconfirmed, None
+        digest, self._unconfirmed = self._unconfirmed, ""
+        if digest and not self._dropped:
             try:
-                self._pulse.check(digest, version)
+                self._probe(digest, self.version)
             except SyncFailed as error:
-                self._void = str(error)
+                self._invalidate(str(error))
                 raise
         return True
 
-    # --- watching ---------------------------------------------------------------------------------------------
-
-    def health(self) -> Health:
-        """See `InferenceEngine.health`."""
-        if self._closed or self._pipeline is None:
-            return Health(False, self.version, "closed")
-        if self._dead or self._void:
-            return Health(False, self.version, self._dead or self._void)
-        try:
-            found = self._wait_for(self._engine.health_probe(STALL_S), HEALTH_S, "health", fatal=False)
-        except (EngineDead, RuntimeError) as error:
-            return Health(False, self.version, _first_line(error))
-        if found["status"] == "unhealthy":
-            return Health(False, self.version, str(found["message"]))
-        if self._asleep:
-            return Health(True, self.version, f"asleep ({', '.join(sorted(self._asleep))})")
-        return Health(True, self.version, "awake, but sleep(2) dropped its weights" if self._dropped else "")
-
-    def info(self) -> dict[str, Any]:
-        """See `InferenceEngine.info`."""
-        return {
-            "engine": "lmdeploy",
-            "kind": self.kind,
-            "engine_version": self._api.version,
-            "version": self.version,
-            "dtype": self.spec.dtype,
-            "devices": list(self.spec.devices),
-        }
-
-    # --- LMDeploy's loop --------------------------------------------------------------------------------------
+    # --- LMDeploy's loop ----------------------------------------------------------------------------------------
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
         return asyncio.run_coroutine_threadsafe(work, self._pipeline.internal_thread.loop)
 
-    def _wait_for(self, work: Coroutine[Any, Any, Any], seconds: float, what: str, *, fatal: bool = True) -> Any:
-        """Run a coroutine on LMDeploy's loop, at most this long; `fatal`: the engine is dead if it takes longer."""
+    def _wait_for(self, work: Coroutine[Any, Any, Any], seconds: float, what: str) -> Any:
+        """Run a coroutine on LMDeploy's loop; the engine is dead if it takes longer."""
         future = self._spawn(work)
         try:
             return future.result(seconds)
         except concurrent.futures.TimeoutError as error:
             future.cancel()
-            late = f"{what} did not end within {seconds:.0f} s"
-            self._dead = late if fatal else self._dead
-            raise EngineDead(f"engine: lmdeploy: {late}") from error
-
-    def _on_loop(self, call: Callable[[], Any], seconds: float) -> Any:
-        """Call a function on the loop's own thread: LMDeploy sets asyncio events in some of them."""
-
-        async def run() -> Any:
-            return call()
-
-        return self._wait_for(run(), seconds, "a call")
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise EngineDead("engine: lmdeploy: it is closed")
-
-    def _require_quiet(self, what: str) -> None:
-        if self._dead:
-            raise EngineDead(f"engine: lmdeploy: {self._dead}")
-        if self._running:
-            raise EngineError(
-                f"engine: lmdeploy: {len(self._running)} requests are outstanding; take them from `stream`, or abort "
-                f"them, before {what}"
-            )
-
-    def _require_usable(self) -> None:
-        self._require_open()
-        if self._dead:
-            raise EngineDead(f"engine: lmdeploy: {self._dead}")
-        if self._void:
-            raise SyncFailed(f"engine: lmdeploy: {self._void}; rebuild it")
-        if self._asleep:
-            raise EngineAsleep(f"engine: lmdeploy: {', '.join(sorted(self._asleep))} asleep; wake it before sampling")
-        if self._dropped:
-            raise EngineAsleep("engine: lmdeploy: sleep(2) dropped its weights; publish them before sampling")
+            self._dead = f"{what} did not end within {seconds:.0f} s"
+            raise EngineDead(f"engine: lmdeploy: {self._dead}") from error
 
 
-_ADAPTER_FILE = "adapter_model.safetensors"
+class _Update(WeightUpdate):
+    """An update in calls of `update_params`, one for each bucket."""
+
+    def __init__(self, engine: LMDeployEngine, manifest: Sequence[TensorInfo], version: int) -> None:
+        super().__init__("lmdeploy", manifest, version)
+        self._engine, self._open = engine, True
+        self._started = time.monotonic()
+
+    def _deliver(self, bucket: Bucket) -> None:
+        try:
+            self._engine.take_bucket(bucket, last=self.sent == len(self.manifest))
+        except SyncFailed:
+            raise
+        except Exception as error:
+            raise SyncFailed(
+                f"weights: version {self.version} for lmdeploy: update_params failed ({type(error).__name__}: {error})"
+            ) from error
+
+    def _finish(self) -> Ack:
+        digest = self.digest.hexdigest()
+        note = self._engine.end_update(self.version, digest)
+        self._open = False
+        rounded = any(info.dtype != self._engine.spec.dtype for info in self.manifest)
+        seconds = time.monotonic() - self._started
+        return Ack(self.version, self.sent, self.sent_bytes, digest, seconds=seconds, rounded=rounded, note=note)
+
+    def abort(self) -> None:
+        """See `WeightUpdate.abort`."""
+        if self._open:
+            self._open = False
+            self._engine.give_up_update(sent=self.sent > 0)
 
 
-def _expected_weights(spec: EngineSpec) -> ExpectedWeights:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(spec.model, trust_remote_code=spec.trust_remote_code).get_text_config()
-    tied = bool(getattr(config, "tie_word_embeddings", False))
-    return ExpectedWeights.of_checkpoint(spec.model, model_class=None, tied=tied)
+def placed(tensor: Tensor, device: str, dtype: torch.dtype) -> Tensor:
+    """The tensor where and as the engine takes it; integers keep their type."""
+    target = dtype if tensor.dtype.is_floating_point else tensor.dtype
+    return tensor.detach().to(device=device, dtype=target).contiguous()
 
 
 def _bounded(call: Callable[[], Any], seconds: float, what: str, error_type: type[SwiftError] = EngineDead) -> Any:
@@ -720,16 +530,6 @@ def _bounded(call: Callable[[], Any], seconds: float, what: str, error_type: typ
     if error is not None:
         raise error
     return value
-
-
-def _free_bytes(indexes: Sequence[int]) -> int:
-    import torch
-
-    return sum(int(torch.cuda.mem_get_info(index)[0]) for index in indexes)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 __all__ = ["LMDeployEngine", "build", "require"]

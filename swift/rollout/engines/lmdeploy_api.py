@@ -1,45 +1,39 @@
-"""LMDeploy's names: which version is there, and everything of it that is used, looked up at the start.
+"""LMDeploy's names, and from an `EngineSpec` to its arguments. Only 0.18: its API changes with every minor version.
 
-Only 0.18 is supported: its Python API changes with every minor version.
+Only its PyTorch engine is used: TurboMind of 0.18.0 has `update_params` with nothing behind it, so it cannot take new
+weights. Prefix caching is off, because LMDeploy has no call that empties the cache after new weights.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
-from collections.abc import Callable
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
-from swift.errors import ResourceError
+from swift.errors import ConfigError, ResourceError
+from swift.rollout.engines.spec import EngineSpec
+from swift.types import SamplingParams
 
 SUPPORTED = "0.18"
-
 INSTEAD = "use --use_vllm true, or the transformers engine (neither flag)"
-
-_SYMBOLS = {
+SYMBOLS = {
     "Pipeline": "lmdeploy:Pipeline",
     "PytorchEngineConfig": "lmdeploy:PytorchEngineConfig",
-    "TurbomindEngineConfig": "lmdeploy:TurbomindEngineConfig",
     "GenerationConfig": "lmdeploy:GenerationConfig",
     "ResponseType": "lmdeploy.messages:ResponseType",
     "UpdateParamsRequest": "lmdeploy.serve.openai.protocol:UpdateParamsRequest",
     "serialize_state_dict": "lmdeploy.utils:serialize_state_dict",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class LMDeploy:
-    """The symbols in use, each under its own name."""
-
-    version: str
-    Pipeline: Callable[..., Any]
-    PytorchEngineConfig: Callable[..., Any]
-    TurbomindEngineConfig: Callable[..., Any]
-    GenerationConfig: Callable[..., Any]
-    ResponseType: Any
-    UpdateParamsRequest: Callable[..., Any]
-    serialize_state_dict: Callable[[dict[str, Any]], str]
+"""Name here -> module and name in LMDeploy."""
+DTYPES = ("bfloat16", "float16")
+HIGHEST_TEMPERATURE = 2.0
+"""LMDeploy asserts that a temperature is at most this."""
+SAMPLING_FIELDS = ("min_tokens", "bad_token_ids", "repetition_ngram_size", "repetition_ngram_threshold")
+"""What of `SamplingParams.unusual` LMDeploy takes; it has no frequency or presence penalty."""
 
 
 def require() -> None:
@@ -48,44 +42,14 @@ def require() -> None:
     Raises:
         ResourceError: the package or a GPU is missing, or it is another version.
     """
-    _require_package()
-    _require_gpu()
-
-
-def load_api() -> LMDeploy:
-    """Import LMDeploy and look up every symbol in use.
-
-    Raises:
-        ResourceError: it cannot run here, another version, or a symbol that this version lacks.
-    """
-    require()
-    found: dict[str, Any] = {}
-    for name, place in _SYMBOLS.items():
-        module, _, attribute = place.partition(":")
-        try:
-            found[name] = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError, OSError) as error:
-            raise ResourceError(
-                f"lmdeploy: {_version()}: {place} cannot be used ({type(error).__name__}: {error}); "
-                f"install a working lmdeploy {SUPPORTED}, or {INSTEAD}"
-            ) from error
-    return LMDeploy(version=_version(), **found)
-
-
-def _require_package() -> None:
+    install = f"pip install 'lmdeploy=={SUPPORTED}.*'"
     if importlib.util.find_spec("lmdeploy") is None:
         raise ResourceError(
-            f"--use_lmdeploy: true: the package lmdeploy is not installed; pip install 'lmdeploy=={SUPPORTED}.*' on a "
-            f"machine with an NVIDIA GPU, or {INSTEAD}"
+            f"--use_lmdeploy: true: the package lmdeploy is not installed; {install} on a machine with an NVIDIA GPU, "
+            f"or {INSTEAD}"
         )
     if _version().split(".")[:2] != SUPPORTED.split("."):
-        raise ResourceError(
-            f"lmdeploy: {_version()}: only {SUPPORTED} is supported; pip install 'lmdeploy=={SUPPORTED}.*', or "
-            f"{INSTEAD}"
-        )
-
-
-def _require_gpu() -> None:
+        raise ResourceError(f"lmdeploy: {_version()}: only {SUPPORTED} is supported; {install}, or {INSTEAD}")
     import torch
 
     if not torch.cuda.is_available():
@@ -94,5 +58,135 @@ def _require_gpu() -> None:
         )
 
 
+def load_api() -> SimpleNamespace:
+    """Import LMDeploy: everything in `SYMBOLS`, and its `version`.
+
+    Raises:
+        ResourceError: it cannot run here, another version, or a symbol that this version lacks.
+    """
+    require()
+    found = SimpleNamespace(version=_version())
+    for name, place in SYMBOLS.items():
+        module, _, attribute = place.partition(":")
+        try:
+            setattr(found, name, getattr(importlib.import_module(module), attribute))
+        except (ImportError, AttributeError, OSError) as error:
+            raise ResourceError(
+                f"lmdeploy: {_version()}: {place} cannot be used ({type(error).__name__}: {error}); "
+                f"install a working lmdeploy {SUPPORTED}, or {INSTEAD}"
+            ) from error
+    return found
+
+
 def _version() -> str:
     return str(importlib.import_module("lmdeploy.version").__version__)
+
+
+def check_spec(spec: EngineSpec) -> None:
+    """Raises ConfigError or ResourceError for what LMDeploy cannot do."""
+    if "engine" in spec.engine_kwargs:
+        raise ConfigError("engine_kwargs: engine: only LMDeploy's PyTorch engine takes new weights; leave it out")
+    if spec.lora:
+        raise ConfigError(
+            "--vllm_enable_lora: true: LMDeploy reads adapters at its start only; set it to false, which syncs merged "
+            "weights"
+        )
+    if spec.in_ranks:
+        raise ConfigError(
+            f"--vllm_tensor_parallel_size: {spec.tensor_parallel_size}: LMDeploy cannot run over the training "
+            "processes; use 1 in colocate, or --vllm_mode dedicated"
+        )
+    if spec.dtype not in DTYPES:
+        raise ResourceError(
+            f"--torch_dtype: {spec.dtype}: LMDeploy computes in {' or '.join(DTYPES)} only; use --torch_dtype "
+            f"bfloat16, or {INSTEAD}"
+        )
+    if len(device_indexes(spec)) != spec.tensor_parallel_size:
+        raise ConfigError(
+            f"--lmdeploy_device: {' '.join(spec.devices)}: {len(spec.devices)} devices for "
+            f"{spec.tensor_parallel_size} tensor-parallel ranks; give one each"
+        )
+
+
+def device_indexes(spec: EngineSpec) -> list[int]:
+    """`("cuda:2", "cuda:3")` -> [2, 3].
+
+    Raises:
+        ResourceError: a device that is no NVIDIA GPU.
+    """
+    for device in spec.devices:
+        if device.partition(":")[0] != "cuda":
+            raise ResourceError(f"--lmdeploy_device: {device}: LMDeploy runs on NVIDIA GPUs only; {INSTEAD}")
+    return [int(device.partition(":")[2] or 0) for device in spec.devices]
+
+
+def engine_config(api: SimpleNamespace, spec: EngineSpec) -> Any:
+    """LMDeploy's configuration; the spec's `engine_kwargs` come last and win.
+
+    Raises:
+        ConfigError: arguments that LMDeploy refuses.
+    """
+    arguments = {
+        "dtype": spec.dtype,
+        "tp": spec.tensor_parallel_size,
+        "session_len": spec.max_model_len,
+        "max_batch_size": spec.max_num_seqs,
+        "cache_max_entry_count": spec.memory_share,  # of the memory that is free after loading
+        "enable_prefix_caching": False,
+        "enable_metrics": False,
+        "logprobs_mode": "raw_logprobs",
+        "eager_mode": spec.enforce_eager,
+        "distributed_executor_backend": "ray",  # only workers of Ray have update_params, also on one GPU
+    }
+    try:
+        return api.PytorchEngineConfig(**(arguments | spec.engine_kwargs))
+    except TypeError as error:
+        raise ConfigError(f"engine_kwargs: {', '.join(spec.engine_kwargs)}: LMDeploy refuses them ({error})") from error
+    except (AssertionError, ValueError) as error:
+        share = f"--lmdeploy_cache_max_entry_count: {spec.memory_share}: must be below 1; use 0.8"
+        other = f"--use_lmdeploy: true: LMDeploy refuses its configuration ({error or type(error).__name__})"
+        raise ConfigError(share if spec.memory_share >= 1 else other) from error
+
+
+def generation_config(api: SimpleNamespace, sampling: SamplingParams, room: int, ends: tuple[int, ...]) -> Any:
+    """A request's sampling in LMDeploy's words, with each of its defaults that would change it set.
+
+    Without `do_sample` the temperature is ignored, `top_k` would be 50, and without `include_stop_str_in_output` the
+    end token is dropped. Textual stop words are not passed on: LMDeploy makes single tokens of them.
+    """
+    greedy = sampling.temperature == 0
+    return api.GenerationConfig(
+        n=1,
+        do_sample=not greedy,
+        temperature=1.0 if greedy else sampling.temperature,
+        top_k=1 if greedy else max(sampling.top_k, 0),
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        random_seed=sampling.seed,
+        max_new_tokens=room,
+        stop_token_ids=sorted({*ends, *sampling.stop_token_ids}) or None,
+        ignore_eos=False,
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        logprobs=1,
+        min_new_tokens=sampling.min_tokens or None,
+        response_format=None if sampling.regex is None else {"type": "regex_schema", "regex_schema": sampling.regex},
+        **sampling.extra,
+    )
+
+
+@contextlib.contextmanager
+def visible_devices(spec: EngineSpec) -> Iterator[None]:
+    """Processes that start inside the block see the engine's GPUs alone, counted as this process counts its own."""
+    name = "CUDA_VISIBLE_DEVICES"
+    former = os.environ.get(name)
+    own = former.split(",") if former else None
+    os.environ[name] = ",".join(own[index].strip() if own else str(index) for index in device_indexes(spec))
+    try:
+        yield
+    finally:
+        if former is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = former

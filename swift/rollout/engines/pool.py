@@ -7,12 +7,12 @@
     updates     in parallel; each bucket is staged once for all; every receipt must be the same
     the rest    in parallel on all engines; what they can do is what each of them can do
 
-An engine that is dead beyond its own restarts is left out from then on, and its requests move to the others. The last
-one takes the pool with it. Engines never sample with different versions: after an update that did not reach all of them
-the pool's weights are void until another update or `rebuild` has.
+An engine that is dead beyond its own restarts is left out from then on; its requests wait in the pool's table until
+the others may take them, so a death during an update or a pause loses nothing. The last one takes the pool with it.
+Engines never sample with different versions: after an update that did not reach all of them the pool's weights are void
+until another update or `rebuild` has.
 
-Members take `submit`, `abort`, `pause` and `close` while another thread is in their `stream`; `WorkerEngine` and
-`RemoteEngine` do.
+Members take `submit`, `abort`, `pause` and `close` while another thread is in their `stream`; `EngineClient` does.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ import contextlib
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from swift.errors import (
@@ -52,8 +51,9 @@ from swift.rollout.engines.base import (
     TensorInfo,
     WeightUpdate,
 )
-from swift.rollout.engines.worker.weights import share_broadcast
+from swift.rollout.engines.requests import RequestTable
 from swift.rollout.weight_sync.base import Bucket
+from swift.rollout.weight_sync.sending import share_broadcast
 from swift.types import Completion, Request
 
 LOOK_S = 1.0
@@ -69,22 +69,11 @@ says that another engine has work now."""
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """One engine. tokens: outstanding, the measure of its load. thread: in its stream now."""
+    """One engine. thread: in its stream now."""
 
     engine: InferenceEngine
-    outstanding: dict[str, Request] = field(default_factory=dict)
-    tokens: int = 0
     thread: threading.Thread | None = None
     dead: EngineDead | None = None
-
-    def add(self, request: Request) -> None:
-        self.outstanding[request.request_id] = request
-        self.tokens += _size(request)
-
-    def remove(self, request_id: str) -> bool:
-        request = self.outstanding.pop(request_id, None)
-        self.tokens -= _size(request) if request is not None else 0
-        return request is not None
 
 
 class EnginePool(InferenceEngine):
@@ -101,8 +90,7 @@ class EnginePool(InferenceEngine):
         self._members = [_Member(engine) for engine in engines]
         self._lock = threading.RLock()
         self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
-        self._ready: deque[Completion] = deque()
-        self._aborted: set[str] = set()
+        self.table = RequestTable(retries=False)
         self._last: tuple[Any, _Member] | None = None
         self._paused = False
         self._closed = False
@@ -143,69 +131,85 @@ class EnginePool(InferenceEngine):
     def outstanding(self) -> set[str]:
         """Ids of what `stream` will still deliver."""
         with self._lock:
-            waiting = {name for member in self._members for name in member.outstanding}
-            return waiting | {completion.request_id for completion in self._ready}
+            return self.table.ids
 
     def recover(self) -> Collection[str]:
         """The engine that failed has let go of its requests already; the others go on."""
         return self.outstanding
-
-    def check_length(self, request: Request) -> None:
-        """As every engine would; see `InferenceEngine.check_length`."""
-        super().check_length(request)
-        self._alive()[0].engine.check_length(request)
 
     def submit(self, request: Request) -> None:
         """See `InferenceEngine.submit`."""
         self._check_open()
         self.check_length(request)
         self._check_whole()
+        with self._lock:
+            self.table.add(request)
+        try:
+            self._hand_out(request)
+        except SwiftError:
+            with self._lock:
+                self.table.remove(request.request_id)
+            raise
+
+    def _hand_out(self, request: Request) -> None:
+        """Give a request to an engine.
+
+        Raises:
+            EngineDead: none is left.
+            SwiftError: the engine does not take it.
+        """
         while True:
             member = self._choose(request)
             try:
                 member.engine.submit(request)
-                if member.thread is None:  # a stream of the pool that is under way is to begin with this one, too
-                    self._arrivals.put(None)
-                return
             except EngineDead as error:
-                self._let_go(member, request)
-                self._bury(member, error)
-            except SwiftError:
-                self._let_go(member, request)
-                raise
+                self.bury(member, error)
+                continue
+            if member.thread is None:  # a stream of the pool that is under way is to begin with this one, too
+                self._arrivals.put(None)
+            return
 
     def _choose(self, request: Request) -> _Member:
         """The engine of its group, or the one with the least work."""
         group = (request.request_id.rpartition("/")[0], tuple(request.prompt_ids))
         with self._lock:
             alive = self._alive()
-            if any(request.request_id in member.outstanding for member in alive):
-                raise EngineError(f"request: {request.request_id}: is outstanding already; give each an id of its own")
             if self._last is None or self._last[0] != group or self._last[1] not in alive:
-                self._last = (group, min(alive, key=lambda member: member.tokens))
+                self._last = (group, min(alive, key=self.table.load))
             member = self._last[1]
-            member.add(request)
+            self.table.send([request.request_id], member, 0.0)
             return member
 
-    def _let_go(self, member: _Member, request: Request) -> None:
+    def _hand_out_waiting(self) -> None:
+        """What an engine that died had goes to the others."""
         with self._lock:
-            member.remove(request.request_id)
+            waiting = self.table.waiting
+        for request in waiting:
+            if request.request_id not in self.table:  # aborted meanwhile
+                continue
+            try:
+                self._hand_out(request)
+            except SwiftError:
+                with self._lock:
+                    self.table.send([request.request_id], None, 0.0)  # it waits on
+                raise
 
     def stream(self) -> Iterator[Completion]:
         """See `InferenceEngine.stream`."""
         while True:
             self._check_open()
-            while self._ready:
-                yield self._ready.popleft()
+            while self.table.ready:
+                yield self.table.ready.popleft()
             self._between()
+            if self.table and not self._paused:
+                self._check_whole()
+                self._hand_out_waiting()
             with self._lock:
-                if any(member.outstanding for member in self._alive()):
-                    self._check_whole()
                 for member in self._alive():
-                    if member.outstanding and not self._paused and member.thread is None:
+                    if self.table.load(member) and not self._paused and member.thread is None:
                         self._start(member)
                 busy = any(member.thread is not None for member in self._members)
-            if not busy and self._arrivals.empty():
+            if not busy and self._arrivals.empty() and not self.table.ready:
                 return
             self._receive()
 
@@ -237,15 +241,12 @@ class EnginePool(InferenceEngine):
             member.thread = None
         elif isinstance(arrival, Completion):
             with self._lock:
-                if member.remove(arrival.request_id):
-                    self._ready.append(arrival)
-                self._aborted.discard(arrival.request_id)
+                self.table.arrive(member, arrival)
         elif isinstance(arrival, EngineDead) and not self._closed:
-            self._bury(member, arrival)
+            self.bury(member, arrival)
         elif isinstance(arrival, RequestRefused):
             with self._lock:
-                known = member.remove(arrival.request_id)
-                self._aborted.discard(arrival.request_id)
+                known = self.table.remove(arrival.request_id)
             if known:
                 raise arrival
         else:
@@ -255,9 +256,7 @@ class EnginePool(InferenceEngine):
     def _disown(self, member: _Member) -> None:
         """After a failure nobody waits for what this engine had."""
         with self._lock:
-            self._aborted -= set(member.outstanding)
-            member.outstanding.clear()
-            member.tokens = 0
+            self.table.remove_all(member)
         if self._closed:
             return
         with contextlib.suppress(SwiftError):  # an engine that fails here, too, says so at its next use
@@ -265,8 +264,8 @@ class EnginePool(InferenceEngine):
             for _ in member.engine.stream():  # its own stream has ended: that was the failure
                 pass
 
-    def _bury(self, member: _Member, error: EngineDead) -> None:
-        """Leave an engine out; its requests begin anew on the others.
+    def bury(self, member: _Member, error: EngineDead) -> None:
+        """Leave an engine out; its requests wait for the others.
 
         Raises:
             EngineDead: it was the last one.
@@ -274,28 +273,18 @@ class EnginePool(InferenceEngine):
         with self._lock:
             if member.dead is None:
                 member.dead = error
-            orphans = list(member.outstanding.values())
-            member.outstanding.clear()
-            member.tokens = 0
+            self.table.release(member)
         member.engine.close()
+        self._arrivals.put(None)
         self._alive()
-        for request in orphans:
-            if request.request_id in self._aborted:
-                self._aborted.discard(request.request_id)
-                self._ready.append(Completion(request.request_id, [], [], "abort"))
-            else:
-                self.submit(request)
 
     def abort(self, request_ids: Collection[str] | None = None) -> None:
         """See `InferenceEngine.abort`; from any thread."""
-        wanted = None if request_ids is None else set(request_ids)
         with self._lock:
-            theirs = {
-                member: [name for name in member.outstanding if wanted is None or name in wanted]
-                for member in self._living()
-            }
-            self._aborted.update(name for names in theirs.values() for name in names)
-        for member, names in theirs.items():
+            told = self.table.abort(request_ids)
+        self._arrivals.put(None)
+        for member, names in told.items():
+            assert isinstance(member, _Member)
             member.engine.abort(names)
 
     def pause(self, mode: PauseMode = "wait") -> None:
@@ -305,7 +294,7 @@ class EnginePool(InferenceEngine):
             self.abort()
         if mode in ("abort", "wait") and not self._paused:
             with self._undisturbed():
-                self._ready.extend(list(self.stream()))
+                self.table.ready.extend(list(self.stream()))
         before, self._paused = self._paused, True  # no new streams
         try:
             self._on_all(lambda engine: engine.pause("keep"))
@@ -330,7 +319,7 @@ class EnginePool(InferenceEngine):
         updates = self._on_all(
             lambda engine: engine.begin_update(manifest, version), undo=lambda update: update.abort()
         )
-        return PoolUpdate(self, updates, manifest, version)
+        return PoolUpdate(self, list(zip(self._alive(), updates, strict=True)), manifest, version)
 
     def spoil(self, why: str) -> None:
         """For `PoolUpdate`: the engines' weights may differ from now on."""
@@ -393,7 +382,8 @@ class EnginePool(InferenceEngine):
             EngineError: requests are outstanding, and nobody paused.
         """
         with self._lock:
-            waiting = sum(len(member.outstanding) for member in self._alive())
+            self._alive()
+            waiting = len(self.table)
         if waiting and not self._paused:
             raise EngineError(f"engine: {self.capabilities.name}: {waiting} requests are outstanding; wait, or pause")
         deadline = time.monotonic() + REST_S
@@ -490,19 +480,16 @@ class EnginePool(InferenceEngine):
         """
         members = self._alive()
         outcomes = in_parallel([lambda member=member: work(member.engine) for member in members])  # type: ignore[misc]
-        results: list[T] = []
-        failures: list[Exception] = []
-        for member, outcome in zip(members, outcomes, strict=True):
-            if isinstance(outcome, EngineDead):
-                self._bury(member, outcome)
-            elif isinstance(outcome, Exception):
-                failures.append(outcome)
-            else:
-                results.append(outcome)
-        if failures:
+        results = [one for one in outcomes if not isinstance(one, Exception)]
+        try:
+            for member, outcome in zip(members, outcomes, strict=True):
+                if isinstance(outcome, EngineDead):
+                    self.bury(member, outcome)
+            _first_failure([one for one in outcomes if not isinstance(one, EngineDead)])
+        except BaseException:
             for result in results:
                 undo(result)
-            raise failures[0]
+            raise
         return results
 
 
@@ -517,7 +504,11 @@ class PoolUpdate(WeightUpdate):
     """
 
     def __init__(
-        self, pool: EnginePool, updates: Sequence[WeightUpdate], manifest: Sequence[TensorInfo], version: int
+        self,
+        pool: EnginePool,
+        updates: Sequence[tuple[_Member, WeightUpdate]],
+        manifest: Sequence[TensorInfo],
+        version: int,
     ) -> None:
         super().__init__(pool.capabilities.name, manifest, version)
         self._pool = pool
@@ -531,13 +522,23 @@ class PoolUpdate(WeightUpdate):
     def _deliver(self, bucket: Bucket) -> None:
         self._pool.spoil(f"the update to version {self.version} has not reached every engine")
         if self.sent == len(bucket.tensors):
-            share_broadcast(self._updates, bucket)
-        _first_failure(in_parallel([lambda one=one: one.send(bucket) for one in self._updates]))  # type: ignore[misc]
+            share_broadcast([update for _, update in self._updates], bucket)
+        self._everywhere(lambda update: update.send(bucket))
 
     def _finish(self) -> Ack:
-        outcomes = in_parallel([one.commit for one in self._updates])
-        _first_failure(outcomes)
-        return joint_ack([one for one in outcomes if isinstance(one, Ack)])
+        return joint_ack(self._everywhere(lambda update: update.commit()))
+
+    def _everywhere(self, work: Callable[[WeightUpdate], T]) -> list[T]:
+        """On all engines at the same time; one that turns out to be dead is left out."""
+        outcomes = in_parallel([lambda update=update: work(update) for _, update in self._updates])  # type: ignore[misc]
+        for (member, _), outcome in zip(list(self._updates), outcomes, strict=True):
+            if isinstance(outcome, EngineDead):
+                self._pool.bury(member, outcome)
+        self._updates = [
+            pair for pair, outcome in zip(self._updates, outcomes, strict=True) if not isinstance(outcome, EngineDead)
+        ]
+        _first_failure([one for one in outcomes if not isinstance(one, EngineDead)])
+        return [one for one in outcomes if not isinstance(one, Exception)]
 
     def commit(self) -> Ack:
         """All engines switch; see `WeightUpdate.commit`."""
@@ -547,7 +548,7 @@ class PoolUpdate(WeightUpdate):
 
     def abort(self) -> None:
         """Give up everywhere."""
-        for update in self._updates:
+        for _, update in self._updates:
             update.abort()
 
 
@@ -618,7 +619,3 @@ def _first_failure(outcomes: Sequence[object]) -> None:
     for outcome in outcomes:
         if isinstance(outcome, Exception):
             raise outcome
-
-
-def _size(request: Request) -> int:
-    return len(request.prompt_ids) + request.sampling.max_new_tokens

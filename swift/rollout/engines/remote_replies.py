@@ -9,18 +9,11 @@ import httpx
 
 from swift.errors import EngineDead, EngineError
 from swift.rollout.engines import wire
+from swift.rollout.engines.transport import Busy, Lost
 
 
-class Lost(Exception):
-    """The server cannot be reached, or is not the one of before; the text says how."""
-
-
-class Failed(Exception):
+class Failed(Lost):
     """The server answered that it failed, not saying how."""
-
-
-class Busy(Exception):
-    """Its queue is full."""
 
 
 def problem_of(name: str, reply: httpx.Response) -> Exception:

@@ -14,6 +14,15 @@ TAIL_SLACK_TOKENS = 8
 """Tokens decoded beyond the stop word's length, for tokenizers whose tokens depend on their neighbours."""
 
 
+def ends_with_stop(token_ids: Sequence[int] | np.ndarray, words: Sequence[str], tokenizer: Any) -> bool:
+    """Whether the text that has been sampled contains a stop string; only the tail of the tokens is decoded."""
+    if not words:
+        return False
+    tail = token_ids[-(max(len(word) for word in words) + TAIL_SLACK_TOKENS) :]
+    text = tokenizer.decode([int(token) for token in tail], skip_special_tokens=False)
+    return any(word in text for word in words)
+
+
 class StopText:
     """Checks the rows that have stop strings; free when no request has any.
 
@@ -49,9 +58,6 @@ class StopText:
         if self.active:
             for row, request in enumerate(rows.tolist()):
                 words, step = self.words[request], lengths[row]
-                if words and step >= self.minimum[request]:
-                    tail = max(len(word) for word in words) + TAIL_SLACK_TOKENS
-                    ids = tokens[request, max(0, step - tail) : step].tolist()
-                    text = self.tokenizer.decode(ids, skip_special_tokens=False)
-                    found[row] = any(word in text for word in words)
+                if step >= self.minimum[request]:
+                    found[row] = ends_with_stop(tokens[request, :step], words, self.tokenizer)
         return found

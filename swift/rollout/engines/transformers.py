@@ -636,7 +636,7 @@ def build(spec: EngineSpec) -> TransformersEngine:
     from swift.models import load_for_inference
     from swift.models.arguments import CheckpointArguments
     from swift.models.tokenizer import read_tokenizer
-    from swift.rollout.engines.vllm_process import bind_to_cores, same_randomness
+    from swift.rollout.engines.process import bind_to_cores, same_randomness
 
     options = dict(spec.engine_kwargs)
     attention = options.pop("attn_impl", "sdpa")

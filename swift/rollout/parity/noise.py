@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from swift.models.checkpoint_tensors import base_model
-from swift.models.sharded import exchanged, gathered, is_dtensor, is_zero3, whole_shape
+from swift.models.sharded import exchanged, gathered, whole_shape
 from swift.rollout.seeds import sample_seed
 
 RELATIVE = 0.5
@@ -58,36 +58,24 @@ _OUTSIDE_LAYERS = re.compile(r"^\D*$")
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Noisy values of some parameters of `model`.
-
-    values: whole tensors by parameter name. kinds: what each is, for people. tied: the head is the embedding.
-    """
+    """Noisy values of some parameters of `model`: whole tensors by parameter name."""
 
     model: nn.Module
     values: Mapping[str, Tensor]
-    kinds: Mapping[str, str]
-    tied: bool = False
-    scalings: Mapping[str, float] = field(default_factory=dict)
 
     @contextlib.contextmanager
-    def applied(self, *, without: Collection[str] = (), change: Mapping[str, Tensor] | None = None) -> Iterator[None]:
-        """The parameters hold the noise inside the block; a collective when they are spread.
-
-        Args:
-            without: names that keep their true values.
-            change: other values for some names.
-        """
-        values = {name: value for name, value in self.values.items() if name not in without} | dict(change or {})
+    def applied(self) -> Iterator[None]:
+        """The parameters hold the noise inside the block; a collective when they are sharded."""
         _reshard(self.model)
         try:
-            with exchanged(dict(self.model.named_parameters()), values):
+            with exchanged(dict(self.model.named_parameters()), dict(self.values)):
                 yield
         finally:
             _reshard(self.model)
 
 
 def make_noise(model: nn.Module, *, seed: int = 0, adapter_only: bool = False) -> Noise:
-    """Choose the tensors and draw the noise; a collective when parameters are spread.
+    """Choose the tensors and draw the noise; a collective when parameters are sharded.
 
     Args:
         model: the policy as the trainer holds it.
@@ -101,7 +89,7 @@ def make_noise(model: nn.Module, *, seed: int = 0, adapter_only: bool = False) -
         for name, kind in kinds.items():
             with gathered([parameters[name]]) as whole:
                 values[name] = _with_noise(name, whole(parameters[name]), kind, seed)
-    return Noise(model, values, kinds, _is_tied(model), _scalings(model))
+    return Noise(model, values)
 
 
 def choose(model: nn.Module, *, adapter_only: bool = False) -> dict[str, str]:
@@ -137,29 +125,6 @@ def kind_of(name: str, dimensions: int) -> str | None:
     return next((kind for kind, pattern in _KINDS if pattern.search(module)), None)
 
 
-@contextlib.contextmanager
-def stale_head(noise: Noise) -> Iterator[bool]:
-    """A head that is tied to the embedding keeps its true values inside the block, as if it had not been sent.
-
-    Yields:
-        whether the model has such a head, whole on this rank.
-    """
-    base = base_model(noise.model)
-    head = base.get_output_embeddings()
-    name = next((name for name, kind in noise.kinds.items() if kind == "embedding"), None)
-    if not noise.tied or name is None or is_zero3(head.weight) or is_dtensor(head.weight):
-        yield False
-        return
-    shared = head.weight
-    true = shared.detach().clone()
-    with noise.applied():
-        head.weight = nn.Parameter(true, requires_grad=False)
-        try:
-            yield True
-        finally:
-            head.weight = shared
-
-
 def _reshard(model: nn.Module) -> None:
     """FSDP2 keeps the outermost parameters whole after a forward pass: copies that an exchange of shards would miss."""
     for module in model.modules():
@@ -189,22 +154,3 @@ def _weights(module: nn.Module) -> list[nn.Parameter]:
     found = dict(module.named_parameters())
     saved = [one for name, one in found.items() if name.startswith("modules_to_save.") and name.endswith("weight")]
     return saved[:1] or [one for name, one in found.items() if "lora_" not in name and name.endswith("weight")][:1]
-
-
-def _is_tied(model: nn.Module) -> bool:
-    base: Any = base_model(model)
-    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
-    return head is not None and getattr(head, "weight", 0) is getattr(embedding, "weight", 1)
-
-
-def _scalings(model: nn.Module) -> dict[str, float]:
-    """The factor of each LoRA B."""
-    found: dict[str, float] = {}
-    for module_name, module in model.named_modules():
-        scaling = getattr(module, "scaling", None)
-        if isinstance(scaling, dict) and hasattr(module, "lora_B"):
-            for adapter, part in module.lora_B.items():
-                found |= {
-                    f"{module_name}.lora_B.{adapter}.{one}": scaling[adapter] for one, _ in part.named_parameters()
-                }
-    return found

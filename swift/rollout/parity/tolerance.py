@@ -1,4 +1,4 @@
-"""How far sampler and trainer may be apart, by what rounding explains.
+"""How far apart engine and trainer are, and how far rounding explains.
 
 | trainer / engine            | passes                    | refused                   |
 |-----------------------------|---------------------------|---------------------------|
@@ -8,7 +8,7 @@
 | 16 bits on GPU, TF32        | mean 2e-2 and k3 1e-3     | mean > 5e-2 or k3 > 1e-2  |
 | quantised                   | reported                  | k3 > 0.1                  |
 
-Gaps are in nats per token. k3 is the mean of exp(d) - 1 - d with d = trainer - sampler, an estimate of KL(sampler,
+Gaps are in nats per token. k3 is the mean of exp(d) - 1 - d with d = trainer - engine, an estimate of KL(engine,
 trainer) that is never negative (http://joschu.net/blog/kl-approx.html). What lies between is a warning. TF32 keeps 10
 of the 23 bits of a float32, which is why it counts as 16 bits.
 """
@@ -16,16 +16,122 @@ of the 23 bits of a float32, which is why it counts as 16 bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
-from swift.rollout.parity.gaps import Gaps
+from swift.models.forward import TokenSequence
+from swift.types import Completion, Request
 
 Verdict = Literal["pass", "warn", "refuse"]
 FULL, HALF = ("float32", "float64"), ("bfloat16", "float16")
+POSITIVE_SLACK = 1e-5
+"""A log-prob that is above 0 by no more than this is a rounded 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A request and its completion; `prompt` numbers the prompt."""
+
+    request: Request
+    prompt: int
+    completion: Completion
+
+    @property
+    def sequence(self) -> TokenSequence:
+        """For the trainer's forward."""
+        return TokenSequence(self.request.prompt_ids, self.completion.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Worst:
+    """The token with the largest gap: `position` in the completion of prompt `prompt`."""
+
+    prompt: int
+    position: int
+    token_id: int
+    engine: float
+    trainer: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """|trainer - engine| over all tokens, in nats; k3 estimates KL(engine, trainer)."""
+
+    tokens: int = 0
+    mean: float = 0.0
+    maximum: float = 0.0
+    p99: float = 0.0
+    k3: float = 0.0
+    worst: Worst | None = None
+
+
+def measure(samples: Sequence[Sample], trainer_N: Tensor) -> Gaps:
+    """Compare the trainer's log-probs [N], N > 0, with the engine's; one that is not finite makes an infinite gap."""
+    engine_N = torch.tensor([value for one in samples for value in one.completion.logprobs], dtype=torch.float64)
+    trainer_N = trainer_N.double().cpu()
+    assert engine_N.shape == trainer_N.shape, (engine_N.shape, trainer_N.shape)
+    delta_N = trainer_N - engine_N
+    gap_N = delta_N.abs().nan_to_num(nan=math.inf, posinf=math.inf)
+    k3 = float((delta_N.expm1() - delta_N).nan_to_num(nan=math.inf, posinf=math.inf).mean())
+    at = int(gap_N.argmax())
+    prompt, position, token = [
+        (one.prompt, place, token) for one in samples for place, token in enumerate(one.completion.token_ids)
+    ][at]
+    worst = Worst(prompt, position, token, float(engine_N[at]), float(trainer_N[at]))
+    return Gaps(gap_N.numel(), float(gap_N.mean()), float(gap_N.max()), float(gap_N.quantile(0.99)), k3, worst)
+
+
+def contract_faults(samples: Sequence[Sample], *, end_token_ids: Collection[int], limit: int, version: int) -> str:
+    """Where the completions break the engine's contract, each kind of fault once; "" when nowhere.
+
+    Args:
+        samples: without stop strings.
+        end_token_ids: tokens that end every completion, besides a request's own `stop_token_ids`.
+        limit: most tokens of prompt and completion together.
+        version: of the weights that they should have been sampled with.
+    """
+    found: dict[str, str] = {}
+    for one in samples:
+        for kind, text in _faults(one, set(end_token_ids), limit, version):
+            found.setdefault(kind, f"{text} (prompt {one.prompt})")
+    return "; ".join(found.values())
+
+
+def _faults(one: Sample, ends: set[int], limit: int, version: int) -> Iterator[tuple[str, str]]:
+    done, ids = one.completion, one.completion.token_ids
+    if done.finish_reason not in ("stop", "length"):
+        yield "reason", f"a completion ended with {done.finish_reason!r}"
+        return
+    if len(ids) != len(done.logprobs):
+        yield "count", f"{len(ids)} tokens came with {len(done.logprobs)} log-probs"
+    if not all(math.isfinite(value) and value <= POSITIVE_SLACK for value in done.logprobs):
+        yield "value", "a log-prob is not finite or above 0"
+    yield from _end_faults(done, ends | set(one.request.sampling.stop_token_ids))
+    room = min(one.request.sampling.max_new_tokens, limit - len(one.request.prompt_ids))
+    if len(ids) > room or (done.finish_reason == "length" and len(ids) < room):
+        yield "length", f"{len(ids)} tokens with finish reason {done.finish_reason!r} where {room} are the limit"
+    other = next((span[0] for span in done.versions if span[0] != version), None)
+    if other is not None:
+        yield "version", f"tokens are marked with version {other} where {version} was synced"
+
+
+def _end_faults(done: Completion, ends: set[int]) -> Iterator[tuple[str, str]]:
+    """The token that ends a completion belongs to it, once, and nothing follows."""
+    if not ends:
+        return
+    ids = done.token_ids
+    if done.finish_reason == "stop" and (not ids or ids[-1] not in ends):
+        yield "end", "finish reason 'stop', but the end token is missing"
+    early = next((i for i, token in enumerate(ids[:-1]) if token in ends), None)
+    if early is not None:
+        again = "is followed by another" if ids[early + 1] in ends else "is not the last token"
+        yield "end", f"the end token {ids[early]} {again}"
+    elif done.finish_reason == "length" and ids and ids[-1] in ends:
+        yield "end", "finish reason 'length' with an end token in last place"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,28 +146,21 @@ class Limits:
     pass_k3: float | None = None
     refuse_k3: float | None = None
 
-    def judge(self, gaps: Gaps) -> Verdict:
-        """The verdict on a stage."""
-        if next(self._above(gaps, self._refuse()), None) is not None:
-            return "refuse"
-        return "warn" if next(self._above(gaps, self._pass()), None) is not None else "pass"
+    def judge(self, gaps: Gaps) -> tuple[Verdict, str]:
+        """The verdict on a stage, and the first measure over its limit: "max 2.3e+00 above 1e-04"."""
+        refused = _above(gaps, self.refuse_max, self.refuse_mean, self.refuse_k3)
+        if refused:
+            return "refuse", refused
+        warned = _above(gaps, self.pass_max, self.pass_mean, self.pass_k3)
+        return ("warn" if warned else "pass"), warned
 
-    def exceeded(self, gaps: Gaps) -> str:
-        """The first measure over its limit, in words: "max 2.3e+00 above 1e-04"."""
-        found = next(self._above(gaps, self._refuse()), None) or next(self._above(gaps, self._pass()), None)
-        return "" if found is None else f"{found[0]} {found[1]:.1e} above {found[2]:.0e}"
 
-    def _above(self, gaps: Gaps, limits: tuple[float | None, ...]) -> Iterator[tuple[str, float, float]]:
-        measures = (("max", gaps.maximum), ("mean", gaps.mean), ("k3", gaps.k3))
-        for (name, value), limit in zip(measures, limits, strict=True):
-            if limit is not None and not value <= limit:  # a NaN is above every limit
-                yield name, value, limit
-
-    def _refuse(self) -> tuple[float | None, ...]:
-        return self.refuse_max, self.refuse_mean, self.refuse_k3
-
-    def _pass(self) -> tuple[float | None, ...]:
-        return self.pass_max, self.pass_mean, self.pass_k3
+def _above(gaps: Gaps, *limits: float | None) -> str:
+    measures = (("max", gaps.maximum), ("mean", gaps.mean), ("k3", gaps.k3))
+    for (name, value), limit in zip(measures, limits, strict=True):
+        if limit is not None and not value <= limit:  # a NaN is above every limit
+            return f"{name} {value:.1e} above {limit:.0e}"
+    return ""
 
 
 FLOAT32_CPU = Limits("float32 on CPU", pass_max=1e-5, refuse_max=1e-4)
@@ -76,7 +175,7 @@ def limits_for(trainer: str, engine: str, device: str, *, tf32: bool | None = No
 
     Args:
         trainer: torch dtype name of the policy's weights.
-        engine: the type that the engine says it computes in; one that is no torch float counts as quantised.
+        engine: dtype that the engine declares; one that is no torch float counts as quantised.
         device: type of the trainer's device, "cpu" or an accelerator.
         tf32: whether float32 products are rounded to TF32 there; None looks at torch's settings.
         quantised: either side holds quantised weights.
@@ -86,12 +185,9 @@ def limits_for(trainer: str, engine: str, device: str, *, tf32: bool | None = No
     if trainer in FULL and engine in FULL:
         if device == "cpu":
             return FLOAT32_CPU
-        return HALF_GPU if (uses_tf32() if tf32 is None else tf32) else FLOAT32_GPU
+        if tf32 is None:
+            tf32 = torch.get_float32_matmul_precision() != "highest"
+        return HALF_GPU if tf32 else FLOAT32_GPU
     if device == "cpu" or (trainer in FULL) != (engine in FULL):
         return MIXED
     return HALF_GPU
-
-
-def uses_tf32() -> bool:
-    """Whether torch multiplies float32 matrices in TF32 on GPUs in this process."""
-    return torch.get_float32_matmul_precision() != "highest"

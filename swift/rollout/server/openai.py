@@ -270,24 +270,16 @@ def check_model(service: Service, name: str | None) -> None:
 def _prompts(texts: Texts, body: CompletionRequest) -> list[list[int]]:
     given: list[Any] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     if given and isinstance(given[0], int):
-        return [token_ids(given, "prompt")]
-    return [
-        texts.tokenize(one, special=body.add_special_tokens)
-        if isinstance(one, str)
-        else token_ids(_list(one), "prompt")
-        for one in given
-    ]
-
-
-def _list(given: object) -> list[Any]:
-    return given if isinstance(given, list) else [None]
+        return [token_ids(given)]
+    special = body.add_special_tokens
+    return [texts.tokenize(one, special=special) if isinstance(one, str) else token_ids(one) for one in given]
 
 
 def _plain_prompt(service: Service, texts: Texts, given: str | dict[str, Any]) -> tuple[list[int], str]:
     """The ids of a prompt, and its text."""
     if isinstance(given, str):
         return texts.tokenize(given), given
-    ids = token_ids(_list(given.get("prompt_token_ids")), "prompt")
+    ids = token_ids(given.get("prompt_token_ids"))
     return ids, service.template.decode(ids, skip_special_tokens=False)
 
 

@@ -1,8 +1,8 @@
-"""The process of `swift rollout`: plan, engines in worker processes, a port, and an end that leaves nothing behind.
+"""The process of `swift rollout`: plan, engines in Ray actors, a port, and an end that leaves nothing behind.
 
 The port is taken before a model is loaded and listens only when everything is there. SIGTERM and SIGINT stop the
 listening, give what runs `DRAIN_S` seconds, and end the engines; a second one does not wait. If this process is killed,
-its workers end by themselves.
+its engines end by themselves.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from swift.models import context_length, load_chat
 from swift.models.policy import load_config
 from swift.models.source import locate
 from swift.models.template import Template
+from swift.rollout.engines.client import EngineClient
 from swift.rollout.engines.guided import require as require_guidance
 from swift.rollout.engines.pool import EnginePool
 from swift.rollout.engines.spec import EngineSpec, factory, spec_from
-from swift.rollout.engines.worker.client import WorkerEngine, WorkerTimeouts
+from swift.rollout.engines.transport import Timeouts
 from swift.rollout.placement import PlacementRequest, place
 from swift.rollout.server.app import make_app
 from swift.rollout.server.service import Service, Settings
@@ -183,13 +184,17 @@ def _taken(host: str, port: int, error: OSError) -> ResourceError:
 
 
 def _start(args: Any, plan: Plan, logs: Path, stack: contextlib.ExitStack) -> Service:
-    timeouts = WorkerTimeouts(request_s=args.rollout_timeout, stall_s=args.stall_timeout)
-    workers: list[WorkerEngine] = []
+    from swift.rollout.engines import cluster
+    from swift.rollout.engines.actor_transport import actor_engine
+
+    timeouts = Timeouts(request_s=args.rollout_timeout, stall_s=args.stall_timeout)
+    workers: list[EngineClient] = []
     for index, spec in enumerate(plan.specs):
-        worker = WorkerEngine(
+        worker = actor_engine(
             spec,
             name=f"engine {index} ({', '.join(spec.devices)})",
             log_file=logs / f"engine-{index}.log",
+            uses=cluster.use(store_bytes=cluster.store_bytes(spec)),
             timeouts=timeouts,
             restarts=args.engine_restarts,
         )

@@ -21,7 +21,7 @@ from swift.rollout.engines.base import Ack, Health, InferenceEngine
 from swift.rollout.engines.completion_stream import Arrival, CompletionStream, Failure
 from swift.rollout.engines.pool import in_parallel
 from swift.rollout.engines.request_queue import RequestQueue
-from swift.rollout.server.access import Holder, Lease, Limits, Refused
+from swift.rollout.server.access import Lease, Limits, Refused
 from swift.rollout.server.fingerprint import Fingerprint, take_fingerprint
 from swift.rollout.weight_sync.base import AdapterWeights
 from swift.rollout.weight_sync.broadcast import BroadcastReceiver
@@ -346,19 +346,16 @@ class Service:
                     logger.warning("a weight update fell silent and is aborted")
                     await self.job(self.queue.abort_update())
                 elif self.queue.paused and (silent := self.lease.silent(time.monotonic())) is not None:
-                    await self._resume_without(silent)
-                elif not self.queue.load[0] and any("its process" in one.detail for one in await self._looked()):
-                    await self.do(lambda engine: engine.reset_caches())  # a call to a dead process replaces it
+                    logger.warning(
+                        "run %s (%s) is silent and had paused the engines; they go on", silent.run_id, silent.name
+                    )
+                    await self.release(silent.run_id)
+                elif not self.queue.load[0]:
+                    healths = await asyncio.to_thread(self._healths)
+                    if any("its actor" in one.detail for one in healths):
+                        await self.do(lambda engine: engine.reset_caches())  # a call to a lost actor replaces it
             except (Refused, SwiftError) as error:
                 logger.warning("%s", error)
-
-    async def _looked(self) -> list[Health]:
-        return await asyncio.to_thread(self._healths)
-
-    async def _resume_without(self, silent: Holder) -> None:
-        """A run that fell silent while the server was paused loses it: the others wait for it to go on."""
-        logger.warning("run %s (%s) fell silent while the engines were paused; they go on", silent.run_id, silent.name)
-        await self.release(silent.run_id)
 
     # --- weights ----------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ asked for would be trained on as if it were right.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
@@ -17,7 +17,7 @@ from fastapi import Request as HttpRequest
 from msgspec import Struct
 
 from swift.rollout.seeds import sample_seed
-from swift.rollout.server.access import Refused, check_count, decoded, field_error, read_json
+from swift.rollout.server.access import check_count, decoded, field_error, read_json
 from swift.rollout.server.service import Settings
 from swift.types import Request, SamplingParams
 
@@ -260,15 +260,8 @@ def _guidance(wanted: Sampling) -> dict[str, Any]:
     return {"extra": {"structured_outputs": own}} if own else {}
 
 
-def token_ids(given: Iterable[Any], name: str) -> list[int]:
-    """Ids as they came. Raises Refused for anything else."""
-    ids = list(given)
-    if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
-        raise field_error(f"{name}: neither a text nor a list of token ids")
-    return ids
-
-
-__all__ = [
-    "ChatRequest", "CompletionRequest", "PlainGenerate", "Refused", "Sampling", "TokenizeRequest", "check_logprobs",
-    "check_sampling", "open_body", "requests_of", "token_ids",
-]  # fmt: skip
+def token_ids(given: object) -> list[int]:
+    """Ids of a prompt as they came. Raises Refused for anything else."""
+    if not isinstance(given, list) or not all(type(one) is int for one in given):
+        raise field_error("prompt: neither a text nor a list of token ids")
+    return given

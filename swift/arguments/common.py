@@ -1,0 +1,64 @@
+"""Settings and checks that several modes share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from swift.flags import flag
+
+GROUPS = (
+    "Model",
+    "Data",
+    "Optimization",
+    "Sampling",
+    "Objective",
+    "Asynchronous and data",
+    "Reward",
+    "Engine",
+    "Run",
+    "Plugins",
+)
+"""Headings of the help, in its order."""
+
+
+@dataclass(kw_only=True)
+class CommonArguments:
+    """What every mode understands."""
+
+    GROUP: ClassVar[str] = "Run"
+
+    debug: bool = flag(False, everyday=False)
+    """Whether expected errors keep their traceback. SWIFT_DEBUG=1 does the same."""
+
+    json: bool = flag(False, everyday=False)
+    """Whether output is machine-readable."""
+
+
+def model_missing(args: Any) -> Iterator[str]:
+    """A mode needs a model."""
+    if not args.model and not args.adapters:
+        yield "--model: missing: the mode needs a model; give --model <folder or hub id>, or --adapters"
+
+
+def backend_problems(args: Any) -> Iterator[str]:
+    """Backends that exclude each other."""
+    if args.use_vllm and args.use_lmdeploy:
+        yield "--use_lmdeploy: true: excludes --use_vllm true; set one of them to false"
+    expected = "vllm" if args.use_vllm else "lmdeploy" if args.use_lmdeploy else None
+    if expected and args.infer_backend not in (None, expected):
+        yield f"--infer_backend: {args.infer_backend}: contradicts --use_{expected} true; drop one of the two"
+
+
+def training_data_missing(args: Any) -> Iterator[str]:
+    """Training needs rows, and a stream of them has no length."""
+    if not args.dataset:
+        yield "--dataset: missing: there is nothing to train on; give --dataset <file, hub id or reasoning_gym:task>"
+    if not getattr(args, "streaming", False):
+        return
+    if args.max_steps <= 0:
+        yield f"--max_steps: {args.max_steps}: a stream has no known end; give --max_steps, or --streaming false"
+    for kind in ("save", "eval"):
+        if getattr(args, f"{kind}_strategy") == "epoch":
+            yield f"--{kind}_strategy: epoch: a stream has no epochs; use --{kind}_strategy steps --{kind}_steps N"

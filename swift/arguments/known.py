@@ -1,0 +1,129 @@
+"""Flags, values and modes of ms-swift, TRL and Axolotl that swift knows and does not have.
+
+A known flag is accepted, with a note, at a value that asks for nothing: one that switches it off, the one that swift
+always has, or any value of a flag that changes speed alone. Every other value is refused.
+"""
+
+from __future__ import annotations
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_OFF = frozenset(("", "none", "null", "[]", "{}", "false", "no", "off", "0", "0.0"))
+
+_SAME = {
+    "true": "freeze_vit freeze_aligner save_safetensors use_chat_template init_weights init_lora_weights check_model "
+    "stream train_dataloader_shuffle average_tokens_across_devices enable_flattened_weight_sync assistant_only_loss "
+    "completion_only_loss bnb_4bit_use_double_quant",
+    "1": "sequence_parallel_size vllm_pipeline_parallel_size max_batch_size desirable_weight undesirable_weight",
+    "engine": "rollout_source",
+    "peft": "tuner_backend",
+    "causal_lm": "task_type",
+    "warn": "health_action",
+}
+"""Values that swift always has -> the flags."""
+
+_SPEED = _names(
+    "dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor load_from_cache_file "
+    "remove_unused_columns lazy_tokenize use_logits_to_keep padding_side template_backend use_liger_loss "
+    "use_data_producer"
+)
+"""Flags that change no result here, whatever their value."""
+
+_REFUSED = _names(
+    "loss_scale device_map dataloader_drop_last metric_names advantage_norm enable_thinking add_non_thinking_prefix "
+    "context_manager completion_length_limit_scope on_prefix_break reward_model_plugin hub_strategy log_level "
+    "max_excluded_frac f_divergence_type group_size"
+)
+"""Flags without a value that asks for nothing."""
+
+_KNOWN = _names(
+    """
+    acc_strategy agent_template aligner_lr atropos_env atropos_ratio atropos_require_logprobs atropos_timeout
+    atropos_url bbox_format bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_quant_type boft_block_size
+    cached_dataset callbacks center_rewards_coefficient channels cliprange cliprange_value cpo_alpha
+    create_checkpoint_symlink custom_dataset_info dataset_sample ddp_backend deepspeed_autotp_size disable_tqdm
+    discopop_tau download_mode dynamic_sampling early_stop_interval eval_accumulation_steps eval_delay eval_on_start
+    eval_use_evalscope exist_ok force_restart fourier_n_frequency freeze_llm freeze_parameters
+    freeze_parameters_ratio freeze_parameters_regex fsdp_config gamma gkd_logits_topk group_by_length gym_env
+    health_rules hqq_axis hub_model_id hub_private_repo hub_token ignore_data_skip include_num_input_tokens_seen
+    kl_coef label_smoothing label_smoothing_factor lam ld_alpha liger_loss lisa_activated_layers lisa_step_interval
+    lmbda load_args load_data_args local_repo_path local_rollout_forward_batch_size logging_dir lora_bias lora_dtype
+    lora_ga_batch_size lora_ga_direction lora_ga_iters lora_ga_max_length lora_ga_scale lora_ga_stable_gamma
+    lora_modules lorap_lr_ratio max_concurrency max_epochs max_memory max_model_len max_pixels max_turns
+    merge_device_map metric missing_eos_penalty model_author model_kwargs model_name multi_turn_func
+    multi_turn_scheduler neftune_noise_alpha nemo_gym_agent nemo_gym_head nemo_gym_mode new_special_tokens no_cuda
+    norm_bbox num_labels num_mini_batches num_ppo_epochs num_sample_generations offload_teacher_model optimizer
+    optim_target_modules packing packing_length padding_free predict_with_generate problem_type profile push_to_hub
+    quant_batch_size
+    quant_bits quant_method quant_n_samples real_tau ref_adapters ref_model_revision ref_model_type response_prefix
+    resume_only_model reward_model_type rollout_kl_coef rollout_tools rope_scaling router_aux_loss_coef rpo_alpha
+    save_on_each_node seq_kd sequence_classification sft_alpha simpo_gamma swanlab_exp_name swanlab_mode
+    swanlab_project swanlab_token swanlab_workspace target_parameters target_regex tf32 to_hf to_mcore to_ollama
+    to_peft_format tools_prompt top_entropy torch_compile torch_empty_cache_steps train_dataset_sample
+    train_on_prompt trainable_parameters trainable_parameters_regex truncation unsloth use_cpu use_dora
+    use_env_advantages use_galore use_gym_env use_liger_kernel use_q_galore use_ray use_rslora val_dataset_shuffle
+    vera_rank vf_coef vit_attn_impl vit_gradient_checkpointing vit_lr vllm_disable_cascade_attn
+    vllm_disable_custom_all_reduce vllm_mm_processor_cache_gb vllm_quantization vllm_reasoning_parser
+    vllm_restart_interval vllm_server_group_port vllm_server_pass_dataset vllm_speculative_config
+    vllm_use_async_engine weight_bridge whiten_rewards write_batch_size zero_hpz_partition_size
+    """
+)
+_FAMILIES = (
+    "fipo_", "chord_", "rlsd_", "sdar_", "teacher_", "galore_", "adalora_", "reft_", "llamapro_", "vera_", "boft_",
+    "fourier_", "lisa_", "sglang_", "megatron_",
+)  # fmt: skip
+
+_REPLACED = {
+    "bf16": "use --torch_dtype bfloat16",
+    "fp16": "use --torch_dtype bfloat16, or float16 in swift sft",
+    "sft_type": "use --tuner_type",
+    "model_id_or_path": "use --model",
+    "lora_target_modules": "use --target_modules",
+    "custom_train_dataset_path": "use --dataset",
+    "loss_scale": "leave it out: sft trains on the assistant's turns, rlhf on completions",
+    "dataloader_drop_last": "leave it out: an incomplete last batch is left out always",
+    "device_map": "leave it out; --deepspeed zero3 or --fsdp full_shard shards a model",
+    "metric_names": "leave it out: metrics have one set of names",
+}
+"""Known flags -> what to do instead."""
+
+_VALUES = {
+    "rlhf_type": "dpo orpo simpo kto cpo rm ppo gkd ebft",
+    "tuner_type": "adalora longlora llamapro vera boft fourierft reft adapter ia3 bone lora_llm",
+    "loss_type": "real fipo",
+}
+_MODES = _names("pt sample eval deploy app web-ui merge-adapter megatron")
+
+
+def is_known(name: str) -> bool:
+    """Whether a name that is no setting here is a flag elsewhere."""
+    same = (flag for flags in _SAME.values() for flag in flags.split())
+    return name in _KNOWN | _SPEED | _REFUSED or name in _REPLACED or name in same or name.startswith(_FAMILIES)
+
+
+def changes_nothing(name: str, text: str) -> bool:
+    """Whether the value `text` of a known flag asks for nothing that swift does not do."""
+    if name in _SPEED:
+        return True
+    same = next((value for value, flags in _SAME.items() if name in flags.split()), None)
+    if same is not None:
+        return text.lower() == same or (same == "true" and text.lower() in ("1", "yes", "on"))
+    return name not in _REFUSED and name not in _REPLACED and text.lower() in _OFF
+
+
+def refusal(name: str) -> str:
+    """What an error line says about a known flag."""
+    return f"known in ms-swift, not supported here; {_REPLACED.get(name, 'leave it out')}"
+
+
+def is_known_value(name: str, text: str) -> bool:
+    """Whether ms-swift has the value `text` of a setting."""
+    return text in _VALUES.get(name, "").split()
+
+
+def is_known_mode(name: str) -> bool:
+    """Whether ms-swift has a mode of this name."""
+    return name in _MODES

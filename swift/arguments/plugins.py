@@ -1,0 +1,93 @@
+"""Settings that registered losses, advantage estimators, optimizers and engines declare for themselves.
+
+An entry of a registry may have `parameters`: a dataclass of fields made with `swift.flags.flag`. They are flags of
+every mode that has the choice, act where the entry is chosen, and stand in `--help`, the schema and args.json like
+all others. `section` gives the entry its own dataclass back.
+
+    @dataclass
+    class ClampParameters:
+        clamp_at: float = flag(2.0, above=0)
+        '''Largest ratio.'''
+
+    @losses.register("clamp", parameters=ClampParameters)
+    def clamp(...): ...
+
+`--external_plugins clamp.py --loss_type clamp --clamp_at 3` then sets `args.clamp_at`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from swift.arguments.modes import MODES
+from swift.errors import ConfigError, suggest
+from swift.flags import flags_of, registered, spellings_of
+
+if TYPE_CHECKING:
+    from swift.arguments.layers import Given
+
+CHOICES = {
+    "loss_type": "losses",
+    "advantage_estimator": "advantages",
+    "optim": "optimizers",
+    "infer_backend": "backends",
+}
+"""Setting that chooses an entry -> the registry of `swift.plugin.registry`."""
+
+Section = TypeVar("Section")
+
+
+def settings_class(mode: str) -> type:
+    """The settings of a mode, those of registered entries included.
+
+    Raises:
+        ConfigError: an unknown mode, or a parameter with the name of another setting.
+    """
+    if mode not in MODES:
+        raise ConfigError(f"mode: {mode}: unknown mode; {suggest(mode, list(MODES))}")
+    owners: dict[type, list[str]] = {}
+    choices = [name for name in CHOICES if name in flags_of(MODES[mode])]
+    if choices:
+        importlib.import_module("swift.plugin")
+    for choice in choices:
+        registry = registered(CHOICES[choice])
+        for name in registry:
+            parameters = registry.parameters_of(name)
+            if parameters is not None and not issubclass(MODES[mode], parameters):
+                owners.setdefault(parameters, [choice]).append(name)
+    return _extended(MODES[mode], tuple((owner, tuple(names)) for owner, names in owners.items()))
+
+
+def plugin_paths(layers: Sequence[Iterable[Given]], spellings: Mapping[str, str]) -> list[str]:
+    """The files of `--external_plugins`, from the highest of the layers that names any."""
+    for layer in reversed(layers):
+        given = [item.raw for item in layer if spellings.get(item.spelling) == "external_plugins"]
+        if given:
+            return [str(path) for raw in given for path in (raw if isinstance(raw, list) else [raw])]
+    return []
+
+
+def section(parameters: type[Section], args: Any) -> Section:
+    """An entry's own parameters, from the flat settings of a run."""
+    return parameters(**{field.name: getattr(args, field.name) for field in dataclasses.fields(parameters)})  # type: ignore[arg-type]
+
+
+@functools.cache
+def _extended(cls: type, owners: tuple[tuple[type, tuple[str, ...]], ...]) -> type:
+    if not owners:
+        return cls
+    taken = set(spellings_of(cls))
+    for owner, (choice, *names) in owners:
+        own = set(spellings_of(owner))
+        if clash := sorted(own & taken):
+            raise ConfigError(
+                f"--{choice}: {names[0]}: its parameter {clash[0]} is the name of another setting; rename it"
+            )
+        taken |= own
+    needs = {owner: f"{choice}={'|'.join(names)}" for owner, (choice, *names) in owners}
+    body = {"__doc__": cls.__doc__, "__module__": cls.__module__, "NEEDS": needs}
+    return dataclasses.dataclass(kw_only=True)(type(cls.__name__, (*(owner for owner, _ in owners), cls), body))

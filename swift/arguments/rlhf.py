@@ -1,0 +1,263 @@
+"""The settings of `swift rlhf`, and what only several of its components together can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from swift.arguments.common import CommonArguments, backend_problems, model_missing, training_data_missing
+from swift.data.arguments import PromptArguments
+from swift.flags import flag
+from swift.models.arguments import ModelArguments
+from swift.rewards.arguments import RewardArguments
+from swift.rl.arguments import ObjectiveArguments
+from swift.rollout.arguments import EngineArguments, SamplingArguments
+from swift.rollout.placement import has_own_engine
+from swift.trainers.arguments import OptimizationArguments, RunArguments
+
+
+@dataclass(kw_only=True)
+class MethodArguments:
+    """Which kind of training `swift rlhf` does."""
+
+    GROUP: ClassVar[str] = "Model"
+
+    rlhf_type: Literal["grpo"] | None = flag(unset="required")
+    """Algorithm family."""
+
+
+@dataclass(kw_only=True)
+class RLHFArguments(
+    CommonArguments,
+    RunArguments,
+    EngineArguments,
+    RewardArguments,
+    ObjectiveArguments,
+    SamplingArguments,
+    OptimizationArguments,
+    PromptArguments,
+    ModelArguments,
+    MethodArguments,
+):
+    """`swift rlhf`: online reinforcement learning."""
+
+    log_completions: bool = flag(False, group="Run")
+    """Whether trackers of `--report_to` show sample completions. completions.jsonl has all."""
+
+    log_unique_prompts: bool = flag(False, group="Run", needs="log_completions", everyday=False)
+    """Whether trackers show one completion per prompt."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with these settings, one line each."""
+        if self.rlhf_type is None:
+            yield "--rlhf_type: missing: required; valid: grpo"
+        yield from model_missing(self)
+        yield from training_data_missing(self)
+        yield from self._engine_problems()
+
+    def _engine_problems(self) -> Iterator[str]:
+        yield from backend_problems(self)
+        if not self.ds3_gather_for_generation and (self.use_vllm or self.use_lmdeploy):
+            yield (
+                "--ds3_gather_for_generation: false: an inference engine needs the gathered weights; "
+                "use --ds3_gather_for_generation true"
+            )
+        yield from self._adapter_problems()
+        yield from self._correction_problems()
+        yield from self._reference_problems()
+        yield from self._advantage_problems()
+        yield from self._dynamic_problems()
+        yield from self._streaming_problems()
+        yield from self._width_problems()
+        yield from self._precision_problems()
+        yield from self._rollout_func_problems()
+        start, colon, steps = self.parity_check.partition(":")
+        if not (start == "every" and steps.isdigit() and int(steps) > 0) and (
+            colon or start not in ("start", "warn", "off")
+        ):
+            yield f"--parity_check: {self.parity_check}: not a choice; valid: start, every:N, warn, off"
+        if self.max_length and self.vllm_max_model_len and self.use_vllm:
+            total = self.max_length + self.max_completion_length
+            if total > self.vllm_max_model_len:
+                yield (
+                    f"--vllm_max_model_len: {self.vllm_max_model_len}: below --max_length {self.max_length} + "
+                    f"--max_completion_length {self.max_completion_length} = {total}; raise it, or lower these"
+                )
+
+    def _adapter_problems(self) -> Iterator[str]:
+        """An adapter that is to be sent alone must exist and fit."""
+        if not self.vllm_enable_lora or not has_own_engine(self):
+            return
+        if self.tuner_type == "full":
+            yield (
+                "--vllm_enable_lora: true: --tuner_type full trains no adapter that could be sent alone; "
+                "--tuner_type lora, or --vllm_enable_lora false"
+            )
+        elif self.vllm_max_lora_rank is not None and self.lora_rank > self.vllm_max_lora_rank:
+            yield (
+                f"--vllm_max_lora_rank: {self.vllm_max_lora_rank}: below --lora_rank {self.lora_rank}; "
+                "leave it out, or make them equal"
+            )
+
+    def _rollout_func_problems(self) -> Iterator[str]:
+        """Ranks that hold parts of one policy sample in step, and a function does as it likes."""
+        if self.rollout_func is None:
+            return
+        spread = f"--fsdp {self.fsdp}" if self.fsdp else f"--deepspeed {self.deepspeed}"
+        if not has_own_engine(self) and (self.fsdp or (self.deepspeed or "").startswith("zero3")):
+            yield (
+                f"--rollout_func: {self.rollout_func}: each rank calls it with its own prompts, and {spread} samples "
+                "on all ranks in step; --use_vllm true, --vllm_mode dedicated, or --deepspeed zero2"
+            )
+        if self.in_flight_updates:
+            yield (
+                f"--rollout_func: {self.rollout_func}: weights cannot change in the middle of a call; "
+                "--in_flight_updates false"
+            )
+
+    def _width_problems(self) -> Iterator[str]:
+        if self.vllm_tensor_parallel_size > 1 and self.infer_backend == "transformers" and has_own_engine(self):
+            yield (
+                f"--vllm_tensor_parallel_size: {self.vllm_tensor_parallel_size}: the transformers engine computes on "
+                "one device; --use_vllm true, or 1"
+            )
+
+    def _precision_problems(self) -> Iterator[str]:
+        """A token has 1/N of the loss: 6 % of a gradient is lost at N = 65,000 tokens of a step, 59 % at a million."""
+        if self.torch_dtype == "float16":
+            yield (
+                "--torch_dtype: float16: gradients of a step of many tokens are below its smallest numbers, and "
+                "reinforcement learning does not scale losses; use --torch_dtype bfloat16, or float32"
+            )
+
+    def _correction_problems(self) -> Iterator[str]:
+        """Engines report log-probs before truncation and penalties, and a sequence's ratio multiplies that bias."""
+        changes = self.changed_logprobs()
+        if not changes:
+            return
+        change = f"--{changes[0]} {getattr(self, changes[0])}"
+        bias = f"the sampler's log-probs are not those of the whole vocabulary with {change}"
+        mode = self.rollout_importance_sampling_mode or "none"
+        recorded = self.replay_buffer_size > 0 and not self.replay_recompute_logps
+        delta = self.off_policy_sequence_mask_delta
+        refused = {
+            f"--off_policy_sequence_mask_delta: {delta}": (delta is not None, "leave it out"),
+            "--old_logprobs: sampler": (self.old_logprobs == "sampler", "--old_logprobs trainer"),
+            "--replay_recompute_logps: false": (recorded, "--replay_recompute_logps true"),
+            "--kl_in_reward: true": (bool(self.kl_in_reward) and self.beta > 0, "--kl_in_reward false"),
+            f"--rollout_importance_sampling_mode: {mode}": (
+                mode.startswith("sequence_") or (mode != "none" and self.loss_type == "vespo"),
+                "--rollout_importance_sampling_mode none" if self.loss_type == "vespo" else "a token mode",
+            ),
+        }
+        for setting, (is_given, fix) in refused.items():
+            if is_given:
+                yield f"{setting}: {bias}; {fix}, or leave --{changes[0]} out"
+
+    def _reference_problems(self) -> Iterator[str]:
+        if self.sync_ref_model and self.tuner_type == "lora" and self.ref_model not in (None, self.model):
+            yield (
+                "--sync_ref_model: true: an adapter cannot be mixed into another model; leave --ref_model out, "
+                "or use --tuner_type full"
+            )
+
+    def _advantage_problems(self) -> Iterator[str]:
+        if self.scale_rewards != "gdpo":
+            return
+        if self.advantage_estimator != "grpo":
+            yield (
+                f"--scale_rewards: gdpo: normalises each reward function on its own, so there is no sum for "
+                f"--advantage_estimator {self.advantage_estimator}; --advantage_estimator grpo, or another scale"
+            )
+        elif self.kl_in_reward and self.beta > 0:
+            yield (
+                "--scale_rewards: gdpo: normalises each reward function on its own, so there is no sum to subtract the "
+                "KL from; --kl_in_reward false, or another scale"
+            )
+
+    def _dynamic_problems(self) -> Iterator[str]:
+        """Groups are judged while others decode, which not everything can."""
+        if not self.dynamic_sample:
+            return
+        if self.reward_model and self.async_generate:
+            yield (
+                f"--dynamic_sample: true: with --async_generate groups are judged while the trainer computes, and "
+                f"--reward_model {' '.join(self.reward_model)} needs the trainer's process; --async_generate false, "
+                "or a reward function"
+            )
+        if not self.ds3_gather_for_generation:
+            yield (
+                "--dynamic_sample: true: ranks that sample with weights spread over them decode in step, and could not "
+                "replace a group on their own; --ds3_gather_for_generation true"
+            )
+
+    def _streaming_problems(self) -> Iterator[str]:
+        """What cannot be known before the last group of a window is there, or is not made for parts of one."""
+        if not self.streaming_partial_batch:
+            return
+        batch_scaled = self.advantage_estimator == "reinforce_plus_plus" or self.scale_rewards in ("batch", "gdpo")
+        windows = (self.steps_per_generation or 0) > self.gradient_accumulation_steps
+        obstacles = {
+            f"--advantage_estimator {self.advantage_estimator} --scale_rewards {self.scale_rewards} needs the rewards "
+            "of the whole batch; use --scale_rewards group or none": batch_scaled,
+            "--loss_type bnpo normalises each nominal micro-batch; use dapo": self.loss_type == "bnpo",
+            "--kl_in_reward true needs the reference's log-probs before advantages; use --kl_in_reward false": (
+                self.kl_in_reward and self.beta > 0
+            ),
+            "--top_entropy_quantile ranks the tokens of the whole window; use 1.0": self.top_entropy_quantile < 1,
+            "an entropy bonus is a mean over the whole window; use --entropy_coef 0 --use_adaptive_entropy false": (
+                self.entropy_coef > 0 or self.use_adaptive_entropy
+            ),
+            "--lora_dropout needs a pass over the window before the first update; use 0": bool(self.lora_dropout),
+            "several optimizer steps per generation batch wait for its end anyway; use --steps_per_generation "
+            f"{self.gradient_accumulation_steps}": windows,
+            "--reward_model needs the trainer's process, which trains; use a reward function": bool(self.reward_model),
+            "--deepspeed and --fsdp cut gradients over ranks as they come, before the normaliser is known; use DDP": (
+                bool(self.deepspeed or self.fsdp)
+            ),
+        }
+        for obstacle in (text for text, given in obstacles.items() if given):
+            yield f"--streaming_partial_batch: true: {obstacle}, or --streaming_partial_batch false"
+
+    def changed_logprobs(self) -> list[str]:
+        """Settings in use that make the engine's log-probs differ from those over the whole vocabulary.
+
+        Where the trainer's model samples, the mass that truncation keeps is known (`Completion.log_mass`).
+        """
+        knows_mass = not has_own_engine(self) and self.rollout_func is None
+        return [*(() if knows_mass else self._truncations()), *self._penalties()]
+
+    def _truncations(self) -> list[str]:
+        given = {"top_p": self.top_p < 1, "top_k": self.top_k > 0, "min_p": self.min_p > 0}
+        return [name for name, is_given in given.items() if is_given]
+
+    def _penalties(self) -> list[str]:
+        given = {
+            "repetition_penalty": self.repetition_penalty != 1.0,
+            "vllm_guided_decoding_regex": self.vllm_guided_decoding_regex is not None,
+            "generation_kwargs": self.biased_kwargs(),
+        }
+        return [name for name, is_given in given.items() if is_given]
+
+    def notes(self) -> Iterator[str]:
+        """Remarks about settings that work but should be known about."""
+        if not has_own_engine(self):
+            idle = {"vllm_sync_interval": self.vllm_sync_interval > 1, "vllm_enable_lora": self.vllm_enable_lora}
+            for name in (name for name, given in idle.items() if given):
+                yield (
+                    f"--{name}: {str(getattr(self, name)).lower()}: no effect where the trainer's own model "
+                    "samples; --use_vllm true, or --vllm_mode dedicated"
+                )
+        if self.dynamic_sample and self.async_generate and self.prefetch_depth > 1:
+            yield (
+                f"--prefetch_depth: {self.prefetch_depth}: with --dynamic_sample one batch is made ahead, because "
+                "where the next one begins in the stream of prompts is known at its end only"
+            )
+        for name in self._truncations():
+            yield (
+                f"--{name}: {getattr(self, name)}: truncated sampling biases the gradient, because the trainer uses "
+                "the whole vocabulary"
+            )
+        for name in self._penalties():
+            yield f"--{name}: {getattr(self, name)}: changes the sampled distribution, which biases the gradient"

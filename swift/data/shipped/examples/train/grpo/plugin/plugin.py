@@ -1,0 +1,1 @@
+../../../../../../../examples/train/grpo/plugin/plugin.py

@@ -1,0 +1,317 @@
+"""From the scored groups of a round to a rollout batch: advantages, data masks, replayed groups.
+
+    groups -> rewards -> advantages (per generation batch) -> samples -> slots of zero-variance groups <- replay
+
+Everything here is the same on every rank, because every rank has all scored groups of a round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+
+from swift.rl.advantages import Advantages, compute_advantages, reward_matrix
+from swift.rl.estimators import Scale
+from swift.rollout.replay import ReplayBuffer, ReplayEntry
+from swift.rollout.round_result import fault
+from swift.rollout.samples import RolloutBatch, TrainSample
+from swift.types import Completion, GroupScores, RolloutGroup
+
+Begun = tuple[list[TrainSample], torch.Tensor | None]
+"""Samples with advantage 0, and k1 of each in nats, float64, where the reward has a KL."""
+
+KLOfSamples = Callable[[Sequence[TrainSample]], Sequence[float]]
+"""The k1 estimate of each sample's divergence from the reference, in nats, the same on every rank; collective."""
+
+Refer = Callable[[RolloutBatch], None]
+"""Fills in the reference's log-probs of the samples that this rank will train on; collective."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchConfig:
+    """How groups become samples.
+
+    generation_batches: generation batches of a rollout batch, each with its own statistics.
+    num_global_batches: optimizer steps that one visit of a rollout batch feeds; num_iterations: visits.
+    estimator_parameters: of the advantage estimator; None takes its defaults.
+    reward_kl: weight of the KL that is subtracted from rewards; 0 is off.
+    """
+
+    num_generations: int
+    generation_batches: int
+    num_global_batches: int
+    num_iterations: int
+    advantage_estimator: str = "grpo"
+    estimator_parameters: Any = None
+    scale_rewards: Scale | None = None
+    reward_weights: Sequence[float] = ()
+    overlong_filter: bool = False
+    reward_kl: float = 0.0
+
+
+@dataclass(slots=True)
+class MadeBatch:
+    """A rollout batch and what the books and logs need to know of it.
+
+    plain: advantages before any KL, of each generation batch. advantages: as computed for training, one per completion.
+    group_ids, informative: of the round's groups, slot by slot. replayed: slot -> the entry that fills it.
+    trained, excluded: how many groups of the round; those replayed over are neither.
+    """
+
+    batch: RolloutBatch
+    plain: list[Advantages]
+    advantages: list[float]
+    replayed: dict[int, ReplayEntry]
+    group_ids: list[str]
+    informative: list[bool]
+    trained: int
+    excluded: int
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class BatchMaker:
+    """Makes rollout batches of groups.
+
+    Args:
+        config: how.
+        replay: the buffer, or None.
+        kl_of: needed when `config.reward_kl` > 0; may be set later.
+        refer: for a loss with a KL; may be set later. Without it the trainer finds log-probs missing and makes them.
+    """
+
+    def __init__(
+        self,
+        config: BatchConfig,
+        *,
+        replay: ReplayBuffer | None = None,
+        kl_of: KLOfSamples | None = None,
+        refer: Refer | None = None,
+    ) -> None:
+        self.config = config
+        self.replay = replay
+        self.kl_of = kl_of
+        self.refer = refer
+
+    @property
+    def can_begin(self) -> bool:
+        """Whether there is work for `begin`: a reference whose passes need no scores.
+
+        Which groups a replay buffer stands in for is a matter of scores.
+        """
+        return self.config.reward_kl > 0 or (self.refer is not None and self.replay is None)
+
+    def untouched(self, groups: Sequence[RolloutGroup]) -> Begun:
+        """The samples of a round of which nothing has been computed."""
+        return list(self._samples(groups)), None
+
+    def begin(self, groups: Sequence[RolloutGroup]) -> Begun:
+        """The passes of the reference over a round, while its rewards are still computed; collective."""
+        samples, _ = self.untouched(groups)
+        if self.config.reward_kl > 0:
+            return samples, self._kl(groups)
+        if self.refer is not None:
+            self.refer(RolloutBatch(samples, self.config.num_global_batches, self.config.num_iterations))
+        return samples, None
+
+    def samples(self, groups: Sequence[RolloutGroup], first: int) -> list[TrainSample]:
+        """Samples with advantages of groups that share no statistics with others; numbered from `first`."""
+        samples = list(self._samples(groups, first))
+        _leave_out(samples, groups)
+        for sample, advantage in zip(samples, self.advantages(groups).advantages_S.tolist(), strict=True):
+            sample.advantage = advantage
+        return samples
+
+    def make(self, groups: Sequence[RolloutGroup], step: int, begun: Begun | None = None) -> MadeBatch:
+        """The rollout batch of a round.
+
+        Args:
+            groups: scored, in launch order; as many as a rollout batch has.
+            step: optimizer steps done.
+            begun: what `begin` made of the same groups.
+        """
+        config = self.config
+        if begun is None:
+            # where scores leave samples out, passes are cut without that in any case: it depends on no clock
+            left_out = any(reason is not None for group in groups for reason in scores_of(group).excluded)
+            begun = self.begin(groups) if left_out and self.can_begin else self.untouched(groups)
+        samples, kl_S = begun
+        _leave_out(samples, groups)
+        penalty = None
+        metrics: dict[str, float] = {}
+        if config.reward_kl > 0:
+            kl_S = kl_S if kl_S is not None else self._kl(groups)
+            penalty = config.reward_kl * kl_S
+            metrics["kl_in_reward"] = _mean_of_trained(kl_S, samples)
+        batches = self._batches(groups)
+        plain = [self.advantages(part) for part in batches]
+        results = plain
+        if penalty is not None:
+            pieces = penalty.split([sum(len(g.completions) for g in part) for part in batches])
+            results = [self.advantages(part, kl) for part, kl in zip(batches, pieces, strict=True)]
+        advantages = torch.cat([result.advantages_S for result in results]).tolist()
+        for sample, advantage in zip(samples, advantages, strict=True):
+            sample.advantage = advantage
+        # what the KL alone tells apart teaches nothing about the task
+        informative = [one for result in plain for one in result.informative_P.tolist()]
+        replayed = self._replay(groups, samples, informative, step)
+        excluded = self._excluded(samples, replayed)
+        return MadeBatch(
+            RolloutBatch(samples, config.num_global_batches, config.num_iterations),
+            plain,
+            advantages,
+            replayed,
+            [group.group_id for group in groups],
+            informative,
+            trained=len(groups) - excluded - len(replayed),
+            excluded=excluded,
+            metrics={**metrics, **self._replay_metrics(replayed, step)},
+        )
+
+    def _kl(self, groups: Sequence[RolloutGroup]) -> torch.Tensor:
+        """k1 of each completion; of cut ones too, because their rewards count in the group's mean."""
+        assert self.kl_of is not None, "the trainer has not said how the KL is computed"
+        return torch.tensor(list(self.kl_of(list(self._samples(groups, with_cut=True)))), dtype=torch.float64)
+
+    def advantages(self, groups: Sequence[RolloutGroup], kl_penalty_S: torch.Tensor | None = None) -> Advantages:
+        """Advantages of scored groups that share their batch statistics."""
+        values: list[list[float | None]] = []
+        excluded: list[bool] = []
+        index: list[int] = []
+        for number, group in enumerate(groups):
+            scores = scores_of(group)
+            values += scores.values
+            excluded += [reason is not None for reason in scores.excluded]
+            index += [number] * len(group.completions)
+        return compute_advantages(
+            reward_matrix(values),
+            torch.tensor(index, dtype=torch.long),
+            weights_K=torch.tensor(list(self.config.reward_weights), dtype=torch.float64),
+            excluded_S=torch.tensor(excluded, dtype=torch.bool),
+            estimator=self.config.advantage_estimator,
+            parameters=self.config.estimator_parameters,
+            scale=self.config.scale_rewards,
+            kl_penalty_S=kl_penalty_S,
+        )
+
+    def informative(self, group: RolloutGroup) -> bool:
+        """Whether the rewards of a group differ; of what is known before any KL."""
+        return bool(self.advantages([group]).informative_P[0])
+
+    def totals(self, group: RolloutGroup) -> list[float]:
+        """The weighted rewards of a group's completions, NaN where excluded."""
+        return self.advantages([group]).rewards_S.tolist()
+
+    def cut(self, completion: Completion) -> bool:
+        """Whether the overlong filter takes a completion out of the loss; it stays in the group's statistics."""
+        return self.config.overlong_filter and completion.finish_reason == "length"
+
+    def _batches(self, groups: Sequence[RolloutGroup]) -> list[Sequence[RolloutGroup]]:
+        size = len(groups) // self.config.generation_batches
+        return [groups[i : i + size] for i in range(0, len(groups), size)]
+
+    def _samples(
+        self, groups: Sequence[RolloutGroup], first: int = 0, *, with_cut: bool = False
+    ) -> Iterator[TrainSample]:
+        for number, group in enumerate(groups, first):
+            prompt = np.asarray(group.prompt.token_ids, dtype=np.int32)
+            for completion in group.completions:
+                counts = fault(completion) is None and bool(completion.token_ids)
+                counts = counts and (with_cut or not self.cut(completion))
+                yield TrainSample(
+                    group=number,
+                    prompt_ids=prompt,
+                    token_ids=np.asarray(completion.token_ids, dtype=np.int32),
+                    sampler_logprobs=np.asarray(completion.full_logprobs, dtype=np.float32),
+                    trained=np.full(len(completion.token_ids), counts, dtype=np.bool_),
+                    advantage=0.0,
+                    versions=list(completion.versions),
+                )
+
+    def _replay(
+        self, groups: Sequence[RolloutGroup], samples: list[TrainSample], informative: Sequence[bool], step: int
+    ) -> dict[int, ReplayEntry]:
+        """Fill slots of zero-variance groups from the buffer, then store the informative ones."""
+        if self.replay is None:
+            return {}
+        size = self.config.num_generations
+        slots = [number for number, differs in enumerate(informative) if not differs]
+        entries = self.replay.draw(len(slots), step, without={group.group_id for group in groups})
+        replayed = dict(zip(slots, entries, strict=False))
+        for number, (group, differs) in enumerate(zip(groups, informative, strict=True)):
+            part = slice(number * size, (number + 1) * size)
+            if number in replayed:
+                samples[part] = self.replay.samples_of(replayed[number], number)
+            elif differs and any(sample.num_trained for sample in samples[part]):
+                self.replay.store(group.group_id, step, self._score(group, samples[part]), samples[part])
+        return replayed
+
+    def _score(self, group: RolloutGroup, samples: Sequence[TrainSample]) -> float:
+        """`sum_i |A_i| * sum_k s_k`."""
+        values_SK = reward_matrix(scores_of(group).values)
+        stds = [column[~column.isnan()] for column in values_SK.unbind(dim=1)]
+        spread = sum(float(column.std()) for column in stds if column.numel() >= 2)
+        return sum(abs(sample.advantage) for sample in samples) * spread
+
+    def _excluded(self, samples: Sequence[TrainSample], replayed: dict[int, ReplayEntry]) -> int:
+        """Groups of the round without a single trained token."""
+        size = self.config.num_generations
+        return sum(
+            number not in replayed
+            and not any(sample.num_trained for sample in samples[number * size : (number + 1) * size])
+            for number in range(len(samples) // size)
+        )
+
+    def _replay_metrics(self, replayed: dict[int, ReplayEntry], step: int) -> dict[str, float]:
+        if self.replay is None:
+            return {}
+        metrics = {"replay/groups": float(len(replayed)), "replay/size": float(len(self.replay))}
+        if replayed:
+            metrics["replay/age"] = fmean(step - entry.step for entry in replayed.values())
+        return metrics
+
+
+def _leave_out(samples: Sequence[TrainSample], groups: Sequence[RolloutGroup]) -> None:
+    """Train on no sample that its scores exclude."""
+    reasons = [reason for group in groups for reason in scores_of(group).excluded]
+    for sample, reason in zip(samples, reasons, strict=True):
+        if reason is not None:
+            sample.trained[:] = False
+
+
+def _mean_of_trained(values_S: torch.Tensor, samples: Sequence[TrainSample]) -> float:
+    """The mean over completions with a trained token; 0 without any."""
+    trained = [value for value, sample in zip(values_S.tolist(), samples, strict=True) if sample.num_trained]
+    return fmean(trained) if trained else 0.0
+
+
+def scores_of(group: RolloutGroup) -> GroupScores:
+    """The scores that a group must have by now."""
+    assert group.scores is not None
+    return group.scores
+
+
+def round_metrics(groups: Sequence[RolloutGroup], results: Sequence[Advantages]) -> dict[str, float]:
+    """What a round of rollouts says in numbers; see docs/output_files.md for each name."""
+    completions = [completion for group in groups for completion in group.completions]
+    lengths = [len(completion.token_ids) for completion in completions]
+    rewards = torch.cat([result.rewards_S for result in results])
+    scored = rewards[~rewards.isnan()]
+    stds = torch.cat([result.std_P for result in results])
+    informative = torch.cat([result.informative_P for result in results])
+    metrics = {
+        "completions/mean_length": fmean(lengths),
+        "completions/min_length": float(min(lengths)),
+        "completions/max_length": float(max(lengths)),
+        "completions/clipped_ratio": fmean(c.finish_reason == "length" for c in completions),
+        "reward_std": float(stds.mean()),
+        "frac_reward_zero_std": 1.0 - float(informative.double().mean()),
+        "excluded": float(rewards.isnan().sum()),
+    }
+    if scored.numel():
+        metrics["reward"] = float(scored.mean())
+    return metrics

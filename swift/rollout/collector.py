@@ -1,0 +1,415 @@
+"""Samples and scores rounds: `prepare -> sample -> finish`, the same result on every rank.
+
+`sample` touches the engine and the reward workers only, so it may run on another thread than the trainer's; `prepare`
+and `finish` are collective and belong to the main thread. Rank 0 scores. Completions that an engine gave up are
+excluded from training and from the statistics of their group, with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from swift.errors import EngineError, SwiftError
+from swift.rollout.dynamic_sampling import GroupFilter, Selection
+from swift.rollout.engines.base import InferenceEngine
+from swift.rollout.mailbox import Mailbox
+from swift.rollout.request_limit import RequestClock
+from swift.rollout.round import EngineShare, OtherRankFailed, Round, Scorer
+from swift.rollout.round_result import RoundResult, is_scored, lost, settle
+from swift.rollout.scheduler import Launch, LaunchLog
+from swift.rollout.seeds import sample_seed
+from swift.types import Completion, Prompt, Request, RolloutGroup, SamplingParams, TrainerProgress
+
+
+class Gatherer(Protocol):
+    """The collectives that a round needs; see `swift.trainers.distributed`."""
+
+    rank: int
+    world_size: int
+    active: bool
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Values of all ranks, on rank 0."""
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value, everywhere."""
+
+
+@dataclass(slots=True)
+class RolloutCollector:
+    """Samples and scores groups.
+
+    engine: this rank's engine, or None. sampling: the training distribution; the seed of each sample is filled in.
+    decode: token ids to the text that rewards see. share: what of a round the engine samples.
+    around: entered by every rank around sampling, also by one without requests (a sharded policy needs it).
+    request_s: bound on each request, for an engine that has none of its own. progress: called for each completion.
+    mailbox: messages between the ranks while they sample; needed for dynamic sampling on several. pulse: changes while
+    this rank gets on. heard: called when another rank does, while this one waits for it.
+    """
+
+    engine: InferenceEngine | None
+    sampling: SamplingParams
+    seed: int
+    decode: Callable[[Sequence[int]], str]
+    scorer: Scorer
+    collectives: Gatherer
+    share: EngineShare | None = None
+    around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    request_s: float | None = None
+    progress: Callable[[], None] = lambda: None
+    mailbox: Mailbox | None = None
+    pulse: Callable[[], Any] = lambda: None
+    heard: Callable[[], None] = lambda: None
+    _latest: Round | None = None
+    _late: int = 0
+    _late_told: int = 0
+
+    def __post_init__(self) -> None:
+        if self.share is None and self.engine is not None:
+            self.share = EngineShare(self.collectives.rank, self.collectives.world_size)
+
+    def run(
+        self,
+        launches: Sequence[Launch],
+        *,
+        num_generations: int,
+        progress: TrainerProgress,
+        timer: Callable[[str], Any],
+        seed_namespace: str = "",
+    ) -> tuple[list[RolloutGroup], dict[str, float]]:
+        """Sample and score `num_generations` completions of each launch, here and now.
+
+        Args:
+            launches: the groups, the same on every rank.
+            num_generations: G.
+            progress: what reward functions see as `trainer_state`.
+            timer: context manager factory for the phases "generate" and "reward".
+            seed_namespace: keeps the seeds of evaluation apart from those of training.
+
+        Returns:
+            scored groups in launch order, on every rank, and the metrics of the reward functions (rank 0).
+        """
+        log = LaunchLog(launches=list(launches))
+        current = self.prepare(log, num_generations=num_generations, progress=progress, seed_namespace=seed_namespace)
+        with timer("generate"):
+            self.sample(current)
+        result = self.finish(current, timer=timer)
+        return result.groups, result.metrics
+
+    def prepare(
+        self,
+        log: LaunchLog,
+        *,
+        num_generations: int,
+        progress: TrainerProgress,
+        group_filter: GroupFilter | None = None,
+        draw: Callable[[int], Sequence[Launch]] | None = None,
+        informative: Callable[[RolloutGroup], bool] = lambda group: True,
+        failed: Callable[[RolloutGroup], bool] = lambda group: False,
+        seed_namespace: str = "",
+    ) -> Round:
+        """A round of the launches in `log`, or with a filter of those that it draws; see `Round`."""
+        current = Round(
+            log,
+            num_generations,
+            progress,
+            request=lambda launch, sample: self._request(launch, sample, seed_namespace),
+            scorer=self.scorer,
+            group_filter=group_filter,
+            draw=draw,
+            informative=informative,
+            failed=failed,
+            rank=self.collectives.rank,
+            share=self.share,
+            mailbox=self.mailbox if group_filter is not None else None,
+            pulse=self.pulse,
+            heard=self.heard,
+        )
+        if group_filter is None:
+            current.begin()
+        self._latest = current
+        return current
+
+    def _request(self, launch: Launch, sample: int, namespace: str) -> Request:
+        seed = sample_seed(self.seed, namespace + launch.prompt.prompt_id, launch.launch, sample)
+        sampling = replace(self.sampling, seed=seed)
+        return Request(f"{launch.group_id}/{sample}", launch.prompt.token_ids, sampling, launch.prompt)
+
+    def awaited(self) -> str:
+        """What the latest round waits for, if it does; from any thread."""
+        return self._latest.awaited() if self._latest is not None else ""
+
+    # --- sampling -----------------------------------------------------------------------------------------------
+
+    def sample(self, current: Round) -> None:
+        """Sample this rank's requests; a failure is kept for `finish`, where every rank learns of it."""
+        with self.around():
+            if self.engine is None or not current.samples_here:
+                return
+            try:
+                self._sample(self.engine, current)
+            except Exception as error:  # the other ranks wait in `finish` by now
+                with contextlib.suppress(SwiftError):  # the first error is the one to show
+                    empty(self.engine)
+                current.fail(error)
+
+    def _sample(self, engine: InferenceEngine, current: Round) -> None:
+        """Sample until the round has what it wants; what it asks for meanwhile joins the engine's running batch."""
+        with contextlib.ExitStack() as stack:
+            clock = None
+            if self.request_s is not None:
+                clock = stack.enter_context(RequestClock(engine, (), self.request_s, self._book_late))
+
+            def submit() -> bool:
+                return self.submit_due(engine, current, clock)
+
+            current.begin()
+            if not current.closed:
+                stack.enter_context(between_steps(engine, submit))
+            while not current.complete:
+                if not submit():
+                    current.rest()
+                for completion in engine.stream():
+                    if clock is None or clock.takes(completion):
+                        self.take(current, completion)
+                if current.outstanding:
+                    raise lost(current.outstanding[0])
+
+    def submit_due(self, engine: InferenceEngine, current: Round, clock: RequestClock | None = None) -> bool:
+        """Give the engine what a round wants sampled now; whether there was anything."""
+        requests = current.due()
+        for request in requests:
+            engine.check_length(request)
+        for request in requests:
+            if clock is not None:
+                clock.add(request)
+            engine.submit(request)
+        return bool(requests)
+
+    def take(self, current: Round, completion: Completion) -> None:
+        """Add a finished completion.
+
+        Raises:
+            EngineError: nobody asked for it, or it came before.
+        """
+        if not current.expects(completion.request_id):
+            raise unknown(completion)
+        self.progress()
+        completion.text = self.decode(completion.token_ids)
+        current.take(completion)
+
+    def _book_late(self) -> None:
+        self._late += 1
+
+    def _new_late(self) -> int:
+        """Requests of this rank that were aborted for their time since the last call."""
+        late = self._late + getattr(self.engine, "late", 0)  # what an engine of another process counts itself
+        new, self._late_told = late - self._late_told, late
+        return new
+
+    # --- the end of a round -------------------------------------------------------------------------------------
+
+    def finish(
+        self,
+        current: Round,
+        *,
+        timer: Callable[[str], Any],
+        meanwhile: Callable[[list[RolloutGroup]], None] | None = None,
+    ) -> RoundResult:
+        """Bring a round to every rank and wait for its scores; collective.
+
+        Args:
+            current: the round.
+            timer: context manager factory for the phases "generate" and "reward".
+            meanwhile: called on every rank with the groups of a fixed round, if reward functions still work on them.
+
+        Raises:
+            SwiftError: on every rank, what failed on any.
+        """
+        fixed = current.group_filter is None
+        with timer("generate"):
+            late = self._exchange(current)
+        # the answer of the moment decides when something is done, never what
+        if fixed and meanwhile is not None and self._agree(lambda: self._still_scoring(current)):
+            meanwhile([current.groups[launch.index] for launch in current.log.launches])
+        with timer("reward"):
+            end = self._agree(lambda: self._end(current))
+        if not fixed and self.mailbox is not None:
+            self.mailbox.sweep()
+        if late:
+            end["metrics"]["health/rollout_timeouts"] = float(late)
+        current.catch_up(end["launches"])
+        kept = {}
+        for index, (completions, scores) in end["kept"].items():
+            group = kept[index] = current.groups.get(index) or current.group(index, completions)
+            group.scores = scores
+        carried = current.log.carried
+        return RoundResult(
+            groups=[*carried, *(kept[index] for index in end["trained"])],
+            carried=[kept[index] for index in end["carried"]],
+            dropped=[current.groups[index] for index in end["dropped"] if index in current.groups],
+            failed=[current.group(index, []).prompt for index in end["failed"]],
+            carried_in=len(carried),
+            metrics=end["metrics"],
+            **end["counts"],
+        )
+
+    def _exchange(self, current: Round) -> int:
+        """Raise the first failure of any rank on all, and give every rank all completions of a fixed round.
+
+        Returns:
+            how many requests were late.
+        """
+        failure, late, parts = current.failure, self._new_late(), current.parts
+        if self.collectives.active:
+            sends = current.group_filter is None and self.share is not None and self.share.reports
+            reports = self.collectives.gather((portable(failure), late, parts if sends else {}))
+            failure, late, parts = self.collectives.broadcast(_merged(reports or []))
+        if failure is not None:
+            if failure is not current.failure:
+                failure.__cause__ = current.failure  # the traceback of this rank's own
+            raise failure
+        if current.group_filter is None:
+            current.complete_groups(parts)
+        return late
+
+    def _still_scoring(self, current: Round) -> bool:
+        """Whether reward workers have anything of a round left, now that they were given all; rank 0 only."""
+        self._submit(current)
+        return not current.all_scored
+
+    def _submit(self, current: Round) -> None:
+        """Give the reward workers what they did not get while it was sampled; rank 0 only."""
+        groups = [current.groups[launch.index] for launch in current.log.launches]
+        waiting = [group for group in groups if group.launch_index not in current.futures]
+        if waiting and self.scorer.needs_whole_batch:
+            submitted = self.scorer.submit_batch(groups, current.progress)
+            current.futures.update(zip([group.launch_index for group in groups], submitted, strict=True))
+            return
+        for group in waiting:
+            current.futures[group.launch_index] = self.scorer.submit(group, current.progress)
+
+    def _end(self, current: Round) -> dict[str, Any]:
+        """What the other ranks need to know of a round; rank 0 only."""
+        group_filter = current.group_filter
+        if group_filter is None:
+            self._submit(current)
+            results = [current.futures[launch.index].result() for launch in current.log.launches]
+        groups = [current.groups[index] for index in sorted(current.groups)]
+        if group_filter is None:
+            for group, scores in zip(groups, self.scorer.add_model_scores(groups, results), strict=True):
+                settle(group, scores)
+            selection = Selection(trained=tuple(sorted(current.groups)))
+        else:
+            selection = group_filter.selection()
+        if groups or group_filter is None:
+            self.scorer.end_batch(groups)
+        metrics = self.scorer.drain_metrics(groups)
+        if group_filter is not None:
+            metrics |= _sampling_metrics(current, group_filter, selection)
+        trained = sorted({*selection.trained, *selection.filled})
+        scored = sum(is_scored(current.groups[index]) for index in selection.dropped)
+        return {
+            "launches": len(current.log.launches),
+            # every rank has the completions of a fixed round
+            "kept": {
+                index: ([] if group_filter is None else current.groups[index].completions, current.groups[index].scores)
+                for index in [*trained, *selection.carried]
+            },
+            "trained": trained,
+            "carried": list(selection.carried),
+            "dropped": list(selection.dropped),
+            "failed": [index for index in selection.dropped if current.failed(current.groups[index])],
+            "metrics": metrics,
+            "counts": {
+                "launched": group_filter.launched if group_filter is not None else 0,
+                "informative": group_filter.informative if group_filter is not None else 0,
+                "num_dropped": scored,
+                "num_excluded": len(selection.dropped) - scored,
+            },
+        }
+
+    def _agree(self, work: Callable[[], Any]) -> Any:
+        """Rank 0 works, every rank gets the result; a failure of rank 0 ends every rank with the same error."""
+        outcome: Any = None
+        if self.collectives.rank == 0:
+            try:
+                outcome = work()
+            except Exception as error:  # travels to the other ranks, then is raised on all
+                outcome = portable(error) if self.collectives.active else error
+        outcome = self.collectives.broadcast(outcome)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
+def _merged(reports: Sequence[tuple[Exception | None, int, Any]]) -> tuple[Exception | None, int, Any]:
+    """The failure that counts, one with a reason of its own if there is any; late requests; completions of all."""
+    failures = [failure for failure, _, _ in reports if failure is not None]
+    own = [error for error in failures if not isinstance(error, OtherRankFailed)]
+    parts: dict[int, dict[int, Completion]] = {}
+    for _, _, part in reports:
+        for index, done in part.items():
+            parts.setdefault(index, {}).update(done)
+    return next(iter([*own, *failures]), None), sum(late for _, late, _ in reports), parts
+
+
+def _sampling_metrics(current: Round, group_filter: GroupFilter, selection: Selection) -> dict[str, float]:
+    dropped = (one for index in selection.dropped for one in current.groups[index].completions)
+    return {
+        "dynamic_sample/launched": float(group_filter.launched),
+        "dynamic_sample/informative": float(group_filter.informative),
+        "dynamic_sample/zero_variance": float(group_filter.launched - group_filter.informative),
+        "dynamic_sample/filled": float(len(selection.filled)),
+        "dynamic_sample/budget_exhausted": float(group_filter.budget_exhausted),
+        "dynamic_sample/carried_in": float(len(current.log.carried)),
+        "dynamic_sample/carried_out": float(len(selection.carried)),
+        "dynamic_sample/dropped_tokens": float(sum(len(one.token_ids) for one in dropped)),
+    }
+
+
+def unknown(completion: Completion) -> EngineError:
+    """What is wrong with a completion that nobody waits for."""
+    return EngineError(
+        f"engine: request {completion.request_id}: it came back twice, or nobody asked for it; "
+        "this is a defect of the engine"
+    )
+
+
+def empty(engine: InferenceEngine) -> None:
+    """Give up what is still in an engine."""
+    engine.abort()
+    for _ in engine.stream():
+        pass
+
+
+@contextlib.contextmanager
+def between_steps(engine: InferenceEngine, work: Callable[[], Any]) -> Iterator[None]:
+    """Have an engine call `work` between its decode steps."""
+    engine.between_steps = work
+    try:
+        yield
+    finally:
+        engine.between_steps = None
+
+
+def portable(error: Exception | None) -> Exception | None:
+    """An error of ours itself, which can travel to other processes; for any other one that says the same."""
+    if error is None or isinstance(error, SwiftError):
+        return error
+    return EngineError(f"{type(error).__name__}: {error}")
+
+
+def launches_of(prompts: Iterable[Prompt]) -> list[Launch]:
+    """Launches for evaluation: each prompt once, equal prompts told apart by their launch count."""
+    earlier: Counter[str] = Counter()
+    launches = []
+    for index, prompt in enumerate(prompts):
+        launches.append(Launch(index, earlier[prompt.prompt_id], prompt, 0))
+        earlier[prompt.prompt_id] += 1
+    return launches

@@ -1,0 +1,451 @@
+"""The transport to an engine in a Ray actor, and the actor's lives.
+
+An actor is one life of the engine: when it ends, another is started, at most `restarts` per hour. It is lost when Ray
+reports its end, or when `misses` heartbeats bring no answer. A failure to start is not repeated: it would fail again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import secrets
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from swift.errors import EngineDead, SwiftError
+from swift.rollout.engines import cluster, guard
+from swift.rollout.engines.base import Capabilities, EngineCounters, Health
+from swift.rollout.engines.client import EngineClient
+from swift.rollout.engines.ray_actor import GROUPS, MARKER, Arrivals, EngineActor
+from swift.rollout.engines.spec import EngineSpec
+from swift.rollout.engines.transport import END, Batch, Deliver, Late, Lost, Timeouts, Transport
+from swift.rollout.weight_sync import cuda_ipc, object_store
+from swift.rollout.weight_sync.base import Bucket
+from swift.types import Request
+
+RESTART_WINDOW_S = 3600.0
+"""`restarts` are counted over so long."""
+LAST_LINES = 6
+HEALTH_S = 5.0
+
+
+@functools.cache
+def _remote_class() -> Any:
+    import ray
+
+    return ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups=GROUPS)(EngineActor)
+
+
+@dataclass(eq=False)
+class _Life:
+    """One actor as the client sees it. here: on this node. lost: how it ended, or "". batches: that it works on."""
+
+    actor: Any
+    marker: str
+    log_start: int
+    started: Any
+    pid: int = 0
+    here: bool = False
+    lost: str = ""
+    batches: dict[int, tuple[Batch, Deliver]] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class ActorTransport(Transport):
+    """Starts an actor at once; see the module's docstring.
+
+    Args:
+        spec: the engine, as this process sees the devices.
+        name: for messages and logs.
+        log_file: of the engine's own output.
+        timeouts: see `Timeouts`.
+        restarts: lives that may be replaced per hour.
+        options: of the actor: where Ray is to place it.
+        uses: the cluster; closed with the transport.
+    """
+
+    restartable = True
+    ways = ("object_store", "broadcast", "ipc")
+    stored = "object_store"
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        *,
+        name: str,
+        log_file: Path,
+        timeouts: Timeouts,
+        restarts: int,
+        uses: cluster.Cluster,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        self.name, self.spec, self.log_file, self.timeouts = name, spec, Path(log_file), timeouts
+        self.restarts, self.options, self.cluster = restarts, options or {}, uses
+        self.devices = spec.devices
+        self.counters = EngineCounters()
+        self.progress_at = time.monotonic()
+        self._restarted: deque[float] = deque()
+        self._closed = False
+        self.life = self._launch()
+
+    # --- lives ------------------------------------------------------------------------------------------------
+
+    def _launch(self) -> _Life:
+        marker = secrets.token_hex(8)
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        start = self.log_file.stat().st_size if self.log_file.exists() else 0
+        spec = replace(self.spec, cores=()) if self.options else self.spec  # cores are those of this node
+        actor = (
+            _remote_class()
+            .options(
+                **{"num_cpus": 0, **self.options},
+                runtime_env={"env_vars": _variables(spec, marker, placed=bool(self.options))},
+            )
+            .remote(_as_actor_sees(spec).to_json(), str(self.log_file), marker)
+        )
+        self.counters = EngineCounters()
+        return _Life(actor, marker, start, actor.start.remote())
+
+    def connect(self) -> Capabilities:
+        """Wait for the engine of the first life."""
+        life = self.life
+        try:
+            capabilities = self._await_start(life)
+        except Lost as lost:
+            self._end(life)
+            raise EngineDead(f"{self.name}: its actor {lost} while it started; {self.last_lines(life)}") from lost
+        except SwiftError:
+            self._end(life)
+            raise
+        return replace(capabilities, devices=self.spec.devices, transports=self.ways, shares_weights=False)
+
+    def _await_start(self, life: _Life) -> Capabilities:
+        capabilities: Capabilities
+        try:
+            capabilities, life.pid, node = self._result(life, life.started, "start", self.timeouts.start_s)
+        except Late:
+            raise Lost(f"did not start within {self.timeouts.start_s:g} s; {self._stacks_of(life)}") from None
+        life.here = node == cluster.this_node()
+        threading.Thread(target=self._listen, args=(life,), name=f"events of {self.name}", daemon=True).start()
+        return capabilities
+
+    def replace(self, how: str, *, version: int, valid: bool) -> int:
+        """Another actor, if that is still allowed."""
+        dead = self.life
+        self._lose(dead, how)
+        now = time.monotonic()
+        while self._restarted and now - self._restarted[0] > RESTART_WINDOW_S:
+            self._restarted.popleft()
+        if len(self._restarted) >= self.restarts:
+            raise EngineDead(
+                f"{self.name}: its actor {how}; --engine_restarts {self.restarts} within an hour are used up; "
+                f"{self.last_lines(dead)}"
+            )
+        self._restarted.append(now)
+        if self._closed:
+            raise EngineDead(f"{self.name}: it is closed; make a new one")
+        life = self.life = self._launch()
+        try:
+            self._await_start(life)
+        except SwiftError as error:  # it would fail again
+            self._end(life)
+            raise EngineDead(f"{self.name}: its actor {how}, and cannot be replaced ({error.problems[0]})") from error
+        return 1
+
+    def _lose(self, life: _Life, how: str) -> None:
+        """This life is over; whoever waits for it is told."""
+        with life.lock:
+            if life.lost:
+                return
+            life.lost = how
+            waiting = list(life.batches.values())
+            life.batches.clear()
+        self._end(life)
+        for batch, deliver in waiting:
+            deliver(batch, Lost(how))
+
+    def _end(self, life: _Life) -> None:
+        import ray
+
+        with contextlib.suppress(Exception):  # it may be gone
+            ray.kill(life.actor, no_restart=True)
+        if life.here:  # Ray asks kindly at first, which a process that hangs does not hear
+            guard.kill(life.pid, f"{MARKER}={life.marker}".encode())
+
+    def _listen(self, life: _Life) -> None:
+        """The thread that repeats `take` until the life is over."""
+        import ray
+        from ray.exceptions import GetTimeoutError
+
+        misses, pending = 0, None
+        while not life.lost and not self._closed:
+            try:
+                if pending is None:
+                    pending = life.actor.take.remote(self.timeouts.heartbeat_s / 2)
+                arrivals, counters = ray.get(pending, timeout=self.timeouts.heartbeat_s)
+            except GetTimeoutError:
+                misses += 1
+                if misses >= self.timeouts.misses:
+                    self._lose(life, f"gave no sign of life for {misses * self.timeouts.heartbeat_s:g} s")
+                continue
+            except Exception as error:
+                self._lose(life, _how(error))
+                return
+            misses, pending = 0, None
+            self._arrive(life, arrivals, counters)
+
+    def _arrive(self, life: _Life, arrivals: Arrivals, counters: dict[str, Any]) -> None:
+        seen = EngineCounters(**counters)
+        if self.life is life:
+            if arrivals or (seen.decode_steps, seen.prefill_tokens) != (
+                self.counters.decode_steps, self.counters.prefill_tokens
+            ):  # fmt: skip
+                self.progress_at = time.monotonic()
+            self.counters = seen
+        for number, arrival in arrivals:
+            with life.lock:
+                batch, deliver = life.batches.get(number, (None, None))
+                if arrival is None:
+                    life.batches.pop(number, None)
+            if batch is not None and deliver is not None:
+                deliver(batch, END if arrival is None else arrival)
+
+    # --- calls ------------------------------------------------------------------------------------------------
+
+    def post(self, batch: Batch, requests: Sequence[Request], version: int, deliver: Deliver) -> None:
+        """See `Transport.post`."""
+        life = self.life
+        with life.lock:
+            if life.lost:
+                raise Lost(life.lost)
+            life.batches[batch.number] = (batch, deliver)
+        batch.handle = life
+        life.actor.submit.remote(batch.number, list(requests))
+
+    def drop(self, batch: Batch) -> None:
+        """See `Transport.drop`."""
+        life = batch.handle
+        if life is not None and life.batches.pop(batch.number, None) is not None and not life.lost:
+            life.actor.drop.remote(batch.number)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """See `Transport.abort`."""
+        if not self.life.lost:
+            self.life.actor.abort.remote(list(request_ids))
+
+    def call(self, name: str, timeout_s: float, **fields: Any) -> Any:
+        """See `Transport.call`."""
+        return self.start_call(name, timeout_s, **fields)()
+
+    def start_call(self, name: str, timeout_s: float, **fields: Any) -> Callable[[], Any]:
+        """See `Transport.start_call`."""
+        life = self.life
+        if life.lost:
+            raise Lost(life.lost)
+        deadline = time.monotonic() + timeout_s
+        pending = getattr(life.actor, name).remote(**fields)
+        return lambda: self._result(life, pending, name, max(0.0, deadline - time.monotonic()))
+
+    def _result(self, life: _Life, pending: Any, name: str, timeout_s: float) -> Any:
+        import ray
+        from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+        try:
+            return ray.get(pending, timeout=timeout_s)
+        except GetTimeoutError:
+            if life.lost:
+                raise Lost(life.lost) from None
+            where = self._stacks_of(life) if name not in ("health", "info") else ""
+            late = Late(f"did not answer {name} in time; {where}".rstrip("; "))
+            if name not in ("health", "info", "pause", "resume"):
+                self._lose(life, str(late))
+            raise late from None
+        except RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, SwiftError) and not isinstance(cause, EngineDead):
+                raise _named(cause, self.name) from None
+            if name == "start":  # it would fail again
+                raise EngineDead(f"{self.name}: {_line_of(cause)}") from None
+            how = f"failed ({cause.problems[0] if isinstance(cause, SwiftError) else _line_of(cause)})"
+            self._lose(life, how)
+            raise Lost(how) from None
+        except RayError as error:
+            self._lose(life, life.lost or _how(error))
+            raise Lost(life.lost) from None
+
+    # --- weights ----------------------------------------------------------------------------------------------
+
+    def choose(self, bucket: Bucket) -> str:
+        """The shortest way from where the trainer's tensors lie."""
+        first = bucket.tensors[0][1].device if bucket.tensors else None
+        if first is None or first.type != "cuda" or not all(one.startswith("cuda") for one in self.devices):
+            return "object_store"
+        return "ipc" if list(self.devices) == [f"cuda:{first.index or 0}"] else "broadcast"
+
+    def payload(self, way: str, bucket: Bucket, version: int) -> Any:
+        """See `Transport.payload`."""
+        return object_store.put(bucket) if way == "object_store" else cuda_ipc.header_for(bucket)
+
+    def send_bucket(self, update: int, index: int, way: str, payload: Any, timeout_s: float) -> Callable[[], Any]:
+        """See `Transport.send_bucket`."""
+        wait = self.start_call("bucket", timeout_s, update=update, way=way, payload=payload)
+        if way != "ipc":
+            return wait
+
+        def wait_and_release() -> None:
+            wait()
+            cuda_ipc.release()
+
+        return wait_and_release
+
+    def abort_update(self, update: int) -> None:
+        """See `Transport.abort_update`."""
+        if not self.life.lost:
+            self.life.actor.abort_update.remote(update)
+
+    def address(self) -> str:
+        """Loopback in a local cluster."""
+        if self.cluster.is_local:
+            return "127.0.0.1"
+        import ray
+
+        return str(ray.util.get_node_ip_address())
+
+    # --- watching ---------------------------------------------------------------------------------------------
+
+    def health(self) -> Health:
+        """See `Transport.health`."""
+        life = self.life
+        if life.lost:
+            return Health(False, 0, f"its actor {life.lost}")
+        if not life.pid:
+            return Health(False, 0, "starting")
+        try:
+            state: Health = self.call("health", HEALTH_S)
+        except (Lost, SwiftError) as error:
+            return Health(False, 0, f"its actor {error}" if isinstance(error, Lost) else str(error))
+        return state
+
+    def info(self) -> dict[str, Any]:
+        """The process of the present life."""
+        return {"actor": self.name, "pid": self.life.pid}
+
+    def stacks(self) -> str:
+        """See `Transport.stacks`."""
+        return f"gone ({self.life.lost})" if self.life.lost else self._stacks_of(self.life)
+
+    def _stacks_of(self, life: _Life) -> str:
+        import ray
+
+        try:
+            return str(ray.get(life.actor.stacks.remote(), timeout=3.0))
+        except Exception:  # it does not answer, which is why somebody asks
+            return "it does not answer"
+
+    def last_lines(self, life: _Life) -> str:
+        """The end of the log of a life."""
+        if not self.log_file.exists():
+            return "its log is on its node"
+        with self.log_file.open("rb") as log:
+            log.seek(life.log_start)
+            lines = log.read()[-(64 << 10) :].decode(errors="replace").splitlines()
+        shown = " | ".join(line.strip() for line in lines[-LAST_LINES:] if line.strip())
+        return f"log {self.log_file}{': | ' + shown if shown else ' is empty'}"
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        if self._closed:
+            return
+        self._closed = True
+        life = self.life
+        if not life.lost and life.pid:
+            import ray
+
+            with contextlib.suppress(Exception):  # it is killed anyway
+                ray.get(life.actor.close.remote(), timeout=self.timeouts.close_s)
+        self._lose(life, "is closed")
+        self._end(life)
+        self.cluster.close()
+
+
+def actor_engine(
+    spec: EngineSpec,
+    *,
+    name: str,
+    log_file: Path,
+    uses: cluster.Cluster,
+    timeouts: Timeouts | None = None,
+    restarts: int = 3,
+    weight_transport: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> EngineClient:
+    """An engine in an actor of its own, launched at once and waited for when it is first needed.
+
+    `uses` is closed with the engine. Weights are kept for a restart if there may be one.
+    """
+    bounds = timeouts or Timeouts()
+    transport = ActorTransport(
+        spec, name=name, log_file=log_file, timeouts=bounds, restarts=restarts, uses=uses, options=options
+    )
+    return EngineClient(transport, timeouts=bounds, weight_transport=weight_transport, keeps_weights=restarts > 0)
+
+
+def _variables(spec: EngineSpec, marker: str, *, placed: bool) -> dict[str, str]:
+    """The environment of an actor, set before it imports anything. placed: Ray chooses the devices."""
+    variables = {
+        MARKER: marker,
+        "PYTHONPATH": os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path),
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": str(len(spec.cores)) if spec.cores else os.environ.get("OMP_NUM_THREADS", ""),
+    }
+    if placed:
+        pass
+    elif all(device.startswith("cuda") for device in spec.devices):
+        visible = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
+        numbers = [int(device.partition(":")[2] or 0) for device in spec.devices]
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(
+            visible[one] if one < len(visible) else str(one) for one in numbers
+        )
+    elif all(device.startswith("cpu") for device in spec.devices):
+        variables["CUDA_VISIBLE_DEVICES"] = ""
+    if not variables["OMP_NUM_THREADS"]:
+        variables["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+    return variables
+
+
+def _as_actor_sees(spec: EngineSpec) -> EngineSpec:
+    """Only its own devices are visible to the actor, so they are numbered anew."""
+    if all(device.startswith("cuda") for device in spec.devices):
+        return replace(spec, devices=tuple(f"cuda:{index}" for index in range(len(spec.devices))))
+    return spec
+
+
+def _named(error: SwiftError, name: str) -> SwiftError:
+    """The same error in the engine's name."""
+    first, *rest = error.problems
+    made = type(error).__new__(type(error))
+    SwiftError.__init__(made, first if first.startswith(f"{name}: ") else f"{name}: {first}", *rest)
+    made.__dict__.update({key: value for key, value in vars(error).items() if key != "problems"})
+    return made
+
+
+def _how(error: BaseException) -> str:
+    """How an actor ended, in words."""
+    text = " ".join(str(error).split())
+    if "OutOfMemory" in type(error).__name__ or "memory monitor" in text or "running low on memory" in text:
+        return "was killed by Ray's memory monitor, because its node has nearly no memory left"
+    if type(error).__name__ == "ActorDiedError" and "SIGKILL" not in text and "connection error code" not in text:
+        return f"ended ({text[:300]})"
+    return "ended unexpectedly (killed, out of memory, or crashed)"
+
+
+def _line_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

@@ -1,0 +1,98 @@
+"""Ends what a process leaves behind. A script of its own: `python -I -S guard.py WARD MARKER [FOLDER]`.
+
+When the process WARD, which starts the guard, has ended in any way, every process whose environment holds `MARKER` is
+killed, shared-memory files that these alone had mapped are unlinked, and `FOLDER` is removed. Semaphore and
+shared-memory trackers of Python get `GRACE_S` to clean up themselves.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+POLL_S = 0.1
+GRACE_S = 1.0
+LIMIT_S = 8.0
+TRACKER = b"multiprocessing.resource_tracker"
+
+
+def has(pid: int, marker: bytes) -> bool:
+    """Whether a process is alive and has the marker in its environment."""
+    with contextlib.suppress(OSError):
+        return marker in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return False
+
+
+def marked(marker: bytes) -> list[int]:
+    """Live processes with the marker in their environment."""
+    pids = [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()]
+    return [pid for pid in pids if pid != os.getpid() and has(pid, marker)]
+
+
+def kill(pid: int, marker: bytes) -> None:
+    """Kill one process, if it has the marker."""
+    if has(pid, marker):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def is_tracker(pid: int) -> bool:
+    """Whether it is one that cleans up when its users are gone."""
+    with contextlib.suppress(OSError):
+        return TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def mapped(pids: list[int]) -> set[str]:
+    """Files in /dev/shm that these processes have mapped."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+                path = line.partition("/dev/shm/")[2]
+                if path and "/" not in path and not path.endswith(" (deleted)"):
+                    found.add(path)
+    return found
+
+
+def end(marker: bytes) -> None:
+    """Kill everything with the marker, the trackers last, and unlink the memory that was theirs alone."""
+    began, segments = time.monotonic(), set()
+    while (pids := marked(marker)) and time.monotonic() - began < LIMIT_S:
+        patient = time.monotonic() - began < GRACE_S
+        segments |= mapped(pids)
+        for pid in pids:
+            if not (patient and is_tracker(pid)):
+                kill(pid, marker)
+        time.sleep(POLL_S)
+    everybody = [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()]
+    for name in segments - mapped(everybody):
+        if name.startswith(("psm_", "sem.", "torch_")):  # names that libraries make up, never a user's file
+            with contextlib.suppress(OSError):
+                Path("/dev/shm", name).unlink()
+
+
+def start(marker: str, folder: str = "") -> subprocess.Popen[bytes]:
+    """A guard of this process."""
+    words = [sys.executable, "-I", "-S", __file__, str(os.getpid()), marker, folder]
+    return subprocess.Popen(words, start_new_session=True, env={})
+
+
+def main() -> None:
+    """Wait for the end of the ward."""
+    ward, marker, folder = int(sys.argv[1]), sys.argv[2].encode(), sys.argv[3] if len(sys.argv) > 3 else ""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    while os.getppid() == ward:
+        time.sleep(POLL_S)
+    end(marker)
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

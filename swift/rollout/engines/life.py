@@ -1,0 +1,139 @@
+"""The states of an engine that has weights and memory of its own, and what is allowed in each.
+
+    awake -- sleep(1|2) --> asleep -- wake(weights) --> weights awake -- wake(kv_cache) --> awake
+    valid -- first bucket --> being loaded -- commit --> valid       (a failure or abort: invalid, until `rebuild`)
+    alive -- a fatal failure --> dead, until `rebuild`               (close: for ever)
+
+A backend says how it falls asleep and wakes up; the order, and the errors of everything out of order, are here.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from swift.errors import EngineAsleep, EngineDead, EngineError, SyncFailed
+from swift.rollout.engines.base import ALL_TAGS, Health, InferenceEngine, SleepLevel, SleepReport, Tag
+
+
+class EngineLife(InferenceEngine):
+    """An engine with these states; call `_reset_life` before anything else.
+
+    Attributes:
+        name: of the backend.
+    """
+
+    name: str
+    _closed = False
+
+    def _reset_life(self) -> None:
+        """The states of an engine that has just been made."""
+        self._paused = False
+        self._asleep: set[Tag] = set()
+        self._dropped = False  # level 2 took the weights; an update brings them back
+        self._invalid = ""  # why the weights cannot be used, until `rebuild`
+        self._dead = ""  # why nothing works any more, until `rebuild`
+
+    @abstractmethod
+    def _fall_asleep(self, level: SleepLevel) -> tuple[int, list[str]]:
+        """Release memory of an idle, awake engine; bytes freed, and remarks."""
+
+    @abstractmethod
+    def _wake_up(self, tag: Tag) -> None:
+        """Take one kind of memory back."""
+
+    @abstractmethod
+    def _outstanding(self) -> int:
+        """How many requests are outstanding; ends first what `abort` has named."""
+
+    def _loaded_version(self) -> int | None:
+        """The version of an update that has begun and is not committed."""
+        return None
+
+    def sleep(self, level: SleepLevel) -> SleepReport:
+        """See `InferenceEngine.sleep`."""
+        self._check_valid()
+        if level not in self.capabilities.sleep_levels:
+            raise self._unsupported(f"sleep({level})")
+        notes = []
+        if level == 2 and self.capabilities.lora:  # only adapters are synced: nothing would bring the base back
+            level, notes = 1, ["base weights are kept: only adapters are synced"]
+        if level == 0 or (self._asleep == set(ALL_TAGS) and (level == 1 or self._dropped)):
+            return SleepReport()
+        self._check_idle(f"sleep({level})", kept=False)
+        if self._asleep:
+            self.wake()  # no backend goes from one level to the other
+        freed, more = self._fall_asleep(level)
+        self._asleep, self._dropped = set(ALL_TAGS), self._dropped or level == 2
+        return SleepReport(max(0, freed), "; ".join([*more, *notes]))
+
+    def wake(self, tags: Sequence[Tag] = ALL_TAGS) -> bool:
+        """See `InferenceEngine.wake`; a tag that does not sleep, or does not exist, never reaches the backend.
+
+        vLLM and LMDeploy would ignore the whole call.
+        """
+        self._check_alive()
+        unknown = [tag for tag in tags if tag not in ALL_TAGS]
+        if unknown:
+            raise self._unsupported(f"wake({', '.join(unknown)}); valid: {', '.join(ALL_TAGS)}")
+        if "kv_cache" in tags and "weights" in self._asleep and "weights" not in tags:
+            raise EngineAsleep(f"engine: {self.name}: wake kv_cache: its weights are still asleep; wake them first")
+        for tag in ALL_TAGS:
+            if tag in tags and tag in self._asleep:
+                self._wake_up(tag)
+                self._asleep.discard(tag)
+        return not self._asleep
+
+    def health(self) -> Health:
+        """See `InferenceEngine.health`."""
+        reason = "closed" if self._closed else self._dead or self._invalid
+        if reason:
+            return Health(False, self.version, reason)
+        if self._asleep:
+            return Health(True, self.version, f"asleep ({', '.join(sorted(self._asleep))})")
+        return Health(True, self.version, "awake, but sleep(2) dropped its weights" if self._dropped else "")
+
+    # --- what is allowed now ------------------------------------------------------------------------------------
+
+    def _invalidate(self, reason: str) -> None:
+        self._invalid = self._invalid or reason
+
+    def _check_alive(self) -> None:
+        if self._closed:
+            raise EngineDead(f"engine: {self.name}: closed: it cannot be used any more")
+
+    def _check_valid(self) -> None:
+        self._check_alive()
+        if self._dead:
+            raise EngineDead(f"engine: {self.name}: {self._dead}; rebuild the engine")
+        if self._invalid:
+            raise SyncFailed(f"engine: {self.name}: {self._invalid}; rebuild the engine")
+
+    def _check_usable(self) -> None:
+        """Raises when it cannot sample now."""
+        self._check_valid()
+        if self._asleep:
+            asleep = ", ".join(sorted(self._asleep))
+            raise EngineAsleep(f"engine: {self.name}: asleep ({asleep}): it cannot sample; wake it")
+        if self._dropped:
+            raise EngineAsleep(f"engine: {self.name}: its weights were dropped by sleep(2); sync them before sampling")
+        if (version := self._loaded_version()) is not None:
+            raise SyncFailed(f"engine: {self.name}: version {version} is being loaded; commit it first")
+
+    def _check_takes(self, what: str) -> None:
+        """Raises when it cannot take other weights or adapters now."""
+        self._check_valid()
+        if "weights" in self._asleep:
+            raise EngineAsleep(f"engine: {self.name}: asleep: it takes no {what}; wake its weights first")
+        self._check_idle(what)
+        if (version := self._loaded_version()) is not None:
+            raise SyncFailed(f"engine: {self.name}: {what} while version {version} is being loaded; abort it first")
+
+    def _check_idle(self, what: str, *, kept: bool = True) -> None:
+        """Raises EngineError when requests are outstanding; `kept`: those that `pause("keep")` kept may be."""
+        count, keeps = self._outstanding(), self.capabilities.in_flight_updates and kept
+        if count and not (keeps and self._paused):
+            raise EngineError(
+                f"engine: {self.name}: {what} while {count} requests are outstanding; drain or abort them"
+                + (', or pause("keep")' if keeps else "")
+            )

@@ -1,0 +1,58 @@
+"""Keeps a process as it was while an engine is made or works in it: the trainer may live there too.
+
+vLLM moves the random generators of Python, NumPy and torch, replaces `torch.set_num_threads`, sets environment
+variables that torchrun's children read (LOCAL_WORLD_SIZE) or inherit (LD_PRELOAD), and freezes the garbage collector's
+heap. Each of these is undone here, at the call that does it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+
+@contextlib.contextmanager
+def same_randomness() -> Iterator[None]:
+    """All random generators of the process continue afterwards where they stood before."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if device is not None:
+            torch.cuda.set_rng_state(device)
+
+
+@contextlib.contextmanager
+def same_environment(during: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables, heap and `torch.set_num_threads` are afterwards what they were; `during` holds inside."""
+    before, set_num_threads = dict(os.environ), torch.set_num_threads
+    os.environ.update(during)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
+        torch.set_num_threads = set_num_threads
+        gc.unfreeze()
+
+
+def bind_to_cores(cores: Sequence[int]) -> None:
+    """Keep all threads of this process on some CPU cores, one thread of torch for each; () changes nothing."""
+    if not cores or not hasattr(os, "sched_setaffinity"):
+        return
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # a thread that has just ended
+            os.sched_setaffinity(int(task.name), cores)
+    torch.set_num_threads(len(cores))

@@ -1,0 +1,285 @@
+"""An engine in a Ray actor.
+
+    client --post, abort--> inbox  --+
+    client --call-------->  control  +--> RequestQueue --> the one thread that drives the engine
+    client --call-------->  work   --+
+    client <--events, counters, signs of life-- `take`, a long poll that a thread of the client repeats
+
+What the engine started ends with it, because a guard process on its node watches the actor.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from swift.errors import EngineError, SwiftError, SyncFailed
+from swift.rollout.engines import cluster, guard
+from swift.rollout.engines.base import Capabilities, Health
+from swift.rollout.engines.completion_stream import CompletionStream, Failure
+from swift.rollout.engines.request_queue import RequestQueue
+from swift.rollout.engines.spec import EngineSpec, build_engine
+from swift.rollout.weight_sync import cuda_ipc, object_store
+from swift.rollout.weight_sync.base import Ack, Bucket
+from swift.startup import collector_resting
+from swift.types import Completion, Request
+
+LAUNCH_VARIABLES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK",
+    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+"""torchrun's: they describe the trainer's ranks, of which an engine is none."""
+MARKER = "SWIFT_ENGINE"
+"""Variable that all processes of one life have."""
+STACK_FRAMES = 4
+
+Arrivals = list[tuple[int, Completion | Failure | None]]
+"""What came for which batch; None at the end of a batch."""
+
+
+GROUPS = {"inbox": 1, "control": 6, "events": 1, "work": 1}
+"""Concurrency groups of the actor, and how many calls of each run at once."""
+
+
+def _in_group(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`ray.method(concurrency_group=name)`, without importing Ray before its settings are made."""
+
+    def mark(method: Callable[..., Any]) -> Callable[..., Any]:
+        method.__ray_concurrency_group__ = name  # type: ignore[attr-defined]
+        return method
+
+    return mark
+
+
+class EngineActor:
+    """One life of an engine; see the module's docstring.
+
+    Args:
+        spec: of the engine, as JSON.
+        log_file: everything this process and its children print; None leaves it to Ray.
+        marker: `MARKER`'s value.
+    """
+
+    def __init__(self, spec: dict[str, Any], log_file: str | None, marker: str) -> None:
+        if log_file is not None and Path(log_file).parent.is_dir():  # on another node Ray keeps the output
+            descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(descriptor, 1)
+            os.dup2(descriptor, 2)
+            os.close(descriptor)
+            sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - for the rest of this process
+            sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        faulthandler.enable()
+        logging.basicConfig(
+            level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr, force=True
+        )
+        os.environ[MARKER] = marker
+        for name in [one for one in os.environ if one in LAUNCH_VARIABLES or one.startswith("TORCHELASTIC_")]:
+            del os.environ[name]
+        self.spec = EngineSpec.from_json(spec)
+        if self.spec.cores and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, self.spec.cores)
+        self._guard = guard.start(f"{MARKER}={marker}")
+        self._queue: RequestQueue | None = None
+        self._arrived = threading.Event()
+        self._streams: dict[int, CompletionStream] = {}
+        self._broadcast: Any = None
+        self._delivered = 0
+
+    # --- inbox: in the order they were sent -------------------------------------------------------------------
+
+    @_in_group("inbox")
+    def submit(self, number: int, requests: list[Request]) -> None:
+        """A batch. A request that the engine does not take fails alone."""
+        stream = self._live.open(notify=self._arrived.set)
+        try:
+            stream.submit(requests)
+        except SwiftError:
+            for request in requests:
+                try:
+                    stream.submit([request])
+                except SwiftError as error:
+                    stream.put(Failure([request.request_id], error), [])
+        self._streams[number] = stream
+        self._arrived.set()
+
+    @_in_group("inbox")
+    def abort(self, request_ids: list[str]) -> None:
+        """End requests; they come back with what they have."""
+        self._live.abort(ids=request_ids)
+
+    @_in_group("inbox")
+    def drop(self, number: int) -> None:
+        """Nobody waits for a batch any more."""
+        stream = self._streams.pop(number, None)
+        if stream is not None:
+            stream.close()
+
+    # --- events -----------------------------------------------------------------------------------------------
+
+    @_in_group("events")
+    def take(self, wait_s: float) -> tuple[Arrivals, dict[str, Any]]:
+        """What has arrived since the last call, waiting up to `wait_s` for the first of it; and the counters."""
+        self._arrived.wait(wait_s)
+        self._arrived.clear()
+        arrivals: Arrivals = []
+        for number, stream in list(self._streams.items()):
+            arrivals += [(number, one) for one in stream.take()]
+            if stream.done:
+                arrivals.append((number, None))
+                self._streams.pop(number, None)
+        self._delivered += len(arrivals)
+        queue = self._queue
+        return arrivals, asdict(queue.engine.counters) if queue is not None else {}
+
+    # --- control ----------------------------------------------------------------------------------------------
+
+    @_in_group("control")
+    def pause(self) -> None:
+        """Between two tokens."""
+        self._live.pause_in_flight()
+
+    @_in_group("control")
+    def resume(self) -> None:
+        """Go on after a pause."""
+        self._live.resume().result()
+
+    @_in_group("control")
+    def health(self) -> Health:
+        """Of the engine."""
+        return self._live.health()
+
+    @_in_group("control")
+    def info(self) -> dict[str, Any]:
+        """Of the engine and its process."""
+        return {**self._live.engine.info(), "pid": os.getpid()}
+
+    @_in_group("control")
+    def stacks(self) -> str:
+        """Where the engine's thread is."""
+        frames = sys._current_frames()
+        names = {thread.name: thread.ident for thread in threading.enumerate()}
+        faulthandler.dump_traceback(all_threads=True)
+        frame = frames.get(names.get("request queue") or threading.main_thread().ident or 0)
+        where = [f"{one.name} ({Path(one.filename).name}:{one.lineno})" for one in traceback.extract_stack(frame)]
+        return "its thread is in " + " < ".join(reversed(where[-STACK_FRAMES:]))
+
+    @_in_group("control")
+    def connect(self, invitation: dict[str, Any]) -> None:
+        """Join the trainer's broadcast group."""
+        import torch
+
+        from swift.rollout.weight_sync.broadcast import BroadcastReceiver
+
+        if self._broadcast is not None:
+            self._broadcast.close()
+            self._broadcast = None
+        first = self._live.engine.capabilities.devices[0]
+        self._broadcast = BroadcastReceiver(invitation, torch.device("cpu" if first.startswith("cpu") else first))
+
+    @_in_group("control")
+    def abort_update(self, update: int) -> None:
+        """Give an update up."""
+        self._live.abort_update(update)
+
+    @_in_group("control")
+    def close(self) -> None:
+        """End the engine and what it started."""
+        if self._broadcast is not None:
+            self._broadcast.close()
+        if self._queue is not None:
+            self._queue.close()
+
+    # --- work: one after the other, at rest -------------------------------------------------------------------
+
+    @_in_group("work")
+    def start(self) -> tuple[Capabilities, int, str]:
+        """Build the engine; returns what it can do, the process and its node."""
+        from swift.plugin import load_external_plugins
+
+        try:
+            load_external_plugins(self.spec.plugins)
+            with collector_resting():
+                engine = build_engine(self.spec)
+        except SwiftError:
+            raise
+        except Exception:
+            traceback.print_exc()
+            raise
+        self._queue = RequestQueue(engine)
+        return engine.capabilities, os.getpid(), cluster.this_node()
+
+    @_in_group("work")
+    def begin_update(self, manifest: Any, version: int) -> int:
+        """Start a weight update."""
+        return self._live.begin_update(manifest, version).result()
+
+    @_in_group("work")
+    def bucket(self, update: int, way: str, payload: Any) -> None:
+        """The next bucket."""
+        self._live.send_bucket(update, lambda _: Bucket(self._received(way, payload))).result()
+        if way == "ipc":
+            cuda_ipc.release()
+
+    def _received(self, way: str, payload: Any) -> Any:
+        if way == "object_store":
+            return object_store.tensors_of(payload)
+        if way == "ipc":
+            return cuda_ipc.receive(payload)
+        if way == "broadcast" and self._broadcast is not None:
+            return self._broadcast.receive(payload)
+        raise SyncFailed(f"weights: transport {way}: is not connected")
+
+    @_in_group("work")
+    def commit(self, update: int) -> dict[str, Any]:
+        """Switch to the new weights."""
+        ack: Ack = self._live.commit_update(update).result()
+        return {"ack": ack, "asleep": self._live.health().detail}
+
+    @_in_group("work")
+    def rebuild(self) -> None:
+        """Make the engine anew."""
+        self._live.abort()
+        self._live.resume().result()
+        self._live.do(lambda engine: engine.rebuild()).result()
+
+    @_in_group("work")
+    def load_adapter(self, adapter: Any, version: int) -> Ack:
+        """Sample with an adapter."""
+        return self._live.do(lambda engine: engine.load_adapter(adapter, version)).result()
+
+    @_in_group("work")
+    def drop_adapter(self) -> dict[str, Any]:
+        """Sample with the base weights."""
+        self._live.do(lambda engine: engine.drop_adapter()).result()
+        return {"version": self._live.engine.version}
+
+    @_in_group("work")
+    def reset_caches(self) -> None:
+        """Forget computed prompts."""
+        self._live.reset_caches().result()
+
+    @_in_group("work")
+    def sleep(self, level: Any) -> dict[str, Any]:
+        """Release memory."""
+        report = self._live.do(lambda engine: engine.sleep(level)).result()
+        return {**asdict(report), "asleep": self._live.health().detail}
+
+    @_in_group("work")
+    def wake(self, tags: Any) -> dict[str, Any]:
+        """Take memory back."""
+        fully = self._live.do(lambda engine: engine.wake(tags)).result()
+        return {"fully_awake": fully, "asleep": self._live.health().detail}
+
+    @property
+    def _live(self) -> RequestQueue:
+        if self._queue is None:
+            raise EngineError("engine: it has not started")
+        return self._queue

@@ -1,0 +1,236 @@
+"""The table of outstanding requests: who has which, since when, and what comes of it. Every request comes back once.
+
+    waiting --send--> held by a holder --arrive--> ready
+       ^                   |  |
+       +--- release -------+  +-- over its time limit --> aborted --> once more, then "error"
+
+A holder is whoever samples a request: a batch on its way, or an engine of a pool. What arrives from another holder
+than the present one is ignored, so a holder that is given up can deliver nothing twice. No clock, thread or engine
+lives here: callers pass `now` and hold a lock of their own. Aborting n requests one by one costs O(n) in total.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Hashable, Iterable
+from dataclasses import dataclass
+
+from swift.errors import EngineError
+from swift.types import Completion, Request
+
+MAX_TRIES = 2
+"""How often a request that exceeds its time limit is sampled."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """A request that has not come back.
+
+    sent_at: to its holder. tries: how often it began. expired_at: when it was aborted for exceeding its time limit.
+    aborted: by the caller.
+    """
+
+    request: Request
+    holder: Hashable = None
+    sent_at: float = 0.0
+    tries: int = 1
+    expired_at: float | None = None
+    aborted: bool = False
+
+
+class RequestTable:
+    """See the module's docstring.
+
+    Args:
+        limit_s: seconds from `send` to arrival, after which a request is to be aborted and sampled once more.
+        grace_s: seconds that an aborted request may take to arrive.
+        retries: whether a request that was aborted by nobody here, or for its time limit, is sampled again.
+
+    Attributes:
+        ready: completions for the caller to take.
+        late: requests that exceeded the time limit while they were sampled, once for each try.
+    """
+
+    def __init__(self, *, limit_s: float = math.inf, grace_s: float = math.inf, retries: bool = True) -> None:
+        self.limit_s, self.grace_s, self.retries = limit_s, grace_s, retries
+        self.ready: deque[Completion] = deque()
+        self.late = 0
+        self._entries: dict[str, Entry] = {}
+        self._held: dict[Hashable, dict[str, Entry]] = {}
+        self._load: dict[Hashable, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._entries
+
+    @property
+    def ids(self) -> set[str]:
+        """Ids of what is outstanding or ready."""
+        return {*self._entries, *(completion.request_id for completion in self.ready)}
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Requests without a holder, oldest first."""
+        return [entry.request for entry in self._held.get(None, {}).values()]
+
+    def held_by(self, holder: Hashable) -> list[Request]:
+        """Requests of one holder."""
+        return [entry.request for entry in self._held.get(holder, {}).values()]
+
+    def load(self, holder: Hashable) -> int:
+        """Tokens outstanding at one holder: prompts and longest completions."""
+        return self._load.get(holder, 0)
+
+    # --- there ------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """A new request; it waits for a holder.
+
+        Raises:
+            EngineError: its id is outstanding.
+        """
+        if request.request_id in self._entries:
+            raise EngineError(f"request: {request.request_id}: is outstanding already; give each an id of its own")
+        entry = self._entries[request.request_id] = Entry(request)
+        self._hold(entry, None)
+
+    def send(self, request_ids: Iterable[str], holder: Hashable, now: float) -> None:
+        """Requests go to a holder."""
+        for name in request_ids:
+            entry = self._entries[name]
+            self._move(entry, holder)
+            entry.sent_at, entry.expired_at = now, None
+
+    def abort(self, request_ids: Collection[str] | None = None) -> dict[Hashable, list[str]]:
+        """End requests, all with None; unknown ids are ignored. Returns what is to be aborted at which holder.
+
+        A request without a holder is ready at once, without tokens.
+        """
+        told: dict[Hashable, list[str]] = {}
+        for name in list(self._entries) if request_ids is None else request_ids:
+            entry = self._entries.get(name)
+            if entry is None:
+                continue
+            entry.aborted = True
+            if entry.holder is None:
+                self._end(entry, Completion(name, [], [], "abort"))
+            else:
+                told.setdefault(entry.holder, []).append(name)
+        return told
+
+    # --- back -------------------------------------------------------------------------------------------------
+
+    def arrive(self, holder: Hashable, completion: Completion) -> bool:
+        """A completion from a holder; returns whether it belongs to a request of this holder.
+
+        Raises:
+            EngineError: its log-probs are impossible; the request is gone.
+        """
+        entry = self._entries.get(completion.request_id)
+        if entry is None or entry.holder != holder:
+            return False
+        unasked = completion.finish_reason == "abort" and not entry.aborted and self.retries
+        if unasked and (entry.expired_at is None or self._comes_again(entry, completion)):
+            self._move(entry, None)
+            return True
+        problem = impossible(completion)
+        if problem:
+            self.remove(completion.request_id)
+            raise EngineError(
+                f"request {completion.request_id}: {problem}: the model's output is not finite; look at its weights"
+            )
+        self._end(entry, completion)
+        return True
+
+    def release(self, holder: Hashable) -> None:
+        """A holder is gone: its requests wait again, with their ids and seeds; the tokens so far are dropped."""
+        for entry in list(self._held.get(holder, {}).values()):
+            if entry.aborted:
+                self._end(entry, Completion(entry.request.request_id, [], [], "abort"))
+            else:
+                self._move(entry, None)
+
+    def remove(self, request_id: str) -> bool:
+        """Forget a request, which will not come back; returns whether it was outstanding."""
+        entry = self._entries.pop(request_id, None)
+        if entry is not None:
+            self._let_go(entry)
+        return entry is not None
+
+    def remove_all(self, holder: Hashable) -> list[str]:
+        """Forget everything that a holder has; returns the ids."""
+        names = list(self._held.get(holder, {}))
+        for name in names:
+            self.remove(name)
+        return names
+
+    # --- time -------------------------------------------------------------------------------------------------
+
+    def overdue(self, now: float) -> tuple[dict[Hashable, list[str]], list[str]]:
+        """What exceeds its time limit: ids to abort now by holder, and ids whose abort had no effect for `grace_s`."""
+        late: dict[Hashable, list[str]] = {}
+        deaf = []
+        for name, entry in self._entries.items():
+            if entry.holder is None:
+                continue
+            if entry.expired_at is not None:
+                if now - entry.expired_at > self.grace_s:
+                    deaf.append(name)
+            elif now - entry.sent_at > self.limit_s:
+                entry.expired_at = now
+                late.setdefault(entry.holder, []).append(name)
+        return late, deaf
+
+    def postpone(self, seconds: float) -> None:
+        """Time limits do not run during a pause."""
+        for entry in self._entries.values():
+            entry.sent_at += seconds
+
+    # --- inside -----------------------------------------------------------------------------------------------
+
+    def _comes_again(self, entry: Entry, completion: Completion) -> bool:
+        """Whether an expired request is sampled once more; otherwise it ends as "error" with the tokens it has."""
+        begun = bool(completion.token_ids)
+        self.late += begun
+        if begun and entry.tries >= MAX_TRIES:
+            completion.finish_reason = "error"
+            return False
+        entry.tries += begun  # one that never had its turn is not at fault
+        return True
+
+    def _end(self, entry: Entry, completion: Completion) -> None:
+        self.remove(entry.request.request_id)
+        self.ready.append(completion)
+
+    def _move(self, entry: Entry, holder: Hashable) -> None:
+        self._let_go(entry)
+        self._hold(entry, holder)
+
+    def _hold(self, entry: Entry, holder: Hashable) -> None:
+        entry.holder = holder
+        self._held.setdefault(holder, {})[entry.request.request_id] = entry
+        self._load[holder] = self._load.get(holder, 0) + _size(entry.request)
+
+    def _let_go(self, entry: Entry) -> None:
+        held = self._held[entry.holder]
+        del held[entry.request.request_id]
+        self._load[entry.holder] -= _size(entry.request)
+        if not held:
+            del self._held[entry.holder], self._load[entry.holder]
+
+
+def impossible(completion: Completion) -> str:
+    """Why a completion's log-probs are impossible; "" when they are not."""
+    if len(completion.logprobs) != len(completion.token_ids):
+        return f"{len(completion.logprobs)} log-probs for {len(completion.token_ids)} tokens"
+    for place, logprob in enumerate(completion.logprobs):
+        if not (logprob <= 0 and math.isfinite(logprob)):
+            return f"token {place} has log-prob {logprob}"
+    return ""
+
+
+def _size(request: Request) -> int:
+    return len(request.prompt_ids) + request.sampling.max_new_tokens

@@ -1,0 +1,84 @@
+"""The requests that a backend has, and what they have sampled so far; `abort` may come from any thread."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from swift.errors import EngineError
+from swift.types import Completion, FinishReason, Request
+
+
+@dataclass(slots=True)
+class Running:
+    """One request. pinned: the version of its adapter, or None when it follows the weights."""
+
+    request: Request
+    pinned: int | None = None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)  # (version, first token)
+
+    def add(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
+        """Note what it has sampled with `version` of the weights.
+
+        Raises:
+            EngineError: a log-prob that cannot be one.
+        """
+        for place, logprob in enumerate(logprobs, start=len(self.token_ids)):
+            if not (logprob <= 0 and math.isfinite(logprob)):
+                raise EngineError(
+                    f"request: {self.request.request_id}: token {place} has log-prob {logprob}: the model's output is "
+                    "not finite; look at its weights"
+                )
+        version = version if self.pinned is None else self.pinned
+        if token_ids and (not self.spans or self.spans[-1][0] != version):
+            self.spans.append((version, len(self.token_ids)))
+        self.token_ids.extend(token_ids)
+        self.logprobs.extend(logprobs)
+
+    def completion(self, reason: FinishReason) -> Completion:
+        """What it has, as it ends."""
+        ends = [*(start for _, start in self.spans[1:]), len(self.token_ids)][: len(self.spans)]
+        return Completion(
+            request_id=self.request.request_id,
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            finish_reason=reason,
+            versions=[(version, start, end) for (version, start), end in zip(self.spans, ends, strict=True)],
+        )
+
+
+class RunningRequests(dict[str, Running]):
+    """By id. Only `abort` may be called from another thread than the one that samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self._to_abort: set[str] = set()
+
+    def insert(self, running: Running) -> None:
+        """Add one."""
+        with self._lock:
+            self[running.request.request_id] = running
+
+    def take(self, request_id: str) -> Running | None:
+        """Remove one."""
+        with self._lock:
+            return self.pop(request_id, None)
+
+    def abort(self, request_ids: Collection[str] | None) -> None:
+        """Name requests for the next `take_aborted`, all with None; unknown ids are ignored."""
+        with self._lock:
+            self._to_abort.update(self.keys() if request_ids is None else self.keys() & set(request_ids))
+
+    def take_aborted(self) -> list[Running]:
+        """Remove those that `abort` has named, in the order in which they came."""
+        if not self._to_abort:
+            return []
+        with self._lock:
+            taken = [self.pop(name) for name in list(self) if name in self._to_abort]
+            self._to_abort.clear()
+        return taken

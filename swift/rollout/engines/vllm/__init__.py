@@ -1,0 +1,33 @@
+"""vLLM in this process, behind the engine contract; importing this package does not import vLLM."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from swift.rollout.engines.spec import EngineSpec
+    from swift.rollout.engines.vllm.engine import VLLMEngine
+
+
+def require() -> None:
+    """Checks that a supported vLLM is installed, without importing it.
+
+    Raises:
+        ResourceError: there is none.
+    """
+    from swift.rollout.engines.vllm.versions import require_version
+
+    require_version()
+
+
+def build(spec: EngineSpec) -> VLLMEngine:
+    """Makes the engine in this process; with torch.distributed initialised, all ranks call this together.
+
+    Raises:
+        ResourceError: vLLM is missing or not supported, or memory does not suffice.
+        ConfigError: arguments or a model that vLLM refuses.
+        EngineError: vLLM failed to start.
+    """
+    from swift.rollout.engines.vllm.engine import VLLMEngine
+
+    return VLLMEngine(spec)

@@ -1,0 +1,131 @@
+"""LoRA adapters in a vLLM engine: a new number, name and folder for each version, the two newest held.
+
+vLLM keeps what it has loaded under a number, whatever lies at the path by then, so neither is used twice.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swift.errors import SyncFailed, first_line
+from swift.rollout.engines.process import same_randomness
+from swift.rollout.engines.vllm.settings import HELD_ADAPTERS
+from swift.rollout.weight_sync.base import AdapterWeights
+
+
+def save_adapter(adapter: AdapterWeights, folder: Path) -> str:
+    """Write an adapter as peft does and read it back; the digest of what is on disk now.
+
+    Args:
+        adapter: of the trainer; bits are kept.
+        folder: new.
+    """
+    from safetensors.torch import load_file, save_file
+
+    folder.mkdir(parents=True)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.tensors.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(adapter.config))
+    return AdapterWeights(adapter.config, load_file(folder / "adapter_model.safetensors")).digest()
+
+
+def adapter_rank(adapter: AdapterWeights) -> int:
+    """The largest rank in an adapter."""
+    ranks = [int(tensor.shape[0]) for name, tensor in adapter.tensors.items() if ".lora_A." in name]
+    return max(ranks, default=int(adapter.config.get("r", 0)))
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """An adapter that the engine holds. request: vLLM's for it."""
+
+    version: int
+    number: int
+    name: str
+    folder: Path
+    request: Any
+
+
+class Adapters:
+    """The adapters of one engine, oldest first.
+
+    Args:
+        make_request: vLLM's `LoRARequest`; its fields differ between versions, so they are given by name.
+    """
+
+    def __init__(self, make_request: Callable[..., Any]) -> None:
+        self._make_request = make_request
+        self._root: Path | None = None
+        self._count = 0
+        self.held: list[LoadedAdapter] = []
+        self.current: LoadedAdapter | None = None
+
+    def load(self, llm: Any, adapter: AdapterWeights, version: int, *, in_use: Collection[int | None]) -> str:
+        """Load a version and sample with it from now on; the digest of what was written.
+
+        Args:
+            llm: vLLM's engine.
+            adapter: of the trainer.
+            version: of the policy.
+            in_use: versions that kept requests still sample with.
+
+        Raises:
+            SyncFailed: the former one stays.
+        """
+        if self._root is None:
+            self._root = Path(tempfile.mkdtemp(prefix="swift-adapters-"))
+        self._count += 1
+        name = f"policy-v{version}"
+        if any(one.name == name for one in self.held):
+            name = f"{name}.{self._count}"
+        folder = self._root / f"{self._count}-{name}"
+        request = self._make_request(lora_name=name, lora_int_id=self._count, lora_path=str(folder))
+        loaded = LoadedAdapter(version, self._count, name, folder, request)
+        try:
+            digest = save_adapter(adapter, folder)
+            if digest != adapter.digest():
+                raise SyncFailed(f"weights: adapter {name} for vllm: what was written differs from what was sent")
+            self._add(llm, loaded)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        self.held.append(loaded)
+        self.current = loaded
+        for old in self.held[:-HELD_ADAPTERS]:
+            if old.version not in in_use:
+                self._remove(llm, old)
+        return digest
+
+    def _add(self, llm: Any, loaded: LoadedAdapter) -> None:
+        try:
+            with same_randomness():
+                llm.add_lora(loaded.request)
+        except Exception as error:
+            raise SyncFailed(
+                f"weights: adapter {loaded.name} for vllm: {type(error).__name__}: {first_line(error)}"
+            ) from error
+        if loaded.number not in llm.list_loras():
+            raise SyncFailed(f"weights: adapter {loaded.name} for vllm: it is not among the loaded ones afterwards")
+
+    def _remove(self, llm: Any, adapter: LoadedAdapter) -> None:
+        llm.remove_lora(adapter.number)
+        self.held.remove(adapter)
+        shutil.rmtree(adapter.folder, ignore_errors=True)
+
+    def drop(self, llm: Any) -> None:
+        """Sample with the base weights again; nothing is held."""
+        for adapter in list(self.held):
+            self._remove(llm, adapter)
+        self.current = None
+
+    def close(self) -> None:
+        """Nothing remains on disk."""
+        if self._root is not None:
+            shutil.rmtree(self._root, ignore_errors=True)
+        self._root, self.held, self.current = None, [], None

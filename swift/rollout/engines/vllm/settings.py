@@ -1,0 +1,141 @@
+"""From an `EngineSpec` to vLLM's own arguments: pure arithmetic over the spec, the model's config and the device."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+from swift.rollout.engines.spec import EngineSpec
+from swift.rollout.engines.vllm.versions import lora_rank_at_least
+from swift.types import SamplingParams
+
+CPU_BLOCK_TOKENS = 32
+"""KV block on a CPU: vLLM's default of 128 would share no prompt shorter than that."""
+CPU_BATCH_TOKENS = 16384
+"""Prompt tokens of one step on a CPU, where seeded requests cannot be prefilled in chunks."""
+CPU_KV_SHARE = 0.25
+"""Most of the free main memory (times the spec's share) that the KV cache takes."""
+CPU_KV_BYTES = 4 << 30
+"""Most bytes of KV cache on a CPU; more requests than fit wait, and lose nothing but time."""
+CPU_KV_MINIMUM = 16 << 20
+"""Least bytes of KV cache on a CPU."""
+HELD_ADAPTERS = 2
+"""Adapters that vLLM holds: the one in use and the one before it."""
+
+
+def kv_token_bytes(config: Any, *, width: int, ranks: int) -> int:
+    """Bytes of one token in the KV cache of a plain decoder, over all layers; 0 when not known.
+
+    Args:
+        config: of the decoder.
+        width: bytes of a number.
+        ranks: over which heads are cut.
+    """
+    heads = getattr(config, "num_attention_heads", None)
+    layers = getattr(config, "num_hidden_layers", None)
+    if not heads or not layers:
+        return 0
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return 2 * layers * max(1, kv_heads // ranks) * size * width
+
+
+def context_limit(spec: EngineSpec, config: Any) -> int:
+    """Longest prompt and completion together, in tokens: the spec's limit, or the model's."""
+    own = getattr(config, "max_position_embeddings", None) or 4096
+    return spec.max_model_len or int(own)
+
+
+def cpu_kv_bytes(spec: EngineSpec, token_bytes: int, limit: int, free: int) -> int:
+    """KV cache on a CPU: every sequence at full length if that is modest, in any case room for one."""
+    blocks = -(-limit // CPU_BLOCK_TOKENS) + 1
+    one = blocks * CPU_BLOCK_TOKENS * token_bytes
+    bound = min(CPU_KV_BYTES, int(free * spec.memory_share * CPU_KV_SHARE))
+    wanted = one * spec.max_num_seqs if token_bytes else bound
+    return max(CPU_KV_MINIMUM, min(wanted, bound), one if spec.max_model_len else 0)
+
+
+def engine_arguments(
+    spec: EngineSpec, *, on_cpu: bool, limit: int, kv_bytes: int | None, executor: str
+) -> dict[str, Any]:
+    """Keyword arguments of `EngineArgs`; the spec's `engine_kwargs` come last and win.
+
+    Args:
+        spec: the engine.
+        on_cpu: the device has no memory of its own.
+        limit: see `context_limit`.
+        kv_bytes: size of the KV cache; None leaves it to the share of the device's memory.
+        executor: "uni" (this process), "mp" (processes of vLLM) or "external_launcher" (the calling ranks).
+    """
+    arguments: dict[str, Any] = {
+        "model": spec.model,
+        "tokenizer": spec.model,
+        "dtype": spec.dtype,
+        "seed": spec.seed,
+        "max_model_len": spec.max_model_len or -1,  # -1: the model's, shortened to what the KV cache holds
+        "max_num_seqs": spec.max_num_seqs,
+        "enforce_eager": spec.enforce_eager or on_cpu,  # compiling takes minutes there and gains little
+        "enable_prefix_caching": spec.prefix_caching,
+        "logprobs_mode": "processed_logprobs",
+        "tensor_parallel_size": spec.tensor_parallel_size,
+        "distributed_executor_backend": executor,
+        "worker_extension_cls": "swift.rollout.engines.vllm.worker.WorkerExtension",
+        "trust_remote_code": spec.trust_remote_code,
+        "generation_config": "vllm",  # the request says everything
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "async_scheduling": False,  # a step's tokens are out before weights change: each has one version
+    }
+    if on_cpu:
+        arguments |= {
+            "block_size": CPU_BLOCK_TOKENS,
+            "enable_chunked_prefill": False,  # a seeded request in chunks: "CPU Generator does not use offset"
+            "max_num_batched_tokens": max(limit, CPU_BATCH_TOKENS, spec.max_num_seqs),
+            "kv_cache_memory_bytes": kv_bytes,
+        }
+    else:
+        arguments |= {"gpu_memory_utilization": spec.memory_share, "enable_sleep_mode": spec.sleep}
+    if spec.lora:
+        arguments |= {
+            "enable_lora": True,
+            "max_lora_rank": lora_rank_at_least(spec.max_lora_rank),
+            "max_loras": HELD_ADAPTERS,
+            "max_cpu_loras": HELD_ADAPTERS,
+        }
+    if spec.limit_mm_per_prompt is not None:
+        arguments["limit_mm_per_prompt"] = spec.limit_mm_per_prompt
+    return arguments | {name.replace("-", "_"): value for name, value in spec.engine_kwargs.items()}
+
+
+OWN_SAMPLING_FIELDS = (
+    "bad_words", "logit_bias", "allowed_token_ids", "structured_outputs", "thinking_token_budget",
+    "repetition_detection",
+)  # fmt: skip
+"""Fields of vLLM's `SamplingParams` that requests may set besides ours; 0.26 lacks the last ones."""
+
+
+def sampling_fields(vllm: SimpleNamespace) -> tuple[str, ...]:
+    """What of `SamplingParams.unusual` the installed vLLM takes."""
+    own = set(inspect.signature(vllm.SamplingParams).parameters)
+    common = ("frequency_penalty", "presence_penalty", "min_tokens")
+    return (*common, *(name for name in OWN_SAMPLING_FIELDS if name in own))
+
+
+def unusual_sampling(vllm: SimpleNamespace, wanted: SamplingParams) -> dict[str, Any]:
+    """Keyword arguments of vLLM's `SamplingParams` for what most requests do not use.
+
+    A regular expression beats what `structured_outputs` asks for.
+
+    Raises:
+        TypeError, ValueError: values that vLLM refuses.
+    """
+    given: dict[str, Any] = {name: getattr(wanted, name) for name in ("frequency_penalty", "presence_penalty")}
+    given |= {"min_tokens": wanted.min_tokens, **wanted.extra}
+    if "logit_bias" in given:  # the keys of a JSON object are texts
+        given["logit_bias"] = {int(token): float(bias) for token, bias in given["logit_bias"].items()}
+    if "structured_outputs" in given:
+        given["structured_outputs"] = vllm.StructuredOutputsParams(**given["structured_outputs"])
+    if wanted.regex is not None:
+        given["structured_outputs"] = vllm.StructuredOutputsParams(regex=wanted.regex)
+    return given

@@ -1,0 +1,149 @@
+"""Starting vLLM for an `EngineSpec`: who runs the model, on what, and what a failure to start means for the user.
+
+uni                 this process, on one device
+external_launcher   the training ranks together, each of them one tensor-parallel part; all of them call this
+mp                  processes that vLLM starts, one for each tensor-parallel part
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import re
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+
+from swift.errors import ConfigError, EngineError, ResourceError, SwiftError, first_line, suggest
+from swift.rollout.engines.process import same_environment, same_randomness
+from swift.rollout.engines.spec import EngineSpec
+from swift.rollout.engines.vllm import settings
+from swift.rollout.engines.vllm.process import available_bytes, default_group_exists
+from swift.rollout.engines.vllm.versions import HINT, quiet_logs
+
+Executor = Literal["uni", "external_launcher", "mp"]
+
+
+def executor_of(spec: EngineSpec) -> Executor:
+    """Who runs the model.
+
+    Raises:
+        ConfigError: the training ranks should, but there are none.
+    """
+    if spec.tensor_parallel_size == 1:
+        return "uni"
+    if spec.in_ranks and not default_group_exists():
+        raise ConfigError(
+            f"--vllm_tensor_parallel_size: {spec.tensor_parallel_size}: torch.distributed is not initialised, "
+            "but the engine runs over the training ranks; start them with torchrun"
+        )
+    return "external_launcher" if spec.in_ranks else "mp"
+
+
+def start(vllm: SimpleNamespace, spec: EngineSpec, config: Any, *, on_cpu: bool) -> Any:
+    """Make vLLM's engine, first weights loaded; the process is otherwise as before.
+
+    Args:
+        vllm: the installed one.
+        spec: the engine.
+        config: see `model_config`.
+        on_cpu: what vLLM was built for.
+
+    Raises:
+        ResourceError: memory does not suffice.
+        ConfigError: arguments or a model that vLLM refuses.
+        EngineError: any other failure.
+    """
+    executor = executor_of(spec)
+    arguments = arguments_for(vllm, spec, config, executor, on_cpu=on_cpu)
+    with same_randomness(), same_environment(environment(spec, executor)):
+        try:
+            with quiet_logs():
+                made = vllm.EngineArgs(**arguments).create_engine_config()
+                if executor == "uni" and spec.devices[0].startswith("cuda:"):  # vLLM takes the first of the machine
+                    made.device_config.device = torch.device("cuda", device_indexes(spec, torch.cuda.device_count())[0])
+                return vllm.LLMEngine.from_vllm_config(made, disable_log_stats=True)
+        except SwiftError:
+            raise
+        except Exception as error:
+            gc.collect()
+            raise _start_error(spec, error) from error
+
+
+def arguments_for(
+    vllm: SimpleNamespace, spec: EngineSpec, config: Any, executor: Executor, *, on_cpu: bool
+) -> dict[str, Any]:
+    """Keyword arguments of `EngineArgs`.
+
+    Raises:
+        ResourceError: this vLLM lacks one that swift sets.
+        ConfigError: this vLLM lacks one that the user gave.
+    """
+    text = config.get_text_config()
+    limit = settings.context_limit(spec, text)
+    kv_bytes = None
+    if on_cpu:
+        width = getattr(torch, spec.dtype).itemsize
+        each = settings.kv_token_bytes(text, width=width, ranks=spec.tensor_parallel_size)
+        kv_bytes = settings.cpu_kv_bytes(spec, each, limit, available_bytes())
+    arguments = settings.engine_arguments(spec, on_cpu=on_cpu, limit=limit, kv_bytes=kv_bytes, executor=executor)
+    known = {one.name for one in dataclasses.fields(vllm.EngineArgs)}
+    given = {name.replace("-", "_") for name in spec.engine_kwargs}
+    for name in [one for one in arguments if one not in known]:
+        if name not in given:
+            raise ResourceError(f"--use_vllm: true: vLLM {vllm.version} has no EngineArgs.{name}; {HINT}")
+        raise ConfigError(
+            f"--vllm_engine_kwargs: {name}: vLLM {vllm.version} has no such argument; {suggest(name, sorted(known))}"
+        )
+    return arguments
+
+
+def environment(spec: EngineSpec, executor: Executor) -> dict[str, str]:
+    """Variables that vLLM reads while it is made.
+
+    In this process threads are bound to cores by `bind_to_cores`; vLLM binds those of its own processes.
+    """
+    wanted = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    if executor != "mp":
+        return wanted
+    if spec.cores:
+        each = max(1, len(spec.cores) // spec.tensor_parallel_size)
+        parts = [spec.cores[index : index + each] for index in range(0, len(spec.cores), each)]
+        shares = [parts[rank % len(parts)] for rank in range(spec.tensor_parallel_size)]
+        wanted["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
+    if spec.devices[0].startswith("cuda:"):
+        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        indexes = device_indexes(spec, len(visible))
+        wanted["CUDA_VISIBLE_DEVICES"] = ",".join(visible[i] if visible else str(i) for i in indexes)
+    return wanted
+
+
+def device_indexes(spec: EngineSpec, visible: int) -> list[int]:
+    """The engine's `cuda:k` among `visible` devices of this process.
+
+    A process that sees just as many devices as the engine has was given these and no others, under new numbers.
+    """
+    if visible == len(spec.devices):
+        return list(range(visible))
+    return [int(device.partition(":")[2]) for device in spec.devices]
+
+
+def _start_error(spec: EngineSpec, error: Exception) -> SwiftError:
+    """What a failure to start means."""
+    line = first_line(error)
+    if re.search("expandable.segments", str(error), re.IGNORECASE):
+        return ConfigError(f"PYTORCH_CUDA_ALLOC_CONF: expandable_segments: vLLM refuses it ({line}); unset it")
+    if re.search(r"\bmemory\b|kv cache", line, re.IGNORECASE) and not isinstance(error, AttributeError):
+        return ResourceError(
+            f"engine: vllm: {line}; lower --vllm_max_model_len, --vllm_max_num_seqs or --vllm_gpu_memory_utilization"
+        )
+    if "create shm" in line and "errno: 17" in line:
+        return ResourceError(
+            f"engine: vllm: its shared memory is there already ({line}): remove /dev/shm/*-cpushm_*, which a run left "
+            "that was killed while it started, unless another run starts just now"
+        )
+    if isinstance(error, ValueError | NotImplementedError):
+        return ConfigError(f"--model: {spec.model}: vLLM refuses it ({line}); --use_vllm false")
+    return EngineError(f"engine: vllm: did not start ({type(error).__name__}: {line})")

@@ -1,0 +1,153 @@
+"""How new weights get into a vLLM engine: one layerwise reload from the first bucket of an update to its commit.
+
+vLLM may repack linear weights when it loads them, and then its parameters cannot be written; its layerwise reload takes
+checkpoint tensors and repacks them again. A fused matrix (q, k, v) that arrives in two parts waits for the second.
+
+What vLLM does not check is checked before anything is touched: a missing tensor is only logged by it, and a tied head
+that is not sent stays as it was.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from swift.errors import EngineDead, SyncFailed
+from swift.rollout.engines.expected_weights import ExpectedWeights
+from swift.rollout.weight_sync.base import Ack, Bucket, TensorInfo, WeightUpdate
+
+SHARED_MEMORY = Path("/dev/shm")
+"""Where tensors wait for the worker processes of one engine."""
+
+
+class ReloadUpdate(WeightUpdate):
+    """One layerwise reload in all workers of an engine.
+
+    Args:
+        manifest: checked before.
+        version: of the policy.
+        expected: of the engine's model.
+        call: calls a method of every worker by name; the replies.
+        apart: workers are other processes, tensors reach them as a file in shared memory.
+        dtype: of the engine's weights, to say whether they were rounded.
+        failed: called with why the engine's weights are invalid from now on.
+        done: called when all weights are in; resets caches, sets the version and may raise.
+    """
+
+    def __init__(
+        self,
+        manifest: Sequence[TensorInfo],
+        version: int,
+        *,
+        expected: ExpectedWeights,
+        call: Callable[..., list[Any]],
+        apart: bool,
+        dtype: str,
+        failed: Callable[[str], None],
+        done: Callable[[int], None],
+    ) -> None:
+        super().__init__("vllm", manifest, version)
+        self._expected, self._call, self._apart, self._dtype = expected, call, apart, dtype
+        self._failed, self._done = failed, done
+        self._add_head = expected.lacks_head(manifest)
+        self._began = time.monotonic()
+        self._state = "waiting"  # -> loading -> done | given up
+
+    @property
+    def loading(self) -> bool:
+        """Whether the model is taken apart at the moment and cannot run."""
+        return self._state == "loading"
+
+    def _deliver(self, bucket: Bucket) -> None:
+        if self._state in ("done", "given up"):
+            raise SyncFailed(f"weights: version {self.version} for vllm: the update is over; begin anew")
+        try:
+            if self._state == "waiting":
+                self._state = "loading"
+                self._call("swift_begin_update")
+            if self._apart:
+                self._send_file(bucket)
+            else:
+                self._call("swift_load", bucket.tensors, self._copies(bucket), bucket.checksums())
+        except Exception as error:
+            raise self._failure(error) from error
+
+    def _copies(self, bucket: Bucket) -> dict[str, str]:
+        """The tied head -> the embedding, when it does not come by itself and the embedding is in this bucket."""
+        names = [name for name, _ in bucket.tensors if self._expected.is_embedding(name)]
+        return dict.fromkeys([self._expected.tied], names[0]) if names and self._add_head else {}
+
+    def _send_file(self, bucket: Bucket) -> None:
+        from safetensors.torch import save_file
+
+        stored: dict[str, Tensor] = {}
+        order: list[tuple[str, str]] = []
+        first: dict[tuple[Any, ...], str] = {}
+        for name, tensor in bucket.tensors:  # a tied head is the same memory, which a file holds once
+            place = first.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype), name)
+            order.append((name, place))
+            stored.setdefault(place, tensor.detach().cpu().contiguous())
+        folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+        handle, path = tempfile.mkstemp(prefix="swift-bucket-", suffix=".safetensors", dir=folder)
+        os.close(handle)
+        try:
+            save_file(stored, path)
+            self._call("swift_load_file", path, order, self._copies(bucket))
+        finally:
+            Path(path).unlink()
+
+    def _finish(self) -> Ack:
+        try:
+            reply = _agreed(self._call("swift_end_update"))
+            if reply["missing"]:
+                raise ValueError(f"nothing arrived in {', '.join(reply['missing'][:3])}")
+            self._done(self.version)
+        except Exception as error:
+            raise self._failure(error) from error
+        self._state = "done"
+        return Ack(
+            version=self.version,
+            tensors=reply["tensors"],
+            nbytes=reply["nbytes"],
+            digest=reply["digest"],
+            seconds=time.monotonic() - self._began,
+            rounded=any(loses_bits(info.dtype, self._dtype) for info in self.manifest),
+            note="the tied head was taken from the embedding" if self._add_head else "",
+        )
+
+    def abort(self) -> None:
+        """See `WeightUpdate`; an update of which nothing was delivered leaves the engine as it was."""
+        if self._state == "loading":
+            self._failed(f"the update to version {self.version} was given up half-way")
+        if self._state != "done":
+            self._state = "given up"
+
+    def _failure(self, error: Exception) -> SyncFailed | EngineDead:
+        line = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        self._state = "given up"
+        self._failed(f"the update to version {self.version} failed ({type(error).__name__}: {line})")
+        if isinstance(error, SyncFailed | EngineDead):
+            return error
+        return SyncFailed(
+            f"weights: version {self.version} for vllm: {type(error).__name__}: {line}; rebuild the engine"
+        )
+
+
+def _agreed(replies: list[dict[str, Any]]) -> dict[str, Any]:
+    """The workers' common reply."""
+    for reply in replies[1:]:
+        if reply != replies[0]:
+            raise ValueError(f"the workers disagree: {replies[0]}, {reply}")
+    return replies[0]
+
+
+def loses_bits(source: str, target: str) -> bool:
+    """Whether numbers of one torch type are rounded when stored in another."""
+    kept = {"float32": {"float32", "bfloat16", "float16"}, "bfloat16": {"bfloat16"}, "float16": {"float16"}}
+    return source.startswith(("float", "bfloat")) and source not in kept.get(target, {target})

@@ -1,0 +1,193 @@
+"""What runs inside a vLLM worker: vLLM adds this class to its worker, and its methods are called by name.
+
+The worker may live in this process (then tensors are handed over as they are) or be one of several tensor-parallel
+processes (then they come as a safetensors file in shared memory). All names start with `swift_`, so that they can
+clash with nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import starmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from swift.rollout.engines.vllm.single_copy import NotShareable, SingleCopy
+from swift.rollout.engines.vllm.versions import OF_WORKER, lacking, load_vllm
+from swift.rollout.weight_sync.base import Live, StreamDigest
+
+MADV_DONTNEED = 4
+"""Linux: pages are given back at once and read as zeros when touched again."""
+LIBC = ctypes.CDLL(None, use_errno=True)
+"""The C library of this process."""
+
+
+class WorkerExtension:
+    """Weights in parts, one copy with the trainer, and KV memory that can be given back on a CPU."""
+
+    vllm_config: Any
+    model_runner: Any
+
+    def swift_begin_update(self) -> None:
+        """All weights will come anew; until `swift_end_update` the model cannot run."""
+        lora = getattr(self, "lora_config", None) or getattr(self.vllm_config, "lora_config", None)
+        names = (name for name, _ in self.model_runner.get_model().named_parameters())
+        self._swift_expected = {name.replace(".base_layer.", ".") if lora else name for name in names}
+        self._swift_loaded: set[str] | None = set()
+        self._swift_digest = StreamDigest()
+        self._swift_count = self._swift_bytes = 0
+        with load_vllm().set_config(self.vllm_config):
+            load_vllm().begin_reload(self.model_runner.get_model())
+
+    def swift_load(
+        self,
+        tensors: Sequence[tuple[str, Tensor]],
+        copies: Mapping[str, str],
+        known: Mapping[str, int] | None = None,
+    ) -> None:
+        """Load whole layers.
+
+        Args:
+            tensors: as sent; they are counted and digested while the model takes them.
+            copies: further name -> name among `tensors`: a tied head that does not come by itself. Not counted.
+            known: checksums by name, where sender and receiver look at the same memory; else they are computed here.
+        """
+        loaded = load_part(self, self._swift_counted(tensors, copies, known or {}))
+        if loaded is None or self._swift_loaded is None:
+            self._swift_loaded = None
+        else:
+            self._swift_loaded |= loaded
+
+    def swift_load_file(self, path: str, order: Sequence[tuple[str, str]], copies: Mapping[str, str]) -> None:
+        """The same from a safetensors file. order: names as sent, and under which name the file has them."""
+        from safetensors.torch import load_file
+
+        found = load_file(path)
+        self.swift_load([(name, found[place]) for name, place in order], copies)
+
+    def _swift_counted(
+        self, tensors: Sequence[tuple[str, Tensor]], copies: Mapping[str, str], known: Mapping[str, int]
+    ) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            self._swift_digest.add(name, tensor, known.get(name))
+            self._swift_count += 1
+            self._swift_bytes += tensor.numel() * tensor.element_size()
+            yield name, tensor
+        found = dict(tensors)
+        yield from ((new, found[old]) for new, old in copies.items())
+
+    def swift_end_update(self) -> dict[str, Any]:
+        """Finish; what was received, and which of the engine's parameters got nothing."""
+        runner = self.model_runner
+        with load_vllm().set_config(self.vllm_config):
+            load_vllm().end_reload(runner.get_model(), runner.model_config)
+        reset = getattr(runner, "reset_lora_state", None)  # 0.26 lets adapters survive
+        if reset is not None:
+            reset()
+        quantized = self.vllm_config.model_config.quantization is not None
+        unknown = quantized or self._swift_loaded is None
+        missing = [] if unknown else sorted(self._swift_expected - (self._swift_loaded or set()))
+        return {
+            "tensors": self._swift_count,
+            "nbytes": self._swift_bytes,
+            "digest": self._swift_digest.hexdigest(),
+            "missing": missing,
+        }
+
+    def swift_share(self, live: Live, tied: str, embedding: str) -> SingleCopy | str:
+        """Make the trainer's tensors views of this worker's, for a caller in the same process; or why not."""
+        config = self.vllm_config.model_config
+        if config.quantization is not None:
+            return "its weights are quantised"
+        if getattr(config, "use_mla", False):
+            return "latent attention keeps products of its weights"
+        try:
+            return SingleCopy(self.model_runner.get_model(), live, tied=tied, embedding=embedding)
+        except NotShareable as error:
+            return str(error)
+
+    def swift_memory(self) -> dict[str, int]:
+        """Bytes of the KV cache: `kv` its size, `kv_resident` what of it is in memory now."""
+        kv = self._swift_kv()
+        on_cpu = all(tensor.device.type == "cpu" for tensor in kv_tensors(self.model_runner.kv_caches))
+        size = sum(size for _, size in kv)
+        return {"kv": size, "kv_resident": sum(starmap(pages_in_memory, kv)) if on_cpu else size}
+
+    def swift_lacking(self) -> list[str]:
+        """What is used of this worker and not there."""
+        return lacking(self, OF_WORKER)
+
+    def swift_segments(self) -> str:
+        """What the names of this worker's shared memory begin with."""
+        return os.environ.get("VLLM_DIST_IDENT", "")
+
+    def swift_kv_obstacle(self) -> str:
+        """Why the KV memory cannot be given back by `swift_release_kv`, or ""."""
+        if sys.platform != "linux":
+            return f"{sys.platform} has no MADV_DONTNEED that zeroes pages"
+        if any(tensor.device.type != "cpu" for tensor in kv_tensors(self.model_runner.kv_caches)):
+            return "it is not in main memory"
+        if not self._swift_kv():
+            return "the engine shows no KV cache"
+        return ""
+
+    def swift_release_kv(self) -> int:
+        """Give the pages of the KV cache back to the system; bytes by which this process became smaller.
+
+        Nothing may be cached or running. The pages read as zeros afterwards, like a new cache.
+        """
+        before = resident_bytes()
+        for address, size in self._swift_kv():
+            start, length = whole_pages(address, size)
+            if length and LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_DONTNEED):
+                raise OSError(ctypes.get_errno(), f"madvise of {length} bytes failed")
+        return before - resident_bytes()
+
+    def _swift_kv(self) -> list[tuple[int, int]]:
+        """Address and size of each storage of the KV cache; layers often share one."""
+        storages = (tensor.untyped_storage() for tensor in kv_tensors(self.model_runner.kv_caches))
+        return sorted({(storage.data_ptr(), storage.nbytes()) for storage in storages if storage.nbytes()})
+
+
+def load_part(worker: Any, tensors: Iterator[tuple[str, Tensor]]) -> set[str] | None:
+    """Load some tensors; the names of the engine's own parameters that they filled, if the model says so."""
+    with load_vllm().set_config(worker.vllm_config):
+        loaded: set[str] | None = worker.model_runner.get_model().load_weights(tensors)
+    return loaded
+
+
+def whole_pages(address: int, size: int) -> tuple[int, int]:
+    """Start and length of the whole pages within a range of memory."""
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    return start, max(0, (address + size - start) // mmap.PAGESIZE * mmap.PAGESIZE)
+
+
+def pages_in_memory(address: int, size: int) -> int:
+    """Bytes of a range of main memory that are backed by memory now; all of it where the system does not say."""
+    start, length = whole_pages(address, size)
+    if sys.platform != "linux" or not length:
+        return size
+    pages = np.zeros(length // mmap.PAGESIZE, dtype=np.uint8)
+    if LIBC.mincore(ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_void_p(pages.ctypes.data)):
+        return size
+    return int((pages & 1).sum()) * mmap.PAGESIZE
+
+
+def kv_tensors(caches: Any) -> list[Tensor]:
+    """All tensors of a runner's `kv_caches`, which holds tensors or, for recurrent layers, lists of them."""
+    if isinstance(caches, Tensor):
+        return [caches]
+    return [tensor for part in caches for tensor in kv_tensors(part)]
+
+
+def resident_bytes() -> int:
+    """Resident size of this process; 0 where the system does not say."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * mmap.PAGESIZE if statm.exists() else 0

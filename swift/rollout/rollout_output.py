@@ -1,0 +1,170 @@
+"""What a rollout function returned, as completions: checked to the last number before it counts.
+
+Tokens in, tokens out: ids and log-probs are what the engine gave, the prompt's ids are those that were sent. The first
+wrong entry ends the run, with its place.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from swift.errors import EngineError
+from swift.types import Completion, FinishReason, Request
+
+FLAG = "--rollout_func"
+RESERVED = frozenset(
+    {
+        "completions", "messages", "prompt_id", "group_id", "request_id", "finish_reason", "is_truncated",
+        "response_token_ids", "trainer_state", "prompt_opens_think", "prompts", "completion_ids",
+    }
+)  # fmt: skip
+"""Names that reward functions get from swift; a column may not have one."""
+RESULTS = ("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids", "finish_reasons", "env_mask")
+"""Entries of what a function returns that are no columns."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputReader:
+    """Reads what one call returned.
+
+    name: of the function. num_generations: completions of each prompt. vocab_size: of the policy. end_token_ids: tokens
+    that end a completion. version: of the policy. room: most new tokens of a request.
+    """
+
+    name: str
+    num_generations: int
+    vocab_size: int
+    end_token_ids: Sequence[int]
+    version: int
+    room: Callable[[Request], int]
+
+    def completions(self, output: Any, requests: Sequence[Request]) -> list[Completion]:
+        """Completions from what the function returned.
+
+        Raises:
+            EngineError: an entry is missing, too many, or not what it must be; the first place is named.
+        """
+        if not isinstance(output, Mapping):
+            raise self._wrong(f"returned {type(output).__name__}; return a dict with completion_ids and logprobs")
+        for name in ("completion_ids", "logprobs"):
+            if output.get(name) is None:
+                why = " (the log-prob of each token under the sampler; rollout.generate gives them)"
+                raise self._wrong(f"returned no {name}{why if name == 'logprobs' else ''}; return a dict with both")
+        lists = {name: self._list(output, name, len(requests)) for name in RESULTS}
+        columns = self._columns({name: value for name, value in output.items() if name not in RESULTS}, len(requests))
+        self._check_prompts(lists["prompt_ids"], requests)
+        made = []
+        for place, request in enumerate(requests):
+            ids = self._ids(lists["completion_ids"][place], place, request)
+            logprobs = self._logprobs(lists["logprobs"][place], lists["logprob_token_ids"][place], ids, place)
+            self._check_mask(lists["env_mask"][place], ids, place)
+            made.append(
+                Completion(
+                    request_id=request.request_id,
+                    token_ids=ids,
+                    logprobs=logprobs,
+                    finish_reason=self._reason(lists["finish_reasons"][place], ids, place, request),
+                    versions=[(self.version, 0, len(ids))] if ids else [],
+                    columns={name: values[place] for name, values in columns.items()},
+                )
+            )
+        return made
+
+    def _list(self, output: Mapping[str, Any], name: str, count: int) -> list[Any]:
+        """An entry as one value per completion; None for each where it is missing."""
+        values = output.get(name)
+        if values is None:
+            return [None] * count
+        if not isinstance(values, list | tuple):
+            raise self._wrong(f"{name} is {type(values).__name__}; return a list with one entry per completion")
+        if len(values) != count:
+            raise self._wrong(
+                f"{name} has {len(values)} entries where {count} are wanted ({count // self.num_generations} prompts x "
+                f"{self.num_generations} completions, prompt by prompt)"
+            )
+        return list(values)
+
+    def _columns(self, extra: Mapping[str, Any], count: int) -> dict[str, list[Any]]:
+        """Further entries: a list has one value per completion, anything else goes to all."""
+        columns = {}
+        for name, values in extra.items():
+            if name in RESERVED:
+                raise self._wrong(f"the column {name!r} has a name that swift gives to reward functions; rename it")
+            if isinstance(values, list) and len(values) != count:
+                raise self._wrong(f"the column {name!r} has {len(values)} entries where {count} are wanted")
+            try:
+                columns[name] = json.loads(json.dumps(values if isinstance(values, list) else [values] * count))
+            except (TypeError, ValueError) as error:
+                raise self._wrong(f"the column {name!r} holds what JSON cannot carry ({error}); convert it") from error
+        return columns
+
+    def _check_prompts(self, prompt_ids: Sequence[Any], requests: Sequence[Request]) -> None:
+        for place, (given, request) in enumerate(zip(prompt_ids, requests, strict=True)):
+            if given is not None and [int(token) for token in given] != list(request.prompt_ids):
+                raise self._wrong(
+                    f"prompt_ids[{place}] are not the ids of its prompt, and training uses those; take "
+                    "rollout.prompt_ids, or change the prompt with --system, --template or --chat_template_kwargs"
+                )
+
+    def _check_mask(self, mask: Any, ids: Sequence[int], place: int) -> None:
+        if mask is not None and [int(one) for one in mask] != [1] * len(ids):
+            raise self._wrong(
+                f"env_mask[{place}] masks tokens that the policy did not sample: known, not implemented in this "
+                "version (comes with: multi-turn rollouts); return sampled tokens only"
+            )
+
+    def _ids(self, given: Any, place: int, request: Request) -> list[int]:
+        try:
+            ids = [_integer(token) for token in given]
+        except (TypeError, ValueError) as error:
+            raise self._wrong(f"completion_ids[{place}] is no list of token ids ({error})") from error
+        wrong = next((token for token in ids if not 0 <= token < self.vocab_size), None)
+        if wrong is not None:
+            raise self._wrong(
+                f"completion_ids[{place}] has {wrong}, no token of the model (0 to {self.vocab_size - 1})"
+            )
+        room = self.room(request)
+        if not 0 < len(ids) <= room:
+            raise self._wrong(f"completion_ids[{place}] has {len(ids)} tokens; valid: 1 to {room}")
+        return ids
+
+    def _logprobs(self, given: Any, token_ids: Any, ids: Sequence[int], place: int) -> list[float]:
+        if given is None or len(given) != len(ids):
+            found = "none" if given is None else str(len(given))
+            raise self._wrong(f"logprobs[{place}] has {found} for {len(ids)} tokens; return one per token")
+        values = []
+        for position, (token, entry) in enumerate(zip(ids, given, strict=True)):
+            where = f"logprobs[{place}][{position}]"
+            if isinstance(entry, list | tuple):  # of several candidates, as TRL returns them
+                names = token_ids[position] if token_ids is not None else [token] * (len(entry) == 1)
+                if token not in names:
+                    raise self._wrong(f"{where} has no entry for the sampled token; give its log-prob alone")
+                entry = entry[list(names).index(token)]
+            value = float(entry) if isinstance(entry, int | float) or hasattr(entry, "__float__") else math.nan
+            if not (math.isfinite(value) and value <= 1e-4):
+                raise self._wrong(f"{where} is {entry}; a log-prob is a finite number, at most 0")
+            values.append(min(value, 0.0))
+        return values
+
+    def _reason(self, given: Any, ids: Sequence[int], place: int, request: Request) -> FinishReason:
+        """The reason that the function gave; by default "length" for what is as long as it may be without an end."""
+        if given is None:
+            full = len(ids) >= self.room(request) and ids[-1] not in self.end_token_ids
+            return "length" if full else "stop"
+        if given not in ("stop", "length"):
+            raise self._wrong(f"finish_reasons[{place}] is {given!r}; valid: stop, length")
+        return given  # type: ignore[no-any-return]
+
+    def _wrong(self, problem: str) -> EngineError:
+        return EngineError(f"{FLAG}: {self.name}: {problem}")
+
+
+def _integer(value: Any) -> int:
+    """A token id; a float or a text is none."""
+    if isinstance(value, bool | float | str):
+        raise TypeError(f"{value!r}")
+    return int(value)

@@ -1,0 +1,457 @@
+"""One round of rollouts on one rank: launches go in, groups come out. A fixed round is one that replaces nothing.
+
+Every rank begins with the same launches; each engine samples a consecutive part of their completions. A group goes to
+the reward workers the moment rank 0 has all of its completions. In a round of dynamic sampling rank 0 coordinates: it
+judges scored groups (`swift.rollout.dynamic_sampling`) and launches replacements on the engine with the least to do.
+
+    engine e, rank r                       mailbox                     rank 0
+    first launches of e  -> sample
+    part complete        -> post  "done"   (index, completions)  ->  score -> judge -> launch
+    submit               <- read  "work/e" (indexes)             <-  post
+    leave                <- read  "work/e" end                   <-  nothing in flight, nothing due
+
+`due` is called between the decode steps of the engine, so nothing here waits, runs a collective or touches the
+trainer's model. Prompts do not travel: each rank draws them from its own scheduler, which is at the same place on all
+of them. Ranks that hold parts of one engine must submit the same requests at the same step: such an engine gets more
+only when it has nothing left to do.
+
+A rank with nothing to do waits as long as others send heartbeats; otherwise its own stall watch ends the wait
+(`swift.trainers.stall`), and `awaited` names what it waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from swift.errors import EngineError
+from swift.rollout.dynamic_sampling import GroupFilter
+from swift.rollout.mailbox import End, Failed, Mailbox, Sample, Sampled
+from swift.rollout.round_result import RoundResult, lost, settle
+from swift.rollout.samples import TrainSample, rank_slice
+from swift.rollout.saved_state import restored_completion, saved_completion
+from swift.rollout.scheduler import Launch, LaunchLog
+from swift.types import Completion, GroupScores, Request, RolloutGroup, TrainerProgress
+
+READ_S = 0.02
+"""Least time between two looks at the mailbox."""
+ALIVE_S = 0.2
+"""Time between two heartbeats of a rank that gets on, and between two looks at those of the others."""
+
+NO_PROGRESS = TrainerProgress(0, 0, 0.0)
+
+
+class OtherRankFailed(EngineError):
+    """Another rank has failed; its own error says why."""
+
+
+class Scorer(Protocol):
+    """The part of `swift.rewards.RewardPipeline` that a round needs."""
+
+    @property
+    def needs_whole_batch(self) -> bool:
+        """Whether a function must see the whole round in one call."""
+
+    def submit(self, group: RolloutGroup, progress: TrainerProgress) -> Future[GroupScores]:
+        """Score a finished group off the main thread."""
+
+    def submit_batch(self, groups: Sequence[RolloutGroup], progress: TrainerProgress) -> list[Future[GroupScores]]:
+        """Score the groups of a round off the main thread."""
+
+    def add_model_scores(self, groups: Sequence[RolloutGroup], scores: Sequence[GroupScores]) -> list[GroupScores]:
+        """Fill in what reward models say, on the main thread."""
+
+    def end_batch(self, groups: Sequence[RolloutGroup] | None = None) -> None:
+        """Judge a finished round; raises when a function keeps failing."""
+
+    def drain_metrics(self, groups: Sequence[RolloutGroup] | None = None) -> dict[str, float]:
+        """What the functions report about these groups."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineShare:
+    """Which part of every round the engine of this rank samples: part `index` of `count` equal ones.
+
+    reports: this rank hands the completions on; with tensor parallelism over ranks only one of an engine's ranks does.
+    lockstep: other ranks hold parts of this engine, so all of them must give it the same requests at the same step.
+    """
+
+    index: int = 0
+    count: int = 1
+    reports: bool = True
+    lockstep: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Round:
+    """A round from its first launch to its result, on one rank.
+
+    Args:
+        log: what it took from the scheduler; the launches of a fixed round are in it from the start.
+        num_generations: G.
+        progress: what reward functions see as `trainer_state`.
+        request: (launch, sample) -> the request.
+        scorer: scores groups; used by rank 0 only.
+        group_filter: decides what is dropped and replaced; None replaces nothing. Used by rank 0 after the start.
+        draw: the next launches of a round with a filter.
+        informative, failed: whether a scored group is informative, and whether all of its completions failed.
+        rank, share: of this rank; a share of None has no engine.
+        mailbox: between the ranks of a round with a filter; None in a single process.
+        pulse: changes while this rank gets on. heard: called when another one does, while this one waits.
+
+    Attributes:
+        groups: those of which this rank has every completion, by launch index. parts: launch index -> sample ->
+            completion that this rank has.
+        failure: why it will not be completed.
+        begun: what was computed for its batch while it was scored (`BatchMaker.begin`).
+        result: its scored groups once they are on every rank. settled: it has a result, or its failure was raised.
+    """
+
+    log: LaunchLog
+    num_generations: int = 0
+    progress: TrainerProgress = NO_PROGRESS
+    request: Callable[[Launch, int], Request] | None = None
+    scorer: Scorer | None = None
+    group_filter: GroupFilter | None = None
+    draw: Callable[[int], Sequence[Launch]] | None = None
+    informative: Callable[[RolloutGroup], bool] = lambda group: True
+    failed: Callable[[RolloutGroup], bool] = lambda group: False
+    rank: int = 0
+    share: EngineShare | None = None
+    mailbox: Mailbox | None = None
+    pulse: Callable[[], Any] = lambda: None
+    heard: Callable[[], None] = lambda: None
+    groups: dict[int, RolloutGroup] = field(default_factory=dict)
+    parts: dict[int, dict[int, Completion]] = field(default_factory=dict)
+    futures: dict[int, Future[GroupScores]] = field(default_factory=dict)
+    failure: Exception | None = None
+    begun: tuple[list[TrainSample], Any] | None = None
+    result: RoundResult | None = None
+    settled: bool = False
+    _began: bool = False
+    _closed: bool = False  # no further request will come to this rank's engine
+    _launches: dict[int, Launch] = field(default_factory=dict)
+    _open: dict[str, tuple[int, int]] = field(default_factory=dict)  # request id -> launch index, sample
+    _queue: list[Request] = field(default_factory=list)
+    _left: Counter[int] = field(default_factory=Counter)  # launch index -> completions that this rank's engine owes
+    _engines_of: dict[int, set[int]] = field(default_factory=dict)
+    _unsent: dict[int, list[int]] = field(default_factory=dict)
+    _read_at: float = 0.0
+    _told_at: float = 0.0
+    _listened_at: float = 0.0
+    _told: Any = None
+    _beats: int = 0
+
+    # --- what the one who drives the engine calls ---------------------------------------------------------------
+
+    @property
+    def samples_here(self) -> bool:
+        """Whether this rank's engine has anything to sample, or may get it."""
+        return self.share is not None and not self.complete
+
+    @property
+    def closed(self) -> bool:
+        """Whether all requests of this rank's engine are known."""
+        return self._closed
+
+    @property
+    def complete(self) -> bool:
+        """Whether this rank has nothing more to do."""
+        return self._closed and not self._open
+
+    @property
+    def outstanding(self) -> list[str]:
+        """Requests that the engine was given and that have not come back."""
+        waiting = {one.request_id for one in self._queue}
+        return [name for name in self._open if name not in waiting]
+
+    def begin(self) -> None:
+        """Draw the first launches, the same on every rank, and share them out; `due` gives this engine's requests."""
+        if self._began:
+            return
+        self._began = True
+        if self.group_filter is not None:
+            assert self.draw is not None
+            self.draw(self.group_filter.due())
+        launches, size = self.log.launches, self.num_generations
+        self._launches = {launch.index: launch for launch in launches}
+        for engine in range(self.share.count if self.share is not None else 0):
+            part = rank_slice(len(launches) * size, engine, self.share.count)  # type: ignore[union-attr]
+            samples: dict[int, list[int]] = {}
+            for i in part:
+                samples.setdefault(launches[i // size].index, []).append(i % size)
+            for index, numbers in samples.items():
+                self._assign(engine, index, numbers)
+        if self.group_filter is None:
+            self._closed = True
+        elif self._leads:
+            for launch in launches:
+                self.group_filter.launch(launch.index)
+            if self.group_filter.complete:
+                self._end()
+
+    def due(self) -> list[Request]:
+        """What to submit to the engine now; also moves the round along."""
+        if self.group_filter is not None:
+            self._beat()
+            if self._leads:
+                self._coordinate()
+            else:
+                self._follow()
+        requests, self._queue = self._queue, []
+        return requests
+
+    def expects(self, request_id: str) -> bool:
+        """Whether this rank asked for it and does not have it yet."""
+        return request_id in self._open
+
+    def take(self, completion: Completion) -> None:
+        """Add a finished completion."""
+        index, sample = self._open.pop(completion.request_id)
+        self.parts.setdefault(index, {})[sample] = completion
+        self._left[index] -= 1
+        if self._left[index]:
+            return
+        assert self.share is not None
+        if self._leads:
+            self._arrived(index, self.share.index)
+        elif self.mailbox is not None and self.share.reports:
+            part = {number: saved_completion(one) for number, one in self.parts[index].items()}
+            self.mailbox.post("done", Sampled(index, self.share.index, part))
+
+    def rest(self) -> None:
+        """Wait a moment for scores or other ranks; only with nothing in the engine."""
+        now = time.monotonic()
+        if self.mailbox is not None and now - self._listened_at >= ALIVE_S:
+            self._listened_at = now
+            beats = self.mailbox.beats()
+            if beats != self._beats:
+                self._beats = beats
+                self.heard()
+        time.sleep(READ_S / 2)
+
+    def awaited(self) -> str:
+        """What this rank waits for, "" where it has work of its own or the round is over; from any thread."""
+        if self._open or self._closed or not self._began:
+            return ""
+        if not self._leads:
+            return "the round of dynamic sampling waits for rank 0"
+        waiting = Counter(engine for engines in list(self._engines_of.values()) for engine in list(engines))
+        if waiting:
+            parts = (f"{count} of engine {engine}" for engine, count in sorted(waiting.items()))
+            return f"the round of dynamic sampling waits for groups: {', '.join(parts)}"
+        return f"the round of dynamic sampling waits for the scores of {len(self.futures)} groups"
+
+    def fail(self, error: Exception) -> None:
+        """This rank cannot go on; the others learn of it now, and why in the collective that ends the round."""
+        self.failure = self.failure or error
+        if self.mailbox is not None and not self._closed and not self._leads:
+            self.mailbox.post("done", Failed(self.rank))
+        if self._leads:
+            self._end()
+        self._closed = True
+        self._open.clear()
+        self._queue.clear()
+
+    # --- while and after it is sampled --------------------------------------------------------------------------
+
+    def scored(self) -> list[RolloutGroup]:
+        """Scored groups in launch order, up to the first that is not scored; rank 0 only, on the main thread.
+
+        Left out are groups of a fixed round that rank 0 learns of at its end.
+        """
+        found: list[RolloutGroup] = []
+        for launch in list(self.log.launches):
+            if self.group_filter is None and launch.index not in self._left:
+                continue
+            group, future = self.groups.get(launch.index), self.futures.get(launch.index)
+            if group is not None and self.group_filter is None and future is not None and future.done():
+                if future.exception() is not None:
+                    break
+                settle(group, future.result())
+            if group is None or group.scores is None:
+                break
+            found.append(group)
+        return found
+
+    @property
+    def all_scored(self) -> bool:
+        """Whether nothing that was given to the reward workers so far is still with them; rank 0 only."""
+        return all(future.done() for future in list(self.futures.values()))
+
+    def complete_groups(self, parts: Mapping[int, Mapping[int, Completion]]) -> None:
+        """Make every group of a fixed round, from the completions of all ranks.
+
+        Raises:
+            EngineError: one never came back.
+        """
+        for launch in self.log.launches:
+            done = parts.get(launch.index, {})
+            for sample in range(self.num_generations):
+                if sample not in done:
+                    raise lost(f"{launch.group_id}/{sample}")
+            if launch.index not in self.groups:
+                self.groups[launch.index] = self.group(launch.index, [done[i] for i in range(self.num_generations)])
+
+    def catch_up(self, count: int) -> None:
+        """Draw what rank 0 has drawn: `count` launches in all."""
+        self.begin()
+        while len(self.log.launches) < count:
+            self._draw_one()
+
+    def group(self, index: int, completions: list[Completion]) -> RolloutGroup:
+        """The group of a launch."""
+        launch = self._launches[index]
+        return RolloutGroup(launch.group_id, launch.index, launch.launch, launch.prompt, completions)
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    @property
+    def _leads(self) -> bool:
+        return self.rank == 0
+
+    def _draw_one(self) -> None:
+        assert self.draw is not None
+        for launch in self.draw(1):
+            self._launches[launch.index] = launch
+
+    def _assign(self, engine: int, index: int, samples: Sequence[int]) -> None:
+        """An engine samples these completions of a launch; this rank queues them if the engine is its own."""
+        if self._leads:
+            self._engines_of.setdefault(index, set()).add(engine)
+        if self.share is None or engine != self.share.index:
+            return
+        assert self.request is not None
+        for sample in samples:
+            request = self.request(self._launches[index], sample)
+            self._open[request.request_id] = (index, sample)
+            self._queue.append(request)
+        self._left[index] += len(samples)
+
+    def _arrived(self, index: int, engine: int) -> None:
+        """Rank 0 has what an engine sampled of a launch; a group with all of its completions is scored."""
+        self._engines_of[index].discard(engine)
+        part = self.parts[index]
+        if len(part) < self.num_generations:
+            return
+        del self._engines_of[index]
+        group = self.groups[index] = self.group(index, [part[i] for i in range(self.num_generations)])
+        assert self.scorer is not None
+        if self.failure is not None or (self.group_filter is None and self.scorer.needs_whole_batch):
+            return
+        try:
+            self.futures[index] = self.scorer.submit(group, self.progress)
+        except Exception as error:  # see `_coordinate`: this may be in the middle of a step of the engine
+            self._give_up(error)
+
+    def _coordinate(self) -> None:
+        """Move the round along; what goes wrong with rewards or another rank ends it, and is raised when all have met.
+
+        Not here: ranks that hold parts of this rank's engine would be left alone in the middle of its step.
+        """
+        if self._closed:
+            return
+        try:
+            self._advance()
+        except Exception as error:  # raised by the collective that ends the round
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        """Nothing more is launched or scored; what the engines have is sampled to its end."""
+        self.failure = self.failure or error
+        self.futures.clear()
+        self._end()
+
+    def _advance(self) -> None:
+        self._collect()
+        assert self.group_filter is not None and self.scorer is not None
+        for index in sorted(index for index, future in self.futures.items() if future.done()):
+            group = self.groups[index]
+            [scores] = self.scorer.add_model_scores([group], [self.futures.pop(index).result()])
+            settle(group, scores)
+            self.group_filter.judge(index, informative=self.informative(group))
+        for _ in range(self.group_filter.due()):
+            self._draw_one()
+            index, engine = self.log.launches[-1].index, self._least_loaded()
+            self.group_filter.launch(index)
+            self._unsent.setdefault(engine, []).append(index)
+            self._engines_of[index] = {engine}
+        self._send()
+        if self.group_filter.complete:
+            self._end()
+
+    def _collect(self) -> None:
+        """What other ranks have sampled."""
+        if self.mailbox is None or not self._looks():
+            return
+        while (message := self.mailbox.read("done")) is not None:
+            if isinstance(message, Failed):
+                raise OtherRankFailed(f"engine: rank {message.rank} cannot go on with this round")
+            assert isinstance(message, Sampled)
+            done = {sample: restored_completion(one) for sample, one in message.completions.items()}
+            self.parts.setdefault(message.index, {}).update(done)
+            self._arrived(message.index, message.engine)
+
+    def _looks(self) -> bool:
+        """Whether it is time for a look at the mailbox."""
+        now = time.monotonic()
+        if now - self._read_at < READ_S:
+            return False
+        self._read_at = now
+        return True
+
+    def _least_loaded(self) -> int:
+        assert self.share is not None
+        loads = Counter(engine for engines in self._engines_of.values() for engine in engines)
+        return min(range(self.share.count), key=lambda engine: loads[engine])
+
+    def _send(self) -> None:
+        """Give the engines what was assigned to them; one in lockstep only when it has finished what it had."""
+        assert self.share is not None
+        for engine, indexes in self._unsent.items():
+            busy = any(engine in engines and index not in indexes for index, engines in self._engines_of.items())
+            if not indexes or (self.share.lockstep and busy):
+                continue
+            if self.mailbox is not None:
+                self.mailbox.post(f"work/{engine}", Sample(list(indexes)))
+            for index in indexes:
+                self._assign(engine, index, range(self.num_generations))
+            indexes.clear()
+
+    def _end(self) -> None:
+        if not self._closed and self.mailbox is not None and self.share is not None:
+            for engine in range(self.share.count):
+                self.mailbox.post(f"work/{engine}", End())
+        self._closed = True
+
+    def _follow(self) -> None:
+        """Read what to sample next; in lockstep one message, and only with nothing left to do."""
+        assert self.mailbox is not None and self.share is not None
+        if self._closed or (self.share.lockstep and self._open) or not self._looks():
+            return
+        while (message := self.mailbox.read(f"work/{self.share.index}")) is not None:
+            if isinstance(message, End):
+                self._closed = True
+                return
+            assert isinstance(message, Sample)
+            for index in message.indexes:
+                while index not in self._launches:
+                    self._draw_one()
+                self._assign(self.share.index, index, range(self.num_generations))
+            if self.share.lockstep:
+                return
+
+    def _beat(self) -> None:
+        """Let the other ranks know, from time to time, that this one gets on."""
+        now = time.monotonic()
+        if self.mailbox is None or now - self._told_at < ALIVE_S:
+            return
+        self._told_at = now
+        pulse = self.pulse()
+        if pulse != self._told:
+            self._told = pulse
+            self.mailbox.beat()

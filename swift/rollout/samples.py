@@ -1,0 +1,117 @@
+"""What is trained on: the samples of a rollout batch, and which of them a global batch (one optimizer step) holds.
+
+A rollout batch holds all samples of one round, in launch order, the same on every rank. It feeds `num_global_batches`
+global batches, `num_iterations` times each:
+
+    rollout batch   [ g0 g0 g0 g0 | g1 g1 g1 g1 | g2 ... ]        samples in launch order
+    global batch    consecutive samples
+
+`swift.rollout.micro_batches` cuts a global batch over the ranks and into micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(slots=True)
+class TrainSample:
+    """One completion as the trainer sees it.
+
+    token_ids: int32 [T]. sampler_logprobs: float32 [T]. trained: bool [T], the data mask m: what may carry loss.
+    versions: of the weights that sampled the tokens, run-length coded as (version, start, end).
+    `old_logprobs` and `ref_logprobs`, float32 [T], are None until a forward pass has produced them.
+    """
+
+    group: int
+    prompt_ids: np.ndarray
+    token_ids: np.ndarray
+    sampler_logprobs: np.ndarray
+    trained: np.ndarray
+    advantage: float
+    versions: list[tuple[int, int, int]] = field(default_factory=list)
+    old_logprobs: np.ndarray | None = None
+    ref_logprobs: np.ndarray | None = None
+
+    @property
+    def num_trained(self) -> int:
+        """T_i of the papers: tokens under the data mask."""
+        return int(self.trained.sum())
+
+    def tokens_of_versions(self) -> list[tuple[int, int]]:
+        """(version, number of tokens that it sampled), in order."""
+        return [(version, end - start) for version, start, end in self.versions]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Samples of a rollout batch that have arrived, as indexes; `last` of them all."""
+
+    samples: range
+    last: bool
+
+
+@dataclass(slots=True)
+class RolloutBatch:
+    """The samples of one round and how far training has come with them.
+
+    `position` counts the optimizer steps taken on it, of `num_global_batches * num_iterations`. A batch that is trained
+    on while it is sampled hands out its samples by `arriving`, which adds them to `samples`; until its end it holds a
+    part of its samples only. It is used up in the first step, before any checkpoint.
+    """
+
+    samples: list[TrainSample]
+    num_global_batches: int
+    num_iterations: int
+    position: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    arriving: Iterator[Arrival] | None = None
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether all its optimizer steps have been taken."""
+        return self.position >= self.num_global_batches * self.num_iterations
+
+    @property
+    def global_batch_index(self) -> int:
+        """Which global batch the next step trains on."""
+        return self.position % self.num_global_batches
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """U: optimizer steps that it feeds."""
+        return self.num_global_batches * self.num_iterations
+
+    def global_batch(self, index: int) -> range:
+        """Sample indices of a global batch."""
+        size = len(self.samples) // self.num_global_batches
+        return range(index * size, (index + 1) * size)
+
+
+@dataclass(slots=True)
+class SavedBatch:
+    """What a checkpoint holds of a rollout batch that is not used up."""
+
+    samples: list[TrainSample]
+    num_global_batches: int
+    num_iterations: int
+    position: int
+
+    @classmethod
+    def of(cls, batch: RolloutBatch) -> SavedBatch:
+        """What to save of `batch`."""
+        return cls(batch.samples, batch.num_global_batches, batch.num_iterations, batch.position)
+
+    def restored(self) -> RolloutBatch:
+        """The inverse of `of`."""
+        return RolloutBatch(self.samples, self.num_global_batches, self.num_iterations, self.position)
+
+
+def rank_slice(total: int, rank: int, world_size: int) -> range:
+    """The consecutive part of `total` items that `rank` works on; parts differ by at most one item."""
+    base, extra = divmod(total, world_size)
+    start = rank * base + min(rank, extra)
+    return range(start, start + base + (1 if rank < extra else 0))

@@ -1,0 +1,133 @@
+"""Settings that an entry of a registry declares are flags like all others."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from swift.arguments import parse
+from swift.arguments.help import render, render_flag
+from swift.arguments.plugins import section, settings_class
+from swift.arguments.schema import json_schema
+from swift.errors import ConfigError
+from swift.flags import flag, flags_of
+from swift.plugin import registry
+
+RLHF = ["--rlhf_type", "grpo", "--model", "m", "--dataset", "d", "--reward_funcs", "accuracy"]
+
+
+@dataclass(kw_only=True)
+class ClampParameters:
+    """Those of the fake losses."""
+
+    clamp_at: float = flag(2.0, above=0, aliases=("clamp_limit",))
+    """Largest ratio."""
+
+    clamp_words: list[str] = flag([])
+    """Words of it."""
+
+    def problems(self):
+        """What is wrong with these settings, one line each."""
+        if self.clamp_at == 13:
+            yield "--clamp_at: 13: brings bad luck; use another number"
+
+
+class FakeRegistry(dict):
+    """Entries that are their own parameters."""
+
+    def parameters_of(self, name):
+        return self[name]
+
+
+@pytest.fixture
+def losses(monkeypatch):
+    entries = FakeRegistry(clamp=ClampParameters, clamp2=ClampParameters, bare=None)
+    monkeypatch.setattr(registry, "losses", entries, raising=False)
+    return entries
+
+
+def rlhf(*words):
+    return parse("rlhf", [*RLHF, *words], {})
+
+
+@pytest.mark.usefixtures("losses")
+def test_an_entry_is_a_choice_and_its_parameters_are_flags():
+    resolved = rlhf("--loss_type", "clamp", "--clamp-limit", "3", "--clamp_words", "a", "b")
+    assert (resolved.args.loss_type, resolved.args.clamp_at, resolved.args.clamp_words) == ("clamp", 3.0, ["a", "b"])
+    assert section(ClampParameters, resolved.args) == ClampParameters(clamp_at=3.0, clamp_words=["a", "b"])
+    dumped = resolved.to_json()
+    assert dumped["clamp_at"] == 3.0
+    assert dumped["_provenance"]["clamp_at"] == {"source": "command line", "given_as": "--clamp-limit", "rule": None}
+    assert resolved.notes == []
+
+
+@pytest.mark.usefixtures("losses")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--loss_type clamp --clamp_at 0", "--clamp_at: 0: out of range; valid: above 0"),
+        ("--loss_type clamp --clamp_at 13", "--clamp_at: 13: brings bad luck"),
+        ("--loss_type clamq", "--loss_type: clamq: not a choice; nearest: clamp"),
+    ],
+)
+def test_parameters_are_checked_like_other_settings(words, said):
+    with pytest.raises(ConfigError) as error:
+        rlhf(*words.split())
+    (line,) = error.value.problems
+    assert line.startswith(said)
+
+
+@pytest.mark.usefixtures("losses")
+def test_a_parameter_of_an_entry_that_is_not_chosen_has_no_effect():
+    assert rlhf("--clamp_at", "3").notes == ["--clamp_at: 3: no effect without --loss_type clamp or clamp2"]
+    assert rlhf("--loss_type", "clamp2", "--clamp_at", "3").notes == []
+
+
+@pytest.mark.usefixtures("losses")
+def test_help_and_schema_describe_parameters():
+    assert "Plugins\n  --clamp_at FLOAT" in render("rlhf")
+    text = render_flag("rlhf", "clamp_limit")
+    assert "Largest ratio." in text and "--loss_type clamp or clamp2" in text
+    assert json_schema("rlhf")["properties"]["clamp_at"]["exclusiveMinimum"] == 0
+    assert "clamp" in json_schema("rlhf")["properties"]["loss_type"]["enum"]
+    assert "clamp_at" not in flags_of(settings_class("sft"))
+
+
+def test_a_parameter_may_not_take_the_name_of_another_setting(losses):
+    @dataclass(kw_only=True)
+    class Clash:
+        beta: float = flag(1.0)
+        """The same name again."""
+
+    losses["clash"] = Clash
+    with pytest.raises(ConfigError, match="--loss_type: clash: its parameter beta is the name of another setting"):
+        rlhf()
+
+
+def test_plugins_are_loaded_where_a_flag_or_a_choice_is_not_built_in(losses, tmp_path, monkeypatch):
+    losses.clear()
+    file = tmp_path / "late.py"
+    file.write_text(
+        "from dataclasses import dataclass\nfrom swift.flags import flag\nfrom swift.plugin import registry\n\n"
+        "@dataclass(kw_only=True)\nclass Late:\n    late: int = flag(1)\n    '''A number.'''\n\n"
+        "registry.losses['late'] = Late\n"
+    )
+    words = ["--external_plugins", str(file)]
+    assert not hasattr(rlhf(*words).args, "late")
+    assert rlhf(*words, "--loss_type", "late", "--late", "7").args.late == 7
+    assert "A number." in render_flag("rlhf", "late")
+
+
+def test_a_plugin_that_cannot_be_loaded_is_one_of_the_problems():
+    with pytest.raises(ConfigError) as error:
+        rlhf("--external_plugins", "gone.py", "--mine", "1", "--beta", "-1")
+    subjects = [line.split(":")[0] for line in error.value.problems]
+    assert sorted(subjects) == ["--beta", "--external_plugins", "--mine"]
+
+
+def test_the_shipped_plugin_is_found_from_every_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = "examples/train/grpo/plugin/plugin.py"
+    resolved = rlhf("--external_plugins", path, "own.py")
+    found, own = resolved.args.external_plugins
+    assert found.endswith(path) and own == "own.py"
+    assert any(note.startswith(f"--external_plugins: {path}: not in this folder") for note in resolved.notes)

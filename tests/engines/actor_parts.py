@@ -1,0 +1,103 @@
+"""Actors with the scripted backend, and a look at the processes of this test."""
+
+import contextlib
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from swift.rollout.engines import cluster
+from swift.rollout.engines.actor_transport import actor_engine
+from swift.rollout.engines.ray_actor import MARKER
+from swift.rollout.engines.spec import EngineSpec
+from swift.rollout.engines.transport import Timeouts
+from swift.types import Request, SamplingParams
+
+FAKES = Path(__file__).parent.parent / "fakes"
+QUICK = Timeouts(start_s=120, heartbeat_s=0.5, close_s=3.0)
+
+
+def scripted_spec(**kwargs):
+    cores = kwargs.pop("cores", ())
+    return EngineSpec(
+        backend="scripted",
+        model="none",
+        plugins=(str(FAKES / "scripted_backend.py"),),
+        cores=cores,
+        engine_kwargs=kwargs,
+    )
+
+
+def scripted_engine_in_actor(folder, *, name="engine 0 (cpu:0)", timeouts=None, restarts=3, options=None, **kwargs):
+    return actor_engine(
+        scripted_spec(**kwargs),
+        name=name,
+        log_file=folder / "logs" / f"{name.split()[1]}.log",
+        uses=cluster.use(),
+        timeouts=replace(QUICK, **(timeouts or {})),
+        restarts=restarts,
+        **(options or {}),
+    )
+
+
+def pid_of(engine):
+    """The process that hosts the engine now."""
+    assert engine.capabilities
+    return engine.transport.life.pid
+
+
+def requests(count, *, group="g", start=0):
+    return [Request(f"{group}/{i}", [1, 2, 3], SamplingParams(max_new_tokens=40, seed=start + i)) for i in range(count)]
+
+
+def tokens(completions):
+    done = {}
+    for completion in completions:
+        assert completion.request_id not in done, "came twice"
+        done[completion.request_id] = completion.token_ids
+    return done
+
+
+def expected_tokens(wanted, weights=b""):
+    """What the scripted backend samples, without any process."""
+    from scripted_engine import ScriptedEngine
+
+    engine = ScriptedEngine()
+    engine.weights = weights
+    return tokens(engine.generate(wanted))
+
+
+def family(marker=None):
+    """Live processes of engines in actors: of one life, or of all."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            value = process.environ().get(MARKER)
+            if value and (marker is None or value == marker) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            pass
+    return found
+
+
+def wait_for(reached, limit_s=15.0):
+    deadline = time.monotonic() + limit_s
+    while not reached() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return reached()
+
+
+def alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def open_descriptors():
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the one that lists them
+            found.append(str(entry.readlink()))
+    return sorted(found)

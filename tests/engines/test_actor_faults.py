@@ -1,0 +1,530 @@
+"""An actor that dies, hangs, lies or stands still: what the trainer sees, and that nothing is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from actor_parts import (
+    FAKES,
+    alive,
+    expected_tokens,
+    family,
+    open_descriptors,
+    pid_of,
+    requests,
+    scripted_engine_in_actor,
+    tokens,
+    wait_for,
+)
+from scripted_engine import CountingSource, two_layers
+
+from swift.errors import ConfigError, EngineDead, EngineError, RequestRefused, SyncFailed
+from swift.rollout.engines import cluster
+from swift.rollout.engines.pool import EnginePool
+from swift.rollout.weight_sync import object_store
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_cluster():
+    """One for all cases."""
+    shared = cluster.use()
+    yield shared
+    shared.close()
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Makes scripted engines in actors and ends them."""
+    made = []
+
+    def make(**kwargs):
+        made.append(scripted_engine_in_actor(tmp_path, **kwargs))
+        return made[-1]
+
+    yield make
+    for worker in made:
+        worker.close()
+    assert wait_for(lambda: not family()), family()
+
+
+def kill(worker, number=signal.SIGKILL):
+    os.kill(pid_of(worker), number)
+
+
+def weights_of(tensors):
+    """What the scripted engine holds after an update: the state that its tokens depend on."""
+    from scripted_engine import ScriptedEngine
+
+    engine = ScriptedEngine()
+    engine.load_weights(CountingSource(tensors), 1)
+    return engine.weights
+
+
+class Interfering:
+    """Weights; does something before bucket `at`."""
+
+    def __init__(self, tensors, at, action):
+        self.source, self.at, self.action = CountingSource(tensors), at, action
+
+    def manifest(self):
+        return self.source.manifest()
+
+    def buckets(self):
+        for number, bucket in enumerate(self.source.buckets()):
+            if number == self.at:
+                self.action()
+            yield bucket
+
+
+# --- ordinary life -----------------------------------------------------------------------------------------------
+
+
+def test_a_plugin_backend_runs_in_its_process_on_its_cores(start):
+    core = max(os.sched_getaffinity(0))
+    worker = start(cores=(core,))
+    wanted = requests(12)
+    assert tokens(worker.generate(wanted)) == expected_tokens(wanted)
+    info = worker.info()
+    assert (info["affinity"], info["omp"]) == ([core], "1")
+    assert info["pid"] == pid_of(worker) != os.getpid()
+    assert worker.counters.decode_steps > 0
+
+
+def test_calls_are_answered_while_it_samples(start):
+    worker = start(step_s=0.2)
+    stream = worker.generate(requests(6))
+    next(stream)
+    for _ in range(5):
+        began = time.monotonic()
+        assert worker.health().alive
+        assert time.monotonic() - began < 0.15
+    worker.submit(requests(1, group="joins")[0])
+    assert "joins/0" in tokens(stream)
+
+
+def test_weights_that_change_in_flight_show_in_the_spans(start):
+    worker = start(step_s=0.02)
+    came = {}
+    for request in requests(12):
+        worker.submit(request)
+    for completion in worker.stream():
+        came[completion.request_id] = completion
+        if len(came) == 6:
+            worker.pause("keep")
+            worker.load_weights(CountingSource(two_layers(2)), 1)
+            worker.resume()
+    assert len(came) == 12
+    mixed = [one.versions for one in came.values() if len(one.versions) == 2]
+    assert mixed
+    assert all(first[0] == 0 and second[0] == 1 and first[2] == second[1] for first, second in mixed)
+
+
+def test_pause_from_another_thread_ends_the_stream_and_keeps_what_runs(start):
+    worker = start(step_s=0.02, endless=["g/0"])
+    for request in requests(3):
+        worker.submit(request)
+    timer = threading.Timer(0.4, lambda: worker.pause("keep"))
+    timer.start()
+    before = tokens(worker.stream())
+    timer.join()
+    assert "g/0" not in before
+    worker.resume()
+    worker.abort(["g/0"])
+    after = {one.request_id: one for one in worker.stream()}
+    assert after["g/0"].finish_reason == "abort"
+    assert len(after["g/0"].token_ids) > 10
+    assert sorted([*before, *after]) == ["g/0", "g/1", "g/2"]
+
+
+def test_an_engine_that_cannot_be_paused_takes_calls_between_completions(start):
+    worker = start(step_s=0.02, old=True)
+    wanted = requests(8)
+    for request in wanted[:6]:
+        worker.submit(request)
+    stream = worker.stream()
+    first = next(stream)
+    for request in wanted[6:]:
+        worker.submit(request)
+    assert {**tokens([first]), **tokens(stream)} == expected_tokens(wanted)
+
+
+# --- death -------------------------------------------------------------------------------------------------------
+
+
+def test_killed_while_idle_it_comes_back_with_its_weights(start):
+    worker = start()
+    wanted, tensors = requests(8), two_layers(3)
+    ack = worker.load_weights(CountingSource(tensors), 7)
+    kill(worker)
+    assert wait_for(lambda: not worker.health().alive)
+    assert tokens(worker.generate(wanted)) == expected_tokens(wanted, weights_of(tensors))
+    assert (worker.version, worker.counters.restarts, ack.version) == (7, 1, 7)
+
+
+def test_killed_in_decode_every_request_comes_back_once_with_the_same_tokens(start):
+    worker = start(step_s=0.05)
+    wanted, tensors = requests(30), two_layers(3)
+    worker.load_weights(CountingSource(tensors), 1)
+    came = []
+    for completion in worker.generate(wanted):
+        came.append(completion)
+        if len(came) == 5:
+            kill(worker)
+    assert tokens(came) == expected_tokens(wanted, weights_of(tensors))
+    assert worker.counters.restarts == 1
+    assert {one.versions[0][0] for one in came} == {1}
+
+
+def test_killed_while_it_loads_weights_the_update_fails_and_can_be_repeated_on_a_rebuilt_engine(start):
+    worker = start()
+    worker.load_weights(CountingSource(two_layers(1)), 1)
+    source = Interfering(two_layers(2), 1, lambda: (kill(worker), wait_for(lambda: not worker.health().alive)))
+    with pytest.raises(SyncFailed, match=r"version 2 for engine 0 \(cpu:0\): (bucket [12]|commit): ended unexpectedly"):
+        worker.load_weights(source, 2)
+    with pytest.raises(SyncFailed, match="void"):
+        worker.submit(requests(1)[0])
+    worker.rebuild()
+    assert worker.version == 0
+    worker.load_weights(CountingSource(two_layers(2)), 2)
+    wanted = requests(4)
+    assert tokens(worker.generate(wanted)) == expected_tokens(wanted, weights_of(two_layers(2)))
+
+
+def test_killed_under_an_update_in_flight_the_kept_requests_go_on_after_the_repetition(start):
+    worker = start(step_s=0.02)
+    wanted, came = requests(10), []
+    for request in wanted:
+        worker.submit(request)
+    for completion in worker.stream():
+        came.append(completion)
+        if len(came) == 3:
+            worker.pause("keep")
+            with pytest.raises(SyncFailed):
+                worker.load_weights(Interfering(two_layers(2), 1, lambda: kill(worker)), 1)
+            worker.rebuild()
+            worker.load_weights(CountingSource(two_layers(2)), 1)
+            worker.resume()
+    assert sorted(one.request_id for one in came) == sorted(one.request_id for one in wanted)
+    assert {one.versions[-1][0] for one in came} == {0, 1}
+
+
+def test_beyond_its_restarts_the_engine_is_dead_and_shows_its_log(start):
+    worker = start(restarts=1, step_s=0.05, crash_on=["g/3"])
+    with pytest.raises(EngineDead) as caught:
+        list(worker.generate(requests(6)))
+    (line,) = caught.value.problems
+    assert line.startswith("engine 0 (cpu:0): its actor failed (")
+    assert "--engine_restarts 1" in line
+    assert "RuntimeError: scripted: crash, as told" in line
+    assert not worker.health().alive
+    with pytest.raises(EngineDead):
+        worker.submit(requests(1)[0])
+
+
+def test_without_kept_weights_a_death_is_final(start):
+    worker = start()
+    worker.keeps_weights = False
+    worker.load_weights(CountingSource(two_layers(1)), 1)
+    kill(worker)
+    with pytest.raises(EngineDead, match="version 1 were not kept"):
+        list(worker.generate(requests(2)))
+
+
+# --- hanging -----------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_is_stopped_is_replaced_in_bounded_time(start):
+    worker = start(step_s=0.05)
+    wanted, came = requests(12), []
+    for completion in worker.generate(wanted):
+        came.append(completion)
+        if len(came) == 3:
+            stopped = pid_of(worker)
+            kill(worker, signal.SIGSTOP)
+            began = time.monotonic()
+    assert tokens(came) == expected_tokens(wanted)
+    assert time.monotonic() - began < 60
+    assert worker.counters.restarts == 1
+    assert wait_for(lambda: not alive(stopped))
+
+
+def test_a_worker_that_is_stopped_while_it_loads_weights_fails_the_update(start):
+    worker = start()
+    with pytest.raises(SyncFailed, match=r"bucket [12]: gave no sign of life for 1\.5 s"):
+        worker.load_weights(Interfering(two_layers(1), 1, lambda: kill(worker, signal.SIGSTOP)), 1)
+
+
+def test_an_update_that_takes_too_long_fails_and_says_where_it_is(start):
+    worker = start(timeouts={"sync_s": 1.0}, bucket_s=30.0)
+    assert worker.capabilities
+    with pytest.raises(SyncFailed, match=r"bucket 1: did not answer bucket in time; its thread is in slowly"):
+        worker.load_weights(CountingSource(two_layers(1)), 1)
+
+
+def test_an_engine_that_stands_still_is_named_with_its_stacks(start):
+    worker = start(timeouts={"stall_s": 1.5}, frozen=["g/2"])
+    began = time.monotonic()
+    with pytest.raises(EngineError) as caught:
+        list(worker.generate(requests(4)))
+    assert time.monotonic() - began < 60
+    (line,) = caught.value.problems
+    assert line.startswith("engine 0 (cpu:0): no progress for 1.5 s: its thread is in stand_still")
+    assert "scripted_backend.py" in line
+    assert worker.counters.restarts == 0
+
+
+def test_where_an_engine_is_can_be_asked_at_any_time(start):
+    worker = start()
+    assert worker.capabilities
+    assert worker.stacks().startswith("engine 0 (cpu:0): its thread is in wait")
+    assert "engine 0 (cpu:0): its thread is in " in EnginePool([worker]).stacks()
+    kill(worker)
+    assert wait_for(lambda: "gone (ended unexpectedly" in worker.stacks())
+
+
+def test_a_request_that_takes_too_long_is_tried_twice_and_given_up_alone(start):
+    worker = start(timeouts={"request_s": 1.5}, step_s=0.02, endless=["g/4"])
+    done = {one.request_id: one for one in worker.generate(requests(8))}
+    assert len(done) == 8
+    assert done["g/4"].finish_reason == "error"
+    assert len(done["g/4"].token_ids) == len(done["g/4"].logprobs) > 0
+    assert {one.finish_reason for name, one in done.items() if name != "g/4"} == {"stop"}
+    assert worker.late == 2
+
+
+# --- lies --------------------------------------------------------------------------------------------------------
+
+
+def test_a_logprob_that_is_no_number_is_an_error_that_names_worker_and_request(start):
+    worker = start(nan=["g/2"], endless=["g/3"], step_s=0.01)
+    with pytest.raises(EngineError, match=r"engine 0 \(cpu:0\): request g/2: token 0 has log-prob nan"):
+        list(worker.generate(requests(4)))
+    again = requests(4, group="again")
+    assert tokens(worker.generate(again)) == expected_tokens(again)
+
+
+def test_bytes_that_change_on_the_way_are_found(start, monkeypatch):
+    worker = start()
+    whole = object_store.parcel_of
+
+    def damaged(bucket):
+        entries, arrays = whole(bucket)
+        changed = [array.copy() for array in arrays]
+        changed[0][1] ^= 1
+        return entries, changed
+
+    monkeypatch.setattr(object_store, "parcel_of", damaged)
+    with pytest.raises(SyncFailed, match="digest"):
+        worker.load_weights(CountingSource(two_layers(1)), 1)
+    monkeypatch.undo()
+    with pytest.raises(SyncFailed, match="void"):
+        worker.submit(requests(1)[0])
+    worker.rebuild()
+    assert worker.load_weights(CountingSource(two_layers(1)), 1).version == 1
+
+
+def test_the_next_bucket_is_gathered_while_the_worker_takes_one(start):
+    bucket_s = 4.0
+    worker = start(bucket_s=bucket_s)
+    assert worker.capabilities
+    gathered = []
+    began = time.monotonic()
+    source = Interfering(two_layers(1), 1, lambda: gathered.append(time.monotonic() - began))
+    assert worker.load_weights(source, 1).version == 1
+    assert gathered[0] < bucket_s < time.monotonic() - began
+
+
+def test_half_an_update_leaves_nothing_that_samples(start):
+    worker = start()
+    source = CountingSource(two_layers(1))
+    update = worker.begin_update(source.manifest(), 1)
+    update.send(next(source.buckets()))
+    with pytest.raises(SyncFailed, match="1 of 2 tensors"):
+        update.commit()
+    update.abort()
+    update.abort()
+    with pytest.raises(SyncFailed, match="void"):
+        worker.submit(requests(1)[0])
+    assert not worker.health().alive
+    worker.load_weights(CountingSource(two_layers(4)), 2)
+    wanted = requests(3)
+    assert tokens(worker.generate(wanted)) == expected_tokens(wanted, weights_of(two_layers(4)))
+
+
+# --- start and end -----------------------------------------------------------------------------------------------
+
+
+def test_what_the_engine_refuses_at_its_start_arrives_as_it_is(start):
+    worker = start(fail="config")
+    with pytest.raises(ConfigError, match="scripted: is refused"):
+        assert worker.capabilities
+    with pytest.raises(ConfigError):
+        worker.submit(requests(1)[0])
+
+
+def test_a_request_that_the_engine_does_not_take_costs_no_other(start):
+    worker = start(step_s=0.02, refuse=["bad/0"])
+    good, (bad,) = requests(12), requests(1, group="bad")
+    for request in good:
+        worker.submit(request)
+    done = []
+    with pytest.raises(RequestRefused, match="is not taken, as told") as caught:
+        for completion in worker.stream():
+            done.append(completion)
+            if len(done) == 1:
+                worker.submit(bad)  # it fits, so it is noticed only when the engine is to take it
+    assert caught.value.request_id == "bad/0"
+    assert tokens([*done, *worker.stream()]) == expected_tokens(good)
+    assert worker.counters.restarts == 0
+
+
+def test_an_engine_that_cannot_be_made_again_is_dead_at_once(start, tmp_path):
+    worker = start(fail=str(tmp_path / "started"), step_s=0.05)
+    stream = worker.generate(requests(8))
+    next(stream)
+    kill(worker)
+    with pytest.raises(EngineDead, match=r"ended unexpectedly .*, and cannot be replaced .*starts only once, as told"):
+        list(stream)
+    with pytest.raises(EngineDead):
+        worker.submit(requests(1, group="later")[0])
+    assert not worker.health().alive
+
+
+def test_a_process_that_ends_at_its_start_is_not_tried_again(start):
+    worker = start(fail="crash")
+    with pytest.raises(EngineDead, match=r"its actor .* while it started; log .*about to crash, as told"):
+        assert worker.capabilities
+    assert worker.counters.restarts == 0
+
+
+def test_a_start_that_takes_too_long_is_ended(start):
+    worker = start(timeouts={"start_s": 0.3})
+    with pytest.raises(EngineDead, match=r"did not start within 0\.3 s"):
+        assert worker.capabilities
+
+
+def test_close_from_another_thread_ends_a_stream_at_once(start):
+    worker = start(step_s=0.05, endless=["g/0", "g/1"])
+    failures = []
+
+    def sample():
+        try:
+            list(worker.generate(requests(4)))
+        except EngineDead as error:
+            failures.append((error, time.monotonic()))
+
+    thread = threading.Thread(target=sample)
+    assert worker.capabilities
+    thread.start()
+    time.sleep(0.5)
+    began = time.monotonic()
+    worker.close()
+    thread.join(10)
+    assert failures
+    assert "closed" in str(failures[0][0])
+    assert failures[0][1] - began < 2.0
+    assert time.monotonic() - began < 5.0
+
+
+def test_close_while_it_starts_is_prompt(start):
+    worker = start()
+    began = time.monotonic()
+    worker.close()
+    assert time.monotonic() - began < 5.0
+    with pytest.raises(EngineDead, match="closed"):
+        worker.submit(requests(1)[0])
+
+
+def test_what_the_engine_started_ends_with_it_however_stubborn(start):
+    worker = start(children=["plain", "stubborn"], timeouts={"close_s": 1.0})
+    assert worker.capabilities
+    children = worker.info()["children"]
+    assert all(alive(child) for child in children)
+    kill(worker)
+    assert wait_for(lambda: not any(alive(child) for child in children), 10)
+
+
+def test_named_memory_of_what_was_killed_is_removed(start):
+    worker = start(children=["mapped"])
+    assert worker.capabilities
+    (child,) = worker.info()["children"]
+    segment = Path(f"/dev/shm/psm_swift{child}")
+    assert segment.exists()
+    kill(worker)
+    assert wait_for(lambda: not segment.exists(), 10)
+
+
+def test_five_engines_leave_no_descriptor_no_segment_and_no_process(tmp_path):
+    def once(number):
+        worker = scripted_engine_in_actor(tmp_path, name=f"engine {number}")
+        if number % 5 == 0:
+            worker.load_weights(CountingSource({"a": torch.ones(3, 5)}), 1)
+            kill(worker)
+            assert len(list(worker.generate(requests(2)))) == 2
+        worker.close()
+
+    once(0)  # what is opened once and stays: libraries, caches
+    threads, before, segments = threading.active_count(), open_descriptors(), set(Path("/dev/shm").iterdir())
+    for number in range(1, 6):
+        once(number)
+    after = open_descriptors()
+    assert len(after) <= len(before), set(after) - set(before)
+    assert not [path for path in set(Path("/dev/shm").iterdir()) - segments if "swift" in path.name]
+    assert wait_for(lambda: threading.active_count() <= threads)
+    assert wait_for(lambda: not family())
+
+
+def cluster_of(process):
+    """The folder of the Ray cluster that a process belongs to."""
+    try:
+        return process.environ().get(cluster.MARKER)
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return None
+
+
+def mine(pid):
+    """The folder of the cluster that a process started."""
+    return next(found for child in psutil.Process(pid).children() if (found := cluster_of(child)))
+
+
+PARENT = """
+import sys, time
+from actor_parts import scripted_engine_in_actor, requests
+from pathlib import Path
+from swift.rollout.engines import cluster
+if __name__ == "__main__":
+    cluster.use()
+    worker = scripted_engine_in_actor(Path(sys.argv[1]), step_s=0.05, endless=["g/0"], children=["plain", "stubborn"],
+                             timeouts={"close_s": 1.0})
+    worker.capabilities
+    print("up", flush=True)
+    list(worker.generate(requests(3)))
+"""
+
+
+def test_when_the_trainer_is_killed_no_process_is_left(tmp_path):
+    paths = os.pathsep.join([*sys.path, str(FAKES), str(Path(__file__).parent)])
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path)], env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE
+    )
+    try:
+        assert parent.stdout.readline().strip() == b"up"
+        started = [one for one in psutil.process_iter() if cluster_of(one) == mine(parent.pid)]
+        assert {"gcs_server", "raylet"} <= {one.name() for one in started}
+        assert len([one for one in started if one in family()]) == 3  # the engine and its two children
+    finally:
+        parent.kill()
+        parent.wait(10)
+        parent.stdout.close()
+    assert wait_for(lambda: not any(alive(one.pid) for one in started), 10), [
+        one for one in started if one.is_running()
+    ]

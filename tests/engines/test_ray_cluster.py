@@ -1,0 +1,107 @@
+"""A Ray cluster that exists already: engines join it with its token, and leave it running."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from scripted_engine import ScriptedEngine
+
+from swift.errors import ConfigError
+from swift.rollout.placement import check_transport
+from swift.trainers.engines import check_in_flight
+
+pytestmark = pytest.mark.slow
+
+JOIN = """
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from swift.rollout.engines import cluster
+if __name__ == "__main__":
+    shared = cluster.use(sys.argv[1], Path(sys.argv[2]))
+    from actor_parts import QUICK, expected_tokens, requests, scripted_spec, tokens
+    from scripted_engine import CountingSource, two_layers
+    from swift.rollout.engines.actor_transport import actor_engine
+    from swift.rollout.engines.pool import EnginePool
+    places = cluster.places(shared, [1, 1], [("cpu:0",), ("cpu:1",)])
+    engines = [
+        actor_engine(scripted_spec(), name=f"engine {n}", log_file=Path(sys.argv[3]) / f"{n}.log", uses=shared,
+                     timeouts=QUICK, options=place)
+        for n, place in enumerate(places)
+    ]
+    shared.users += 1
+    pool = EnginePool(engines)
+    wanted = requests(12)
+    assert tokens(pool.generate(wanted)) == expected_tokens(wanted)
+    assert pool.load_weights(CountingSource(two_layers(2)), 1).version == 1
+    pool.close()
+    print("done", flush=True)
+"""
+
+
+def test_engines_join_a_cluster_with_its_token_and_leave_it_running():
+    tmp_path = Path(tempfile.mkdtemp(prefix="ray-"))  # short: Ray puts sockets there
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef0123456789abcdef")
+    here = Path(__file__).parent
+    environment = {
+        **os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "PYTHONPATH": os.pathsep.join([*sys.path, str(here), str(here.parent / "fakes")]),
+    }  # fmt: skip
+    head = [
+        Path(sys.executable).with_name("ray"), "start", "--head", "--block", "--num-cpus=2",
+        "--include-dashboard=false", "--node-ip-address=127.0.0.1", "--port=26379", f"--temp-dir={tmp_path}",
+    ]  # fmt: skip
+    started = subprocess.Popen(head, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert any("Ray runtime started" in line for line in started.stdout)
+        plain = {name: value for name, value in environment.items() if not name.startswith("RAY_AUTH")}
+        command = [sys.executable, "-c", JOIN, "127.0.0.1:26379", str(token), str(tmp_path)]
+        joined = subprocess.run(command, capture_output=True, text=True, timeout=150, env=plain, check=False)
+        assert joined.stdout.endswith("done\n"), joined.stderr[-3000:]
+        assert started.poll() is None
+    finally:
+        started.terminate()
+        started.wait(30)
+        started.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "settings", "flag"),
+    [
+        ("dedicated", {"weight_transport": "http"}, "--weight_transport: http"),
+        ("server", {"weight_transport": "ipc"}, "--weight_transport: ipc"),
+        ("colocate", {"weight_transport": "broadcast"}, "--weight_transport: broadcast"),
+        ("server", {"ray_address": "auto"}, "--ray_address: auto"),
+        ("dedicated", {"ray_address": "10.0.0.1:6379"}, "--ray_token_file"),
+    ],
+)
+def test_what_does_not_fit_the_placement_is_refused(mode, settings, flag):
+    with pytest.raises(ConfigError, match=flag):
+        check_transport(mode, **{"weight_transport": "auto", "ray_address": None, "ray_token_file": None, **settings})
+
+
+@pytest.mark.parametrize(
+    ("mode", "way"),
+    [
+        ("dedicated", "object_store"), ("dedicated", "broadcast"), ("dedicated", "ipc"), ("server", "disk"),
+        ("server", "http"), ("server", "broadcast"), ("colocate", "auto"),
+    ],
+)  # fmt: skip
+def test_what_fits_is_accepted(mode, way):
+    check_transport(mode, weight_transport=way, ray_address=None, ray_token_file=None)
+
+
+def test_in_flight_updates_need_an_engine_that_can_be_paused():
+    engine = ScriptedEngine()
+    check_in_flight(engine, wanted=True)
+    engine.capabilities = replace(engine.capabilities, in_flight_updates=False)
+    check_in_flight(engine, wanted=False)
+    with pytest.raises(ConfigError, match="--in_flight_updates: true: the engine scripted"):
+        check_in_flight(engine, wanted=True)

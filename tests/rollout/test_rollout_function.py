@@ -1,0 +1,347 @@
+"""`--rollout_func`: what a function gets, what it may return, and what happens when it hangs or fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from scripted_engine import VOCABULARY, ScriptedEngine
+from small_runs import OneRank, SlowScorer
+
+from swift.errors import ConfigError, EngineDead, EngineError, Unsupported
+from swift.plugin import rollout_funcs
+from swift.rollout.collector import RolloutCollector
+from swift.rollout.rollout_function import RolloutFunctionEngine, load_rollout_func
+from swift.rollout.scheduler import Launch, LaunchLog
+from swift.types import Prompt, Request, SamplingParams, TrainerProgress
+
+SAMPLING = SamplingParams(max_new_tokens=8)
+PROMPTS = [
+    Prompt("p", [{"role": "user", "content": "one"}], [3, 4, 5], {"solution": "1"}),
+    Prompt("q", [{"role": "user", "content": "two"}], [6, 7], {"solution": "2"}),
+]
+TOKENIZER = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
+
+
+def requests(count=2, prompts=PROMPTS):
+    return [
+        Request(f"{prompt.prompt_id}-0/{s}", prompt.token_ids, replace(SAMPLING, seed=10 * p + s), prompt)
+        for p, prompt in enumerate(prompts)
+        for s in range(count)
+    ]
+
+
+def wrap(function, *, engine=None, limit_s=30.0, end_token_ids=(1,)):
+    return RolloutFunctionEngine(
+        engine or ScriptedEngine(), function, name="mine", args=SimpleNamespace(temperature=1.0), tokenizer=TOKENIZER,
+        end_token_ids=end_token_ids, vocab_size=VOCABULARY, limit_s=limit_s,
+    )  # fmt: skip
+
+
+def passing(prompts, rollout):
+    done = rollout.generate(rollout.repeated_prompt_ids)
+    return {"completion_ids": [one.token_ids for one in done], "logprobs": [one.logprobs for one in done]}
+
+
+def fixed(**entries):
+    """A function that returns two tokens for each of the completions, with further entries."""
+
+    def function(prompts, rollout):
+        count = len(prompts) * rollout.num_generations
+        return {"completion_ids": [[5, 6]] * count, "logprobs": [[-0.5, -0.25]] * count, **entries}
+
+    return function
+
+
+def run(engine, wanted=None):
+    wanted = wanted or requests()
+    done = {one.request_id: one for one in engine.generate(wanted)}
+    return [done[request.request_id] for request in wanted]
+
+
+# --- what it gets -------------------------------------------------------------------------------------------
+
+
+def test_a_function_that_passes_everything_on_samples_what_the_engine_would():
+    plain, passed = run(ScriptedEngine()), run(wrap(passing))
+    assert [(one.request_id, one.token_ids, one.logprobs) for one in passed] == [
+        (one.request_id, one.token_ids, one.logprobs) for one in plain
+    ]
+
+
+def test_it_gets_the_rows_of_the_round_and_the_settings():
+    seen = []
+
+    def look(prompts, rollout):
+        seen.append((prompts, rollout))
+        return fixed()(prompts, rollout)
+
+    run(wrap(look), requests(3))
+    ((prompts, rollout),) = seen
+    assert prompts == [prompt.messages for prompt in PROMPTS]
+    assert (rollout.prompt_ids, rollout.num_generations) == ([[3, 4, 5], [6, 7]], 3)
+    assert rollout.columns == [{"solution": "1"}, {"solution": "2"}]
+    assert rollout.sampling.max_new_tokens == 8
+    assert rollout.processing_class is rollout.tokenizer is TOKENIZER
+    assert (rollout.args.temperature, rollout.end_token_ids, rollout.version) == (1.0, (1,), 0)
+    prompts[0][0]["content"] = "changed"
+    assert PROMPTS[0].messages[0]["content"] == "one"
+
+
+def test_groups_of_different_sizes_come_in_calls_of_their_own():
+    """A rank may be asked for a part of a group only."""
+    sizes = []
+
+    def count(prompts, rollout):
+        sizes.append((len(prompts), rollout.num_generations))
+        return fixed()(prompts, rollout)
+
+    done = run(wrap(count), [*requests(3, PROMPTS[:1]), *requests(1, PROMPTS[1:])])
+    assert sizes == [(1, 3), (1, 1)]
+    assert len(done) == 4
+
+
+def test_every_turn_has_seeds_of_its_own_that_a_second_run_repeats():
+    def turns(prompts, rollout):
+        first = rollout.generate(rollout.repeated_prompt_ids)
+        more = [[*ids, *one.token_ids] for ids, one in zip(rollout.repeated_prompt_ids, first, strict=True)]
+        second = rollout.generate(more, replace(rollout.sampling, max_new_tokens=3))
+        return {
+            "completion_ids": [(a.token_ids + b.token_ids)[:8] for a, b in zip(first, second, strict=True)],
+            "logprobs": [(a.logprobs + b.logprobs)[:8] for a, b in zip(first, second, strict=True)],
+        }
+
+    assert [one.token_ids for one in run(wrap(turns))] == [one.token_ids for one in run(wrap(turns))]
+    seeds = []
+    engine = ScriptedEngine()
+    submit = engine.submit
+    engine.submit = lambda request: (seeds.append(request.sampling.seed), submit(request))
+    run(wrap(turns, engine=engine))
+    assert len(set(seeds)) == len(seeds) == 8
+
+
+# --- what it returns ----------------------------------------------------------------------------------------
+
+
+def test_a_completion_has_its_version_reason_and_columns():
+    (one, *_) = run(wrap(fixed(tries=[1, 2, 3, 4], task="sum")))
+    assert (one.token_ids, one.logprobs, one.finish_reason) == ([5, 6], [-0.5, -0.25], "stop")
+    assert one.versions == [(0, 0, 2)]
+    assert one.columns == {"tries": 1, "task": "sum"}
+
+
+def test_what_fills_its_room_without_an_end_token_was_cut():
+    full = {"completion_ids": [[5] * 8, [5] * 7 + [1], [5], [5] * 8], "logprobs": [[-1.0] * n for n in (8, 8, 1, 8)]}
+    assert [one.finish_reason for one in run(wrap(lambda p, r: full))] == ["length", "stop", "stop", "length"]
+    told = {**full, "finish_reasons": ["stop", "length", "length", "stop"]}
+    assert [one.finish_reason for one in run(wrap(lambda p, r: told))] == told["finish_reasons"]
+
+
+def test_log_probs_of_several_candidates_are_read_as_trl_returns_them():
+    found = run(wrap(fixed(logprobs=[[[-0.5], [-0.25]]] * 4)))
+    assert found[0].logprobs == [-0.5, -0.25]
+    two = {"logprobs": [[[-3.0, -0.5], [-0.25, -4.0]]] * 4, "logprob_token_ids": [[[9, 5], [6, 2]]] * 4}
+    assert run(wrap(fixed(**two)))[0].logprobs == [-0.5, -0.25]
+
+
+def test_trls_prompt_ids_are_accepted_where_they_are_those_of_the_prompt():
+    same = [prompt.token_ids for prompt in PROMPTS for _ in range(2)]
+    assert len(run(wrap(fixed(prompt_ids=same, env_mask=[[1, 1]] * 4)))) == 4
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ({"completion_ids": None}, "returned no completion_ids; return a dict with both"),
+        ({"logprobs": None}, "returned no logprobs (the log-prob of each token under the sampler"),
+        ({"completion_ids": [[5]]}, "completion_ids has 1 entries where 4 are wanted (2 prompts x 2 completions"),
+        ({"completion_ids": [[5, VOCABULARY]] * 4}, f"completion_ids[0] has {VOCABULARY}, no token of the model"),
+        ({"completion_ids": [[5, -1]] * 4}, "completion_ids[0] has -1, no token of the model"),
+        ({"completion_ids": [["5", 6]] * 4}, "completion_ids[0] is no list of token ids ('5')"),
+        ({"completion_ids": [[5] * 9] * 4}, "completion_ids[0] has 9 tokens; valid: 1 to 8"),
+        ({"completion_ids": [[]] * 4}, "completion_ids[0] has 0 tokens; valid: 1 to 8"),
+        ({"logprobs": [[-1.0]] * 4}, "logprobs[0] has 1 for 2 tokens; return one per token"),
+        ({"logprobs": [[-1.0, float("nan")]] * 4}, "logprobs[0][1] is nan; a log-prob is a finite number, at most 0"),
+        ({"logprobs": [[-1.0, 0.5]] * 4}, "logprobs[0][1] is 0.5; a log-prob is a finite number, at most 0"),
+        ({"logprobs": [[-1.0, None]] * 4}, "logprobs[0][1] is None"),
+        ({"logprobs": [[[-1.0, -2.0], [-1.0]]] * 4}, "logprobs[0][0] has no entry for the sampled token"),
+        ({"prompt_ids": [[3, 4]] * 4}, "prompt_ids[0] are not the ids of its prompt"),
+        ({"env_mask": [[1, 0]] * 4}, "env_mask[0] masks tokens that the policy did not sample"),
+        ({"finish_reasons": ["eos"] * 4}, "finish_reasons[0] is 'eos'; valid: stop, length"),
+        ({"score": [1, 2]}, "the column 'score' has 2 entries where 4 are wanted"),
+        ({"request_id": [1] * 4}, "the column 'request_id' has a name that swift gives to reward functions"),
+        ({"score": [object()] * 4}, "the column 'score' holds what JSON cannot carry"),
+    ],
+)
+def test_a_wrong_result_is_an_error_that_names_the_place(entries, said):
+    with pytest.raises(EngineError) as raised:
+        run(wrap(fixed(**entries)))
+    assert str(raised.value).startswith("--rollout_func: mine: ")
+    assert said in str(raised.value)
+
+
+def test_something_else_than_a_dict_is_an_error():
+    with pytest.raises(EngineError, match="mine: returned list; return a dict"):
+        run(wrap(lambda prompts, rollout: []))
+
+
+# --- failures and time --------------------------------------------------------------------------------------
+
+
+def test_an_exception_carries_its_place_in_the_function():
+    def broken(prompts, rollout):
+        return prompts[99]
+
+    with pytest.raises(EngineError, match=r"mine: test_rollout_function\.py:\d+: raised IndexError: list index"):
+        run(wrap(broken))
+
+
+def test_an_error_of_the_engine_stays_what_it_is():
+    engine = ScriptedEngine(fail_after=1)
+    with pytest.raises(EngineDead, match="scripted: it died"):
+        run(wrap(passing, engine=engine))
+
+
+def test_a_call_over_its_time_ends_its_completions_with_error_and_the_next_one_goes_on():
+    release, calls = threading.Event(), []
+
+    def hangs_once(prompts, rollout):
+        calls.append(rollout)
+        if len(calls) == 1:
+            release.wait(30)
+        return fixed()(prompts, rollout)
+
+    engine = wrap(hangs_once, limit_s=0.2)
+    assert {one.finish_reason for one in run(engine)} == {"error"}
+    assert engine.late == 4
+    assert {one.finish_reason for one in run(engine)} == {"stop"}
+    release.set()
+    with pytest.raises(EngineError, match="this call was given up"):
+        calls[0].generate([[3]])
+
+
+def test_a_call_that_is_given_up_leaves_the_engine_before_the_next_one():
+    """It waits inside of the engine, which `abort` ends."""
+    inner = ScriptedEngine(step_s=0.02)
+    engine = wrap(passing, engine=inner, limit_s=0.05)
+    assert {one.finish_reason for one in run(engine)} == {"error"}
+    engine.limit_s = 30
+    assert len(run(engine)) == 4
+    assert not inner.overlaps
+
+
+def test_a_function_that_always_hangs_ends_the_run():
+    release = threading.Event()
+    engine = wrap(lambda prompts, rollout: release.wait(30), limit_s=0.05)
+    run(engine)
+    run(engine)
+    with pytest.raises(EngineError, match=r"3 calls in a row took longer than --rollout_timeout 0\.05 s"):
+        run(engine)
+    release.set()
+
+
+def test_an_abort_of_all_ends_the_stream_though_the_function_hangs():
+    release = threading.Event()
+    engine = wrap(lambda prompts, rollout: release.wait(30))
+    for request in requests():
+        engine.submit(request)
+    threading.Timer(0.1, engine.abort).start()
+    began = time.monotonic()
+    assert [one.finish_reason for one in engine.stream()] == ["abort"] * 4
+    assert time.monotonic() - began < 10
+    release.set()
+
+
+def test_a_caller_that_leaves_early_leaves_nothing_behind():
+    engine = wrap(passing)
+    stream = engine.generate(requests())
+    next(stream)
+    stream.close()
+    assert len(run(engine)) == 4
+
+
+def test_what_is_submitted_between_the_calls_joins_in():
+    engine = wrap(passing)
+    late = requests(2, [Prompt("late", [], [9, 9], {})])
+
+    def more():
+        while late:
+            engine.submit(late.pop())
+
+    engine.between_steps = more
+    assert len({one.request_id for one in engine.generate(requests())}) == 6
+
+
+def test_a_call_cannot_be_kept_over_a_change_of_weights():
+    release = threading.Event()
+    engine = wrap(lambda prompts, rollout: release.wait(30) and fixed()(prompts, rollout))
+    for request in requests():
+        engine.submit(request)
+    thread = threading.Thread(target=lambda: list(engine.stream()))
+    thread.start()
+    while engine._call is None:
+        time.sleep(0.01)
+    with pytest.raises(Unsupported, match="--in_flight_updates false"):
+        engine.pause("keep")
+    with pytest.raises(EngineError, match="a call is under way"):
+        engine.begin_update([], 1)
+    release.set()
+    thread.join()
+    assert not engine.capabilities.in_flight_updates
+
+
+def test_through_the_collector_a_round_is_scored_with_its_columns():
+    scorer = SlowScorer()
+    engine = wrap(fixed(tries=[1, 2, 3, 4]))
+    collector = RolloutCollector(engine, SAMPLING, 7, str, scorer, OneRank())
+    launches = [Launch(i, 0, prompt, 0) for i, prompt in enumerate(PROMPTS)]
+    current = collector.prepare(LaunchLog(launches=launches), num_generations=2, progress=TrainerProgress(0, 1, 0.0))
+    collector.sample(current)
+    groups = collector.finish(current, timer=lambda name: threading.Lock()).groups
+    assert [[one.columns["tries"] for one in group.completions] for group in groups] == [[1, 2], [3, 4]]
+    assert len(scorer.submitted) == 2
+
+
+def test_reward_functions_get_the_columns_of_a_completion_beside_those_of_its_row():
+    from swift.rewards.contract import group_keywords
+    from swift.types import Completion, RolloutGroup
+
+    made = [Completion(f"p-0/{n}", [5], [-1.0], "stop", columns={"tries": n, "solution": "own"}) for n in range(2)]
+    keywords = group_keywords([RolloutGroup("p-0", 0, 0, PROMPTS[0], made)], [False])
+    assert (keywords["tries"], keywords["solution"]) == ([0, 1], ["own", "own"])
+
+
+# --- how it is found ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "rounds.py"
+    path.write_text("def my_rollout(prompts, rollout):\n    return {}\n\n\nnumber = 3\n")
+    return path
+
+
+def test_a_function_is_found_by_file_or_by_name(file, monkeypatch):
+    assert load_rollout_func(f"{file}:my_rollout")([], None) == {}
+    monkeypatch.setitem(rollout_funcs, "registered", passing)
+    assert load_rollout_func("registered") is passing
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{file}:my_rolout", "has no function 'my_rolout'; nearest: my_rollout"),
+        ("{file}:number", "is int, not a function"),
+        ("{file}x.py:my_rollout", "no such file; nearest"),
+        ("passnig", "no such rollout function; nearest: passing, or write path.py:function"),
+    ],
+)
+def test_a_function_that_cannot_be_found_is_an_error(file, monkeypatch, text, said):
+    monkeypatch.setitem(rollout_funcs, "passing", passing)
+    with pytest.raises(ConfigError) as raised:
+        load_rollout_func(text.replace("{file}", str(file)[:-3] if "x.py" in text else str(file)))
+    assert raised.value.problems[0].startswith("--rollout_func: ")
+    assert said in raised.value.problems[0]

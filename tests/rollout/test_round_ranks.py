@@ -1,0 +1,129 @@
+"""Ranks that share a round of dynamic sampling: failures in lockstep, and who notices an engine that stands still."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from scripted_engine import ScriptedEngine
+from small_runs import SlowScorer, SmallRun
+from threaded_ranks import ThreadedMailbox, on_ranks
+
+from swift.errors import EngineError
+from swift.rollout.round import EngineShare
+from swift.trainers.stall import StallWatch
+
+LIMIT_S = 1.0
+
+
+class PartOfAnEngine(ScriptedEngine):
+    """One of the ranks of an engine: a step needs all of them, with the same requests, as its collectives would."""
+
+    def __init__(self, meeting, held, rank):
+        super().__init__(tensor_parallel_size=2)
+        self.meeting, self.held, self.rank = meeting, held, rank
+
+    def _step(self):
+        self.held[self.rank] = sorted(self._outstanding)
+        self.meeting.wait()
+        assert self.held[0] == self.held[1], "the ranks of one engine were asked for different things"
+        self.meeting.wait()
+        return super()._step()
+
+
+def equal(group):
+    return group.launch_index % 2 == 0
+
+
+class RefusingScorer(SlowScorer):
+    """Cannot even take the group `fail_at`."""
+
+    def submit(self, group, progress):
+        if group.group_id == self.fail_at:
+            raise self.failure
+        return super().submit(group, progress)
+
+
+def settings(ranks, channels, **more):
+    return {
+        "ranks": ranks, "dynamic": 3, "groups": 4, "prompts": 50, "mailbox": ThreadedMailbox(channels), **more,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("scorer", [SlowScorer, RefusingScorer])
+@pytest.mark.parametrize("fail_at", ["p0-0", "p5-0"])
+def test_a_scorer_that_fails_ends_all_ranks_of_a_shared_engine_alike(scorer, fail_at, depth):
+    channels, held, meeting = {}, {}, threading.Barrier(2, timeout=10)
+
+    def rank(ranks):
+        engine = PartOfAnEngine(meeting, held, ranks.rank)
+        failing = scorer(equal=equal, fail_at=fail_at, failure=EngineError("reward: broken"))
+        share = EngineShare(0, 1, reports=ranks.rank == 0, lockstep=True)
+        small = SmallRun(engine, scorer=failing, share=share, depth=depth, **settings(ranks, channels))
+        try:
+            small.train(9)
+        finally:
+            small.close()
+
+    ends = on_ranks(2, rank)
+    assert [str(end) for end in ends] == ["reward: broken"] * 2
+    assert not meeting.broken, "a rank left the engine in the middle of a step"
+
+
+# --- waiting for an engine ------------------------------------------------------------------------------------------
+
+
+def watched_run(folder, engines):
+    """Two ranks with an engine each; rank 0 has a stall watch, rank 1 none that could see anything.
+
+    So it is on a rank whose main thread waits in a collective while another one samples.
+
+    Returns:
+        what the watch said, and how the ranks ended.
+    """
+    channels, said = {}, []
+
+    def ended(error):
+        said.append(str(error))
+        engines[1].abort()
+
+    def rank(ranks):
+        engine = engines[ranks.rank]
+        small = SmallRun(
+            engine,
+            scorer=SlowScorer(equal=equal),
+            share=EngineShare(ranks.rank, 2),
+            **settings(ranks, channels),
+        )
+        collector = small.pipeline.collector
+        if ranks.rank == 1:
+            collector.pulse = lambda: (engine.delivered, [len(row.tokens) for row in engine._outstanding.values()])
+        else:
+            watch = StallWatch(LIMIT_S, log_file=folder / "log", tick_s=0.05, end=ended, awaits=collector.awaited)
+            collector.pulse, collector.heard, collector.progress = watch.pulse, watch.heard, watch.touch
+            watch.start()
+        try:
+            small.train(1, max_steps=1)
+        finally:
+            small.close()
+            if ranks.rank == 0:
+                watch.stop()
+
+    return said, on_ranks(2, rank)
+
+
+def test_an_engine_that_stands_still_is_noticed_and_named_by_those_who_wait_for_it(tmp_path):
+    said, _ = watched_run(tmp_path, [ScriptedEngine(), ScriptedEngine(stuck="abort")])
+    assert said, "nobody noticed"
+    assert "rank 0 made no progress" in said[0]
+    assert "the round of dynamic sampling waits for groups: 2 of engine 1" in said[0]
+
+
+def test_a_slow_engine_is_waited_for_as_long_as_it_gets_on(tmp_path):
+    slow = ScriptedEngine(step_s=0.45 * LIMIT_S)
+    began = time.monotonic()
+    said, ends = watched_run(tmp_path, [ScriptedEngine(), slow])
+    assert not said and ends == [None, None]
+    assert time.monotonic() - began > 1.5 * LIMIT_S, "the slow engine was not waited for, so nothing is shown"

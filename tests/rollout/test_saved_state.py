@@ -1,0 +1,187 @@
+"""What checkpoints hold of prompts, groups and rounds: exact, plain data only, and no code."""
+
+import base64
+import datetime
+import decimal
+import json
+import math
+import pickle
+
+import msgspec
+import numpy as np
+import pytest
+
+from swift.errors import ConfigError
+from swift.observability.completions_log import completion_rows
+from swift.rollout.mailbox import Sampled, decode, encode
+from swift.rollout.round_result import RoundResult, SavedRound, restored_round, saved_round
+from swift.rollout.samples import TrainSample
+from swift.rollout.saved_state import (
+    SavedGroup,
+    SavedPrompt,
+    pack,
+    require_plain,
+    restored_completion,
+    restored_group,
+    restored_prompt,
+    saved_completion,
+    saved_group,
+    saved_prompt,
+    unpack,
+)
+from swift.trainers.checkpoint import STATE, read_state, write_state
+from swift.types import Completion, GroupScores, Prompt, RolloutGroup
+
+COLUMNS = [
+    {"solution": "1/3", "level": 3, "weight": 0.1, "tags": ["a", None], "deep": {"x": [True]}},
+    {"when": datetime.date(2026, 11, 21), "at": datetime.datetime(2026, 11, 21, 3, 4, 5, 6)},
+    {"zone": datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC), "noon": datetime.time(12)},
+    {"took": datetime.timedelta(3, 4, 5)},
+    {"raw": b"\x00\xff", "price": decimal.Decimal("1.10"), "large": 2**70},
+    {"pair": (1, (2, [3]))},
+    {"by number": {1: "one", (2, 3): "two"}},
+    {"lone surrogate": "\ud800"},
+    {"@": ["tuple", [1]], "also": {"@": ["no tag", 1]}},
+]  # fmt: skip
+
+
+def through(value, kind):
+    """A saved value after its way through the files."""
+    content, tensors = pack(value)
+    return unpack(json.loads(json.dumps(content)), tensors, kind)
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_columns_come_back_as_they_were(columns):
+    prompt = Prompt("id", [{"role": "user", "content": "?"}], [1, 2], columns)
+    require_plain(prompt)
+    again = restored_prompt(through(saved_prompt(prompt), SavedPrompt))
+    assert again == prompt
+    assert [type(value) for value in again.columns.values()] == [type(value) for value in columns.values()]
+
+
+def test_arrays_and_numbers_that_are_no_json_come_back_as_they_were():
+    columns = {
+        "grid": np.arange(6, dtype=np.int16).reshape(2, 3),
+        "one": np.float32(0.1),
+        "nan": math.nan,
+        "inf": math.inf,
+    }
+    again = restored_prompt(through(saved_prompt(Prompt("id", [], [1], columns)), SavedPrompt)).columns
+    assert again["grid"].dtype == np.int16 and np.array_equal(again["grid"], columns["grid"])
+    assert again["one"] == columns["one"] and again["one"].dtype == np.float32
+    assert math.isnan(again["nan"]) and again["inf"] == math.inf
+
+
+class Tool:
+    """What a data set may hold that is no data."""
+
+
+@pytest.mark.parametrize("value", [Tool(), Tool, {1, 2}, [1, {"deep": object()}]])
+def test_a_column_that_is_no_plain_data_is_refused_by_name(value):
+    with pytest.raises(ConfigError, match="column 'tool' of prompt id: a value of type"):
+        require_plain(Prompt("id", [], [1], {"fine": 1, "tool": value}))
+
+
+def test_groups_come_back_with_their_completions_and_scores():
+    completion = Completion("p-0/0", [5], [-0.1234567890123], "stop", "five", [(2, 0, 1)], {"tries": 2})
+    faulty = Completion("p-0/1", [5, 6], [math.nan, -0.5], "error")
+    group = RolloutGroup(
+        "p-0", 7, 0, Prompt("p", [], [1], {}), [completion, faulty], GroupScores([[1.0, None], [0.1, 2.0]], [None, "e"])
+    )
+    again = restored_group(through(saved_group(group), SavedGroup))
+    assert math.isnan(again.completions[1].logprobs.pop(0)) and faulty.logprobs.pop(0)
+    assert again == group
+    sent = decode(encode(Sampled(3, 1, {0: saved_completion(completion)})))
+    assert (sent.index, sent.engine) == (3, 1) and restored_completion(sent.completions[0]) == completion
+
+
+class Arrays(msgspec.Struct):
+    sample: TrainSample
+
+
+def test_samples_come_back_to_the_last_bit():
+    sample = TrainSample(
+        0, np.array([1, 2], dtype=np.int32), np.array([3], dtype=np.int32), np.array([-0.1], dtype=np.float32),
+        np.array([True]), 0.1, [(0, 0, 1)], old_logprobs=np.array([-0.3], dtype=np.float32),
+    )  # fmt: skip
+    again = through(Arrays(sample), Arrays).sample
+    for name in ("prompt_ids", "token_ids", "sampler_logprobs", "trained", "old_logprobs"):
+        ours, theirs = getattr(again, name), getattr(sample, name)
+        assert ours.dtype == theirs.dtype and np.array_equal(ours, theirs), name
+    assert again.ref_logprobs is None and again.versions == [(0, 0, 1)] and again.advantage == 0.1
+
+
+def dropped_group(tokens):
+    long = list(range(tokens))
+    completions = [
+        Completion(f"p-0/{n}", long, [-0.1234567890123] * tokens, "length", f"text {n}", [(2, 0, 3), (3, 3, tokens)])
+        for n in range(2)
+    ]
+    prompt = Prompt("p", [{"role": "user", "content": "?"}], [1, 2, 3], {"pair": (1, 2)})
+    return RolloutGroup("p-0", 7, 0, prompt, completions, GroupScores([[0.0, None], [0.0, 1.5]], [None, "timeout: f"]))
+
+
+def test_dropped_groups_are_logged_after_a_resume_as_before():
+    group = dropped_group(5)
+    result = RoundResult([], {"rewards/f/mean": math.nan}, dropped=[group], launched=1, num_dropped=1)
+    again = restored_round(through(saved_round(result), SavedRound))
+    settings = {
+        "attempt": 1, "step": 3, "split": "train", "weight_version": 9, "reward_names": ["f", "g"],
+        "rewards": [0.0, None], "advantages": [0.0, None], "used": [False, False],
+    }  # fmt: skip
+    assert completion_rows(again.dropped, **settings) == completion_rows([group], **settings)
+    assert (again.launched, again.num_dropped) == (1, 1)
+    assert math.isnan(again.metrics["rewards/f/mean"])
+    assert restored_round(through(saved_round(again), SavedRound)).dropped == again.dropped
+
+
+def test_the_tokens_of_dropped_groups_are_not_saved_and_cannot_be_taken_for_tokens():
+    saved = saved_round(RoundResult([], {}, dropped=[dropped_group(5000)]))
+    content, tensors = pack(saved)
+    assert len(json.dumps(content)) < 1500 and sum(one.nbytes for one in tensors.values()) == 0
+    for completion in restored_round(through(saved, SavedRound)).dropped[0].completions:
+        assert set(completion.token_ids) == {-1} and completion.logprobs == []
+
+
+# --- what others wrote ----------------------------------------------------------------------------------------------
+
+
+class Trap:
+    """Pickled, it writes a file when it is read."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_a_pickle_in_a_checkpoint_is_not_executed(tmp_path):
+    trap = base64.b64encode(pickle.dumps(Trap(tmp_path / "owned"))).decode()
+    prompt = saved_prompt(Prompt("p", [], [1], {"solution": "1"}))
+    prompt.columns = json.dumps({"solution": {"pickled": trap}})
+    write_state(tmp_path, prompt)
+    assert restored_prompt(read_state(tmp_path, SavedPrompt)).columns == {"solution": {"pickled": trap}}
+    prompt.columns = json.dumps({"solution": {"@": ["pickle", trap]}})
+    with pytest.raises(KeyError):
+        restored_prompt(prompt)
+    assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"pipeline": {"scheduler": {}, "unit": null, "ahead": []}, "metrics": {}}',
+        '{"format": 3, "state": {}}',
+        '{"format": 2, "state": {"prompt_id": 3}}',
+        '{"format": 2, "state": {"prompt_id": "p", "messages": "[]", "token_ids": ["int64", 0, 1], "columns": "{}"}}',
+        "[]",
+        "not json",
+    ],
+)
+def test_the_state_of_another_version_is_refused_in_one_line(tmp_path, content):
+    (tmp_path / STATE).write_text(content)
+    with pytest.raises(ConfigError, match=r"--resume_from_checkpoint: .*written by another version of swift") as caught:
+        read_state(tmp_path, SavedPrompt)
+    assert len(caught.value.problems) == 1

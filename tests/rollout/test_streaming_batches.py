@@ -1,0 +1,139 @@
+"""Training on groups while others are sampled: what arrives, in which order, and what it leaves behind."""
+
+import random
+
+import pytest
+from scripted_engine import ScriptedEngine
+from small_runs import SlowScorer, SmallRun
+from threaded_ranks import ThreadedMailbox, on_ranks
+
+from swift.errors import EngineDead, EngineError
+from swift.rollout.replay import ReplayBuffer
+from swift.rollout.round import EngineShare
+
+
+@pytest.fixture
+def run():
+    made = []
+
+    def make(engine=None, *, equal=lambda group: group.launch_index % 5 == 1, delay=lambda: 0.0, **settings):
+        scorer = settings.pop("scorer", None) or SlowScorer(delay=delay, equal=equal)
+        settings = {"streaming": 1, "groups": 6, "prompts": 50, **settings}
+        made.append(SmallRun(engine or ScriptedEngine(), scorer=scorer, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def groups_of(step):
+    """The completions of each group of a step, in any order."""
+    return sorted(tuple(map(tuple, step.tokens[i : i + 2])) for i in range(0, len(step.tokens), 2))
+
+
+def data(small):
+    return [(step.tokens, step.versions) for step in small.steps]
+
+
+@pytest.mark.parametrize("dynamic", [None, 3])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_the_same_groups_are_trained_on_as_in_whole_rounds(run, depth, dynamic):
+    whole = run(depth=depth, dynamic=dynamic, streaming=0).train(1)
+    parts = run(depth=depth, dynamic=dynamic).train(1)
+    assert groups_of(parts.steps[0]) == groups_of(whole.steps[0])
+    assert parts.scheduler.launched >= parts.scheduler.trained + parts.scheduler.dropped
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_parts_have_the_size_asked_for_and_the_rest_comes_last(run, size):
+    small = run(streaming=size).train(3)
+    for parts in small.parts:
+        assert all(len(part) == 2 * size for part in parts[:-1])
+        assert [number for part in parts for number in part] == [i // 2 for i in range(12)]
+    informative = [sum(g.launch_index % 5 != 1 for g in scored.groups) for scored in small.rounds]
+    assert [len(parts) - 1 for parts in small.parts] == [count // size for count in informative]
+
+
+@pytest.mark.parametrize("settings", [{}, {"depth": 1}, {"dynamic": 3}, {"dynamic": 3, "depth": 1, "streaming": 2}])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_delays_change_neither_the_parts_nor_the_data(run, settings, seed):
+    quiet = run(**settings).train(5)
+    chance = random.Random(seed)
+    engine = ScriptedEngine(step_s=lambda: chance.random() / 500, order=lambda e: chance.sample(e, len(e)))
+    noisy = run(engine, delay=lambda: chance.random() / 100, **settings)
+    noisy.train(5, pause=lambda: chance.random() / 200)
+    assert data(noisy) == data(quiet) and noisy.parts == quiet.parts
+
+
+def test_training_begins_before_sampling_has_ended(run):
+    engine = ScriptedEngine(step_s=0.01)
+    small = run(engine)
+    delivered = []
+    unit = next(small.pipeline.steps(small_progress))
+    for _ in unit.arriving:
+        delivered.append(engine.delivered)
+    assert delivered[0] < 12 and delivered[-1] == 12
+
+
+def small_progress():
+    from swift.types import TrainerProgress
+
+    return TrainerProgress(0, 10, 0.0)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("dynamic", [None, 3])
+def test_a_resumed_run_trains_on_the_same_parts(run, depth, dynamic):
+    whole = run(depth=depth, dynamic=dynamic).train(6, max_steps=6)
+    first = run(depth=depth, dynamic=dynamic).train(3, max_steps=6)
+    second = run(depth=depth, dynamic=dynamic).load(first.save()).train(6, max_steps=6)
+    assert data(first) + data(second) == data(whole)
+    assert first.parts + second.parts == whole.parts
+
+
+def test_replayed_groups_come_with_the_last_part(run):
+    small = run(replay=ReplayBuffer(8, max_age=9, seed=1)).train(3)
+    assert small.rounds[1].metrics["replay/groups"] == 2.0
+    used = [group for group in groups_of(small.steps[1]) if group in groups_of(small.steps[0])]
+    assert len(used) == 2
+
+
+def test_an_engine_that_dies_ends_the_step_and_nothing_of_it_is_saved(run):
+    small = run(ScriptedEngine(fail_after=17))
+    with pytest.raises(EngineDead):
+        small.train(9)
+    state = small.save()
+    assert state["pipeline"].batch is None and len(small.steps) == 1
+    again = run().load(state).train(3)
+    whole = run().train(3)
+    assert data(small) + data(again) == data(whole)
+
+
+def test_scores_that_cannot_be_had_end_the_step(run):
+    scorer = SlowScorer(fail_at="p3-0", failure=EngineError("reward: broken"))
+    with pytest.raises(EngineError, match="broken"):
+        run(scorer=scorer).train(2)
+
+
+@pytest.mark.parametrize("dynamic", [None, 3])
+def test_two_ranks_train_on_the_same_parts_as_one(run, dynamic):
+    alone = run(dynamic=dynamic, equal=lambda group: group.launch_index % 5 == 1).train(4)
+    channels = {}
+
+    def rank(ranks):
+        share = EngineShare(0, 1) if ranks.rank == 0 else None
+        small = SmallRun(
+            ScriptedEngine() if share else None, ranks=ranks, share=share, streaming=1, groups=6, prompts=50,
+            scorer=SlowScorer(equal=lambda group: group.launch_index % 5 == 1), dynamic=dynamic,
+            mailbox=ThreadedMailbox(channels),
+        )  # fmt: skip
+        try:
+            small.train(4)
+            return data(small), small.parts
+        finally:
+            small.close()
+
+    for end in on_ranks(2, rank):
+        assert not isinstance(end, Exception), end
+        assert end == (data(alone), alone.parts)
