@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError, Interrupted
+from swift.rl.declared import parameters_of
+from swift.rl.estimators import get_estimator
 from swift.startup import collector_resting, defer
 from swift.trainers.grpo.arguments import loss_settings, trainer_settings, training_arguments, uncorrected_lines
 from swift.types import Prompt
@@ -579,6 +581,7 @@ class _Session:
             num_global_batches=plan.global_batches_per_rollout,
             num_iterations=plan.num_iterations,
             advantage_estimator=args.advantage_estimator,
+            estimator_parameters=parameters_of(get_estimator(args.advantage_estimator), args),
             scale_rewards=args.scale_rewards,
             reward_weights=parts.rewards.weights,
             overlong_filter=args.overlong_filter,

@@ -255,12 +255,12 @@ class GRPOTrainer(SealedTrainer):
         self._prepare_old_logprobs(unit)
         window = unit.global_batch(unit.global_batch_index)
         weights = dict(zip(window, self._weights([unit.samples[i] for i in window]), strict=True))
-        useful = [weights[i] > 0 and self._contributes(unit.samples[i]) for i in window]
+        useful = self._useful(unit, window)
         loss = torch.zeros((), device=self.args.device)
         if not any(useful):  # no gradient at all: the optimizer leaves every weight alone
             report.add("health/steps_without_signal", 1.0, 1.0)
             return loss
-        top, useful = self._look_at_entropy(unit, window, useful)
+        top = self._look_at_entropy(unit, window)
         plan = self.plan(unit.samples, window, useful)
         step = _Step(
             unit,
@@ -365,6 +365,7 @@ class GRPOTrainer(SealedTrainer):
         unit = step.unit
         samples = [unit.samples[i] for i in part or [step.filler]]
         batch = self.collate(samples, [step.weights[i] for i in part] or [0.0])
+        self._check_old_logprobs(unit, part)
         if not part:
             batch.mask_N = torch.zeros_like(batch.mask_N)
         self._ensure_ref_logprobs(batch, keep=bool(part))
@@ -516,20 +517,29 @@ class GRPOTrainer(SealedTrainer):
 
     # --- entropy ------------------------------------------------------------------------------------------------
 
-    def _look_at_entropy(
-        self, unit: RolloutBatch, window: range, useful: list[bool]
-    ) -> tuple[TopEntropy | None, list[bool]]:
-        """The mask of the top entropies, as far as it has to be known before the first pass, and who is passed over.
+    def _useful(self, unit: RolloutBatch, window: range) -> list[bool]:
+        """Which samples of a window are passed over: those that move the gradient, or set the entropy threshold."""
+        trained = [unit.samples[i].num_trained > 0 for i in window]
+        useful = [has and self._contributes(unit.samples[i]) for has, i in zip(trained, window, strict=True)]
+        if any(useful) and self.settings.entropy.selects and self._one_pass(self.plan(unit.samples, window, trained)):
+            return trained
+        return useful
+
+    def _one_pass(self, plan: MicroBatchPlan) -> bool:
+        return self.collectives.world_size == 1 and len(plan.micro_batches[0]) == 1
+
+    def _look_at_entropy(self, unit: RolloutBatch, window: range) -> TopEntropy | None:
+        """The mask of the top entropies, as far as it has to be known before the first pass.
 
         All trained tokens of the window have a say in the threshold, those without advantage too. Where one pass holds
         them all, the mask is made from its own entropies.
         """
         if not self.settings.entropy.selects:
-            return None, useful
+            return None
         trained = [unit.samples[i].num_trained > 0 for i in window]
         plan = self.plan(unit.samples, window, trained)
-        if self.collectives.world_size == 1 and len(plan.micro_batches[0]) == 1:
-            return None, trained
+        if self._one_pass(plan):
+            return None
         model = self._unwrapped()
         model.eval()
         mine: dict[int, np.ndarray] = {}
@@ -541,7 +551,7 @@ class GRPOTrainer(SealedTrainer):
             self.on_progress()
         model.train()
         entropies = {i: values for part in self.collectives.all_gather(mine) for i, values in part.items()}
-        return self._choose(unit, entropies), useful
+        return self._choose(unit, entropies)
 
     def _choose(self, unit: RolloutBatch, entropies: dict[int, np.ndarray]) -> TopEntropy:
         trained = {i: unit.samples[i].trained for i in entropies}
@@ -592,6 +602,21 @@ class GRPOTrainer(SealedTrainer):
         first = 0 if self.settings.keep_dropout else 1
         self._fill_old_logprobs(unit, range(first, unit.num_global_batches))
 
+    def _check_old_logprobs(self, unit: RolloutBatch, part: Sequence[int]) -> None:
+        """Only the first update after a rollout may take the policy itself for the old one.
+
+        Raises:
+            NumericError: a sample of a later update has no old log-probs on this rank, so its ratio would be 1.
+        """
+        if unit.position == 0 and (unit.arriving is not None or not self.settings.keep_dropout):
+            return
+        missing = [i for i in part if unit.samples[i].old_logprobs is None]
+        if missing:
+            raise NumericError(
+                f"old log-probs: rank {self.collectives.rank} has none for {len(missing)} of {len(part)} samples of "
+                f"step {self.state.global_step + 1} (update {unit.position + 1} of their rollout); this is a bug"
+            )
+
     def _fill_old_logprobs(self, unit: RolloutBatch, windows: range) -> None:
         """Log-probs under the weights with which the unit is first consumed, for this rank's samples."""
         model = self._unwrapped()
@@ -599,8 +624,7 @@ class GRPOTrainer(SealedTrainer):
         for number in windows:
             window = unit.global_batch(number)
             # the plan is that of the window's training passes, so that a rank fills what it will need
-            useful = [unit.samples[i].num_trained > 0 and self._contributes(unit.samples[i]) for i in window]
-            plan = self.plan(unit.samples, window, useful)
+            plan = self.plan(unit.samples, window, self._useful(unit, window))
             for batch, part in self._own_batches(unit, plan, lambda i: unit.samples[i].old_logprobs is None):
                 with torch.no_grad():
                     logprobs_N = self._logprobs(model, batch)
