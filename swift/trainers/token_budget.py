@@ -25,9 +25,9 @@ from swift.models.checkpoint_tensors import computing_dtype
 from swift.models.forward import is_packed
 from swift.models.sharded import is_dtensor, is_zero3
 from swift.observability.memory import measure
-from swift.trainers.micro_batches import Limits, MicroBatchPlan, Work, micro_batch_tokens, plan_micro_batches
 from swift.rollout.samples import TrainSample
 from swift.trainers.distributed import Collectives
+from swift.trainers.micro_batches import Limits, MicroBatchPlan, Work, micro_batch_tokens, plan_micro_batches
 
 SHARE_OF_FREE = 0.8
 """Of the free memory that may be counted on; the rest is for fragments and what the estimate leaves out."""

@@ -12,9 +12,9 @@ from swift.rollout.pipeline import PipelineConfig, RolloutPipeline
 from swift.rollout.scheduler import RolloutScheduler
 from swift.rollout.weight_sync.publisher import WeightPublisher
 from swift.trainers.distributed import Collectives
+from swift.trainers.grpo.callbacks import PipelineCallback
 from swift.trainers.grpo.settings import GRPOSettings
 from swift.trainers.grpo.trainer import GRPOTrainer
-from swift.trainers.grpo.callbacks import PipelineCallback
 from swift.types import GroupScores, Prompt, SamplingParams
 
 END = 262  # never sampled by these tests' rewards; completions end at their length

@@ -27,10 +27,10 @@ from grpo_parts import make_trainer
 from swift.models.forward import TokenSequence, enable_packed_attention, pack
 from swift.rl.losses import LossConfig, losses
 from swift.rollout.samples import RolloutBatch, SavedBatch, TrainSample
-from swift.trainers.grpo import micro_batch as microbatch
 from swift.trainers.checkpoint import read_state, write_state
-from swift.trainers.grpo.settings import CorrectionSettings
+from swift.trainers.grpo import micro_batch as microbatch
 from swift.trainers.grpo.entropy import EntropySettings
+from swift.trainers.grpo.settings import CorrectionSettings
 
 GROUPS, GENERATIONS = 6, 4
 SAMPLES = GROUPS * GENERATIONS

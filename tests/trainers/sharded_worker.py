@@ -27,10 +27,10 @@ from swift.models.spread_sampling import sampling_from
 from swift.rl.entropy import AdaptiveEntropy
 from swift.rollout.weight_sync.base import TensorInfo
 from swift.rollout.weight_sync.policy import PolicyWeights, adapter_weights
-from swift.trainers.session import join_processes
-from swift.trainers.parallel.deepspeed import spread_options
 from swift.trainers.grpo.callbacks import EveryFewSteps
 from swift.trainers.grpo.entropy import EntropySettings
+from swift.trainers.parallel.deepspeed import spread_options
+from swift.trainers.session import join_processes
 
 LIMIT_S = 500
 """Ten times what the longest takes on an idle machine; workers that lose each other end by themselves sooner."""

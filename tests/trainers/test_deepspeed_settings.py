@@ -10,7 +10,14 @@ import pytest
 
 from swift.errors import ConfigError, ResourceError
 from swift.trainers.parallel import deepspeed as sharding
-from swift.trainers.parallel.deepspeed import PRESETS, deepspeed_config, describe, require_best_model, require_fsdp, stage_of
+from swift.trainers.parallel.deepspeed import (
+    PRESETS,
+    deepspeed_config,
+    describe,
+    require_best_model,
+    require_fsdp,
+    stage_of,
+)
 
 
 def args(deepspeed=None, **others):

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift.trainers.micro_batches import Limits, Work, micro_batch_tokens, plan_micro_batches
 from swift.rollout.samples import TrainSample
+from swift.trainers.micro_batches import Limits, Work, micro_batch_tokens, plan_micro_batches
 
 
 def sample(prompt, prompt_tokens, completion_tokens):

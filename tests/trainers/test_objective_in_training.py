@@ -16,8 +16,8 @@ from swift.rl.entropy import AdaptiveEntropy
 from swift.rl.losses import LossConfig, get_loss, sequence_weights
 from swift.rl.objective import policy_loss
 from swift.rl.window import count_window
-from swift.trainers.grpo.settings import CorrectionSettings
 from swift.trainers.grpo.entropy import EntropySettings
+from swift.trainers.grpo.settings import CorrectionSettings
 
 SETTINGS = {
     "gspo": {"loss_type": "gspo", "epsilon": 3e-2, "epsilon_high": 4e-2},

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from swift.errors import ResourceError
-from swift.trainers.optimizers.master_weights import keep_master_weights
 from swift.trainers.memory.offload import HostSlabs, Offloader, arrange, model_tensors, optimizer_tensors, ran_out
+from swift.trainers.optimizers.master_weights import keep_master_weights
 
 CPU = torch.device("cpu")
 

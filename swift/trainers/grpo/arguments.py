@@ -12,9 +12,9 @@ from swift.errors import ConfigError, join_problems
 
 if TYPE_CHECKING:
     from swift.rl.losses import LossConfig
+    from swift.trainers.grpo.entropy import EntropySettings
     from swift.trainers.grpo.run import Parts
     from swift.trainers.grpo.settings import GRPOSettings
-    from swift.trainers.grpo.entropy import EntropySettings
 
 
 def loss_settings(args: Any) -> LossConfig:

@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from swift.rollout.rollout_function import RolloutFunc
     from swift.rollout.scheduler import RerollConfig
     from swift.rollout.weight_sync.publisher import WeightPublisher
-    from swift.trainers.memory.colocate import ColocateCycle
     from swift.trainers.distributed import Collectives
     from swift.trainers.engines import EngineSetup
     from swift.trainers.grpo.trainer import GRPOTrainer
     from swift.trainers.mailbox import StoreMailbox
+    from swift.trainers.memory.colocate import ColocateCycle
     from swift.trainers.session import SignalTrap, Start
-    from swift.trainers.supervision.stall import StallWatch
     from swift.trainers.supervision.heartbeat import RankWatch
+    from swift.trainers.supervision.stall import StallWatch
 
 
 @dataclass(slots=True)
@@ -505,12 +505,12 @@ class _Session:
     def _build_trainer(self, model: Any, reference: Any) -> GRPOTrainer:
         from transformers import PrinterCallback
 
+        from swift.trainers.grpo.callbacks import EveryFewSteps, PipelineCallback
+        from swift.trainers.grpo.reward_kl import RewardKL
         from swift.trainers.grpo.trainer import GRPOTrainer
         from swift.trainers.reporting import ReportCallback
-        from swift.trainers.grpo.reward_kl import RewardKL
         from swift.trainers.session import finish_own_optimizer, own_optimizer, tensorboard_callback
         from swift.trainers.supervision.stall import StallCallback
-        from swift.trainers.grpo.callbacks import EveryFewSteps, PipelineCallback
 
         parts, args = self.parts, self.parts.args
         arguments = training_arguments(args, self.folder, parts)

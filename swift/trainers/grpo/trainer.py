@@ -54,24 +54,24 @@ from swift.rl.losses import get_loss, sequence_weights
 from swift.rl.objective import SamplerCorrection, policy_loss
 from swift.rl.segments import spread
 from swift.rl.window import WindowCounts, count_window, nominal_batch_tokens, nominal_batches
-from swift.trainers.micro_batches import Limits, MicroBatchPlan
 from swift.rollout.pipeline import PipelineState, RolloutPipeline
 from swift.rollout.samples import Arrival, RolloutBatch, TrainSample
+from swift.trainers.atomic_trainer import SealedTrainer
 from swift.trainers.checkpoint import read_state, write_state
 from swift.trainers.distributed import Collectives
-from swift.trainers.grpo.settings import GRPOSettings
-from swift.trainers.optimizers.master_weights import keep_master_weights
-from swift.trainers.grpo.micro_batch import MicroBatch, collate, split_by_sample
-from swift.trainers.token_budget import PassPlanner
-from swift.trainers.atomic_trainer import SealedTrainer
-from swift.trainers.parallel.deepspeed import DeepSpeedSteps
-from swift.trainers.grpo.metrics import StepMetrics
 from swift.trainers.grpo.entropy import (
     TopEntropy,
     controller_state,
     restored_controller,
     top_entropy,
 )
+from swift.trainers.grpo.metrics import StepMetrics
+from swift.trainers.grpo.micro_batch import MicroBatch, collate, split_by_sample
+from swift.trainers.grpo.settings import GRPOSettings
+from swift.trainers.micro_batches import Limits, MicroBatchPlan
+from swift.trainers.optimizers.master_weights import keep_master_weights
+from swift.trainers.parallel.deepspeed import DeepSpeedSteps
+from swift.trainers.token_budget import PassPlanner
 from swift.types import Prompt, TrainerProgress
 
 if TYPE_CHECKING:
