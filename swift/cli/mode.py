@@ -34,7 +34,7 @@ class Mode:
 
 MODES = {
     "rlhf": Mode(
-        "online RL training (--rlhf_type grpo)", "swift.trainers.grpo:run", "swift.cli.dry_run:rehearse_rlhf", True
+        "online RL training (--rlhf_type grpo)", "swift.trainers.grpo.run:run", "swift.cli.dry_run:rehearse_rlhf", True
     ),
     "sft": Mode("supervised fine-tuning", "swift.trainers.sft:run", "swift.cli.dry_run:rehearse_sft", True),
     "rollout": Mode("generation server for trainers on other machines", "swift.cli.rollout:run"),

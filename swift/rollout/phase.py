@@ -5,7 +5,8 @@
                                   # in colocate: engine asleep, trainer back
 
 The pipeline knows only this. Which of the two classes it gets is a matter of placement: `PublishPhase` where engines
-have their own memory or share the trainer's weights, `swift.trainers.memory.colocate.ColocateCycle` where they share a device.
+have their own memory or share the trainer's weights, `swift.trainers.memory.colocate.ColocateCycle` where they share a
+device.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ A bfloat16 number has 8 significant bits, so a weight of 0.02 only moves in step
 weight with Adam (4 for the master, 8 instead of 4 for its two moments). The masters are part of the optimizer's
 state, so a resumed run goes on exactly.
 
-A master may also live on another device than its weight (`swift.trainers.optimizers.adamw_cpu`): then the update takes place
-there, and only gradients and new weights travel.
+A master may also live on another device than its weight (`swift.trainers.optimizers.adamw_cpu`): then the update takes
+place there, and only gradients and new weights travel.
 """
 
 from __future__ import annotations
