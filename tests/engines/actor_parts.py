@@ -73,7 +73,7 @@ def family(parent=None):
     found = []
     for process in (parent or psutil.Process()).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            named = "EngineActor" in process.name()  # whose title may have overwritten the environment
+            named = "EngineActor" in " ".join(process.cmdline())  # whose title may have overwritten the environment
             if (named or MARKER in process.environ()) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found

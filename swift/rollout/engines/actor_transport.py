@@ -112,7 +112,6 @@ class ActorTransport(Transport):
             )
             .remote(_as_actor_sees(spec).to_json(), str(self.log_file), marker)
         )
-        self.counters = EngineCounters()
         return _Life(actor, marker, start, actor.start.remote())
 
     def connect(self) -> Capabilities:

@@ -171,6 +171,7 @@ class EngineLives(InferenceEngine):
                     if restarts is not None:
                         self.restarts = before.restarts + restarts
                         self._before = replace(before, restarts=0)
+                        self.transport.counters = EngineCounters()
                         self._restore()
                     return
                 except (Lost, SyncFailed) as again:
