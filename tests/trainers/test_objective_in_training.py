@@ -499,7 +499,7 @@ def test_truncated_samples_of_the_policy_itself_are_on_policy(folder, tmp_path, 
     settings = {"old_logprobs": "sampler", "off_policy_delta": 0.05}
     trainer = make_trainer(folder, tmp_path, settings=settings, sampling=sampling, eos=[3, 4, 5])
     trainer.create_optimizer()
-    unit = next(trainer.pipeline.windows(trainer.progress))
+    unit = next(trainer.pipeline.steps(trainer.progress))
     trainer.training_step(trainer.model, unit)
     values = trainer.metrics.commit(1)
     assert values["off_policy_mask/muted_frac"] == 0.0
