@@ -98,9 +98,11 @@ class Completion:
     """One sampled continuation of a prompt.
 
     `token_ids` includes the end token; `logprobs[t]` is the log-prob of `token_ids[t]` under the
-    distribution it was drawn from (natural log, <= 0), of equal length. `versions` is the policy version
-    of the tokens, run-length coded as (version, start, end). `columns` are what a rollout function says of it; reward
-    functions get them like the columns of its prompt.
+    distribution it was drawn from (natural log, <= 0), of equal length. `log_mass[t]` is the log of the
+    probability that truncation (top-k, top-p, min-p, `min_tokens`) kept at that token, so that the sum of both is the
+    log-prob over the whole vocabulary; empty without truncation, or where the engine does not know it. `versions` is
+    the policy version of the tokens, run-length coded as (version, start, end). `columns` are what a rollout function
+    says of it; reward functions get them like the columns of its prompt.
     """
 
     request_id: str
@@ -110,6 +112,14 @@ class Completion:
     text: str = ""
     versions: list[tuple[int, int, int]] = field(default_factory=list)
     columns: dict[str, Any] = field(default_factory=dict)
+    log_mass: list[float] = field(default_factory=list)
+
+    @property
+    def full_logprobs(self) -> list[float]:
+        """Log-probs over the whole vocabulary, as far as the engine knows them."""
+        if not self.log_mass:
+            return self.logprobs
+        return [logprob + mass for logprob, mass in zip(self.logprobs, self.log_mass, strict=True)]
 
 
 @dataclass(slots=True)

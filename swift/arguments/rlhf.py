@@ -133,17 +133,18 @@ class RLHFArguments(
 
     def _correction_problems(self) -> Iterator[str]:
         """Engines report log-probs before truncation and penalties, and a sequence's ratio multiplies that bias."""
-        changes = [*self._truncations(), *self._penalties()]
+        changes = self.changed_logprobs()
         if not changes:
             return
         change = f"--{changes[0]} {getattr(self, changes[0])}"
         bias = f"the sampler's log-probs are not those of the whole vocabulary with {change}"
         mode = self.rollout_importance_sampling_mode or "none"
-        by_sequence = self.importance_sampling_level != "token" or self.loss_type == "vespo"
         recorded = self.replay_buffer_size > 0 and not self.replay_recompute_logps
+        delta = self.off_policy_sequence_mask_delta
         refused = {
-            "--old_logprobs: sampler": (self.old_logprobs == "sampler" and by_sequence, "--old_logprobs trainer"),
-            "--replay_recompute_logps: false": (recorded and by_sequence, "--replay_recompute_logps true"),
+            f"--off_policy_sequence_mask_delta: {delta}": (delta is not None, "leave it out"),
+            "--old_logprobs: sampler": (self.old_logprobs == "sampler", "--old_logprobs trainer"),
+            "--replay_recompute_logps: false": (recorded, "--replay_recompute_logps true"),
             "--kl_in_reward: true": (bool(self.kl_in_reward) and self.beta > 0, "--kl_in_reward false"),
             f"--rollout_importance_sampling_mode: {mode}": (
                 mode.startswith("sequence_") or (mode != "none" and self.loss_type == "vespo"),
@@ -218,6 +219,14 @@ class RLHFArguments(
         }
         for obstacle in (text for text, given in obstacles.items() if given):
             yield f"--streaming_partial_batch: true: {obstacle}, or --streaming_partial_batch false"
+
+    def changed_logprobs(self) -> list[str]:
+        """Settings in use that make the engine's log-probs differ from those over the whole vocabulary.
+
+        Where the trainer's model samples, the mass that truncation keeps is known (`Completion.log_mass`).
+        """
+        knows_mass = not has_own_engine(self) and self.rollout_func is None
+        return [*(() if knows_mass else self._truncations()), *self._penalties()]
 
     def _truncations(self) -> list[str]:
         given = {"top_p": self.top_p < 1, "top_k": self.top_k > 0, "min_p": self.min_p > 0}

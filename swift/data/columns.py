@@ -1,8 +1,9 @@
 """Which column is the prompt: decided once per dataset from its column names, and printed as one line.
 
-`messages` if there is one; else exactly one of query, prompt, question, problem, instruction (+ input). More
-than one is an error that shows the `--columns` line for each choice. All other columns reach rewards under
-their own names. For supervised rows the answer is a column too, by preference the partner of the prompt's.
+`messages` (or ShareGPT's `conversations`) if there is one; else exactly one of query, prompt, question, problem,
+instruction (+ input), with the exchanges of `history` before it. More than one is an error that shows the `--columns`
+line for each choice. `tools` reaches the chat template. All other columns, and `tools`, reach rewards under their own
+names. For supervised rows the answer is a column too, by preference the partner of the prompt's.
 """
 
 from __future__ import annotations
@@ -12,7 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from swift.data.messages import Message, chat_of, encodable, prompt_of, read_messages, with_system
+from swift.data.messages import (
+    Message,
+    chat_of,
+    encodable,
+    prompt_of,
+    read_history,
+    read_messages,
+    read_tools,
+    with_system,
+)
 from swift.data.records import RowError
 from swift.errors import ConfigError, nearest, suggest
 
@@ -27,6 +37,9 @@ PARTNERS = {
     "instruction": "output",
 }
 """Prompt columns, and the answer column that usually stands beside each."""
+
+CHATS = ("messages", "conversations")
+"""Columns that hold a whole chat."""
 
 PROMPTS = tuple(PARTNERS)
 ANSWERS = ("response", "output", "completion", "answer", "solution")
@@ -53,6 +66,7 @@ class ColumnPlan:
     prompt: str
     answer: str | None = None
     has_input: bool = False
+    has_history: bool = False
     has_system: bool = False
     others: tuple[str, ...] = ()
     renames: Mapping[str, str] = field(default_factory=dict)
@@ -61,7 +75,8 @@ class ColumnPlan:
     @property
     def line(self) -> str:
         """The line to print, such as `prompt <- messages; to rewards: problem, solution`."""
-        parts = [f"prompt <- {self.prompt}{' + input' if self.has_input else ''}"]
+        history = "history + " if self.has_history else ""
+        parts = [f"prompt <- {history}{self.prompt}{' + input' if self.has_input else ''}"]
         if self.answer:
             parts.append(f"response <- {self.answer}")
         if self.has_system:
@@ -90,22 +105,27 @@ class ColumnPlan:
         messages = self._messages(row)
         messages = with_system(messages, self._system(row), system)
         messages = prompt_of(messages) if self.purpose == "prompt" else chat_of(messages)
+        if row.get("tools") is not None:
+            row["tools"] = read_tools(row["tools"])
         return messages, {name: value for name, value in row.items() if name not in self._consumed}
 
     @property
     def _consumed(self) -> tuple[str | None, ...]:
-        return (self.prompt, self.answer, "input" if self.has_input else None, "system")
+        more = ("input" if self.has_input else None, "history" if self.has_history else None)
+        return (self.prompt, self.answer, *more, "system")
 
     def _messages(self, row: dict[str, Any]) -> list[Message]:
         value = row.get(self.prompt)
         if value is None:
             raise RowError(f"no {self.prompt}")
-        if self.prompt == "messages" or isinstance(value, list):
+        if self.prompt in CHATS or isinstance(value, list):
             messages = read_messages(value, self.prompt)
         else:
             text = _text(value, self.prompt)
             extra = row.get("input") if self.has_input else None
             messages = [{"role": "user", "content": f"{text}\n{_text(extra, 'input')}" if extra else text}]
+            if self.has_history and row.get("history"):
+                messages = read_history(row["history"]) + messages
         return messages + self._answer(row) if self.answer else messages
 
     def _answer(self, row: dict[str, Any]) -> list[Message]:
@@ -144,12 +164,15 @@ def plan_columns(
     where = f"{flag}: {name}"
     _check_clashes(names, columns, here, where, purpose)
     prompt = _choose_prompt(names, here, columns, where)
-    answer = _choose_answer(names, here, prompt, where) if purpose == "chat" and prompt != "messages" else None
+    answer = _choose_answer(names, here, prompt, where) if purpose == "chat" and prompt not in CHATS else None
     has_input = prompt == "instruction" and "input" in names
-    used = {prompt, answer, "system", "input" if has_input else None}
+    has_history = prompt not in CHATS and "history" in names
+    used = {prompt, answer, "system", "input" if has_input else None, "history" if has_history else None}
     others = tuple(column for column in names if column not in used)
     renamed = tuple(old for old, new in here.items() if old != new)
-    return ColumnPlan(purpose, prompt, answer, has_input, "system" in names, others, dict(renames), renamed)
+    return ColumnPlan(
+        purpose, prompt, answer, has_input, has_history, "system" in names, others, dict(renames), renamed
+    )
 
 
 def check_renames(renames: Mapping[str, str], seen: Sequence[str]) -> None:
@@ -182,8 +205,8 @@ def _check_clashes(
 
 
 def _choose_prompt(names: Sequence[str], renames: Mapping[str, str], columns: Sequence[str], where: str) -> str:
-    if "messages" in names:
-        return "messages"
+    if chats := [name for name in CHATS if name in names]:
+        return chats[0]
     candidates = [name for name in PROMPTS if name in names]
     chosen = [new for new in renames.values() if new in candidates]
     if len(candidates) == 1 or len(chosen) == 1:
@@ -195,7 +218,7 @@ def _choose_prompt(names: Sequence[str], renames: Mapping[str, str], columns: Se
         raise ConfigError(f"{where}: no columns: the rows are empty; check the file")
     likely = [column for word in PROMPTS for column in nearest(word, names, 1)] or list(names)
     raise ConfigError(
-        f"{where}: columns {', '.join(names)}: none is a prompt (messages, {', '.join(PROMPTS)}); "
+        f"{where}: columns {', '.join(names)}: none is a prompt ({', '.join(CHATS)}, {', '.join(PROMPTS)}); "
         f"name it: --columns '{json.dumps({likely[0]: 'query'})}'"
     )
 

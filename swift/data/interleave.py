@@ -46,24 +46,15 @@ def interleave(sizes: Sequence[int], shares: Sequence[float], *, seed: int, stra
     Raises:
         ConfigError: the mixture would have more than `MOST_ROWS` rows.
     """
-    everything = strategy == "all_exhausted"
     likely = max(size / share for size, share in zip(sizes, shares, strict=True))
-    if everything and likely > MOST_ROWS:
+    if strategy == "all_exhausted" and likely > MOST_ROWS:
         raise ConfigError(
             f"--interleave_prob: {' '.join(map(str, shares))}: with --stopping_strategy all_exhausted about "
             f"{likely:.0f} rows until each dataset is through; use larger shares, or first_exhausted"
         )
-    places: list[tuple[int, int]] = []
-    given = [0] * len(sizes)
-    through: set[int] = set()
-    for source in _draws(shares, generator(seed, _COUNTER)):
-        places.append((source, given[source] % sizes[source]))
-        given[source] += 1
-        if given[source] == sizes[source]:
-            through.add(source)
-            if not everything or len(through) == len(sizes):
-                return places
-    raise AssertionError("draws have no end")
+    rows = [range(size) for size in sizes]
+    random = generator(seed, _COUNTER)
+    return list(_mixed(lambda source: ((source, row) for row in rows[source]), shares, random, strategy))
 
 
 def mixed_stream(
@@ -78,13 +69,19 @@ def mixed_stream(
         epoch: each has draws of its own.
         strategy: as for `interleave`.
     """
+    return _mixed(open_rows, shares, generator(seed, epoch, _COUNTER), strategy)
+
+
+def _mixed(
+    open_rows: Callable[[int], Iterator[Row]], shares: Sequence[float], random: np.random.Generator, strategy: str
+) -> Iterator[Row]:
     everything = strategy == "all_exhausted"
     streams = [open_rows(index) for index in range(len(shares))]
     ahead = [next(stream, None) for stream in streams]  # one row ahead: the last row of a dataset may end the epoch
     if any(row is None for row in ahead):
         return  # whoever reads the stream says that it is empty
     through: set[int] = set()
-    for source in _draws(shares, generator(seed, epoch, _COUNTER)):
+    for source in _draws(shares, random):
         row = ahead[source]
         assert row is not None
         ahead[source] = next(streams[source], None)

@@ -1,4 +1,9 @@
-"""What a chat is: a list of `{"role", "content"}`, a system turn only in front, texts only."""
+"""What a chat is: a list of `{"role", "content"}`, a system turn only in front, texts only.
+
+Accepted too, and turned into that: ShareGPT's `{"from", "value"}`, OpenAI's tool calls (`content` null, arguments as
+JSON text), and the roles `tool_call` and `tool_response`, whose content is the call or its result. `loss` of an
+assistant turn says whether it is learnt from.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,16 @@ from swift.errors import suggest
 Message = dict[str, Any]
 
 ROLES = ("system", "user", "assistant", "tool")
+ALIASES = {
+    "human": "user",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "function_call": "tool_call",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+}
+"""Roles of other formats."""
 
 
 def read_messages(value: Any, column: str = "messages") -> list[Message]:
@@ -21,16 +36,66 @@ def read_messages(value: Any, column: str = "messages") -> list[Message]:
     Raises:
         RowError: with the number of the turn that is wrong.
     """
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise RowError(f"{column} is text that is not JSON: {error.msg} at column {error.colno}") from error
+    value = parsed(value, column)
     if not isinstance(value, list):
         raise RowError(f"{column} must be a list of {{role, content}}, not {_kind(value)}")
     if not value:
         raise RowError(f"{column} is empty")
-    return [_turn(turn, number, column) for number, turn in enumerate(value, start=1)]
+    turns: list[Message] = []
+    for number, given in enumerate(value, start=1):
+        turn = _turn(given, number, column)
+        if turn["role"] != "tool_call":
+            turns.append(turn)
+            continue
+        called = {"role": "assistant", "content": "", "tool_calls": [_call(turn, number, column)]}
+        if turns and turns[-1].get("tool_calls") and isinstance(given, dict) and _is_call(value[number - 2]):
+            turns[-1]["tool_calls"] += called["tool_calls"]  # calls that follow each other are made at once
+        else:
+            turns.append(called | {key: turn[key] for key in ("loss",) if key in turn})
+    return turns
+
+
+def read_tools(value: Any) -> list[dict[str, Any]]:
+    """Functions for the chat template: a list of JSON schemas, as a list or as JSON text.
+
+    Raises:
+        RowError: it is something else.
+    """
+    value = parsed(value, "tools")
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise RowError("tools must be a list of function schemas, or JSON text of one")
+    return value
+
+
+def read_history(value: Any) -> list[Message]:
+    """Earlier exchanges beside a query: a list of `[query, response]`, as a list or as JSON text.
+
+    Raises:
+        RowError: it is something else.
+    """
+    value = parsed(value, "history")
+    if not isinstance(value, list):
+        raise RowError(f"history must be a list of [query, response], not {_kind(value)}")
+    turns: list[Message] = []
+    for number, pair in enumerate(value, start=1):
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise RowError(f"history, exchange {number}: must be [query, response], two texts")
+        turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    return turns
+
+
+def parsed(value: Any, column: str) -> Any:
+    """The list in a cell that holds it as JSON text, else the value itself.
+
+    Raises:
+        RowError: text that begins like a list and is no JSON.
+    """
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise RowError(f"{column} is text that is not JSON: {error.msg} at column {error.colno}") from error
 
 
 def prompt_of(messages: list[Message]) -> list[Message]:
@@ -84,19 +149,79 @@ def encodable(text: str) -> bool:
 
 
 def _turn(turn: Any, number: int, column: str) -> Message:
-    if not isinstance(turn, dict) or "role" not in turn or "content" not in turn:
-        raise RowError(f"{column}, turn {number}: must be an object with role and content, not {_kind(turn)}")
-    role, content = turn["role"], turn["content"]
-    if role not in ROLES:
-        raise RowError(f"{column}, turn {number}: unknown role {role!r}; {suggest(str(role), ROLES)}")
+    where = f"{column}, turn {number}"
+    if isinstance(turn, dict) and "from" in turn and "value" in turn:
+        turn = {"role": turn["from"], "content": turn["value"], **turn}
+        turn = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    if not isinstance(turn, dict) or "role" not in turn or not ("content" in turn or turn.get("tool_calls")):
+        raise RowError(f"{where}: must be an object with role and content, not {_kind(turn)}")
+    role, content = turn["role"], turn.get("content")
+    role = ALIASES.get(role, role) if isinstance(role, str) else role
+    if role not in ROLES and role != "tool_call":
+        raise RowError(f"{where}: unknown role {role!r}; {suggest(str(role), ROLES)}")
     if role == "system" and number > 1:
-        raise RowError(f"{column}, turn {number}: a system turn must be the first")
-    if not isinstance(content, str):
-        raise RowError(f"{column}, turn {number}: content must be text, not {_kind(content)}")
-    if not encodable(content):
-        raise RowError(f"{column}, turn {number}: content is not valid Unicode text")
+        raise RowError(f"{where}: a system turn must be the first")
     extra = {key: item for key, item in turn.items() if key not in ("role", "content") and item is not None}
+    if content is None and role == "assistant" and extra.get("tool_calls"):
+        content = ""
+    if role == "tool_call" and isinstance(content, dict):
+        content = json.dumps(content)
+    if not isinstance(content, str):
+        raise RowError(f"{where}: content must be text, not {_kind(content)}")
+    if not encodable(content):
+        raise RowError(f"{where}: content is not valid Unicode text")
+    if "tool_calls" in extra:
+        extra["tool_calls"] = _tool_calls(extra["tool_calls"], where)
+    if "loss" in extra:
+        extra["loss"] = _loss(extra["loss"], role, where)
     return {"role": role, "content": content, **extra}
+
+
+def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Tool calls with their arguments as objects, which is what chat templates print."""
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise RowError(f"{where}: tool_calls must be a list of objects")
+    read = []
+    for call in calls:
+        function = call.get("function", call)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RowError(f"{where}: a tool call needs a function with a name")
+        function = {**function, "arguments": _arguments(function.get("arguments", {}), where)}
+        read.append({**call, "function": function} if "function" in call else function)
+    return read
+
+
+def _arguments(value: Any, where: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value or "{}")
+    except json.JSONDecodeError as error:
+        raise RowError(f"{where}: arguments of a tool call are not JSON: {error.msg}") from error
+
+
+def _call(turn: Message, number: int, column: str) -> dict[str, Any]:
+    """The call that a turn of the role `tool_call` holds as JSON."""
+    where = f"{column}, turn {number}"
+    try:
+        call = json.loads(turn["content"])
+    except json.JSONDecodeError as error:
+        raise RowError(f"{where}: a tool_call turn holds the call as JSON: {error.msg}") from error
+    (function,) = _tool_calls([call], where)
+    return {"type": "function", "function": function.get("function", function)}
+
+
+def _is_call(turn: Any) -> bool:
+    role = str(turn.get("role", turn.get("from"))) if isinstance(turn, dict) else ""
+    return ALIASES.get(role, role) == "tool_call"
+
+
+def _loss(value: Any, role: str, where: str) -> bool:
+    if value not in (0, 1):
+        raise RowError(f"{where}: loss must be true or false, not {_kind(value)}")
+    if value and role not in ("assistant", "tool_call"):
+        raise RowError(f"{where}: loss is true in a {role} turn; only assistant turns are learnt from")
+    return bool(value)
 
 
 def _kind(value: Any) -> str:

@@ -21,8 +21,8 @@ from swift.types import Prompt
 if TYPE_CHECKING:
     from swift.data.arguments import DataArguments
 
-Tokenize = Callable[[list[dict[str, Any]]], list[int]]
-"""A chat to the token ids of its prompt, generation prompt included."""
+Tokenize = Callable[..., list[int]]
+"""A chat to the token ids of its prompt, generation prompt included; a row's `tools` come second."""
 
 STRATEGIES = ("left", "right", "delete")
 _PARALLEL_FROM = 1000  # rows; below this, starting processes costs more than it saves
@@ -53,7 +53,7 @@ class Tokenizer:
             ConfigError: the chat template refuses the row; the line names `file:line`.
         """
         try:
-            return self.tokenize(example.messages)
+            return self.tokenize(example.messages, *([tools] if (tools := example.columns.get("tools")) else []))
         except ConfigError as error:
             raise ConfigError(*(f"{example.origin}: {problem}" for problem in error.problems)) from error
 

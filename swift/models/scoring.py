@@ -36,7 +36,8 @@ from swift.models.forward import (
     padded_rows,
     transformers_model,
 )
-from swift.rl.linear_logprobs import Entropy, LogitMap, linear_logprobs
+from swift.rl.linear_logprobs import Entropy, linear_logprobs
+from swift.rl.logit_blocks import LogitMap
 from swift.rl.logprobs import selected_logprobs, selected_logprobs_and_entropy
 
 NOT_THE_DECODERS = ("labels", "logits_to_keep", "return_dict")

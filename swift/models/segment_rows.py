@@ -76,10 +76,11 @@ class SegmentRows:
         if torch.is_autocast_enabled(query.device.type):  # SDPA would cast; the output takes what it gives
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        tables = [states[0].transpose(0, 1).flatten(1) for states in (query, key, value)]  # [T, heads x width]
+        query_TX, key_TX, value_TX = (one[0].transpose(0, 1).flatten(1) for one in (query, key, value))
         heads = query.shape[1], key.shape[1]
-        found = [block.attend(*tables, heads, scale, variant).flatten(0, 1) for block in self._blocks]
-        return nn.functional.embedding(self._places, torch.cat(found)).view(1, -1, heads[0], value.shape[3])
+        parts = [block.attend(query_TX, key_TX, value_TX, heads, scale, variant) for block in self._blocks]
+        found = torch.cat([part.flatten(0, 1) for part in parts])
+        return nn.functional.embedding(self._places, found).view(1, -1, heads[0], value.shape[3])
 
 
 def _blocks(rows: Sequence[_Row]) -> Iterator[list[_Row]]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError, join_problems, nearest
 from swift.models.source import read_json
-from swift.models.templates import TEMPLATES
+from swift.models.templates import NAMES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,12 +71,14 @@ class Template:
         if not tokenizer.chat_template:
             raise ConfigError(
                 f"--template: none: the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat "
-                f"template; valid: {', '.join(TEMPLATES)}, or a Jinja file"
+                f"template; valid: {', '.join(NAMES)}, or a Jinja file"
             )
         self.tokenizer = tokenizer
         self.kwargs = dict(kwargs or {})
         _check_kwargs(self.kwargs, tokenizer)
-        self._marked = bool(_GENERATION.search(tokenizer.get_chat_template()))
+        self.training_template: str | None = None
+        """Stands in where the template rewrites earlier turns: the same chat with all turns kept, and marked."""
+        self.marked = bool(_GENERATION.search(tokenizer.get_chat_template()))
         self.stop_token_ids: tuple[int, ...] = _stop_ids(self, stop_token_ids)
         """Tokens that end a completion, ascending: end of text, end of turn, and those given."""
 
@@ -107,23 +109,53 @@ class Template:
         more = {name: value for name, value in (kwargs or {}).items() if name not in OWN_VARIABLES}
         return self._render(messages, add_generation_prompt, marks=False, tools=tools, kwargs=more)[0]
 
-    def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of `messages`, ready for the assistant to continue."""
-        return self._tokenize(self.render(messages, add_generation_prompt=True))
-
-    def encode_chat(self, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
-        """Token ids of a whole chat, and a mask of equal length: 1 where the assistant speaks.
-
-        The end token of each assistant turn is masked 1, template text after it (such as a newline) 0.
+    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
+        """Token ids of `messages`, ready for the assistant to continue.
 
         Raises:
-            RefusedChat: the template refuses the messages.
+            RefusedChat: the template refuses the messages, or does not show their tools.
+        """
+        self._check_tools(messages, tools)
+        return self._tokenize(self.render(messages, add_generation_prompt=True, tools=tools))
+
+    def encode_chat(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None
+    ) -> tuple[list[int], list[int]]:
+        """Token ids of a whole chat, and a mask of equal length: 1 where the assistant speaks.
+
+        The end token of each assistant turn is masked 1, template text after it (such as a newline) 0; all of a turn
+        whose `loss` is false is 0.
+
+        Raises:
+            RefusedChat: the template refuses the messages, or does not show their tools.
             ConfigError: the template rewrites earlier turns, so that assistant turns cannot be told apart.
         """
-        text, spans = self._render(messages, False, marks=self._marked)
-        if not self._marked:
-            spans = [self._span(messages, index, text) for index in _assistant_turns(messages)]
-        return self._encode_pieces(text, [span for span in spans if span[1] > span[0]])
+        self._check_tools(messages, tools)
+        turns = _assistant_turns(messages)
+        if self.marked:
+            text, spans = self._render(messages, False, marks=True, tools=tools)
+        else:
+            text = self.render(messages, tools=tools)
+            try:
+                spans = [self._span(messages, index, text, tools) for index in turns]
+            except ConfigError:
+                if self.training_template is None:
+                    raise
+                jinja = self.training_template
+                text, spans = self._render(messages, False, marks=True, tools=tools, jinja=jinja)
+        learnt = [messages[index].get("loss", True) for index in turns]
+        if len(spans) != len(turns):
+            if not all(learnt):
+                raise RefusedChat(f"messages: loss: the chat template marks {len(spans)} parts in {len(turns)} turns")
+            learnt = [True] * len(spans)
+        return self._encode_pieces(text, spans, learnt)
+
+    def _check_tools(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> None:
+        """Nothing of a row may be left out without a word."""
+        jinja = str(self.tokenizer.get_chat_template())
+        for wanted, name in ((bool(tools), "tools"), (any(turn.get("tool_calls") for turn in messages), "tool_calls")):
+            if wanted and name not in jinja:
+                raise RefusedChat(f"messages: the chat template shows no {name}; use --template with one that does")
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids, for rewards and people."""
@@ -144,6 +176,7 @@ class Template:
         marks: bool,
         tools: Sequence[dict[str, Any]] | None = None,
         kwargs: Mapping[str, Any] | None = None,
+        jinja: str | None = None,
     ) -> tuple[str, list[tuple[int, int]]]:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -152,7 +185,7 @@ class Template:
             rendered, spans = render_jinja_template(
                 conversations=[list(messages)],
                 tools=list(tools) if tools else None,
-                chat_template=self.tokenizer.get_chat_template(),
+                chat_template=jinja or self.tokenizer.get_chat_template(),
                 add_generation_prompt=add_generation_prompt,
                 return_assistant_tokens_mask=marks,
                 **{**self.tokenizer.special_tokens_map, **self.kwargs, **(kwargs or {})},
@@ -161,10 +194,12 @@ class Template:
             raise RefusedChat(f"messages: the chat template refuses them: {error}") from error
         return rendered[0], [tuple(span) for span in spans[0]] if marks else []
 
-    def _span(self, messages: Sequence[Message], index: int, text: str) -> tuple[int, int]:
+    def _span(
+        self, messages: Sequence[Message], index: int, text: str, tools: Sequence[dict[str, Any]] | None
+    ) -> tuple[int, int]:
         """Where the assistant turn `index` stands in `text`, [start, end) in characters."""
-        before = self.render(messages[:index], add_generation_prompt=True)
-        through = self.render(messages[: index + 1])
+        before = self.render(messages[:index], add_generation_prompt=True, tools=tools)
+        through = self.render(messages[: index + 1], tools=tools)
         if not (text.startswith(through) and through.startswith(before)):
             raise ConfigError(
                 f"--template: the chat template of {self.tokenizer.name_or_path}: rewrites earlier turns, so "
@@ -173,13 +208,15 @@ class Template:
             )
         return len(before), len(through)
 
-    def _encode_pieces(self, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    def _encode_pieces(
+        self, text: str, spans: Sequence[tuple[int, int]], learnt: Sequence[bool]
+    ) -> tuple[list[int], list[int]]:
         ids: list[int] = []
         mask: list[int] = []
         cursor = 0
-        for start, end in spans:
+        for (start, end), learns in zip(spans, learnt, strict=True):
             prompt, answer = self._tokenize(text[cursor:start]), self._tokenize(text[start:end])
-            said = _through_last_stop(answer, self.stop_token_ids)
+            said = _through_last_stop(answer, self.stop_token_ids) if learns else 0
             ids += prompt + answer
             mask += [0] * len(prompt) + [1] * said + [0] * (len(answer) - said)
             cursor = end

@@ -1,11 +1,13 @@
 """Chat templates for `--template NAME`: for base models without one, or with one that cannot be trained on.
 
-Each is a Jinja text in the dialect of transformers. What an assistant says, end token included, stands
-between `{% generation %}` and `{% endgeneration %}`, so the loss mask needs no guessing.
+Each is a Jinja text in the dialect of transformers. `qwen2_5` and `qwen3` are those of the models, thinking and tools
+included, out of TRL's collection. In the others what an assistant says, end token included, stands between
+`{% generation %}` and `{% endgeneration %}`, so the loss mask needs no guessing.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 from swift.errors import ConfigError, suggest
@@ -16,6 +18,11 @@ _CHATML = (
     "{%- generation -%}{{- message.content + '<|im_end|>' -}}{%- endgeneration -%}{{- '\\n' -}}"
     "{%- else -%}{{- message.content + '<|im_end|>\\n' -}}{%- endif -%}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+)
+
+_QWEN = (
+    "{%- if messages[0].role != 'system' -%}"
+    "{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' -}}{%- endif -%}" + _CHATML
 )
 
 _LLAMA3 = (
@@ -48,19 +55,23 @@ _PLAIN = (
 
 TEMPLATES: dict[str, str] = {
     "chatml": _CHATML,
-    "qwen": _CHATML,
-    "qwen2_5": _CHATML,
-    "qwen3": _CHATML,
+    "qwen": _QWEN,
     "llama3": _LLAMA3,
     "gemma": _GEMMA,
     "plain": _PLAIN,
 }
-"""Built-in templates; `qwen*` are ChatML without a default system prompt, `plain` has no roles at all."""
+"""Built-in templates; `qwen` is ChatML with a default system prompt, `plain` has no roles at all."""
 
+OF_MODELS = ("qwen2_5", "qwen3")
+"""Names of templates that TRL ships as the models have them."""
+
+NAMES = (*TEMPLATES, *OF_MODELS)
+
+_IM = ("<|im_start|>", "<|im_end|>")
 _NEEDED_TOKENS = {
-    _CHATML: ("<|im_start|>", "<|im_end|>"),
-    _LLAMA3: ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    _GEMMA: ("<start_of_turn>", "<end_of_turn>"),
+    **dict.fromkeys(("chatml", "qwen", *OF_MODELS), _IM),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "gemma": ("<start_of_turn>", "<end_of_turn>"),
 }
 
 
@@ -72,14 +83,22 @@ def read_template(value: str) -> str:
     """
     if value in TEMPLATES:
         return TEMPLATES[value]
+    if value in OF_MODELS:
+        return _of_trl(value)
     path = Path(value).expanduser()
     if path.is_file():
         return path.read_text(encoding="utf-8")
-    raise ConfigError(
-        f"--template: {value}: neither a built-in name nor a Jinja file; {suggest(value, list(TEMPLATES))}"
-    )
+    raise ConfigError(f"--template: {value}: neither a built-in name nor a Jinja file; {suggest(value, list(NAMES))}")
 
 
-def missing_tokens(template: str, vocabulary: dict[str, int]) -> list[str]:
+def missing_tokens(name: str, vocabulary: dict[str, int]) -> list[str]:
     """The marker tokens a built-in template needs and a vocabulary lacks; [] for templates from files."""
-    return [token for token in _NEEDED_TOKENS.get(template, ()) if token not in vocabulary]
+    return [token for token in _NEEDED_TOKENS.get(name, ()) if token not in vocabulary]
+
+
+def _of_trl(name: str) -> str:
+    spec = importlib.util.find_spec("trl")  # read, not imported: that takes seconds
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(f"--template: {name}: comes with TRL, which is not installed; pip install trl")
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    return (folder / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")

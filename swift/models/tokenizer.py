@@ -75,7 +75,7 @@ def remote_code_hint(error: BaseException) -> str:
 
 def _override_template(tokenizer: PreTrainedTokenizerBase, value: str) -> None:
     text = read_template(value)
-    missing = missing_tokens(text, tokenizer.get_vocab())
+    missing = missing_tokens(value, tokenizer.get_vocab())
     if missing:
         raise ConfigError(
             f"--template: {value}: the tokenizer lacks the tokens {', '.join(missing)}; "

@@ -54,9 +54,9 @@ class _Value:
 
     def fold(self, total: float, weight: float) -> None:
         if self.kind == "max":
-            self.total = _extreme(max, self.total, total)
+            self.total = extreme(max, self.total, total)
         elif self.kind == "min":
-            self.total = _extreme(min, self.total, total)
+            self.total = extreme(min, self.total, total)
         else:
             self.total += total
         self.weight += weight
@@ -66,7 +66,7 @@ class _Value:
         return self.total / self.weight if self.kind == "mean" else self.total
 
 
-def _extreme(choose: Callable[[float, float], float], a: float, b: float) -> float:
+def extreme(choose: Callable[[float, float], float], a: float, b: float) -> float:
     """Maximum or minimum; not a number stays not a number, so that it is seen."""
     return math.nan if math.isnan(a) or math.isnan(b) else choose(a, b)
 

@@ -198,10 +198,10 @@ def register_again(entries: Recorded, origin: str) -> None:
 orms = Registry("orms", "reward function", home="swift.rewards.functions")
 """Reward functions by name: classes, instances, functions or async functions."""
 
-losses = Registry("losses", "loss")
+losses = Registry("losses", "loss", home="swift.rl.losses")
 """Losses of `--loss_type` by name."""
 
-advantages = Registry("advantages", "advantage estimator")
+advantages = Registry("advantages", "advantage estimator", home="swift.rl.estimators")
 """Estimators of `--advantage_estimator` by name."""
 
 optimizers = Registry("optimizers", "optimizer")

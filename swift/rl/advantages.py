@@ -8,26 +8,20 @@ and standard deviation and get advantage 0; the caller also clears their data ma
 nothing gets advantages of exactly 0. It is recognised by its spread, never by `std == 0`: six fp32 rewards
 of 0.3 have a standard deviation of 3e-8 and would otherwise yield |A| = 3e-4 of pure rounding noise.
 
-    estimator            centred value c_i                          default scale   source
-    grpo                 rho_i - mean_g                             group           arXiv:2402.03300
-    rloo                 rho_i - mean of the others of the group    none            arXiv:2402.14740
-    reinforce_plus_plus  rho_i - mean_g                             batch (of c)    arXiv:2501.03262
-    (scale gdpo)         sum_k w_k (R_ik - mean_gk) / std_gk        batch (of c)    arXiv:2601.05242
+An estimator (`swift.rl.estimators`, one file each) centres the rewards; `scale` divides them. The scale `gdpo` is a
+method of its own: every reward function is normalised within its group before they are added up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-Estimator = Literal["grpo", "rloo", "reinforce_plus_plus"]
-Scale = Literal["group", "batch", "none", "gdpo"]
-
-DEFAULT_SCALE: dict[Estimator, Scale] = {"grpo": "group", "rloo": "none", "reinforce_plus_plus": "batch"}
+from swift.rl.estimators import AdvantageEstimator, Scale, get_estimator
 
 STD_EPSILON = 1e-4
 """Added to every standard deviation that divides (as TRL does)."""
@@ -93,7 +87,8 @@ def compute_advantages(
     *,
     weights_K: Tensor | None = None,
     excluded_S: Tensor | None = None,
-    estimator: Estimator = "grpo",
+    estimator: str = "grpo",
+    parameters: Any = None,
     scale: Scale | None = None,
     kl_penalty_S: Tensor | None = None,
 ) -> Advantages:
@@ -104,7 +99,8 @@ def compute_advantages(
         group_index_S: long, the group of each sample, 0..P-1.
         weights_K: weight of each function; None means 1.
         excluded_S: bool, samples hit by a fault.
-        estimator: how a reward is centred.
+        estimator: how a reward is centred, by name.
+        parameters: of the estimator; None takes its defaults.
         scale: what divides the centred value; None takes the estimator's default.
         kl_penalty_S: `beta * sequence_k1`, subtracted from the total reward (`kl_in_reward`).
 
@@ -112,20 +108,24 @@ def compute_advantages(
         ValueError: unknown estimator or scale, or gdpo together with another estimator or a KL penalty
             (gdpo normalises each function on its own and never forms the sum that these act on).
     """
-    scale = _checked_scale(estimator, scale, kl_penalty_S)
+    chosen = get_estimator(estimator)
+    scale = _checked_scale(chosen, scale, kl_penalty_S)
+    if parameters is None and chosen.parameters is not None:
+        parameters = chosen.parameters()
     if weights_K is None:
         weights_K = torch.ones(values_SK.shape[1], dtype=torch.float64, device=values_SK.device)
     rewards_S = total_rewards(values_SK, weights_K, excluded_S)
     if kl_penalty_S is not None:
         rewards_S = rewards_S - kl_penalty_S.double()
 
-    groups = _GroupStatistics.of(rewards_S, group_index_S)
+    groups = GroupStatistics.of(rewards_S, group_index_S)
     if scale == "gdpo":
         scored_SK = values_SK.double().masked_fill(rewards_S.isnan().unsqueeze(1), float("nan"))
         advantages_S, informative_P = _gdpo(scored_SK, weights_K.double(), group_index_S)
         informative_P = informative_P & (groups.count_P >= 2)
     else:
-        advantages_S = _scaled(_centred(rewards_S, groups, estimator), rewards_S, groups, estimator, scale)
+        centred_S = chosen.centre(rewards_S, groups, parameters)
+        advantages_S = _scaled(centred_S, centred_S if chosen.scales_centred else rewards_S, groups, scale)
         informative_P = groups.informative_P
     teaches_S = informative_P[group_index_S] & ~rewards_S.isnan()
     return Advantages(
@@ -138,7 +138,7 @@ def compute_advantages(
     )
 
 
-def group_advantages(rewards_PG: Tensor, *, estimator: Estimator = "grpo", scale: Scale | None = None) -> Tensor:
+def group_advantages(rewards_PG: Tensor, *, estimator: str = "grpo", scale: Scale | None = None) -> Tensor:
     """Advantages [P, G] of total rewards laid out by group, NaN for excluded samples.
 
     Example: [[1, 0, 0, 0]] gives 1.4997, -.4999, -.4999, -.4999 (grpo, scaled by the group).
@@ -155,17 +155,24 @@ def informative(spread: Tensor, largest: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _GroupStatistics:
-    """NaN-aware statistics of P groups; `index_S` maps samples to groups."""
+class GroupStatistics:
+    """Statistics of P groups over scored samples; `index_S` maps samples to groups.
+
+    count_P: scored samples, long. mean_P: NaN without any. std_P: ddof 1, 0 below two. lowest_P, highest_P: 0 without
+    any. informative_P: bool, whether there is a spread.
+    """
 
     index_S: Tensor
     count_P: Tensor
     mean_P: Tensor
     std_P: Tensor
+    lowest_P: Tensor
+    highest_P: Tensor
     informative_P: Tensor
 
     @classmethod
-    def of(cls, values_S: Tensor, index_S: Tensor) -> _GroupStatistics:
+    def of(cls, values_S: Tensor, index_S: Tensor) -> GroupStatistics:
+        """Of values that are NaN where a sample is not scored."""
         num_groups = int(index_S.max()) + 1 if index_S.numel() else 0
         scored_S = ~values_S.isnan()
         index, values = index_S[scored_S], values_S[scored_S]
@@ -178,30 +185,20 @@ class _GroupStatistics:
         lowest_P = zeros_P.scatter_reduce(0, index, values, "amin", include_self=False)
         largest_P = torch.maximum(highest_P.abs(), lowest_P.abs())
         informs_P = (count_P >= 2) & informative(highest_P - lowest_P, largest_P)
-        return cls(index_S, count_P.long(), mean_P, std_P, informs_P)
+        return cls(index_S, count_P.long(), mean_P, std_P, lowest_P, highest_P, informs_P)
 
     def centred(self, values_S: Tensor) -> Tensor:
+        """Values less the mean of their group."""
         return values_S - self.mean_P[self.index_S]
 
 
-def _centred(rewards_S: Tensor, groups: _GroupStatistics, estimator: Estimator) -> Tensor:
-    """`c_i`, [S]; 0 for the only scored sample of its group, NaN for excluded samples."""
-    centred_S = groups.centred(rewards_S)
-    if estimator != "rloo":
-        return centred_S
-    count_S = groups.count_P[groups.index_S].double()
-    return centred_S * count_S / (count_S - 1).clamp(min=1)  # the mean of the others, without a loop
-
-
-def _scaled(
-    centred_S: Tensor, rewards_S: Tensor, groups: _GroupStatistics, estimator: Estimator, scale: Scale
-) -> Tensor:
+def _scaled(centred_S: Tensor, batch_S: Tensor, groups: GroupStatistics, scale: Scale) -> Tensor:
+    """Centred values, divided; `batch_S` is what a batch's standard deviation is taken of."""
     if scale == "none":
         return centred_S
     if scale == "group":
         return centred_S / (groups.std_P[groups.index_S] + STD_EPSILON)
-    spread_of_S = centred_S if estimator == "reinforce_plus_plus" else rewards_S
-    return centred_S / (_batch_std(spread_of_S) + STD_EPSILON)
+    return centred_S / (_batch_std(batch_S) + STD_EPSILON)
 
 
 def _gdpo(values_SK: Tensor, weights_K: Tensor, index_S: Tensor) -> tuple[Tensor, Tensor]:
@@ -212,7 +209,7 @@ def _gdpo(values_SK: Tensor, weights_K: Tensor, index_S: Tensor) -> tuple[Tensor
     sum_S = torch.zeros_like(values_SK[:, 0])
     informs_P: Tensor | None = None
     for values_S, weight in zip(values_SK.unbind(dim=1), weights_K.tolist(), strict=True):
-        groups = _GroupStatistics.of(values_S, index_S)
+        groups = GroupStatistics.of(values_S, index_S)
         normalised_S = groups.centred(values_S) / (groups.std_P[index_S] + STD_EPSILON)
         sum_S = sum_S + weight * normalised_S.nan_to_num(nan=0.0)
         column_P = groups.informative_P if weight != 0 else torch.zeros_like(groups.informative_P)
@@ -228,13 +225,11 @@ def _batch_std(values_S: Tensor) -> Tensor:
     return scored.std() if scored.numel() >= 2 else values_S.new_zeros(())
 
 
-def _checked_scale(estimator: Estimator, scale: Scale | None, kl_penalty_S: Tensor | None) -> Scale:
-    if estimator not in DEFAULT_SCALE:
-        raise ValueError(f"advantage_estimator: {estimator}: unknown; valid: {', '.join(DEFAULT_SCALE)}")
-    scale = DEFAULT_SCALE[estimator] if scale is None else scale
+def _checked_scale(estimator: AdvantageEstimator, scale: Scale | None, kl_penalty_S: Tensor | None) -> Scale:
+    scale = estimator.default_scale if scale is None else scale
     if scale not in get_args(Scale):
         raise ValueError(f"scale_rewards: {scale}: unknown; valid: {', '.join(get_args(Scale))}")
-    if scale == "gdpo" and (estimator != "grpo" or kl_penalty_S is not None):
+    if scale == "gdpo" and (estimator.name != "grpo" or kl_penalty_S is not None):
         raise ValueError(
             "scale_rewards: gdpo: needs advantage_estimator grpo and kl_in_reward false; "
             "it normalises each reward function on its own"

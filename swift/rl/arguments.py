@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from swift.flags import flag
+from swift.rl.losses import loss_problems
+from swift.rl.losses.sapo import SAPOParameters
 
 ASYNCHRONOUS = "Asynchronous and data"
 
 
 @dataclass(kw_only=True)
-class ObjectiveArguments:
+class ObjectiveArguments(SAPOParameters):
     """From rewards to the loss."""
 
     GROUP: ClassVar[str] = "Objective"
@@ -124,12 +126,6 @@ class ObjectiveArguments:
     ref_model_mixup_alpha: float = flag(0.6, at_least=0, at_most=1, everyday=False, needs="sync_ref_model")
     """Share of the policy in the moved reference model."""
 
-    tau_pos: float = flag(1.0, above=0, everyday=False, needs="loss_type=sapo")
-    """sapo: temperature of the gate at positive advantages."""
-
-    tau_neg: float = flag(1.05, above=0, everyday=False, needs="loss_type=sapo")
-    """sapo: temperature of the gate at other advantages."""
-
     kl_bias_correction: bool = flag(False, aliases=("use_bias_correction_kl",), everyday=False)
     """Whether the KL term is multiplied by the token's ratio, for an unbiased gradient (arXiv:2512.02556)."""
 
@@ -198,7 +194,7 @@ class ObjectiveArguments:
 
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one line each."""
-        yield from self._clip_problems()
+        yield from (f"--{line}" for line in loss_problems(self))
         if self.scale_rewards is not None and self.multi_objective_aggregation is not None:
             normalises_each = self.multi_objective_aggregation == "normalize_then_sum"
             if normalises_each != (self.scale_rewards == "gdpo"):
@@ -233,24 +229,6 @@ class ObjectiveArguments:
                 "drop --kl_bias_correction"
             )
         yield from self._entropy_problems()
-
-    def _clip_problems(self) -> Iterator[str]:
-        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        if self.loss_type == "cispo":
-            if self.epsilon_high is None:
-                yield (
-                    "--epsilon_high: none: cispo needs it as the cap on the ratio itself, at least 1; "
-                    "e.g. --epsilon_high 5.0"
-                )
-            elif self.epsilon_high < 1:
-                yield (
-                    f"--epsilon_high: {self.epsilon_high:g}: for cispo this is the cap on the ratio itself, "
-                    f"not 1 + epsilon, so at least 1; e.g. --epsilon_high 5.0"
-                )
-        elif self.loss_type not in ("sapo", "vespo") and self.delta is not None and self.delta <= 1 + high:
-            yield f"--delta: {self.delta:g}: must be above 1 + epsilon_high = {1 + high:g}; e.g. {1.2 + high:g}"
-        if self.delta is not None and self.loss_type in ("cispo", "sapo", "vespo"):
-            yield f"--delta: {self.delta:g}: --loss_type {self.loss_type} has no clip that it could bound; drop it"
 
     def _entropy_problems(self) -> Iterator[str]:
         if self.use_adaptive_entropy and not self.entropy_coef_min <= self.entropy_coef <= self.entropy_coef_max:

@@ -11,14 +11,14 @@ Nothing is clamped before `exp`: a ratio that overflows must be seen, not hidden
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from swift.rl.losses import Level
 from swift.rl.segments import segment_mean, spread
 
-Level = Literal["token", "sequence", "sequence_token"]
 LEVELS: tuple[str, ...] = get_args(Level)
 
 
@@ -62,24 +62,3 @@ def importance_ratio(
     if level == "sequence":
         return torch.exp(sequence_log_ratio_T)
     return torch.exp(log_ratio_T - log_ratio_T.detach() + sequence_log_ratio_T.detach())
-
-
-def clipped_surrogate(
-    ratio_T: Tensor,
-    advantages_T: Tensor,
-    *,
-    epsilon: float,
-    epsilon_high: float,
-    delta: float | None = None,
-) -> Tensor:
-    """PPO's clipped surrogate as a loss, `-min(c1 A, clip(r, 1 - epsilon, 1 + epsilon_high) A)`, [T].
-
-    `c1` is the ratio, or `min(r, delta)` when `delta` is set: the two-sided clip (arXiv:2505.07291), which
-    bounds the loss of a token with A < 0 whose ratio has grown. `epsilon_high` above `epsilon` is DAPO's
-    clip-higher (arXiv:2503.14476: .2 and .28).
-
-    Example: r = 1.5, epsilon = epsilon_high = .2: A = 1 gives -1.2, A = -1 gives 1.5 (1.4 with delta = 1.4).
-    """
-    clipped_T = torch.clamp(ratio_T, 1 - epsilon, 1 + epsilon_high)
-    unclipped_T = ratio_T if delta is None else torch.clamp(ratio_T, max=delta)
-    return -torch.min(unclipped_T * advantages_T, clipped_T * advantages_T)

@@ -11,18 +11,19 @@ from torch import Tensor
 from swift.rl.segments import segment_sum
 
 LOG_RATIO_LIMIT = 20.0
-"""Bound of |lp_r - lp| before `exp`: e^20 is far beyond any divergence a run survives, and finite in fp32."""
+"""Upper bound of lp_r - lp before `exp`: e^20 is far beyond any divergence a run survives, and finite in fp32."""
 
 
 def k3(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
-    """The k3 estimate `e^d - d - 1` with `d = clip(lp_r - lp, +-20)`, [T], never negative.
+    """The k3 estimate `e^d - d - 1` with `d = min(lp_r - lp, 20)`, [T], never negative.
 
-    `d` is bounded so that `exp` stays finite; the estimate itself is never clamped. Gradient flows into the
+    `d` is bounded above so that `exp` stays finite. It has no lower bound: there the estimate is linear, and a
+    bound would stop the gradient for the tokens that are furthest from the reference. Gradient flows into the
     policy's log-probs only as far as the caller lets it: pass a detached reference.
 
     Example: lp_r - lp = .1 gives .005171.
     """
-    difference_T = torch.clamp(ref_logprobs_T - policy_logprobs_T, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    difference_T = torch.clamp(ref_logprobs_T - policy_logprobs_T, max=LOG_RATIO_LIMIT)
     return torch.expm1(difference_T) - difference_T
 
 

@@ -25,57 +25,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from swift.rl.logit_blocks import PLAIN, Buffers, Head, LogitMap, block_shape, view
+
 Entropy = Literal["none", "value", "gradient"]
 """What is wanted of the entropy: nothing, its value, or its value with a gradient."""
 
 Way = Literal["value", "direction", "keep", "recompute"]
 
-CPU_BLOCK_ELEMENTS = 2**20
-"""Elements of a block on the CPU (4 MiB in fp32, which a cache holds)."""
-
-DEVICE_BLOCK_ELEMENTS = 2**26
-"""Elements of a block elsewhere (256 MiB in fp32): kernel launches hardly count then."""
-
-CPU_BLOCK_ROWS = 2048
-"""Most rows of a block on the CPU: matrix products are at full speed, and the weight is read seldom."""
-
-DEVICE_BLOCK_ROWS = 16384
-"""Most rows of a block elsewhere."""
-
 KEEP_BYTES = 2**27
 """Logits up to this size are kept for the backward pass; beyond it, a second product costs less than the memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class LogitMap:
-    """What happens to `hidden @ weight.T + bias` before the softmax: `cap * tanh(scale * z / cap) / temperature`.
-
-    scale: Cohere's `logit_scale`, or 1 over Granite's `logits_scaling`. softcap: Gemma's `final_logit_softcapping`;
-    None is off. temperature: the sampler's, > 0.
-    """
-
-    scale: float = 1.0
-    softcap: float | None = None
-    temperature: float = 1.0
-
-    @property
-    def slope(self) -> float:
-        """The derivative, up to that of tanh."""
-        return self.scale / self.temperature
-
-    def apply_(self, logits: Tensor) -> Tensor:
-        """In place."""
-        if self.softcap is not None:
-            return logits.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
-        if self.scale != 1.0:
-            logits.mul_(self.scale)
-        return logits.div_(self.temperature) if self.temperature != 1.0 else logits
-
-    def bend(self, mapped: Tensor) -> Tensor | None:
-        """The derivative of tanh where the result is `mapped`; None without a cap."""
-        if self.softcap is None:
-            return None
-        return (mapped * (self.temperature / self.softcap)).square_().neg_().add_(1.0)
 
 
 def linear_logprobs(
@@ -84,7 +42,7 @@ def linear_logprobs(
     ids_N: Tensor,
     *,
     bias_V: Tensor | None = None,
-    logit_map: LogitMap = LogitMap(),
+    logit_map: LogitMap = PLAIN,
     entropy: Entropy = "none",
     keep_bytes: int | None = None,
     block: tuple[int, int] | None = None,
@@ -120,7 +78,7 @@ def linear_logprobs(
     shape = block or block_shape(ids_N.numel(), weight_VH.shape[0], on_cpu=hidden_NH.device.type == "cpu")
     hidden_NH = hidden_NH.contiguous()
     if way == "value":
-        head = _Head(hidden_NH.detach(), weight_VH.detach(), _detached(bias_V), ids_N, logit_map, shape)
+        head = Head(hidden_NH.detach(), weight_VH.detach(), _detached(bias_V), ids_N, logit_map, shape)
         found = _statistics(head, way, entropy)
         return found.logprobs_N, found.entropy_N
     logprobs_N, entropy_N = _LinearLogprobs.apply(
@@ -149,90 +107,12 @@ def choose_way(num_bytes: int, *, hidden_learns: bool, head_learns: bool, entrop
     return "recompute" if head_learns or entropy == "gradient" else "direction"
 
 
-def block_shape(num_rows: int, vocabulary: int, *, on_cpu: bool) -> tuple[int, int]:
-    """Rows and columns of a block: as many rows as help, and columns for the rest of the buffer."""
-    elements, most_rows = (CPU_BLOCK_ELEMENTS, CPU_BLOCK_ROWS) if on_cpu else (DEVICE_BLOCK_ELEMENTS, DEVICE_BLOCK_ROWS)
-    rows = max(1, min(num_rows, most_rows))
-    return rows, max(1, min(vocabulary, elements // rows))
-
-
 @dataclass(frozen=True, slots=True)
 class _Settings:
     logit_map: LogitMap
     entropy: Entropy
     way: Way
     shape: tuple[int, int]
-
-
-@dataclass(slots=True)
-class _Head:
-    """The inputs, with no gradient of their own, and how they are cut."""
-
-    hidden_NH: Tensor
-    weight_VH: Tensor
-    bias_V: Tensor | None
-    ids_N: Tensor
-    logit_map: LogitMap
-    shape: tuple[int, int]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of statistics."""
-        return torch.float64 if self.hidden_NH.dtype == torch.float64 else torch.float32
-
-    @property
-    def narrow(self) -> bool:
-        """Whether matrix products have another type than statistics."""
-        return self.hidden_NH.dtype != self.dtype
-
-    @property
-    def one_column(self) -> bool:
-        """Whether a block holds whole rows."""
-        return self.shape[1] >= self.weight_VH.shape[0]
-
-    def row_spans(self) -> list[slice]:
-        """The rows, cut."""
-        return _cut(self.ids_N.numel(), self.shape[0])
-
-    def column_spans(self) -> list[slice]:
-        """The vocabulary, cut."""
-        return _cut(self.weight_VH.shape[0], self.shape[1])
-
-    def buffer(self, dtype: torch.dtype) -> Tensor:
-        """Memory of one block."""
-        rows, columns = min(self.shape[0], self.ids_N.numel()), min(self.shape[1], self.weight_VH.shape[0])
-        return torch.empty(rows * columns, dtype=dtype, device=self.hidden_NH.device)
-
-    def product(self, rows: slice, columns: slice, out: Tensor | None) -> Tensor:
-        """`hidden @ weight.T + bias` of a block: a new tensor, or `out` where it is given and torch multiplies."""
-        hidden, weight = self.hidden_NH[rows], self.weight_VH[columns]
-        bias = None if self.bias_V is None else self.bias_V[columns]
-        return torch.mm(hidden, weight.t(), out=out) if bias is None else torch.addmm(bias, hidden, weight.t(), out=out)
-
-    def matmul(self, left: Tensor, right: Tensor) -> Tensor:
-        """`left @ right`, a new tensor."""
-        return left @ right
-
-    def add_product(self, total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
-        """`total += left @ right`, or `=` for the first."""
-        if total.dtype != left.dtype:
-            product = self.matmul(left, right)
-            total.copy_(product) if first else total.add_(product)
-        elif first:
-            torch.mm(left, right, out=total)
-        else:
-            total.addmm_(left, right)
-
-    def places(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor | None]:
-        """The column of each row's id within the block, [R, 1], 0 where it is elsewhere; and whether it is in it.
-
-        None where a block holds whole rows, so that all are.
-        """
-        if self.one_column:
-            return self.ids_N[rows].unsqueeze(1), None
-        local = self.ids_N[rows] - columns.start
-        inside = (local >= 0) & (local < columns.stop - columns.start)
-        return local.where(inside, 0).unsqueeze(1), inside
 
 
 @dataclass(slots=True)
@@ -259,7 +139,7 @@ class _LinearLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, ids_N: Tensor, settings: _Settings
     ) -> tuple[Tensor, Tensor]:
-        head = _Head(hidden_NH, weight_VH, bias_V, ids_N, settings.logit_map, settings.shape)
+        head = Head(hidden_NH, weight_VH, bias_V, ids_N, settings.logit_map, settings.shape)
         found = _statistics(head, settings.way, settings.entropy)
         empty = found.logprobs_N.new_empty(0)
         entropy_N = empty if found.entropy_N is None else found.entropy_N
@@ -288,7 +168,7 @@ class _LinearLogprobs(torch.autograd.Function):
         settings: _Settings = ctx.settings
         hidden_NH, weight_VH, bias_V, ids_N, normaliser_N, entropy_N, *blocks = ctx.saved_tensors
         kept = blocks if settings.way == "keep" else None
-        head = _Head(hidden_NH, weight_VH, bias_V, ids_N, settings.logit_map, settings.shape)
+        head = Head(hidden_NH, weight_VH, bias_V, ids_N, settings.logit_map, settings.shape)
         if logprob_grad_N is None:
             logprob_grad_N = torch.zeros_like(normaliser_N)
         found = _Found(logprob_grad_N, normaliser_N, entropy_N, kept, ctx.exponential)
@@ -302,7 +182,7 @@ class _LinearLogprobs(torch.autograd.Function):
 # --- forward -----------------------------------------------------------------------------------------------------
 
 
-def _statistics(head: _Head, way: Way, entropy: Entropy) -> _Found:
+def _statistics(head: Head, way: Way, entropy: Entropy) -> _Found:
     num_rows = head.ids_N.numel()
     options: Any = {"dtype": head.dtype, "device": head.hidden_NH.device}
     found = _Found(
@@ -317,7 +197,7 @@ def _statistics(head: _Head, way: Way, entropy: Entropy) -> _Found:
         )
     if way == "direction":
         found.direction_NH = torch.empty_like(head.hidden_NH)
-    buffers = _Buffers(head, keep=way == "keep", in_place=found.exponential, spare=entropy != "none")
+    buffers = Buffers(head, keep=way == "keep", in_place=found.exponential, spare=entropy != "none")
     for rows in head.row_spans():
         running = _Running(head, rows, entropy != "none", way == "direction")
         for columns in head.column_spans():
@@ -326,61 +206,31 @@ def _statistics(head: _Head, way: Way, entropy: Entropy) -> _Found:
     return found
 
 
-class _Buffers:
-    """The memory of one block of logits: as the product gives it, and in the type of statistics.
-
-    Args:
-        head: the inputs.
-        keep: blocks are kept as the product gives them.
-        in_place: they are kept as what the statistics make of them.
-        spare: another block is needed, for what must not overwrite the logits.
-    """
-
-    def __init__(self, head: _Head, *, keep: bool, in_place: bool, spare: bool) -> None:
-        self.head = head
-        self.copies = head.narrow or (keep and not in_place)
-        self.product = head.buffer(head.hidden_NH.dtype) if not keep else None
-        self.statistics = head.buffer(head.dtype) if self.copies else None
-        self.spare = head.buffer(head.dtype) if spare else None
-
-    def logits(self, rows: slice, columns: slice, kept: list[Tensor] | None) -> Tensor:
-        """The mapped logits of a block, to be overwritten; what is to be kept goes to `kept`."""
-        size = (rows.stop - rows.start, columns.stop - columns.start)
-        product = self.head.product(rows, columns, None if self.product is None else _view(self.product, size))
-        if kept is not None:
-            kept.append(product)
-        return self.head.logit_map.apply_(self.own(product) if self.copies else product)
-
-    def own(self, block: Tensor) -> Tensor:
-        """A copy in the type of statistics."""
-        assert self.statistics is not None
-        return _view(self.statistics, tuple(block.shape)).copy_(block)
-
-
 class _Running:
     """Softmax statistics of some rows while the blocks of their columns arrive; sums are relative to `highest`.
 
     total: sum of e^(z - highest). moment: sum of e^(z - highest) (z - highest), for the entropy.
-    others: `total` without the row's own id. mean: weight rows summed with the terms of `others` (and the bend).
+    others: `total` without the row's own id. mean: weight rows summed with the terms of `others` (times the
+        derivative of the cap).
     """
 
     total: Tensor
     highest: Tensor
     selected: Tensor
 
-    def __init__(self, head: _Head, rows: slice, with_entropy: bool, with_direction: bool) -> None:
+    def __init__(self, head: Head, rows: slice, with_entropy: bool, with_direction: bool) -> None:
         self.head, self.rows = head, rows
         self.with_entropy, self.with_direction = with_entropy, with_direction
         self.moment: Tensor | None = None
         self.others: Tensor | None = None
         self.mean: Tensor | None = None
 
-    def add(self, columns: slice, logits: Tensor, buffers: _Buffers) -> None:
+    def add(self, columns: slice, logits: Tensor, buffers: Buffers) -> None:
         """One block; `logits` is overwritten by exponentials."""
         first = columns.start == 0
         places, inside = self.head.places(self.rows, columns)
         selected, highest = logits.gather(1, places).squeeze(1), logits.amax(dim=1)
-        bend = self.head.logit_map.bend(logits) if self.with_direction else None
+        derivative = self.head.logit_map.derivative(logits) if self.with_direction else None
         if first:
             self.highest = highest
         else:
@@ -389,14 +239,14 @@ class _Running:
         logits.sub_(self.highest.unsqueeze(1))
         if self.with_entropy:
             assert buffers.spare is not None
-            shifted = _view(buffers.spare, tuple(logits.shape)).copy_(logits)
+            shifted = view(buffers.spare, tuple(logits.shape)).copy_(logits)
             exponentials = logits.exp_()
             self.moment = _sum(self.moment, shifted.mul_(exponentials).sum(dim=1))
         else:
             exponentials = logits.exp_()
         self.total = _sum(None if first else self.total, exponentials.sum(dim=1))
         if self.with_direction:
-            self._add_direction(columns, exponentials, bend, places, inside)
+            self._add_direction(columns, exponentials, derivative, places, inside)
 
     def _raise_highest(self, highest: Tensor) -> None:
         drop = self.highest - highest
@@ -410,15 +260,15 @@ class _Running:
         self.highest = highest
 
     def _add_direction(
-        self, columns: slice, exponentials: Tensor, bend: Tensor | None, places: Tensor, inside: Tensor | None
+        self, columns: slice, exponentials: Tensor, derivative: Tensor | None, places: Tensor, inside: Tensor | None
     ) -> None:
         """The row's own id stays out, so that 1 - p is exact where p is nearly 1."""
         own = exponentials.gather(1, places)
         own = torch.zeros_like(own) if inside is None else own.masked_fill_(inside.unsqueeze(1), 0.0)
         exponentials.scatter_(1, places, own)
         self.others = _sum(self.others, exponentials.sum(dim=1))
-        if bend is not None:
-            exponentials.mul_(bend)
+        if derivative is not None:
+            exponentials.mul_(derivative)
         weight = self.head.weight_VH[columns]
         first = self.mean is None
         if self.mean is None:
@@ -440,57 +290,59 @@ class _Running:
         assert self.others is not None and self.mean is not None
         total = self.others + own
         factor = self.others / total
-        bend = self.head.logit_map.bend(self.selected)
-        if bend is not None:
-            factor = factor * bend
-        pull = self.head.weight_VH[self.head.ids_N[self.rows]].to(factor.dtype).mul_(factor.unsqueeze(1))
-        return pull.sub_(self.mean.div_(total.unsqueeze(1))).mul_(self.head.logit_map.slope)
+        derivative = self.head.logit_map.derivative(self.selected)
+        if derivative is not None:
+            factor = factor * derivative
+        own_row = self.head.weight_VH[self.head.ids_N[self.rows]].to(factor.dtype).mul_(factor.unsqueeze(1))
+        return own_row.sub_(self.mean.div_(total.unsqueeze(1))).mul_(self.head.logit_map.slope)
 
 
 # --- backward ----------------------------------------------------------------------------------------------------
 
 
 def _logit_gradients(
-    head: _Head, found: _Found, logprob_grad_N: Tensor, entropy_grad_N: Tensor | None
+    head: Head, found: _Found, logprob_grad_N: Tensor, entropy_grad_N: Tensor | None
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """The gradient of `hidden @ weight.T + bias`, block by block, in the type of the inputs; void at the next."""
     kept = found.kept
-    buffers = _Buffers(head, keep=kept is not None, in_place=False, spare=entropy_grad_N is not None)
+    buffers = Buffers(head, keep=kept is not None, in_place=False, spare=entropy_grad_N is not None)
     narrow = head.buffer(head.hidden_NH.dtype) if head.narrow else None
     blocks = iter(kept or ())
     for rows in head.row_spans():
-        pull = logprob_grad_N[rows].to(head.dtype) * head.logit_map.slope
-        push = None if entropy_grad_N is None else entropy_grad_N[rows].to(head.dtype) * head.logit_map.slope
+        upstream = logprob_grad_N[rows].to(head.dtype) * head.logit_map.slope
+        entropy_upstream = (
+            None if entropy_grad_N is None else entropy_grad_N[rows].to(head.dtype) * head.logit_map.slope
+        )
         for columns in head.column_spans():
-            bend = None
+            derivative = None
             if found.exponential:
-                factor = (pull / found.normaliser_N[rows]).neg_().unsqueeze(1)
+                factor = (upstream / found.normaliser_N[rows]).neg_().unsqueeze(1)
                 grad = buffers.own(next(blocks)).mul_(factor)
             else:
                 if kept is None:
                     logits = buffers.logits(rows, columns, None)
                 else:
                     logits = head.logit_map.apply_(buffers.own(next(blocks)))
-                bend = head.logit_map.bend(logits)
-                grad = _softmax_gradient(logits, found, rows, pull, push, buffers.spare)
+                derivative = head.logit_map.derivative(logits)
+                grad = _softmax_gradient(logits, found, rows, upstream, entropy_upstream, buffers.spare)
             places, inside = head.places(rows, columns)
-            own = pull if inside is None else pull.where(inside, 0.0)
+            own = upstream if inside is None else upstream.where(inside, 0.0)
             grad.scatter_add_(1, places, own.unsqueeze(1))
-            if bend is not None:
-                grad.mul_(bend)
-            yield rows, columns, grad if narrow is None else _view(narrow, tuple(grad.shape)).copy_(grad)
+            if derivative is not None:
+                grad.mul_(derivative)
+            yield rows, columns, grad if narrow is None else view(narrow, tuple(grad.shape)).copy_(grad)
 
 
 def _softmax_gradient(
-    logits: Tensor, found: _Found, rows: slice, pull: Tensor, push: Tensor | None, spare: Tensor | None
+    logits: Tensor, found: _Found, rows: slice, upstream: Tensor, entropy_upstream: Tensor | None, spare: Tensor | None
 ) -> Tensor:
-    """`-p (pull + push (log p + H))` in place of the logits: all but the part of the row's own id."""
+    """`-p (upstream + entropy_upstream (log p + H))` in place of the logits: all but the part of the row's own id."""
     logprobs = logits.sub_(found.normaliser_N[rows].unsqueeze(1))
-    if push is None:
-        return logprobs.exp_().mul_(-pull.unsqueeze(1))
+    if entropy_upstream is None:
+        return logprobs.exp_().mul_(-upstream.unsqueeze(1))
     assert spare is not None and found.entropy_N is not None
-    factor = _view(spare, tuple(logits.shape)).copy_(logprobs).add_(found.entropy_N[rows].unsqueeze(1))
-    factor.mul_(-push.unsqueeze(1)).sub_(pull.unsqueeze(1))
+    factor = view(spare, tuple(logits.shape)).copy_(logprobs).add_(found.entropy_N[rows].unsqueeze(1))
+    factor.mul_(-entropy_upstream.unsqueeze(1)).sub_(upstream.unsqueeze(1))
     return logprobs.exp_().mul_(factor)
 
 
@@ -500,7 +352,7 @@ class _GradientSums:
     A sum over blocks is in the type of statistics; what one product gives at once is not copied.
     """
 
-    def __init__(self, head: _Head, hidden: bool, weight: bool, bias: bool) -> None:
+    def __init__(self, head: Head, hidden: bool, weight: bool, bias: bool) -> None:
         self.head, self.needs_hidden, self.needs_weight = head, hidden, weight
         row_spans = head.row_spans()
         self.one_block = head.one_column and len(row_spans) == 1
@@ -540,16 +392,8 @@ class _GradientSums:
 # --- small parts -------------------------------------------------------------------------------------------------
 
 
-def _cut(length: int, step: int) -> list[slice]:
-    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
-
-
 def _sum(total: Tensor | None, part: Tensor) -> Tensor:
     return part if total is None else total.add_(part)
-
-
-def _view(buffer: Tensor, size: tuple[int, ...]) -> Tensor:
-    return buffer[: size[0] * size[1]].view(size)
 
 
 def _detached(tensor: Tensor | None) -> Tensor | None:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from swift.rl.importance import importance_ratio, log_ratio
 from swift.rl.kl import kl_term
-from swift.rl.losses import Loss, LossConfig, TokenInputs, get_loss
+from swift.rl.losses import LossConfig, TokenInputs, get_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def policy_loss(
     dtype = policy_logprobs_T.dtype
     mask_T = mask_T.to(dtype)
     inputs = _token_inputs(
-        policy_logprobs_T, loss, config, advantages_T.to(dtype), mask_T, sequence_index_T, num_sequences,
+        policy_logprobs_T, config, advantages_T.to(dtype), mask_T, sequence_index_T, num_sequences,
         old_logprobs_T, correction,
     )  # fmt: skip
     objective = loss.objective(inputs, config)
@@ -125,7 +125,6 @@ def policy_loss(
 
 def _token_inputs(
     policy_logprobs_T: Tensor,
-    loss: Loss,
     config: LossConfig,
     advantages_T: Tensor,
     mask_T: Tensor,
@@ -140,7 +139,7 @@ def _token_inputs(
         mask_T=mask_T,
         sequence_index_T=sequence_index_T,
         num_sequences=num_sequences,
-        level=config.importance_sampling_level or loss.default_level,
+        level=config.level,
     )
     return TokenInputs(
         policy_logprobs_T=policy_logprobs_T,

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import torch
 
-from swift.rl.advantages import Advantages, Estimator, Scale, compute_advantages, reward_matrix
+from swift.rl.advantages import Advantages, compute_advantages, reward_matrix
+from swift.rl.estimators import Scale
 from swift.rollout.replay import ReplayBuffer, ReplayEntry
 from swift.rollout.round_result import fault
 from swift.rollout.samples import RolloutBatch, TrainSample
@@ -36,6 +38,7 @@ class BatchConfig:
 
     generation_batches: generation batches of a rollout batch, each with its own statistics.
     num_global_batches: optimizer steps that one visit of a rollout batch feeds; num_iterations: visits.
+    estimator_parameters: of the advantage estimator; None takes its defaults.
     reward_kl: weight of the KL that is subtracted from rewards; 0 is off.
     """
 
@@ -43,7 +46,8 @@ class BatchConfig:
     generation_batches: int
     num_global_batches: int
     num_iterations: int
-    advantage_estimator: Estimator = "grpo"
+    advantage_estimator: str = "grpo"
+    estimator_parameters: Any = None
     scale_rewards: Scale | None = None
     reward_weights: Sequence[float] = ()
     overlong_filter: bool = False
@@ -109,7 +113,7 @@ class BatchMaker:
         """The passes of the reference over a round, while its rewards are still computed; collective."""
         samples, _ = self.untouched(groups)
         if self.config.reward_kl > 0:
-            return samples, self._kl(samples)
+            return samples, self._kl(groups)
         if self.refer is not None:
             self.refer(RolloutBatch(samples, self.config.num_global_batches, self.config.num_iterations))
         return samples, None
@@ -140,7 +144,7 @@ class BatchMaker:
         penalty = None
         metrics: dict[str, float] = {}
         if config.reward_kl > 0:
-            kl_S = kl_S if kl_S is not None else self._kl(samples)
+            kl_S = kl_S if kl_S is not None else self._kl(groups)
             penalty = config.reward_kl * kl_S
             metrics["kl_in_reward"] = _mean_of_trained(kl_S, samples)
         batches = self._batches(groups)
@@ -168,9 +172,10 @@ class BatchMaker:
             metrics={**metrics, **self._replay_metrics(replayed, step)},
         )
 
-    def _kl(self, samples: Sequence[TrainSample]) -> torch.Tensor:
+    def _kl(self, groups: Sequence[RolloutGroup]) -> torch.Tensor:
+        """k1 of each completion; of cut ones too, because their rewards count in the group's mean."""
         assert self.kl_of is not None, "the trainer has not said how the KL is computed"
-        return torch.tensor(list(self.kl_of(samples)), dtype=torch.float64)
+        return torch.tensor(list(self.kl_of(list(self._samples(groups, with_cut=True)))), dtype=torch.float64)
 
     def advantages(self, groups: Sequence[RolloutGroup], kl_penalty_S: torch.Tensor | None = None) -> Advantages:
         """Advantages of scored groups that share their batch statistics."""
@@ -188,6 +193,7 @@ class BatchMaker:
             weights_K=torch.tensor(list(self.config.reward_weights), dtype=torch.float64),
             excluded_S=torch.tensor(excluded, dtype=torch.bool),
             estimator=self.config.advantage_estimator,
+            parameters=self.config.estimator_parameters,
             scale=self.config.scale_rewards,
             kl_penalty_S=kl_penalty_S,
         )
@@ -208,16 +214,19 @@ class BatchMaker:
         size = len(groups) // self.config.generation_batches
         return [groups[i : i + size] for i in range(0, len(groups), size)]
 
-    def _samples(self, groups: Sequence[RolloutGroup], first: int = 0) -> Iterator[TrainSample]:
+    def _samples(
+        self, groups: Sequence[RolloutGroup], first: int = 0, *, with_cut: bool = False
+    ) -> Iterator[TrainSample]:
         for number, group in enumerate(groups, first):
             prompt = np.asarray(group.prompt.token_ids, dtype=np.int32)
             for completion in group.completions:
-                counts = fault(completion) is None and bool(completion.token_ids) and not self.cut(completion)
+                counts = fault(completion) is None and bool(completion.token_ids)
+                counts = counts and (with_cut or not self.cut(completion))
                 yield TrainSample(
                     group=number,
                     prompt_ids=prompt,
                     token_ids=np.asarray(completion.token_ids, dtype=np.int32),
-                    sampler_logprobs=np.asarray(completion.logprobs, dtype=np.float32),
+                    sampler_logprobs=np.asarray(completion.full_logprobs, dtype=np.float32),
                     trained=np.full(len(completion.token_ids), counts, dtype=np.bool_),
                     advantage=0.0,
                     versions=list(completion.versions),

@@ -163,7 +163,8 @@ class RolloutCollector:
         with contextlib.ExitStack() as stack:
             clock = None
             if self.request_s is not None:
-                clock = stack.enter_context(RequestClock(engine, (), self.request_s, self._book_late))
+                clock = stack.enter_context(RequestClock(engine, (), self.request_s))
+                stack.callback(self._book_late, clock)
 
             def submit() -> bool:
                 return self.submit_due(engine, current, clock)
@@ -203,8 +204,8 @@ class RolloutCollector:
         completion.text = self.decode(completion.token_ids)
         current.take(completion)
 
-    def _book_late(self) -> None:
-        self._late += 1
+    def _book_late(self, clock: RequestClock) -> None:
+        self._late += clock.late
 
     def _new_late(self) -> int:
         """Requests of this rank that were aborted for their time since the last call."""

@@ -47,7 +47,6 @@ class GenerationThread:
     def __init__(self, collector: RolloutCollector, *, overlap: bool = False) -> None:
         self.collector = collector
         self.overlap = overlap
-        self.busy_s = 0.0
         self._changed = threading.Condition()
         self._new: deque[Round] = deque()
         self._running: list[Round] = []
@@ -141,7 +140,6 @@ class GenerationThread:
 
     def _run(self) -> None:
         while self._wait_for_work():
-            started = time.monotonic()
             try:
                 self._stream()
             except Exception as error:  # carried to the trainer's thread, which raises it on every rank
@@ -149,7 +147,6 @@ class GenerationThread:
                     self._empty_engine()
                 finally:
                     self._fail(error)
-            self.busy_s += time.monotonic() - started
 
     def _wait_for_work(self) -> bool:
         with self._changed:

@@ -67,7 +67,6 @@ class RolloutBatch:
     num_global_batches: int
     num_iterations: int
     position: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
     arriving: Iterator[Arrival] | None = None
 
     @property

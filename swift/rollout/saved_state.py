@@ -93,6 +93,7 @@ class SavedCompletion(msgspec.Struct):
     text: str
     versions: list[tuple[int, int, int]]
     columns: str
+    log_mass: np.ndarray | None = None
 
 
 class SavedGroup(msgspec.Struct):
@@ -124,7 +125,9 @@ def saved_completion(one: Completion) -> SavedCompletion:
     ids, logprobs = np.asarray(one.token_ids, dtype=np.int64), np.asarray(one.logprobs, dtype=np.float64)
     text = one.text.encode("utf-8", "replace").decode()
     versions = [(int(a), int(b), int(c)) for a, b, c in one.versions]
-    return SavedCompletion(one.request_id, ids, logprobs, one.finish_reason, text, versions, plain_text(one.columns))
+    mass = np.asarray(one.log_mass, dtype=np.float64) if one.log_mass else None
+    columns = plain_text(one.columns)
+    return SavedCompletion(one.request_id, ids, logprobs, one.finish_reason, text, versions, columns, mass)
 
 
 def restored_completion(saved: SavedCompletion) -> Completion:
@@ -137,6 +140,7 @@ def restored_completion(saved: SavedCompletion) -> Completion:
         saved.text,
         saved.versions,
         from_plain_text(saved.columns),
+        saved.log_mass.tolist() if saved.log_mass is not None else [],
     )
 
 
@@ -154,6 +158,7 @@ def saved_for_logs(group: RolloutGroup) -> SavedGroup:
     saved.prompt.token_ids = saved.prompt.token_ids[:0]
     for one in saved.completions:
         one.token_ids, one.logprobs, one.versions = one.token_ids[:0], one.logprobs[:0], one.versions[:1]
+        one.log_mass = None
     return saved
 
 

@@ -68,11 +68,6 @@ class MicroBatchPlan:
         """The first sample that any rank computes."""
         return next(i for rank in self.micro_batches for one in rank for i in one)
 
-    @property
-    def num_samples(self) -> int:
-        """Samples that any rank computes."""
-        return sum(len(part) for parts in self.micro_batches for part in parts)
-
 
 def plan_micro_batches(
     samples: Sequence[TrainSample],

@@ -56,6 +56,7 @@ def run(resolved: Resolved) -> int:
         collectives = join_processes(args.ddp_timeout, always=bool(args.deepspeed or args.fsdp))
         start = find_start(args, checkpoint_settings(resolved.to_json(), collectives))
         template = load_chat(args)
+        template.training_template = training_template(template)
         import datasets  # noqa: F401  # what encoding needs
     train, val, lines = encode(args, template)
     lines += [*start.notes, plan_line(args, len(train), collectives.world_size)]
@@ -64,6 +65,18 @@ def run(resolved: Resolved) -> int:
             print(line, flush=True)
     _train(resolved, collectives, start, template, train, val)
     return 0
+
+
+def training_template(template: Template) -> str | None:
+    """TRL's variant of the model's template, which keeps all turns and marks the assistant's; None without one."""
+    if template.marked:
+        return None
+    from trl.chat_template_utils import get_training_chat_template
+
+    try:
+        return get_training_chat_template(template.tokenizer)
+    except ValueError:  # one that TRL does not know
+        return None
 
 
 def plan_line(args: Any, num_rows: int, world_size: int) -> str:
@@ -96,8 +109,7 @@ def encode(args: Any, template: Template) -> tuple[Dataset, Dataset | None, list
         rows = load_rows(args, split)
         lines += rows.report.lines()
         if len(rows):
-            chats = [row["messages"] for row in rows]
-            tables[split], report = encode_rows(chats, encoder, num_proc=args.dataset_num_proc, split=split)
+            tables[split], report = encode_rows(rows, encoder, num_proc=args.dataset_num_proc, split=split)
             lines += report.lines(split)
     assert tables["train"] is not None, "load_rows returns at least one training row"
     return tables["train"], tables["val"], lines

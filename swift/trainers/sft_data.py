@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 IGNORED = -100
 """The label of a token that takes no part in the loss."""
 
-TOO_LONG, NO_ANSWER = "longer than max_length", "no assistant turn"
+TOO_LONG, NO_ANSWER = "longer than max_length", "no assistant turn to learn from"
 
 
 @dataclass
@@ -55,16 +55,18 @@ class ChatEncoder:
     template: Template
     max_length: int | None
 
-    def __call__(self, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def __call__(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
+    ) -> dict[str, Any]:
         """`input_ids` and `labels` of equal length, or empty lists and the reason in `problem`.
 
         Raises:
             ConfigError: the template cannot tell assistant turns apart in any row; see `Template`.
         """
-        if not any(message.get("role") == "assistant" for message in messages):
+        if not any(message.get("role") == "assistant" and message.get("loss", True) for message in messages):
             return _left_out(NO_ANSWER)
         try:
-            ids, mask = self.template.encode_chat(messages)
+            ids, mask = self.template.encode_chat(messages, tools)
         except RefusedChat as error:
             return _left_out(str(error))
         if self.max_length is not None and len(ids) > self.max_length:
@@ -73,12 +75,12 @@ class ChatEncoder:
         return {"input_ids": ids, "labels": labels, "num_tokens": len(ids), "num_trained": sum(mask), "problem": ""}
 
     def from_json(self, row: dict[str, str]) -> dict[str, Any]:
-        """The same for a table row whose column `messages` is JSON text (Arrow needs one type per column)."""
-        return self(json.loads(row["messages"]))
+        """The same for a table row whose column `chat` is JSON text (Arrow needs one type per column)."""
+        return self(*json.loads(row["chat"]))
 
 
 def encode_rows(
-    chats: Iterable[Sequence[dict[str, Any]]],
+    rows: Iterable[Mapping[str, Any]],
     encoder: ChatEncoder,
     *,
     num_proc: int = 1,
@@ -87,7 +89,7 @@ def encode_rows(
     """The rows as a datasets table with the columns input_ids and labels, in order.
 
     Args:
-        chats: messages of each row, assistant turns included.
+        rows: `messages`, assistant turns included, and `tools` where a row has some.
         encoder: template and length limit.
         num_proc: processes that tokenise.
         split: how errors call the data.
@@ -97,9 +99,9 @@ def encode_rows(
     """
     from datasets import Dataset
 
-    table = Dataset.from_dict({"messages": [json.dumps(list(chat)) for chat in chats]})
+    table = Dataset.from_dict({"chat": [json.dumps([row["messages"], row.get("tools")]) for row in rows]})
     with _no_progress_bars():
-        encoded = table.map(encoder.from_json, remove_columns=["messages"], num_proc=num_proc if num_proc > 1 else None)
+        encoded = table.map(encoder.from_json, remove_columns=["chat"], num_proc=num_proc if num_proc > 1 else None)
     problems = list(encoded["problem"])
     kept = encoded.select([index for index, problem in enumerate(problems) if not problem])
     report = EncodingReport(

@@ -146,6 +146,22 @@ def test_biased_sampling_is_noted_and_refused_for_sequence_ratios(words):
     assert words[0] in line
 
 
+COMPARED = [
+    ("--off_policy_sequence_mask_delta", "0.5"),
+    ("--old_logprobs", "sampler"),
+    ("--replay_buffer_size", "4", "--replay_recompute_logps", "false"),
+]
+
+
+@pytest.mark.parametrize("words", COMPARED, ids=lambda words: words[0])
+def test_truncated_sampling_is_compared_only_where_the_engine_knows_the_kept_mass(words):
+    (line,) = problems("--use_vllm", "true", "--top_k", "20", *words)
+    assert line.startswith(words[-2]) and "with --top_k 20" in line
+    (line,) = problems("--repetition_penalty", "1.1", *words)
+    assert line.startswith(words[-2]) and "with --repetition_penalty 1.1" in line
+    assert rlhf("--top_k", "20", *words).args.changed_logprobs() == []
+
+
 def test_neutral_entries_are_not_called_biased():
     resolved = rlhf("--generation_kwargs", '{"presence_penalty": 0, "stop_token_ids": [3]}')
     assert not resolved.args.sampling_params().biased

@@ -96,7 +96,7 @@ FLAGS = [
     ),
     ("--vllm_mode dedicated --infer_backend transformers --vllm_tensor_parallel_size 2", ["one device; --use_vllm"]),
     (
-        "--top_p 0.9 --rollout_importance_sampling_mode sequence_mask",
+        "--use_vllm true --top_p 0.9 --rollout_importance_sampling_mode sequence_mask",
         ["--rollout_importance_sampling_mode: sequence_mask:", "--top_p 0.9; a token mode"],
     ),
     (

@@ -418,7 +418,7 @@ REWARDS = {
     "plugins that register one name": (
         lambda d: d.rlhf("--external_plugins", *(d.plugin(IMPORT + "orms['f'] = len\n", f"{n}/p.py") for n in "ab")),
         2,
-        ["--external_plugins", "registers 'f', which"],
+        ["--external_plugins", "'f', which"],
     ),
     "parameter that nobody gives": (
         lambda d: d.rlhf(

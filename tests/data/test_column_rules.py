@@ -1,5 +1,7 @@
 """Which column is the prompt, which the answer, and what reaches rewards."""
 
+import json
+
 import pytest
 
 from swift.data.columns import check_renames, plan_columns
@@ -185,7 +187,11 @@ def test_a_system_turn_of_the_row_beats_the_flag_and_must_be_the_only_one():
         ("[1", "text that is not JSON"),
         ([{"role": "user"}], "turn 1: must be an object with role and content"),
         (["x"], "turn 1: must be an object with role and content, not text"),
-        ([{"from": "human", "value": "x"}], "not an object with from, value"),
+        ([{"from": "human", "text": "x"}], "not an object with from, text"),
+        ([{"role": "user", "content": "q", "loss": True}], "turn 1: loss is true in a user turn"),
+        ([{**USER[0], "loss": "no"}], "turn 1: loss must be true or false"),
+        ([*USER, {"role": "assistant", "content": None, "tool_calls": [{}]}], "turn 2: a tool call needs a function"),
+        ([*USER, {"role": "tool_call", "content": "add(2)"}], "turn 2: a tool_call turn holds the call as JSON"),
         ([{"role": "usr", "content": "x"}], "turn 1: unknown role 'usr'; nearest: user"),
         ([{"role": "user", "content": [{"type": "image"}]}], "turn 1: content must be text, not a list"),
         ([{"role": "user", "content": None}], "turn 1: content must be text, not null"),
@@ -208,6 +214,62 @@ def test_bad_messages(value, reason):
 def test_bad_prompts(value, reason):
     with pytest.raises(RowError, match=reason):
         plan(["query"]).read({"query": value}, None)
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+
+
+def test_conversations_of_sharegpt_are_chats():
+    chosen = plan(["conversations", "system"], purpose="chat")
+    assert chosen.line == "prompt <- conversations; system <- system; other columns: none"
+    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    assert chosen.read({"conversations": turns}, None) == (CHAT, {})
+    assert plan(["conversations"]).read({"conversations": turns}, None) == (USER, {})
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        [{"role": "assistant", "content": None, "tool_calls": [CALL]}],
+        [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "add", "arguments": '{"a": 2}'}}]}],
+        [{"role": "tool_call", "content": '{"name": "add", "arguments": {"a": 2}}'}],
+        [{"from": "function_call", "value": '{"name": "add", "arguments": "{\\"a\\": 2}"}'}],
+    ],
+)
+def test_tool_calls_of_every_format_are_one(made):
+    result = {"role": "tool_response", "content": "2"}
+    chosen = plan(["messages"], purpose="chat")
+    messages, _ = chosen.read({"messages": [*USER, *made, result, CHAT[1]]}, None)
+    assert messages == [
+        *USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "2"}, CHAT[1],
+    ]  # fmt: skip
+
+
+def test_calls_that_follow_each_other_are_made_at_once():
+    call = {"role": "tool_call", "content": '{"name": "add", "arguments": {"a": 2}}'}
+    messages, _ = plan(["messages"]).read({"messages": [*USER, call, call, {"role": "tool", "content": "2"}]}, None)
+    assert messages[1] == {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]} and len(messages) == 3
+
+
+def test_history_comes_before_the_query():
+    chosen = plan(["query", "response", "history"], purpose="chat")
+    assert chosen.line == "prompt <- history + query; response <- response; other columns: none"
+    row = {"query": "q", "response": "a", "history": [["q0", "a0"]]}
+    earlier = [{"role": "user", "content": "q0"}, {"role": "assistant", "content": "a0"}]
+    assert chosen.read(row, None) == ([*earlier, *CHAT], {})
+    assert chosen.read({**row, "history": '[["q0", "a0"]]'}, None) == ([*earlier, *CHAT], {})
+    assert chosen.read({**row, "history": None}, None) == (CHAT, {})
+    with pytest.raises(RowError, match=r"history, exchange 1: must be \[query, response\]"):
+        chosen.read({**row, "history": ["q0"]}, None)
+
+
+def test_tools_are_schemas_and_stay_a_column():
+    tool = {"type": "function", "function": {"name": "add"}}
+    chosen = plan(["messages", "tools"])
+    for given in ([tool], json.dumps([tool])):
+        assert chosen.read({"messages": USER, "tools": given}, None) == (USER, {"tools": [tool]})
+    with pytest.raises(RowError, match="tools must be a list of function schemas"):
+        chosen.read({"messages": USER, "tools": ["add"]}, None)
 
 
 def test_messages_in_a_csv_cell_and_extra_keys_of_turns():

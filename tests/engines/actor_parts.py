@@ -68,16 +68,14 @@ def expected_tokens(wanted, weights=b""):
     return tokens(engine.generate(wanted))
 
 
-def family(marker=None):
-    """Live processes of engines in actors: of one life, or of all."""
+def family(parent=None):
+    """Live processes of engines in actors below a process: the actors, and what has their marker."""
     found = []
-    for process in psutil.process_iter():
-        try:
-            value = process.environ().get(MARKER)
-            if value and (marker is None or value == marker) and process.status() != psutil.STATUS_ZOMBIE:
+    for process in (parent or psutil.Process()).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            named = "EngineActor" in " ".join(process.cmdline())  # whose title may have overwritten the environment
+            if (named or MARKER in process.environ()) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            pass
     return found
 
 

@@ -153,7 +153,11 @@ class Subject:
         alive = [process for process in self.traces.started if process.is_running()]
         if victim == "first process":
             ours = self.backend.place == "server"
-            first = [one for one in alive if (one.ppid() == os.getpid() if ours else "EngineActor" in one.name())]
+            first = [
+                one
+                for one in alive
+                if (one.ppid() == os.getpid() if ours else "EngineActor" in " ".join(one.cmdline()))
+            ]
             chosen = first[:engines]
         else:
             chosen = sorted(alive, key=lambda one: one.memory_info().rss)[-engines:]
@@ -300,7 +304,9 @@ def _is_shared(process):
     from swift.rollout.engines.cluster import MARKER
 
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-        environment = process.environ()
+        name, environment = " ".join(process.cmdline()), process.environ()
+        if name.startswith("ray::"):  # a title may have overwritten the environment
+            return "EngineActor" not in name
         return environment.get(MARKER) == str(_cluster[0].folder) and "SWIFT_ENGINE" not in environment
     return True
 

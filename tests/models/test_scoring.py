@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from swift.models.forward import TokenSequence, choose_attention, is_packed, pack, packed_logits, padded_logits
 from swift.models.scoring import prepare_scoring, score_tokens, scores_itself
-from swift.rl import linear_logprobs
+from swift.rl import linear_logprobs, logit_blocks
 from swift.rl.logprobs import selected_logprobs_and_entropy
 
 SEQUENCES = [
@@ -148,7 +148,7 @@ def test_the_vocabulary_is_in_no_tensor_but_the_weights(small_model, entropy, mo
     model = small_model("llama", vocab_size=500, num_hidden_layers=1, sliding_window=None)
     choose_attention(model)
     assert prepare_scoring(model) is None
-    monkeypatch.setattr(linear_logprobs, "CPU_BLOCK_ELEMENTS", 2**13)
+    monkeypatch.setattr(logit_blocks, "CPU_BLOCK_ELEMENTS", 2**13)
     monkeypatch.setattr(linear_logprobs, "KEEP_BYTES", 0)
     shapes = set()
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from swift.errors import ConfigError
 from swift.models.arguments import ModelArguments
 from swift.models.template import Template, load_template
-from swift.models.templates import TEMPLATES
+from swift.models.templates import TEMPLATES, read_template
 from swift.models.tiny import build_tokenizer
 from swift.models.tokenizer import load_chat, load_tokenizer
 
@@ -133,6 +133,21 @@ def test_every_built_in_template_marks_what_the_assistant_says(name):
     chat = [{"role": "system", "content": "S"}, USER, ANSWER]
     assert masked_text(template, chat).startswith("5" + ends.get(name, "<|im_end|>"))
     assert "S" in template.render(chat)
+
+
+def test_templates_named_after_models_are_those_of_the_models():
+    """`qwen2_5` and `qwen` have their default system prompts; `qwen3` thinks and shows tools."""
+    for name, system in (("qwen2_5", "You are Qwen, created by Alibaba Cloud."), ("qwen", "You are a helpful")):
+        template = template_of(read_template(name))
+        assert template.render([USER]).startswith(f"<|im_start|>system\n{system}")
+        assert system not in template.render([{"role": "system", "content": "S"}, USER])
+    qwen3 = template_of(read_template("qwen3"))
+    assert qwen3.render([USER]) == "<|im_start|>user\n2+3?<|im_end|>\n"
+    assert "<think>" in qwen3.render([USER], add_generation_prompt=True, kwargs={"enable_thinking": False})
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    assert '"name": "add"' in qwen3.decode(qwen3.encode_prompt([USER], tools))
+    with pytest.raises(ConfigError, match="shows no tools"):
+        template_of(TEMPLATES["chatml"]).encode_prompt([USER], tools)
 
 
 def test_a_tokenizer_without_pad_token_pads_with_its_end_token(qwen2, tmp_path):

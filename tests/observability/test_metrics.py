@@ -6,6 +6,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from swift.trainers.step_metrics import StepMetrics
 
 from swift.observability.metrics import MetricStore, is_timing, kind_of
 
@@ -156,3 +157,12 @@ def test_the_state_keeps_values_that_json_lacks():
     values = fresh.commit(1)
     assert values["a"] == math.inf
     assert math.isnan(values["b"])
+
+
+@pytest.mark.parametrize("name", ["ratio/max", "rollout_ratio/min"])
+def test_an_extreme_that_was_not_a_number_stays_so(name):
+    for values in ([math.nan, 1.0], [1.0, math.nan]):
+        report = StepMetrics()
+        for value in values:
+            report.add_extreme(name, value)
+        assert math.isnan(report.values()[name])

@@ -12,7 +12,7 @@ from rl_windows import Sample, run_window
 
 from swift.rl.advantages import compute_advantages, reward_matrix
 from swift.rl.kl import k3
-from swift.rl.losses import LOSSES, LossConfig
+from swift.rl.losses import LossConfig, losses
 
 FIXTURES = Path(__file__).parent / "fixtures"
 WINDOWS = json.loads((FIXTURES / "trl_losses.json").read_text())["windows"]
@@ -85,7 +85,7 @@ def test_loss_and_gradient_equal_those_of_trl(window, case):
 
 def test_the_fixtures_cover_every_loss_but_gspo_which_trl_spells_grpo_with_a_sequence_ratio():
     recorded = {case["settings"]["loss_type"] for window in WINDOWS for case in window["cases"]}
-    assert recorded == set(LOSSES) - {"gspo"}
+    assert recorded == set(losses) - {"gspo"}
     for case in WINDOWS[0]["cases"]:
         settings = case["settings"]
         if settings["loss_type"] == "grpo" and settings.get("importance_sampling_level") == "sequence":

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from swift.rl.linear_logprobs import LogitMap, block_shape, choose_way, linear_logprobs
+from swift.rl.linear_logprobs import choose_way, linear_logprobs
+from swift.rl.logit_blocks import LogitMap, block_shape
 
 CUTS = [(100, 100), (3, 100), (100, 4), (2, 5), (1, 1)]
 MAPS = [

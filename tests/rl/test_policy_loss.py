@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -7,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rl_windows import Sample, means, run_window, without
 
-from swift.rl.importance import LEVELS, clipped_surrogate, importance_ratio, log_ratio
+from swift.rl.importance import LEVELS, importance_ratio, log_ratio
 from swift.rl.kl import k3, sequence_k1
-from swift.rl.losses import LOSSES, LossConfig, get_loss
+from swift.rl.losses import LossConfig, get_loss, losses
+from swift.rl.losses.surrogate import clipped_surrogate
 from swift.rl.objective import policy_loss
 
 PAIR = [
@@ -55,7 +57,7 @@ def windows(draw):
 
 
 @settings(deadline=None)
-@given(windows(), st.sampled_from(sorted(LOSSES)), st.sampled_from(["token", "sequence", "sequence_token"]))
+@given(windows(), st.sampled_from(sorted(losses)), st.sampled_from(["token", "sequence", "sequence_token"]))
 def test_any_cut_of_the_window_gives_the_same_loss_and_gradient(window, name, level):
     samples, cut = window
     config = configured(name, importance_sampling_level=level, beta=0.04, kl_bias_correction=True)
@@ -67,7 +69,7 @@ def test_any_cut_of_the_window_gives_the_same_loss_and_gradient(window, name, le
 
 
 @settings(deadline=None)
-@given(windows(), st.sampled_from(sorted(LOSSES)))
+@given(windows(), st.sampled_from(sorted(losses)))
 def test_a_masked_token_has_no_gradient_and_no_influence(window, name):
     samples, _ = window
     config = configured(name, beta=0.04)
@@ -87,7 +89,7 @@ def test_a_masked_token_has_no_gradient_and_no_influence(window, name):
 
 
 @settings(deadline=None)
-@given(windows(), st.sampled_from(sorted(LOSSES)), st.booleans())
+@given(windows(), st.sampled_from(sorted(losses)), st.booleans())
 def test_fp32_agrees_with_float64(window, name, corrected):
     samples, _ = window
     samples = samples if corrected else without(samples, sampler_weight=None)
@@ -154,7 +156,7 @@ def test_entropy_is_observed_but_does_not_enter_the_loss():
 
 def test_a_micro_batch_without_a_trained_token_adds_nothing():
     samples = [*PAIR, replace(PAIR[0], mask=[0, 0, 0])]
-    for name in LOSSES:
+    for name in losses:
         result = run_window(samples, configured(name, beta=0.1), cut=[[0, 1], [2]])
         assert result.outputs[1].loss.item() == 0.0
         assert result.gradients[2] == [0.0, 0.0, 0.0]
@@ -198,6 +200,13 @@ def test_k3_is_finite_never_negative_and_zero_only_without_difference(difference
         assert value.item() > 0
 
 
+def test_the_kl_pulls_back_a_token_that_is_far_above_the_reference():
+    """At lp_r - lp = -25 the gradient of k3 is 1 - e^-25."""
+    policy = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    k3(policy, policy.detach() - 25).sum().backward()
+    assert policy.grad.tolist() == pytest.approx([1 - math.exp(-25)], rel=1e-15)
+
+
 def test_k1_of_a_sequence_sums_the_trained_tokens_only():
     values = sequence_k1(
         torch.tensor([-1.0, -2.0, float("nan")]),
@@ -214,9 +223,9 @@ def test_k1_of_a_sequence_sums_the_trained_tokens_only():
     [
         ({"importance_sampling_level": "word"}, "word: unknown; valid: token, sequence, sequence_token"),
         ({"epsilon": -0.1}, "must be >= 0"),
-        ({"epsilon_high": 0.28, "delta": 1.28}, "greater than 1 \\+ epsilon_high"),
+        ({"epsilon_high": 0.28, "delta": 1.28}, "above 1 \\+ epsilon_high"),
+        ({"loss_type": "sapo", "delta": 1.5}, "no clip that it could bound"),
         ({"beta": -1.0}, "beta: -1.0"),
-        ({"tau_pos": 0.0}, "must be positive"),
     ],
 )
 def test_settings_without_meaning_are_refused(fields, message):
@@ -231,7 +240,7 @@ def test_cispo_without_its_cap_is_refused(cap):
 
 
 def test_an_unknown_loss_is_refused():
-    with pytest.raises(ValueError, match="loss_type: ppo: unknown; valid: dapo, grpo"):
+    with pytest.raises(ValueError, match="loss_type: ppo: unknown; valid: bnpo, cispo"):
         get_loss("ppo")
 
 

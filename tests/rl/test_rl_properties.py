@@ -20,8 +20,9 @@ from swift.rl.correction import (
     sequence_mismatch,
 )
 from swift.rl.entropy import AdaptiveEntropy, top_entropy_threshold
-from swift.rl.importance import LEVELS, clipped_surrogate, importance_ratio
-from swift.rl.losses import LOSSES, LossConfig
+from swift.rl.importance import LEVELS, importance_ratio
+from swift.rl.losses import LossConfig, losses
+from swift.rl.losses.surrogate import clipped_surrogate
 from swift.rl.window import WindowCounts, count_window, nominal_batches
 
 FEW = settings(deadline=None, max_examples=40)
@@ -233,7 +234,7 @@ def test_the_clip_is_pessimistic_and_the_second_cap_bounds_losses_of_negative_ad
     st.lists(st.integers(0, 7), max_size=3),
     st.integers(1, 7),
     st.integers(1, 4),
-    st.sampled_from(sorted(LOSSES)),
+    st.sampled_from(sorted(losses)),
 )
 def test_ranks_that_add_up_their_counts_make_the_gradient_of_the_whole_window(seed, filtered, split, batch, name):
     window = make_window(seed, filtered, sequences=8)

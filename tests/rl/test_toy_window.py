@@ -7,7 +7,7 @@ import torch
 from rl_windows import Sample, means, run_window, without
 
 from swift.rl.kl import k3
-from swift.rl.losses import LOSSES, LossConfig
+from swift.rl.losses import LossConfig, losses
 from swift.rl.window import WindowCounts, count_window
 
 TOY = [
@@ -122,7 +122,7 @@ def test_phi_of_vespo():
 
 
 def test_without_old_logprobs_the_ratio_is_one_and_carries_the_gradient():
-    for name in LOSSES:
+    for name in losses:
         config = LossConfig(loss_type=name, epsilon_high=5.0 if name == "cispo" else None)
         on_policy = run_window(without(TOY, old=None), config)
         same = run_window([replace(sample, old=sample.policy) for sample in TOY], config)
@@ -144,7 +144,7 @@ def test_on_policy_every_loss_has_the_gradient_of_reinforce():
         "dr_grpo": [-1 / 16, 1 / 16],
         "luspo": [-1 / 2, 1 / 2],
     }
-    assert set(expected) == set(LOSSES)
+    assert set(expected) == set(losses)
     for name, (first, second) in expected.items():
         config = LossConfig(loss_type=name, epsilon_high=5.0 if name == "cispo" else None)
         result = run_window(without(TOY, old=None), config)

@@ -22,7 +22,8 @@ from whole_objective import Options, run_ours
 from swift.rl.advantages import compute_advantages
 from swift.rl.correction import sampler_correction, sampler_mismatch
 from swift.rl.entropy import AdaptiveEntropy
-from swift.rl.losses import LOSSES, LossConfig
+from swift.rl.losses import LossConfig, losses
+from swift.rl.losses.sapo import SAPOParameters
 from swift.rl.window import WindowCounts, count_window, nominal_batches
 
 EXACT = {"rtol": 0, "atol": 1e-10}
@@ -87,8 +88,9 @@ def ours_correction(correction, **changes):
 
 
 def loss_config(settings, **changes):
-    named = {OURS.get(name, name): value for name, value in settings.items()}
-    return LossConfig(**{**named, **changes})
+    named = {OURS.get(name, name): value for name, value in {**settings, **changes}.items()}
+    gate = {name: named.pop(name) for name in ("tau_pos", "tau_neg") if name in named}
+    return LossConfig(**named, parameters=SAPOParameters(**gate) if gate else None)
 
 
 def trl_of(window, case, **run):
@@ -165,7 +167,7 @@ LOSS_AND_LEVEL = [pytest.param(name, level, id=f"{name}-{level}") for name, leve
 
 
 def test_every_loss_is_compared():
-    assert {*SHAPES, "gspo"} == set(LOSSES)
+    assert {*SHAPES, "gspo"} == set(losses)
     gspo, spelled = (LossConfig(loss_type=name, importance_sampling_level=level) for name, level in GSPO)
     ours = [run_ours(WINDOW, Options(config)) for config in (gspo, spelled)]
     assert ours[0].loss == ours[1].loss and torch.equal(ours[0].gradient, ours[1].gradient)

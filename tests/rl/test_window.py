@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift.rl.losses import LOSSES, sequence_weights, token_weights
+from swift.rl.losses import losses, sequence_weights, token_weights
 from swift.rl.window import WindowCounts, count_window, nominal_batch_tokens, nominal_batches
 
 LENGTHS = [3, 0, 2, 1]
@@ -31,7 +31,7 @@ def test_a_window_counts_tokens_trained_sequences_all_sequences_and_nominal_batc
 )
 def test_the_weight_of_a_token_of_each_sequence(name, expected):
     weights = sequence_weights(
-        LOSSES[name],
+        losses[name],
         COUNTS,
         LENGTHS,
         nominal_tokens=nominal_batch_tokens(LENGTHS, [0, 0, 1, 1]),
@@ -41,7 +41,7 @@ def test_the_weight_of_a_token_of_each_sequence(name, expected):
 
 
 def test_every_loss_has_its_normaliser_tested_above():
-    assert set(LOSSES) == {"dapo", "cispo", "vespo", "grpo", "gspo", "sapo", "luspo", "dr_grpo", "bnpo"}
+    assert set(losses) == {"dapo", "cispo", "vespo", "grpo", "gspo", "sapo", "luspo", "dr_grpo", "bnpo"}
 
 
 def test_a_masked_token_weighs_nothing():
@@ -53,12 +53,12 @@ def test_a_masked_token_weighs_nothing():
 @pytest.mark.parametrize("name", ["dapo", "grpo", "luspo"])
 def test_a_window_without_a_trained_token_has_no_weights(name):
     with pytest.raises(ValueError, match="normaliser is 0"):
-        sequence_weights(LOSSES[name], count_window([0, 0]), [0, 0])
+        sequence_weights(losses[name], count_window([0, 0]), [0, 0])
 
 
 def test_dr_grpo_without_the_longest_completion_is_refused():
     with pytest.raises(ValueError, match="dr_grpo: the normaliser is 0"):
-        sequence_weights(LOSSES["dr_grpo"], COUNTS, LENGTHS)
+        sequence_weights(losses["dr_grpo"], COUNTS, LENGTHS)
 
 
 def test_a_nominal_batch_is_a_run_of_sequences_of_one_rank():
@@ -94,7 +94,7 @@ def test_the_counts_of_the_ranks_add_up_to_the_window(ranks, batch_size):
 def test_mean_losses_give_the_trained_tokens_a_total_weight_of_at_most_one(lengths, name):
     indices = nominal_batches(len(lengths), 2)
     weights = sequence_weights(
-        LOSSES[name],
+        losses[name],
         count_window(lengths, indices),
         lengths,
         nominal_tokens=nominal_batch_tokens(lengths, indices),

@@ -92,6 +92,18 @@ def test_completions_that_are_not_trained_on_do_not_thin_the_logged_kl():
     assert "kl_in_reward" not in maker().make(groups, 0).metrics
 
 
+def test_rewards_of_cut_completions_are_lowered_by_their_kl_like_all_others():
+    """Equal rewards and a KL of 2 everywhere: no completion is better than another."""
+    groups = [group(0, [[1.0], [1.0], [1.0], [0.0]], cut=(0, 1))]
+
+    def kl_of(samples):
+        return [2.0 * bool(sample.num_trained) for sample in samples]
+
+    made = maker(overlong_filter=True, scale_rewards="none", reward_kl=0.5, kl_of=kl_of).make(groups, 0)
+    assert advantages(made) == pytest.approx([0.25, 0.25, 0.25, -0.75])
+    assert [sample.num_trained for sample in made.batch.samples] == [0, 0, 2, 2]
+
+
 def test_cut_completions_leave_the_loss_and_stay_in_the_statistics():
     groups = [group(0, [[1.0], [0.0], [0.0], [0.0]], cut=(0,))]
     made = maker(overlong_filter=True).make(groups, 0)

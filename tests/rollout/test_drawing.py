@@ -129,3 +129,18 @@ def test_all_are_sorted_only_where_few_do_not_suffice(likely, monkeypatch):
     kept = truncated(logits.log_softmax(-1), top_p=[0.8733]) > -torch.inf
     assert kept.sum() == math.ceil(0.8733 * likely)
     assert len(calls) == (likely > sampling.CANDIDATES)
+
+
+def test_the_kept_mass_turns_log_probs_into_those_of_the_whole_vocabulary():
+    """Rows with and without truncation together; end tokens 0 and 1 may not come yet in the last row."""
+    options = [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2, "temperature": 0.7}, {"min_tokens": 2}]
+    requests = [Request(f"r{i}", [1], SamplingParams(8, **one)) for i, one in enumerate(options)]
+    uniforms = torch.rand(len(requests), 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    sampler = BatchSampler(requests, uniforms, torch.tensor([[0, 1]] * len(requests)))
+    logits = torch.randn(len(requests), 40, generator=torch.Generator().manual_seed(1)).mul_(2)
+    token, logprob, log_mass = sampler.draw(logits, 0)
+    whole = (logits / torch.tensor([1.0, 1.0, 1.0, 0.7, 1.0])[:, None]).log_softmax(-1)
+    assert (logprob + log_mass - whole.gather(1, token[:, None])[:, 0]).abs().max() < 1e-5
+    assert log_mass[0].abs() < 1e-6 and (log_mass[1:] < -0.01).all()
+    assert sampler.draw(logits, 3)[2] is not None
+    assert BatchSampler(requests[:1], uniforms[:1]).draw(logits[:1], 0)[2] is None

@@ -122,9 +122,14 @@ def test_a_job_that_waits_too_long_says_for_whom(made):
         with service.open(wanted, "other"), service.open(wanted):
             while service.queue.load[0] < 2:
                 await asyncio.sleep(0.01)
+            running = service.info()["running_of"]
             with pytest.raises(Refused) as caught:
                 await service.do(lambda engine: None)
-        return caught.value.problem, service.info()["running_of"]
+            transport = httpx.ASGITransport(make_app(service))
+            async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+                assert (await http.post("/pause?mode=wait")).status_code == 409
+            assert not service.queue.paused
+        return caught.value.problem, running
 
     problem, running = asyncio.run(scene())
     assert "1 of clients without a run, 1 of run other" in problem

@@ -16,16 +16,11 @@ def lines(capsys):
     return [line for line in capsys.readouterr().err.splitlines() if line.startswith("swift: error: ")]
 
 
-def test_the_ready_line_names_address_model_and_version(server):
-    (ready,) = [line for line in server.text().splitlines() if line.startswith("ready ")]
-    assert ready == f"ready {server.url} model={server.model} weight_version=0"
-    assert server.port > 0
-
-
 @pytest.mark.slow
 def test_a_signal_lets_requests_end_and_leaves_no_process(nano_folders, tmp_path):
     server = Server(nano_folders["qwen2"], tmp_path, "--vllm_data_parallel_size", "2", key=KEY)
     assert len(server.family) >= 2
+    assert f"ready {server.url} model={server.model} weight_version=0" in server.text().splitlines()
     answers = []
 
     def long_request():
@@ -131,7 +126,7 @@ def test_the_key_comes_from_the_environment_and_is_not_shown(nano_folders, capsy
 @pytest.mark.slow
 def test_a_server_whose_engines_may_not_be_started_again_ends_with_code_4(nano_folders, tmp_path):
     server = Server(nano_folders["qwen2"], tmp_path, "--engine_restarts", "0")
-    worker = next(one for one in server.family if "swift.rollout.engines.worker" in one.cmdline())
+    worker = next(one for one in server.family if "EngineActor" in " ".join(one.cmdline()))
     worker.kill()
     assert server.process.wait(END_LIMIT_S) == 4
     (line,) = [line for line in server.text().splitlines() if line.startswith("swift: error: ")]

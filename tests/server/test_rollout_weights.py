@@ -115,17 +115,17 @@ def test_an_update_that_does_not_fit_is_refused_before_a_byte_travels(server, ht
 
 def test_bytes_that_changed_on_the_way_are_noticed(server, http):
     engine, model = server.engine(weight_transport="http"), load(server.model)
-    send = engine.send_bytes
+    whole = engine.transport.payload
 
-    def spoiled(number, data):
-        changed = bytearray(data)
+    def spoiled(way, bucket, version):
+        changed = bytearray(whole(way, bucket, version))
         changed[-1] ^= 1
-        send(number, bytes(changed))
+        return bytes(changed)
 
-    engine.send_bytes = spoiled
+    engine.transport.payload = spoiled
     with pytest.raises(SyncFailed, match="digest"):
         engine.load_weights(PolicyWeights(model), 1)
-    engine.send_bytes = send
+    engine.transport.payload = whole
     engine.rebuild()
     assert probe(engine, model) < TOLERANCE
     engine.close()
@@ -133,16 +133,17 @@ def test_bytes_that_changed_on_the_way_are_noticed(server, http):
 
 def test_a_file_that_changed_on_the_disk_is_noticed(server, weights_folder):
     engine, model = server.engine(weight_transport="disk"), load(server.model)
-    send = engine.send_file
+    whole = engine.transport.payload
 
-    def spoiled(number, entry):
+    def spoiled(way, bucket, version):
+        entry = whole(way, bucket, version)
         path = weights_folder / entry["path"]
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
         path.write_bytes(content)
-        send(number, entry)
+        return entry
 
-    engine.send_file = spoiled
+    engine.transport.payload = spoiled
     with pytest.raises(SyncFailed, match="announced was"):
         engine.load_weights(PolicyWeights(model), 1)
     engine.close()

@@ -2,13 +2,18 @@ import pytest
 
 from swift.errors import ConfigError
 from swift.models.template import Template
-from swift.models.templates import TEMPLATES
+from swift.models.templates import TEMPLATES, read_template
 from swift.models.tiny import build_tokenizer
+from swift.trainers.sft import training_template
 from swift.trainers.sft_data import IGNORED, NO_ANSWER, TOO_LONG, ChatEncoder, encode_rows
 
 
 def chat(question: str, answer: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def as_rows(chats):
+    return [{"messages": messages} for messages in chats]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +32,7 @@ def test_labels_are_the_answer_and_its_end_token(template):
 def test_a_row_over_max_length_is_left_out_and_one_at_it_is_kept(template):
     length = len(template.encode_chat(chat("q", "a"))[0])
     rows = [chat("q", "a"), chat("q", "aa")]
-    table, report = encode_rows(rows, ChatEncoder(template, length))
+    table, report = encode_rows(as_rows(rows), ChatEncoder(template, length))
     assert [len(ids) for ids in table["input_ids"]] == [length]
     assert report.num_kept == 1
     assert report.dropped == {TOO_LONG: 1}
@@ -43,7 +48,7 @@ def test_rows_without_an_answer_and_rows_the_template_refuses_are_counted_by_rea
         "{% if messages[0].content == 'bad' %}{{ raise_exception('no bad words') }}{% endif %}" + TEMPLATES["chatml"]
     )
     rows = [chat("bad", "a"), [{"role": "user", "content": "q"}], chat("good", "a")]
-    table, report = encode_rows(rows, ChatEncoder(Template(tokenizer), None))
+    table, report = encode_rows(as_rows(rows), ChatEncoder(Template(tokenizer), None))
     assert len(table) == 1
     assert report.dropped[NO_ANSWER] == 1
     assert any("no bad words" in reason for reason in report.dropped)
@@ -51,9 +56,9 @@ def test_rows_without_an_answer_and_rows_the_template_refuses_are_counted_by_rea
 
 def test_no_usable_row_names_the_reason_and_the_limit(template):
     with pytest.raises(ConfigError, match=r"--dataset: no usable row .*longer than max_length \(--max_length 3\)"):
-        encode_rows([chat("q", "a")], ChatEncoder(template, 3))
+        encode_rows(as_rows([chat("q", "a")]), ChatEncoder(template, 3))
     with pytest.raises(ConfigError, match=r"--val_dataset: .*no assistant turn"):
-        encode_rows([chat("q", "a")[:1]], ChatEncoder(template, None), split="val")
+        encode_rows(as_rows([chat("q", "a")[:1]]), ChatEncoder(template, None), split="val")
 
 
 def test_a_template_that_cannot_be_trained_on_stops_the_run():
@@ -62,11 +67,62 @@ def test_a_template_that_cannot_be_trained_on_stops_the_run():
         "{% for m in messages %}{{ m.role if loop.last else 'x' }}{{ m.content }}<|im_end|>{% endfor %}"
     )
     with pytest.raises(ConfigError, match="rewrites earlier turns"):
-        encode_rows([chat("q", "a")], ChatEncoder(Template(tokenizer), None))
+        encode_rows(as_rows([chat("q", "a")]), ChatEncoder(Template(tokenizer), None))
 
 
 def test_worker_processes_give_the_same_table(template):
     rows = [chat(f"{n}+1?", str(n + 1)) for n in range(20)]
-    alone, _ = encode_rows(rows, ChatEncoder(template, None))
-    together, _ = encode_rows(rows, ChatEncoder(template, None), num_proc=2)
+    alone, _ = encode_rows(as_rows(rows), ChatEncoder(template, None))
+    together, _ = encode_rows(as_rows(rows), ChatEncoder(template, None), num_proc=2)
     assert alone.to_list() == together.to_list()
+
+
+def qwen3() -> Template:
+    """Qwen3's own template, as `swift sft` uses it: thoughts of earlier turns disappear from a prompt."""
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = read_template("qwen3")
+    template = Template(tokenizer)
+    template.training_template = training_template(template)
+    return template
+
+
+def trained_text(template: Template, row: dict) -> str:
+    assert not row["problem"]
+    return template.decode([label for label in row["labels"] if label != IGNORED], skip_special_tokens=False)
+
+
+def test_two_exchanges_are_trained_on_with_the_template_of_qwen3():
+    template = qwen3()
+    thought = {"role": "assistant", "content": "<think>\n2 and 3\n</think>\n\n5"}
+    row = ChatEncoder(template, None)([*chat("2+3?", "")[:1], thought, *chat("4+4?", "8")])
+    first, second = "<think>\n2 and 3\n</think>\n\n5<|im_end|>", "<think>\n\n</think>\n\n8<|im_end|>"
+    assert trained_text(template, row) == first + second
+    assert template.decode(row["input_ids"], skip_special_tokens=False).count("<think>") == 2
+
+
+def test_a_turn_without_loss_is_read_and_not_learnt_from(template):
+    silent = [{**turn, "loss": False} if turn["role"] == "assistant" else turn for turn in chat("2+3?", "5")]
+    encoder = ChatEncoder(template, None)
+    row = encoder([*silent, *chat("4+4?", "8")])
+    assert trained_text(template, row) == "8<|im_end|>"
+    assert encoder(silent)["problem"] == NO_ANSWER
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+def test_tools_and_tool_calls_reach_the_template_or_the_row_is_left_out(template):
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    messages = [
+        {"role": "user", "content": "2+3?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "5"},
+        {"role": "assistant", "content": "It is 5."},
+    ]
+    shows = qwen3()
+    row = ChatEncoder(shows, None)(messages, TOOLS)
+    text = shows.decode(row["input_ids"], skip_special_tokens=False)
+    assert '"name": "add"' in text.partition("<|im_end|>")[0] and "<tool_response>\n5" in text
+    assert '{"name": "add", "arguments": {"a": 2}}' in trained_text(shows, row)
+    for given in ((messages, None), (chat("q", "a"), TOOLS)):
+        assert "the chat template shows no tool" in ChatEncoder(template, None)(*given)["problem"]

@@ -126,6 +126,8 @@ def make_trainer(
     depth=0,
     interval=1,
     settings=None,
+    sampling=None,
+    eos=(),
     **arguments,
 ):
     """A trainer whose window has `window` completions; `arguments` go to TrainingArguments.
@@ -140,11 +142,10 @@ def make_trainer(
     model = model if model is not None else AutoModelForCausalLM.from_pretrained(folder)
     collectives = Collectives()
     metrics = MetricStore()
-    engine = engine or TransformersEngine(model, eos_token_ids=[])
+    engine = engine or TransformersEngine(model, eos_token_ids=list(eos))
     rounds = []
-    collector = RolloutCollector(
-        engine, SamplingParams(max_tokens, temperature=1.0), 42, str, scorer or Scorer(reward), collectives
-    )
+    distribution = SamplingParams(max_tokens, temperature=1.0, **(sampling or {}))
+    collector = RolloutCollector(engine, distribution, 42, str, scorer or Scorer(reward), collectives)
     scheduler = RolloutScheduler(
         Prompts(prompts), groups_per_batch=window * windows // generations, batches_per_epoch=None
     )

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from grpo_parts import make_trainer
 
 from swift.models.forward import TokenSequence, enable_packed_attention, pack
-from swift.rl.losses import LOSSES, LossConfig
+from swift.rl.losses import LossConfig, losses
 from swift.rollout.samples import RolloutBatch, SavedBatch, TrainSample
 from swift.trainers.checkpoint import read_state, write_state
 from swift.trainers.grpo import micro_batch as microbatch
@@ -95,7 +95,7 @@ def settings() -> dict[str, Setting]:
     made = {}
     later = {"iterations": 2, "start": 1}
     correction = {"correction": CorrectionSettings(mode="token_truncate", threshold=1.2), "off_policy_delta": 0.02}
-    for name in LOSSES:
+    for name in losses:
         made[f"{name}, first update"] = Setting(loss_of(name))
         made[f"{name}, later update"] = Setting(loss_of(name), **later)
         made[f"{name}, with KL"] = Setting(loss_of(name, beta=0.05, kl_bias_correction=True), **later)

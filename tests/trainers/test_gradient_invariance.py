@@ -31,7 +31,7 @@ from invariance_worker import (
 
 from swift.models.forward import TokenSequence, pack, packed_logits
 from swift.rl.logprobs import selected_logprobs_and_entropy
-from swift.rl.losses import LOSSES
+from swift.rl.losses import losses
 from swift.rollout.samples import RolloutBatch
 from swift.trainers.grpo.entropy import EntropySettings
 
@@ -52,7 +52,7 @@ ALONE = Layout(4, "single")
 SETTINGS = settings()
 AMPLIFIED = [name for name in SETTINGS if name.startswith("vespo") and SETTINGS[name].start]
 
-OF_OTHERS = [f"{name}, {situation}" for name in LOSSES for situation in ("later update", "with KL")]
+OF_OTHERS = [f"{name}, {situation}" for name in losses for situation in ("later update", "with KL")]
 """What is looked at with the other architectures."""
 
 
@@ -103,8 +103,8 @@ def whole(found, name):
 
 
 def test_every_loss_is_measured_in_every_situation():
-    assert {name.split(", ")[0] for name in SETTINGS} == set(LOSSES)
-    assert len(SETTINGS) == 4 * len(LOSSES) + 9
+    assert {name.split(", ")[0] for name in SETTINGS} == set(losses)
+    assert len(SETTINGS) == 4 * len(losses) + 9
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -227,7 +227,7 @@ def test_the_gradients_come_from_as_many_passes_as_named(single, two_ranks):
 
 def test_situations_differ_from_each_other(single):
     """Options that changed nothing would be invariant for nothing."""
-    for name in LOSSES:
+    for name in losses:
         for kind, other in combinations(("first update", "later update", "with KL", "corrected"), 2):
             gap = relative(whole(single, f"{name}, {kind}"), whole(single, f"{name}, {other}"))
             assert gap > 1e-3, (name, kind, other)

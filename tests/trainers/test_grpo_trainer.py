@@ -105,6 +105,21 @@ def test_later_windows_get_old_logprobs_before_the_first_update(nano_folders, tm
     assert second > 1.0
 
 
+def test_a_later_update_without_old_logprobs_ends_the_run(nano_folders, tmp_path):
+    """As when a sample is on another rank than at its first update: its ratio would be 1 without a word."""
+    trainer = make_trainer(nano_folders["qwen2"], tmp_path, iterations=2, max_steps=2)
+    step = trainer.training_step
+
+    def forget(model, unit, *more):
+        if unit.position == 1:
+            unit.samples[3].old_logprobs = None
+        return step(model, unit, *more)
+
+    trainer.training_step = forget
+    with pytest.raises(NumericError, match="old log-probs: rank 0 has none for 1 of 8 samples of step 2"):
+        trainer.train()
+
+
 def test_a_window_without_signal_leaves_every_weight_alone(nano_folders, tmp_path):
     trainer = make_trainer(nano_folders["qwen2"], tmp_path, reward=lambda c, p: 1.0, weight_decay=0.5)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}

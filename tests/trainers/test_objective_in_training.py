@@ -488,3 +488,20 @@ def test_gradients_do_not_depend_on_what_is_merely_logged(folder, tmp_path):
     settings = {"entropy": EntropySettings(log=True), "log_offpolicy": True}
     watched = gradients_of_one_step(make_trainer(folder, tmp_path, settings=settings))
     assert all(torch.equal(watched[name], gradient) for name, gradient in plain.items())
+
+
+TRUNCATIONS = [{"top_k": 20}, {"top_p": 0.6}, {"min_p": 0.3}, {"top_k": 30, "top_p": 0.9}, {"min_tokens": 4}]
+
+
+@pytest.mark.parametrize("sampling", TRUNCATIONS, ids="-".join)
+def test_truncated_samples_of_the_policy_itself_are_on_policy(folder, tmp_path, sampling):
+    """The sampler's log-probs are renormalised over what truncation keeps; the mass it kept makes them comparable."""
+    settings = {"old_logprobs": "sampler", "off_policy_delta": 0.05}
+    trainer = make_trainer(folder, tmp_path, settings=settings, sampling=sampling, eos=[3, 4, 5])
+    trainer.create_optimizer()
+    unit = next(trainer.pipeline.steps(trainer.progress))
+    trainer.training_step(trainer.model, unit)
+    values = trainer.metrics.commit(1)
+    assert values["off_policy_mask/muted_frac"] == 0.0
+    assert values["ratio/mean"] == pytest.approx(1.0, abs=1e-5) and values["ratio/max"] == pytest.approx(1.0, abs=1e-4)
+    assert values["mismatch/logp_abs_diff_max"] < 1e-4

@@ -307,7 +307,7 @@ def test_a_parcel_gives_the_tensors_back_bit_for_bit_and_a_tied_one_once():
     given = tensors()
     tied = [*given, ("tied", given[0][1])]
     parcel = object_store.parcel_of(Bucket(tied))
-    assert len(parcel[1]) == len(given)
+    assert len(parcel[1]) == len(object_store.parcel_of(Bucket(given))[1])
     assert digest(object_store.tensors_of(parcel)) == digest(tied)
     assert object_store.tensors_of(object_store.parcel_of(Bucket([]))) == []
 

@@ -4,20 +4,71 @@
 
 `f_t` is the objective (with its stop-gradients). `share_i` depends on the sequence of the token alone and
 `Z` on the window alone; both follow from data masks, so they are known before any forward. A loss is one
-small file that builds one `Loss`. T packed tokens, S sequences.
+small file that registers one `Loss`; a user's plugin does the same:
+
+    from swift.plugin import losses
+    from swift.rl.losses import TOKEN_MEAN, Loss, Objective
+
+    def objective(inputs, config):
+        return Objective(-inputs.ratio_T * inputs.advantages_T)
+
+    losses["reinforce"] = Loss("reinforce", "unclipped", objective, TOKEN_MEAN, settings=())
+
+T packed tokens, S sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import torch
-from torch import Tensor
+from swift.plugin.registry import losses
+from swift.rl.declared import find, parameters_of
 
-from swift.rl.importance import LEVELS, Level
-from swift.rl.segments import spread
-from swift.rl.window import WindowCounts
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from swift.rl.window import WindowCounts
+
+Level = Literal["token", "sequence", "sequence_token"]
+LEVELS: tuple[str, ...] = get_args(Level)
+
+CLIP_SETTINGS = ("epsilon", "epsilon_high", "delta", "importance_sampling_level")
+"""Settings that several losses share; `Loss.settings` names those that one reads."""
+
+
+def _no_problems(settings: Any) -> Iterator[str]:
+    yield from ()
+
+
+def _ratio_bounds(config: LossConfig) -> str:
+    return f"{config.level} ratio"
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """One policy loss.
+
+    name, paper: as logged. objective: per token, from `TokenInputs` and the settings. normaliser: the weight of each.
+    default_level: of its ratio. folds_sampler_weight: the objective uses `sampler_log_weight_S` itself, so that the
+        result must not be multiplied by the sampler weight again.
+    settings: which of `CLIP_SETTINGS` it reads; the others have no effect, and `delta` is refused.
+    parameters: a dataclass of settings of its own (`swift.flags.flag`), which `config.parameters` holds; None for none.
+    problems: what is wrong with values of the settings, one line each, beginning with the setting's name.
+    bounds: how the ratio acts, in words.
+    """
+
+    name: str
+    paper: str
+    objective: Callable[[TokenInputs, LossConfig], Objective]
+    normaliser: Normaliser
+    default_level: Level = "token"
+    folds_sampler_weight: bool = False
+    settings: tuple[str, ...] = ("importance_sampling_level",)
+    parameters: type | None = None
+    problems: Callable[[Any], Iterator[str]] = _no_problems
+    bounds: Callable[[LossConfig], str] = _ratio_bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +80,7 @@ class LossConfig:
     """
 
     loss_type: str = "dapo"
-    """Name in `swift.rl.losses.LOSSES`."""
+    """Name in `losses`."""
 
     importance_sampling_level: Level | None = None
     """Level of the ratio; None takes the loss's own (sequence for gspo and luspo, else token)."""
@@ -49,30 +100,47 @@ class LossConfig:
     kl_bias_correction: bool = False
     """Multiply k3 by the token ratio (arXiv:2512.02556)."""
 
-    tau_pos: float = 1.0
-    """Temperature of sapo's gate for A > 0."""
-
-    tau_neg: float = 1.05
-    """Temperature of sapo's gate for A <= 0."""
+    parameters: Any = None
+    """The loss's own settings; None takes their defaults."""
 
     def __post_init__(self) -> None:
+        loss = get_loss(self.loss_type)
         if self.importance_sampling_level is not None and self.importance_sampling_level not in LEVELS:
             raise ValueError(
                 f"importance_sampling_level: {self.importance_sampling_level}: unknown; valid: {', '.join(LEVELS)}"
             )
         if self.epsilon < 0 or (self.epsilon_high is not None and self.epsilon_high < 0):
             raise ValueError(f"epsilon, epsilon_high: {self.epsilon}, {self.epsilon_high}: must be >= 0")
-        if self.delta is not None and self.delta <= 1 + self.clip_high:
-            raise ValueError(f"delta: {self.delta}: must be greater than 1 + epsilon_high = {1 + self.clip_high}")
         if self.beta < 0:
             raise ValueError(f"beta: {self.beta}: must be >= 0")
-        if self.tau_pos <= 0 or self.tau_neg <= 0:
-            raise ValueError(f"tau_pos, tau_neg: {self.tau_pos}, {self.tau_neg}: must be positive")
+        for problem in loss_problems(self):
+            raise ValueError(problem)
+        if self.parameters is None and loss.parameters is not None:
+            object.__setattr__(self, "parameters", loss.parameters())
+
+    @classmethod
+    def read(cls, settings: Any, *, beta: float) -> LossConfig:
+        """From the flat settings of a run, with the weight of the KL that is left for the loss."""
+        return cls(
+            loss_type=settings.loss_type,
+            importance_sampling_level=settings.importance_sampling_level,
+            epsilon=settings.epsilon,
+            epsilon_high=settings.epsilon_high,
+            delta=settings.delta,
+            beta=beta,
+            kl_bias_correction=settings.kl_bias_correction,
+            parameters=parameters_of(get_loss(settings.loss_type), settings),
+        )
 
     @property
     def clip_high(self) -> float:
         """`epsilon_high`, or `epsilon` when it is None."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def level(self) -> Level:
+        """Level of the ratio."""
+        return self.importance_sampling_level or get_loss(self.loss_type).default_level
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,22 +187,6 @@ class Normaliser:
     total: Callable[[WindowCounts, int], float]
 
 
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """One policy loss: its objective, its normaliser, the level of its ratio and its paper.
-
-    `folds_sampler_weight` tells that the objective uses `sampler_log_weight_S` itself, so that the result
-    must not be multiplied by the sampler weight again.
-    """
-
-    name: str
-    paper: str
-    objective: Callable[[TokenInputs, LossConfig], Objective]
-    normaliser: Normaliser
-    default_level: Level = "token"
-    folds_sampler_weight: bool = False
-
-
 TOKEN_MEAN = Normaliser("sum m f / N", lambda length, nominal: 1.0, lambda counts, limit: counts.num_tokens)
 """Every trained token of the window weighs the same."""
 
@@ -144,6 +196,34 @@ SEQUENCE_MEAN = Normaliser(
     lambda counts, limit: counts.num_trained_sequences,
 )
 """Every sequence with a trained token weighs the same."""
+
+
+def get_loss(name: str) -> Loss:
+    """The loss of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return find(losses, name, "loss_type")
+
+
+def loss_problems(settings: Any) -> Iterator[str]:
+    """What is wrong with the settings of the chosen loss, one line each; a `LossConfig` or those of a run."""
+    loss = get_loss(settings.loss_type)
+    if settings.delta is not None and "delta" not in loss.settings:
+        yield f"delta: {settings.delta:g}: loss_type {loss.name} has no clip that it could bound; drop it"
+    yield from loss.problems(settings)
+
+
+def describe(config: LossConfig) -> str:
+    """One line: the loss with its paper, its normaliser, and the bounds of the ratio as they act.
+
+    Example:
+        cispo with epsilon_high 5: "cispo (arXiv:2506.13585): sum m f / N; token ratio, capped at 5".
+    """
+    loss = get_loss(config.loss_type)
+    kl = f"; {config.beta:g} KL" + ", bias-corrected" * config.kl_bias_correction if config.beta > 0 else ""
+    return f"{loss.name} ({loss.paper}): {loss.normaliser.formula}; {loss.bounds(config)}{kl}"
 
 
 def sequence_weights(
@@ -178,6 +258,5 @@ def sequence_weights(
 
 def token_weights(weights: Sequence[float], mask_T: Tensor, sequence_index_T: Tensor) -> Tensor:
     """`m_t * share_i / Z` at each token, [T], in the mask's floating dtype (fp32 for a bool or int mask)."""
-    dtype = mask_T.dtype if mask_T.is_floating_point() else torch.float32
-    weights_S = torch.tensor(weights, dtype=dtype, device=mask_T.device)
-    return mask_T.to(dtype) * spread(weights_S, sequence_index_T)
+    mask_T = mask_T if mask_T.is_floating_point() else mask_T.float()
+    return mask_T * mask_T.new_tensor(list(weights)).index_select(0, sequence_index_T)

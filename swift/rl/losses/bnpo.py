@@ -5,13 +5,12 @@ this loss depends on that setting by definition and on the physical cut never. A
 a trained token adds 0 and is counted, as in TRL.
 """
 
-from swift.rl.losses.base import Loss, Normaliser
-from swift.rl.losses.surrogate import surrogate
+from swift.rl.losses.base import Normaliser
+from swift.rl.losses.surrogate import register_surrogate
 
-BNPO = Loss(
+register_surrogate(
     "bnpo",
     "TRL 1.16",
-    surrogate,
     Normaliser(
         "(1/M) sum_b sum_{t in b} m f / N_b",
         lambda length, nominal: 1.0 / nominal,

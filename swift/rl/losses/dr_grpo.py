@@ -4,13 +4,12 @@ Every sequence counts, filtered or not, and each with `max_completion_length` to
 the division by the group's standard deviation: `--scale_rewards none`.
 """
 
-from swift.rl.losses.base import Loss, Normaliser
-from swift.rl.losses.surrogate import surrogate
+from swift.rl.losses.base import Normaliser
+from swift.rl.losses.surrogate import register_surrogate
 
-DR_GRPO = Loss(
+register_surrogate(
     "dr_grpo",
     "arXiv:2503.20783",
-    surrogate,
     Normaliser(
         "sum m f / (S max_completion_length)",
         lambda length, nominal: 1.0,

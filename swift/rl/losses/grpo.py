@@ -1,6 +1,6 @@
 """GRPO (arXiv:2402.03300): the mean over sequences of the mean over their tokens."""
 
-from swift.rl.losses.base import SEQUENCE_MEAN, Loss
-from swift.rl.losses.surrogate import surrogate
+from swift.rl.losses.base import SEQUENCE_MEAN
+from swift.rl.losses.surrogate import register_surrogate
 
-GRPO = Loss("grpo", "arXiv:2402.03300", surrogate, SEQUENCE_MEAN)
+register_surrogate("grpo", "arXiv:2402.03300", SEQUENCE_MEAN)

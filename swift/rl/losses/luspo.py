@@ -1,12 +1,11 @@
 """LUSPO (arXiv:2602.05261): GSPO's ratio, sequences weighted by their length instead of averaged over it."""
 
-from swift.rl.losses.base import Loss, Normaliser
-from swift.rl.losses.surrogate import surrogate
+from swift.rl.losses.base import Normaliser
+from swift.rl.losses.surrogate import register_surrogate
 
-LUSPO = Loss(
+register_surrogate(
     "luspo",
     "arXiv:2602.05261",
-    surrogate,
     Normaliser(
         "(1/B) sum_i sum_t m f",
         lambda length, nominal: 1.0,

@@ -8,30 +8,29 @@ the sampler correction enters here (and nowhere else) by its logarithm.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from swift.rl.losses.base import TOKEN_MEAN, Loss, LossConfig, Objective, TokenInputs, losses
 
-from swift.rl.losses.base import TOKEN_MEAN, Loss, LossConfig, Objective, TokenInputs
-from swift.rl.segments import segment_sum, spread
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOG_FLOOR, LOG_CEILING = math.log(1e-8), 20.0
 EXPONENT_POSITIVE, RATE_POSITIVE = 2.0, 3.0
 EXPONENT_NEGATIVE, RATE_NEGATIVE = 3.0, 2.0
 
 
-@torch.no_grad()
 def gamma_weight(inputs: TokenInputs) -> Tensor:
-    """The weight phi at each token, [T]: one number for a sequence with one advantage."""
-    log_ratio_T = inputs.log_ratio_T.clamp(-20.0, 20.0) * inputs.mask_T
-    sum_S = segment_sum(log_ratio_T, inputs.sequence_index_T, inputs.num_sequences)
+    """The weight phi at each token, [T], without gradient: one number for a sequence with one advantage."""
+    log_ratio_T = inputs.log_ratio_T.detach().clamp(-20.0, 20.0) * inputs.mask_T
+    sum_S = log_ratio_T.new_zeros(inputs.num_sequences).index_add(0, inputs.sequence_index_T, log_ratio_T)
     if inputs.sampler_log_weight_S is not None:
         sum_S = sum_S + inputs.sampler_log_weight_S.to(sum_S.dtype)
-    sum_T = spread(sum_S.clamp(LOG_FLOOR, LOG_CEILING), inputs.sequence_index_T)
+    sum_T = sum_S.clamp(LOG_FLOOR, LOG_CEILING).index_select(0, inputs.sequence_index_T)
     gain_T = inputs.advantages_T >= 0
-    exponent_T = torch.full_like(sum_T, EXPONENT_NEGATIVE).masked_fill(gain_T, EXPONENT_POSITIVE)
-    rate_T = torch.full_like(sum_T, RATE_NEGATIVE).masked_fill(gain_T, RATE_POSITIVE)
-    return torch.exp(rate_T + exponent_T * sum_T - rate_T * torch.exp(sum_T))
+    exponent_T = sum_T.new_full(sum_T.shape, EXPONENT_NEGATIVE).masked_fill(gain_T, EXPONENT_POSITIVE)
+    rate_T = sum_T.new_full(sum_T.shape, RATE_NEGATIVE).masked_fill(gain_T, RATE_POSITIVE)
+    return (rate_T + exponent_T * sum_T - rate_T * sum_T.exp()).exp()
 
 
 def objective(inputs: TokenInputs, config: LossConfig) -> Objective:
@@ -40,4 +39,12 @@ def objective(inputs: TokenInputs, config: LossConfig) -> Objective:
     return Objective(-phi_T * inputs.advantages_T * inputs.policy_logprobs_T, {"vespo/phi_mean": phi_T})
 
 
-VESPO = Loss("vespo", "arXiv:2602.10693", objective, TOKEN_MEAN, folds_sampler_weight=True)
+losses["vespo"] = Loss(
+    "vespo",
+    "arXiv:2602.10693",
+    objective,
+    TOKEN_MEAN,
+    folds_sampler_weight=True,
+    settings=(),
+    bounds=lambda config: "ratio of whole sequences, weighted by a gamma kernel",
+)

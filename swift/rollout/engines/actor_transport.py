@@ -40,7 +40,8 @@ HEALTH_S = 5.0
 def _remote_class() -> Any:
     import ray
 
-    return ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups=GROUPS)(EngineActor)
+    remote: Any = ray.remote
+    return remote(max_restarts=0, max_task_retries=0, concurrency_groups=GROUPS)(EngineActor)
 
 
 @dataclass(eq=False)
@@ -71,6 +72,7 @@ class ActorTransport(Transport):
         uses: the cluster; closed with the transport.
     """
 
+    life: _Life
     restartable = True
     ways = ("object_store", "broadcast", "ipc")
     stored = "object_store"
@@ -110,7 +112,6 @@ class ActorTransport(Transport):
             )
             .remote(_as_actor_sees(spec).to_json(), str(self.log_file), marker)
         )
-        self.counters = EngineCounters()
         return _Life(actor, marker, start, actor.start.remote())
 
     def connect(self) -> Capabilities:
@@ -177,7 +178,7 @@ class ActorTransport(Transport):
         with contextlib.suppress(Exception):  # it may be gone
             ray.kill(life.actor, no_restart=True)
         if life.here:  # Ray asks kindly at first, which a process that hangs does not hear
-            guard.kill(life.pid, f"{MARKER}={life.marker}".encode())
+            guard.kill_titled(life.pid, b"ray::EngineActor")
 
     def _listen(self, life: _Life) -> None:
         """The thread that repeats `take` until the life is over."""

@@ -8,6 +8,7 @@ started by the first that needs it and ended by the last `close`.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import shutil
@@ -150,7 +151,7 @@ def _init(**options: Any) -> None:
     main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM) if main else None
     try:
-        ray.init(configure_logging=False, logging_level="error", log_to_driver=False, **options)
+        ray.init(configure_logging=False, logging_level=logging.ERROR, log_to_driver=False, **options)
         # Ray prints a paragraph for every lost worker, also with log_to_driver off; the engine's own line says it
         ray._private.worker.print_to_stdstream = lambda *_, **__: None
     finally:

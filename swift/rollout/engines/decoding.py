@@ -74,6 +74,7 @@ class BatchRun:
         # of every request
         self.tokens = np.zeros((len(requests), max(budgets)), dtype=np.int64)
         self.logprobs = np.zeros((len(requests), max(budgets)), dtype=np.float32)
+        self.log_mass = np.zeros_like(self.logprobs)
         self.lengths = np.zeros(len(requests), dtype=np.int64)  # tokens sampled
         self.started = np.zeros(len(requests), dtype=np.int64)  # the step of the first token
         # of every live row, in the order of their requests
@@ -208,6 +209,7 @@ class BatchRun:
         self.started = np.concatenate([self.started, np.full(count, self.step_count)])
         self.tokens = np.pad(self.tokens, ((0, count), (0, more)))
         self.logprobs = np.pad(self.logprobs, ((0, count), (0, more)))
+        self.log_mass = np.pad(self.log_mass, ((0, count), (0, more)))
         self.lengths = np.concatenate([self.lengths, np.zeros(count, dtype=np.int64)])
         self._budget_R = np.concatenate([self._budget_R, np.array(budgets)])
         self._finished_R = np.concatenate([self._finished_R, np.zeros(count, dtype=bool)])
@@ -231,11 +233,13 @@ class BatchRun:
         rows = self.rows.numpy()
         drawn_R = self.step_count - self.started[rows]
         step = int(drawn_R[0]) if self._uniform else self.step_count - self._started_R
-        token_R, logprob_R = self.sampler.draw(self.guides.mask(logits, self.rows), step)
+        token_R, logprob_R, log_mass_R = self.sampler.draw(self.guides.mask(logits, self.rows), step)
         self.guides.advance(token_R, self.rows)
         self._last_R = token_R
         tokens, logprobs = token_R.cpu().numpy(), logprob_R.cpu().numpy()  # the one wait for the device
         self.tokens[rows, drawn_R], self.logprobs[rows, drawn_R] = tokens, logprobs
+        if log_mass_R is not None:
+            self.log_mass[rows, drawn_R] = log_mass_R.cpu().numpy()
         live = rows[~self._finished_R] if self._finished_R.any() else rows
         self.lengths[live] += 1
         self.counters.decode_rows += len(live)
@@ -284,6 +288,7 @@ class BatchRun:
             logprobs=logprobs,
             finish_reason=reason,
             versions=self._spans(int(self.started[request]), int(self.lengths[request])),
+            log_mass=self.log_mass[request, : len(ids)].tolist() if self.requests[request].sampling.truncates else [],
         )
 
     def _spans(self, started: int, length: int) -> list[tuple[int, int, int]]:

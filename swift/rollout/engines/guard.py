@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 POLL_S = 0.1
+LOOK_S = 1.0
 GRACE_S = 1.0
 LIMIT_S = 8.0
 TRACKER = b"multiprocessing.resource_tracker"
@@ -33,10 +34,37 @@ def marked(marker: bytes) -> list[int]:
     return [pid for pid in pids if pid != os.getpid() and has(pid, marker)]
 
 
-def kill(pid: int, marker: bytes) -> None:
-    """Kill one process, if it has the marker."""
-    if has(pid, marker):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+def born(pid: int) -> str:
+    """When a process started, which with its number names it for good; "" if it has ended."""
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if fields[0] == "Z" else fields[19]
+    return ""
+
+
+def family(ward: int, marker: bytes) -> dict[int, str]:
+    """Children of the ward with the marker, and all below them: some overwrite their environment with a title."""
+
+    def children(pid: int) -> list[int]:
+        found: list[int] = []
+        with contextlib.suppress(OSError):
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                found += map(int, (task / "children").read_text().split())
+        return found
+
+    found: dict[int, str] = {}
+    todo = [pid for pid in children(ward) if has(pid, marker)]
+    while todo:
+        pid = todo.pop()
+        found[pid] = born(pid)
+        todo += [one for one in children(pid) if one not in found]
+    return found
+
+
+def kill_titled(pid: int, title: bytes) -> None:
+    """Kill one process, if that is how it calls itself: the number may be another's by now."""
+    with contextlib.suppress(OSError):
+        if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(title):
             os.kill(pid, signal.SIGKILL)
 
 
@@ -59,19 +87,23 @@ def mapped(pids: list[int]) -> set[str]:
     return found
 
 
-def end(marker: bytes) -> None:
-    """Kill everything with the marker, the trackers last, and unlink the memory that was theirs alone."""
+def end(marker: bytes, known: dict[int, str] | None = None) -> None:
+    """Kill everything with the marker and all that is `known`, and unlink the memory that was theirs alone."""
     began, segments = time.monotonic(), set()
-    while (pids := marked(marker)) and time.monotonic() - began < LIMIT_S:
+    while time.monotonic() - began < LIMIT_S:
+        pids = {*marked(marker), *(pid for pid, start in (known or {}).items() if start and born(pid) == start)}
+        if not pids:
+            break
         patient = time.monotonic() - began < GRACE_S
-        segments |= mapped(pids)
+        segments |= mapped(list(pids))
         for pid in pids:
             if not (patient and is_tracker(pid)):
-                kill(pid, marker)
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
         time.sleep(POLL_S)
     everybody = [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()]
     for name in segments - mapped(everybody):
-        if name.startswith(("psm_", "sem.", "torch_")):  # names that libraries make up, never a user's file
+        if name.startswith(("psm_", "sem.", "torch_")) or "cpushm" in name:
             with contextlib.suppress(OSError):
                 Path("/dev/shm", name).unlink()
 
@@ -87,9 +119,13 @@ def main() -> None:
     ward, marker, folder = int(sys.argv[1]), sys.argv[2].encode(), sys.argv[3] if len(sys.argv) > 3 else ""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    known: dict[int, str] = {}
+    looked_at = 0.0
     while os.getppid() == ward:
+        if time.monotonic() - looked_at > LOOK_S:
+            known, looked_at = family(ward, marker), time.monotonic()
         time.sleep(POLL_S)
-    end(marker)
+    end(marker, known)
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
 

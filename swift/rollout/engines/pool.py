@@ -22,8 +22,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from swift.errors import (
@@ -40,7 +39,6 @@ from swift.rollout.engines.base import (
     ALL_TAGS,
     Ack,
     AdapterWeights,
-    Capabilities,
     EngineCounters,
     Health,
     InferenceEngine,
@@ -51,9 +49,9 @@ from swift.rollout.engines.base import (
     TensorInfo,
     WeightUpdate,
 )
+from swift.rollout.engines.joint import common_capabilities, first_failure, in_parallel, joint_ack
+from swift.rollout.engines.pool_update import PoolUpdate
 from swift.rollout.engines.requests import RequestTable
-from swift.rollout.weight_sync.base import Bucket
-from swift.rollout.weight_sync.sending import share_broadcast
 from swift.types import Completion, Request
 
 LOOK_S = 1.0
@@ -62,13 +60,13 @@ REST_S = 120.0
 """How long a stream of an engine may take to end once nothing of it is outstanding, or it is paused."""
 
 T = TypeVar("T")
-Arrival = tuple["_Member", Completion | Exception | None] | None
+Arrival = tuple["Member", Completion | Exception | None] | None
 """What the thread of an engine brings: a completion, the error that ended its stream, or None at its end. None alone
 says that another engine has work now."""
 
 
 @dataclass(slots=True, eq=False)
-class _Member:
+class Member:
     """One engine. thread: in its stream now."""
 
     engine: InferenceEngine
@@ -87,11 +85,11 @@ class EnginePool(InferenceEngine):
     """
 
     def __init__(self, engines: Sequence[InferenceEngine]) -> None:
-        self._members = [_Member(engine) for engine in engines]
+        self._members = [Member(engine) for engine in engines]
         self._lock = threading.RLock()
         self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
         self.table = RequestTable(retries=False)
-        self._last: tuple[Any, _Member] | None = None
+        self._last: tuple[Any, Member] | None = None
         self._paused = False
         self._closed = False
         self._void = ""
@@ -169,7 +167,7 @@ class EnginePool(InferenceEngine):
                 self._arrivals.put(None)
             return
 
-    def _choose(self, request: Request) -> _Member:
+    def _choose(self, request: Request) -> Member:
         """The engine of its group, or the one with the least work."""
         group = (request.request_id.rpartition("/")[0], tuple(request.prompt_ids))
         with self._lock:
@@ -213,12 +211,12 @@ class EnginePool(InferenceEngine):
                 return
             self._receive()
 
-    def _start(self, member: _Member) -> None:
+    def _start(self, member: Member) -> None:
         name = f"stream of engine {self._members.index(member)}"
         member.thread = threading.Thread(target=self._pump, args=(member,), name=name, daemon=True)
         member.thread.start()
 
-    def _pump(self, member: _Member) -> None:
+    def _pump(self, member: Member) -> None:
         """The thread of one stream."""
         try:
             for completion in member.engine.stream():
@@ -253,7 +251,7 @@ class EnginePool(InferenceEngine):
             self._disown(member)
             raise arrival
 
-    def _disown(self, member: _Member) -> None:
+    def _disown(self, member: Member) -> None:
         """After a failure nobody waits for what this engine had."""
         with self._lock:
             self.table.remove_all(member)
@@ -264,7 +262,7 @@ class EnginePool(InferenceEngine):
             for _ in member.engine.stream():  # its own stream has ended: that was the failure
                 pass
 
-    def bury(self, member: _Member, error: EngineDead) -> None:
+    def bury(self, member: Member, error: EngineDead) -> None:
         """Leave an engine out; its requests wait for the others.
 
         Raises:
@@ -284,7 +282,7 @@ class EnginePool(InferenceEngine):
             told = self.table.abort(request_ids)
         self._arrivals.put(None)
         for member, names in told.items():
-            assert isinstance(member, _Member)
+            assert isinstance(member, Member)
             member.engine.abort(names)
 
     def pause(self, mode: PauseMode = "wait") -> None:
@@ -448,10 +446,10 @@ class EnginePool(InferenceEngine):
 
     # --- inside -----------------------------------------------------------------------------------------------
 
-    def _living(self) -> list[_Member]:
+    def _living(self) -> list[Member]:
         return [member for member in self._members if member.dead is None]
 
-    def _alive(self) -> list[_Member]:
+    def _alive(self) -> list[Member]:
         """Raises EngineDead when there is none."""
         living = self._living()
         if not living:
@@ -485,137 +483,9 @@ class EnginePool(InferenceEngine):
             for member, outcome in zip(members, outcomes, strict=True):
                 if isinstance(outcome, EngineDead):
                     self.bury(member, outcome)
-            _first_failure([one for one in outcomes if not isinstance(one, EngineDead)])
+            first_failure([one for one in outcomes if not isinstance(one, EngineDead)])
         except BaseException:
             for result in results:
                 undo(result)
             raise
         return results
-
-
-class PoolUpdate(WeightUpdate):
-    """One update on its way to all engines of a pool.
-
-    Args:
-        pool: the receivers.
-        updates: one per engine.
-        manifest: every tensor that will come.
-        version: of the policy.
-    """
-
-    def __init__(
-        self,
-        pool: EnginePool,
-        updates: Sequence[tuple[_Member, WeightUpdate]],
-        manifest: Sequence[TensorInfo],
-        version: int,
-    ) -> None:
-        super().__init__(pool.capabilities.name, manifest, version)
-        self._pool = pool
-        self._updates = list(updates)
-
-    def send(self, bucket: Bucket) -> None:
-        """Deliver a bucket to all; its checksums are computed once. See `WeightUpdate.send`."""
-        bucket.checksums()  # before threads ask for them
-        super().send(bucket)
-
-    def _deliver(self, bucket: Bucket) -> None:
-        self._pool.spoil(f"the update to version {self.version} has not reached every engine")
-        if self.sent == len(bucket.tensors):
-            share_broadcast([update for _, update in self._updates], bucket)
-        self._everywhere(lambda update: update.send(bucket))
-
-    def _finish(self) -> Ack:
-        return joint_ack(self._everywhere(lambda update: update.commit()))
-
-    def _everywhere(self, work: Callable[[WeightUpdate], T]) -> list[T]:
-        """On all engines at the same time; one that turns out to be dead is left out."""
-        outcomes = in_parallel([lambda update=update: work(update) for _, update in self._updates])  # type: ignore[misc]
-        for (member, _), outcome in zip(list(self._updates), outcomes, strict=True):
-            if isinstance(outcome, EngineDead):
-                self._pool.bury(member, outcome)
-        self._updates = [
-            pair for pair, outcome in zip(self._updates, outcomes, strict=True) if not isinstance(outcome, EngineDead)
-        ]
-        _first_failure([one for one in outcomes if not isinstance(one, EngineDead)])
-        return [one for one in outcomes if not isinstance(one, Exception)]
-
-    def commit(self) -> Ack:
-        """All engines switch; see `WeightUpdate.commit`."""
-        ack = super().commit()
-        self._pool.arrived(self.version)
-        return ack
-
-    def abort(self) -> None:
-        """Give up everywhere."""
-        for _, update in self._updates:
-            update.abort()
-
-
-def common_capabilities(all_of_them: Sequence[Capabilities]) -> Capabilities:
-    """What every engine can do."""
-    first = all_of_them[0]
-    support = max((one.logprob_support for one in all_of_them), key=["full", "truncated", "raw"].index)
-    return replace(
-        first,
-        logprob_support=support,
-        seeded=all(one.seeded for one in all_of_them),
-        shares_weights=False,
-        max_model_len=min(one.max_model_len for one in all_of_them),
-        devices=tuple(device for one in all_of_them for device in one.devices),
-        lora=all(one.lora for one in all_of_them),
-        max_lora_rank=min(one.max_lora_rank for one in all_of_them),
-        sleep_levels=tuple(
-            level for level in first.sleep_levels if all(level in one.sleep_levels for one in all_of_them)
-        ),
-        kv_release=all(one.kv_release for one in all_of_them),
-        in_flight_updates=all(one.in_flight_updates for one in all_of_them),
-        transports=tuple(way for way in first.transports if all(way in one.transports for one in all_of_them)),
-        guided=all(one.guided for one in all_of_them),
-        sampling_fields=tuple(
-            name for name in first.sampling_fields if all(name in one.sampling_fields for one in all_of_them)
-        ),
-        extra={**first.extra, "engines": str(len(all_of_them))},
-    )
-
-
-def joint_ack(acks: Sequence[Ack]) -> Ack:
-    """One receipt for several equal ones.
-
-    Raises:
-        SyncFailed: the engines confirm different things.
-    """
-    first = acks[0]
-    for ack in acks[1:]:
-        if (ack.version, ack.tensors, ack.nbytes, ack.digest) != (
-            first.version, first.tensors, first.nbytes, first.digest
-        ):  # fmt: skip
-            raise SyncFailed(f"weights: version {first.version}: the engines confirm different things: {first}, {ack}")
-    notes = list(dict.fromkeys(ack.note for ack in acks if ack.note))
-    return replace(
-        first,
-        seconds=max(ack.seconds for ack in acks),
-        rounded=any(ack.rounded for ack in acks),
-        note="; ".join(notes),
-    )
-
-
-def in_parallel(work: Sequence[Callable[[], T]]) -> list[T | Exception]:
-    """What each of them returns or raises, in order."""
-    if len(work) == 1:
-        return [_outcome(work[0])]
-    with ThreadPoolExecutor(len(work), thread_name_prefix="engine") as threads:
-        return list(threads.map(_outcome, work))
-
-
-def _outcome(work: Callable[[], T]) -> T | Exception:
-    try:
-        return work()
-    except Exception as error:  # the caller raises it once the others are done
-        return error
-
-
-def _first_failure(outcomes: Sequence[object]) -> None:
-    for outcome in outcomes:
-        if isinstance(outcome, Exception):
-            raise outcome

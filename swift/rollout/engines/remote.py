@@ -33,6 +33,7 @@ from swift.rollout.engines import wire
 from swift.rollout.engines.base import Ack, AdapterWeights, Capabilities, EngineCounters, Health, TensorInfo
 from swift.rollout.engines.client import EngineClient
 from swift.rollout.engines.completion_stream import Failure
+from swift.rollout.engines.http_calls import HttpCalls, bounds
 from swift.rollout.engines.remote_replies import first_line, kind_of, problem_of, shut, without_secrets
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.engines.transport import END, Batch, Deliver, Lost, Timeouts, Transport
@@ -53,7 +54,7 @@ class _Reading:
     response: httpx.Response | None = None
 
 
-class HttpTransport(Transport):
+class HttpTransport(HttpCalls, Transport):
     """See the module's docstring; `RemoteEngine` has the arguments."""
 
     restartable = False
@@ -114,7 +115,9 @@ class HttpTransport(Transport):
         except Lost as lost:
             raise EngineDead(f"{self.name}: {lost}") from lost
         self._boot = info["boot_id"]
-        fields = {name: tuple(one) if isinstance(one, list) else one for name, one in info["capabilities"].items()}
+        fields: dict[str, Any] = {
+            name: tuple(one) if isinstance(one, list) else one for name, one in info["capabilities"].items()
+        }
         limit = info["max_model_len"]
         if self.spec is not None and self.spec.max_model_len is not None:
             limit = min(limit, self.spec.max_model_len)
@@ -138,7 +141,7 @@ class HttpTransport(Transport):
         while True:
             self._check_open()
             try:
-                reply = self._http.get("/health", timeout=_bounds(min(5.0, self.timeouts.reply_s), self.timeouts))
+                reply = self._http.get("/health", timeout=bounds(min(5.0, self.timeouts.reply_s), self.timeouts))
                 state = reply.json() if reply.status_code in (200, 503) else {}
                 if reply.status_code == 200 or state.get("alive") or state.get("void"):
                     return
@@ -219,7 +222,7 @@ class HttpTransport(Transport):
         """Signs of life that keep the lease while nothing else is sent."""
         while not self._ending.wait(self.timeouts.heartbeat_s):
             with contextlib.suppress(httpx.HTTPError, ValueError, RuntimeError):  # whoever needs the server will see
-                self._http.get("/health", timeout=_bounds(self.timeouts.reply_s, self.timeouts))
+                self._http.get("/health", timeout=bounds(self.timeouts.reply_s, self.timeouts))
 
     def replace(self, how: str, *, version: int, valid: bool) -> int | None:
         """Find the server again, after a pause; one that was restarted is taken over anew."""
@@ -272,7 +275,7 @@ class HttpTransport(Transport):
         reading: _Reading = batch.handle
         try:
             headers = {"Content-Type": "application/json"}
-            timeout = _bounds(self.timeouts.reply_s, self.timeouts)
+            timeout = bounds(self.timeouts.reply_s, self.timeouts)
             with self._http.stream("POST", "/infer/", content=content, headers=headers, timeout=timeout) as reply:
                 reading.response = reply
                 if reply.status_code != 200:
@@ -361,74 +364,6 @@ class HttpTransport(Transport):
         reply = self._upload("/v1/load_lora_adapter", {"lora_name": f"policy-v{version}", "version": version}, data)
         return Ack(**reply["ack"])
 
-    def _request(self, method: str, path: str, timeout_s: float, **options: Any) -> httpx.Response:
-        """One request.
-
-        Raises:
-            Lost: no answer.
-        """
-        try:
-            return self._http.request(method, path, timeout=_bounds(timeout_s, self.timeouts), **options)
-        except httpx.TimeoutException as error:
-            problem = f"no answer to {path.partition('?')[0]} within {timeout_s:g} s"
-            raise Lost(problem + (self._in_the_way() if timeout_s > self.timeouts.reply_s else "")) from error
-        except (httpx.HTTPError, RuntimeError) as error:
-            self._check_open()
-            raise Lost(first_line(error)) from error
-
-    def _in_the_way(self) -> str:
-        """What a call that is carried out at rest waits for, if that are requests of others."""
-        try:
-            reply = self._http.get("/info", timeout=_bounds(min(5.0, self.timeouts.reply_s), self.timeouts))
-            running = dict(reply.json()["running_of"])
-        except (httpx.HTTPError, RuntimeError, ValueError, KeyError, TypeError):
-            return ""
-        running.pop(f"run {self.run_id}", None)
-        said = ", ".join(f"{count} of {owner}" for owner, count in sorted(running.items()))
-        return f"; it waits for requests of others: {said}" if said else ""
-
-    def _get(self, method: str, path: str, timeout_s: float, **options: Any) -> dict[str, Any]:
-        """One request and its answer.
-
-        Raises:
-            Lost.
-            SwiftError: what the server raised, or that it refuses us.
-        """
-        return self._answer(self._request(method, path, timeout_s, **options))
-
-    def _answer(self, reply: httpx.Response) -> dict[str, Any]:
-        if reply.status_code == 200:
-            answer: dict[str, Any] = reply.json()
-            return answer
-        raise problem_of(self.name, reply)
-
-    def _upload(self, path: str, params: dict[str, Any], data: bytes) -> dict[str, Any]:
-        headers = {"Content-Type": wire.SAFETENSORS}
-        return self._get("POST", path, self.timeouts.sync_s, params=params, content=data, headers=headers)
-
-    def _aside(self, work: Callable[[], Any], timeout_s: float) -> Callable[[], Any]:
-        """Begin `work` on a thread; the result waits for it and raises what came of it."""
-        outcome: list[Any] = []
-
-        def run() -> None:
-            try:
-                outcome.append(work())
-            except Exception as error:  # raised in the thread that waits
-                outcome.append(error)
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-
-        def wait() -> Any:
-            thread.join(timeout_s + self.timeouts.connect_s)
-            if not outcome:
-                raise SyncFailed(f"weights: {self.name}: no answer within {timeout_s:g} s")
-            if isinstance(outcome[0], Exception):
-                raise outcome[0]
-            return outcome[0]
-
-        return wait
-
     # --- weights ----------------------------------------------------------------------------------------------
 
     def choose(self, bucket: Bucket) -> str:
@@ -486,7 +421,7 @@ class HttpTransport(Transport):
     def health(self) -> Health:
         """See `Transport.health`."""
         try:
-            state = self._http.get("/health", timeout=_bounds(5.0, self.timeouts)).json()
+            state = self._http.get("/health", timeout=bounds(5.0, self.timeouts)).json()
             return Health(bool(state["alive"]), 0, str(state["detail"]))
         except (httpx.HTTPError, ValueError, KeyError, RuntimeError) as error:
             return Health(False, 0, f"{self.name}: {first_line(error)}")
@@ -495,10 +430,6 @@ class HttpTransport(Transport):
         """See `Transport.info`."""
         return {"server": without_secrets(self.url), "run_id": self.run_id}
 
-    def _check_open(self) -> None:
-        if self._ending.is_set():
-            raise EngineDead(f"{self.name}: it is closed; make a new one")
-
     def close(self) -> None:
         """The lease is given back."""
         if self._ending.is_set():
@@ -506,7 +437,7 @@ class HttpTransport(Transport):
         self._ending.set()
         if self._boot:
             with contextlib.suppress(httpx.HTTPError):  # a server that is gone has no lease to give back
-                self._http.post("/release", json={"run_id": self.run_id}, timeout=_bounds(5.0, self.timeouts))
+                self._http.post("/release", json={"run_id": self.run_id}, timeout=bounds(5.0, self.timeouts))
         if self._beating is not None and self._beating is not threading.current_thread():
             self._beating.join(self.timeouts.reply_s + self.timeouts.connect_s)
         self._http.close()
@@ -548,10 +479,6 @@ class RemoteEngine(EngineClient):
             keeps_weights=keeps_weights,
             end_tokens=spec.eos_token_ids if spec is not None else (),
         )
-
-
-def _bounds(timeout_s: float, timeouts: Timeouts) -> httpx.Timeout:
-    return httpx.Timeout(timeout_s, connect=min(timeouts.connect_s, timeout_s))
 
 
 def _plain(value: Any) -> Any:

@@ -3,7 +3,7 @@
 The order is that of the other engines: end tokens that come too early (`min_tokens`), repetition, frequency and
 presence penalty on the raw logits, temperature, then top-k, top-p and min-p on the tempered distribution. The returned
 log-prob is that of the distribution drawn from: over the whole vocabulary without truncation, renormalised over the
-surviving tokens with it.
+surviving tokens with it; then the log of the mass that survived is returned too.
 """
 
 from __future__ import annotations
@@ -95,23 +95,20 @@ class BatchSampler:
         self.prompts = [self.prompts[i] for i in rows.tolist()]
         self._look()
 
-    def draw(self, logits_RV: Tensor, step: int | Tensor) -> tuple[Tensor, Tensor]:
-        """Token ids [R] and their log-probs [R] (fp32).
+    def draw(self, logits_RV: Tensor, step: int | Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Token ids [R], their log-probs [R] (fp32), and the log of the kept mass [R], None where no row is narrowed.
 
         Args:
             logits_RV: of the rows.
             step: tokens that every row has drawn before; [R] where they differ.
         """
         logits_RV = logits_RV.float()
-        if self.longest_minimum and not (isinstance(step, int) and step >= self.longest_minimum):
-            logits_RV = self._without_ends(logits_RV, step)
         if self.any_penalty:
             logits_RV = self._penalise(logits_RV)
         if self.any_count:
             logits_RV = self._discount(logits_RV)
         tempered_RV = logits_RV / self.divisor_R1 if self.any_temperature else logits_RV
-        if self.any_top_k or self.any_top_p or self.any_min_p:
-            tempered_RV = self._truncate(tempered_RV.log_softmax(-1))
+        tempered_RV, log_mass_R = self._narrow(tempered_RV, step)
         if isinstance(step, int):
             uniform_R = self.uniforms_RT[:, step]
         else:
@@ -122,7 +119,24 @@ class BatchSampler:
             self.seen_RV.scatter_(1, token_R[:, None], True)
         if self.counts_RV is not None:
             self.counts_RV.scatter_add_(1, token_R[:, None], torch.ones_like(token_R, dtype=torch.float32)[:, None])
-        return token_R, logprob_R
+        return token_R, logprob_R, log_mass_R
+
+    def _narrow(self, tempered_RV: Tensor, step: int | Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits of what may be drawn, and the log of the mass [R] that it has of the whole distribution."""
+        early = self.longest_minimum and not (isinstance(step, int) and step >= self.longest_minimum)
+        truncates = self.any_top_k or self.any_top_p or self.any_min_p
+        if not (early or truncates):
+            return tempered_RV, None
+        kept_RV = tempered_RV.log_softmax(-1)
+        log_mass_R1 = torch.zeros_like(kept_RV[:, :1])
+        if early:
+            kept_RV = self._without_ends(kept_RV, step)
+            log_mass_R1 = kept_RV.logsumexp(-1, keepdim=True)
+            kept_RV = kept_RV - log_mass_R1
+        if truncates:
+            kept_RV = self._truncate(kept_RV)
+            log_mass_R1 = log_mass_R1 + kept_RV.logsumexp(-1, keepdim=True)
+        return kept_RV, log_mass_R1[:, 0]
 
     def _penalise(self, logits_RV: Tensor) -> Tensor:
         """Divide positive and multiply negative logits of seen tokens (arXiv:1909.05858, eq. 13 as practised)."""

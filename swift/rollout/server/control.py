@@ -70,7 +70,11 @@ def _sampling(routes: APIRouter, service: Service) -> None:
             paused = queue.pause()
             if mode == "abort":
                 queue.abort()
-            await service.job(paused)
+            try:
+                await service.job(paused)
+            except BaseException:
+                queue.resume()
+                raise
         return json_response({"status": "paused"})
 
     @routes.post("/resume")

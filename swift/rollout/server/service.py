@@ -352,8 +352,8 @@ class Service:
                     await self.release(silent.run_id)
                 elif not self.queue.load[0]:
                     healths = await asyncio.to_thread(self._healths)
-                    if any("its process" in one.detail for one in healths):
-                        await self.do(lambda engine: engine.reset_caches())  # a call to a dead process replaces it
+                    if any("its actor" in one.detail for one in healths):
+                        await self.do(lambda engine: engine.reset_caches())  # a call to a lost actor replaces it
             except (Refused, SwiftError) as error:
                 logger.warning("%s", error)
 

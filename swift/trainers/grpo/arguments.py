@@ -26,17 +26,7 @@ def loss_settings(args: Any) -> LossConfig:
     from swift.rl.losses import LossConfig
 
     try:
-        return LossConfig(
-            loss_type=args.loss_type,
-            importance_sampling_level=args.importance_sampling_level,
-            epsilon=args.epsilon,
-            epsilon_high=args.epsilon_high,
-            delta=args.delta,
-            beta=0.0 if args.kl_in_reward else args.beta,
-            kl_bias_correction=args.kl_bias_correction,
-            tau_pos=args.tau_pos,
-            tau_neg=args.tau_neg,
-        )
+        return LossConfig.read(args, beta=0.0 if args.kl_in_reward else args.beta)
     except ValueError as error:
         raise ConfigError(f"--{error}") from error
 
@@ -86,7 +76,7 @@ def trainer_settings(args: Any, *, logprob_support: str = "full", given: Collect
         max_tokens=args.max_tokens_per_micro_batch,
         keep_dropout=args.lora_dropout > 0 and args.tuner_type == "lora",
         skip_zero_advantage=args.skip_zero_advantage_batches,
-        comparable_sampling=correctable and not args.sampling_params().biased,
+        comparable_sampling=correctable and not args.changed_logprobs(),
         correctable_sampling=correctable,
         correction=CorrectionSettings(
             mode=args.rollout_importance_sampling_mode,

@@ -43,6 +43,8 @@ class Surroundings:
     trainer: GRPOTrainer
 
     def _build_pipeline(self) -> Any:
+        from swift.rl.declared import parameters_of
+        from swift.rl.estimators import get_estimator
         from swift.rollout.collector import RolloutCollector
         from swift.rollout.pipeline import PipelineConfig, RolloutPipeline
         from swift.rollout.scheduler import RolloutScheduler
@@ -71,6 +73,7 @@ class Surroundings:
             num_global_batches=plan.global_batches_per_rollout,
             num_iterations=plan.num_iterations,
             advantage_estimator=args.advantage_estimator,
+            estimator_parameters=parameters_of(get_estimator(args.advantage_estimator), args),
             scale_rewards=args.scale_rewards,
             reward_weights=parts.rewards.weights,
             overlong_filter=args.overlong_filter,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from swift.observability.metrics import kind_of
+from swift.observability.metrics import extreme, kind_of
 from swift.rl.correction import effective_sample_size, mismatch_statistics
 from swift.rl.objective import LossOutput
 from swift.rl.segments import spread
@@ -33,9 +33,9 @@ class StepMetrics:
         self.sums[name] = (old_total + total, old_count + count)
 
     def add_extreme(self, name: str, value: float) -> None:
-        """Widen a maximum or a minimum; its name says which (`kind_of`)."""
+        """Widen a maximum or a minimum; its name says which (`kind_of`). A NaN stays."""
         choose = min if kind_of(name) == "min" else max
-        self.extremes[name] = choose(value, self.extremes.get(name, value))
+        self.extremes[name] = extreme(choose, value, self.extremes.get(name, value))
 
     def add_pairs(self, pairs: dict[str, Tensor]) -> None:
         """Add to means; a value is (sum, count). All come from their device at once."""
