@@ -235,19 +235,17 @@ class SamplingArguments(GenerationArguments):
     )
     """Number of completions of a generation batch over all processes, instead of steps_per_generation."""
 
-    mini_batch_size: int | None = flag(
-        at_least=1, group="Optimization", everyday=False, unset="per_device_train_batch_size"
-    )
-    """Number of completions per forward and backward pass; divides per_device_train_batch_size. Same gradient."""
+    mini_batch_size: int | None = flag(at_least=1, group="Optimization", everyday=False, unset="no limit")
+    """Maximum number of completions per micro-batch; divides per_device_train_batch_size. Same gradient."""
 
     max_tokens_per_micro_batch: int | None = flag(
         at_least=1,
         group="Optimization",
         everyday=False,
-        unset="the batch sizes, and less where memory is too small; on a CPU what is fastest",
+        unset="what fits into memory, at most 16384; on a CPU 1 GiB of activations",
     )
-    """Maximum number of tokens per forward and backward pass, shared prompts counted once. Replaces
-    per_device_train_batch_size as the limit; same gradient."""
+    """Maximum number of tokens per micro-batch, that is per forward and backward pass, shared prompts counted once.
+    Same gradient."""
 
 
 @dataclass(kw_only=True)

@@ -73,7 +73,8 @@ class OptimizationArguments:
     """Number of optimizer steps; above 0 it replaces num_train_epochs."""
 
     per_device_train_batch_size: int = flag(1, at_least=1)
-    """Number of completions (rows in sft) per process and micro-batch. If not given, rlhf takes the smallest that makes
+    """Number of completions (rows in sft) per process and accumulation step. Memory does not depend on it in rlhf; see
+    max_tokens_per_micro_batch. If not given, rlhf takes the smallest that makes
     the global batch a multiple of num_generations."""
 
     per_device_eval_batch_size: int = flag(1, at_least=1)
