@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "plugin": {"errors"},
     "rewards": {"errors", "flags", "types", "plugin", "data", "models"},
     "rollout": {"errors", "flags", "rendezvous", "startup", "types", "plugin", "data", "models", "rl"},
-    "trainers": {"errors", "flags", "rendezvous", "startup", "types", "observability"}
+    "trainers": {"errors", "flags", "rendezvous", "startup", "types", "plugin", "observability"}
     | {"rl", "data", "models", "rewards", "rollout"},
     "arguments": {"errors", "flags", "observability", "plugin"}
     | {"rl", "data", "models", "rewards", "rollout", "trainers"},

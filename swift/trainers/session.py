@@ -63,7 +63,9 @@ def require_packages(args: Any) -> None:
         ResourceError: one line per missing package.
         ConfigError: DeepSpeed or FSDP cannot be used like this.
     """
-    from swift.trainers.parallel.deepspeed import require_best_model, require_deepspeed, require_fsdp
+    from swift.trainers.parallel.deepspeed import require_deepspeed
+    from swift.trainers.parallel.fsdp import require_fsdp
+    from swift.trainers.parallel.sharding import require_best_model
 
     require_deepspeed(args)
     require_fsdp(args)
@@ -225,7 +227,7 @@ def training_options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, A
     import torch
 
     from swift.trainers.optimizers.choice import is_registered
-    from swift.trainers.parallel.deepspeed import spread_options
+    from swift.trainers.parallel.sharding import sharding_options
 
     on_gpu = torch.cuda.is_available()
     eval_strategy = args.eval_strategy if evaluates else "no"
@@ -275,7 +277,7 @@ def training_options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, A
         # for TensorBoard see `tensorboard_callback`
         "report_to": [name for name in args.report_to if name not in ("none", "tensorboard")] or "none",
         "disable_tqdm": True,
-        **spread_options(args),
+        **sharding_options(args),
     }
 
 

@@ -29,7 +29,7 @@ from swift.rollout.weight_sync.base import TensorInfo
 from swift.rollout.weight_sync.policy import PolicyWeights, adapter_weights
 from swift.trainers.grpo.callbacks import EveryFewSteps
 from swift.trainers.grpo.entropy import EntropySettings
-from swift.trainers.parallel.deepspeed import spread_options
+from swift.trainers.parallel.sharding import sharding_options
 from swift.trainers.session import join_processes
 
 LIMIT_S = 500
@@ -130,7 +130,7 @@ def build(task: dict[str, Any]) -> Any:
         scorer=LateScorer(score, seen) if task.get("late") else None,
         **task.get("parts", {}),
         **task.get("arguments", {}),
-        **spread_options(args),
+        **sharding_options(args),
     )
     around(trainer, gather=task.get("gather", True))
     if task.get("late"):

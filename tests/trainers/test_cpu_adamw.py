@@ -14,8 +14,8 @@ from grpo_parts import make_trainer
 from swift.errors import ResourceError
 from swift.trainers import session
 from swift.trainers.arguments import Optimizer
-from swift.trainers.optimizers.adamw_cpu import CPUAdamW
 from swift.trainers.optimizers import master_weights
+from swift.trainers.optimizers.adamw_cpu import CPUAdamW
 from swift.trainers.optimizers.choice import own_optimizer
 
 HALF, WHOLE = torch.bfloat16, torch.float32

@@ -9,15 +9,14 @@ from types import SimpleNamespace
 import pytest
 
 from swift.errors import ConfigError, ResourceError
-from swift.trainers.parallel import deepspeed as sharding
+from swift.trainers.parallel import deepspeed
 from swift.trainers.parallel.deepspeed import (
     PRESETS,
     deepspeed_config,
-    describe,
-    require_best_model,
-    require_fsdp,
     stage_of,
 )
+from swift.trainers.parallel.fsdp import require_fsdp
+from swift.trainers.parallel.sharding import describe, require_best_model
 
 
 def args(deepspeed=None, **others):
@@ -162,11 +161,11 @@ def test_a_name_that_is_no_preset_and_no_file(tmp_path):
 
 
 def test_a_missing_package_is_one_line(monkeypatch):
-    monkeypatch.setattr(sharding.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(deepspeed.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ResourceError, match=r"--deepspeed: zero2: needs the package deepspeed") as caught:
-        sharding.require_deepspeed(args("zero2"))
+        deepspeed.require_deepspeed(args("zero2"))
     assert caught.value.exit_code == 3
-    sharding.require_deepspeed(args())
+    deepspeed.require_deepspeed(args())
 
 
 @pytest.mark.parametrize(

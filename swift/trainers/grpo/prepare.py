@@ -230,11 +230,11 @@ def plan_lines(parts: Parts) -> list[str]:
     """The plan in words: devices, mode, batches, steps."""
     from swift.rl.losses import describe as describe_loss
     from swift.rollout.placement import describe as describe_placement
-    from swift.trainers.parallel.deepspeed import describe as describe_spreading
+    from swift.trainers.parallel.sharding import describe as describe_sharding
 
     device = own_device()
     world = parts.collectives.world_size
-    where = (f"{world} x {device.type}" if world > 1 else str(device)) + describe_spreading(parts.args)
+    where = (f"{world} x {device.type}" if world > 1 else str(device)) + describe_sharding(parts.args)
     backend = parts.args.infer_backend
     lines = [
         f"plan: train on {where}; generate with {backend}; {batch_line(parts.args, parts.plan)}",

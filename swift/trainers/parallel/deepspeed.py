@@ -1,4 +1,4 @@
-"""Training with DeepSpeed's ZeRO or torch's FSDP2: settings into configurations, and steps into DeepSpeed's engine.
+"""Training with DeepSpeed's ZeRO: settings into a configuration, and steps into its engine.
 
 `--deepspeed` names a preset or a JSON file. A file may tune what is DeepSpeed's own (stages, buckets, offload); what
 swift decides (batch sizes, optimizer, schedule, clipping, types) must be absent, "auto", or say the same. Everything
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import logging
 import math
 import os
 import warnings
@@ -23,6 +22,7 @@ from typing import Any
 
 from swift.errors import ConfigError, ResourceError, join_problems, suggest
 from swift.models.sharded import settle_accelerator
+from swift.trainers.parallel.fsdp import dtype_name
 
 _OFFLOAD = {"device": "cpu", "pin_memory": True}
 
@@ -76,7 +76,7 @@ def deepspeed_config(args: Any) -> dict[str, Any] | None:
     if int(zero.get("stage", 0)) == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = True  # a checkpoint is a model that others can load
     config = {name: value for name, value in given.items() if name not in ("optimizer", "scheduler", "fp16", "bf16")}
-    dtype = _dtype(args)
+    dtype = dtype_name(args)
     if dtype == "bfloat16":  # without the check a non-finite gradient would be applied
         config["bf16"] = {**given.get("bf16", {}), "enabled": True, "check_grad_overflow": True}
     elif dtype == "float16":
@@ -112,80 +112,13 @@ def require_deepspeed(args: Any) -> None:
     deepspeed_config(args)
 
 
-def require_fsdp(args: Any) -> None:
-    """Checks `--fsdp` before anything is loaded.
-
-    Raises:
-        ConfigError: it does not go together with other settings.
-    """
-    if not args.fsdp:
-        return
-    problems = []
-    if args.deepspeed:
-        problems.append(f"--fsdp: {args.fsdp}: both spread the model, as does --deepspeed {args.deepspeed}; drop one")
-    if _dtype(args) == "float16":
-        problems.append("--torch_dtype: float16: its loss scaling does not go with --fsdp; use --torch_dtype bfloat16")
-    if args.gradient_checkpointing and args.gradient_checkpointing_kwargs.get("use_reentrant"):
-        problems.append("--gradient_checkpointing_kwargs: use_reentrant: gathers out of order with --fsdp; drop it")
-    join_problems(problems)
-
-
-def require_best_model(args: Any) -> None:
-    """Checks that the best checkpoint could be loaded at the end.
-
-    Raises:
-        ConfigError: it would hold no state that DeepSpeed or FSDP can load.
-    """
-    if (args.deepspeed or args.fsdp) and args.save_only_model and args.load_best_model_at_end:
-        way = f"--deepspeed {args.deepspeed}" if args.deepspeed else f"--fsdp {args.fsdp}"
-        raise ConfigError(
-            f"--load_best_model_at_end: true: {way} cannot load checkpoints of --save_only_model true; drop one"
-        )
-
-
-def describe(args: Any) -> str:
-    """How the model is spread, for the plan: ", ZeRO-2", ", FSDP" or nothing."""
-    if args.deepspeed:
-        return f", ZeRO-{stage_of(args)}"
-    return ", FSDP" if args.fsdp else ""
-
-
-def spread_options(args: Any) -> dict[str, Any]:
-    """The entries of TrainingArguments that `--deepspeed` or `--fsdp` decide; {} without them.
-
-    Accelerate's process state is made here, because on CPUs transformers would not offer either.
-    """
-    config = deepspeed_config(args)
-    if config is None and not args.fsdp:
-        return {}
-    if config is not None:
-        _make_deepspeed_state()
-        way: dict[str, Any] = {"deepspeed": config}
-    else:
-        _make_fsdp_state()
-        logging.getLogger("transformers.training_args").addFilter(_not_about_checkpointing)
-        # gathers again in the backward pass, or keeps what the forward pass gathered
-        way = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": args.fsdp == "full_shard"}}
-    dtype = _dtype(args)
-    return {
-        **way,
-        "bf16": dtype == "bfloat16",
-        "fp16": dtype == "float16",
-        "accelerator_config": {"use_configured_state": True},
-    }
-
-
-def _not_about_checkpointing(record: logging.LogRecord) -> bool:
-    """Drops a hint at a setting of accelerate that swift does not have."""
-    return "activation_checkpointing" not in record.getMessage()
-
-
 def stage_of(args: Any) -> int:
     """ZeRO's stage; 0 without `--deepspeed`."""
     return int((deepspeed_config(args) or {}).get("zero_optimization", {}).get("stage", 0))
 
 
-def _make_deepspeed_state() -> None:
+def make_deepspeed_state() -> None:
+    """Make accelerate set DeepSpeed up, on CPUs too."""
     import torch
     from accelerate.state import AcceleratorState, PartialState
 
@@ -203,23 +136,6 @@ def _make_deepspeed_state() -> None:
         PartialState(**({} if on_gpu else {"backend": "gloo"}))
     finally:
         del os.environ["ACCELERATE_USE_DEEPSPEED"]
-
-
-def _make_fsdp_state() -> None:
-    import torch
-    from accelerate.state import AcceleratorState, DistributedType, PartialState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    if torch.accelerator.is_available():
-        PartialState()
-    else:  # accelerate offers FSDP to several accelerators only; torch's works as well over gloo
-        PartialState(backend="gloo").distributed_type = DistributedType.MULTI_GPU
-
-
-def _dtype(args: Any) -> str:
-    from swift.models.policy import pick_dtype
-
-    return str(pick_dtype(args.torch_dtype)).removeprefix("torch.")
 
 
 # --- configuration files -----------------------------------------------------------------------------------------
@@ -274,8 +190,8 @@ def _problems(given: Mapping[str, Any], args: Any) -> list[str]:
             found.append(line(key, None, f"swift cannot use this key; remove it; {suggest(key, USABLE)}"))
     found += [line(*one) for one in _conflicts(given, args)]
     found += [line(*one) for one in _optimizer_problems(given)]
-    if int(given.get("zero_optimization", {}).get("stage", 0)) == 0 and _dtype(args) != "float32":
-        wrong = f"stage 0 loses small updates of {_dtype(args)} weights; use zero1, or leave --deepspeed out"
+    if int(given.get("zero_optimization", {}).get("stage", 0)) == 0 and dtype_name(args) != "float32":
+        wrong = f"stage 0 loses small updates of {dtype_name(args)} weights; use zero1, or leave --deepspeed out"
         found.append(line("zero_optimization", None, wrong))
     return found + [line("zero_optimization", None, wrong) for wrong in _zero_problems(given)]
 
@@ -295,7 +211,7 @@ def _conflicts(given: Mapping[str, Any], args: Any) -> list[tuple[str, Any, str]
         for key, (value, flag) in wanted.items()
         if key in given and given[key] not in ("auto", value)
     ]
-    dtype = _dtype(args)
+    dtype = dtype_name(args)
     for key, name in (("fp16", "float16"), ("bf16", "bfloat16")):
         enabled = given.get(key, {}).get("enabled", "auto")
         if enabled not in ("auto", dtype == name):
