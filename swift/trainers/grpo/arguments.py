@@ -121,7 +121,7 @@ def uncorrected_lines(settings: GRPOSettings) -> list[str]:
 
 
 def training_arguments(args: Any, folder: Path, parts: Parts) -> Any:
-    """TrainingArguments of transformers; a window is one of its batches, so its accumulation is 1."""
+    """TrainingArguments of transformers; a global batch is one of its batches, so it accumulates nothing."""
     from transformers import TrainingArguments
 
     from swift.trainers.session import on_one_device, training_options
@@ -154,7 +154,7 @@ def _silent_about(beginning: str) -> Iterator[None]:
 
 
 def epochs_as_steps(options: Mapping[str, Any], steps_per_epoch: int | None) -> dict[str, Any]:
-    """Saving and evaluating once per epoch, in steps: transformers sees a stream of windows without epochs."""
+    """Saving and evaluating once per epoch, in steps: transformers sees a stream of batches without epochs."""
     changed: dict[str, Any] = {}
     for kind in ("save", "eval"):
         if options[f"{kind}_strategy"] == "epoch":

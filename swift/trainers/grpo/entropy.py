@@ -69,7 +69,7 @@ def top_entropy(entropies: Mapping[int, np.ndarray], trained: Mapping[int, np.nd
     """Choose the most uncertain trained tokens of a global batch (arXiv:2506.01939).
 
     Args:
-        entropies: of every token, by sample: all samples of the window that have trained tokens.
+        entropies: of every token, by sample: all samples of the global batch that have some trained.
         trained: the data mask of each.
         quantile: share to keep; ties at the threshold are kept.
     """

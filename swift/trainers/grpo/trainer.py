@@ -163,7 +163,7 @@ class GRPOTrainer(AtomicTrainer):
 
     def get_train_dataloader(self) -> Any:
         """One item per optimizer step, without end; max_steps ends the run."""
-        return _Windows(lambda: self.pipeline.steps(self.progress))
+        return _RolloutBatches(lambda: self.pipeline.steps(self.progress))
 
     def progress(self) -> TrainerProgress:
         """What reward functions see as `trainer_state`."""
@@ -338,7 +338,7 @@ class GRPOTrainer(AtomicTrainer):
             self.report.load_state_dict(state.report)
 
 
-class _Windows:
+class _RolloutBatches:
     """What Trainer takes for a data loader; it has no length, so max_steps alone ends the run."""
 
     def __init__(self, make: Callable[[], Iterator[RolloutBatch]]) -> None:

@@ -267,10 +267,10 @@ class DeepSpeedSteps:
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.norm: float | None = None
-        """Gradient norm of the last window, before clipping; None when it had no backward pass."""
+        """Gradient norm of the last global batch, before clipping; None when it had no backward pass."""
 
     def begin(self) -> None:
-        """A window starts; so far it has no gradient."""
+        """A global batch starts; so far it has no gradient."""
         self.norm = None
 
     def backward(self, loss: Any, *, last: bool) -> None:
