@@ -201,10 +201,10 @@ FLAGS = {
         2,
         ["--delta: 7", "cispo"],
     ),
-    "a KL of truncated log-probs": (
-        lambda d: d.rlhf("--kl_in_reward", "true", "--top_k", "1"),
+    "a KL of penalised log-probs": (
+        lambda d: d.rlhf("--kl_in_reward", "true", "--beta", "0.1", "--repetition_penalty", "1.2"),
         2,
-        ["--kl_in_reward: true", "--top_k 1"],
+        ["--kl_in_reward: true", "--repetition_penalty 1.2"],
     ),
     "parts of a batch that feeds several steps": (
         lambda d: d.rlhf(

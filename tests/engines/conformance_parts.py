@@ -150,6 +150,7 @@ class Subject:
     def kill(self, victim):
         """Kill the engine's first process, or the one that holds the model; in a pool those of both engines."""
         engines = 2 if self.backend.place == "pool" else 1
+        self.traces.look()
         alive = [process for process in self.traces.started if process.is_running()]
         if victim == "first process":
             ours = self.backend.place == "server"

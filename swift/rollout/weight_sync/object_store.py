@@ -47,4 +47,9 @@ def tensors_of(parcel: Parcel) -> list[tuple[str, Tensor]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that they cannot be written to
         flat = [torch.from_numpy(array) for array in arrays]
-    return [(name, flat[place].view(torch_dtype(dtype)).view(shape)) for name, dtype, shape, place in entries]
+    return [(name, _typed(flat[place], dtype, shape)) for name, dtype, shape, place in entries]
+
+
+def _typed(raw: Tensor, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    """The tensor that bytes are of; none of an empty one can be viewed."""
+    return raw.view(torch_dtype(dtype)).view(shape) if raw.numel() else torch.empty(shape, dtype=torch_dtype(dtype))
