@@ -17,7 +17,8 @@ from swift.rollout.samples import TrainSample
 class MicroBatch:
     """S completions with N completion tokens in all, packed.
 
-    weights_N: the loss weight of each token (0 outside of the data mask); loss of the global batch = sum of weight * objective.
+    weights_N: the loss weight of each token (0 outside of the data mask); the loss of the global batch is
+        the sum of weight * objective.
     mask_N: the data mask. old_logprobs_N: NaN where none is known yet, None where none is known at all.
     ref_logprobs_N: None unless every sample has them.
     """
