@@ -2,7 +2,8 @@
 
 `--max_tokens_per_micro_batch` is the budget where it is given. Else it is what the device's free memory holds before
 the first update, when the engine has made room, and at most what runs at full speed: `MOST_TOKENS`, and on a CPU
-`CPU_BYTES` of activations, as larger matrix products are no faster there.
+`CPU_BYTES` of activations, as larger matrix products are no faster there. On an accelerator it is at most the device
+batch, too: `--per_device_train_batch_size` completions as long as the longest, prompts included.
 
 Free memory differs from start to start, and a cut rounds sums differently. So what was found goes into checkpoints, and
 a resumed run keeps it unless the memory of now is less than half of what it needs.
@@ -73,7 +74,13 @@ class MicroBatchPlanner:
         )
 
     def plan(
-        self, samples: Sequence[TrainSample], chosen: Sequence[int], useful: Sequence[bool], limits: Limits
+        self,
+        samples: Sequence[TrainSample],
+        chosen: Sequence[int],
+        useful: Sequence[bool],
+        limits: Limits,
+        *,
+        per_device: int,
     ) -> MicroBatchPlan:
         """The plan of a global batch, the same on every rank; see `plan_micro_batches`.
 
@@ -82,12 +89,19 @@ class MicroBatchPlanner:
             chosen: sample indices in launch order.
             useful: per chosen sample, whether it can contribute.
             limits: of a micro-batch; without tokens, the budget that was found.
+            per_device: completions of a device batch.
         """
+        tokens = limits.tokens
+        if tokens is None:
+            tokens = self.fitting_tokens
+            if tokens is not None and self.device.type != "cpu":
+                longest = max(samples[i].prompt_ids.size + samples[i].token_ids.size for i in chosen)
+                tokens = min(tokens, per_device * longest)
         plan = plan_micro_batches(
             samples,
             chosen,
             world_size=self.collectives.world_size,
-            limits=limits if limits.tokens is not None else replace(limits, tokens=self.fitting_tokens),
+            limits=replace(limits, tokens=tokens),
             useful=useful,
             packed=is_packed(self.model),
             work=self._work,

@@ -72,6 +72,25 @@ def test_engines_join_a_cluster_with_its_token_and_leave_it_running():
         started.stdout.close()
 
 
+def test_a_local_cluster_asks_for_its_token_even_if_ray_was_imported_without_one():
+    """As vLLM does; Ray reads its environment at that moment."""
+    code = """
+import ray
+from ray._raylet import AuthenticationMode, get_authentication_mode
+assert get_authentication_mode() != AuthenticationMode.TOKEN
+from swift.rollout.engines import cluster
+one = cluster.use()
+assert get_authentication_mode() == AuthenticationMode.TOKEN
+assert ray.get(ray.remote(lambda: 3).remote()) == 3
+one.close()
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+
+
 @pytest.mark.parametrize(
     ("mode", "settings", "flag"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from grpo_parts import gradients_of_one_step, make_trainer
@@ -12,7 +13,9 @@ from torch import nn
 from swift.models.activation_memory import ModelShape, activation_bytes
 from swift.models.forward import TokenSequence, enable_packed_attention, pack, packed_logits
 from swift.models.tiny import SHAPES, build_tiny
+from swift.rollout.samples import TrainSample
 from swift.trainers import token_budget
+from swift.trainers.micro_batches import Limits
 from swift.trainers.token_budget import MicroBatchPlanner, expected_bytes, tokens_that_fit
 
 
@@ -72,6 +75,34 @@ def test_free_memory_is_the_budget_where_none_is_given(nano_folders, tmp_path):
     gradients, cut = passes_of(trainer)
     assert [samples for samples, _ in cut] == [2, 2, 2, 2]
     assert difference(gradients, expected) < 1e-6
+
+
+def test_on_an_accelerator_a_device_batch_of_the_longest_bounds_it_too(nano_folders):
+    made = planner(nano_folders["qwen2"])
+    made.fitting_tokens = 1000
+    samples = [
+        TrainSample(
+            group=i,
+            prompt_ids=np.arange(5),
+            token_ids=np.arange(length),
+            sampler_logprobs=np.zeros(length, dtype=np.float32),
+            trained=np.ones(length, dtype=bool),
+            advantage=1.0,
+        )
+        for i, length in enumerate([15, 4, 4, 4, 4, 4])
+    ]
+
+    def sizes():
+        plan = made.plan(samples, range(6), [True] * 6, Limits(), per_device=2)
+        return sorted(
+            sum(samples[i].prompt_ids.size + samples[i].token_ids.size - 1 for i in one)
+            for one in plan.micro_batches[0]
+        )
+
+    assert sizes() == [19 + 5 * 8]
+    made.device = torch.device("cuda")
+    assert len(sizes()) == 2
+    assert max(sizes()) <= 2 * (5 + 15)
 
 
 def test_on_a_cpu_activations_are_bounded(nano_folders, monkeypatch):

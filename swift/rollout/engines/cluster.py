@@ -147,7 +147,10 @@ def ray_variables(token: Path) -> dict[str, str]:
 def _init(**options: Any) -> None:
     """`ray.init` without its handler of SIGTERM, which is the trainer's."""
     import ray
+    from ray._raylet import AuthenticationTokenLoader, Config
 
+    Config.initialize("")  # Ray reads its environment when it is imported, which vLLM may have done long ago
+    AuthenticationTokenLoader.instance().reset_cache()
     main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM) if main else None
     try:

@@ -76,8 +76,9 @@ class LogProbs:
 
     def plan(self, samples: Sequence[TrainSample], chosen: Sequence[int], useful: Sequence[bool]) -> MicroBatchPlan:
         """Who computes what in which micro-batch; the same on every rank."""
-        limits = Limits(self.settings.max_samples, self.settings.max_tokens)
-        return self.planner.plan(samples, chosen, useful, limits)
+        settings = self.settings
+        limits = Limits(settings.max_samples, settings.max_tokens)
+        return self.planner.plan(samples, chosen, useful, limits, per_device=settings.per_device)
 
     def contributes(self, sample: TrainSample) -> bool:
         """Whether a sample can move the gradient: one without advantage only by its KL or its entropy."""
