@@ -12,7 +12,6 @@ Every group ends exactly once: its future gets scores, or the error that broke t
 
 from __future__ import annotations
 
-import pickle
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -28,7 +27,7 @@ from swift.rewards.catalogue import Catalogue, aliases_of, flags_of, read_catalo
 from swift.rewards.contract import Signature, group_keywords
 from swift.rewards.health import GroupRecord, RewardHealth
 from swift.rewards.scores import exclude_without_reward, statistics
-from swift.rewards.worker import LoadSpec, Outcome, call_seed
+from swift.rewards.worker import LoadSpec, Outcome, Payload, call_seed
 from swift.rewards.workers import Call, WorkerPool, memory_limit, worker_share
 from swift.types import GroupScores, Prompt, RolloutGroup, TrainerProgress
 
@@ -297,7 +296,7 @@ class RewardPipeline:
         }
         return {name: [future.result().checked() for future in found] for name, found in futures.items()}
 
-    def _probe_one(self, function: int, payload: bytes, seed: int) -> Future[Outcome]:
+    def _probe_one(self, function: int, payload: Payload, seed: int) -> Future[Outcome]:
         assert self._pool is not None
         future: Future[Outcome] = Future()
 
@@ -330,11 +329,11 @@ class RewardPipeline:
             missing=[0] * len(groups),
         )
 
-    def _plan(self, batch: _Batch, progress: TrainerProgress) -> list[tuple[list[int], list[int], bytes]]:
+    def _plan(self, batch: _Batch, progress: TrainerProgress) -> list[tuple[list[int], list[int], Payload]]:
         """The calls of a batch: (groups, functions, payload); quick built-ins of a group share one call."""
         catalogue = self._catalogue
         by_scope = {scope: catalogue.of_scope(scope == "batch") for scope in ("group", "batch")}
-        plans: list[tuple[list[int], list[int], bytes]] = []
+        plans: list[tuple[list[int], list[int], Payload]] = []
         for index, group in enumerate(batch.groups):
             if not group.completions or not by_scope["group"]:
                 continue
@@ -349,11 +348,11 @@ class RewardPipeline:
             plans += [(everything, [function], payload) for function in by_scope["batch"]]
         return plans
 
-    def _payload(self, groups: Sequence[RolloutGroup], progress: TrainerProgress) -> bytes:
+    def _payload(self, groups: Sequence[RolloutGroup], progress: TrainerProgress) -> Payload:
         keywords = group_keywords(groups, [self._opens_think(group.prompt) for group in groups])
         keywords["trainer_state"] = progress
         completions = [item.text for group in groups for item in group.completions]
-        return pickle.dumps({"completions": completions, "keywords": keywords}, pickle.HIGHEST_PROTOCOL)
+        return {"completions": completions, "keywords": keywords}
 
     def _opens_think(self, prompt: Prompt) -> bool:
         if self._decode is None or not prompt.token_ids:
@@ -364,7 +363,7 @@ class RewardPipeline:
         return call_seed(self._seed, group.prompt.prompt_id, group.group_id)
 
     def _call(
-        self, batch: _Batch, place: list[int], functions: list[int], payload: bytes, samples: list[int] | None
+        self, batch: _Batch, place: list[int], functions: list[int], payload: Payload, samples: list[int] | None
     ) -> None:
         assert self._pool is not None
         left = set(functions)
@@ -393,7 +392,7 @@ class RewardPipeline:
         )
 
     def _retry_singly(
-        self, batch: _Batch, place: list[int], function: int, payload: bytes, samples: list[int] | None, shared: bool
+        self, batch: _Batch, place: list[int], function: int, payload: Payload, samples: list[int] | None, shared: bool
     ) -> bool:
         """Queues the samples of a failed call one by one; False when that has been done, or cannot be.
 

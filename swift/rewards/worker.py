@@ -15,7 +15,6 @@ import inspect
 import math
 import multiprocessing
 import os
-import pickle
 import random
 import resource
 import signal
@@ -93,12 +92,16 @@ class LoadSpec:
     memory_bytes: int | None
 
 
+Payload = Mapping[str, Any]
+"""{"completions": texts, "keywords": lists of the same length and `trainer_state`} of one or more whole groups."""
+
+
 @dataclass(frozen=True)
 class Job:
-    """One call: a function, by position, on some samples (None: all) of a pickled {"completions", "keywords"}."""
+    """One call: a function, by position, on some samples (None: all) of a payload."""
 
     function: int
-    payload: bytes
+    payload: Payload
     samples: list[int] | None
     seed: int
 
@@ -276,11 +279,11 @@ def run(jobs: list[Job], log: str | None) -> list[Outcome]:
 
 
 def _arguments(job: Job, function: Function) -> tuple[list[str], dict[str, Any]]:
-    completions, available = select(pickle.loads(job.payload), job.samples)
+    completions, available = select(job.payload, job.samples)
     return completions, contract.keywords_for(function.signature, available)
 
 
-def select(payload: Mapping[str, Any], samples: list[int] | None) -> tuple[list[str], dict[str, Any]]:
+def select(payload: Payload, samples: list[int] | None) -> tuple[list[str], dict[str, Any]]:
     """Completions and keywords of the chosen samples; None means all of them."""
     completions: list[str] = payload["completions"]
     keywords: dict[str, Any] = payload["keywords"]

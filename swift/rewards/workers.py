@@ -31,7 +31,7 @@ from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from swift.errors import RewardError, SwiftError
 from swift.rewards import worker
-from swift.rewards.worker import Job, LoadSpec, Outcome
+from swift.rewards.worker import Job, LoadSpec, Outcome, Payload
 
 logger = logging.getLogger("swift.rewards")
 
@@ -50,7 +50,7 @@ class Call:
 
     Attributes:
         functions: positions in `LoadSpec.functions`, run in this order.
-        payload: pickled {"completions", "keywords"} of one or more whole groups.
+        payload: what is scored.
         samples: indexes into the payload, or None for all of it.
         seed: for the random generators.
         is_async: the (single) function is awaited.
@@ -59,7 +59,7 @@ class Call:
     """
 
     functions: list[int]
-    payload: bytes
+    payload: Payload
     samples: list[int] | None
     seed: int
     is_async: bool

@@ -290,10 +290,10 @@ def test_close_leaves_no_process_and_is_repeatable(pipeline, group, progress):
 
 
 def test_start_returns_at_once(pipeline):
-    rewards = pipeline(["nasty"], "import time\ntime.sleep(0.0)\n" + NASTY)
+    rewards = pipeline(["nasty"], "import time\ntime.sleep(2.0)\n" + NASTY)
     began = time.monotonic()
     rewards.start()
-    assert time.monotonic() - began < 0.2
+    assert time.monotonic() - began < 1.0
 
 
 def test_a_plugin_that_breaks_in_the_worker_breaks_the_run_with_its_message(pipeline, group, progress):
