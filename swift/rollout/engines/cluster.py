@@ -108,10 +108,12 @@ def _start(store_bytes: int) -> Cluster:
                 _temp_dir=str(folder),
                 _node_ip_address="127.0.0.1",
             )
-    except Exception as error:
+    except BaseException as error:
         watch.kill()
         watch.wait(CLOSE_S)
         shutil.rmtree(folder, ignore_errors=True)
+        if not isinstance(error, Exception):
+            raise
         raise ResourceError(f"ray: a local cluster cannot be started ({_first_line(error)})") from error
     return cluster
 
