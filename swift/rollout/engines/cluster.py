@@ -147,7 +147,7 @@ def ray_variables(token: Path) -> dict[str, str]:
 def _init(**options: Any) -> None:
     """`ray.init` without its handler of SIGTERM, which is the trainer's."""
     import ray
-    from ray._raylet import AuthenticationTokenLoader, Config
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
     Config.initialize("")  # Ray reads its environment when it is imported, which vLLM may have done long ago
     AuthenticationTokenLoader.instance().reset_cache()
