@@ -154,7 +154,7 @@ def test_a_server_that_hangs_is_given_up_in_a_bounded_time_and_one_that_comes_ba
             threading.Timer(8.0, os.kill, (server.process.pid, signal.SIGCONT)).start()
     assert tokens(done) == expected
     assert len(done) == len(expected)
-    engine.timeouts = SHORT
+    engine.timeouts = engine.transport.timeouts = SHORT
     for request in many():
         engine.submit(request)
     started = 0.0
