@@ -2,7 +2,8 @@
 #
 #   make install        torch (CPU), requirements/{base,hub,deepspeed,ray,dev}.txt, vLLM's CPU build and this package, editable
 #   make demo           train a tiny model for real and show its curve
-#   make test           lint, types, all tests                      make test-fast   without the slow tests
+#   make test           lint, types, all but the long tests         make test-fast   without the slow tests
+#   make test-long      the long tests
 #   make test-engines   only the long ones with engines: every mode, the conformance suite, servers, two hosts
 #   make bench          swift against TRL, and against 85 % of the recorded ratios; about an hour on two free cores
 #   make clean          remove caches and build products
@@ -30,7 +31,7 @@ ENGINE_RUNS := tests/engines/test_conformance.py tests/server tests/trainers/tes
 	$(addprefix tests/end_to_end/,test_engine_modes.py test_two_hosts.py test_asynchronous_runs.py \
 	test_colocate_end_to_end.py test_spread_models.py)
 
-.PHONY: install demo test test-engines test-fast lint bench clean
+.PHONY: install demo test test-long test-engines test-fast lint bench clean
 .DELETE_ON_ERROR:
 
 install: $(STAMPS)/package $(STAMPS)/optional $(if $(filter yes,$(VLLM)),$(STAMPS)/vllm)
@@ -83,13 +84,16 @@ lint: install
 	$(BIN)/mypy
 
 test: lint
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not long"
+
+test-long: install
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m long
 
 test-engines: install
 	$(TEST_ENV) $(BIN)/python -m pytest $(ENGINE_RUNS)
 
 test-fast: install
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(addprefix --ignore=,$(ENGINE_RUNS))
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not long" $(addprefix --ignore=,$(ENGINE_RUNS))
 
 bench: install
 	$(BIN)/python benchmarks/run.py --compare $(BENCH_FLAGS)

@@ -447,7 +447,7 @@ def test_what_cannot_start_is_refused_with_the_flag(folder, tmp_path):
 def test_without_a_limit_the_context_shrinks_to_the_cache_and_closing_leaves_nothing(
     folder, engine, monkeypatch, caplog
 ):
-    segments = set(Path("/dev/shm").iterdir())
+    segments, children = set(Path("/dev/shm").iterdir()), set(children_of(os.getpid()))
     monkeypatch.setattr(worker.WorkerExtension, "swift_kv_obstacle", lambda self: "no such system call")
     made = build_engine(spec(folder, sleep=True, max_model_len=None, engine_kwargs={"kv_cache_memory_bytes": 1 << 20}))
     assert 32 <= made.capabilities.max_model_len < 2048
@@ -462,7 +462,7 @@ def test_without_a_limit_the_context_shrinks_to_the_cache_and_closing_leaves_not
             attempt()
     assert made.info()["engine"] == "vllm"
     assert not made._busy.locked()  # a call of another thread ends with the error above instead of waiting
-    assert children_of(os.getpid()) == []
+    assert set(children_of(os.getpid())) <= children
     assert set(Path("/dev/shm").iterdir()) <= segments
     assert len(sample(engine, [request(tokens=2)])["r"].token_ids) == 2  # the other engine goes on
 

@@ -61,7 +61,7 @@ def test_a_signal_during_the_start_leaves_no_process(nano_folders, tmp_path):
         assert time.monotonic() < deadline, server.text()
         time.sleep(0.05)
     server.family = process.children(recursive=True)
-    assert server.stop() == 0
+    assert server.stop() == 0, server.text()
     assert server.left() == []
     assert "stopped before it was ready" in server.text()
     assert "Traceback" not in server.text()

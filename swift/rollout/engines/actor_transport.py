@@ -327,7 +327,7 @@ class ActorTransport(Transport):
         if life.lost:
             return Health(False, 0, f"its actor {life.lost}")
         if not life.pid:
-            return Health(False, 0, "starting")
+            return Health(False, 0, f"{self.name} is starting")
         try:
             state: Health = self.call("health", HEALTH_S)
         except (Lost, SwiftError) as error:

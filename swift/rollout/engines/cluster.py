@@ -108,10 +108,12 @@ def _start(store_bytes: int) -> Cluster:
                 _temp_dir=str(folder),
                 _node_ip_address="127.0.0.1",
             )
-    except Exception as error:
+    except BaseException as error:
         watch.kill()
         watch.wait(CLOSE_S)
         shutil.rmtree(folder, ignore_errors=True)
+        if not isinstance(error, Exception):
+            raise
         raise ResourceError(f"ray: a local cluster cannot be started ({_first_line(error)})") from error
     return cluster
 
@@ -147,7 +149,7 @@ def ray_variables(token: Path) -> dict[str, str]:
 def _init(**options: Any) -> None:
     """`ray.init` without its handler of SIGTERM, which is the trainer's."""
     import ray
-    from ray._raylet import AuthenticationTokenLoader, Config
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
     Config.initialize("")  # Ray reads its environment when it is imported, which vLLM may have done long ago
     AuthenticationTokenLoader.instance().reset_cache()

@@ -19,7 +19,7 @@ import contextlib
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -57,6 +57,7 @@ from swift.rollout.engines.base import (
 )
 from swift.rollout.engines.decoding import BatchRun, OwnCacheRun
 from swift.rollout.engines.transformers_adapter import FoldedAdapter
+from swift.rollout.engines.transformers_batches import BatchRule, cache_slots
 from swift.rollout.engines.transformers_memory import WeightMemory
 from swift.rollout.engines.transformers_weights import InPlaceUpdate
 from swift.rollout.weight_sync.base import dtype_name
@@ -68,9 +69,6 @@ if TYPE_CHECKING:
 
 MAX_LORA_RANK = 1 << 16
 """No rank is too large to be folded into weights; this is above any that a matrix can have."""
-
-JOIN_SHARE = 1 / 8
-"""Of the running rows, how many must be able to join for the cache to be arranged anew, unless all that wait can."""
 
 IDLE_LIMIT_S = 60.0
 """Longest wait for the step that another thread is in; a step takes milliseconds to seconds."""
@@ -311,7 +309,7 @@ class TransformersEngine(InferenceEngine):
         if self._run is not None:
             batch = self._joining()
         elif self._waiting:
-            batch = next(self._batches(list(self._waiting.values())), [])
+            batch = self._rule().first(list(self._waiting.values()))
         else:
             return
         for request in batch:
@@ -350,33 +348,15 @@ class TransformersEngine(InferenceEngine):
         return OwnCacheRun(batch, budgets, rotary=self.rotary, **options)
 
     def _joining(self) -> list[Request]:
-        """Waiting requests that can join the running batch, in their order up to the first that cannot."""
-        run = self._run
-        if run is None or not self._look_for_room or not self.joins:
+        """Waiting requests that join the running batch."""
+        if self._run is None or not self._look_for_room or not self.joins:
             return []
         self._look_for_room = False
-        live = run.live()
-        widest, longest = max(len(one.prompt_ids) for one, _ in live), max(budget for _, budget in live)
-        joining: list[Request] = []
-        for request in self._grouped(self._waiting.values()):
-            widest, longest = max(widest, len(request.prompt_ids)), max(longest, self.room(request))
-            if not run.takes(request) or not self._fits(len(live) + len(joining) + 1, widest + 2 * longest):
-                break
-            joining.append(request)
-        worth_it = len(joining) == len(self._waiting) or len(joining) >= JOIN_SHARE * len(live)
-        return joining if worth_it else []
+        return self._rule().joining(list(self._waiting.values()), self._run)
 
-    def _fits(self, num_rows: int, slots: int) -> bool:
-        """Whether a batch may have so many rows with so many slots in the cache."""
-        return num_rows <= self.max_rows and num_rows * slots <= self._cache_slots()
-
-    @staticmethod
-    def _grouped(requests: Iterable[Request]) -> list[Request]:
-        """The requests in their order, but for those of a prompt, which come with the first of them."""
-        by_prompt: OrderedDict[tuple[int, ...], list[Request]] = OrderedDict()
-        for request in requests:
-            by_prompt.setdefault(tuple(request.prompt_ids), []).append(request)
-        return [request for group in by_prompt.values() for request in group]
+    def _rule(self) -> BatchRule:
+        slots = cache_slots(self._config, next(self.model.parameters()).element_size(), self.cache_bytes)
+        return BatchRule(self.max_rows, slots, one_length=self.obstacle is not None, room=self.room)
 
     def _try_own_cache(self) -> None:
         """Raises ConfigError when the model's own cache is not one that transformers' models share."""
@@ -389,35 +369,6 @@ class TransformersEngine(InferenceEngine):
                 f"({type(error).__name__}: {str(error).splitlines()[0]}); choose a decoder with a key/value cache"
             ) from error
         self.counters = EngineCounters()
-
-    def _batches(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
-        """Cut the requests into batches that fit the cache, keeping the samples of a prompt together."""
-        ordered = requests if self.obstacle is None else sorted(requests, key=lambda r: len(r.prompt_ids))
-        batch: list[Request] = []
-        widest = longest = 0  # the cache is as wide as the longest prompt, and goes on for the largest limit
-        for request in self._grouped(ordered):
-            prompt = request.prompt_ids
-            width, length = max(widest, len(prompt)), max(longest, self.room(request))
-            if batch and (not self._fits(len(batch) + 1, width + length) or not self._mixes(len(prompt), batch)):
-                yield batch
-                batch, width, length = [], len(prompt), self.room(request)
-            batch.append(request)
-            widest, longest = width, length
-        if batch:
-            yield batch
-
-    def _mixes(self, prompt_length: int, batch: Sequence[Request]) -> bool:
-        """Whether a prompt of this length may join the batch."""
-        return self.obstacle is None or prompt_length == len(batch[-1].prompt_ids)
-
-    def _cache_slots(self) -> int:
-        """How many (row, position) slots the cache budget holds."""
-        config = self._config
-        heads = getattr(config, "num_attention_heads", None) or 1
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        width = next(self.model.parameters()).element_size()
-        return max(1, self.cache_bytes // (2 * config.num_hidden_layers * kv_heads * head_size * width))
 
     # --- weights ----------------------------------------------------------------------------------------------
 

@@ -73,8 +73,8 @@ class Plan:
         return [f"server: {model}, {engines} on {devices}{wide}", *self.notes]
 
 
-class Stopped(Exception):
-    """A signal came before the server was up."""
+class Stopped(BaseException):
+    """A signal came before the server was up; no library's `except Exception` keeps it."""
 
 
 def check(args: Any, given: Collection[str]) -> Plan:
