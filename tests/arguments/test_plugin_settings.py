@@ -11,13 +11,14 @@ from swift.arguments.schema import json_schema
 from swift.errors import ConfigError
 from swift.flags import flag, flags_of
 from swift.plugin import registry
+from swift.rl.losses import TOKEN_MEAN, Loss, Objective
 
 RLHF = ["--rlhf_type", "grpo", "--model", "m", "--dataset", "d", "--reward_funcs", "accuracy"]
 
 
 @dataclass(kw_only=True)
 class ClampParameters:
-    """Those of the fake losses."""
+    """Those of the losses below."""
 
     clamp_at: float = flag(2.0, above=0, aliases=("clamp_limit",))
     """Largest ratio."""
@@ -31,18 +32,18 @@ class ClampParameters:
             yield "--clamp_at: 13: brings bad luck; use another number"
 
 
-class FakeRegistry(dict):
-    """Entries that are their own parameters."""
-
-    def parameters_of(self, name):
-        return self[name]
+def entry(name, parameters=None):
+    return Loss(name, "no paper", lambda inputs, config: Objective(-inputs.ratio_T), TOKEN_MEAN, parameters=parameters)
 
 
 @pytest.fixture
-def losses(monkeypatch):
-    entries = FakeRegistry(clamp=ClampParameters, clamp2=ClampParameters, bare=None)
-    monkeypatch.setattr(registry, "losses", entries, raising=False)
-    return entries
+def losses():
+    own = {name: entry(name, ClampParameters) for name in ("clamp", "clamp2")} | {"bare": entry("bare")}
+    for name, loss in own.items():
+        registry.losses[name] = loss
+    yield registry.losses
+    for name in {*own, "clash", "late"} & {*registry.losses}:
+        del registry.losses[name]
 
 
 def rlhf(*words):
@@ -98,18 +99,19 @@ def test_a_parameter_may_not_take_the_name_of_another_setting(losses):
         beta: float = flag(1.0)
         """The same name again."""
 
-    losses["clash"] = Clash
+    losses["clash"] = entry("clash", Clash)
     with pytest.raises(ConfigError, match="--loss_type: clash: its parameter beta is the name of another setting"):
         rlhf()
 
 
 def test_plugins_are_loaded_where_a_flag_or_a_choice_is_not_built_in(losses, tmp_path, monkeypatch):
-    losses.clear()
     file = tmp_path / "late.py"
     file.write_text(
-        "from dataclasses import dataclass\nfrom swift.flags import flag\nfrom swift.plugin import registry\n\n"
+        "from dataclasses import dataclass\nfrom swift.flags import flag\nfrom swift.plugin import registry\n"
+        "from swift.rl.losses import TOKEN_MEAN, Loss, Objective\n\n"
         "@dataclass(kw_only=True)\nclass Late:\n    late: int = flag(1)\n    '''A number.'''\n\n"
-        "registry.losses['late'] = Late\n"
+        "def objective(inputs, config):\n    return Objective(-inputs.ratio_T)\n\n"
+        "registry.losses['late'] = Loss('late', 'no paper', objective, TOKEN_MEAN, parameters=Late)\n"
     )
     words = ["--external_plugins", str(file)]
     assert not hasattr(rlhf(*words).args, "late")
