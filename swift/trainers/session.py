@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from swift.errors import Interrupted, ResourceError, SwiftError, join_problems
+from swift.errors import ConfigError, Interrupted, ResourceError, SwiftError, join_problems
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback, TrainingArguments
@@ -61,8 +61,10 @@ def require_packages(args: Any) -> None:
 
     Raises:
         ResourceError: one line per missing package.
-        ConfigError: DeepSpeed or FSDP cannot be used like this.
+        ConfigError: DeepSpeed, FSDP or FlexAttention cannot be used like this.
     """
+    import torch
+
     from swift.trainers.parallel.deepspeed import require_deepspeed
     from swift.trainers.parallel.fsdp import require_fsdp
     from swift.trainers.parallel.sharding import require_best_model
@@ -70,6 +72,8 @@ def require_packages(args: Any) -> None:
     require_deepspeed(args)
     require_fsdp(args)
     require_best_model(args)
+    if args.attn_impl == "flex_attention" and not torch.accelerator.is_available():
+        raise ConfigError("--attn_impl: flex_attention: has no backward pass on a CPU; use --attn_impl sdpa")
     needs = [(f"--report_to: {name}", TRACKERS[name]) for name in args.report_to if name in TRACKERS]
     if args.optim == "adamw_8bit":
         needs.append(("--optim: adamw_8bit", "bitsandbytes"))

@@ -201,6 +201,11 @@ FLAGS = {
         2,
         ["--delta: 7", "cispo"],
     ),
+    "FlexAttention on a CPU": (
+        lambda d: d.rlhf("--attn_impl", "flex_attention"),
+        2,
+        ["--attn_impl: flex_attention", "--attn_impl sdpa"],
+    ),
     "a KL of penalised log-probs": (
         lambda d: d.rlhf("--kl_in_reward", "true", "--beta", "0.1", "--repetition_penalty", "1.2"),
         2,
