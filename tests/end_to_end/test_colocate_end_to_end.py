@@ -69,4 +69,4 @@ def test_adapters_alone_reach_an_engine_that_sleeps_between_steps(cli, model):
     awake, _, _ = cli.finish("awake", **settings)
     folder, _, _ = cli.finish("sleeping", **settings | FLAGS | {"sleep_level": 2, "move_model_batches": None})
     assert_same_run(folder, awake)
-    assert "base weights are kept: only adapters are published" in rank_log(folder)
+    assert "base weights are kept: only adapters are synced" in rank_log(folder)

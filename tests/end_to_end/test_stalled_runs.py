@@ -11,16 +11,22 @@ pytestmark = pytest.mark.slow
 FREEZE = '''
 import sys
 
-def freeze(owner, name):
-    """From the second optimizer step on this never returns."""
-    proper = getattr(owner, name)
+def freeze(owner, name, begun):
+    """From the second optimizer step on this never returns; `begun` is called once in each."""
+    proper, begin = getattr(owner, name), getattr(owner, begun)
+    steps = []
+
+    def counted(self, *args, **kwargs):
+        steps.append(1)
+        return begin(self, *args, **kwargs)
 
     def frozen(self, *args, **kwargs):
-        step = args[0].progress.global_step if name == "take" else self.state.global_step
+        step = args[0].progress.global_step if name == "take" else len(steps) - 1
         while step >= 1:
             stand_still()
         return proper(self, *args, **kwargs)
 
+    setattr(owner, begun, counted)
     setattr(owner, name, frozen)
 
 
@@ -31,9 +37,9 @@ def stand_still():
 where, _, rank = os.environ["FREEZE"].partition(":")
 if "swift.trainers.grpo.run" in sys.modules and rank == os.environ.get("RANK", "0"):
     from swift.rollout.collector import RolloutCollector
-    from swift.trainers.grpo.trainer import GRPOTrainer
+    from swift.trainers.grpo.step import GlobalBatchStep
 
-    freeze(*{"generate": (RolloutCollector, "take"), "train": (GRPOTrainer, "_slice")}[where])
+    freeze(*{"generate": (RolloutCollector, "take", "take"), "train": (GlobalBatchStep, "_micro_batch", "run")}[where])
 '''
 
 

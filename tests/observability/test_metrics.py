@@ -6,9 +6,9 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from swift.trainers.step_metrics import StepMetrics
 
 from swift.observability.metrics import MetricStore, is_timing, kind_of
+from swift.trainers.grpo.metrics import StepMetrics
 
 
 class Clock:

@@ -541,7 +541,7 @@ def test_a_copy_made_for_adapters_keeps_its_base_at_level_two(nano_folders):
     engine = copy_engine(model, keeps_base=True)
     policy = adapted(model)
     engine.load_adapter(adapter_of(policy), 1)
-    assert "only adapters are published" in engine.sleep(2).note
+    assert "only adapters are synced" in engine.sleep(2).note
     engine.wake()
     assert gap(policy, ask(), sampled(engine)) < 1e-5
 

@@ -475,7 +475,7 @@ class TransformersEngine(InferenceEngine):
             self._adapter.to_host()
         if level == 2 and self._keeps_base:
             report = self._memory.sleep(1)
-            return replace(report, note=f"base weights are kept: only adapters are published; {report.note}")
+            return replace(report, note=f"base weights are kept: only adapters are synced; {report.note}")
         if level == 2:
             self._adapter = None
         return self._memory.sleep(level)
