@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from swift.observability.jsonl import series
-from swift.observability.progress import format_seconds
 
 _PHASES = ("generate", "reward", "train", "sync", "memory")
 _FILES = (
@@ -134,8 +133,3 @@ def _places(run_dir: Path, best: Path | None, last: Path | None) -> list[str]:
     if best is not None:
         lines.append(f"  {best.name:<18} best checkpoint")
     return lines + [f"  {name:<18} {what}" for name, what in _FILES if (run_dir / name).exists()]
-
-
-def elapsed_line(seconds: float, steps: int) -> str:
-    """How long this attempt took, for the line above the summary."""
-    return f"{steps} steps in {format_seconds(seconds)}"

@@ -76,10 +76,6 @@ class RequestTable:
         """Requests without a holder, oldest first."""
         return [entry.request for entry in self._held.get(None, {}).values()]
 
-    def held_by(self, holder: Hashable) -> list[Request]:
-        """Requests of one holder."""
-        return [entry.request for entry in self._held.get(holder, {}).values()]
-
     def load(self, holder: Hashable) -> int:
         """Tokens outstanding at one holder: prompts and longest completions."""
         return self._load.get(holder, 0)

@@ -55,9 +55,3 @@ class GRPOSettings:
     off_policy_delta: float | None = None
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
     entropy: EntropySettings = field(default_factory=EntropySettings)
-
-    @property
-    def needs_sampler(self) -> bool:
-        """Whether anything depends on the sampler's log-probs, or is asked of them; plain logs take what there is."""
-        used = self.correctable_sampling and (self.log_offpolicy or self.correction.mode != "none")
-        return used or self.off_policy_delta is not None or self.old_logprobs == "sampler"
