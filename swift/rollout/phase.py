@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from swift.rollout.weight_sync.publisher import WeightPublisher
+from swift.rollout.weights.publisher import WeightPublisher
 
 
 class GenerationPhase(Protocol):

@@ -34,7 +34,7 @@ from swift.rollout.round import Round
 from swift.rollout.round_result import RoundResult, SavedRound, ScoredRound, restored_round, saved_round
 from swift.rollout.samples import Arrival, RolloutBatch, SavedBatch
 from swift.rollout.scheduler import LaunchLog, RolloutScheduler, SchedulerState
-from swift.rollout.weight_sync.publisher import WeightPublisher
+from swift.rollout.weights.publisher import WeightPublisher
 from swift.types import Prompt, RolloutGroup, TrainerProgress
 
 ARRIVAL_S = 0.005

@@ -172,7 +172,7 @@ class Subject:
 
     def publish(self, model):
         """Bring a model's weights to the engine."""
-        from swift.rollout.weight_sync.policy import PolicyWeights
+        from swift.rollout.weights.policy import PolicyWeights
 
         return self.engine.load_weights(PolicyWeights(model), self.next_version())
 

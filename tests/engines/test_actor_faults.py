@@ -28,7 +28,7 @@ from scripted_engine import CountingSource, two_layers
 from swift.errors import ConfigError, EngineDead, EngineError, RequestRefused, SyncFailed
 from swift.rollout.engines import cluster
 from swift.rollout.engines.pool import EnginePool
-from swift.rollout.weight_sync import object_store
+from swift.rollout.weights import object_store
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from swift.rollout.engines import cluster
 from swift.rollout.engines.actor_transport import actor_engine
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.engines.transport import Timeouts
-from swift.rollout.weight_sync.policy import PolicyWeights
+from swift.rollout.weights.policy import PolicyWeights
 from swift.types import Request, SamplingParams
 
 pytest.importorskip("vllm")

@@ -24,8 +24,8 @@ from swift.errors import (
 )
 from swift.rollout.engines import lmdeploy
 from swift.rollout.engines.spec import EngineSpec, build_engine
-from swift.rollout.weight_sync.base import Bucket
-from swift.rollout.weight_sync.policy import PolicyWeights
+from swift.rollout.weights.base import Bucket
+from swift.rollout.weights.policy import PolicyWeights
 from swift.types import Request, SamplingParams
 
 END = 3

@@ -46,9 +46,9 @@ from swift.models.tiny import build_tiny
 from swift.rollout.engines.spec import build_engine
 from swift.rollout.engines.vllm import worker
 from swift.rollout.parity import ParityCheck
-from swift.rollout.weight_sync.base import Bucket, TensorInfo
-from swift.rollout.weight_sync.policy import PolicyWeights
-from swift.rollout.weight_sync.publisher import WeightPublisher
+from swift.rollout.weights.base import Bucket, TensorInfo
+from swift.rollout.weights.policy import PolicyWeights
+from swift.rollout.weights.publisher import WeightPublisher
 from swift.types import Prompt
 
 require_vllm()

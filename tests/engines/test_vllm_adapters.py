@@ -16,8 +16,8 @@ from swift.models.tiny import build_tiny
 from swift.rollout.engines.spec import build_engine
 from swift.rollout.engines.vllm.adapters import save_adapter
 from swift.rollout.engines.vllm.versions import load_vllm
-from swift.rollout.weight_sync.base import AdapterWeights
-from swift.rollout.weight_sync.policy import PolicyWeights, adapter_weights
+from swift.rollout.weights.base import AdapterWeights
+from swift.rollout.weights.policy import PolicyWeights, adapter_weights
 
 require_vllm()
 pytestmark = pytest.mark.slow

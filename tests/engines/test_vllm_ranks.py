@@ -16,7 +16,7 @@ from vllm_parts import spec_of as spec
 from swift.errors import ConfigError
 from swift.models.tiny import build_tiny
 from swift.rollout.engines.spec import build_engine
-from swift.rollout.weight_sync.policy import PolicyWeights
+from swift.rollout.weights.policy import PolicyWeights
 
 require_vllm()
 pytestmark = pytest.mark.slow

@@ -21,8 +21,8 @@ from swift.models.policy import load_for_inference
 from swift.models.tiny import build_tiny
 from swift.rollout.engines.spec import build_engine
 from swift.rollout.engines.vllm.single_copy import NotShareable, SingleCopy
-from swift.rollout.weight_sync.policy import LiveWeights, PolicyWeights
-from swift.rollout.weight_sync.publisher import WeightPublisher
+from swift.rollout.weights.policy import LiveWeights, PolicyWeights
+from swift.rollout.weights.publisher import WeightPublisher
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 PAD = 320

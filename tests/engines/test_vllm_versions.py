@@ -24,7 +24,7 @@ from swift.rollout.engines.vllm.process import SharedGroups, remove_segments
 from swift.rollout.engines.vllm.settings import CPU_KV_BYTES, CPU_KV_MINIMUM, kv_token_bytes
 from swift.rollout.engines.vllm.weights import loses_bits
 from swift.rollout.engines.vllm.worker import WorkerExtension
-from swift.rollout.weight_sync.base import AdapterWeights, TensorInfo
+from swift.rollout.weights.base import AdapterWeights, TensorInfo
 
 
 def spec(**changes):

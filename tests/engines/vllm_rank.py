@@ -14,7 +14,7 @@ import torch.distributed as dist
 from vllm_parts import drift, model_of, nudge, requests, sample, spec_of
 
 from swift.rollout.engines.spec import build_engine
-from swift.rollout.weight_sync.policy import PolicyWeights
+from swift.rollout.weights.policy import PolicyWeights
 
 
 def summed(rank):

@@ -16,7 +16,7 @@ import torch
 
 from swift.errors import EngineDead, SyncFailed
 from swift.rollout.engines.base import Capabilities, EngineCounters, InferenceEngine
-from swift.rollout.weight_sync.base import Ack, Bucket, StreamDigest, TensorInfo, WeightUpdate
+from swift.rollout.weights.base import Ack, Bucket, StreamDigest, TensorInfo, WeightUpdate
 from swift.types import Completion
 
 VOCABULARY = 199

@@ -19,7 +19,7 @@ from swift.rollout.collector import RolloutCollector
 from swift.rollout.pipeline import PipelineConfig, PipelineState, RolloutPipeline
 from swift.rollout.saved_state import pack, unpack
 from swift.rollout.scheduler import RolloutScheduler
-from swift.rollout.weight_sync.publisher import WeightPublisher
+from swift.rollout.weights.publisher import WeightPublisher
 from swift.types import GroupScores, Prompt, SamplingParams, TrainerProgress
 
 

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from swift.models.forward import TokenSequence, choose_attention, pack, packed_logits
 from swift.rl.logprobs import selected_logprobs
 from swift.rollout.engines.base import Ack, Capabilities, EngineCounters, InferenceEngine, WeightUpdate
-from swift.rollout.weight_sync.policy import PolicyWeights, adapter_weights
-from swift.rollout.weight_sync.publisher import WeightPublisher
+from swift.rollout.weights.policy import PolicyWeights, adapter_weights
+from swift.rollout.weights.publisher import WeightPublisher
 from swift.types import Completion, Prompt, SamplingParams
 
 FAULTS = (

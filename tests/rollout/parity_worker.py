@@ -18,8 +18,8 @@ from parity_engines import END, FAULTS, SAMPLING, SmallEngine, load, scorer, som
 
 from swift.models.forward import choose_attention
 from swift.rollout.parity import ParityCheck
-from swift.rollout.weight_sync.policy import PolicyWeights
-from swift.rollout.weight_sync.publisher import WeightPublisher
+from swift.rollout.weights.policy import PolicyWeights
+from swift.rollout.weights.publisher import WeightPublisher
 
 
 class Ranks:

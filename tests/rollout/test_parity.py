@@ -14,7 +14,7 @@ from parity_engines import END, SAMPLING, Alone, SmallEngine, load, plain, publi
 from swift.errors import NumericError
 from swift.rollout.engines.transformers import TransformersEngine
 from swift.rollout.parity import ParityCheck
-from swift.rollout.weight_sync.publisher import REHEARSAL
+from swift.rollout.weights.publisher import REHEARSAL
 
 
 def make_check(engine, model, *, adapter=False, sampling=SAMPLING, prompts=None, **options):

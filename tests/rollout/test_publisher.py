@@ -10,8 +10,8 @@ from small_runs import OneRank
 from threaded_ranks import on_ranks
 
 from swift.errors import EngineDead, EngineError, SyncFailed, Unsupported
-from swift.rollout.weight_sync.base import Ack, AdapterWeights
-from swift.rollout.weight_sync.publisher import KEPT_VERSIONS, WeightPublisher
+from swift.rollout.weights.base import Ack, AdapterWeights
+from swift.rollout.weights.publisher import KEPT_VERSIONS, WeightPublisher
 
 WALKED = ["layer.0", "layer.1", "end"]
 

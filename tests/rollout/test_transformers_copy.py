@@ -18,8 +18,8 @@ from swift.models.forward import TokenSequence, padded_logits
 from swift.rollout.engines.spec import EngineSpec, build_engine
 from swift.rollout.engines.transformers import TransformersEngine
 from swift.rollout.engines.transformers_adapter import FoldedAdapter
-from swift.rollout.weight_sync.base import AdapterWeights, Bucket, TensorInfo
-from swift.rollout.weight_sync.policy import PolicyWeights
+from swift.rollout.weights.base import AdapterWeights, Bucket, TensorInfo
+from swift.rollout.weights.policy import PolicyWeights
 from swift.types import Request, SamplingParams
 
 PROMPT = [40, 41, 42, 43, 44]

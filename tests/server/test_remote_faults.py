@@ -16,7 +16,7 @@ from swift.rollout.engines import client, remote, wire
 from swift.rollout.engines.pool import EnginePool
 from swift.rollout.engines.remote import RemoteEngine
 from swift.rollout.engines.transport import Timeouts
-from swift.rollout.weight_sync.policy import PolicyWeights
+from swift.rollout.weights.policy import PolicyWeights
 
 SHORT = Timeouts(server_s=2.0, poll_s=0.2, reply_s=3.0, heartbeat_s=0.5)
 PATIENT = Timeouts(server_s=120.0, poll_s=0.2, reply_s=5.0, heartbeat_s=1.0)

@@ -152,7 +152,7 @@ def test_a_vllm_server_samples_what_the_trainer_would(tmp_path, monkeypatch):
     from server_parts import ask, gap, load, run, with_noise
 
     from swift.models.tiny import build_tiny
-    from swift.rollout.weight_sync.policy import PolicyWeights
+    from swift.rollout.weights.policy import PolicyWeights
 
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     server = Server(

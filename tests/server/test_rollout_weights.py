@@ -10,9 +10,9 @@ from server_parts import KEY, PROMPT, Server, ask, gap, load, run, spec_of, with
 
 from swift.errors import ConfigError, EngineError, SyncFailed
 from swift.rollout.engines import wire
-from swift.rollout.weight_sync import disk
-from swift.rollout.weight_sync.base import AdapterWeights, Bucket, StreamDigest, TensorInfo
-from swift.rollout.weight_sync.policy import PolicyWeights
+from swift.rollout.weights import disk
+from swift.rollout.weights.base import AdapterWeights, Bucket, StreamDigest, TensorInfo
+from swift.rollout.weights.policy import PolicyWeights
 
 TOLERANCE = 1e-5
 

@@ -14,7 +14,7 @@ from swift.errors import EngineDead, EngineError
 from swift.rollout.engines.base import Health
 from swift.rollout.server import service as service_module
 from swift.rollout.server.app import make_app
-from swift.rollout.weight_sync.base import Bucket, TensorInfo
+from swift.rollout.weights.base import Bucket, TensorInfo
 
 LIMIT_S = 20.0
 

@@ -16,8 +16,8 @@ from sharded_worker import build, whole_state
 
 from swift.rollout.engines.spec import EngineSpec, build_engine
 from swift.rollout.phase import PublishPhase
-from swift.rollout.weight_sync.policy import PolicyWeights
-from swift.rollout.weight_sync.publisher import WeightPublisher
+from swift.rollout.weights.policy import PolicyWeights
+from swift.rollout.weights.publisher import WeightPublisher
 from swift.trainers.memory.colocate import ColocateCycle
 from swift.trainers.memory.offload import model_tensors, optimizer_tensors
 from swift.trainers.session import join_processes

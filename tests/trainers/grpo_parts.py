@@ -10,7 +10,7 @@ from swift.rollout.collector import RolloutCollector
 from swift.rollout.engines.transformers import TransformersEngine
 from swift.rollout.pipeline import PipelineConfig, RolloutPipeline
 from swift.rollout.scheduler import RolloutScheduler
-from swift.rollout.weight_sync.publisher import WeightPublisher
+from swift.rollout.weights.publisher import WeightPublisher
 from swift.trainers.distributed import Collectives
 from swift.trainers.grpo.callbacks import PipelineCallback
 from swift.trainers.grpo.settings import GRPOSettings
@@ -137,7 +137,7 @@ def make_trainer(
     """
     from transformers import AutoModelForCausalLM, TrainingArguments
 
-    from swift.rollout.weight_sync.policy import PolicyWeights
+    from swift.rollout.weights.policy import PolicyWeights
 
     model = model if model is not None else AutoModelForCausalLM.from_pretrained(folder)
     collectives = Collectives()

@@ -25,8 +25,8 @@ from swift.models.reference import AdapterOffReference, FrozenReference, StartAd
 from swift.models.sharded import gathered
 from swift.models.spread_sampling import sampling_from
 from swift.rl.entropy import AdaptiveEntropy
-from swift.rollout.weight_sync.base import TensorInfo
-from swift.rollout.weight_sync.policy import PolicyWeights, adapter_weights
+from swift.rollout.weights.base import TensorInfo
+from swift.rollout.weights.policy import PolicyWeights, adapter_weights
 from swift.trainers.grpo.callbacks import EveryFewSteps
 from swift.trainers.grpo.entropy import EntropySettings
 from swift.trainers.parallel.sharding import sharding_options

@@ -15,7 +15,7 @@ from swift.models.sharded import gathered
 from swift.observability import memory as figures
 from swift.observability.metrics import MetricStore
 from swift.rollout.engines.base import SleepReport
-from swift.rollout.weight_sync.publisher import WeightPublisher
+from swift.rollout.weights.publisher import WeightPublisher
 from swift.trainers.distributed import Collectives
 from swift.trainers.memory import colocate
 from swift.trainers.memory.colocate import ColocateCycle

@@ -14,8 +14,8 @@ from grpo_parts import make_trainer
 from swift.rl.losses import LossConfig
 from swift.rollout.engines.spec import EngineSpec, build_engine
 from swift.rollout.phase import PublishPhase
-from swift.rollout.weight_sync.policy import PolicyWeights, adapter_weights
-from swift.rollout.weight_sync.publisher import WeightPublisher
+from swift.rollout.weights.policy import PolicyWeights, adapter_weights
+from swift.rollout.weights.publisher import WeightPublisher
 from swift.trainers.memory.colocate import ColocateCycle
 
 CPU = torch.device("cpu")

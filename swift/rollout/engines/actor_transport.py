@@ -26,8 +26,8 @@ from swift.rollout.engines.client import EngineClient
 from swift.rollout.engines.ray_actor import GROUPS, MARKER, Arrivals, EngineActor
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.engines.transport import END, Batch, Deliver, Late, Lost, Timeouts, Transport
-from swift.rollout.weight_sync import cuda_ipc, object_store
-from swift.rollout.weight_sync.base import Bucket
+from swift.rollout.weights import cuda_ipc, object_store
+from swift.rollout.weights.base import Bucket
 from swift.types import Request
 
 RESTART_WINDOW_S = 3600.0

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from swift.errors import EngineDead, EngineError, PromptTooLong, RequestRefused, Unsupported, suggest
-from swift.rollout.weight_sync.base import Ack, AdapterWeights, Live, TensorInfo, WeightSource, WeightUpdate
+from swift.rollout.weights.base import Ack, AdapterWeights, Live, TensorInfo, WeightSource, WeightUpdate
 from swift.types import Completion, Request, SamplingParams
 
 LogprobSupport = Literal["full", "truncated", "raw"]

@@ -33,7 +33,7 @@ from swift.rollout.engines.base import (
 from swift.rollout.engines.client_lives import EngineLives
 from swift.rollout.engines.completion_stream import Failure
 from swift.rollout.engines.transport import Batch, Busy, Event, Late, Lost
-from swift.rollout.weight_sync.sending import ClientUpdate, Kept
+from swift.rollout.weights.sending import ClientUpdate, Kept
 from swift.types import Completion, Request
 
 LOOK_S = 1.0

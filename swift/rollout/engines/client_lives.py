@@ -23,8 +23,8 @@ from swift.rollout.engines.base import (
 )
 from swift.rollout.engines.requests import RequestTable
 from swift.rollout.engines.transport import Batch, Event, Lost, Timeouts, Transport
-from swift.rollout.weight_sync.broadcast import BroadcastSender
-from swift.rollout.weight_sync.sending import Kept
+from swift.rollout.weights.broadcast import BroadcastSender
+from swift.rollout.weights.sending import Kept
 
 T = TypeVar("T")
 

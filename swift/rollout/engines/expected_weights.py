@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from swift.errors import ConfigError, first_line, nearest
 from swift.rollout.engines.spec import EngineSpec
-from swift.rollout.weight_sync.base import AdapterWeights, TensorInfo, WeightSource
+from swift.rollout.weights.base import AdapterWeights, TensorInfo, WeightSource
 
 HEAD = "lm_head.weight"
 """Name of the output layer in checkpoints."""
@@ -151,7 +151,7 @@ def merged_adapters(spec: EngineSpec) -> WeightSource:
     """The weights of a spec's model with its adapters merged, in the engine's dtype."""
     from swift.models.arguments import CheckpointArguments
     from swift.models.policy import load_for_inference
-    from swift.rollout.weight_sync.policy import PolicyWeights
+    from swift.rollout.weights.policy import PolicyWeights
 
     args = CheckpointArguments(
         model=spec.model,

@@ -40,7 +40,7 @@ from swift.rollout.engines.lmdeploy_api import require
 from swift.rollout.engines.running import Running
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.engines.stopping import ends_with_stop
-from swift.rollout.weight_sync.base import Ack, Bucket, TensorInfo, WeightUpdate, torch_dtype
+from swift.rollout.weights.base import Ack, Bucket, TensorInfo, WeightUpdate, torch_dtype
 from swift.types import Completion, FinishReason, Request, SamplingParams
 
 START_S, SYNC_S, SLEEP_S, CLOSE_S, STALL_S = 600.0, 300.0, 60.0, 30.0, 300.0

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, TypeVar
 from swift.errors import EngineDead
 from swift.rollout.engines.base import Ack, TensorInfo, WeightUpdate
 from swift.rollout.engines.joint import first_failure, in_parallel, joint_ack
-from swift.rollout.weight_sync.base import Bucket
-from swift.rollout.weight_sync.sending import share_broadcast
+from swift.rollout.weights.base import Bucket
+from swift.rollout.weights.sending import share_broadcast
 
 if TYPE_CHECKING:
     from swift.rollout.engines.pool import EnginePool, Member

@@ -27,8 +27,8 @@ from swift.rollout.engines.base import Capabilities, Health
 from swift.rollout.engines.completion_stream import CompletionStream, Failure
 from swift.rollout.engines.request_queue import RequestQueue
 from swift.rollout.engines.spec import EngineSpec, build_engine
-from swift.rollout.weight_sync import cuda_ipc, object_store
-from swift.rollout.weight_sync.base import Ack, Bucket
+from swift.rollout.weights import cuda_ipc, object_store
+from swift.rollout.weights.base import Ack, Bucket
 from swift.startup import collector_resting
 from swift.types import Completion, Request
 
@@ -176,7 +176,7 @@ class EngineActor:
         """Join the trainer's broadcast group."""
         import torch
 
-        from swift.rollout.weight_sync.broadcast import BroadcastReceiver
+        from swift.rollout.weights.broadcast import BroadcastReceiver
 
         if self._broadcast is not None:
             self._broadcast.close()

@@ -37,9 +37,9 @@ from swift.rollout.engines.http_calls import HttpCalls, bounds
 from swift.rollout.engines.remote_replies import first_line, kind_of, problem_of, shut, without_secrets
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.engines.transport import END, Batch, Deliver, Lost, Timeouts, Transport
-from swift.rollout.weight_sync import disk
-from swift.rollout.weight_sync.base import Bucket
-from swift.rollout.weight_sync.packing import staged
+from swift.rollout.weights import disk
+from swift.rollout.weights.base import Bucket
+from swift.rollout.weights.packing import staged
 from swift.types import Request
 
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0)

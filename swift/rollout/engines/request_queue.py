@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from swift.errors import EngineDead, EngineError, RequestRefused, SwiftError, SyncFailed
 from swift.rollout.engines.base import Health, InferenceEngine
 from swift.rollout.engines.completion_stream import CompletionStream, Failure, QueueFull
-from swift.rollout.weight_sync.base import Ack, Bucket, TensorInfo, WeightUpdate
+from swift.rollout.weights.base import Ack, Bucket, TensorInfo, WeightUpdate
 from swift.types import Completion, Request
 
 logger = logging.getLogger(__name__)

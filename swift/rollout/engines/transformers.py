@@ -60,7 +60,7 @@ from swift.rollout.engines.transformers_adapter import FoldedAdapter
 from swift.rollout.engines.transformers_batches import BatchRule, cache_slots
 from swift.rollout.engines.transformers_memory import WeightMemory
 from swift.rollout.engines.transformers_weights import InPlaceUpdate
-from swift.rollout.weight_sync.base import dtype_name
+from swift.rollout.weights.base import dtype_name
 from swift.startup import collector_resting
 from swift.types import Completion, Request, SamplingParams
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from swift.errors import SyncFailed, Unsupported
-from swift.rollout.weight_sync.base import AdapterWeights
+from swift.rollout.weights.base import AdapterWeights
 
 _PREFIX = "base_model.model."
 _LOW_RANK = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?P<bias>\.bias|\.weight)?")

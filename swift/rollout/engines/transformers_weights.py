@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from swift.errors import SyncFailed
 from swift.models.checkpoint_tensors import CheckpointUnit, checkpoint_units, describe_unit
-from swift.rollout.weight_sync.base import (
+from swift.rollout.weights.base import (
     Ack,
     Bucket,
     StreamDigest,

@@ -9,7 +9,7 @@ from typing import Any
 
 from swift.rollout.engines.base import Capabilities, EngineCounters, Health, TensorInfo
 from swift.rollout.engines.completion_stream import Failure
-from swift.rollout.weight_sync.base import Bucket
+from swift.rollout.weights.base import Bucket
 from swift.types import Completion, Request
 
 

@@ -25,8 +25,8 @@ from swift.rollout.engines.base import Ack, Capabilities, InferenceEngine
 from swift.rollout.parity.noise import make_noise
 from swift.rollout.parity.tolerance import Gaps, Limits, Sample, Verdict, contract_faults, limits_for, measure
 from swift.rollout.seeds import sample_seed
-from swift.rollout.weight_sync.base import dtype_name
-from swift.rollout.weight_sync.publisher import REHEARSAL
+from swift.rollout.weights.base import dtype_name
+from swift.rollout.weights.publisher import REHEARSAL
 from swift.types import Prompt, Request, SamplingParams
 
 PROMPTS, SAMPLES, TOKENS = 8, 2, 32

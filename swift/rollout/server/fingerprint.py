@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from swift.rollout.engines.base import InferenceEngine
-from swift.rollout.weight_sync.base import StreamDigest
+from swift.rollout.weights.base import StreamDigest
 from swift.types import Request, SamplingParams
 
 TOKENS = 16

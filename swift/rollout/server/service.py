@@ -23,8 +23,8 @@ from swift.rollout.engines.pool import in_parallel
 from swift.rollout.engines.request_queue import RequestQueue
 from swift.rollout.server.access import Lease, Limits, Refused
 from swift.rollout.server.fingerprint import Fingerprint, take_fingerprint
-from swift.rollout.weight_sync.base import AdapterWeights
-from swift.rollout.weight_sync.broadcast import BroadcastReceiver
+from swift.rollout.weights.base import AdapterWeights
+from swift.rollout.weights.broadcast import BroadcastReceiver
 from swift.types import Completion, Request
 
 if TYPE_CHECKING:

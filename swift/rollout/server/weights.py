@@ -32,9 +32,9 @@ from swift.rollout.server.access import (
 )
 from swift.rollout.server.infer import RunId
 from swift.rollout.server.service import Service
-from swift.rollout.weight_sync import disk
-from swift.rollout.weight_sync.base import AdapterWeights, Bucket, TensorInfo
-from swift.rollout.weight_sync.broadcast import BroadcastReceiver
+from swift.rollout.weights import disk
+from swift.rollout.weights.base import AdapterWeights, Bucket, TensorInfo
+from swift.rollout.weights.broadcast import BroadcastReceiver
 
 HEADER_ROOM = 16 << 20
 """Bytes that a safetensors header may take beside the tensors."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from swift.rollout.parity import ParityCheck
     from swift.rollout.replay import ReplayBuffer
     from swift.rollout.scheduler import RerollConfig
-    from swift.rollout.weight_sync.publisher import WeightPublisher
+    from swift.rollout.weights.publisher import WeightPublisher
     from swift.trainers.engines import EngineSetup
     from swift.trainers.grpo.trainer import GRPOTrainer
     from swift.trainers.mailbox import StoreMailbox
@@ -205,8 +205,8 @@ class Surroundings:
 
     def _build_publisher(self, model: Any) -> WeightPublisher:
         """Gives the engines the weights of `model`, or its adapter alone."""
-        from swift.rollout.weight_sync.policy import LiveWeights, PolicyWeights, adapter_weights
-        from swift.rollout.weight_sync.publisher import WeightPublisher
+        from swift.rollout.weights.policy import LiveWeights, PolicyWeights, adapter_weights
+        from swift.rollout.weights.publisher import WeightPublisher
 
         args = self.parts.args
         # only where sampling and training take turns, and nothing else moves the parameters

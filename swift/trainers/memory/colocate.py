@@ -60,7 +60,7 @@ from swift.trainers.memory.offload import Offloader, model_tensors, optimizer_te
 if TYPE_CHECKING:
     from swift.observability.metrics import MetricStore
     from swift.rollout.engines.base import InferenceEngine, SleepLevel
-    from swift.rollout.weight_sync.publisher import WeightPublisher
+    from swift.rollout.weights.publisher import WeightPublisher
     from swift.trainers.distributed import Collectives
 
 logger = logging.getLogger(__name__)

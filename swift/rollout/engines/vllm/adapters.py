@@ -16,7 +16,7 @@ from typing import Any
 from swift.errors import SyncFailed, first_line
 from swift.rollout.engines.process import same_randomness
 from swift.rollout.engines.vllm.settings import HELD_ADAPTERS
-from swift.rollout.weight_sync.base import AdapterWeights
+from swift.rollout.weights.base import AdapterWeights
 
 
 def save_adapter(adapter: AdapterWeights, folder: Path) -> str:

@@ -36,7 +36,7 @@ from swift.rollout.engines.vllm import settings
 from swift.rollout.engines.vllm.adapters import adapter_rank
 from swift.rollout.engines.vllm.life import VLLMLife
 from swift.rollout.engines.vllm.weights import ReloadUpdate, loses_bits
-from swift.rollout.weight_sync.base import Ack, AdapterWeights, Live, TensorInfo, WeightUpdate, dtype_name
+from swift.rollout.weights.base import Ack, AdapterWeights, Live, TensorInfo, WeightUpdate, dtype_name
 from swift.types import Completion, FinishReason, Request, SamplingParams
 
 logger = logging.getLogger(__name__)

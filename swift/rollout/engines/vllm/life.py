@@ -26,7 +26,7 @@ from swift.rollout.engines.vllm.process import SEGMENTS_IN_RANKS, groups, remove
 from swift.rollout.engines.vllm.single_copy import SingleCopy
 from swift.rollout.engines.vllm.versions import check_engine, load_vllm, lora_rank_at_least, shut_down
 from swift.rollout.engines.vllm.weights import ReloadUpdate
-from swift.rollout.weight_sync.base import dtype_name
+from swift.rollout.weights.base import dtype_name
 from swift.types import Completion
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from swift.rollout.weight_sync.base import Live
+from swift.rollout.weights.base import Live
 
 ALIGNED = 64
 """Bytes. A parameter of the trainer that began elsewhere could be multiplied by other kernels than before."""

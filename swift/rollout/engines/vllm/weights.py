@@ -20,7 +20,7 @@ from torch import Tensor
 
 from swift.errors import EngineDead, SyncFailed
 from swift.rollout.engines.expected_weights import ExpectedWeights
-from swift.rollout.weight_sync.base import Ack, Bucket, TensorInfo, WeightUpdate
+from swift.rollout.weights.base import Ack, Bucket, TensorInfo, WeightUpdate
 
 SHARED_MEMORY = Path("/dev/shm")
 """Where tensors wait for the worker processes of one engine."""

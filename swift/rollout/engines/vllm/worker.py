@@ -21,7 +21,7 @@ from torch import Tensor
 
 from swift.rollout.engines.vllm.single_copy import NotShareable, SingleCopy
 from swift.rollout.engines.vllm.versions import OF_WORKER, lacking, load_vllm
-from swift.rollout.weight_sync.base import Live, StreamDigest
+from swift.rollout.weights.base import Live, StreamDigest
 
 MADV_DONTNEED = 4
 """Linux: pages are given back at once and read as zeros when touched again."""

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swift.rollout.weight_sync.base import Bucket, TensorInfo, torch_dtype
-from swift.rollout.weight_sync.packing import staged
+from swift.rollout.weights.base import Bucket, TensorInfo, torch_dtype
+from swift.rollout.weights.packing import staged
 
 Parcel = tuple[list[tuple[str, str, tuple[int, ...], int]], list[np.ndarray]]
 """Name, dtype name, shape and place in the list for each tensor; bytes, once for tensors that are the same memory."""

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from swift.errors import EngineDead, SwiftError, SyncFailed
 from swift.rollout.engines.base import Ack, InferenceEngine
-from swift.rollout.weight_sync.base import AdapterWeights, Live, WeightSource, WeightUpdate
+from swift.rollout.weights.base import AdapterWeights, Live, WeightSource, WeightUpdate
 
 logger = logging.getLogger(__name__)
 

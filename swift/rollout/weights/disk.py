@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from swift.errors import ConfigError, ResourceError, SyncFailed
-from swift.rollout.weight_sync.base import AdapterWeights, Bucket, StreamDigest, TensorInfo
+from swift.rollout.weights.base import AdapterWeights, Bucket, StreamDigest, TensorInfo
 
 KEPT_VERSIONS = 2
 """Versions of a run that stay on disk: the present one, and the one that an engine may still be reading."""

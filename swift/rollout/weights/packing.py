@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from swift.errors import SyncFailed
-from swift.rollout.weight_sync.base import Bucket, TensorInfo, torch_dtype
+from swift.rollout.weights.base import Bucket, TensorInfo, torch_dtype
 
 ALIGNMENT = 64
 """Bytes; a multiple of every element size, and of a cache line."""

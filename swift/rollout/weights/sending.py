@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import SwiftError, SyncFailed
-from swift.rollout.weight_sync.base import Ack, Bucket, TensorInfo, WeightUpdate
-from swift.rollout.weight_sync.broadcast import BroadcastSender
+from swift.rollout.weights.base import Ack, Bucket, TensorInfo, WeightUpdate
+from swift.rollout.weights.broadcast import BroadcastSender
 
 if TYPE_CHECKING:
     from swift.rollout.engines.client import EngineClient

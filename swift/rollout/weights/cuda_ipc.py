@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from swift.errors import SyncFailed
-from swift.rollout.weight_sync.base import Bucket
-from swift.rollout.weight_sync.packing import pack, staged, unpack
+from swift.rollout.weights.base import Bucket
+from swift.rollout.weights.packing import pack, staged, unpack
 
 FIELDS = (
     "device", "handle", "storage_bytes", "storage_offset", "counter_handle", "counter_offset",

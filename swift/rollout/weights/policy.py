@@ -25,7 +25,7 @@ from swift.models.checkpoint_tensors import (
     read_unit,
 )
 from swift.models.sharded import gathered, is_dtensor, is_zero3
-from swift.rollout.weight_sync.base import BUCKET_BYTES, AdapterWeights, Bucket, TensorInfo, dtype_name, torch_dtype
+from swift.rollout.weights.base import BUCKET_BYTES, AdapterWeights, Bucket, TensorInfo, dtype_name, torch_dtype
 
 
 class PolicyWeights:
@@ -123,7 +123,7 @@ class PolicyWeights:
 
 
 class LiveWeights:
-    """The memory of a policy, for an engine that may sample with it; see `swift.rollout.weight_sync.base.Live`.
+    """The memory of a policy, for an engine that may sample with it; see `swift.rollout.weights.base.Live`.
 
     What belongs to which name is found once and looked up again only when the policy has other tensors than before.
 

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from swift.errors import SyncFailed
-from swift.rollout.weight_sync.base import Bucket
-from swift.rollout.weight_sync.packing import Entry, pack, staged, unpack
+from swift.rollout.weights.base import Bucket
+from swift.rollout.weights.packing import Entry, pack, staged, unpack
 
 GroupBackend = Literal["gloo", "nccl"]
 SOURCE = 0

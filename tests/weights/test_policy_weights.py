@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from swift.errors import ConfigError
 from swift.models.sharded import gathered, reading_from
-from swift.rollout.weight_sync.base import TensorInfo
-from swift.rollout.weight_sync.policy import PolicyWeights, adapter_weights
+from swift.rollout.weights.base import TensorInfo
+from swift.rollout.weights.policy import PolicyWeights, adapter_weights
 
 IDS = torch.arange(24).reshape(2, 12) + 60  # [B, T]
 

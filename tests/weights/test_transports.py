@@ -20,10 +20,10 @@ from swift.rollout.engines.actor_transport import ActorTransport, actor_engine
 from swift.rollout.engines.pool import EnginePool
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.engines.transport import Timeouts
-from swift.rollout.weight_sync import base, broadcast, cuda_ipc, object_store, packing
-from swift.rollout.weight_sync.base import AdapterWeights, Bucket, StreamDigest, checksum, checksums
-from swift.rollout.weight_sync.broadcast import BroadcastGroup, BroadcastReceiver, BroadcastSender
-from swift.rollout.weight_sync.policy import PolicyWeights
+from swift.rollout.weights import base, broadcast, cuda_ipc, object_store, packing
+from swift.rollout.weights.base import AdapterWeights, Bucket, StreamDigest, checksum, checksums
+from swift.rollout.weights.broadcast import BroadcastGroup, BroadcastReceiver, BroadcastSender
+from swift.rollout.weights.policy import PolicyWeights
 from swift.types import Request, SamplingParams
 
 UPDATES = 20
