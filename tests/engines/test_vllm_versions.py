@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import save_file
 
 from swift.errors import ConfigError, EngineError, ResourceError
-from swift.rollout.engines.expected_weights import ExpectedWeights
+from swift.rollout.engines.expected_weights import ExpectedWeights, kv_token_bytes
 from swift.rollout.engines.process import same_environment, same_randomness
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.engines.vllm import settings, start, versions
 from swift.rollout.engines.vllm.adapters import adapter_rank
-from swift.rollout.engines.vllm.process import SharedGroups, remove_segments
-from swift.rollout.engines.vllm.settings import CPU_KV_BYTES, CPU_KV_MINIMUM, kv_token_bytes
+from swift.rollout.engines.vllm.settings import CPU_KV_BYTES, CPU_KV_MINIMUM
+from swift.rollout.engines.vllm.start import SharedGroups, remove_segments
 from swift.rollout.engines.vllm.weights import loses_bits
 from swift.rollout.engines.vllm.worker import WorkerExtension
 from swift.rollout.weights.base import AdapterWeights, TensorInfo
@@ -398,7 +398,7 @@ def test_the_environment_is_afterwards_what_it_was(monkeypatch):
 
 def test_groups_end_with_the_last_engine_and_a_trainers_group_stays(monkeypatch):
     destroyed, exists = [], True
-    monkeypatch.setattr("swift.rollout.engines.vllm.process.default_group_exists", lambda: exists)
+    monkeypatch.setattr("swift.rollout.engines.vllm.start.default_group_exists", lambda: exists)
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda group=None: destroyed.append(group))
     shared = SharedGroups()
     own = SimpleNamespace()
