@@ -1,4 +1,4 @@
-"""What only vLLM in process does, beside the contract (test_conformance.py). One engine for all but the last tests.
+"""What only vLLM in process does, beside the contract (test_conformance_*.py). One engine for all but the last tests.
 
 The model ties its head to the embedding; the KV cache has 512 MiB, so that giving it back shows.
 """
@@ -349,11 +349,11 @@ def test_wider_weights_are_rounded_and_the_ack_says_so(engine, model):
 
 def test_the_parity_check_passes_and_refuses_a_cache_kept_across_a_sync(engine, model, monkeypatch):
     @torch.no_grad()
-    def score(sequences):
+    def score(sequences, temperature):
         rows = []
         for one in sequences:
             logits = model(torch.tensor([[*one.prompt_ids, *one.completion_ids]])).logits[0]
-            scores = (logits[len(one.prompt_ids) - 1 : -1] / 0.9).log_softmax(-1)
+            scores = (logits[len(one.prompt_ids) - 1 : -1] / temperature).log_softmax(-1)
             rows.append(scores.gather(1, torch.tensor(list(one.completion_ids))[:, None])[:, 0])
         return torch.cat(rows)
 

@@ -83,7 +83,7 @@ def main(folder, way, fault, output):
     publisher = WeightPublisher(engine, source=lambda: PolicyWeights(model), ranks=ranks)
     check = ParityCheck(
         engine,
-        score=scorer(inner, SAMPLING.temperature),
+        score=scorer(inner),
         model=model,
         publisher=publisher,
         prompts=some_prompts(),

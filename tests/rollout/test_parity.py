@@ -18,11 +18,9 @@ from swift.rollout.weights.publisher import REHEARSAL
 
 
 def make_check(engine, model, *, adapter=False, sampling=SAMPLING, prompts=None, **options):
-    temperature = sampling.temperature
     return ParityCheck(
         engine,
-        score=scorer(model, temperature),
-        unscaled=scorer(model, 1.0),
+        score=scorer(model),
         model=model,
         publisher=publisher_for(engine, model, adapter=adapter),
         prompts=some_prompts() if prompts is None else prompts,
@@ -172,7 +170,7 @@ def test_the_trainer_is_the_same_bit_for_bit_afterwards(nano_folders, kind):
         model = Wrapped(base)
     model.train()
     check = make_check(engine, model, adapter=kind == "adapter")
-    check._score = scorer(base if kind == "wrapped" else model, SAMPLING.temperature)
+    check._score = scorer(base if kind == "wrapped" else model)
     before, state, storage = bits(model), random_state(), [one.data_ptr() for one in model.parameters()]
     report = check.run()
     assert report.verdict == "pass", report.line()

@@ -252,14 +252,13 @@ class Surroundings:
             return None
         return ParityCheck(
             self.setup.engine,
-            score=trainer.logprobs.score,
+            score=lambda sequences, temperature: trainer.logprobs.score(sequences, temperature=temperature),
             model=trainer.model,
             publisher=self.publisher,
             prompts=parts.first_prompts,
             sampling=args.sampling_params(),
             ranks=parts.collectives,
             end_token_ids=parts.template.stop_token_ids,
-            unscaled=lambda sequences: trainer.logprobs.score(sequences, temperature=1.0),
             adapter_only=args.vllm_enable_lora,
             around=trainer.pipeline.collector.around,
             seed=args.seed,

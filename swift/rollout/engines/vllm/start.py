@@ -113,7 +113,7 @@ def capabilities(
         in_flight_updates=True,
         guided=True,
         sampling_fields=settings.sampling_fields(vllm),
-        extra={"vllm": vllm.version},
+        extra={"vllm": vllm.version} | ({"quantization": str(model.quantization)} if model.quantization else {}),
     )
 
 
