@@ -8,8 +8,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 
 import psutil
 import torch
+from preloaded import Command
 from safetensors.torch import load_file
 
 from swift.observability.jsonl import read_jsonl, read_log
@@ -55,7 +54,7 @@ def environment(**more: Any) -> dict[str, str]:
 class Run:
     """A command that was started; `folder` is where it trains."""
 
-    process: subprocess.Popen[str]
+    process: Command
     folder: Path
     begun: float = field(default_factory=time.monotonic)
 
@@ -160,15 +159,8 @@ class Cli:
         return self._popen(words[at + 1 :], self.folder / output, {**(variables or {}), **named})
 
     def _popen(self, words: list[str], folder: Path, variables: dict[str, Any]) -> Run:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "swift", *words],
-            cwd=self.folder,
-            env=environment(**variables),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        output = self.folder / f"command-{len(self._started)}"
+        process = Command(words, env=environment(**variables), cwd=self.folder, output=output)
         self._started.append(Run(process, folder))
         return self._started[-1]
 
