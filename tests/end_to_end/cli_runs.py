@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import torch
-from preloaded import Command
+from preloaded import Program
 from safetensors.torch import load_file
 
 from swift.observability.jsonl import read_jsonl, read_log
@@ -54,7 +54,7 @@ def environment(**more: Any) -> dict[str, str]:
 class Run:
     """A command that was started; `folder` is where it trains."""
 
-    process: Command
+    process: Program
     folder: Path
     begun: float = field(default_factory=time.monotonic)
 
@@ -159,8 +159,9 @@ class Cli:
         return self._popen(words[at + 1 :], self.folder / output, {**(variables or {}), **named})
 
     def _popen(self, words: list[str], folder: Path, variables: dict[str, Any]) -> Run:
-        output = self.folder / f"command-{len(self._started)}"
-        process = Command(words, env=environment(**variables), cwd=self.folder, output=output)
+        output, errors = (self.folder / f"{stream}-{len(self._started)}" for stream in ("stdout", "stderr"))
+        env = environment(**variables)
+        process = Program(["-m", "swift", *words], env=env, cwd=self.folder, output=output, errors=errors)
         self._started.append(Run(process, folder))
         return self._started[-1]
 
