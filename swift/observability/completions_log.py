@@ -2,8 +2,7 @@
 
 The trainer's thread builds the rows and hands them over; one writer thread encodes and appends them. Only so many
 batches of rows wait, so a disk that is slower than training slows training instead of filling memory. `flush` (before a
-checkpoint) and `close` (at exit) wait until all rows are on the disk. What goes wrong in the writer is raised by a later
-call, whichever it is.
+checkpoint) and `close` (at exit) wait until all rows are on the disk. A failure of the writer is raised by a later call.
 """
 
 from __future__ import annotations
