@@ -2,7 +2,7 @@
 
 The trainer's thread builds the rows and hands them over; one writer thread encodes and appends them. Only so many
 batches of rows wait, so a disk that is slower than training slows training instead of filling memory. `flush` (before a
-checkpoint) and `close` (at exit) wait until all rows are on the disk. A failure of the writer is raised by a later call.
+checkpoint) and `close` (at exit) wait until all rows are on the disk. A later call raises what failed.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def test_redrawn_and_filtered_completions_are_not_used():
 
 
 def test_a_wrong_number_of_rewards_is_a_defect():
-    with pytest.raises(ValueError, match="longer|shorter"):
+    with pytest.raises(ValueError, match=r"longer|shorter"):
         rows(rewards=[1.0])
 
 
