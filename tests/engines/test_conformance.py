@@ -20,7 +20,8 @@ from conformance_parts import BACKENDS, GONE_LIMIT_S, MAX_MODEL_LEN, Traces, tra
 
 from swift.errors import EngineAsleep, EngineDead, EngineError, PromptTooLong, SyncFailed, Unsupported
 from swift.models.checkpoint_tensors import read_adapter
-from swift.rollout.weights.base import AdapterWeights, Bucket, StreamDigest, TensorInfo
+from swift.rollout.weights.base import AdapterWeights, Bucket, TensorInfo
+from swift.rollout.weights.digest import StreamDigest
 from swift.rollout.weights.policy import PolicyWeights
 from swift.types import Request, SamplingParams
 

@@ -16,15 +16,8 @@ from torch import Tensor, nn
 
 from swift.errors import SyncFailed
 from swift.models.checkpoint_tensors import CheckpointUnit, checkpoint_units, describe_unit
-from swift.rollout.weights.base import (
-    Ack,
-    Bucket,
-    StreamDigest,
-    TensorInfo,
-    WeightUpdate,
-    checksum,
-    torch_dtype,
-)
+from swift.rollout.weights.base import Ack, Bucket, TensorInfo, WeightUpdate, torch_dtype
+from swift.rollout.weights.digest import StreamDigest, checksum
 
 NAMED_IN_ERRORS = 3
 """Tensors that a message names before it says how many more there are."""
