@@ -530,7 +530,7 @@ def test_level_two_gives_the_weights_up_and_level_one_says_that_they_stay(nano_f
     assert sum(parameter.untyped_storage().nbytes() for parameter in engine.model.parameters()) == 0
     assert engine.wake() is True
     assert "dropped" in engine.health().detail
-    with pytest.raises(EngineAsleep, match="publish what it dropped"):
+    with pytest.raises(EngineAsleep, match="send what it dropped"):
         engine.submit(ask())
     engine.load_weights(PolicyWeights(model), 1)
     assert gap(model, ask(), sampled(engine)) < 1e-5

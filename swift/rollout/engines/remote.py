@@ -5,7 +5,7 @@
     a server that is gone is waited for; then it gets the present weights, and its requests again
 
 Every batch names the version it counts on, so that a restarted server never samples with its base weights for a
-run that has published others. Failures without any progress in between are bounded; after that the engine is dead.
+run that has sent others. Failures without any progress in between are bounded; after that the engine is dead.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The in-process engine: samples with a transformers module, the trainer's own or a copy.
 
-Over the trainer's own module (the default of a run) publishing copies nothing: the weights are read at every step.
+Over the trainer's own module (the default of a run) a weight sync copies nothing: the weights are read at every step.
 Over an own copy (`build`: worker processes, servers) it takes updates, adapters and sleep like any other engine.
 
 Owns the queue and the loop; `decoding` is the arithmetic of a batch; `transformers_weights`, `transformers_adapter`
@@ -86,7 +86,7 @@ class TransformersEngine(InferenceEngine):
         cache_bytes: most bytes of key/value cache; a fixed number keeps batch shapes reproducible.
         reload: loads the weights of version 0 again. Given, `model` is a copy that belongs to this engine; None says
             that it is the trainer's.
-        keeps_base: only adapters will be published, so that level 2 of `sleep` must not drop the weights.
+        keeps_base: only adapters will be sent, so that level 2 of `sleep` must not drop the weights.
 
     Raises:
         ConfigError: an architecture that can neither be packed nor decoded with its own cache.
@@ -550,7 +550,7 @@ class TransformersEngine(InferenceEngine):
         if self._void:
             raise SyncFailed(f"engine: transformers: its weights are void: {self._void}; rebuild it")
         if self._memory is not None and (self._memory.lost or "weights" in self._memory.asleep):
-            raise EngineAsleep(f"engine: transformers: {self._memory.state}; wake it, and publish what it dropped")
+            raise EngineAsleep(f"engine: transformers: {self._memory.state}; wake it, and send what it dropped")
         if self._update is not None:
             raise SyncFailed(
                 f"engine: transformers: version {self._update.version} has arrived in part; commit it first"

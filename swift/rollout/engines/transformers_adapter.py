@@ -114,7 +114,7 @@ class FoldedAdapter:
                 raise self._refused(name, "changes more than a low-rank sum; use plain LoRA")
         start = config.get("init_lora_weights")
         if isinstance(start, str) and start.lower().startswith(_OTHER_BASES):
-            raise self._refused(f"init_lora_weights {start}", "changes the base weights too; publish merged weights")
+            raise self._refused(f"init_lora_weights {start}", "changes the base weights too; send merged weights")
 
     def _sort(self, key: str, tensor: Tensor, pairs: dict[str, _LowRank], whole: dict[str, Tensor]) -> None:
         """Put one of peft's tensors where it belongs."""
