@@ -12,7 +12,8 @@ from conformance_checks import LONG, PROMPT, TOLERANCE, ask, gap, need, noisy, o
 from conformance_parts import transport
 
 from swift.errors import EngineError, SyncFailed, Unsupported
-from swift.rollout.weights.base import Bucket, StreamDigest, TensorInfo
+from swift.rollout.weights.base import Bucket, TensorInfo
+from swift.rollout.weights.digest import StreamDigest
 from swift.rollout.weights.policy import PolicyWeights
 
 # --- C12 to C17: weights -----------------------------------------------------------------------------------------
@@ -71,12 +72,12 @@ def test_c13_weights_that_change_in_flight_show_in_the_version_spans(subject, en
             came[completion.request_id] = completion
             if completion.request_id == short.request_id and long.request_id not in came:
                 engine.pause("keep")
-                subject.publish(changed)
+                subject.sync(changed)
                 engine.resume()
         done = came[long.request_id]
         if len(done.versions) > 1:
             break
-        subject.publish(subject.model)
+        subject.sync(subject.model)
     (first, start, middle), (second, also_middle, stop) = done.versions
     assert (first, second) == (old, subject.version)
     assert start == 0 < middle == also_middle < stop == len(done.token_ids)
@@ -106,7 +107,7 @@ def test_c13_a_paused_engine_delivers_what_ended_and_keeps_the_rest(subject, end
 def test_c13_weights_are_not_changed_under_requests_that_nobody_paused(subject):
     subject.engine.submit(ask("r"))
     with pytest.raises(EngineError):
-        subject.publish(noisy(subject))
+        subject.sync(noisy(subject))
     (completion,) = subject.engine.stream()
     assert gap(subject.model, ask("r"), completion) < TOLERANCE
 
@@ -162,7 +163,7 @@ def fails(subject, source):
         assert sampled.versions == [(before, 0, len(sampled.token_ids))]
         assert gap(subject.model, request, sampled) < TOLERANCE
     changed = noisy(subject)
-    subject.publish(changed)
+    subject.sync(changed)
     assert gap(changed, request, run(subject.engine, [request])[0]) < TOLERANCE
 
 
@@ -205,7 +206,7 @@ def test_c16_a_prompt_is_computed_again_after_new_weights(subject):
     prompt = PROMPT * 5
     run(subject.engine, [ask(f"warm {i}", prompt, seed=i) for i in range(3)])
     changed, request = noisy(subject, only="layers.0"), ask("r", prompt)
-    subject.publish(changed)
+    subject.sync(changed)
     after = run(subject.engine, [request])[0]
     assert gap(changed, request, after) < TOLERANCE
     assert gap(subject.model, request, after) > 1e-3
@@ -235,7 +236,7 @@ def test_c17_an_update_of_all_weights_ends_the_adapter(subject):
     _, adapter = with_adapter(subject, seed=1)
     subject.engine.load_adapter(adapter, subject.next_version())
     changed, request = noisy(subject), ask("r")
-    subject.publish(changed)
+    subject.sync(changed)
     assert gap(changed, request, run(subject.engine, [request])[0]) < TOLERANCE
     subject.engine.drop_adapter()
     assert gap(changed, request, run(subject.engine, [request])[0]) < TOLERANCE
@@ -284,11 +285,11 @@ def test_c24_every_kind_of_weight_arrives(subject):
     assert len(present) >= 11
     for kind in present:
         changed = noisy(subject, scale=0.1, only=kind)
-        subject.publish(changed)
+        subject.sync(changed)
         completions = run(subject.engine, requests)
         pairs = list(zip(requests, completions, strict=True))
         assert max(gap(changed, *pair) for pair in pairs) < TOLERANCE, kind
         assert max(gap(subject.model, *pair) for pair in pairs) > 1e-4, f"{kind}: its noise does not show"
-    subject.publish(subject.model)
+    subject.sync(subject.model)
     for request, completion in zip(requests, run(subject.engine, requests), strict=True):
         assert gap(subject.model, request, completion) < TOLERANCE

@@ -32,7 +32,7 @@ def test_c18_the_same_greedy_tokens_before_and_after_sleep(subject, level):
     assert report.freed_bytes >= 0
     if level == 2:
         assert engine.wake(["weights"]) is False
-        subject.publish(subject.model)
+        subject.sync(subject.model)
         assert engine.wake(["kv_cache"]) is True
     else:
         assert engine.wake() is True
@@ -90,13 +90,13 @@ def test_c20_a_sleeping_engine_neither_samples_nor_takes_weights(subject, level)
     with pytest.raises(EngineAsleep):
         list(engine.generate([ask("r")]))
     with pytest.raises(EngineAsleep):
-        subject.publish(subject.model)
+        subject.sync(subject.model)
     engine.wake()
     if level == 2 and not subject.spec.lora:  # awake, with weights of no version
         assert "dropped" in engine.health().detail
         with pytest.raises(EngineAsleep):
             engine.submit(ask("r"))
-        subject.publish(subject.model)
+        subject.sync(subject.model)
     assert engine.health().detail == ""
     assert gap(subject.model, ask("r"), run(engine, [ask("r")])[0]) < TOLERANCE
 
@@ -109,7 +109,7 @@ def test_c20_a_sleeping_engine_takes_no_adapter(subject):
     with pytest.raises(EngineAsleep):
         engine.load_adapter(with_adapter(subject, seed=1)[1], subject.next_version())
     engine.wake()
-    subject.publish(subject.model)
+    subject.sync(subject.model)
     assert gap(subject.model, ask("r"), run(engine, [ask("r")])[0]) < TOLERANCE
 
 
@@ -154,7 +154,7 @@ def test_c21_an_engine_killed_while_it_decodes_is_dead_within_seconds(subject, e
 @transport
 def test_c22_close_leaves_no_process_port_or_segment(subject):
     engine = subject.engine
-    subject.publish(noisy(subject))
+    subject.sync(noisy(subject))
     assert run(engine, [ask("r")])[0].token_ids
     subject.traces.look()
     started = time.monotonic()

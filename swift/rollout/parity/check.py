@@ -26,7 +26,7 @@ from swift.rollout.parity.noise import make_noise
 from swift.rollout.parity.tolerance import Gaps, Limits, Sample, Verdict, contract_faults, limits_for, measure
 from swift.rollout.seeds import sample_seed
 from swift.rollout.weights.base import dtype_name
-from swift.rollout.weights.publisher import REHEARSAL, Ranks, WeightPublisher
+from swift.rollout.weights.sync import REHEARSAL, Ranks, WeightSync
 from swift.types import Prompt, Request, SamplingParams
 
 PROMPTS, SAMPLES, TOKENS = 8, 2, 32
@@ -128,7 +128,7 @@ class ParityCheck:
         engine: this rank's engine, or None.
         score: the trainer's log-probs at a temperature; makes one forward pass.
         model: the policy as the trainer holds it, wrappers and all.
-        publisher: sends weights to the engines, on all ranks together.
+        weight_sync: sends weights to the engines, on all ranks together.
         prompts: the first of the data set.
         sampling: the training distribution; truncation, penalties and stop words are left out, as they change the
             engine's distribution on purpose.
@@ -145,7 +145,7 @@ class ParityCheck:
         *,
         score: Score,
         model: nn.Module,
-        publisher: WeightPublisher,
+        weight_sync: WeightSync,
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
         ranks: Ranks,
@@ -154,7 +154,7 @@ class ParityCheck:
         around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
         seed: int = 0,
     ) -> None:
-        self.engine, self.model, self.publisher, self.ranks = engine, model, publisher, ranks
+        self.engine, self.model, self.weight_sync, self.ranks = engine, model, weight_sync, ranks
         self.end_token_ids = frozenset(end_token_ids)
         self.adapter_only, self.around, self.seed = adapter_only, around, seed
         self.capabilities: Capabilities = self._first(engine.capabilities if engine is not None else None)
@@ -182,13 +182,13 @@ class ParityCheck:
                 with noise.applied():
                     stages.append(self._compare(NOISY, self._version(), requests=self._requests[::SAMPLES]))
                 return self._report(stages)
-            self.publisher.separate()  # the noise stands in for parameters that are put aside meanwhile
+            self.weight_sync.separate()  # the noise stands in for parameters that are put aside meanwhile
             with noise.applied():
-                self.publisher.rehearse()
+                self.weight_sync.rehearse()
                 stages.append(self._compare(NOISY, REHEARSAL))
-            self.publisher.refresh()
+            self.weight_sync.refresh()
             if stages[1].verdict != "refuse":
-                stages.append(self._compare(RESTORED, self.publisher.version))
+                stages.append(self._compare(RESTORED, self.weight_sync.version))
             return self._report(stages)
 
     def now(self) -> ParityReport:
@@ -197,7 +197,7 @@ class ParityCheck:
         The prompts are those of every check, so a cache with keys and values of older weights shows.
         """
         with same_randomness():
-            return self._report([self._compare(NOW, self.publisher.version)])
+            return self._report([self._compare(NOW, self.weight_sync.version)])
 
     def _compare(
         self, name: str, version: int, *, ends: bool = False, requests: Sequence[Request] | None = None
