@@ -51,12 +51,6 @@ def test_c12_weights_may_come_in_any_number_of_buckets(subject):
 
 
 @transport
-def test_c13_versions_cover_the_completion(subject):
-    completion = run(subject.engine, [ask("r")])[0]
-    assert completion.versions == [(subject.engine.version, 0, len(completion.token_ids))]
-
-
-@transport
 def test_c13_weights_that_change_in_flight_show_in_the_version_spans(subject, endless):
     engine = subject.engine
     need(subject, engine.capabilities.in_flight_updates, "updates in flight")

@@ -65,17 +65,6 @@ def test_c19_weights_wake_first_and_a_wrong_tag_is_an_error(subject):
     assert run(engine, [ask("r")])[0].token_ids
 
 
-@transport
-def test_c19_an_unknown_sleep_level_is_refused(subject):
-    levels = subject.engine.capabilities.sleep_levels
-    if {1, 2} <= set(levels):
-        pytest.skip(f"{subject.backend.name}: has every level")
-    with pytest.raises(Unsupported):
-        subject.engine.sleep(2 if 2 not in levels else 1)
-    assert subject.engine.sleep(0).freed_bytes == 0
-    assert run(subject.engine, [ask("r")])[0].token_ids
-
-
 @pytest.mark.parametrize("level", [1, 2])
 @transport
 def test_c20_a_sleeping_engine_neither_samples_nor_takes_weights(subject, level):

@@ -207,16 +207,6 @@ def test_a_check_that_fails_in_the_middle_leaves_the_weights_as_they_were(nano_f
     assert check.weight_sync._lost  # the next update sends the weights again
 
 
-def test_the_run_can_go_on_publishing_from_version_one(nano_folders):
-    model = load(nano_folders["llama"])
-    engine = SmallEngine(model)
-    check = make_check(engine, model)
-    check.run()
-    check.weight_sync.sync(1)
-    assert engine.version == 1
-    assert check.now().verdict == "pass"
-
-
 # --- later in the run ----------------------------------------------------------------------------------------------
 
 

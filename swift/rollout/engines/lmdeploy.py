@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from swift.errors import EngineDead, EngineError, SwiftError, SyncFailed, first_line
+from swift.models.tokenizer import read_tokenizer
 from swift.rollout.engines import lmdeploy_api as api_
 from swift.rollout.engines.base import ALL_TAGS, Capabilities, EngineCounters, PauseMode, SleepLevel, Tag
 from swift.rollout.engines.expected_weights import ExpectedWeights, few, merged_adapters, model_config
@@ -53,19 +54,12 @@ QUIET_UPDATES = 3
 class _Running(Running):
     """A request on its way. `session` is LMDeploy's, once it has one."""
 
-    room: int = 0
     aborted: bool = False
     session: Any = None
 
 
 def build(spec: EngineSpec) -> LMDeployEngine:
-    """Makes the engine.
-
-    Raises:
-        ResourceError: the package, a GPU or a 16-bit type is missing.
-        ConfigError: arguments or a model that LMDeploy refuses.
-        EngineError: LMDeploy failed to start.
-    """
+    """Makes the engine; see `LMDeployEngine`."""
     return LMDeployEngine(spec)
 
 
@@ -74,6 +68,11 @@ class LMDeployEngine(EngineLife):
 
     Args:
         spec: the engine.
+
+    Raises:
+        ResourceError: the package, a GPU or a 16-bit type is missing.
+        ConfigError: arguments or a model that LMDeploy refuses.
+        EngineError: LMDeploy failed to start.
     """
 
     name = "lmdeploy"
@@ -86,8 +85,8 @@ class LMDeployEngine(EngineLife):
         self._lock = threading.Lock()
         self._ready: queue.SimpleQueue[Completion] = queue.SimpleQueue()
         self._pipeline: Any = None
-        self._tokenizer: Any = None
         self._reset()
+        self._tokenizer = read_tokenizer(spec.model, trust_remote_code=spec.trust_remote_code)
         config = model_config(spec)
         self.vocab_size = config.get_text_config().vocab_size
         self._expected = ExpectedWeights.of_model(spec.model, config)
@@ -191,7 +190,7 @@ class LMDeployEngine(EngineLife):
                 f"--temperature: {request.sampling.temperature}: LMDeploy takes at most {api_.HIGHEST_TEMPERATURE}; "
                 "use a lower one, or another engine"
             )
-        running = _Running(request, room=self.room(request))
+        running = _Running(request)
         with self._lock:
             if request.request_id in self._running:
                 raise EngineError(f"request: {request.request_id}: submitted twice; ids must differ while in flight")
@@ -220,7 +219,7 @@ class LMDeployEngine(EngineLife):
     async def _sample(self, running: _Running) -> FinishReason:
         """Tokens of one request, as they come."""
         engine, request = self._engine, running.request
-        config = api_.generation_config(self._api, request.sampling, running.room, self.spec.eos_token_ids)
+        config = api_.generation_config(self._api, request.sampling, self.room(request), self.spec.eos_token_ids)
         running.session = engine.session_mgr.get()
         reason: FinishReason | None = None
         try:
@@ -255,21 +254,12 @@ class LMDeployEngine(EngineLife):
                 raise EngineError(f"request: {request.request_id}: token {token} came without its log-prob")
             running.add([int(token)], [min(float(row[token]), 0.0)], self.version)
             self._moved = time.monotonic()
-            if self._hits_stop_word(running):
+            if ends_with_stop(running.token_ids, request.sampling.stop, self._tokenizer):
                 return "stop"
         if status == types.FINISH:  # a full KV cache is a limit, too
             ends = {*self.spec.eos_token_ids, *request.sampling.stop_token_ids}
             return "stop" if running.token_ids and running.token_ids[-1] in ends else "length"
         return "abort" if status == types.CANCEL or running.aborted else None
-
-    def _hits_stop_word(self, running: _Running) -> bool:
-        words = running.request.sampling.stop
-        if words and self._tokenizer is None:
-            from transformers import AutoTokenizer
-
-            remote = self.spec.trust_remote_code
-            self._tokenizer = AutoTokenizer.from_pretrained(self.spec.model, trust_remote_code=remote)
-        return ends_with_stop(running.token_ids, words, self._tokenizer)
 
     def stream(self) -> Iterator[Completion]:
         """See `InferenceEngine.stream`."""
@@ -355,7 +345,7 @@ class LMDeployEngine(EngineLife):
         """Sample a fixed request after an update; a note, or "". Raises SyncFailed when the weights did not arrive."""
         where = f"weights: version {version} for lmdeploy"
         sampling = SamplingParams(max_new_tokens=PROBE_TOKENS, temperature=1.0, seed=1)
-        running = _Running(Request("probe", list(range(8)), sampling), room=PROBE_TOKENS)
+        running = _Running(Request("probe", list(range(8)), sampling))
         try:
             reason = self._wait_for(self._sample(running), SYNC_S, "probe")
         except EngineDead:
