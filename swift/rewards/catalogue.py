@@ -1,4 +1,4 @@
-"""Which reward functions a run uses: names resolved, signatures read, weights counted. No processes.
+"""Which reward functions a run uses: names resolved, signatures read. No processes.
 
 All problems of a configuration are found together, before any model loads.
 """
@@ -13,11 +13,11 @@ from pathlib import PurePath
 from typing import Any
 
 from swift.errors import ConfigError, join_problems, nearest
+from swift.flags import aliases_of
 from swift.plugin import orms
 from swift.plugin.registry import BUILT_IN
 from swift.rewards import contract
 from swift.rewards.contract import Signature
-from swift.rewards.functions import CosineReward, MathAccuracy, SoftOverlong
 
 logger = logging.getLogger("swift.rewards")
 
@@ -26,14 +26,9 @@ _SAMPLER_FUNCTIONS = ("toolbench", "math")
 
 @dataclass(frozen=True)
 class Catalogue:
-    """The columns of a run's scores.
+    """The columns of a run's scores: functions as typed, then models by folder name.
 
-    Attributes:
-        functions: names of the reward functions, as typed.
-        models: names of the reward models: their folder names.
-        weights: one per function and model.
-        signatures: one per function.
-        is_built_in: per function, whether it ships with `swift`.
+    `signatures` and `is_built_in` have one entry per function, `weights` one per function and model.
     """
 
     functions: list[str]
@@ -49,11 +44,9 @@ class Catalogue:
 
     @property
     def counting_function(self) -> int | None:
-        """The function whose counters of ground truths are reported (accuracy and cosine count the same rows)."""
-        for index, name in enumerate(self.functions):
-            if orms.get(name) in (MathAccuracy, CosineReward):
-                return index
-        return None
+        """The function whose counters of ground truths are reported: others would count the same rows again."""
+        counting = (k for k, name in enumerate(self.functions) if getattr(orms[name], "counts_ground_truths", False))
+        return next(counting, None)
 
     def of_scope(self, whole_batch: bool) -> list[int]:
         """Positions of the functions that are called per batch, or per group."""
@@ -64,15 +57,21 @@ def read_catalogue(args: Any, flags: Mapping[str, Any]) -> Catalogue:
     """Resolves `reward_funcs`, `reward_model` and `reward_weights` of `args`.
 
     Args:
-        args: with these three attributes; plugins are loaded already.
+        args: with these three attributes, checked by `RewardArguments`; plugins are loaded already.
         flags: all flags by name, for the constructors of classes.
 
     Raises:
         ConfigError: with every problem found.
     """
     functions = [str(name) for name in args.reward_funcs]
-    models = model_names(getattr(args, "reward_model", None) or [])
-    problems = _name_problems(functions, models)
+    models = model_names(args.reward_model)
+    problems = [_unknown(name) for name in functions if name not in orms]
+    repeated = {name for name in functions if functions.count(name) > 1}
+    problems += [f"--reward_funcs: {name}: given twice; name it once" for name in sorted(repeated)]
+    problems += [
+        f"--reward_model: {name}: has the name of a reward function; rename the folder"
+        for name in sorted(set(functions) & set(models))
+    ]
     signatures: list[Signature] = []
     for name in functions:
         if name in orms:
@@ -80,18 +79,9 @@ def read_catalogue(args: Any, flags: Mapping[str, Any]) -> Catalogue:
                 signatures.append(_read(name, orms[name], flags))
             except ConfigError as error:
                 problems += error.problems
-    given = getattr(args, "reward_weights", None)
-    weights = [1.0] * (len(functions) + len(models)) if not given else [float(item) for item in given]
-    if len(weights) != len(functions) + len(models):
-        shown = " ".join(f"{item:g}" for item in weights)
-        wanted = " ".join(functions + models)
-        problems.append(
-            f"--reward_weights: {shown}: {len(weights)} weights for {len(functions) + len(models)} rewards; "
-            f"need {len(functions) + len(models)}: {wanted}"
-        )
     join_problems(problems)
-    built_in = [orms.origin(name) == BUILT_IN for name in functions]
-    return Catalogue(functions, models, weights, signatures, built_in)
+    weights = [float(item) for item in args.reward_weights or [1.0] * (len(functions) + len(models))]
+    return Catalogue(functions, models, weights, signatures, [orms.origin(name) == BUILT_IN for name in functions])
 
 
 def model_names(models: Sequence[str]) -> list[str]:
@@ -105,19 +95,6 @@ def model_names(models: Sequence[str]) -> list[str]:
             name = f"{base}-{number}"
         names.append(name)
     return names
-
-
-def _name_problems(functions: Sequence[str], models: Sequence[str]) -> list[str]:
-    problems = [_unknown(name) for name in functions if name not in orms]
-    repeated = {name for name in functions if functions.count(name) > 1}
-    problems += [f"--reward_funcs: {name}: given twice; name it once" for name in sorted(repeated)]
-    problems += [
-        f"--reward_model: {name}: has the name of a reward function; rename the folder"
-        for name in sorted(set(functions) & set(models))
-    ]
-    if not functions and not models:
-        problems.append("--reward_funcs: none: a run needs at least one of --reward_funcs and --reward_model")
-    return problems
 
 
 def _unknown(name: str) -> str:
@@ -141,24 +118,13 @@ def _read(name: str, entry: Any, flags: Mapping[str, Any]) -> Signature:
             signature.where,
         )
     elif inspect.isclass(entry):
-        chosen = contract.constructor_arguments(name, entry, flags)
-        if entry is SoftOverlong:
-            contract.construct(entry, chosen, None, lambda: None)  # refuses impossible lengths right here
+        contract.constructor_arguments(name, entry, {**flags, "args": None, "tokenizer": None})
     return signature
 
 
-def flags_of(args: Any) -> dict[str, Any]:
-    """The flat arguments by canonical name: fields of a dataclass, or the attributes of a namespace."""
-    if is_dataclass(args):
-        return {item.name: getattr(args, item.name) for item in fields(args)}
-    return {name: value for name, value in vars(args).items() if not name.startswith("_")}
-
-
-def aliases_of(args: Any) -> dict[str, str]:
-    """Alias -> canonical name, as the fields of an arguments dataclass declare them; {} for other objects."""
+def run_flags(args: Any) -> dict[str, Any]:
+    """The settings of a run by canonical name and by alias: of a dataclass, or the attributes of a namespace."""
     if not is_dataclass(args):
-        return {}
-    declared = [
-        (item.name, getattr(details, "aliases", ())) for item in fields(args) for details in item.metadata.values()
-    ]
-    return {alias: name for name, aliases in declared for alias in aliases}
+        return dict(vars(args))
+    named = {item.name: getattr(args, item.name) for item in fields(args)}
+    return {alias: named[name] for alias, name in aliases_of(type(args)).items()} | named

@@ -2,9 +2,6 @@
 
 Pure functions, no processes. The trainer uses them to refuse a wrong set-up before any model loads; the
 workers use them to build the entries and to call them.
-
-    entry -> Signature (what may be passed) -> construct (class to instance) -> keywords_for (one call)
-          -> read_values (the result, checked)
 """
 
 from __future__ import annotations
@@ -15,20 +12,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from swift.data.columns import RESERVED
 from swift.errors import ConfigError, nearest
 from swift.types import RolloutGroup
-
-KEYWORDS = (
-    "messages",
-    "prompt_id",
-    "group_id",
-    "request_id",
-    "finish_reason",
-    "is_truncated",
-    "response_token_ids",
-    "trainer_state",
-)
-"""Keywords of every call beside the columns: reserved names, a column must not be called so."""
 
 PRIVATE_KEYWORDS = ("prompt_opens_think",)
 """Passed only to functions that name them: an open `**kwargs` does not receive them."""
@@ -124,26 +110,18 @@ def location(entry: Any) -> str:
     return f"{file}:{line}"
 
 
-def constructor_arguments(name: str, entry: type, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """What a class is built with: by parameter name, from the flags.
-
-    `args` and `tokenizer` map to themselves (`ARGS`, `TOKENIZER`); the caller puts the objects in.
+def constructor_arguments(name: str, entry: type, available: Mapping[str, Any]) -> dict[str, Any]:
+    """What a class is built with, by parameter name, out of `available`: flags, `args` and `tokenizer`.
 
     Raises:
-        ConfigError: for a parameter that is no flag and has no default.
+        ConfigError: for a parameter that is not available and has no default.
     """
-    if entry.__init__ is object.__init__:  # type: ignore[misc]
-        return {}
     chosen: dict[str, Any] = {}
-    for parameter in list(inspect.signature(entry.__init__).parameters.values())[1:]:  # type: ignore[misc]
+    for parameter in inspect.signature(entry).parameters.values():
         if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
             continue
-        if parameter.name == "args":
-            chosen["args"] = ARGS
-        elif parameter.name == "tokenizer":
-            chosen["tokenizer"] = TOKENIZER
-        elif parameter.name in flags:
-            chosen[parameter.name] = flags[parameter.name]
+        if parameter.name in available:
+            chosen[parameter.name] = available[parameter.name]
         elif parameter.default is inspect.Parameter.empty:
             raise ConfigError(
                 f"reward function {name}: {entry.__name__} ({location(entry)}): parameter "
@@ -152,56 +130,22 @@ def constructor_arguments(name: str, entry: type, flags: Mapping[str, Any]) -> d
     return chosen
 
 
-ARGS = object()
-TOKENIZER = object()
-
-
-def construct(entry: type, chosen: Mapping[str, Any], args: Any, tokenizer: Callable[[], Any]) -> Any:
-    """Builds `entry` with the result of `constructor_arguments`; `tokenizer` is called only if wanted."""
-    values = dict(chosen)
-    if "args" in values:
-        values["args"] = args
-    if "tokenizer" in values:
-        values["tokenizer"] = tokenizer()
-    positional = [
-        values.pop(item.name)
-        for item in inspect.signature(entry.__init__).parameters.values()  # type: ignore[misc]
-        if item.kind is inspect.Parameter.POSITIONAL_ONLY and item.name in values
-    ]
-    return entry(*positional, **values)
-
-
 def missing_columns(signature: Signature, columns: Collection[str]) -> list[str]:
     """One problem per required parameter that is neither a column nor a keyword."""
-    known = {*columns, *KEYWORDS, *PRIVATE_KEYWORDS}
-    return [_missing(signature, name, columns) for name in signature.required if name not in known]
-
-
-def _missing(signature: Signature, name: str, columns: Collection[str]) -> str:
     seen = ", ".join(sorted(columns)) or "none"
-    candidates = nearest(name, columns) or [item for item in _SYNONYMS if item in columns]
-    source = (
-        candidates[0]
-        if name not in _SYNONYMS
-        else next((item for item in _SYNONYMS if item in columns), candidates[0] if candidates else None)
-        if candidates
-        else None
-    )
-    fix = f'--columns \'{{"{source or "<your column>"}":"{name}"}}\''
-    return (
-        f"--reward_funcs: {signature.name}: needs the column {name!r} ({signature.where}), which the dataset "
-        f"does not have; columns seen: {seen}; rename one with {fix}"
-    )
-
-
-def reserved_columns(columns: Collection[str]) -> list[str]:
-    """One problem per column that carries the name of a keyword of the calls."""
-    return [
-        f"--dataset: column {name!r}: this name is reserved for reward functions; "
-        f'rename it with --columns \'{{"{name}":"my_{name}"}}\''
-        for name in sorted(columns)
-        if name in KEYWORDS
-    ]
+    synonyms = [name for name in _SYNONYMS if name in columns]
+    problems = []
+    for name in signature.required:
+        if name in {*columns, *RESERVED, *PRIVATE_KEYWORDS}:
+            continue
+        near = nearest(name, columns)
+        likely = [*synonyms, *near] if name in _SYNONYMS else [*near, *synonyms]
+        problems.append(
+            f"--reward_funcs: {signature.name}: needs the column {name!r} ({signature.where}), which the dataset "
+            f"does not have; columns seen: {seen}; rename one with "
+            f'--columns \'{{"{next(iter(likely), "<your column>")}":"{name}"}}\''
+        )
+    return problems
 
 
 def keywords_for(signature: Signature, available: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift.data import load_rows, open_prompts
 from swift.data.arguments import DataArguments, PromptArguments
 from swift.data.curriculum import as_number, stages
 from swift.data.interleave import interleave
+from swift.data.loading import load_rows
 from swift.data.sampler import PromptStream
+from swift.data.source import open_prompts
 from swift.errors import ConfigError
 
 
@@ -206,7 +207,7 @@ def test_all_exhausted_repeats_the_short_dataset(two):
 
 def test_supervised_rows_are_mixed_too_and_the_same_on_every_process(two):
     wanted = args(*two, cls=DataArguments, interleave_prob=[0.8, 0.2], columns={"level": "response"})
-    first, second = (load_rows(wanted, "train")[:] for _ in range(2))
+    first, second = (list(load_rows(wanted, "train")) for _ in range(2))
     assert first == second
     assert len(first) not in (0, 50)
 

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift.data import IndexedPrompts, StreamingPrompts, load_prompts, open_prompts
 from swift.data.arguments import PromptArguments
+from swift.data.prompts import Tokenizer, load_prompts
+from swift.data.source import IndexedPrompts, StreamingPrompts, open_prompts
 from swift.errors import ConfigError
 
 
@@ -28,8 +29,7 @@ def load(*datasets, limit=None, strategy="left", split="train", **changes):
 
 def stream(*datasets, limit=None, strategy="left", **changes):
     changes = {"streaming": True, "shuffle_buffer_size": 7, **changes}
-    lengths = {"max_prompt_length": limit, "truncation_strategy": strategy}
-    return StreamingPrompts(args(*datasets, **changes), tokenize=tokenize, **lengths)
+    return StreamingPrompts(args(*datasets, **changes), Tokenizer(tokenize, limit, strategy))
 
 
 def jsonl(path, rows):
@@ -154,7 +154,7 @@ def take(source, count):
 
 def test_an_indexed_source_gives_every_prompt_once_per_epoch(ten):
     source = IndexedPrompts(load(ten), seed=1, shuffle=True)
-    assert source.size == len(source) == 10
+    assert source.size == 10
     for epoch in range(2):
         items = take(source, 10)
         assert sorted(item.prompt.columns["solution"] for item in items) == list(range(10))
@@ -171,7 +171,6 @@ def test_an_indexed_source_refuses_a_position_in_other_rows(ten, tmp_path):
 def test_a_stream_gives_every_prompt_once_per_epoch(ten):
     source = stream(ten)
     assert source.size is None
-    assert source.column_names == ["solution"]
     orders = []
     for epoch in range(3):
         items = take(source, 10)
@@ -230,11 +229,8 @@ def test_a_resumed_stream_does_not_tokenise_what_it_passes(ten):
     source = stream(ten)
     take(source, 7)
     count = []
-    resumed = StreamingPrompts(
-        args(ten, streaming=True, shuffle_buffer_size=7),
-        tokenize=lambda messages: count.append(1) or [1],
-        max_prompt_length=None,
-    )
+    counting = Tokenizer(lambda messages: count.append(1) or [1], None, "left")
+    resumed = StreamingPrompts(args(ten, streaming=True, shuffle_buffer_size=7), counting)
     resumed.load_state_dict(source.state_dict())
     assert count == []
 

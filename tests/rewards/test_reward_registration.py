@@ -7,12 +7,13 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
 from swift.errors import ConfigError
-from swift.plugin import REGISTRIES, load_external_plugins, losses, optimizers, orms
+from swift.plugin import REGISTRIES, load_external_plugins, losses, orms
 from swift.rewards import contract
-from swift.rewards.worker import RunArguments
 
 
 def problems(call, *args):
@@ -92,14 +93,6 @@ def test_two_plugins_may_not_register_one_name(plugin, key):
     assert "a.py" in line
 
 
-def test_two_plugins_may_register_one_name_in_two_registries(plugin):
-    head = "from swift.plugin import losses, optimizers\n"
-    files = [plugin(head + "losses['x'] = 1\n", "a.py"), plugin(head + "optimizers['x'] = 2\n", "b.py")]
-    load_external_plugins(files)
-    assert (losses["x"], optimizers["x"]) == (1, 2)
-    assert [losses.origin("x"), optimizers.origin("x")] == files
-
-
 def test_an_entry_declares_its_own_settings(plugin):
     source = """
 from dataclasses import dataclass
@@ -177,8 +170,9 @@ class Static:
 
 
 def build(entry, flags):
-    args = RunArguments(flags, {"old_beta": "beta"})
-    return contract.construct(entry, contract.constructor_arguments("name", entry, args), args, lambda: "tok")
+    flags = {**flags, "old_beta": flags["beta"]}
+    available = {**flags, "args": SimpleNamespace(**flags), "tokenizer": "tok"}
+    return entry(**contract.constructor_arguments("name", entry, available))
 
 
 def test_classes_are_built_from_flags_by_parameter_name():
@@ -193,13 +187,6 @@ def test_a_parameter_that_is_no_flag_is_refused_with_class_and_name():
     (line,) = problems(contract.constructor_arguments, "mine", Impossible, {"temperature": 1.0})
     assert "Impossible" in line
     assert "'temperture'" in line
-
-
-def test_run_arguments_are_readable_by_both_names_and_refuse_unknown_ones():
-    args = RunArguments({"beta": 0.1}, {"old_beta": "beta"})
-    assert (args.beta, args["old_beta"], "old_beta" in args, "nope" in args) == (0.1, 0.1, True, False)
-    with pytest.raises(AttributeError, match="nope"):
-        _ = args.nope
 
 
 def test_a_call_without_self_is_recognised():
@@ -254,36 +241,10 @@ def test_a_missing_column_shows_the_columns_seen_and_a_fix(columns, fix):
         assert column in line
 
 
-def test_reserved_names_are_refused_as_columns():
-    lines = contract.reserved_columns(["solution", "prompt_id", "trainer_state"])
-    assert len(lines) == 2
-    assert "prompt_id" in lines[0]
-
-
-class Scalar:
-    shape = ()
-
-    def __float__(self):
-        return 0.5
-
-
-@pytest.mark.parametrize(
-    ("result", "values"),
-    [
-        ([1, 0.5, True, None, Scalar()], [1.0, 0.5, 1.0, None, 0.5]),
-        ((0, 0, 0, 0, 0), [0.0] * 5),
-    ],
-)
-def test_results_may_be_numbers_bools_scalars_and_none(result, values):
-    assert contract.read_values(result, 5) == values
-
-
-def test_results_may_be_arrays_and_tensors():
-    import numpy as np
-    import torch
-
+def test_results_may_be_numbers_bools_scalars_arrays_and_none():
+    assert contract.read_values([1, 0.5, True, None, torch.tensor(1.5), np.float32(2)], 6) == [1, 0.5, 1, None, 1.5, 2]
+    assert contract.read_values((0, 0), 2) == [0.0, 0.0]
     assert contract.read_values(np.array([1.0, 2.0]), 2) == [1.0, 2.0]
-    assert contract.read_values([torch.tensor(1.5), np.float32(2.0)], 2) == [1.5, 2.0]
 
 
 @pytest.mark.parametrize("result", [None, 1.0, "ab", {"a": 1, "b": 2}, [1.0], [1.0, "x"], [1.0, [1.0]], [1, 1j]])
