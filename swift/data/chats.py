@@ -39,7 +39,7 @@ class ChatPlan(ColumnPlan):
         self.used.append(self.answer)
 
     def _only_answer(self) -> str:
-        if answer := self.only_one(ANSWERS, "response", "response"):
+        if answer := self.only_one(ANSWERS, "each could be the response", "response"):
             return answer
         other = next((name for name in self.names if name != self.prompt), "text")
         raise ConfigError(

@@ -155,7 +155,7 @@ class ColumnPlan:
     def _choose_prompt(self) -> str:
         if chats := [name for name in CHATS if name in self.names]:
             return chats[0]
-        if prompt := self.only_one(PROMPTS, "prompt", "query"):
+        if prompt := self.only_one(PROMPTS, "each could be the prompt", "query"):
             return prompt
         if not self.names:
             raise ConfigError(f"{self.where}: no columns: the rows are empty; check the file")
@@ -165,7 +165,7 @@ class ColumnPlan:
             f"name it: --columns '{json.dumps({likely[0]: 'query'})}'"
         )
 
-    def only_one(self, accepted: Sequence[str], role: str, target: str) -> str | None:
+    def only_one(self, accepted: Sequence[str], doubt: str, target: str) -> str | None:
         """The only one of the `accepted` columns that is here, or that `--columns` chose; None without any.
 
         Raises:
@@ -180,7 +180,7 @@ class ColumnPlan:
         # A fix is an identity when the target's name is already taken.
         fixes = [json.dumps({name: name if target in self.names else target}) for name in candidates]
         shown = " or ".join(f"--columns '{fix}' for {name}" for fix, name in zip(fixes, candidates, strict=True))
-        raise ConfigError(f"{self.where}: {' and '.join(candidates)}: each could be the {role}; choose one: {shown}")
+        raise ConfigError(f"{self.where}: {' and '.join(candidates)}: {doubt}; choose one: {shown}")
 
 
 def check_renames(renames: Mapping[str, str], seen: Sequence[str]) -> None:

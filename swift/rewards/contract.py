@@ -32,15 +32,9 @@ class ContractBroken(Exception):
 class Signature:
     """How an entry is called.
 
-    Attributes:
-        name: as registered.
-        where: "file.py:12", for messages.
-        scope: "sample", "group" or "batch".
-        is_async: whether a call is awaited.
-        without_self: a class whose `__call__` forgot `self`; called like a static method.
-        accepted: keywords that can be passed by name.
-        required: those of them without a default.
-        open: whether the function takes any keyword (`**kwargs`).
+    `where` is "file.py:12". `without_self` marks a class whose `__call__` forgot `self`: it is called like a static
+    method. `accepted` are keywords that can be passed by name, `required` those of them without a default; `open` says
+    that the function takes any keyword (`**kwargs`). `counts_ground_truths`: its counters tell how many have no parse.
     """
 
     name: str
@@ -51,9 +45,11 @@ class Signature:
     accepted: frozenset[str]
     required: tuple[str, ...]
     open: bool
+    is_built_in: bool
+    counts_ground_truths: bool
 
 
-def signature_of(name: str, entry: Any) -> Signature:
+def signature_of(name: str, entry: Any, *, is_built_in: bool = False) -> Signature:
     """Reads the signature of a registry entry without building it.
 
     Raises:
@@ -78,6 +74,8 @@ def signature_of(name: str, entry: Any) -> Signature:
         accepted=frozenset(item.name for item in rest),
         required=tuple(item.name for item in rest if item.default is inspect.Parameter.empty),
         open=any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters),
+        is_built_in=is_built_in,
+        counts_ground_truths=getattr(entry, "counts_ground_truths", False),
     )
 
 
@@ -180,7 +178,7 @@ def group_keywords(groups: Sequence[RolloutGroup], opens_think: Sequence[bool]) 
 
 
 def read_values(result: Any, count: int) -> list[float | None]:
-    """The returned values as floats; NaN and infinities stay as they are, for the caller to judge.
+    """The returned values as floats; NaN and infinities stay as they are.
 
     Args:
         result: a list, tuple, array or tensor with one entry per completion: a number, bool, 0-d array or

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from swift.errors import RewardError, join_problems
 from swift.plugin import load_external_plugins
 from swift.rewards import selfcheck
-from swift.rewards.catalogue import read_catalogue, run_flags
+from swift.rewards.catalogue import model_names, read_signatures, run_flags
 from swift.rewards.contract import Signature, group_keywords
 from swift.rewards.health import Failure, GroupRecord, RewardHealth
 from swift.rewards.payload import Job, LoadSpec, Outcome, Payload, call_seed
@@ -67,22 +67,22 @@ class RewardPipeline:
     ) -> None:
         load_external_plugins(args.external_plugins)
         flags = {**run_flags(args), "max_completion_length": max_completion_length}
-        self._catalogue = catalogue = read_catalogue(args, flags)
+        self.signatures: list[Signature] = read_signatures(args, flags)
+        """How the functions are called, in order."""
+        self._functions = [signature.name for signature in self.signatures]
+        self.names: list[str] = self._functions + model_names(args.reward_model)
+        """Functions, then models by folder name: the columns of every `GroupScores`."""
+        self.weights: list[float] = [float(weight) for weight in args.reward_weights or [1.0] * len(self.names)]
+        """One weight per name."""
         self._seed = seed
         self._decode = decode
         self._models = reward_models
         self._records: dict[str, GroupRecord] = {}
         self._records_lock = threading.Lock()
-        self._health = RewardHealth(catalogue.names)
+        self._health = RewardHealth(self.names)
         self._on_progress: Callable[[], None] = lambda: None
-        self.names: list[str] = catalogue.names
-        """Functions, then models by folder name: the columns of every `GroupScores`."""
-        self.weights: list[float] = catalogue.weights
-        """One weight per name."""
-        self.signatures: list[Signature] = catalogue.signatures
-        """How the functions are called, in order."""
         spec = LoadSpec(
-            functions=catalogue.functions,
+            functions=self._functions,
             plugins=[str(Path(path).expanduser().resolve()) for path in args.external_plugins],
             flags=flags,
             tokenizer=tokenizer_path,
@@ -98,7 +98,7 @@ class RewardPipeline:
     @property
     def needs_whole_batch(self) -> bool:
         """Whether a function has scope "batch": then score whole generation batches, not single groups."""
-        return bool(self._catalogue.of_scope(whole_batch=True))
+        return bool(self._of_scope(whole_batch=True))
 
     def watch(self, on_progress: Callable[[], None]) -> None:
         """From now on call this, from any thread, for each outcome of a function and each batch of a reward model."""
@@ -136,13 +136,13 @@ class RewardPipeline:
 
     def submit_batch(self, groups: Sequence[RolloutGroup], progress: TrainerProgress) -> list[Future[GroupScores]]:
         """Scores the groups of a generation batch in the background, one future each."""
-        if self._catalogue.models and self._models is None:
+        if len(self.names) > len(self._functions) and self._models is None:
             raise RuntimeError("the run names reward models, but this pipeline was built without them")
         records = [self._new_record(group) for group in groups]
         filled = [record for record in records if record.group.completions]
         whole: Future[None] | None = None
         if self.needs_whole_batch and filled:
-            functions = self._catalogue.of_scope(whole_batch=True)
+            functions = self._of_scope(whole_batch=True)
             payload = self._payload([record.group for record in filled], progress)
             whole = self._pool.submit(self._apply_all([[k] for k in functions], filled, payload))
         return [
@@ -162,7 +162,7 @@ class RewardPipeline:
         """Fills the columns of the reward models in; without models the scores are returned as they are."""
         if self._models is None:
             return list(scores)
-        first = len(self._catalogue.functions)
+        first = len(self._functions)
         for group_scores, rows in zip(scores, self._models.score(groups), strict=True):
             for sample, values in enumerate(rows):
                 for column, value in enumerate(values, start=first):
@@ -183,7 +183,7 @@ class RewardPipeline:
         """
         records = self._find_records(groups, forget=True)
         metrics = statistics(self.names, [record.scores for record in records])
-        for name in self._catalogue.functions:
+        for name in self._functions:
             metrics[f"health/reward_failed/{name}"] = float(sum(one.failed(name) for one in records))
             metrics[f"health/reward_timeout/{name}"] = float(sum(one.failed(name, "timeout") for one in records))
             metrics[f"time/reward/{name}"] = sum(record.seconds[name] for record in records)
@@ -226,7 +226,7 @@ class RewardPipeline:
 
     def check_columns(self, rows: Sequence[Prompt]) -> None:
         """The part of `self_check` that calls nothing: columns and ground truths of the first rows."""
-        selfcheck.check_rows(self._catalogue, rows[: selfcheck.ROWS])
+        selfcheck.check_rows(self.signatures, rows[: selfcheck.ROWS])
 
     def probe_each(
         self, groups: Sequence[RolloutGroup], progress: TrainerProgress, *, only: Sequence[str] | None = None
@@ -236,7 +236,7 @@ class RewardPipeline:
         Returns:
             name -> outcomes, one per group; a value that is no finite number is a failure.
         """
-        wanted = [k for k, name in enumerate(self._catalogue.functions) if only is None or name in only]
+        wanted = [k for k, name in enumerate(self._functions) if only is None or name in only]
         payloads = [self._payload([group], progress) for group in groups]
         futures = {
             self.names[function]: [
@@ -252,8 +252,8 @@ class RewardPipeline:
     async def _score(self, record: GroupRecord, payload: Payload, whole: Future[None] | None) -> GroupScores:
         """All functions on one group; `whole` are those that see the whole batch."""
         if record.group.completions:
-            functions = self._catalogue.of_scope(whole_batch=False)
-            quick = [k for k in functions if self._catalogue.is_built_in[k]]  # they share one task
+            functions = self._of_scope(whole_batch=False)
+            quick = [k for k in functions if self.signatures[k].is_built_in]  # they share one task
             plans = [[k] for k in functions if k not in quick] + ([quick] if quick else [])
             await self._apply_all(plans, [record], payload)
         if whole is not None:
@@ -298,7 +298,8 @@ class RewardPipeline:
 
     def _count(self, function: int, outcome: Outcome, record: GroupRecord) -> None:
         record.seconds[self.names[function]] += outcome.seconds
-        if function == self._catalogue.counting_function:
+        counting = (k for k, signature in enumerate(self.signatures) if signature.counts_ground_truths)
+        if function == next(counting, None):  # others count the same rows again
             record.counters.update(outcome.counters)
 
     def _store(self, function: int, rows: Sequence[tuple[GroupRecord, int]], outcome: Outcome) -> None:
@@ -329,6 +330,10 @@ class RewardPipeline:
         return scores
 
     # ---- what calls are made of -------------------------------------------------------------------
+
+    def _of_scope(self, whole_batch: bool) -> list[int]:
+        """Functions that are called per batch, or per group."""
+        return [k for k, item in enumerate(self.signatures) if (item.scope == "batch") == whole_batch]
 
     def _new_record(self, group: RolloutGroup) -> GroupRecord:
         values: list[list[float | None]] = [[None] * len(self.names) for _ in group.completions]

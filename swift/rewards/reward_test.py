@@ -11,7 +11,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +20,8 @@ from swift.errors import ConfigError, suggest
 from swift.rewards.adversarial import adversarial_texts
 from swift.rewards.payload import Outcome
 from swift.rewards.pipeline import RewardPipeline
-from swift.rewards.selfcheck import truth_forms, truth_of
-from swift.types import Completion, Prompt, RolloutGroup, TrainerProgress
+from swift.rewards.selfcheck import made_up_group, truth_forms, truth_of
+from swift.types import Prompt, TrainerProgress
 
 if TYPE_CHECKING:
     from swift.arguments import Resolved
@@ -35,9 +35,18 @@ class Sample:
     """One text to score: `kind` is "truth", "adversarial" or "given"; `form` says which of its kind."""
 
     row: int
+    prompt: Prompt
     kind: str
     form: str
     text: str
+
+    @property
+    def where(self) -> str:
+        """The row, for messages."""
+        return f"row {self.row} (prompt_id {self.prompt.prompt_id})"
+
+
+Scored = Sequence[tuple[Sample, Outcome]]
 
 
 @dataclass
@@ -83,7 +92,8 @@ def run(resolved: Resolved) -> int:
     args: Any = resolved.args
     rows = load_prompts(args)
     report = examine(args, rows, read_completions(args.completions, rows) if args.completions else [])
-    text = json.dumps(to_json(report), indent=2) if args.json else "\n".join(to_text(report))
+    as_json = asdict(report) | {"exit_code": report.exit_code}
+    text = json.dumps(as_json, indent=2) if args.json else "\n".join(to_text(report))
     sys.stdout.write(text + "\n")
     return report.exit_code
 
@@ -138,19 +148,19 @@ def examine(args: Any, rows: Sequence[Prompt], given: Sequence[tuple[Prompt, str
     Raises:
         ConfigError: functions, plugins or columns that do not fit.
     """
-    truths = [truth_of(prompt, args.gold_column) for prompt in rows]
-    prompts = [*rows, *(prompt for prompt, _ in given)]
-    samples = row_samples(rows, truths)
-    samples += [Sample(len(rows) + index, "given", "given", text) for index, (_, text) in enumerate(given)]
+    samples = row_samples(rows, [truth_of(prompt, args.gold_column) for prompt in rows])
+    samples += [
+        Sample(row, prompt, "given", "given", text) for row, (prompt, text) in enumerate(given, start=len(rows))
+    ]
     tokenize = _tokenizer(args.tokenizer)
+    groups = [made_up_group(one.prompt, [one.text], f"reward-test-{i}", tokenize) for i, one in enumerate(samples)]
     pipeline = RewardPipeline(
         args, seed=args.seed, max_completion_length=args.max_completion_length, tokenizer_path=args.tokenizer
     )
     with pipeline:
-        pipeline.check_columns(prompts)
-        groups = [_group(prompts[one.row], one.text, index, tokenize) for index, one in enumerate(samples)]
+        pipeline.check_columns([*rows, *(prompt for prompt, _ in given)])
         results = pipeline.probe_each(groups, TrainerProgress(global_step=0, max_steps=0, epoch=0.0))
-    reports = [summarise(name, samples, outcomes, prompts, truths) for name, outcomes in results.items()]
+    reports = [summarise(name, list(zip(samples, found, strict=True))) for name, found in results.items()]
     notes = ["lengths are whitespace-separated words; give --tokenizer DIR to count tokens"]
     if args.tokenizer:
         notes = [f"lengths are tokens of {args.tokenizer}"]
@@ -164,10 +174,10 @@ def row_samples(rows: Sequence[Prompt], truths: Sequence[str]) -> list[Sample]:
     samples = []
     for index, (prompt, truth) in enumerate(zip(rows, truths, strict=True)):
         if truth:
-            samples += [Sample(index, "truth", form, text) for form, text in truth_forms(truth).items()]
+            samples += [Sample(index, prompt, "truth", form, text) for form, text in truth_forms(truth).items()]
         other = next((item for item in truths if item and item != truth), None)
         texts = adversarial_texts(_question(prompt), truth, other)
-        samples += [Sample(index, "adversarial", form, text) for form, text in texts.items()]
+        samples += [Sample(index, prompt, "adversarial", form, text) for form, text in texts.items()]
     return samples
 
 
@@ -176,9 +186,9 @@ def _question(prompt: Prompt) -> str:
     return str(said[-1]) if said else ""
 
 
-def _tokenizer(folder: str | None) -> Callable[[str], list[int]]:
+def _tokenizer(folder: str | None) -> Callable[[str], Sequence[Any]]:
     if folder is None:
-        return lambda text: [0] * len(text.split())
+        return str.split
     from swift.models.source import find_folder
     from swift.models.tokenizer import read_tokenizer
 
@@ -186,100 +196,70 @@ def _tokenizer(folder: str | None) -> Callable[[str], list[int]]:
     return lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _group(prompt: Prompt, text: str, index: int, tokenize: Callable[[str], list[int]]) -> RolloutGroup:
-    ids = tokenize(text)
-    completion = Completion(f"reward-test-{index}", ids, [0.0] * len(ids), "stop", text)
-    return RolloutGroup(f"reward-test-{index}", index, 0, prompt, [completion])
-
-
-def summarise(
-    name: str,
-    samples: Sequence[Sample],
-    results: Sequence[Outcome],
-    prompts: Sequence[Prompt],
-    truths: Sequence[str],
-) -> FunctionReport:
-    """The report of one function from its results, one per sample."""
-    pairs = list(zip(samples, results, strict=True))
-    best_truth, best_bad = _best_per_row(pairs, "truth"), _best_per_row(pairs, "adversarial")
-    seconds = sorted(result.seconds for _, result in pairs)
-    given = [result.value for sample, result in pairs if sample.kind == "given" and result.value is not None]
-    failed = (
-        f"{result.kind}: {result.detail}: prompt_id {prompts[sample.row].prompt_id}, {sample.kind} text ({sample.form})"
-        for sample, result in pairs
+def summarise(name: str, scored: Scored) -> FunctionReport:
+    """The report of one function from its results."""
+    truth, bad = _best_per_row(scored, "truth"), _best_per_row(scored, "adversarial")
+    values = [result.value for _, result in scored if result.value is not None]
+    given = [result.value for sample, result in scored if sample.kind == "given" and result.value is not None]
+    seconds = sorted(result.seconds for _, result in scored)
+    failed = [
+        f"{result.kind}: {result.detail}: prompt_id {sample.prompt.prompt_id}, {sample.kind} text ({sample.form})"
+        for sample, result in scored
         if result.kind != "ok"
-    )
+    ]
+    rows_with_truth = len({sample.row for sample, _ in scored if sample.kind == "truth"})
+    share = None
+    if rows_with_truth and values:  # a row whose best form of the ground truth earns the most there is
+        share = sum(value >= max(values) - _TOLERANCE for value in truth.values()) / rows_with_truth
+    timeouts = sum(result.kind == "timeout" for _, result in scored)
     return FunctionReport(
         name,
-        rows=len({sample.row for sample in samples}),
-        gold_mean=_mean(best_truth.values()),
-        gold_max=max(best_truth.values(), default=None),
-        adversarial_max=max(best_bad.values(), default=None),
-        given_mean=_mean(given),
-        none=sum(result.kind == "ok" and result.value is None for _, result in pairs),
-        failures=sum(result.kind not in ("ok", "timeout") for _, result in pairs),
-        timeouts=sum(result.kind == "timeout" for _, result in pairs),
+        rows=len({sample.row for sample, _ in scored}),
+        gold_mean=statistics.fmean(truth.values()) if truth else None,
+        gold_max=max(truth.values(), default=None),
+        adversarial_max=max(bad.values(), default=None),
+        given_mean=statistics.fmean(given) if given else None,
+        none=sum(result.kind == "ok" and result.value is None for _, result in scored),
+        failures=len(failed) - timeouts,
+        timeouts=timeouts,
         latency_p50_s=_quantile(seconds, 0.5),
         latency_p99_s=_quantile(seconds, 0.99),
-        gold_share=_truth_share(pairs, best_truth, truths),
-        first_failure=next(failed, None),
-        suspicious=_suspicious(pairs, best_truth, best_bad, prompts),
+        gold_share=share,
+        first_failure=failed[0] if failed else None,
+        suspicious=_suspicious(scored, truth, bad),
     )
 
 
-def _best_per_row(pairs: Iterable[tuple[Sample, Outcome]], kind: str) -> dict[int, float]:
+def _best_per_row(scored: Scored, kind: str) -> dict[int, float]:
     best: dict[int, float] = {}
-    for sample, result in pairs:
+    for sample, result in scored:
         if sample.kind == kind and result.value is not None:
             best[sample.row] = max(best.get(sample.row, -math.inf), result.value)
     return best
 
 
-def _truth_share(
-    pairs: Sequence[tuple[Sample, Outcome]], best_truth: dict[int, float], truths: Sequence[str]
-) -> float | None:
-    """Share of the rows with a ground truth whose best form of it earns the most the function ever gave."""
-    with_truth = sum(1 for truth in truths if truth)
-    values = [result.value for _, result in pairs if result.value is not None]
-    if not with_truth or not values:
-        return None
-    return sum(value >= max(values) - _TOLERANCE for value in best_truth.values()) / with_truth
-
-
-def _suspicious(
-    pairs: Sequence[tuple[Sample, Outcome]],
-    best_truth: dict[int, float],
-    best_bad: dict[int, float],
-    prompts: Sequence[Prompt],
-) -> list[str]:
-    values = {result.value for _, result in pairs if result.kind == "ok"}
-    lines = []
-    if len(values) == 1 and len(pairs) > 1:
-        lines.append(f"constant output: {next(iter(values))} for every text")
-    for row, earned in sorted(best_truth.items()):
-        bad = best_bad.get(row, -math.inf)
-        if earned < bad:
-            form = next(s.form for s, r in pairs if (s.row, s.kind) == (row, "adversarial") and r.value == bad)
-            lines.append(
-                f"row {row} (prompt_id {prompts[row].prompt_id}): the ground truth earns {earned:g}, less than "
-                f"{bad:g} for an adversarial text ({form})"
-            )
-    unparsed = {s.row: next(iter(r.counters)) for s, r in pairs if s.kind != "given" and r.counters}
-    lines += [
-        f"row {row} (prompt_id {prompts[row].prompt_id}): {counter.replace('gold_', 'ground truth ')}"
-        for row, counter in sorted(unparsed.items())
-    ]
-    return lines
-
-
-def _mean(values: Iterable[float]) -> float | None:
-    numbers = list(values)
-    return statistics.fmean(numbers) if numbers else None
-
-
 def _quantile(ordered: Sequence[float], share: float) -> float | None:
     """The smallest entry that at least `share` of the ascending entries do not exceed; None without any."""
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None
+
+
+def _suspicious(scored: Scored, truth: Mapping[int, float], bad: Mapping[int, float]) -> list[str]:
+    values = {result.value for _, result in scored if result.kind == "ok"}
+    lines = []
+    if len(values) == 1 and len(scored) > 1:
+        lines.append(f"constant output: {next(iter(values))} for every text")
+    told: set[int] = set()
+    for sample, result in scored:  # the first adversarial text that earns the most of its row
+        if sample.row in told or sample.kind != "adversarial" or result.value != bad.get(sample.row):
+            continue
+        if result.value is not None and truth.get(sample.row, math.inf) < result.value:
+            told.add(sample.row)
+            lines.append(
+                f"{sample.where}: the ground truth earns {truth[sample.row]:g}, less than {result.value:g} for an "
+                f"adversarial text ({sample.form})"
+            )
+    unparsed = {s.where: next(iter(r.counters)) for s, r in scored if s.kind != "given" and r.counters}
+    return lines + [f"{where}: {counter.replace('gold_', 'ground truth ')}" for where, counter in unparsed.items()]
 
 
 def _problems(report: FunctionReport, min_gold: float) -> list[str]:
@@ -294,11 +274,6 @@ def _problems(report: FunctionReport, min_gold: float) -> list[str]:
             f"truth; --min_gold asks for {min_gold:g}"
         )
     return problems
-
-
-def to_json(report: Report) -> dict[str, Any]:
-    """The report as plain values."""
-    return asdict(report) | {"exit_code": report.exit_code}
 
 
 _COLUMNS = (

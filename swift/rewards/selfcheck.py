@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from swift.errors import join_problems
-from swift.rewards import contract
-from swift.rewards.catalogue import Catalogue
+from swift.rewards.contract import Signature, missing_columns
 from swift.rewards.functions.accuracy import ground_truth
 from swift.rewards.payload import Outcome
 from swift.types import Completion, Prompt, RolloutGroup
@@ -19,7 +19,7 @@ PROBED_ROWS = 4
 FAILURES = ("exception", "timeout", "crash")
 
 
-def check_rows(catalogue: Catalogue, rows: Sequence[Prompt]) -> None:
+def check_rows(signatures: Sequence[Signature], rows: Sequence[Prompt]) -> None:
     """Columns and ground truths of the first rows.
 
     Raises:
@@ -28,8 +28,8 @@ def check_rows(catalogue: Catalogue, rows: Sequence[Prompt]) -> None:
     if not rows:
         return
     columns = sorted({name for row in rows for name in row.columns})
-    problems = [line for signature in catalogue.signatures for line in contract.missing_columns(signature, columns)]
-    needs_truth = catalogue.counting_function is not None
+    problems = [line for signature in signatures for line in missing_columns(signature, columns)]
+    needs_truth = any(signature.counts_ground_truths for signature in signatures)
     if not problems and needs_truth and not any(ground_truth(row.columns.get("solution")) for row in rows):
         problems.append(
             f"--dataset: the column 'solution' is empty in all of the first {len(rows)} rows, so accuracy is "
@@ -62,12 +62,14 @@ def start_up_texts(row: Prompt) -> list[str]:
     return [f"<think>{truth}</think><answer>{truth}</answer>", ""]
 
 
-def made_up_group(row: Prompt, texts: Sequence[str], name: str) -> RolloutGroup:
-    """A group with the given completions; token ids count the words."""
+def made_up_group(
+    row: Prompt, texts: Sequence[str], name: str, tokenize: Callable[[str], Sequence[Any]] = str.split
+) -> RolloutGroup:
+    """A group with the given completions; only the number of their tokens means something."""
     completions = []
     for number, text in enumerate(texts):
-        ids = [0] * len(text.split())
-        completions.append(Completion(f"{name}-{number}", ids, [0.0] * len(ids), "stop", text))
+        length = len(tokenize(text))
+        completions.append(Completion(f"{name}-{number}", [0] * length, [0.0] * length, "stop", text))
     return RolloutGroup(group_id=name, launch_index=-1, launch=0, prompt=row, completions=completions)
 
 

@@ -57,9 +57,6 @@ def test_n_rows_are_drawn_without_replacement_by_the_data_seed(ten):
 def test_n_beyond_the_rows_gives_copies_and_a_remainder(ten):
     counts = Counter(numbers(prompts(f"{ten}#23")))
     assert sorted(counts.values()) == [2] * 7 + [3] * 3
-
-
-def test_without_shuffling_n_is_the_first_n(ten):
     assert numbers(prompts(f"{ten}#4", dataset_shuffle=False)) == [0, 1, 2, 3]
     assert numbers(prompts(f"{ten}#12", dataset_shuffle=False)) == [*range(10), 0, 1]
 

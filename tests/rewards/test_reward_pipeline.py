@@ -244,15 +244,6 @@ def test_an_unknown_name_shows_the_nearest_and_all_names(pipeline):
         assert name in line
 
 
-@pytest.mark.parametrize("name", ["toolbench", "math"])
-def test_functions_of_the_sampler_point_to_accuracy(pipeline, name):
-    assert "use accuracy" in config_problems(lambda: pipeline([name]))[0]
-
-
-def test_a_name_given_twice_is_an_error(pipeline):
-    assert "given twice" in config_problems(lambda: pipeline(["format", "format"]))[0]
-
-
 def test_weights_are_one_per_reward_and_there_is_one(pipeline):
     (line,) = RewardArguments(reward_funcs=["accuracy", "format"], reward_weights=[1, 1, 1]).problems()
     assert "need 2: accuracy format" in line
@@ -262,13 +253,6 @@ def test_weights_are_one_per_reward_and_there_is_one(pipeline):
 
 def parsed(*words):
     return parse("rlhf", ["--rlhf_type", "grpo", "--model", "m", "--dataset", "d", *words], {}).args
-
-
-def test_soft_overlong_without_its_ramp_is_refused_before_anything_starts():
-    words = ["--reward_funcs", "soft_overlong", "--max_completion_length", "100"]
-    (line,) = config_problems(lambda: parsed(*words))
-    assert line.startswith("--soft_cache_length: none: ")
-    assert "100" in line
 
 
 def test_reward_functions_declare_flags_of_their_own(plugin):
@@ -292,12 +276,6 @@ orms["cosine"] = Mine
 
 def rows(count=3, **columns):
     return [Prompt(f"p{index}", [{"role": "user", "content": "q"}], [], dict(columns)) for index in range(count)]
-
-
-def test_self_check_refuses_missing_columns_before_calling_anything(pipeline):
-    rewards = pipeline(["accuracy"])
-    (line,) = config_problems(lambda: rewards.self_check(rows(answer="4")))
-    assert """--columns '{"answer":"solution"}'""" in line
 
 
 def test_self_check_refuses_a_data_set_without_any_gold(pipeline):

@@ -10,15 +10,12 @@ comparison: such an answer is wrong unless it is written exactly like the ground
 
 from __future__ import annotations
 
-import logging
 import math
 from functools import lru_cache
 from typing import Any, Literal
 
 from swift.plugin.registry import ORM, orms
 from swift.rewards.functions.text import answer_block, last_boxed, normalise
-
-logger = logging.getLogger("swift.rewards")
 
 MAX_POWER_DIGITS = 10_000
 CACHE_ENTRIES = 8192
@@ -42,7 +39,6 @@ class MathAccuracy(ORM):
 
         math_verify.parse("1")  # compiles the extraction patterns, which takes longer than many an answer
         self.counters = {"gold_unparsed": 0, "gold_missing": 0}
-        self._warned: set[str] = set()
 
     def __call__(self, completions: list[str], solution: list[Any], **kwargs: Any) -> list[float]:
         """One reward per completion; `solution` holds the ground truths, usually the same for a whole group."""
@@ -53,14 +49,7 @@ class MathAccuracy(ORM):
         kind = truth_kind(truth)
         if kind != "parsed":
             self.counters[f"gold_{kind}"] += 1
-            self._warn(kind, solution)
         return float(is_right(completion, truth))
-
-    def _warn(self, kind: str, solution: Any) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
-            effect = "scored 0.0" if kind == "missing" else "compared as a string"
-            logger.warning("warning: accuracy: ground truth %r is %s: %s", str(solution)[:200], kind, effect)
 
 
 def ground_truth(solution: Any) -> str:

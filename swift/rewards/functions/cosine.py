@@ -39,11 +39,7 @@ class CosineParameters:
 class CosineReward(ORM):
     """R = hi - (hi - lo)(1 - cos(pi t / T)) / 2 with t = min(n, T): hi at no tokens, lo at T and beyond.
 
-    Args:
-        cosine_min_len_value_wrong, cosine_max_len_value_wrong: hi and lo of a wrong answer.
-        cosine_min_len_value_correct, cosine_max_len_value_correct: hi and lo of a right answer.
-        cosine_max_len: T in tokens; None means `max_completion_length`.
-        max_completion_length: longest completion of the run, in tokens.
+    The parameters are the settings above; T None means `max_completion_length`.
 
     Raises:
         ConfigError: when T is not positive.

@@ -34,12 +34,7 @@ def words(text: str) -> list[str]:
 
 @orms.register("repetition", parameters=RepetitionParameters)
 class RepetitionPenalty(ORM):
-    """p (1 - distinct N-grams / N-grams); 0 for a text of fewer than N words.
-
-    Args:
-        repetition_n_grams: N, in words.
-        repetition_max_penalty: p, the value approached by a text that only repeats itself.
-    """
+    """p (1 - distinct N-grams / N-grams), p = `repetition_max_penalty`; 0 for a text of fewer than N words."""
 
     def __init__(self, repetition_n_grams: int = 3, repetition_max_penalty: float = -1.0) -> None:
         super().__init__()

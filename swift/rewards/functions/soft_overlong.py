@@ -45,10 +45,7 @@ def ramp_problems(longest: int, cache: int | None) -> Iterator[str]:
 class SoftOverlong(ORM):
     """max(-1, min(0, (M - C - n) / C)).
 
-    Args:
-        soft_max_length: M in tokens; None means `max_completion_length`.
-        soft_cache_length: C in tokens, the width of the ramp before M; 0 < C < M.
-        max_completion_length: longest completion of the run, in tokens.
+    M is `soft_max_length`, or `max_completion_length` where that is None; C is `soft_cache_length`; n is the length.
 
     Raises:
         ConfigError: when C is missing or not between 0 and M; the message holds both values.
