@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,9 +16,9 @@ from scripted_engine import CountingSource, two_layers
 
 from swift.rollout.collector import RolloutCollector
 from swift.rollout.pipeline import PipelineConfig, PipelineState, RolloutPipeline
-from swift.rollout.saved_state import pack, unpack
+from swift.rollout.saved_state import decode, encode
 from swift.rollout.scheduler import RolloutScheduler
-from swift.rollout.weights.publisher import WeightPublisher
+from swift.rollout.weights.sync import WeightSync
 from swift.types import GroupScores, Prompt, SamplingParams, TrainerProgress
 
 
@@ -149,7 +148,7 @@ class SmallRun:
         collector = RolloutCollector(
             engine, SamplingParams(max_tokens), 7, str, self.scorer, self.ranks, share, mailbox=mailbox
         )
-        self.publisher = WeightPublisher(
+        self.weight_sync = WeightSync(
             engine, source=lambda: CountingSource(two_layers(self.value)), interval=interval, ranks=self.ranks
         )
         config = PipelineConfig(
@@ -168,27 +167,27 @@ class SmallRun:
         self.scheduler = RolloutScheduler(
             NumberedPrompts(prompts), groups_per_batch=groups, batches_per_epoch=None, reroll=reroll
         )
-        self.published = []
-        self._note_publications()
+        self.synced = []
+        self._note_syncs()
         self.pipeline = RolloutPipeline(
             self.scheduler,
             collector,
             config,
             timer=lambda phase: contextlib.nullcontext(),
             observer=self.rounds.append,
-            publisher=self.publisher,
+            weight_sync=self.weight_sync,
             replay=replay,
         )
 
-    def _note_publications(self):
-        publish = self.publisher.publish
+    def _note_syncs(self):
+        sync = self.weight_sync.sync
 
         def noted(step):
-            ack = publish(step)
-            self.published.append(step)
+            ack = sync(step)
+            self.synced.append(step)
             return ack
 
-        self.publisher.publish = noted
+        self.weight_sync.sync = noted
 
     @property
     def step(self):
@@ -232,9 +231,8 @@ class SmallRun:
 
     def save(self):
         """What a checkpoint holds, after its way through the files."""
-        content, tensors = pack(self.pipeline.state())
-        content = json.loads(json.dumps(content))
-        return {"pipeline": unpack(content, tensors, PipelineState), "value": self.value, "step": self.step}
+        state = decode(encode(self.pipeline.state()), PipelineState)
+        return {"pipeline": state, "value": self.value, "step": self.step}
 
     def load(self, state):
         self.pipeline.load(state["pipeline"])

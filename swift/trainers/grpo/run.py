@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import Interrupted
-from swift.startup import collector_resting, defer
+from swift.startup import collector_resting
 from swift.trainers.grpo.arguments import trainer_settings, training_arguments, uncorrected_lines
 from swift.trainers.grpo.build import Surroundings, build_engines, load_models
 from swift.trainers.grpo.prepare import Parts, plan_lines, prepare, slow_path_lines
@@ -46,7 +46,6 @@ def run(resolved: Resolved) -> int:
     require_packages(args)
     with SignalTrap() as trap:
         with collector_resting():
-            defer("datasets")  # Trainer imports it wherever it is installed, and with it pandas
             from swift.trainers.engines import bind_trainer, find_placement
             from swift.trainers.supervision.heartbeat import RankWatch
 
@@ -167,7 +166,7 @@ class _Session(Surroundings):
             )
         self.setup = setup
         self.stall = self._build_stall_watch(rank_log_file(folder, attempt, parts.collectives.rank))
-        self.publisher = self._build_publisher(model)
+        self.weight_sync = self._build_weight_sync(model)
         self.cycle = self._build_cycle()
         self.trainer = self._build_trainer(model, reference)
         if self.cycle is not None:
@@ -222,7 +221,7 @@ class _Session(Surroundings):
         """
         args = self.parts.args
         if args.adapters:  # the engine read the base alone
-            self.publisher.refresh()
+            self.weight_sync.refresh()
         if self.parity is not None:
             self._judge(self.parity.run())
         if self.cycle is not None:
