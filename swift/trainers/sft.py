@@ -18,7 +18,6 @@ from swift.startup import collector_resting
 from swift.trainers.session import (
     Outcome,
     SignalTrap,
-    checkpoint_settings,
     find_start,
     join_processes,
     on_one_device,
@@ -54,7 +53,7 @@ def run(resolved: Resolved) -> int:
         from swift.models import load_chat
 
         collectives = join_processes(args.ddp_timeout, always=bool(args.deepspeed or args.fsdp))
-        start = find_start(args, checkpoint_settings(resolved.to_json(), collectives))
+        start = find_start(args, resolved.to_json(), collectives.world_size)
         template = load_chat(args)
         template.training_template = training_template(template)
         import datasets  # noqa: F401  # what encoding needs
@@ -131,7 +130,7 @@ def _train(
     from swift.observability.run_dir import RunDirectory, rank_log_file
     from swift.trainers.checkpoint import clean_staging
     from swift.trainers.sft_callbacks import LogLines, SealCheckpoints, StopOnSignal
-    from swift.trainers.supervision.heartbeat import RankWatch
+    from swift.trainers.supervision.heartbeat import Heartbeat
 
     args: Any = resolved.args
     settings = resolved.to_json()
@@ -154,11 +153,11 @@ def _train(
         rank_log.line(line)
 
     log = LogLines(folder / "logging.jsonl", attempt, say)
-    seal = SealCheckpoints(collectives, checkpoint_settings(settings, collectives), args.save_total_limit)
+    seal = SealCheckpoints(collectives, start.settings, args.save_total_limit)
     outcome, end_step = Outcome(), start.step
     started = time.monotonic()
     try:
-        with SignalTrap() as trap, quiet_loading(), RankWatch(collectives):
+        with SignalTrap() as trap, quiet_loading(), Heartbeat(collectives):
             stop = StopOnSignal(trap, collectives)
             trainer = build_trainer(args, folder, model, template, train, val, [stop, seal, log])
             try:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 from swift.errors import NumericError
+from swift.observability.files import write_json
 from swift.observability.jsonl import JsonlWriter
-from swift.trainers.checkpoint import commit_checkpoint, rotate, staging_folder, write_json
+from swift.trainers.checkpoint import commit_checkpoint, rotate, staging_folder
 
 if TYPE_CHECKING:
     from swift.trainers.distributed import Collectives
@@ -53,7 +54,7 @@ class SealCheckpoints(TrainerCallback):
     Args:
         collectives: rank 0 seals when all processes have written.
         settings: the content of args.json.
-        limit: most checkpoints that stay; removal comes after the seal, so one whole checkpoint always exists.
+        limit: most checkpoints that stay; removal comes after the seal, so one valid checkpoint always exists.
     """
 
     def __init__(self, collectives: Collectives, settings: Mapping[str, Any], limit: int | None) -> None:

@@ -176,7 +176,7 @@ class Bench:
         share = -(-setting.num_useful // self.ranks)
         slice_size = math.ceil(share / layout.passes) if layout.passes else None
         fields = {"loss": setting.loss, "per_device": nominal, "max_samples": slice_size, "max_tokens": layout.tokens}
-        trainer.settings = replace(before, **fields, **setting.fields)
+        trainer.logprobs.settings = replace(before, **fields, **setting.fields)
         unit = deepcopy(unit)
         unit.num_global_batches, unit.num_iterations = setting.windows, setting.iterations
         if setting.start == 0:
@@ -192,7 +192,7 @@ class Bench:
                 self.passes = 0
                 trainer.training_step(self.model, unit)
         self._set(weights)
-        trainer.settings = before
+        trainer.logprobs.settings = before
         return torch.cat([parameter.grad.flatten().double() for parameter in trainer.model.parameters()])
 
     def _move(self, weights):

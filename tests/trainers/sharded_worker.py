@@ -181,14 +181,14 @@ def reward(completion: Any, prompt: Any, flat: list[str]) -> float:
 
 def poison(trainer: Any, step: int) -> None:
     """Make the policy's log-probs not finite in one step, on rank 0 only."""
-    original = trainer.logprobs.of
+    original = trainer.logprobs.scores
 
-    def poisoned(model: Any, batch: Any) -> Any:
-        values = original(model, batch)
+    def poisoned(*args: Any) -> Any:
+        values, entropy = original(*args)
         now = torch.is_grad_enabled() and trainer.state.global_step == step and trainer.collectives.is_main
-        return values * float("nan") if now else values
+        return (values * float("nan") if now else values), entropy
 
-    trainer.logprobs.of = poisoned
+    trainer.logprobs.scores = poisoned
 
 
 def whole_state(model: Any) -> dict[str, torch.Tensor]:

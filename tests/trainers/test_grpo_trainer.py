@@ -64,17 +64,17 @@ def test_samples_without_advantage_are_left_out_and_still_counted(nano_folders, 
 
 def count_forwards(trainer, calls, action):
     """Run `action`; `calls` gets the number of sequences of each trainer forward."""
-    original = trainer.logprobs._scores
+    original = trainer.logprobs.scores
 
-    def counting(model, batch, entropy):
+    def counting(model, batch, entropy="none"):
         calls.append(len(batch.samples))
         return original(model, batch, entropy)
 
-    trainer.logprobs._scores = counting
+    trainer.logprobs.scores = counting
     try:
         return action()
     finally:
-        trainer.logprobs._scores = original
+        trainer.logprobs.scores = original
 
 
 def test_one_update_per_rollout_needs_one_forward(nano_folders, tmp_path):
@@ -116,7 +116,7 @@ def test_a_later_update_without_old_logprobs_ends_the_run(nano_folders, tmp_path
         return step(model, unit, *more)
 
     trainer.training_step = forget
-    with pytest.raises(NumericError, match="old log-probs: rank 0 has none for 1 of 8 samples of step 2"):
+    with pytest.raises(NumericError, match="old log-probs: rank 0 has none for 1 of 8 samples in update 2"):
         trainer.train()
 
 
@@ -148,8 +148,8 @@ def test_a_non_finite_gradient_skips_the_update_without_clipping_too(nano_folder
 
 
 def poison(trainer):
-    original = trainer.logprobs.of
-    trainer.logprobs.of = lambda model, batch: original(model, batch) * float("nan")
+    original = trainer.logprobs.scores
+    trainer.logprobs.scores = lambda *given: (original(*given)[0] * float("nan"), None)
 
 
 def test_the_kl_of_the_first_step_is_zero_and_grows(nano_folders, tmp_path):

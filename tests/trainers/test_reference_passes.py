@@ -10,7 +10,6 @@ from grpo_parts import LateScorer, Scorer, all_different, logs_of, make_trainer
 
 from swift.models.reference import FrozenReference
 from swift.rl.losses import LossConfig
-from swift.trainers.grpo.reward_kl import RewardKL
 
 
 class Watched(FrozenReference):
@@ -44,7 +43,7 @@ def trained(folder, tmp_path, *, late, reward=all_different, in_reward=False, wh
     reference.runs = 0
     if in_reward:
         trainer.pipeline.batches.config = replaced(trainer.pipeline.batches.config, reward_kl=0.5)
-        trainer.pipeline.batches.kl_of = RewardKL(trainer)
+        trainer.pipeline.batches.kl_of = trainer.reward_kl
     trainer.train()
     return trainer, scorer, reference
 

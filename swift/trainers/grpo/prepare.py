@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from swift.rollout.rollout_function import RolloutFunc
     from swift.trainers.distributed import Collectives
     from swift.trainers.session import Start
-    from swift.trainers.supervision.heartbeat import RankWatch
+    from swift.trainers.supervision.heartbeat import Heartbeat
 
 
 @dataclass(slots=True)
@@ -40,8 +40,8 @@ class Parts:
     placement: Placement
     prefetch_depth: int
     lines: list[str]
-    rollout_func: RolloutFunc | None = None
-    rank_watch: RankWatch | None = None
+    rollout_func: RolloutFunc | None
+    heartbeat: Heartbeat
 
 
 def prepare(args: Any, collectives: Collectives, start: Start, placement: Placement) -> Parts:
@@ -52,6 +52,7 @@ def prepare(args: Any, collectives: Collectives, start: Start, placement: Placem
     from swift.rewards.models import load_reward_models
     from swift.trainers.engines import require_backend
     from swift.trainers.grpo.checks import check_run
+    from swift.trainers.supervision.heartbeat import Heartbeat
 
     template = load_chat(args)
     rewards = RewardPipeline(
@@ -82,19 +83,15 @@ def prepare(args: Any, collectives: Collectives, start: Start, placement: Placem
     check_run(args, placement.mode, rewards, plan)
     depth = prefetch_depth(args, plan)
     require_backend(args)
-    function = find_rollout_func(args, placement)
     return Parts(
         args, collectives, template, source, first, eval_prompts, rewards, plan, start, placement, depth, lines,
-        rollout_func=function,
+        rollout_func=_find_rollout_func(args, placement),
+        heartbeat=Heartbeat(collectives),
     )  # fmt: skip
 
 
-def find_rollout_func(args: Any, placement: Placement) -> RolloutFunc | None:
-    """The function of `--rollout_func`, if one is given.
-
-    Raises:
-        ConfigError: it cannot be found, or ranks that hold parts of one engine would have to call it in step.
-    """
+def _find_rollout_func(args: Any, placement: Placement) -> RolloutFunc | None:
+    """The function of `--rollout_func`, if one is given and may be called by each rank for itself."""
     from swift.rollout.rollout_function import load_rollout_func
 
     if args.rollout_func is None:
@@ -109,11 +106,7 @@ def find_rollout_func(args: Any, placement: Placement) -> RolloutFunc | None:
 
 
 def require_whole_weights(args: Any) -> None:
-    """Refuses a rollout function on weights that a DeepSpeed file spreads; presets are told by their names before.
-
-    Raises:
-        ConfigError: the trainer's own model samples, and the file's stage is 3.
-    """
+    """Raises ConfigError for a rollout function that samples with weights sharded by stage 3 of a DeepSpeed file."""
     from swift.rollout.placement import has_own_engine
     from swift.trainers.parallel.deepspeed import stage_of
 
@@ -166,15 +159,28 @@ def first_prompts(source: PromptSource, count: int) -> list[Prompt]:
 
 
 def max_prompt_length(args: Any) -> int | None:
-    """`--max_length`: the longest prompt in tokens; by default what the context leaves beside the completion.
+    """`--max_length`: the longest prompt in tokens; by default what the model's context leaves beside the completion.
 
     Raises:
-        ConfigError: the completion alone fills the context.
+        ConfigError: the completion fills the context, alone or with `--max_length`.
     """
     from swift.models.policy import context_length
-    from swift.trainers.grpo.checks import prompt_limit
 
-    return prompt_limit(args, context_length(args))
+    context, completion, longest = context_length(args), args.max_completion_length, args.max_length
+    if context is None:
+        return None if longest is None else int(longest)
+    room = context - completion
+    if room < 1:
+        raise ConfigError(
+            f"--max_completion_length: {completion}: leaves no room for a prompt in the model's context of {context} "
+            f"tokens; use at most {context - 1}"
+        )
+    if longest is not None and longest > room:
+        raise ConfigError(
+            f"--max_length: {longest}: with --max_completion_length {completion} it exceeds the model's context of "
+            f"{context} tokens; use at most {room}"
+        )
+    return int(longest or room)
 
 
 def plan_run(args: Any, world_size: int, num_rows: int | None) -> BatchPlan:
@@ -185,20 +191,13 @@ def plan_run(args: Any, world_size: int, num_rows: int | None) -> BatchPlan:
     """
     from swift.rollout.arithmetic import plan_batches
 
-    return plan_batches(
-        per_device_train_batch_size=args.per_device_train_batch_size,
-        world_size=world_size,
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
-        num_generations=args.num_generations,
-        steps_per_generation=args.steps_per_generation,
-        generation_batch_size=args.generation_batch_size,
-        num_iterations=args.num_iterations,
-        mini_batch_size=args.mini_batch_size,
-        max_tokens_per_micro_batch=args.max_tokens_per_micro_batch,
-        num_rows=num_rows,
-        num_train_epochs=args.num_train_epochs,
-        max_steps=args.max_steps,
-    )
+    names = (
+        "per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "steps_per_generation",
+        "generation_batch_size", "num_iterations", "mini_batch_size", "max_tokens_per_micro_batch", "num_train_epochs",
+        "max_steps",
+    )  # fmt: skip
+    settings = {name: getattr(args, name) for name in names}
+    return plan_batches(**settings, world_size=world_size, num_rows=num_rows)
 
 
 def batch_line(args: Any, plan: BatchPlan) -> str:

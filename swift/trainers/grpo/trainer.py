@@ -36,7 +36,7 @@ from swift.models.forward import choose_attention
 from swift.models.scoring import prepare_scoring
 from swift.models.sharded import is_spread
 from swift.rollout.pipeline import PipelineState, RolloutPipeline
-from swift.rollout.samples import RolloutBatch
+from swift.rollout.samples import RolloutBatch, TrainSample
 from swift.trainers.atomic_trainer import AtomicTrainer
 from swift.trainers.checkpoint import read_state, write_state
 from swift.trainers.distributed import Collectives
@@ -105,7 +105,6 @@ class GRPOTrainer(AtomicTrainer):
         on_progress: Callable[[], None] = lambda: None,
         **trainer_arguments: Any,
     ) -> None:
-        self.settings = settings
         self.pipeline = pipeline
         self.reference = reference
         self.eval_prompts = list(eval_prompts)
@@ -128,7 +127,7 @@ class GRPOTrainer(AtomicTrainer):
         self._whole_logits = prepare_scoring(self.model)
         self.planner = MicroBatchPlanner(self.model, collectives, device=self.args.device, say=self._say)
         self.logprobs = LogProbs(
-            settings=lambda: self.settings,
+            settings=settings,
             collectives=collectives,
             planner=self.planner,
             reference=reference,
@@ -136,9 +135,8 @@ class GRPOTrainer(AtomicTrainer):
             device=self.args.device,
             on_progress=on_progress,
         )
-        self.entropy = EntropyControl(lambda: self.settings.entropy, self.logprobs)
+        self.entropy = EntropyControl(self.logprobs)
         self.step = GlobalBatchStep(
-            settings=lambda: self.settings,
             logprobs=self.logprobs,
             entropy=self.entropy,
             accelerator=self.accelerator,
@@ -151,6 +149,11 @@ class GRPOTrainer(AtomicTrainer):
                 self._whole_logits = prepare_scoring(module) or self._whole_logits
         if self._whole_logits is not None:
             self._say(f"log-probs: from whole logits ({self._whole_logits}), which takes more memory")
+
+    @property
+    def settings(self) -> GRPOSettings:
+        """Of the step."""
+        return self.logprobs.settings
 
     def _unwrapped(self) -> nn.Module:
         """The policy without what wraps it for training."""
@@ -210,7 +213,7 @@ class GRPOTrainer(AtomicTrainer):
             state = self.optimizer is not None and bool(self.optimizer.state)
             self.planner.measure(whole_logits=self._whole_logits is not None, has_state=state)
         with self._saved_before_reward_errors():
-            loss = self.step.run(model, self._unwrapped(), inputs, report, self.state.global_step + 1)
+            loss = self.step.run(model, self._unwrapped(), inputs, report)
         self.metrics.add_many(summarise(report, float(loss), inputs, self.settings, self.collectives))
         return loss
 
@@ -218,6 +221,14 @@ class GRPOTrainer(AtomicTrainer):
         """Fill in the reference's log-probs while rewards are computed; collective."""
         with self.metrics.timer("train"):
             self.logprobs.refer(batch)
+
+    def reward_kl(self, samples: Sequence[TrainSample]) -> list[float]:
+        """The KL that `--kl_in_reward` subtracts from rewards, as RLOO (arXiv:2402.14740) and REINFORCE++ have it.
+
+        See `LogProbs.reward_kl`; collective.
+        """
+        with self.metrics.timer("reference"):
+            return self.logprobs.reward_kl(samples)
 
     def _say(self, line: str) -> None:
         if self.report is not None:
