@@ -118,6 +118,7 @@ class AtomicTrainer(Trainer):
                     super()._save_checkpoint(model, trial)
                 self.state.best_model_checkpoint = self._best_checkpoint(run_dir)
                 if self.collectives.is_main:
+                    self.state.save_to_json(str(staging / final.name / "trainer_state.json"))
                     self.add_to_checkpoint(staging / final.name, state)
             with self.collectives.together(), disk_full_is_an_error(run_dir):
                 if self.collectives.is_main:

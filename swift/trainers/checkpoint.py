@@ -149,6 +149,11 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
+def last_checkpoint(run_dir: Path) -> Path | None:
+    """The newest checkpoint of a run; None without any."""
+    return next(reversed(list_checkpoints(run_dir)), None)
+
+
 def verify(checkpoint: Path) -> Manifest:
     """Read every file of a checkpoint and compare it with the manifest. Files added later are not looked at.
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from swift.errors import ConfigError, Interrupted, ResourceError, SwiftError, first_line, join_problems
 
 if TYPE_CHECKING:
+    import torch
     from transformers import TrainerCallback, TrainingArguments
 
     from swift.trainers.distributed import Collectives
@@ -165,6 +166,15 @@ def join_processes(timeout_s: float, *, always: bool = False) -> Collectives:
             place = process_group_place(timeout_s)
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s), **place)
     return Collectives(timeout_s)
+
+
+def own_device() -> torch.device:
+    """The device of this process."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,10 +157,10 @@ def test_a_start_that_fails_leaves_no_folder(sft_argv, tmp_path):
 
 
 def test_a_signal_ends_the_run_with_a_checkpoint_that_can_be_resumed(sft_argv, tmp_path, monkeypatch):
-    from swift.trainers import sft_callbacks
+    from swift.trainers import sft_trainer
 
     straight = losses(sft(sft_argv("--logging_steps", "1")))
-    original = sft_callbacks.StopOnSignal.on_step_end
+    original = sft_trainer.StopOnSignal.on_step_end
 
     def interrupt(self, args, state, control, **kwargs):
         if state.global_step == 3:
@@ -168,7 +168,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_that_can_be_resumed(sft_argv, t
             time.sleep(0.01)
         return original(self, args, state, control, **kwargs)
 
-    monkeypatch.setattr(sft_callbacks.StopOnSignal, "on_step_end", interrupt)
+    monkeypatch.setattr(sft_trainer.StopOnSignal, "on_step_end", interrupt)
     with pytest.raises(Interrupted, match=r"SIGTERM.*checkpoint-3 is saved.*--resume_from_checkpoint") as caught:
         sft(sft_argv("--logging_steps", "1"))
     assert caught.value.exit_code == 75

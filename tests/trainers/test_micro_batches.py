@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swift.rollout.samples import TrainSample
-from swift.trainers.micro_batches import Limits, Work, micro_batch_tokens, plan_micro_batches
+from swift.trainers.micro_batches import Limits, Work, plan_micro_batches
 
 
 def sample(prompt, prompt_tokens, completion_tokens):
@@ -29,6 +29,16 @@ def sample(prompt, prompt_tokens, completion_tokens):
 def groups(*lengths, prompt_tokens=10):
     """One group per list of completion lengths."""
     return [sample(g, prompt_tokens, n) for g, group in enumerate(lengths) for n in group]
+
+
+def micro_batch_tokens(samples, micro_batch, *, packed=True):
+    """Tokens that the model is run over."""
+    prompts = [samples[i].prompt_ids for i in micro_batch]
+    own = [samples[i].token_ids.size - 1 for i in micro_batch]
+    if not packed:
+        return len(own) * max((prompt.size + n for prompt, n in zip(prompts, own, strict=True)), default=0)
+    new = [i for i, prompt in enumerate(prompts) if i == 0 or not np.array_equal(prompt, prompts[i - 1])]
+    return sum(own) + sum(prompts[i].size for i in new)
 
 
 NO_LIMITS = Limits()
@@ -128,13 +138,6 @@ def _splits(samples, made):
         for prompt in {samples[i].prompt_ids.tobytes() for i in part}
     )
     return sum(count - 1 for count in times.values())
-
-
-def test_a_pass_counts_each_prompt_once_and_no_last_token():
-    samples = groups([5, 1, 3], [2], prompt_tokens=10)
-    assert micro_batch_tokens(samples, [0, 1, 2, 3]) == 10 + 4 + 0 + 2 + 10 + 1
-    assert micro_batch_tokens(samples, [0, 1, 2, 3], packed=False) == 4 * (10 + 4)
-    assert micro_batch_tokens(samples, []) == 0
 
 
 def test_groups_stay_together_where_they_fit():

@@ -15,7 +15,7 @@ from swift.observability.rank_log import RankLog
 from swift.observability.run_dir import rank_log_file
 from swift.observability.trackers import CompletionTrackers
 from swift.rollout.parity import ParityReport
-from swift.trainers.checkpoint import list_checkpoints
+from swift.trainers.checkpoint import last_checkpoint
 from swift.trainers.engines import EngineSetup
 from swift.trainers.grpo.arguments import trainer_settings, training_arguments, uncorrected_lines
 from swift.trainers.grpo.build import build_cycle, build_parity, build_pipeline, build_publisher, build_watchdog
@@ -187,7 +187,7 @@ class Attempt:
                 self._train(checkpoint)
             if self.report is not None:
                 best = trainer.state.best_model_checkpoint
-                self.say(self.report.finish(best=Path(best) if best else None, last=self._last()))
+                self.say(self.report.finish(best=Path(best) if best else None, last=last_checkpoint(self.folder)))
         finally:
             self.watchdog.stop()
             if self.report is not None:
@@ -204,14 +204,11 @@ class Attempt:
             self.trainer.load_pipeline_state(checkpoint)
         self.trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         if self.trainer.interrupted:
-            last = self._last()
+            last = last_checkpoint(self.folder)
             raise Interrupted(
                 f"signal: {self.trap.caught or 'another process'}: stopped at step {self.trainer.state.global_step}, "
                 f"{last} is saved; resume: {resume_command('rlhf', last)}"
             )
-
-    def _last(self) -> Path | None:
-        return next(reversed(list_checkpoints(self.folder)), None)
 
     def _check_parity(self) -> None:
         """Compare rollout engine and trainer in all stages, on the first prompts; print the figures.

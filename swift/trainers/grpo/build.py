@@ -33,11 +33,12 @@ from swift.rollout.scheduler import RerollConfig, RolloutScheduler
 from swift.rollout.weights.policy import LiveWeights, PolicyWeights, adapter_weights
 from swift.rollout.weights.publisher import WeightPublisher
 from swift.trainers.engines import EngineSetup, setup_engines
-from swift.trainers.grpo.prepare import Parts, goes_on_over_epochs, max_prompt_length, own_device
+from swift.trainers.grpo.prepare import Parts, goes_on_over_epochs, max_prompt_length
 from swift.trainers.grpo.trainer import GRPOTrainer
 from swift.trainers.mailbox import StoreMailbox
 from swift.trainers.memory.colocate import ColocateCycle
 from swift.trainers.reporting import RunReport
+from swift.trainers.session import own_device
 from swift.trainers.supervision.watchdog import REBUILD_S, REWARD_MARGIN_S, Watchdog
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError
 from swift.trainers.grpo.arguments import loss_settings
+from swift.trainers.session import own_device
 from swift.types import Prompt
 
 if TYPE_CHECKING:
-    import torch
-
     from swift.data import PromptDataset, PromptSource
     from swift.models.template import Template
     from swift.rewards import RewardPipeline
@@ -214,15 +212,6 @@ def batch_line(args: Any, plan: BatchPlan) -> str:
 def goes_on_over_epochs(args: Any) -> bool:
     """Whether batches do not end with an epoch: they draw as many rows as it takes, or put displaced ones off."""
     return bool(args.dynamic_sample or args.reroll_start_fraction < 1)
-
-
-def own_device() -> torch.device:
-    """The device of this process."""
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
 
 
 def plan_lines(parts: Parts) -> list[str]:

@@ -304,7 +304,6 @@ class GRPOTrainer(AtomicTrainer):
 
     def add_to_checkpoint(self, folder: Path, state: TrainerState) -> None:
         """What a checkpoint holds beyond Trainer's files; rank 0 only."""
-        self.state.save_to_json(str(folder / "trainer_state.json"))
         write_state(folder, state)
         if self._reference_moved and self.reference is not None and not self.args.save_only_model:
             torch.save(self.reference.state(), folder / REFERENCE_STATE)
