@@ -11,6 +11,7 @@ import pytest
 from swift.errors import Interrupted, ResourceError
 from swift.observability.files import disk_full_is_an_error
 from swift.startup import collector_resting
+from swift.trainers import session
 from swift.trainers.distributed import Collectives
 from swift.trainers.session import SignalTrap, Start, resume_command, tensorboard_callback
 
@@ -93,3 +94,21 @@ def test_the_garbage_collector_rests_while_a_run_loads_and_works_again_afterward
     finally:
         gc.enable()
         gc.unfreeze()
+
+
+def test_a_missing_package_is_named_with_the_way_out(monkeypatch):
+    monkeypatch.setattr(session.importlib.util, "find_spec", lambda name: None)
+    args = SimpleNamespace(
+        deepspeed=None,
+        fsdp=None,
+        load_best_model_at_end=False,
+        report_to=["wandb"],
+        optim="adamw_8bit",
+        attn_impl="sdpa",
+    )
+    with pytest.raises(ResourceError) as caught:
+        session.require_packages(args)
+    assert caught.value.problems == [
+        "--report_to: wandb: needs the package wandb, which is not installed; install it, or leave the name out",
+        "--optim: adamw_8bit: needs the package bitsandbytes, which is not installed; install it, or use --optim adamw",
+    ]
