@@ -10,15 +10,15 @@ from swift.trainers.grpo.settings import CorrectionSettings
 
 
 def gradients(folder, output_dir, *, shift, comparable=True, **correction):
-    """Gradients of one window whose sampler log-probs are all moved by `shift`."""
+    """Gradients of one global batch whose sampler log-probs are all moved by `shift`."""
     trainer = make_trainer(folder, output_dir)
     settings = CorrectionSettings(**correction)
     trainer.logprobs.settings = replace(trainer.settings, correction=settings, comparable_sampling=comparable)
     trainer.create_optimizer()
-    unit = next(trainer.pipeline.steps(trainer.progress))
-    for sample in unit.samples:
+    batch = next(trainer.pipeline.steps(trainer.progress))
+    for sample in batch.samples:
         sample.sampler_logprobs = sample.sampler_logprobs + shift
-    trainer.training_step(trainer.model, unit)
+    trainer.training_step(trainer.model, batch)
     return {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
 
 

@@ -94,7 +94,7 @@ def test_what_a_file_tunes_is_kept_and_auto_values_stay_auto(file):
     config = deepspeed_config(args(path))
     assert config["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 1e6, "overlap_comm": True}
     assert config["wall_clock_breakdown"] is False
-    assert config["gradient_accumulation_steps"] == "auto", "a window is one batch of the trainer"
+    assert config["gradient_accumulation_steps"] == "auto", "a global batch is one batch of the trainer"
     assert "optimizer" not in config
 
 
@@ -171,7 +171,7 @@ def test_a_missing_package_is_one_line(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"deepspeed": "zero2"}, "--fsdp: full_shard: both spread the model"),
+        ({"deepspeed": "zero2"}, "--fsdp: full_shard: both shard the model"),
         ({"torch_dtype": "float16"}, "--torch_dtype: float16"),
         ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "--gradient_checkpointing_kwargs: use_reentrant"),
     ],
@@ -191,5 +191,5 @@ def test_the_best_of_checkpoints_without_state_cannot_be_loaded():
         require_best_model(args(fsdp="full_shard", **wrong))
 
 
-def test_the_plan_says_how_the_model_is_spread():
+def test_the_plan_says_how_the_model_is_sharded():
     assert [describe(one) for one in (args(), args("zero3"), args(fsdp="full_shard"))] == ["", ", ZeRO-3", ", FSDP"]

@@ -17,15 +17,15 @@ def relative_difference(a, b):
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "bnpo"])
-@pytest.mark.parametrize("slice_size", [1, 2, 4])
-def test_slices_do_not_change_the_gradient(nano_folders, tmp_path, loss_type, slice_size):
+@pytest.mark.parametrize("max_samples", [1, 2, 4])
+def test_micro_batches_do_not_change_the_gradient(nano_folders, tmp_path, loss_type, max_samples):
     def gradients(size):
         trainer = make_trainer(
-            nano_folders["qwen2"], tmp_path, loss=LossConfig(loss_type=loss_type), slice_size=size, per_device=4
+            nano_folders["qwen2"], tmp_path, loss=LossConfig(loss_type=loss_type), max_samples=size, per_device=4
         )
         return gradients_of_one_step(trainer)
 
-    assert relative_difference(gradients(slice_size), gradients(8)) < 1e-6
+    assert relative_difference(gradients(max_samples), gradients(8)) < 1e-6
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "llama", "qwen3"])
@@ -95,11 +95,11 @@ def test_iterations_reuse_the_first_forward_as_old_logprobs(nano_folders, tmp_pa
     assert len(trainer.rounds) == 1, "one rollout feeds three updates"
 
 
-def test_later_windows_get_old_logprobs_before_the_first_update(nano_folders, tmp_path):
+def test_later_global_batches_get_old_logprobs_before_the_first_update(nano_folders, tmp_path):
     calls = []
-    trainer = make_trainer(nano_folders["qwen2"], tmp_path, windows=2, max_steps=2, learning_rate=1e-2)
+    trainer = make_trainer(nano_folders["qwen2"], tmp_path, num_global_batches=2, max_steps=2, learning_rate=1e-2)
     count_forwards(trainer, calls, trainer.train)
-    assert calls == [8, 8, 8], "window 2 without gradient, then windows 1 and 2"
+    assert calls == [8, 8, 8], "global batch 2 without gradient, then global batches 1 and 2"
     first, second = (row["ratio/max"] for row in logs_of(trainer))
     assert first == 1.0
     assert second > 1.0
@@ -110,17 +110,17 @@ def test_a_later_update_without_old_logprobs_ends_the_run(nano_folders, tmp_path
     trainer = make_trainer(nano_folders["qwen2"], tmp_path, iterations=2, max_steps=2)
     step = trainer.training_step
 
-    def forget(model, unit, *more):
-        if unit.position == 1:
-            unit.samples[3].old_logprobs = None
-        return step(model, unit, *more)
+    def forget(model, batch, *more):
+        if batch.position == 1:
+            batch.samples[3].old_logprobs = None
+        return step(model, batch, *more)
 
     trainer.training_step = forget
     with pytest.raises(NumericError, match="old log-probs: rank 0 has none for 1 of 8 samples in update 2"):
         trainer.train()
 
 
-def test_a_window_without_signal_leaves_every_weight_alone(nano_folders, tmp_path):
+def test_a_global_batch_without_signal_leaves_every_weight_alone(nano_folders, tmp_path):
     trainer = make_trainer(nano_folders["qwen2"], tmp_path, reward=lambda c, p: 1.0, weight_decay=0.5)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     trainer.train()
@@ -191,7 +191,7 @@ def test_a_lora_policy_is_its_own_reference(nano_folders, tmp_path):
 
 
 def test_completions_carry_the_version_of_the_weights_that_sampled_them(nano_folders, tmp_path):
-    trainer = make_trainer(nano_folders["qwen2"], tmp_path, windows=2, max_steps=5)
+    trainer = make_trainer(nano_folders["qwen2"], tmp_path, num_global_batches=2, max_steps=5)
     trainer.train()
     assert [scored.version for scored in trainer.rounds] == [0, 1, 2]
     assert [trainer.pipeline.publisher.step_of(version) for version in (0, 1, 2)] == [0, 2, 4]
@@ -245,9 +245,9 @@ def test_training_raises_the_reward(nano_folders, tmp_path):
         tmp_path,
         reward=share_of_even_tokens,
         max_steps=60,
-        window=32,
+        global_batch=32,
         per_device=32,
-        slice_size=32,
+        max_samples=32,
         learning_rate=3e-3,
     )
     trainer.train()

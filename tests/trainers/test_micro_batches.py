@@ -1,4 +1,4 @@
-"""Cutting a window: every completion once, within limits, evenly over ranks and passes, and the same everywhere."""
+"""Cutting a global batch: every completion once, within limits, evenly over ranks and micro-batches, and repeatable."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def plan(samples, *, world_size=1, limits=NO_LIMITS, useful=None, **named):
 
 
 @st.composite
-def windows(draw):
+def batches(draw):
     """Samples of several prompts, some of them equal, and which are useful."""
     samples = []
     for _ in range(draw(st.integers(1, 7))):
@@ -63,8 +63,8 @@ def windows(draw):
 
 
 limits_ = st.builds(Limits, st.one_of(st.none(), st.integers(1, 9)), st.one_of(st.none(), st.integers(1, 300)))
-given_window = given(
-    window=windows(),
+given_batch = given(
+    batch=batches(),
     world_size=st.integers(1, 5),
     limits=limits_,
     packed=st.booleans(),
@@ -73,9 +73,9 @@ given_window = given(
 
 
 @settings(max_examples=100, deadline=None)
-@given_window
-def test_useful_samples_are_computed_once_in_passes_within_the_limits(window, world_size, limits, packed, work):
-    samples, useful = window
+@given_batch
+def test_useful_samples_are_computed_once_in_passes_within_the_limits(batch, world_size, limits, packed, work):
+    samples, useful = batch
     made = plan(samples, world_size=world_size, limits=limits, useful=useful, packed=packed, work=work)
     computed = Counter(i for parts in made.micro_batches for part in parts for i in part)
     assert computed == Counter(i for i, wanted in enumerate(useful) if wanted)
@@ -97,9 +97,9 @@ def test_useful_samples_are_computed_once_in_passes_within_the_limits(window, wo
 
 
 @settings(max_examples=100, deadline=None)
-@given_window
-def test_a_plan_follows_from_its_input_alone(window, world_size, limits, packed, work):
-    samples, useful = window
+@given_batch
+def test_a_plan_follows_from_its_input_alone(batch, world_size, limits, packed, work):
+    samples, useful = batch
     copies = [deepcopy(one) for one in samples]  # as a resumed run has them
 
     def made(ones):
@@ -109,9 +109,9 @@ def test_a_plan_follows_from_its_input_alone(window, world_size, limits, packed,
 
 
 @settings(max_examples=100, deadline=None)
-@given(window=windows(), world_size=st.integers(1, 5))
-def test_no_rank_has_more_than_the_mean_and_one_prompt_with_its_completions(window, world_size):
-    samples, _ = window
+@given(batch=batches(), world_size=st.integers(1, 5))
+def test_no_rank_has_more_than_the_mean_and_one_prompt_with_its_completions(batch, world_size):
+    samples, _ = batch
     made = plan(samples, world_size=world_size)
     prompts = {}
     for i, one in enumerate(samples):
@@ -202,6 +202,6 @@ def test_rows_of_similar_length_share_a_pass_where_rows_are_padded():
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_a_window_without_useful_samples_has_no_pass(world_size):
+def test_a_global_batch_without_useful_samples_has_no_pass(world_size):
     made = plan(groups([3, 4]), world_size=world_size, useful=[False, False], limits=Limits(4, 100))
     assert made.micro_batches == [[]] * world_size

@@ -37,7 +37,7 @@ def trained(folder, tmp_path, *, late, reward=all_different, in_reward=False, wh
     reference = Watched(AutoModelForCausalLM.from_pretrained(folder))
     scorer = LateScorer(reward, reference.seen, needs_whole_batch=whole) if late else Scorer(reward)
     trainer = make_trainer(
-        folder, tmp_path / str(late), reference=reference, scorer=scorer, max_steps=3, slice_size=2,
+        folder, tmp_path / str(late), reference=reference, scorer=scorer, max_steps=3, max_samples=2,
         loss=LossConfig(beta=0.0 if in_reward else 0.5), **settings,
     )  # fmt: skip
     reference.runs = 0
@@ -56,7 +56,7 @@ def replaced(config, **changes):
 
 CASES = [
     pytest.param({}, id="loss"),
-    pytest.param({"windows": 3}, id="windows"),
+    pytest.param({"num_global_batches": 3}, id="num_global_batches"),
     pytest.param({"depth": 1}, id="one-ahead"),
     pytest.param({"whole": True}, id="whole-batch"),
     pytest.param({"in_reward": True}, id="reward"),

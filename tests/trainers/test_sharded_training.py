@@ -19,7 +19,7 @@ from swift.observability.metrics import is_timing
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-PARTS = {"slice_size": 2, "windows": 2, "iterations": 2}
+PARTS = {"max_samples": 2, "num_global_batches": 2, "iterations": 2}
 STEPS = {"max_steps": 4, "adam_epsilon": 1e-6}
 """At the usual 1e-8, AdamW turns the rounding of a gradient that is nearly 0 (1e-9 here) into updates of up to 5e-5."""
 SCHEDULED = {**STEPS, "lr_scheduler_type": "linear"}
@@ -41,12 +41,12 @@ KINDS = {
     "lora": {**FULL, "policy": "lora"},
     "adapter": {**FULL, "policy": "adapter"},
     "skipping": {
-        "parts": {"slice_size": 2},
+        "parts": {"max_samples": 2},
         "arguments": {**SCHEDULED, "max_grad_norm": 0.5},
         "flat_steps": ["p2", "p3"],  # the second global batch has no signal
         "poisoned_step": 2,  # and the third gradient is not finite, on one rank
     },
-    "bf16": {"dtype": "bfloat16", "parts": {"slice_size": 8}, "arguments": {"max_steps": 2, "learning_rate": 1e-4}},
+    "bf16": {"dtype": "bfloat16", "parts": {"max_samples": 8}, "arguments": {"max_steps": 2, "learning_rate": 1e-4}},
     "objective": EVERYTHING,
     "objective-lora": {
         **EVERYTHING, "policy": "lora", "loss": {"loss_type": "luspo", "epsilon_high": 0.05, "epsilon": 0.05}

@@ -18,7 +18,7 @@ def require_fsdp(args: Any) -> None:
         return
     problems = []
     if args.deepspeed:
-        problems.append(f"--fsdp: {args.fsdp}: both spread the model, as does --deepspeed {args.deepspeed}; drop one")
+        problems.append(f"--fsdp: {args.fsdp}: both shard the model, as does --deepspeed {args.deepspeed}; drop one")
     if dtype_name(args) == "float16":
         problems.append("--torch_dtype: float16: its loss scaling does not go with --fsdp; use --torch_dtype bfloat16")
     if args.gradient_checkpointing and args.gradient_checkpointing_kwargs.get("use_reentrant"):
