@@ -73,13 +73,9 @@ def require_packages(args: Any) -> None:
     """
     import torch
 
-    from swift.trainers.parallel.deepspeed import require_deepspeed
-    from swift.trainers.parallel.fsdp import require_fsdp
-    from swift.trainers.parallel.sharding import require_best_model
+    from swift.trainers.parallel.sharding import require_sharding
 
-    require_deepspeed(args)
-    require_fsdp(args)
-    require_best_model(args)
+    require_sharding(args)
     if args.attn_impl == "flex_attention" and not torch.accelerator.is_available():
         raise ConfigError("--attn_impl: flex_attention: has no backward pass on a CPU; use --attn_impl sdpa")
     needs = [(f"--report_to: {name}", name, "leave the name out") for name in args.report_to if name in TRACKERS]

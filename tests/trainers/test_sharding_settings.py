@@ -15,8 +15,7 @@ from swift.trainers.parallel.deepspeed import (
     deepspeed_config,
     stage_of,
 )
-from swift.trainers.parallel.fsdp import require_fsdp
-from swift.trainers.parallel.sharding import describe, require_best_model
+from swift.trainers.parallel.sharding import describe, require_sharding
 
 
 def args(deepspeed=None, **others):
@@ -178,17 +177,17 @@ def test_a_missing_package_is_one_line(monkeypatch):
 )
 def test_fsdp_says_what_it_does_not_go_with(settings, line):
     with pytest.raises(ConfigError) as caught:
-        require_fsdp(args(fsdp="full_shard", **settings))
+        require_sharding(args(fsdp="full_shard", **settings))
     assert [one for one in caught.value.problems if one.startswith(line)]
 
 
 def test_the_best_of_checkpoints_without_state_cannot_be_loaded():
     wrong = {"save_only_model": True, "load_best_model_at_end": True}
-    require_best_model(args(**wrong))
+    require_sharding(args(**wrong))
     with pytest.raises(ConfigError, match="--deepspeed zero2 cannot load"):
-        require_best_model(args("zero2", **wrong))
+        require_sharding(args("zero2", **wrong))
     with pytest.raises(ConfigError, match="--fsdp full_shard cannot load"):
-        require_best_model(args(fsdp="full_shard", **wrong))
+        require_sharding(args(fsdp="full_shard", **wrong))
 
 
 def test_the_plan_says_how_the_model_is_sharded():
