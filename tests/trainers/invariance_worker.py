@@ -115,7 +115,7 @@ def settings() -> dict[str, Setting]:
 
 
 def rollout(trainer) -> RolloutBatch:
-    """A frozen rollout batch: ragged completions, cut by tool calls, of several prompt lengths; the policy has moved."""
+    """A frozen rollout batch: ragged completions, cut by tool calls, of several prompt lengths; a moved policy."""
     random = np.random.default_rng(7)
     samples = []
     for number in range(SAMPLES):

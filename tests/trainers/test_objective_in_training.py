@@ -321,7 +321,7 @@ def test_the_ratio_may_be_taken_against_the_sampler(folder, tmp_path):
 def test_the_samplers_log_probs_spare_later_global_batches_their_pass(folder, tmp_path):
     calls = []
     settings = {"old_logprobs": "sampler"}
-    trainer = make_trainer(folder, tmp_path, batches=3, iterations=2, max_steps=6, settings=settings)
+    trainer = make_trainer(folder, tmp_path, num_global_batches=3, iterations=2, max_steps=6, settings=settings)
     count_forwards(trainer, calls, trainer.train)
     assert calls == [8] * 6
 
@@ -345,7 +345,7 @@ def test_parts_of_a_global_batch_are_compared_with_the_sampler_too(folder, tmp_p
 
 def test_old_log_probs_that_come_with_samples_are_kept_and_others_filled_in(folder, tmp_path):
     calls = []
-    trainer = make_trainer(folder, tmp_path, batches=2, iterations=2, max_samples=4, max_steps=4)
+    trainer = make_trainer(folder, tmp_path, num_global_batches=2, iterations=2, max_samples=4, max_steps=4)
     batches = trainer.pipeline.steps
     preset = {}
 
@@ -399,7 +399,7 @@ def moving_run(folder, output, kind, **arguments):
         model=model,
         reference=reference,
         loss=LossConfig(beta=0.1),
-        batches=2,
+        num_global_batches=2,
         iterations=2,
         max_samples=3,
         learning_rate=1e-2,

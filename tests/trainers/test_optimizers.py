@@ -101,7 +101,7 @@ def cpu_adamw(groups, fused=True):
 
 
 def adamw(groups):
-    optimizer = torch.optim.AdamW(groups, lr=1e-5)
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
     keep_master_weights(optimizer)
     return optimizer
 
