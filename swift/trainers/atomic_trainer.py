@@ -34,13 +34,7 @@ if TYPE_CHECKING:
 
 
 class AtomicTrainer(Trainer):
-    """Saves checkpoints atomically.
-
-    Args:
-        collectives: the data-parallel ranks.
-        metrics: its "save" timer counts the seconds.
-        save_total_limit: most checkpoints that stay.
-    """
+    """Saves checkpoints atomically, of which `save_total_limit` stay; the timer "save" of `metrics` times that."""
 
     def __init__(
         self,
@@ -94,19 +88,16 @@ class AtomicTrainer(Trainer):
         return str(self._staging) if self._staging is not None else super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write a checkpoint so that it either exists whole or not at all."""
-        step = self.state.global_step
-        run_dir = Path(self.args.output_dir)
-        final = run_dir / f"checkpoint-{step}"
-        if step == self._saved_step:
-            return
-        self._saved_step = step
-        with self.metrics.timer("save"):
-            self._write_checkpoint(model, trial, step, run_dir, final)
+        """Write a checkpoint so that it is valid or does not exist."""
+        if self.state.global_step != self._saved_step:
+            self._saved_step = self.state.global_step
+            with self.metrics.timer("save"):
+                self._write_checkpoint(model, trial)
 
-    def _write_checkpoint(self, model: nn.Module, trial: Any, step: int, run_dir: Path, final: Path) -> None:
+    def _write_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        step, run_dir = self.state.global_step, Path(self.args.output_dir)
+        final, staging = run_dir / f"checkpoint-{step}", staging_folder(run_dir, step)
         state = self.state_beside_weights()
-        staging = staging_folder(run_dir, step)
         with self.collectives.together(), disk_full_is_an_error(run_dir):
             if self.collectives.is_main:
                 shutil.rmtree(staging, ignore_errors=True)

@@ -33,15 +33,9 @@ SECONDS_BETWEEN_PLOTS = 60.0
 class RunReport:
     """Everything a person or a program can see of a run.
 
-    Args:
-        run_dir: the run's folder.
-        attempt: number of this start.
-        metrics: the store that the trainer fills; train rounds add to it.
-        progress: the bar or the lines on the console.
-        reward_names: columns of the scores.
-        trackers: show sample completions at log steps; None shows none.
-        beta: weight of the KL term, for the warnings.
-        diagnosis: what the reward functions know about their last values.
+    attempt: number of this start. metrics: the trainer's; train rounds add to it. reward_names: columns of the scores.
+    trackers: show sample completions at log steps. beta: of the KL term, for the warnings. diagnosis: what the reward
+    functions know about their last values.
     """
 
     def __init__(
@@ -139,7 +133,7 @@ class RunReport:
 
 
 class ReportCallback(TrainerCallback):
-    """Hands Trainer's log and save events to the report."""
+    """Hands Trainer's log events to the report."""
 
     def __init__(self, report: RunReport) -> None:
         self.report = report

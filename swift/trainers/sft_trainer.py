@@ -103,12 +103,7 @@ def _options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, Any]:
 
 
 class StopOnSignal(TrainerCallback):
-    """Ends the run after the current step, with a checkpoint, when any process was asked to stop.
-
-    Args:
-        trap: this process's signals.
-        collectives: all processes stop at the same step.
-    """
+    """Ends the run after the current step, with a checkpoint, when any process was asked to stop."""
 
     def __init__(self, trap: SignalTrap, collectives: Collectives) -> None:
         self.trap, self.collectives = trap, collectives
@@ -125,14 +120,7 @@ class StopOnSignal(TrainerCallback):
 
 
 class LogLines(TrainerCallback):
-    """Writes logging.jsonl and says one line per log step.
-
-    Args:
-        path: of logging.jsonl.
-        attempt: number of this start.
-        say: shows a line to the user.
-        clock: monotonic seconds.
-    """
+    """Writes logging.jsonl (`path`), where `attempt` is the number of this start, and says one line per log step."""
 
     def __init__(
         self, path: Path, attempt: int, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic

@@ -45,16 +45,9 @@ CPU_BYTES, CPU_TOKENS = 1 << 30, 1280
 
 
 class MicroBatchPlanner:
-    """Plans the micro-batches of one trainer.
+    """Plans the micro-batches of one trainer, whose unwrapped policy is `model`.
 
-    Args:
-        model: the policy, unwrapped.
-        collectives: the ranks that share a global batch.
-        device: of the model.
-        say: shows a line, once per kind.
-
-    Attributes:
-        fitting_tokens: the budget that was found; None before memory was measured.
+    `fitting_tokens` is the budget that was found; None before memory was measured.
     """
 
     def __init__(

@@ -34,13 +34,7 @@ if TYPE_CHECKING:
 class Attempt:
     """Builds the trainer and what surrounds it, runs it, and ends with a summary or an interruption.
 
-    Args:
-        resolved: the settings and where they come from.
-        parts: what was prepared.
-        folder, number: of the run, and of this start of it.
-        model, reference: loaded.
-        setup: the engine of this rank.
-        trap: this process's signals.
+    `folder` is that of the run, `number` that of this start of it.
     """
 
     def __init__(

@@ -31,17 +31,8 @@ if TYPE_CHECKING:
 class LogProbs:
     """Scores samples with the models of one trainer.
 
-    Args:
-        settings: of the step.
-        collectives: the data-parallel ranks.
-        planner: cuts global batches into micro-batches.
-        reference: the KL reference, or none.
-        policy: gives the policy without what wraps it for training.
-        device: where tensors go.
-        on_progress: called after each micro-batch.
-
-    Attributes:
-        in_step: the model is sharded, so every rank has to make the same number of forward passes.
+    policy: gives the policy without what wraps it for training. on_progress: called after each micro-batch.
+    in_step: the model is sharded, so every rank has to make the same number of forward passes.
     """
 
     def __init__(
@@ -122,12 +113,7 @@ class LogProbs:
 
     @torch.no_grad()
     def score(self, sequences: Sequence[TokenSequence], *, temperature: float | None = None) -> Tensor:
-        """The trainer's log-probs [N] of all completion tokens, without gradient; for checks.
-
-        Args:
-            sequences: prompts with their completions.
-            temperature: None means that of sampling.
-        """
+        """The trainer's log-probs [N] of all completion tokens, without gradient; by default at that of sampling."""
         model = self._policy()
         tokens = pack(sequences, device=self.device) if is_packed(model) else sequences
         temperature = temperature or self.settings.temperature

@@ -57,16 +57,8 @@ class _Shared:
 class GlobalBatchStep:
     """Makes the gradients of one optimizer step.
 
-    Args:
-        logprobs: scores samples and cuts them into micro-batches.
-        entropy: its bonus and choice of tokens.
-        accelerator: of the trainer.
-        sequences: completions of a full global batch, for one whose samples are still arriving.
-        timer: times phases.
-
-    Attributes:
-        deepspeed: drives its engine; None without.
-        fsdp: FSDP2 shards the model.
+    sequences: completions of a full global batch, for one whose samples are still arriving. timer: times phases.
+    deepspeed: drives its engine; None without. fsdp: FSDP2 shards the model.
     """
 
     def __init__(

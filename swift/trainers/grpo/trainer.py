@@ -73,21 +73,20 @@ class TrainerState(msgspec.Struct):
 
 
 class GRPOTrainer(AtomicTrainer):
-    """Trains a policy on what a rollout pipeline brings.
+    """Trains a policy on what a rollout pipeline brings; besides Trainer's arguments it takes
 
     Args:
-        model: the policy, unwrapped.
-        args: transformers' arguments with gradient_accumulation_steps 1 and max_steps > 0.
-        settings: loss and batch settings.
+        settings: of loss and batches.
         pipeline: where rollout batches come from.
         collectives: the data-parallel ranks.
         metrics: collects what each step reports (rank 0 logs it).
         reference: the KL reference; needed when `settings.loss.beta` > 0.
         eval_prompts: held-out prompts, or none.
         checkpoint_extras: called with the staging folder on rank 0 before a checkpoint is committed.
-        save_total_limit: most checkpoints that stay.
         report: what is shown and written (rank 0 only); brought to the disk before a checkpoint counts.
+        save_total_limit: most checkpoints that stay.
         on_progress: called after each micro-batch.
+        trainer_arguments: of Trainer; gradient_accumulation_steps is 1 and max_steps > 0.
     """
 
     def __init__(

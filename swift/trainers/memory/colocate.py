@@ -81,21 +81,9 @@ class _Turn:
 class ColocateCycle:
     """The `GenerationPhase` of an engine in the trainer's process; see the module's docstring.
 
-    Args:
-        engine: this rank's.
-        publisher: brings weights to it.
-        sleep_level: how deep the engine sleeps while the trainer works.
-        offload_model, offload_optimizer: what leaves the device while the engine works.
-        gc_collect_after_offload: collect garbage and release the device's cache then.
-        log: takes the memory lines and remarks.
-        metrics: takes `memory/...` and `health/memory_not_freed`.
-        ranks: the collectives.
-        device: of both.
-        warn: takes warnings; by default they go to the log.
-        copies_on_host: move tensors even where host and device are the same memory, for tests.
-
-    Attributes:
-        notes: what the flags do not do here, one line each.
+    log: takes the memory lines and remarks. metrics: takes `memory/...` and `health/memory_not_freed`. warn: takes
+    warnings. copies_on_host: move tensors even where host and device are the same memory, for tests. notes: what the
+    flags do not do here, one line each.
 
     Raises:
         ConfigError: the engine cannot sleep that deep.
@@ -147,12 +135,9 @@ class ColocateCycle:
         *,
         beside: Sequence[nn.Module] = (),
     ) -> None:
-        """Set the owners of the memory.
+        """Set whose memory it is: the unwrapped policy's and its optimizer's, as soon as there is one.
 
-        Args:
-            model: the policy, not wrapped.
-            optimizer_of: gives its optimizer, or None as long as there is none.
-            beside: frozen models that are used in training only, such as a KL reference; they move with the policy.
+        `beside` are frozen models that are used in training only, such as a KL reference.
         """
 
         def of_models() -> Iterator[torch.Tensor]:
