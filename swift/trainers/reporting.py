@@ -42,7 +42,6 @@ class RunReport:
         rank_log: gets every line that is shown.
         reward_names: columns of the scores.
         trackers: show sample completions at log steps; None shows none.
-        beta: weight of the KL term, for the warnings.
         diagnosis: what the reward functions know about their last values.
         clock: monotonic seconds.
     """
@@ -57,7 +56,6 @@ class RunReport:
         rank_log: RankLog,
         reward_names: Sequence[str],
         trackers: CompletionTrackers | None,
-        beta: float,
         diagnosis: Callable[[], Sequence[str]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -67,7 +65,7 @@ class RunReport:
         self.progress = progress
         self.rank_log = rank_log
         self.reward_names = list(reward_names)
-        self.health = HealthMonitor(beta=beta)
+        self.health = HealthMonitor()
         self.diagnosis = diagnosis
         self.logging = JsonlWriter(run_dir / LOGGING)
         self.completions = CompletionsLog(run_dir / COMPLETIONS)

@@ -162,7 +162,6 @@ class _Session(Surroundings):
                 trackers=CompletionTrackers(args.report_to, folder / "runs", unique_prompts=args.log_unique_prompts)
                 if args.log_completions
                 else None,
-                beta=args.beta,
                 diagnosis=parts.rewards.diagnosis,
             )
         self.setup = setup
