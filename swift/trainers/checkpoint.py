@@ -23,15 +23,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from safetensors.numpy import load_file, save_file
 
 from swift.errors import ConfigError, first_line, join_problems
 from swift.observability.files import disk_full_is_an_error, fsync_file, write_json
 from swift.observability.run_dir import list_versions
-from swift.rollout.saved_state import pack, unpack
+from swift.rollout.saved_state import FORMAT, decode, encode
 
 MANIFEST = "manifest.json"
-STATE, STATE_TENSORS = "pipeline_state.json", "pipeline_state.safetensors"
+STATE = "pipeline_state.msgpack"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _STAGING, _REPLACED, _DELETED = ".tmp-checkpoint-", ".tmp-replaced-", ".tmp-deleted-"
 _FLAG = "--resume_from_checkpoint"
@@ -97,11 +96,9 @@ def commit_checkpoint(folder: Path, final: Path, *, step: int) -> None:
 
 
 def write_state(folder: Path, state: Any) -> None:
-    """Write what a run holds beside weights and optimizer, as `swift.rollout.saved_state` packs it."""
-    content, tensors = pack(state)
+    """Write what a run holds beside weights and optimizer, as `swift.rollout.saved_state` encodes it."""
     with disk_full_is_an_error(folder):
-        save_file(tensors, folder / STATE_TENSORS)
-    write_json(folder / STATE, content)
+        (folder / STATE).write_bytes(encode([FORMAT, state]))
 
 
 def read_state(checkpoint: Path, kind: type[T]) -> T:
@@ -111,10 +108,11 @@ def read_state(checkpoint: Path, kind: type[T]) -> T:
         ConfigError: another version of swift wrote it.
     """
     try:
-        content = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-        path = checkpoint / STATE_TENSORS
-        return unpack(content, load_file(path) if path.exists() else {}, kind)
-    except (ValueError, TypeError, KeyError) as error:  # msgspec's errors are ValueErrors
+        number, state = decode((checkpoint / STATE).read_bytes(), tuple[int, kind])  # type: ignore[valid-type]
+        if number != FORMAT:
+            raise ValueError(f"format {number}")
+        return state
+    except (ValueError, TypeError, FileNotFoundError) as error:  # msgspec's errors are ValueErrors
         raise ConfigError(
             f"{_FLAG}: {checkpoint}: its {STATE} was written by another version of swift "
             f"({first_line(error)}); resume with that version, or start from its weights with --model or "

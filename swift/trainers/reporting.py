@@ -34,7 +34,7 @@ class RunReport:
     """Everything a person or a program can see of a run.
 
     attempt: number of this start. metrics: the trainer's; train rounds add to it. reward_names: columns of the scores.
-    trackers: show sample completions at log steps. beta: of the KL term, for the warnings. diagnosis: what the reward
+    trackers: show sample completions at log steps. diagnosis: what the reward
     functions know about their last values.
     """
 
@@ -47,7 +47,6 @@ class RunReport:
         progress: Progress,
         reward_names: Sequence[str],
         trackers: CompletionTrackers | None,
-        beta: float,
         diagnosis: Callable[[], Sequence[str]],
     ) -> None:
         self.run_dir = run_dir
@@ -55,7 +54,7 @@ class RunReport:
         self.metrics = metrics
         self.progress = progress
         self.reward_names = list(reward_names)
-        self.health = HealthMonitor(beta=beta)
+        self.health = HealthMonitor()
         self.diagnosis = diagnosis
         self.logging = JsonlWriter(run_dir / LOGGING)
         self.completions = CompletionsLog(run_dir / COMPLETIONS)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import torch
 from safetensors.torch import load_file
@@ -206,7 +207,7 @@ def state_files(folder: Path) -> dict[str, Any]:
     for name in ("optimizer.pt", "scheduler.pt"):
         found[name] = torch.load(checkpoint / name, weights_only=True)
     found["rng"] = [torch.load(path, weights_only=False)["cpu"] for path in sorted(checkpoint.glob("rng_state*.pth"))]
-    found["pipeline"] = json.loads((checkpoint / "pipeline_state.json").read_text())["state"]["pipeline"]
+    found["pipeline"] = msgspec.msgpack.decode((checkpoint / "pipeline_state.msgpack").read_bytes())[1]["pipeline"]
     for name in ("adapter_config.json", "config.json"):
         if (checkpoint / name).exists():
             found[name] = (checkpoint / name).read_text()

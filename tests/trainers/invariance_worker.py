@@ -26,7 +26,7 @@ from grpo_parts import make_trainer
 
 from swift.models.forward import TokenSequence, enable_packed_attention, pack
 from swift.rl.losses import LossConfig, losses
-from swift.rollout.samples import RolloutBatch, SavedBatch, TrainSample
+from swift.rollout.samples import RolloutBatch, TrainSample
 from swift.trainers.checkpoint import read_state, write_state
 from swift.trainers.grpo import micro_batch as microbatch
 from swift.trainers.grpo.entropy import EntropySettings
@@ -253,7 +253,7 @@ def on_two_ranks(
     folder.mkdir()
     layouts = [[layout.passes, layout.kind, layout.tokens] for layout in layouts]
     task = {"model": str(model), "layouts": layouts, "names": names and list(names)}
-    write_state(folder, SavedBatch.of(batch))
+    write_state(folder, batch)
     (folder / "task.json").write_text(json.dumps(task))
     here = Path(__file__).parent
     paths = os.pathsep.join(map(str, (here, here.parent / "fakes", here.parents[1])))
@@ -284,7 +284,7 @@ def main(folder: str, rank: str) -> None:
     task = json.loads((place / "task.json").read_text())
     bench = Bench(task["model"], place / f"rank-{rank}")
     layouts = [Layout(*layout) for layout in task["layouts"]]
-    found = measure(bench, read_state(place, SavedBatch).restored(), layouts, task["names"])
+    found = measure(bench, read_state(place, RolloutBatch), layouts, task["names"])
     if rank == "0":
         torch.save(found, place / "found")
     dist.barrier()

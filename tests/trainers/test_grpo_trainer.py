@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
+import msgspec
 import pytest
 import torch
 from grpo_parts import gradients_of_one_step, logs_of, make_trainer, share_of_even_tokens
@@ -223,6 +222,7 @@ def test_broken_rewards_end_the_run_with_a_checkpoint_that_draws_the_round_again
     trainer.pipeline.collector.scorer.end_batch = break_at_the_third_round
     with pytest.raises(RewardError):
         trainer.train()
-    state = json.loads((tmp_path / "checkpoint-2" / "pipeline_state.json").read_text())["state"]["pipeline"]
+    content = (tmp_path / "checkpoint-2" / "pipeline_state.msgpack").read_bytes()
+    state = msgspec.msgpack.decode(content)[1]["pipeline"]
     assert state["scheduler"]["launched"] == state["scheduler"]["trained"] == 4
     assert state["batch"] is None

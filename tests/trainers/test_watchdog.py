@@ -184,11 +184,11 @@ def test_a_process_that_stands_still_ends_with_code_4_but_not_for_having_been_st
 
 
 def test_hearing_of_another_rank_is_patience_and_no_progress_of_ones_own(watch):
-    before = watch.pulse()
+    before = watch.activity()
     for _ in range(4):
         assert not watch.ticks(9)
-        watch.heard()
-    assert watch.pulse() == before
+        watch.on_heartbeat()
+    assert watch.activity() == before
     assert watch.ticks(11)
     watch.touch()
-    assert watch.pulse() != before
+    assert watch.activity() != before

@@ -75,7 +75,6 @@ class Attempt:
             progress=progress,
             reward_names=parts.rewards.names,
             trackers=trackers,
-            beta=args.beta,
             diagnosis=parts.rewards.diagnosis,
         )
 

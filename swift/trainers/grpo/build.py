@@ -25,6 +25,7 @@ from swift.rl.estimators import get_estimator
 from swift.rollout.collector import RolloutCollector
 from swift.rollout.engines.base import InferenceEngine
 from swift.rollout.engines.transformers import TransformersEngine
+from swift.rollout.mailbox import Mailbox
 from swift.rollout.parity import ParityCheck
 from swift.rollout.pipeline import PipelineConfig, RolloutPipeline
 from swift.rollout.replay import ReplayBuffer
@@ -35,7 +36,6 @@ from swift.rollout.weights.publisher import WeightPublisher
 from swift.trainers.engines import EngineSetup, setup_engines
 from swift.trainers.grpo.prepare import Parts, goes_on_over_epochs, max_prompt_length
 from swift.trainers.grpo.trainer import GRPOTrainer
-from swift.trainers.mailbox import StoreMailbox
 from swift.trainers.memory.colocate import ColocateCycle
 from swift.trainers.reporting import RunReport
 from swift.trainers.session import own_device
@@ -188,9 +188,9 @@ def build_pipeline(
         around=sampling if setup.placement.mode == "in_process" else contextlib.nullcontext,
         request_s=_request_limit(args, setup),
         progress=watchdog.touch,
-        mailbox=StoreMailbox(ranks) if args.dynamic_sample and ranks.active else None,
-        pulse=watchdog.pulse,
-        heard=watchdog.heard,
+        mailbox=Mailbox() if args.dynamic_sample and ranks.active else None,
+        activity=watchdog.activity,
+        on_heartbeat=watchdog.on_heartbeat,
     )
     watchdog.remarks.append(collector.awaited)
     config = PipelineConfig(

@@ -8,7 +8,7 @@ stops the count as well, and so does a debugger's prompt.
     phase("train")    what the trainer's thread does; some phases have bounds of their own, which come first
     touch()           something was completed, from any thread
     waiting()         for other ranks, in a collective: it is not this one that stands still
-    heard()           another rank gets on, for which this one waits outside of a collective
+    on_heartbeat()    another rank gets on, for which this one waits outside of a collective
 
 A wait inside of a library's own collective cannot be seen from here; the rank that ends then says that the others stood
 still as well, and each leaves its stacks in its log.
@@ -81,7 +81,7 @@ class Watchdog:
         self._ticks = 0
         self._phases: list[str] = []
         self._count = 0
-        self._heard = 0
+        self._heartbeats = 0
         self._waits = 0
         self._seen: Any = None
         self._stopped = threading.Event()
@@ -93,11 +93,11 @@ class Watchdog:
         """Something was completed."""
         self._count += 1
 
-    def heard(self) -> None:
+    def on_heartbeat(self) -> None:
         """Another rank completed something; no progress of this one, which others could wait for in turn."""
-        self._heard += 1
+        self._heartbeats += 1
 
-    def pulse(self) -> Any:
+    def activity(self) -> Any:
         """Changes with this rank's own progress."""
         return self._count, [meter() for meter in self.meters]
 
@@ -159,7 +159,7 @@ class Watchdog:
     def tick(self) -> None:
         """One look."""
         phase = self._phase()
-        now = (self.pulse(), self._heard, _written() if phase == "save" else None)
+        now = (self.activity(), self._heartbeats, _written() if phase == "save" else None)
         if self._waits or now != self._seen:
             self._seen, self._ticks = now, 0
             return
