@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swift.startup import collector_resting, defer
+from swift.startup import collector_resting
 
 if TYPE_CHECKING:
     from swift.arguments import Resolved
@@ -35,7 +35,6 @@ def run(resolved: Resolved) -> int:
     require_packages(args)
     with SignalTrap() as trap:
         with collector_resting():
-            defer("datasets")  # Trainer imports it wherever it is installed, and with it pandas
             from swift.trainers.engines import bind_trainer, find_placement
             from swift.trainers.grpo.prepare import prepare
 
