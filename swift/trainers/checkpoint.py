@@ -12,7 +12,6 @@ it that only one run is alive.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import re
