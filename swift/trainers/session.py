@@ -5,12 +5,13 @@ Shared by `sft` and `grpo`; knows no algorithm.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import TrainerCallback, TrainingArguments
 
+    from swift.arguments import Resolved
     from swift.trainers.distributed import Collectives
 
 
@@ -173,18 +175,46 @@ def own_device() -> torch.device:
     return torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How an attempt ended, for attempts.jsonl."""
+@dataclass(slots=True)
+class OpenRun:
+    """The run's folder and the number of this start of it. steps: gives the optimizer steps done, for the record."""
 
-    exit_code: int = 0
-    reason: str = "done"
+    folder: Path
+    attempt: int
+    steps: Callable[[], int]
 
-    @classmethod
-    def of(cls, error: BaseException) -> Outcome:
-        """The exit code and first line of a failure."""
+
+@contextlib.contextmanager
+def open_run(resolved: Resolved, collectives: Collectives, start: Start) -> Iterator[OpenRun]:
+    """Open the run's folder on rank 0 for all, and record in attempts.jsonl how the block ended."""
+    from swift.observability.run_dir import RunDirectory
+    from swift.trainers.checkpoint import clean_staging
+
+    args: Any = resolved.args
+    home = RunDirectory(args.output_dir, add_version=args.add_version, resume_run=start.run_dir)
+    opened: tuple[str, int] | None = None
+    if collectives.is_main:
+        home.open(
+            argv=sys.argv,
+            settings=resolved.to_json(),
+            config_file=Path(resolved.config) if resolved.config else None,
+            changed=start.changed,
+            start_step=start.step,
+        )
+        clean_staging(home.path)
+        opened = str(home.path), home.attempt
+    folder, attempt = collectives.broadcast(opened)
+    run = OpenRun(Path(folder), attempt, lambda: start.step)
+    code, reason = 0, "done"
+    try:
+        yield run
+    except BaseException as error:
         code = error.exit_code if isinstance(error, SwiftError) else 130 if isinstance(error, KeyboardInterrupt) else 1
-        return cls(code, first_line(error))
+        reason = first_line(error)
+        raise
+    finally:
+        if collectives.is_main:
+            home.finish(end_step=max(start.step, run.steps()), exit_code=code, reason=reason)
 
 
 class SignalTrap:
@@ -220,6 +250,16 @@ class SignalTrap:
         raise Interrupted(
             f"{cause} of this start, {start.checkpoint} is the last checkpoint; "
             f"resume: {resume_command(mode, start.checkpoint)}"
+        )
+
+    def interruption(self, mode: str, folder: Path, step: int) -> Interrupted:
+        """The end of a run that was asked to stop and has saved its last checkpoint at `step`."""
+        from swift.trainers.checkpoint import last_checkpoint
+
+        last = last_checkpoint(folder)
+        return Interrupted(
+            f"signal: {self.caught or 'another process'}: stopped at step {step}, {last} is saved; "
+            f"resume: {resume_command(mode, last)}"
         )
 
     def _note(self, number: int, frame: FrameType | None) -> None:

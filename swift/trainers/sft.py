@@ -7,21 +7,19 @@ ends the run with a checkpoint and exit code 75.
 
 from __future__ import annotations
 
-import sys
+import contextlib
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swift.errors import Interrupted
 from swift.startup import collector_resting
 from swift.trainers.session import (
-    Outcome,
     SignalTrap,
     find_start,
     join_processes,
+    open_run,
     own_device,
     require_packages,
-    resume_command,
 )
 
 if TYPE_CHECKING:
@@ -117,65 +115,44 @@ def _train(
     train: Dataset,
     val: Dataset | None,
 ) -> None:
-    """Loads the model, opens the run folder, trains, and records how it ended."""
+    """Loads the model, opens the run's folder, and trains."""
     from swift.models.policy import quiet_loading
     from swift.observability.jsonl import read_log
     from swift.observability.plots import write_plots
     from swift.observability.rank_log import RankLog
-    from swift.observability.run_dir import RunDirectory, rank_log_file
-    from swift.trainers.checkpoint import clean_staging, last_checkpoint
+    from swift.observability.run_dir import rank_log_file
     from swift.trainers.supervision.heartbeat import Heartbeat
 
     args: Any = resolved.args
-    settings = resolved.to_json()
     with collector_resting():
         from swift.trainers.sft_trainer import LogLines, StopOnSignal, build_trainer  # and with it TRL
 
         model = _load_model(args)  # before the folder: a start that fails leaves nothing behind
-    home = RunDirectory(args.output_dir, add_version=args.add_version, resume_run=start.run_dir)
-    opened: tuple[str, int] | None = None
-    if collectives.is_main:
-        home.open(argv=sys.argv, settings=settings, changed=start.changed, start_step=start.step)
-        clean_staging(home.path)
-        opened = str(home.path), home.attempt
-    path, attempt = collectives.broadcast(opened)
-    folder = Path(path)
-    rank_log = RankLog(rank_log_file(folder, attempt, collectives.rank))
+    with contextlib.ExitStack() as stack:
+        opened = stack.enter_context(open_run(resolved, collectives, start))
+        folder = opened.folder
+        rank_log = RankLog(rank_log_file(folder, opened.attempt, collectives.rank))
+        stack.callback(rank_log.close)
 
-    def say(line: str) -> None:
-        print(line, flush=True)
-        rank_log.line(line)
+        def say(line: str) -> None:
+            print(line, flush=True)
+            rank_log.line(line)
 
-    log = LogLines(folder / "logging.jsonl", attempt, say)
-    outcome, end_step = Outcome(), start.step
-    started = time.monotonic()
-    try:
+        log = LogLines(folder / "logging.jsonl", opened.attempt, say)
+        started = time.monotonic()
         with SignalTrap() as trap, quiet_loading(), Heartbeat(collectives):
             stop = StopOnSignal(trap, collectives)
             trainer = build_trainer(
                 args, folder, model, template, train, val, [stop, log], collectives=collectives, settings=start.settings
             )
-            try:
-                trainer.train(resume_from_checkpoint=str(start.checkpoint) if start.checkpoint else None)
-            finally:
-                end_step = trainer.state.global_step
+            opened.steps = lambda: trainer.state.global_step
+            trainer.train(resume_from_checkpoint=str(start.checkpoint) if start.checkpoint else None)
             if stop.interrupted:
-                last = last_checkpoint(folder)
-                raise Interrupted(
-                    f"signal: {trap.caught or 'another process'}: stopped, {last} is saved; "
-                    f"resume: {resume_command('sft', last)}"
-                )
+                raise trap.interruption("sft", folder, trainer.state.global_step)
         if collectives.is_main:
             write_plots(read_log(folder / "logging.jsonl"), folder / "images")
             for line in _summary(folder, log, trainer, time.monotonic() - started):
                 say(line)
-    except BaseException as error:
-        outcome = Outcome.of(error)
-        raise
-    finally:
-        if collectives.is_main:
-            home.finish(end_step=end_step, exit_code=outcome.exit_code, reason=outcome.reason)
-        rank_log.close()
 
 
 def _load_model(args: Any) -> Any:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PrinterCallback
 
-from swift.errors import Interrupted
 from swift.observability.files import write_json
 from swift.observability.metrics import MetricStore
 from swift.observability.progress import Progress
@@ -24,7 +23,7 @@ from swift.trainers.grpo.prepare import Parts, plan_lines, slow_path_lines
 from swift.trainers.grpo.trainer import GRPOTrainer
 from swift.trainers.optimizers.choice import attach_own_optimizer, own_optimizer
 from swift.trainers.reporting import ReportCallback, RunReport
-from swift.trainers.session import SignalTrap, resume_command, tensorboard_callback
+from swift.trainers.session import SignalTrap, tensorboard_callback
 from swift.trainers.supervision.watchdog import WatchdogCallback
 
 if TYPE_CHECKING:
@@ -197,11 +196,7 @@ class Attempt:
             self.trainer.load_pipeline_state(checkpoint)
         self.trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         if self.trainer.interrupted:
-            last = last_checkpoint(self.folder)
-            raise Interrupted(
-                f"signal: {self.trap.caught or 'another process'}: stopped at step {self.trainer.state.global_step}, "
-                f"{last} is saved; resume: {resume_command('rlhf', last)}"
-            )
+            raise self.trap.interruption("rlhf", self.folder, self.trainer.state.global_step)
 
     def _check_parity(self) -> None:
         """Compare rollout engine and trainer in all stages, on the first prompts; print the figures.

@@ -7,8 +7,6 @@ loaded, and weights are loaded before the run's folder is made, so a start that 
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.startup import collector_resting
@@ -70,42 +68,23 @@ def _load_and_train(resolved: Resolved, parts: Parts, trap: SignalTrap) -> None:
 
 
 def _train(resolved: Resolved, parts: Parts, trap: SignalTrap, model: Any, reference: Any, setup: EngineSetup) -> None:
-    """Open the run's folder, train, and record how it ended."""
-    from swift.observability.run_dir import RunDirectory, rank_log_file
-    from swift.trainers.checkpoint import clean_staging
+    """Open the run's folder, and train."""
+    from swift.observability.run_dir import rank_log_file
     from swift.trainers.grpo.attempt import Attempt
-    from swift.trainers.session import Outcome
+    from swift.trainers.session import open_run
 
-    args, collectives, start = parts.args, parts.collectives, parts.start
-    home = RunDirectory(args.output_dir, add_version=args.add_version, resume_run=start.run_dir)
-    opened: tuple[str, int] | None = None
-    if collectives.is_main:
-        home.open(
-            argv=sys.argv,
-            settings=resolved.to_json(),
-            config_file=Path(resolved.config) if resolved.config else None,
-            changed=start.changed,
-            start_step=start.step,
-        )
-        clean_staging(home.path)
-        parts.rewards.log_to(rank_log_file(home.path, home.attempt, 0).with_name("rewards.log"))
-        if parts.eval_prompts is not None and args.split_dataset_ratio > 0:
-            parts.eval_prompts.write_jsonl(home.path / "val_dataset.jsonl")
-        opened = str(home.path), home.attempt
-    folder, number = collectives.broadcast(opened)
-    logs = rank_log_file(Path(folder), number, 0).parent
-    setup.keep_logs(logs)
-    outcome, attempt = Outcome(), None
-    try:
-        with collector_resting():
-            attempt = Attempt(resolved, parts, Path(folder), number, model, reference, setup, trap)
-        attempt.run()
-    except BaseException as error:
-        outcome = Outcome.of(error)
-        raise
-    finally:
-        setup.close()
-        setup.store_logs(logs)
-        if collectives.is_main:
-            end_step = max(start.step, attempt.trainer.state.global_step if attempt is not None else 0)
-            home.finish(end_step=end_step, exit_code=outcome.exit_code, reason=outcome.reason)
+    with open_run(resolved, parts.collectives, parts.start) as opened:
+        logs = rank_log_file(opened.folder, opened.attempt, 0).parent
+        if parts.collectives.is_main:
+            parts.rewards.log_to(logs / "rewards.log")
+            if parts.eval_prompts is not None and parts.args.split_dataset_ratio > 0:
+                parts.eval_prompts.write_jsonl(opened.folder / "val_dataset.jsonl")
+        setup.keep_logs(logs)
+        try:
+            with collector_resting():
+                attempt = Attempt(resolved, parts, opened.folder, opened.attempt, model, reference, setup, trap)
+            opened.steps = lambda: attempt.trainer.state.global_step
+            attempt.run()
+        finally:
+            setup.close()
+            setup.store_logs(logs)

@@ -165,7 +165,7 @@ class GRPOTrainer(AtomicTrainer):
 
     def get_train_dataloader(self) -> Any:
         """One item per optimizer step, without end; max_steps ends the run."""
-        return _RolloutBatches(lambda: self.pipeline.steps(self.progress))
+        return self.pipeline.steps(self.progress)
 
     def progress(self) -> TrainerProgress:
         """What reward functions see as `trainer_state`."""
@@ -345,13 +345,3 @@ class GRPOTrainer(AtomicTrainer):
             self._reference_moved = True
         if self.report is not None and state.report is not None:
             self.report.load_state_dict(state.report)
-
-
-class _RolloutBatches:
-    """What Trainer takes for a data loader; it has no length, so max_steps alone ends the run."""
-
-    def __init__(self, make: Callable[[], Iterator[RolloutBatch]]) -> None:
-        self._make = make
-
-    def __iter__(self) -> Iterator[RolloutBatch]:
-        return self._make()
