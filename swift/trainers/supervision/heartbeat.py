@@ -101,6 +101,8 @@ class Heartbeat:
         while True:
             if self._say(f"{count}|{socket.gethostname()}|{os.getpid()}|{self.state()}") and self._look():
                 self._unreached = 0
+            elif self._store_is_gone():
+                self._end("rank 0", "has ended")
             count += 1
             if self._closing.wait(self.beat_s):
                 return
@@ -109,9 +111,22 @@ class Heartbeat:
         """A store behind a cut cable does not fail, it is silent: the other thread may hang in it."""
         while not self._closing.wait(self.beat_s):
             self._unreached += 1
-            silent = self._unreached * self.beat_s > self.silent_s
-            if silent and not self.is_main and self._seen[0][0] != "closed":
+            if self._unreached * self.beat_s > self.silent_s and self._needs_store():
                 self._end("rank 0", "cannot be reached")
+
+    def _needs_store(self) -> bool:
+        return not self.is_main and self._seen[0][0] != "closed"
+
+    def _store_is_gone(self) -> bool:
+        """Whether nobody listens at its address any more: the kernel refuses at once, a cut cable is silent."""
+        if not self._needs_store():
+            return False
+        try:
+            place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            socket.create_connection(place, timeout=STORE_LIMIT_S).close()
+        except OSError as error:
+            return isinstance(error, ConnectionRefusedError)
+        return False
 
     def _ask(self, use: Callable[[Any], Any]) -> Any:
         """What `use` returns of the store; None if it is gone or slow, which torch tells by RuntimeErrors."""
