@@ -52,9 +52,9 @@ OUT_OF_TURN = frozenset(
         "sleep_level",
     }
 )
-"""Those of the free ones that sync weights before `--vllm_sync_interval` is over: evaluation and the repeated parity
-check need the weights of then, the first generation after a checkpoint or a sleep of level 2 gets them, and the interval
-counts from there. Free only while weights are synced after every update anyway.
+"""Free ones that sync weights before `--vllm_sync_interval` is over: evaluation and the repeated parity check need the
+weights of then, the first generation after a checkpoint or a sleep of level 2 gets them, and the interval counts from
+there. Free only while weights are synced after every update anyway.
 """
 # fmt: on
 
