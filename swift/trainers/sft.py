@@ -48,8 +48,6 @@ def run(resolved: Resolved) -> int:
         collectives = join_processes(args.ddp_timeout, always=bool(args.deepspeed or args.fsdp))
         start = find_start(args, resolved.to_json(), collectives.world_size)
         template = load_chat(args)
-        template.training_template = training_template(template)
-        import datasets  # noqa: F401  # what encoding needs
     train, val, lines = encode(args, template)
     lines += [*start.notes, plan_line(args, len(train), collectives.world_size)]
     if collectives.is_main:
@@ -90,10 +88,14 @@ def encode(args: Any, template: Template) -> tuple[Dataset, Dataset | None, list
     Raises:
         ConfigError: wrong data, or no usable row.
     """
-    from swift.data import load_rows
-    from swift.models.policy import context_length
-    from swift.trainers.sft_data import ChatEncoder, encode_rows
+    with collector_resting():
+        import datasets  # noqa: F401  # what encoding needs
 
+        from swift.data import load_rows
+        from swift.models.policy import context_length
+        from swift.trainers.sft_data import ChatEncoder, encode_rows
+
+        template.training_template = training_template(template)
     encoder = ChatEncoder(template, args.max_length or context_length(args))
     tables: dict[str, Dataset | None] = {"train": None, "val": None}
     lines: list[str] = []

@@ -82,6 +82,15 @@ def test_rows_over_max_length_are_left_out_and_the_plan_is_that_of_the_rest(sft_
     assert not (tmp_path / "out").exists(), "a dry run writes nothing"
 
 
+def test_a_dry_run_reads_exchanges_with_the_training_template_as_a_run_does(sft_argv, tmp_path, capsys):
+    turns = [("user", "2+3?"), ("assistant", "<think>\n2 and 3\n</think>\n\n5"), ("user", "4+4?"), ("assistant", "8")]
+    data = tmp_path / "exchanges.jsonl"
+    data.write_text(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}) + "\n")
+    flags = ("--dataset", str(data), "--template", "qwen3", "--per_device_train_batch_size", "1")
+    assert rehearse_sft(parse("sft", sft_argv(*flags), {})) == 0
+    assert "train: 1 rows" in capsys.readouterr().out
+
+
 def test_the_plan_counts_the_steps_that_the_trainer_makes(sft_argv, capsys):
     flags = ["--num_train_epochs", "1.5", "--gradient_accumulation_steps", "3", "--max_steps", "-1"]
     resolved = parse("sft", sft_argv(*flags), {})
