@@ -254,7 +254,7 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[CheckpointTensor]:
 
 def _as_is(name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> CheckpointTensor:
     if tensor.is_quantized or hasattr(tensor, "quant_state"):
-        raise ConfigError(f"policy: {name}: quantised weights cannot be published to an engine; load it in 16 bits")
+        raise ConfigError(f"policy: {name}: quantised weights cannot be sent to an engine; load it in 16 bits")
     kept = dtype or tensor.dtype
     return CheckpointTensor(
         name, kept, whole_shape(tensor), (tensor,), lambda whole: whole(tensor).to(kept), (id(tensor),)

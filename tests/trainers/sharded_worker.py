@@ -26,10 +26,10 @@ from swift.models.sharded import gathered
 from swift.models.spread_sampling import sampling_from
 from swift.rl.entropy import AdaptiveEntropy
 from swift.rollout.engines.spec import EngineSpec, build_engine
-from swift.rollout.phase import PublishPhase
+from swift.rollout.phase import SyncPhase
 from swift.rollout.weights.base import TensorInfo
 from swift.rollout.weights.policy import PolicyWeights, adapter_weights
-from swift.rollout.weights.publisher import WeightPublisher
+from swift.rollout.weights.sync import WeightSync
 from swift.trainers.grpo.callbacks import EveryFewSteps
 from swift.trainers.grpo.entropy import EntropySettings
 from swift.trainers.memory.colocate import ColocateCycle
@@ -182,7 +182,7 @@ def whole_state(model: Any) -> dict[str, torch.Tensor]:
 
 
 def train(task: dict[str, Any]) -> dict[str, Any]:
-    """Train; logs, weights, and what would be published."""
+    """Train; logs, weights, and what a weight sync would send."""
     unset_hf_deepspeed_config()  # of the task before: models would be loaded in pieces
     # as in a run, the engine comes first: once ZeRO-3 is set up it would shard the engine's weights too
     own = EngineSpec(model=task["model"], backend="transformers", eos_token_ids=()) if "cycle" in task else None
@@ -197,14 +197,14 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
     turns |= {"optimizer": held, "random": torch.get_rng_state()} if engine is not None else {}
     source = PolicyWeights(trainer.model_wrapped, bucket_bytes=1)
     hashes = trainer.collectives.all_gather(source.order_hash())
-    published = {name: tensor.clone() for bucket in source.buckets() for name, tensor in bucket.tensors}
-    assert [TensorInfo.of(name, tensor) for name, tensor in published.items()] == list(source.manifest())
+    synced = {name: tensor.clone() for bucket in source.buckets() for name, tensor in bucket.tensors}
+    assert [TensorInfo.of(name, tensor) for name, tensor in synced.items()] == list(source.manifest())
     assert len(set(hashes)) == 1
     adapter = adapter_weights(trainer.model_wrapped).tensors if task.get("policy", "full") != "full" else {}
     return {
         "logs": [row for row in trainer.state.log_history if "loss" in row],
         "state": whole_state(trainer.model_wrapped),
-        "published": published,
+        "synced": synced,
         "adapter": adapter,
         "reference": reference_weights(trainer),
         "controller": asdict(controller) if (controller := trainer.entropy.controller) is not None else None,
@@ -222,17 +222,17 @@ def colocate(trainer: Any, engine: Any, flags: dict[str, Any] | None) -> dict[st
     """
     for tensor in (*trainer.model.parameters(), *trainer.model.buffers()):
         tensor.data = tensor.data.clone()  # what is mapped from a file cannot be released
-    publisher = WeightPublisher(engine, source=lambda: PolicyWeights(trainer.model), ranks=trainer.collectives)
+    weight_sync = WeightSync(engine, source=lambda: PolicyWeights(trainer.model), ranks=trainer.collectives)
     pipeline = trainer.pipeline
-    pipeline.collector.engine, pipeline.publisher = engine, publisher
+    pipeline.collector.engine, pipeline.weight_sync = engine, weight_sync
     pipeline.collector.around = contextlib.nullcontext
     noted: dict[str, Any] = {"seen": [], "lines": []}
     if flags is None:
-        pipeline.phase = PublishPhase(publisher)
+        pipeline.phase = SyncPhase(weight_sync)
         return noted
     cycle = ColocateCycle(
         engine,
-        publisher,
+        weight_sync,
         **flags,
         log=noted["lines"].append,
         metrics=trainer.metrics,

@@ -156,7 +156,7 @@ def test_completions_carry_the_version_of_the_weights_whose_log_probs_they_have(
     trainer = make_trainer(nano_folders["llama"], tmp_path, num_global_batches=2, max_steps=5, learning_rate=1e-2)
     trainer.train()
     assert [scored.version for scored in trainer.rounds] == [0, 1, 2]
-    assert [trainer.pipeline.publisher.step_of(version) for version in (0, 1, 2)] == [0, 2, 4]
+    assert [trainer.pipeline.weight_sync.step_of(version) for version in (0, 1, 2)] == [0, 2, 4]
     gaps = [row["mismatch/logp_abs_diff_max"] for row in logs_of(trainer) if "mismatch/logp_abs_diff_max" in row]
     assert len(gaps) == 3 and max(gaps) < 1e-5
 

@@ -162,7 +162,7 @@ def assert_same_training(ours, theirs, tolerance):
             assert not math.isfinite(expected) or abs(value - expected) < tolerance, (name, value, expected)
         for name in ("health/steps_without_signal", "health/non_finite_steps", "tokens/trained"):
             assert mine.get(name, 0) == other.get(name, 0), name
-    for part in ("state", "published", "adapter"):
+    for part in ("state", "synced", "adapter"):
         assert list(ours[part]) == list(theirs[part])
         assert gap(ours[part], theirs[part]) < tolerance, part
 
@@ -214,9 +214,9 @@ def test_everything_in_the_objective_acted(alone, kind):
 
 def test_masters_are_float32_and_everyone_else_sees_bfloat16(alone, sharded, folder):
     ours, theirs = sharded["fsdp-bf16"], alone["bf16"]
-    assert {tensor.dtype for tensor in ours["published"].values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in ours["synced"].values()} == {torch.bfloat16}
     assert any((value != value.bfloat16()).any() for value in ours["state"].values()), "what is trained has more digits"
-    assert gap(ours["published"], theirs["published"]) < 2e-3
+    assert gap(ours["synced"], theirs["synced"]) < 2e-3
     saved = folder / "bf16" / "checkpoint-2"
     assert {value.dtype for value in load_file(saved / "model.safetensors").values()} == {torch.bfloat16}
     assert json.loads((saved / "config.json").read_text())["dtype"] == "bfloat16"
@@ -233,7 +233,7 @@ def test_a_resumed_run_is_the_straight_one_bit_for_bit_and_its_checkpoint_holds_
             assert ours.get(key) == theirs.get(key), key
     lora = name.endswith("lora")
     saved = load_file(folder / name / "checkpoint-4" / f"{'adapter_model' if lora else 'model'}.safetensors")
-    expected = straight["adapter" if lora else "published"]
+    expected = straight["adapter" if lora else "synced"]
     assert set(expected) - set(saved) == (set() if lora else {"lm_head.weight"}), "tied weights are saved once"
     assert all(torch.equal(saved[key], expected[key]) for key in saved)
 

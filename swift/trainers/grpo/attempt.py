@@ -17,7 +17,7 @@ from swift.rollout.parity import ParityReport
 from swift.trainers.checkpoint import last_checkpoint
 from swift.trainers.engines import EngineSetup
 from swift.trainers.grpo.arguments import trainer_settings, training_arguments, uncorrected_lines
-from swift.trainers.grpo.build import build_cycle, build_parity, build_pipeline, build_publisher, build_watchdog
+from swift.trainers.grpo.build import build_cycle, build_parity, build_pipeline, build_watchdog, build_weight_sync
 from swift.trainers.grpo.callbacks import EveryFewSteps, PipelineCallback
 from swift.trainers.grpo.prepare import Parts, plan_lines, slow_path_lines
 from swift.trainers.grpo.trainer import GRPOTrainer
@@ -53,13 +53,13 @@ class Attempt:
         self.rank_log = RankLog(log_file)
         self.report = self._build_report(number) if parts.collectives.is_main else None
         self.watchdog = build_watchdog(parts, setup, self.metrics, log_file)
-        self.publisher = build_publisher(parts, setup, model, self.metrics, self.watchdog)
-        self.cycle = build_cycle(parts, setup, self.publisher, self.metrics, self.rank_log.line, self.report)
+        self.weight_sync = build_weight_sync(parts, setup, model, self.metrics, self.watchdog)
+        self.cycle = build_cycle(parts, setup, self.weight_sync, self.metrics, self.rank_log.line, self.report)
         self.trainer = self._build_trainer(model, reference)
         if self.cycle is not None:
             beside = [reference.module] if hasattr(reference, "module") else []
             self.cycle.attach(model, lambda: self.trainer.optimizer, beside=beside)
-        self.parity = build_parity(parts, setup, self.publisher, self.trainer)
+        self.parity = build_parity(parts, setup, self.weight_sync, self.trainer)
 
     def _build_report(self, number: int) -> RunReport:
         parts, args, folder = self.parts, self.parts.args, self.folder
@@ -83,7 +83,7 @@ class Attempt:
         pipeline = build_pipeline(
             parts,
             self.setup,
-            self.publisher,
+            self.weight_sync,
             self.cycle,
             metrics=self.metrics,
             watchdog=self.watchdog,
@@ -206,7 +206,7 @@ class Attempt:
             SyncFailed, EngineDead: weights did not reach an engine.
         """
         if self.parts.args.adapters:  # the engine read the base alone
-            self.publisher.refresh()
+            self.weight_sync.refresh()
         if self.parity is not None:
             self._judge(self.parity.run())
         if self.cycle is not None:

@@ -32,7 +32,7 @@ from swift.rollout.replay import ReplayBuffer
 from swift.rollout.rollout_function import RolloutFunctionEngine
 from swift.rollout.scheduler import RerollConfig, RolloutScheduler
 from swift.rollout.weights.policy import LiveWeights, PolicyWeights, adapter_weights
-from swift.rollout.weights.publisher import WeightPublisher
+from swift.rollout.weights.sync import WeightSync
 from swift.trainers.engines import EngineSetup, setup_engines
 from swift.trainers.grpo.prepare import Parts, goes_on_over_epochs, max_prompt_length
 from swift.trainers.grpo.trainer import GRPOTrainer
@@ -112,14 +112,14 @@ def build_watchdog(parts: Parts, setup: EngineSetup, metrics: MetricStore, log_f
     return watchdog
 
 
-def build_publisher(
+def build_weight_sync(
     parts: Parts, setup: EngineSetup, model: Any, metrics: MetricStore, watchdog: Watchdog
-) -> WeightPublisher:
+) -> WeightSync:
     """Gives the engines the weights of `model`, or its adapter alone."""
     args = parts.args
     # only where sampling and training take turns, and nothing else moves the parameters
     one_memory = setup.colocated and not (args.offload_model or args.deepspeed or args.fsdp)
-    return WeightPublisher(
+    return WeightSync(
         setup.engine,
         source=lambda: PolicyWeights(model, move_model_batches=args.move_model_batches),
         live=LiveWeights(model) if one_memory else None,
@@ -134,7 +134,7 @@ def build_publisher(
 def build_cycle(
     parts: Parts,
     setup: EngineSetup,
-    publisher: WeightPublisher,
+    weight_sync: WeightSync,
     metrics: MetricStore,
     log: Callable[[str], None],
     report: RunReport | None,
@@ -146,7 +146,7 @@ def build_cycle(
     assert setup.engine is not None
     return ColocateCycle(
         setup.engine,
-        publisher,
+        weight_sync,
         sleep_level=setup.placement.sleep_level,
         offload_model=args.offload_model,
         offload_optimizer=args.offload_optimizer,
@@ -162,7 +162,7 @@ def build_cycle(
 def build_pipeline(
     parts: Parts,
     setup: EngineSetup,
-    publisher: WeightPublisher,
+    weight_sync: WeightSync,
     cycle: ColocateCycle | None,
     *,
     metrics: MetricStore,
@@ -237,7 +237,7 @@ def build_pipeline(
         config,
         timer=metrics.timer,
         observer=report.on_round if report is not None else (lambda scored: None),
-        publisher=publisher,
+        weight_sync=weight_sync,
         phase=cycle,
         replay=replay,
     )
@@ -271,9 +271,7 @@ def _request_limit(args: Any, setup: EngineSetup) -> float | None:
     return float(args.rollout_timeout)
 
 
-def build_parity(
-    parts: Parts, setup: EngineSetup, publisher: WeightPublisher, trainer: GRPOTrainer
-) -> ParityCheck | None:
+def build_parity(parts: Parts, setup: EngineSetup, weight_sync: WeightSync, trainer: GRPOTrainer) -> ParityCheck | None:
     """The comparison of rollout engine and trainer."""
     args = parts.args
     if args.parity_check == "off":
@@ -282,7 +280,7 @@ def build_parity(
         setup.engine,
         score=trainer.logprobs.score,
         model=trainer.model,
-        publisher=publisher,
+        weight_sync=weight_sync,
         prompts=parts.first_prompts,
         sampling=args.sampling_params(),
         ranks=parts.collectives,

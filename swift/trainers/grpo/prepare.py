@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from swift.trainers.supervision.heartbeat import Heartbeat
 
 
+CHECKED_ROWS = 64
+"""First prompts that checks look at."""
+
+
 @dataclass(slots=True)
 class Parts:
     """What is ready before any weight is loaded."""
@@ -42,24 +46,39 @@ class Parts:
     heartbeat: Heartbeat
 
 
-def prepare(args: Any, collectives: Collectives, start: Start, placement: Placement) -> Parts:
-    """Everything that needs no weights: template, data, rewards, batch arithmetic."""
+def prepare(
+    args: Any,
+    collectives: Collectives,
+    start: Start,
+    placement: Placement,
+    *,
+    world_size: int | None = None,
+    load_reward_models: bool = True,
+) -> Parts:
+    """Everything that needs no weights but those of reward models: template, data, rewards, batch arithmetic.
+
+    A dry run plans for `world_size` processes without starting them.
+
+    Raises:
+        ConfigError, ResourceError: settings, data or rewards cannot be used.
+    """
     from swift.data import load_prompts, open_prompts
     from swift.models import load_chat
-    from swift.rewards import RewardPipeline
-    from swift.rewards.models import load_reward_models
+    from swift.rewards import RewardPipeline, models
     from swift.trainers.engines import require_backend
     from swift.trainers.grpo.checks import check_run
     from swift.trainers.supervision.heartbeat import Heartbeat
 
     template = load_chat(args)
+    loads = load_reward_models and collectives.is_main
+    reward_models = models.load_reward_models(args, device=own_device()) if loads else None
     rewards = RewardPipeline(
         args,
         seed=args.seed,
         max_completion_length=args.max_completion_length,
         decode=lambda ids: template.decode(ids, skip_special_tokens=False),
         tokenizer_path=template.tokenizer.name_or_path,
-        reward_models=load_reward_models(args, device=own_device()) if collectives.is_main else None,
+        reward_models=reward_models,
     )
     limits = {
         "tokenize": template.encode_prompt,
@@ -72,14 +91,14 @@ def prepare(args: Any, collectives: Collectives, start: Start, placement: Placem
 
     source = open_source()
     looked_at = open_source() if args.streaming else source
-    first = first_prompts(looked_at, 64)
+    first = _first_prompts(looked_at, CHECKED_ROWS)
     has_eval = bool(args.val_dataset) or args.split_dataset_ratio > 0
     eval_prompts = load_prompts(args, split="val", **limits) if has_eval else None
-    plan = plan_run(args, collectives.world_size, source.size)
+    plan = _plan_run(args, world_size or collectives.world_size, source.size)
     lines = [*source.report.lines(), *(eval_prompts.report.lines() if eval_prompts is not None else [])]
     lines = list(dict.fromkeys(lines))  # one mapping line when both data sets have the same columns
     check_run(args, placement.mode, rewards, plan)
-    depth = prefetch_depth(args, plan)
+    depth = _prefetch_depth(args, plan)
     require_backend(args)
     return Parts(
         args, collectives, template, source, first, eval_prompts, rewards, plan, start, placement, depth, lines,
@@ -91,10 +110,15 @@ def prepare(args: Any, collectives: Collectives, start: Start, placement: Placem
 def _find_rollout_func(args: Any, placement: Placement) -> RolloutFunc | None:
     """The function of `--rollout_func`, if one is given and may be called by each rank for itself."""
     from swift.rollout.rollout_function import load_rollout_func
+    from swift.trainers.parallel.deepspeed import stage_of
 
     if args.rollout_func is None:
         return None
-    require_whole_weights(args)
+    if placement.mode == "in_process" and stage_of(args) == 3:
+        raise ConfigError(
+            f"--rollout_func: {args.rollout_func}: each rank calls it with its own prompts, and stage 3 of --deepspeed "
+            f"{args.deepspeed} samples on all ranks in step; --use_vllm true, --vllm_mode dedicated, or stage 2"
+        )
     if placement.mode == "colocate" and placement.tensor_parallel_size > 1:
         raise ConfigError(
             f"--vllm_tensor_parallel_size: {placement.tensor_parallel_size}: in colocate the ranks of an engine sample "
@@ -103,19 +127,7 @@ def _find_rollout_func(args: Any, placement: Placement) -> RolloutFunc | None:
     return load_rollout_func(args.rollout_func)
 
 
-def require_whole_weights(args: Any) -> None:
-    """Raises ConfigError for a rollout function that samples with weights sharded by stage 3 of a DeepSpeed file."""
-    from swift.rollout.placement import has_own_engine
-    from swift.trainers.parallel.deepspeed import stage_of
-
-    if args.rollout_func is not None and not has_own_engine(args) and stage_of(args) == 3:
-        raise ConfigError(
-            f"--rollout_func: {args.rollout_func}: each rank calls it with its own prompts, and stage 3 of --deepspeed "
-            f"{args.deepspeed} samples on all ranks in step; --use_vllm true, --vllm_mode dedicated, or stage 2"
-        )
-
-
-def prefetch_depth(args: Any, plan: BatchPlan) -> int:
+def _prefetch_depth(args: Any, plan: BatchPlan) -> int:
     """How many generation batches may be sampled ahead: `--prefetch_depth` as far as `--max_staleness` allows.
 
     Raises:
@@ -148,7 +160,7 @@ def prefetch_depth(args: Any, plan: BatchPlan) -> int:
     return depth
 
 
-def first_prompts(source: PromptSource, count: int) -> list[Prompt]:
+def _first_prompts(source: PromptSource, count: int) -> list[Prompt]:
     """The first prompts, for checks: a data set is only looked at, a stream is drawn from."""
     dataset = getattr(source, "dataset", None)
     if dataset is None:
@@ -181,7 +193,7 @@ def max_prompt_length(args: Any) -> int | None:
     return int(longest or room)
 
 
-def plan_run(args: Any, world_size: int, num_rows: int | None) -> BatchPlan:
+def _plan_run(args: Any, world_size: int, num_rows: int | None) -> BatchPlan:
     """The batch arithmetic of the run.
 
     Raises:

@@ -57,7 +57,7 @@ from swift.trainers.memory.offload import Offloader, model_tensors, optimizer_te
 if TYPE_CHECKING:
     from swift.observability.metrics import MetricStore
     from swift.rollout.engines.base import InferenceEngine, SleepLevel
-    from swift.rollout.weights.publisher import WeightPublisher
+    from swift.rollout.weights.sync import WeightSync
     from swift.trainers.distributed import Collectives
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class ColocateCycle:
     def __init__(
         self,
         engine: InferenceEngine,
-        publisher: WeightPublisher,
+        weight_sync: WeightSync,
         *,
         sleep_level: SleepLevel,
         offload_model: bool,
@@ -111,7 +111,7 @@ class ColocateCycle:
                 f"--sleep_level: {sleep_level}: the {can.name} engine of this run cannot sleep so; valid: "
                 + ", ".join(map(str, sorted({0, *can.sleep_levels})))
             )
-        self.engine, self.publisher = engine, publisher
+        self.engine, self.weight_sync = engine, weight_sync
         self.sleep_level: SleepLevel = sleep_level
         self.device, self.ranks, self.metrics = device, ranks, metrics
         moves = device.type != "cpu" or copies_on_host
@@ -164,7 +164,7 @@ class ColocateCycle:
             ResourceError: memory did not suffice for the one or the other.
         """
         if self._turn is not None:
-            self._publish_again(step, current)
+            self._sync_again(step, current)
             yield
             return
         turn = self._turn = _Turn(step, trainer_stays)
@@ -196,7 +196,7 @@ class ColocateCycle:
                 self._leave(turn, self._model)
             self._release(turn)
             self._wake("weights")
-        self._publish(turn.step, current)
+        self._sync(turn.step, current)
         with self._memory_step():
             if self._offload_model and not turn.trainer_stays and late:
                 self._leave(turn, self._model)
@@ -224,20 +224,20 @@ class ColocateCycle:
         with self.ranks.together(), self.metrics.timer("memory"):
             yield
 
-    def _publish(self, step: int, current: bool) -> None:
+    def _sync(self, step: int, current: bool) -> None:
         """Step 4."""
         with reading_from(self._model.copies()):
-            self.publisher.update(step, current=current, lost=self._lost)
+            self.weight_sync.update(step, current=current, lost=self._lost)
         self._lost = False
 
-    def _publish_again(self, step: int, current: bool) -> None:
+    def _sync_again(self, step: int, current: bool) -> None:
         """The same in a phase that has begun; a sharded model has to be on its device for it."""
         if not (self._model.away and self._sharded()):
-            self._publish(step, current)
-        elif step != self.publisher.last_step:
+            self._sync(step, current)
+        elif step != self.weight_sync.last_step:
             with self._memory_step():
                 self._model.come_back()
-            self._publish(step, current)
+            self._sync(step, current)
             with self._memory_step():
                 self._model.leave()
 
