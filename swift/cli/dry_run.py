@@ -41,9 +41,9 @@ def rehearse_rlhf(resolved: Resolved) -> int:
     require_packages(args)
     placed = _place(resolved)
     start = find_start(args, resolved.to_json())
-    check_targets(args)
     world_size = launcher.world_size(os.environ)
     parts = prepare(args, Collectives(), start, placed, world_size=world_size, load_reward_models=False)
+    check_targets(args)
     prompts = parts.first_prompts
     with parts.rewards as rewards:
         rewards.self_check(prompts, max_steps=parts.plan.max_steps)
