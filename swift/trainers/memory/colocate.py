@@ -382,7 +382,8 @@ class ColocateCycle:
 def _generators_kept(device: torch.device) -> Iterator[None]:
     """Python's, NumPy's and torch's generators continue afterwards as if nothing had been drawn inside."""
     python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng([device] if device.type == "cuda" and torch.cuda.is_initialized() else []):
+    devices, kind = ([device], device.type) if device.type != "cpu" else ([], "cuda")
+    with torch.random.fork_rng(devices, device_type=kind):
         try:
             yield
         finally:
