@@ -8,15 +8,14 @@ What the subclass overrides, and why:
     _load_best_model       its seconds count as saving
     _issue_warnings_after_load  tied weights are stored once
 
-Whoever extends it says what else belongs into a checkpoint: `state_beside_weights` gathers it on all ranks,
-`add_to_checkpoint` writes it on rank 0.
+A subclass may add to a checkpoint: `state_beside_weights` gathers on all ranks, `add_to_checkpoint` writes on rank 0.
 """
 
 from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from torch import nn
 from transformers import Trainer
 
 from swift.models.checkpoint_tensors import as_saved_unspread, computing_dtype, is_peft
-from swift.observability.files import disk_full_is_an_error
+from swift.observability.files import disk_full_is_an_error, write_json
 from swift.trainers.checkpoint import commit_checkpoint, rotate, staging_folder
 from swift.trainers.distributed import Collectives
 
@@ -34,30 +33,30 @@ if TYPE_CHECKING:
 
 
 class AtomicTrainer(Trainer):
-    """Saves checkpoints atomically, of which `save_total_limit` stay; the timer "save" of `metrics` times that."""
+    """Saves checkpoints atomically, of which `save_total_limit` stay, each with `run_settings` in args.json."""
 
     def __init__(
         self,
         *,
         collectives: Collectives,
         metrics: MetricStore,
+        run_settings: Mapping[str, Any] | None = None,
         save_total_limit: int | None = None,
         **trainer_arguments: Any,
     ) -> None:
         self.collectives = collectives
         self.metrics = metrics
+        self.run_settings = dict(run_settings or {})
         self.save_total_limit = save_total_limit
         self._staging: Path | None = None
         self._saved_step = -1
         super().__init__(**trainer_arguments)
 
     def state_beside_weights(self) -> Any:
-        """What a checkpoint holds beyond Trainer's files; collective."""
-        raise NotImplementedError
+        """What a checkpoint holds beyond Trainer's files and the settings; collective."""
 
     def add_to_checkpoint(self, folder: Path, state: Any) -> None:
         """Write that, on rank 0."""
-        raise NotImplementedError
 
     def _load_best_model(self) -> None:
         """Trainer's; reading a large model is progress of its own kind, as saving it is."""
@@ -110,6 +109,7 @@ class AtomicTrainer(Trainer):
                 self.state.best_model_checkpoint = self._best_checkpoint(run_dir)
                 if self.collectives.is_main:
                     self.state.save_to_json(str(staging / final.name / "trainer_state.json"))
+                    write_json(staging / final.name / "args.json", self.run_settings, indent=1)
                     self.add_to_checkpoint(staging / final.name, state)
             with self.collectives.together(), disk_full_is_an_error(run_dir):
                 if self.collectives.is_main:

@@ -15,7 +15,6 @@ from trl import SFTConfig, SFTTrainer
 
 from swift.errors import NumericError
 from swift.models.template import Template
-from swift.observability.files import write_json
 from swift.observability.jsonl import JsonlWriter
 from swift.observability.metrics import MetricStore
 from swift.trainers.atomic_trainer import AtomicTrainer
@@ -35,18 +34,7 @@ LOGGED = ("loss", "grad_norm", "learning_rate", "epoch", "mean_token_accuracy", 
 
 
 class AtomicSFTTrainer(AtomicTrainer, SFTTrainer):
-    """TRL's trainer with checkpoints that are valid or do not exist; `settings` is the content of their args.json."""
-
-    def __init__(self, *, settings: Mapping[str, Any], **arguments: Any) -> None:
-        self.settings = settings
-        super().__init__(metrics=MetricStore(), **arguments)
-
-    def state_beside_weights(self) -> None:
-        """There is none."""
-
-    def add_to_checkpoint(self, folder: Path, state: None) -> None:
-        """The settings."""
-        write_json(folder / "args.json", self.settings, indent=1)
+    """TRL's trainer with checkpoints that are valid or do not exist."""
 
 
 def build_trainer(
@@ -72,8 +60,9 @@ def build_trainer(
         processing_class=template.tokenizer,
         callbacks=callbacks,
         collectives=collectives,
+        metrics=MetricStore(),
+        run_settings=settings,
         save_total_limit=args.save_total_limit,
-        settings=settings,
     )
     attach_own_optimizer(args, trainer)
     trainer.remove_callback(PrinterCallback)  # `LogLines` speaks instead

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PrinterCallback
 
-from swift.observability.files import write_json
 from swift.observability.metrics import MetricStore
 from swift.observability.progress import Progress
 from swift.observability.rank_log import RankLog
@@ -101,7 +100,7 @@ class Attempt:
             metrics=self.metrics,
             reference=reference,
             eval_prompts=parts.eval_prompts or (),
-            checkpoint_extras=lambda folder: write_json(folder / "args.json", parts.start.settings, indent=1),
+            run_settings=parts.start.settings,
             report=self.report,
             save_total_limit=args.save_total_limit,
             on_progress=self.watchdog.touch,

@@ -82,11 +82,9 @@ class GRPOTrainer(AtomicTrainer):
         metrics: collects what each step reports (rank 0 logs it).
         reference: the KL reference; needed when `settings.loss.beta` > 0.
         eval_prompts: held-out prompts, or none.
-        checkpoint_extras: called with the staging folder on rank 0 before a checkpoint is committed.
         report: what is shown and written (rank 0 only); brought to the disk before a checkpoint counts.
-        save_total_limit: most checkpoints that stay.
         on_progress: called after each micro-batch.
-        trainer_arguments: of Trainer; gradient_accumulation_steps is 1 and max_steps > 0.
+        trainer_arguments: of `AtomicTrainer` and Trainer; gradient_accumulation_steps is 1 and max_steps > 0.
     """
 
     def __init__(
@@ -98,16 +96,13 @@ class GRPOTrainer(AtomicTrainer):
         metrics: MetricStore,
         reference: ReferenceModel | None = None,
         eval_prompts: Sequence[Prompt] = (),
-        checkpoint_extras: Callable[[Path], None] = lambda folder: None,
         report: RunReport | None = None,
-        save_total_limit: int | None = None,
         on_progress: Callable[[], None] = lambda: None,
         **trainer_arguments: Any,
     ) -> None:
         self.pipeline = pipeline
         self.reference = reference
         self.eval_prompts = list(eval_prompts)
-        self.checkpoint_extras = checkpoint_extras
         self.report = report
         self.interrupted = False
         self._reference_moved = False
@@ -115,7 +110,6 @@ class GRPOTrainer(AtomicTrainer):
         super().__init__(
             collectives=collectives,
             metrics=metrics,
-            save_total_limit=save_total_limit,
             eval_dataset=self.eval_prompts or None,
             **trainer_arguments,
         )
@@ -302,11 +296,10 @@ class GRPOTrainer(AtomicTrainer):
         super().log(logs, start_time)
 
     def add_to_checkpoint(self, folder: Path, state: TrainerState) -> None:
-        """What a checkpoint holds beyond Trainer's files; rank 0 only."""
+        """Write it, and bring to the disk what was reported so far; rank 0 only."""
         write_state(folder, state)
         if self._reference_moved and self.reference is not None and not self.args.save_only_model:
             torch.save(self.reference.state(), folder / REFERENCE_STATE)
-        self.checkpoint_extras(folder)
         if self.report is not None:
             self.report.on_save()
 
