@@ -11,8 +11,6 @@
 | trainer, optim | model and optimizer state of the trainer on the device now |
 | engine_w, engine_kv | weights and KV cache of the engine on the device now, as it says; `-` when it does not |
 | freed | by which the device became emptier in the step that led here |
-
-Nothing is logged or decided here.
 """
 
 from __future__ import annotations

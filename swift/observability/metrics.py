@@ -72,14 +72,7 @@ def extreme(choose: Callable[[float, float], float], a: float, b: float) -> floa
 
 
 class MetricStore:
-    """The values of the current step and of the open window.
-
-    Args:
-        clock: monotonic seconds; a test passes its own.
-
-    Attributes:
-        around: entered in every phase that is timed, also inside of another one.
-    """
+    """The values of the current step and of the open window; `around` is entered in every phase, nested ones too."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.around: Callable[[str], AbstractContextManager[None]] = lambda phase: nullcontext()
@@ -94,20 +87,15 @@ class MetricStore:
     # --- collecting -----------------------------------------------------------------------------------------------
 
     def add(self, name: str, value: float, *, weight: float = 1.0, kind: Kind | None = None) -> None:
-        """Fold a value into the current step.
+        """Fold a value into the current step; NaN and infinities are kept.
 
         Args:
             name: as logged.
-            value: a number; NaN and infinities are kept.
+            value: a number.
             weight: for means: how much the value counts. 0 is ignored.
-            kind: None means `kind_of(name)`.
-
-        Raises:
-            ValueError: for a negative weight, or a name that had another type before.
+            kind: None means `kind_of(name)`; a name that had another one before is a ValueError.
         """
         kind = kind or kind_of(name)
-        if weight < 0:
-            raise ValueError(f"{name}: weight {weight} is negative")
         if weight == 0:
             return
         self._fold(self._step, name, kind, float(value) * weight if kind == "mean" else float(value), weight)
@@ -131,10 +119,7 @@ class MetricStore:
 
     @contextmanager
     def timer(self, phase: str) -> Iterator[None]:
-        """Count the seconds inside to `phase`; inside another timer they count to the outer phase only.
-
-        So phases never overlap, and what evaluation generates is time of "eval", not of "generate".
-        """
+        """Count the seconds inside to `phase`; inside another timer they count to the outer phase only."""
         if self._timing:
             with self.around(phase):
                 yield
@@ -155,13 +140,10 @@ class MetricStore:
     # --- steps and windows ----------------------------------------------------------------------------------------
 
     def commit(self, step: int) -> dict[str, float]:
-        """End an optimizer step: its values join the window, with its `step_time` and `time/<phase>` in seconds.
+        """End an optimizer step: its values, with `step_time` and `time/<phase>` in seconds, join the window.
 
         Returns:
             the step's own values.
-
-        Raises:
-            ValueError: when `step` does not follow the last one.
         """
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"step {step} was committed after step {self._last_step}")

@@ -113,7 +113,6 @@ def test_the_summary_says_what_was_reached_and_where_it_lies(tmp_path):
         [*train_rows(range(1, 31)), {"attempt": 1, "step": 30, "eval_reward": 0.9}],
         run_dir=tmp_path,
         last_checkpoint=tmp_path / "checkpoint-30",
-        resume_command="swift rlhf --resume_from_checkpoint last",
     )
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "Steps logged: up to 30 of 30" in lines
@@ -124,7 +123,6 @@ def test_the_summary_says_what_was_reached_and_where_it_lies(tmp_path):
     assert "50 trained tokens per second" in lines
     assert "checkpoint-30 last checkpoint" in lines
     assert "images curves" in lines
-    assert "swift rlhf --resume_from_checkpoint last" in lines
     assert "completions.jsonl" not in text
 
 
