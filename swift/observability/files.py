@@ -36,7 +36,7 @@ def disk_full_is_an_error(path: Path) -> Iterator[None]:
 
 
 def _is_no_space(error: Exception, path: Path) -> bool:
-    """safetensors quotes the system's message; torch's zip writer only says that it failed, so the disk is asked."""
+    """Safetensors quotes the system's message; torch's zip writer only says that it failed, so the disk is asked."""
     if isinstance(error, OSError):
         return error.errno in _NO_SPACE
     if type(error).__name__ == "SafetensorError":

@@ -9,13 +9,13 @@ goes into every checkpoint, exact to the last bit, so that a resumed run continu
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 
 from swift.errors import SwiftError
 from swift.rl.advantages import Advantages
-from swift.rollout.batches import BatchConfig, BatchMaker, Begun, MadeBatch, round_metrics
+from swift.rollout.batches import BatchConfig, BatchMaker, MadeBatch, PartialBatch, round_metrics
 from swift.rollout.collector import RolloutCollector, launches_of
 from swift.rollout.dynamic_sampling import GroupFilter, updated_rate
 from swift.rollout.phase import GenerationPhase, PublishPhase
@@ -155,8 +155,8 @@ class RolloutPipeline:
             self.batch = self.batches.batch([])
             self.batch.arriving = self._arrivals(self.batch, progress)
             return
-        result, begun = self._first_result()
-        self.batch = self._make_batch(result, progress, begun).batch
+        result, partial = self._first_result()
+        self.batch = self._make_batch(result, progress, partial).batch
         self._ask_ahead(progress)
 
     def _arrivals(self, batch: RolloutBatch, progress: TrainerProgress) -> Iterator[Arrival]:
@@ -172,7 +172,7 @@ class RolloutPipeline:
             yield Arrival(range(start, len(batch.samples)), last=False)
         try:
             result, _ = self._first_result()
-            made = self._make_batch(result, progress, self.batches.untouched(result.groups))  # arrivals know their own
+            made = self._make_batch(result, progress, self.batches.partial(result.groups))  # arrivals know their own
         except SwiftError:
             self.batch = None  # a part of it is nothing that could be saved
             raise
@@ -209,11 +209,11 @@ class RolloutPipeline:
             return True, one.result.groups[one.result.carried_in :] if one.result is not None else []
         return not self._thread.samples(one) and one.all_scored, one.scored()
 
-    def _first_result(self) -> tuple[RoundResult, Begun | None]:
-        """The result of the next round, which leaves those ahead, and what was begun meanwhile; collective."""
+    def _first_result(self) -> tuple[RoundResult, PartialBatch | None]:
+        """The result of the next round, which leaves those ahead, and what is known of its batch; collective."""
         one = self._ahead[0]
         try:
-            result = self._result(one, begins=self.batches.can_begin and not self.config.streaming_groups)
+            result = self._result(one, refers=self.batches.refers_early and not self.config.streaming_groups)
         except SwiftError:  # nothing of this round was trained on: a checkpoint saved now draws it again
             self.scheduler.load(self._without(self._ahead))
             self._ahead.clear()
@@ -221,7 +221,7 @@ class RolloutPipeline:
         self._ahead.popleft()
         self.scheduler.rate = updated_rate(self.scheduler.rate, result.informative, result.launched)
         self.scheduler.carry(result.carried)
-        return result, one.begun
+        return result, one.partial_batch
 
     def _ask_ahead(self, progress: TrainerProgress) -> None:
         """Have the rounds sampled that may be."""
@@ -284,7 +284,7 @@ class RolloutPipeline:
             num_generations=config.num_generations,
             progress=progress,
             group_filter=group_filter,
-            draw=partial(self.scheduler.launch, log),
+            draw=functools.partial(self.scheduler.launch, log),
             informative=self.batches.informative,
             failed=self._has_failed,
         )
@@ -323,12 +323,12 @@ class RolloutPipeline:
         if failures:
             raise failure or failures[0]
 
-    def _result(self, one: Round, *, begins: bool = False) -> RoundResult:
+    def _result(self, one: Round, *, refers: bool = False) -> RoundResult:
         """The scored groups of a round, waited for; collective.
 
         Args:
             one: the round.
-            begins: whether it is trained on next, so that its batch can be begun while rewards are computed.
+            refers: it is trained on next, so the reference can work on it while rewards are computed.
 
         Raises:
             SwiftError: on every rank, and at every call: its failure.
@@ -337,8 +337,8 @@ class RolloutPipeline:
             try:
                 with self.timer("generate"):
                     self._thread.wait(one)
-                begin = partial(self._begin, one) if begins else None
-                one.result = self.collector.finish(one, timer=self.timer, meanwhile=begin)
+                meanwhile = functools.partial(self._refer, one) if refers else None
+                one.result = self.collector.finish(one, timer=self.timer, meanwhile=meanwhile)
             except SwiftError as error:
                 one.failure = error
             one.settled = True
@@ -347,8 +347,8 @@ class RolloutPipeline:
             raise one.failure
         return one.result
 
-    def _begin(self, one: Round, groups: list[RolloutGroup]) -> None:
-        one.begun = self.batches.begin([*one.log.carried, *groups])
+    def _refer(self, one: Round, groups: list[RolloutGroup]) -> None:
+        one.partial_batch = self.batches.referred([*one.log.carried, *groups])
 
     def _settle(self) -> None:
         """Wait for the rounds ahead, so that the engine is free; collective. A failure is raised at its turn."""
@@ -356,8 +356,10 @@ class RolloutPipeline:
             with contextlib.suppress(SwiftError):
                 self._result(one)
 
-    def _make_batch(self, result: RoundResult, progress: TrainerProgress, begun: Begun | None = None) -> MadeBatch:
-        made = self.batches.make(result.groups, progress.global_step, begun)
+    def _make_batch(
+        self, result: RoundResult, progress: TrainerProgress, partial: PartialBatch | None = None
+    ) -> MadeBatch:
+        made = self.batches.make(result.groups, progress.global_step, partial)
         self.scheduler.end_round(
             trained=made.trained,
             excluded=made.excluded + result.num_excluded,

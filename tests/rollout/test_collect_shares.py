@@ -56,27 +56,24 @@ def alone(groups, generations=2):
 # --- who samples what ---------------------------------------------------------------------------------------------
 
 
-def test_engines_take_whole_groups_where_these_divide_evenly():
-    engines = [ScriptedEngine(), ScriptedEngine()]
-    ends = on_ranks(2, lambda ranks: run(collector(ranks, engines[ranks.rank]), 4)[0])
-    assert [prompts_of(engine) for engine in engines] == [["p0", "p1"], ["p2", "p3"]]
-    assert ends == [alone(4)] * 2
+@pytest.mark.parametrize(
+    ("groups", "generations", "shares"),
+    [
+        (4, 2, [{"p0": 2, "p1": 2}, {"p2": 2, "p3": 2}]),
+        (3, 4, [{"p0": 4, "p1": 2}, {"p1": 2, "p2": 4}]),
+        (1, 2, [{"p0": 1}, {"p0": 1}, {}]),
+    ],
+)
+def test_each_engine_samples_a_consecutive_part_and_rank_0_scores_each_group_once(groups, generations, shares):
+    engines, scorer = [ScriptedEngine() for _ in shares], SlowScorer()
 
+    def work(ranks):
+        made = collector(ranks, engines[ranks.rank], scorer=scorer if ranks.rank == 0 else None)
+        return run(made, groups, generations)[0]
 
-def test_groups_that_do_not_divide_are_split_by_completions():
-    engines = [ScriptedEngine(), ScriptedEngine()]
-    ends = on_ranks(2, lambda ranks: run(collector(ranks, engines[ranks.rank]), 3, generations=4)[0])
-    assert [Counter(name.split("-")[0] for name in asked(engine)) for engine in engines] == [
-        {"p0": 4, "p1": 2}, {"p1": 2, "p2": 4},
-    ]  # fmt: skip
-    assert ends == [alone(3, 4)] * 2
-
-
-def test_more_engines_than_completions_leave_some_idle():
-    engines = [ScriptedEngine() for _ in range(3)]
-    ends = on_ranks(3, lambda ranks: run(collector(ranks, engines[ranks.rank]), 1)[0])
-    assert [len(asked(engine)) for engine in engines] == [1, 1, 0]
-    assert ends == [alone(1)] * 3
+    assert on_ranks(len(shares), work) == [alone(groups, generations)] * len(shares)
+    assert [Counter(name.split("-")[0] for name in asked(engine)) for engine in engines] == shares
+    assert sorted(group for group, _ in scorer.submitted) == [f"p{i}-0" for i in range(groups)]
 
 
 def test_ranks_of_one_engine_sample_the_same_and_one_of_them_reports():
@@ -182,16 +179,6 @@ def test_rank_0_scores_its_own_groups_early_and_those_of_others_when_they_arrive
     assert early == {"p0-0", "p1-0"}, "its own groups wait for the other engine"
     assert set(scorers[0].delivered) == {"p0-0", "p1-0", "p2-0", "p3-0"}
     assert scorers[1].submitted == []
-
-
-def test_a_group_that_two_engines_share_is_scored_once_and_whole():
-    scorer = SlowScorer()
-
-    def work(ranks):
-        return run(collector(ranks, ScriptedEngine(), scorer=scorer if ranks.rank == 0 else None), 3, 4)[0]
-
-    assert on_ranks(2, work) == [alone(3, 4)] * 2
-    assert sorted(group for group, _ in scorer.submitted) == ["p0-0", "p1-0", "p2-0"]
 
 
 def test_functions_of_the_whole_batch_see_it_at_once():

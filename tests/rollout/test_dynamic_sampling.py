@@ -10,7 +10,6 @@ from threaded_ranks import ThreadedMailbox, on_ranks
 from swift.errors import EngineDead, EngineError
 from swift.rollout.replay import ReplayBuffer
 from swift.rollout.round import EngineShare
-from swift.rollout.samples import TrainSample
 from swift.rollout.scheduler import RerollConfig
 
 
@@ -59,7 +58,7 @@ def test_surplus_groups_are_carried_to_the_next_window_and_none_is_lost(run, dep
     equal = lambda index: index % 20 < 10  # noqa: E731
     small = run(depth=depth, equal=lambda group: equal(group.launch_index)).train(12, max_steps=12)
     indexes = [[group.launch_index for group in used_groups(scored)] for scored in small.rounds]
-    flat = [index for unit in indexes for index in unit]
+    flat = [index for batch in indexes for index in batch]
     assert flat == sorted(flat) == [i for i in range(small.scheduler.launched) if not equal(i)]
     carried = [scored.metrics["dynamic_sample/carried_out"] for scored in small.rounds]
     assert max(carried) > 0 and carried[-1] == 0.0
@@ -155,11 +154,6 @@ def test_a_request_that_never_comes_back_is_named(run):
     small = run(ScriptedEngine(lose=["p1-0/1"]))
     with pytest.raises(EngineError, match="p1-0/1"):
         small.train(2)
-
-
-def test_rewards_that_are_slower_than_decoding_are_waited_for(run):
-    small = run(delay=lambda: 0.03).train(2, max_steps=2)
-    assert [len(used_groups(scored)) for scored in small.rounds] == [4, 4]
 
 
 # --- several ranks ------------------------------------------------------------------------------------------------
@@ -267,18 +261,3 @@ def test_a_resumed_run_tries_the_same_prompts_again(run, dynamic):
     first = make().train(4, max_steps=7)
     second = make().load(first.save()).train(7, max_steps=7)
     assert data(first) + data(second) == data(whole)
-
-
-def test_samples_of_the_buffer_leave_nothing_of_an_older_policy():
-    import numpy as np
-
-    buffer = ReplayBuffer(2, max_age=3, seed=0)
-    sample = TrainSample(
-        0, np.array([1]), np.array([2]), np.array([-1.0], dtype=np.float32), np.array([True]), 0.5,
-        old_logprobs=np.array([-2.0]), ref_logprobs=np.array([-3.0]),
-    )  # fmt: skip
-    buffer.store("a", 0, 1.0, [sample])
-    [entry] = buffer.draw(1, 1)
-    [replayed] = buffer.samples_of(entry, 4)
-    assert replayed.old_logprobs is None and replayed.ref_logprobs is None and replayed.advantage == 0.5
-    assert replayed.group == 4 and sample.group == 0

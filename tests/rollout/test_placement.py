@@ -130,14 +130,8 @@ def test_sleeping_acts_in_colocate_only():
             "--vllm_device: cuda:9: no such device; valid: cuda:0..cuda:7",
         ),
         ({"accelerators": 8, "local_ranks": 7, "vllm_device": ["cuda:0"]}, "cuda:0 belongs to a training process"),
-        (
-            {"accelerators": 8, "local_ranks": 7, "vllm_device": ["cuda:6", "cuda:7"]},
-            "2 devices for num_infer_workers=1",
-        ),
-        (
-            {"accelerators": 4, "local_ranks": 2, "num_infer_workers": 2, "vllm_device": ["cuda:3", "cuda:3"]},
-            "named twice",
-        ),
+        ({"accelerators": 8, "local_ranks": 7, "vllm_device": ["cuda:6", "cuda:7"]}, "2 devices for num_infer_workers"),
+        ({"accelerators": 4, "num_infer_workers": 2, "local_ranks": 2, "vllm_device": ["cuda:3"] * 2}, "named twice"),
         ({"accelerators": 2, "local_ranks": 2, "vllm_device": ["cuda:1", "cuda:0"]}, "its own device"),
         (
             {"accelerators": 8, "local_ranks": 8, "vllm_mode": "colocate", "num_infer_workers": 1},

@@ -54,13 +54,15 @@ def data(small):
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("dynamic", [None, 3])
-def test_a_function_that_passes_everything_on_trains_what_the_engine_alone_would(run, dynamic, depth):
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_function_that_passes_everything_on_trains_what_the_engine_would_also_after_a_resume(run, at, dynamic, depth):
     settings = {"dynamic": dynamic, "depth": depth}
-    plain = run(ScriptedEngine(), **settings).train(5, max_steps=5)
-    passed = run(wrap(), **settings).train(5, max_steps=5)
-    assert data(passed) == data(plain)
-    assert passed.scheduler.dropped == plain.scheduler.dropped
-    assert (passed.scheduler.dropped > 0) == (dynamic is not None)
+    plain = run(ScriptedEngine(), **settings).train(6, max_steps=6)
+    first = run(wrap(), **settings).train(at, max_steps=6)
+    second = run(wrap(), **settings).load(first.save()).train(6, max_steps=6)
+    assert data(first) + data(second) == data(plain)
+    assert second.scheduler.dropped == plain.scheduler.dropped
+    assert (plain.scheduler.dropped > 0) == (dynamic is not None)
 
 
 def test_groups_that_are_replaced_come_in_calls_of_their_own(run):
@@ -71,20 +73,9 @@ def test_groups_that_are_replaced_come_in_calls_of_their_own(run):
         return passing(prompts, rollout)
 
     small = run(wrap(noting), dynamic=3).train(1, max_steps=1)
-    assert calls[0] == 4, "the last unit of a run launches no surplus"
+    assert calls[0] == 4, "the last batch of a run launches no surplus"
     assert len(calls) > 1
     assert sum(calls) == small.scheduler.launched
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("dynamic", [None, 3])
-@pytest.mark.parametrize("at", [1, 3])
-def test_a_resumed_run_trains_on_the_same_completions(run, at, dynamic, depth):
-    settings = {"dynamic": dynamic, "depth": depth}
-    whole = run(wrap(), **settings).train(6, max_steps=6)
-    first = run(wrap(), **settings).train(at, max_steps=6)
-    second = run(wrap(), **settings).load(first.save()).train(6, max_steps=6)
-    assert data(first) + data(second) == data(whole)
 
 
 def test_columns_of_completions_survive_a_checkpoint(run):

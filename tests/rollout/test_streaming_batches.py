@@ -70,8 +70,8 @@ def test_training_begins_before_sampling_has_ended(run):
     engine = ScriptedEngine(step_s=0.01)
     small = run(engine)
     delivered = []
-    unit = next(small.pipeline.steps(small_progress))
-    for _ in unit.arriving:
+    batch = next(small.pipeline.steps(small_progress))
+    for _ in batch.arriving:
         delivered.append(engine.delivered)
     assert delivered[0] < 12 and delivered[-1] == 12
 
