@@ -8,8 +8,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 import msgspec
 import psutil
 import torch
+from preloaded import Program
 from safetensors.torch import load_file
 
 from swift.observability.jsonl import read_jsonl, read_log
@@ -56,7 +55,7 @@ def environment(**more: Any) -> dict[str, str]:
 class Run:
     """A command that was started; `folder` is where it trains."""
 
-    process: subprocess.Popen[str]
+    process: Program
     folder: Path
     begun: float = field(default_factory=time.monotonic)
 
@@ -161,15 +160,9 @@ class Cli:
         return self._popen(words[at + 1 :], self.folder / output, {**(variables or {}), **named})
 
     def _popen(self, words: list[str], folder: Path, variables: dict[str, Any]) -> Run:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "swift", *words],
-            cwd=self.folder,
-            env=environment(**variables),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        output, errors = (self.folder / f"{stream}-{len(self._started)}" for stream in ("stdout", "stderr"))
+        env = environment(**variables)
+        process = Program(["-m", "swift", *words], env=env, cwd=self.folder, output=output, errors=errors)
         self._started.append(Run(process, folder))
         return self._started[-1]
 
