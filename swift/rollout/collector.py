@@ -358,6 +358,6 @@ def launches_of(prompts: Iterable[Prompt]) -> list[Launch]:
     earlier: Counter[str] = Counter()
     launches = []
     for index, prompt in enumerate(prompts):
-        launches.append(Launch(index, earlier[prompt.prompt_id], prompt, 0))
+        launches.append(Launch(index, earlier[prompt.prompt_id], prompt))
         earlier[prompt.prompt_id] += 1
     return launches

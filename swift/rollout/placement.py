@@ -63,7 +63,6 @@ class Placement:
     """
 
     mode: Mode
-    num_devices: int
     local_ranks: int
     tensor_parallel_size: int
     trainer_devices: tuple[str, ...]
@@ -196,7 +195,6 @@ def place(request: PlacementRequest) -> Placement:
     spare = tuple(name for name in names if name not in used) if request.accelerators else ()
     return Placement(
         mode=mode,
-        num_devices=devices,
         local_ranks=ranks,
         tensor_parallel_size=tp,
         trainer_devices=trainers,

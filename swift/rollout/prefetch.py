@@ -53,12 +53,6 @@ class GenerationThread:
         self._failure: Exception | None = None
         self._thread: threading.Thread | None = None
 
-    @property
-    def in_flight(self) -> bool:
-        """Whether any round is incomplete."""
-        with self._changed:
-            return bool(self._new or self._running)
-
     def samples(self, current: Round) -> bool:
         """Whether a round is under way or waits for its turn."""
         with self._changed:

@@ -155,6 +155,7 @@ def test_trls_prompt_ids_are_accepted_where_they_are_those_of_the_prompt():
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
+        ([], "returned list; return a dict"),
         ({"completion_ids": None}, "returned no completion_ids; return a dict with both"),
         ({"logprobs": None}, "returned no logprobs (the log-prob of each token under the sampler"),
         ({"completion_ids": [[5]]}, "completion_ids has 1 entries where 4 are wanted (2 prompts x 2 completions"),
@@ -177,15 +178,11 @@ def test_trls_prompt_ids_are_accepted_where_they_are_those_of_the_prompt():
     ],
 )
 def test_a_wrong_result_is_an_error_that_names_the_place(entries, said):
+    function = fixed(**entries) if isinstance(entries, dict) else lambda prompts, rollout: entries
     with pytest.raises(EngineError) as raised:
-        run(wrap(fixed(**entries)))
+        run(wrap(function))
     assert str(raised.value).startswith("--rollout_func: mine: ")
     assert said in str(raised.value)
-
-
-def test_something_else_than_a_dict_is_an_error():
-    with pytest.raises(EngineError, match="mine: returned list; return a dict"):
-        run(wrap(lambda prompts, rollout: []))
 
 
 # --- failures and time --------------------------------------------------------------------------------------
@@ -200,9 +197,8 @@ def test_an_exception_carries_its_place_in_the_function():
 
 
 def test_an_error_of_the_engine_stays_what_it_is():
-    engine = ScriptedEngine(fail_after=1)
     with pytest.raises(EngineDead, match="scripted: it died"):
-        run(wrap(passing, engine=engine))
+        run(wrap(passing, engine=ScriptedEngine(fail_after=1)))
 
 
 def test_a_call_over_its_time_ends_its_completions_with_error_and_the_next_one_goes_on():
@@ -297,7 +293,7 @@ def test_through_the_collector_a_round_is_scored_with_its_columns():
     scorer = SlowScorer()
     engine = wrap(fixed(tries=[1, 2, 3, 4]))
     collector = RolloutCollector(engine, SAMPLING, 7, str, scorer, OneRank())
-    launches = [Launch(i, 0, prompt, 0) for i, prompt in enumerate(PROMPTS)]
+    launches = [Launch(i, 0, prompt) for i, prompt in enumerate(PROMPTS)]
     current = collector.prepare(LaunchLog(launches=launches), num_generations=2, progress=TrainerProgress(0, 1, 0.0))
     collector.sample(current)
     groups = collector.finish(current, timer=lambda name: threading.Lock()).groups
