@@ -350,7 +350,7 @@ def _engine_devices(request: PlacementRequest, mode: Mode, names: tuple[str, ...
         return own if mode == "colocate" else names[-workers:]
     flag = f"--vllm_device: {' '.join(given)}"
     if unknown := [name for name in given if name not in names]:
-        raise ConfigError(f"--vllm_device: {' '.join(unknown)}: no such device; valid: {_range(names)}")
+        raise ConfigError(f"--vllm_device: {' '.join(unknown)}: no such device; valid: {_span(names)}")
     if len(set(given)) != len(given):
         raise ConfigError(f"{flag}: a device is named twice; name {workers} different devices, or auto")
     if len(given) != workers:
@@ -358,14 +358,9 @@ def _engine_devices(request: PlacementRequest, mode: Mode, names: tuple[str, ...
     if mode == "colocate" and given != own:
         raise ConfigError(f"{flag}: in colocate mode each process uses its own device; {' '.join(own)}, or auto")
     if mode == "dedicated" and (taken := [name for name in given if name in own]):
-        free = _range(names[len(own) :])
+        free = _span(names[len(own) :])
         raise ConfigError(f"{flag}: {' '.join(taken)} belongs to a training process; valid: {free}, or auto")
     return given
-
-
-def _range(names: Sequence[str]) -> str:
-    """`cuda:0..cuda:7`."""
-    return names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
 
 
 def _cut_cores(cores: Sequence[int], groups: int) -> tuple[tuple[tuple[int, ...], ...], list[str]]:

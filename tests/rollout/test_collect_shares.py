@@ -106,28 +106,19 @@ def test_one_engine_per_node_serves_ranks_that_have_none():
     assert [len(asked(engine)) for engine in engines.values()] == [4, 4]
 
 
-def test_every_sample_has_a_seed_of_its_own_that_depends_on_nothing_else():
-    def seeds(ranks):
+def test_every_sample_has_a_seed_of_its_own_that_depends_on_nothing_else_and_evaluation_has_others():
+    def seeds(ranks, launched=None, namespace=""):
         made = collector(ranks, ScriptedEngine())
-        current = made.prepare(LaunchLog(launches=launches(4)), num_generations=3, progress=TrainerProgress(5, 9, 0.0))
+        log, progress = LaunchLog(launches=launched or launches(4)), TrainerProgress(5, 9, 0.0)
+        current = made.prepare(log, num_generations=3, progress=progress, seed_namespace=namespace)
         return {request.request_id: request.sampling.seed for request in current.due()}
 
     one = on_ranks(1, seeds)[0]
     first, second = on_ranks(2, seeds)
     assert first | second == one
-    assert len(set(one.values())) == 12
-
-
-def test_evaluation_has_seeds_of_its_own():
-    made = collector(OneRank(), ScriptedEngine())
-    prompts = NumberedPrompts().prompts[:2]
-
-    def seeds(space):
-        log, progress = LaunchLog(launches=launches_of(prompts)), TrainerProgress(0, 9, 0.0)
-        current = made.prepare(log, num_generations=1, progress=progress, seed_namespace=space)
-        return {request.sampling.seed for request in current.due()}
-
-    assert len(seeds("") | seeds("eval:")) == 4
+    evaluated = seeds(OneRank(), launches_of(NumberedPrompts().prompts[:4]), "eval:")
+    assert evaluated.keys() == one.keys()
+    assert len({*one.values(), *evaluated.values()}) == 24
 
 
 # --- scoring ------------------------------------------------------------------------------------------------------

@@ -150,12 +150,6 @@ def test_scores_that_cannot_be_had_end_the_round(run):
         small.train(3)
 
 
-def test_a_request_that_never_comes_back_is_named(run):
-    small = run(ScriptedEngine(lose=["p1-0/1"]))
-    with pytest.raises(EngineError, match="p1-0/1"):
-        small.train(2)
-
-
 # --- several ranks ------------------------------------------------------------------------------------------------
 
 

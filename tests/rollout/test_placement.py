@@ -127,7 +127,7 @@ def test_sleeping_acts_in_colocate_only():
         ({"accelerators": 2, "local_ranks": 3}, "NPROC_PER_NODE: 3: more than the 2 visible cuda devices"),
         (
             {"accelerators": 8, "local_ranks": 7, "vllm_device": ["cuda:9"]},
-            "--vllm_device: cuda:9: no such device; valid: cuda:0..cuda:7",
+            "--vllm_device: cuda:9: no such device; valid: cuda:0..7",
         ),
         ({"accelerators": 8, "local_ranks": 7, "vllm_device": ["cuda:0"]}, "cuda:0 belongs to a training process"),
         ({"accelerators": 8, "local_ranks": 7, "vllm_device": ["cuda:6", "cuda:7"]}, "2 devices for num_infer_workers"),

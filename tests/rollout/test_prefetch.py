@@ -1,6 +1,5 @@
 """The generation thread: rounds come back whole or with their failure, and it always ends."""
 
-import random
 import threading
 import time
 
@@ -84,17 +83,6 @@ def test_rounds_share_no_batch_of_the_engine_unless_they_may(sampled):
 
     assert most_together(overlap=False) == 4
     assert most_together(overlap=True) > 4
-
-
-def test_what_is_sampled_does_not_depend_on_the_order_of_completion(sampled):
-    def tokens(order):
-        thread, ask = sampled(ScriptedEngine(order=order))
-        current = ask()
-        in_time(thread.wait, current)
-        return {one.request_id: one.token_ids for part in current.parts.values() for one in part.values()}
-
-    shuffled = random.Random(3)
-    assert tokens(list) == tokens(lambda ended: shuffled.sample(ended, len(ended)))
 
 
 def test_the_engine_is_free_when_the_last_round_has_been_waited_for(sampled):

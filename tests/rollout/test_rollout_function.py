@@ -9,14 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 from scripted_engine import VOCABULARY, ScriptedEngine
-from small_runs import OneRank, SlowScorer
 
 from swift.errors import ConfigError, EngineDead, EngineError, Unsupported
 from swift.plugin import rollout_funcs
-from swift.rollout.collector import RolloutCollector
 from swift.rollout.rollout_function import RolloutFunctionEngine, load_rollout_func
-from swift.rollout.scheduler import Launch, LaunchLog
-from swift.types import Prompt, Request, SamplingParams, TrainerProgress
+from swift.types import Prompt, Request, SamplingParams
 
 SAMPLING = SamplingParams(max_new_tokens=8)
 PROMPTS = [
@@ -287,18 +284,6 @@ def test_a_call_cannot_be_kept_over_a_change_of_weights():
     release.set()
     thread.join()
     assert not engine.capabilities.in_flight_updates
-
-
-def test_through_the_collector_a_round_is_scored_with_its_columns():
-    scorer = SlowScorer()
-    engine = wrap(fixed(tries=[1, 2, 3, 4]))
-    collector = RolloutCollector(engine, SAMPLING, 7, str, scorer, OneRank())
-    launches = [Launch(i, 0, prompt) for i, prompt in enumerate(PROMPTS)]
-    current = collector.prepare(LaunchLog(launches=launches), num_generations=2, progress=TrainerProgress(0, 1, 0.0))
-    collector.sample(current)
-    groups = collector.finish(current, timer=lambda name: threading.Lock()).groups
-    assert [[one.columns["tries"] for one in group.completions] for group in groups] == [[1, 2], [3, 4]]
-    assert len(scorer.submitted) == 2
 
 
 def test_reward_functions_get_the_columns_of_a_completion_beside_those_of_its_row():
