@@ -27,14 +27,14 @@ from swift.rl.advantages import Advantages
 from swift.rollout.batches import BatchConfig, BatchMaker, MadeBatch, PartialBatch, round_metrics
 from swift.rollout.collector import RolloutCollector, launches_of
 from swift.rollout.dynamic_sampling import GroupFilter, updated_rate
-from swift.rollout.phase import GenerationPhase, PublishPhase
+from swift.rollout.phase import GenerationPhase, SyncPhase
 from swift.rollout.prefetch import GenerationThread
 from swift.rollout.replay import ReplayBuffer, ReplayState
 from swift.rollout.round import Round
 from swift.rollout.round_result import RoundResult, ScoredRound, restored_round, saved_round
 from swift.rollout.samples import Arrival, RolloutBatch
 from swift.rollout.scheduler import LaunchLog, RolloutScheduler, SchedulerState
-from swift.rollout.weights.publisher import WeightPublisher
+from swift.rollout.weights.sync import WeightSync
 from swift.types import Prompt, RolloutGroup, TrainerProgress
 
 ARRIVAL_S = 0.005
@@ -74,7 +74,7 @@ class PipelineState(msgspec.Struct):
     """
 
     scheduler: SchedulerState
-    publisher: dict[str, Any]
+    weight_sync: dict[str, Any]
     batch: RolloutBatch | None
     ahead: list[RoundResult]
     replay: ReplayState | None
@@ -89,7 +89,7 @@ class RolloutPipeline:
         config: how groups become rollout batches.
         timer: context manager factory for the phases of a step.
         observer: gets every scored round, on every rank.
-        publisher: gives the rollout engine new weights.
+        weight_sync: gives the rollout engine new weights.
         phase: makes the engine ready for generation; None syncs weights and nothing else.
         replay: groups to stand in for zero-variance groups.
 
@@ -106,14 +106,14 @@ class RolloutPipeline:
         *,
         timer: Timer,
         observer: Observer,
-        publisher: WeightPublisher,
+        weight_sync: WeightSync,
         phase: GenerationPhase | None = None,
         replay: ReplayBuffer | None = None,
     ) -> None:
         self.scheduler, self.collector, self.config = scheduler, collector, config
-        self.timer, self.observer, self.publisher = timer, observer, publisher
+        self.timer, self.observer, self.weight_sync = timer, observer, weight_sync
         self.batches = BatchMaker(config, replay=replay)
-        self.phase: GenerationPhase = phase or PublishPhase(publisher)
+        self.phase: GenerationPhase = phase or SyncPhase(weight_sync)
         self.batch: RolloutBatch | None = None
         self._ahead: deque[Round] = deque()
         self._restarts = 0
@@ -138,7 +138,7 @@ class RolloutPipeline:
         assert self.batch is not None
         self.batch.position += 1
         mid_batch = not self.batch.exhausted and not self._ahead
-        if step is not None and mid_batch and self.publisher.interval > 1 and self.publisher.due(step):
+        if step is not None and mid_batch and self.weight_sync.interval > 1 and self.weight_sync.due(step):
             with self.phase(step):
                 pass
 
@@ -242,16 +242,16 @@ class RolloutPipeline:
         return progress.max_steps <= 0 or self.scheduler.rounds < math.ceil(progress.max_steps / self._updates)
 
     def _ask(self, progress: TrainerProgress, *, wait: bool) -> Round:
-        """Launch a round with the weights of now, if a publication is due, and sample it or start to.
+        """Launch a round with the weights of now, if a weight sync is due, and sample it or start to.
 
         Weights change when nothing is in flight, or, with `in_flight_updates`, between two tokens.
         """
         one = self._new_round(progress)
         step = progress.global_step
-        due_in_flight = self.publisher.due(step) and any(not other.settled for other in self._ahead)
+        due_in_flight = self.weight_sync.due(step) and any(not other.settled for other in self._ahead)
         try:
             if due_in_flight and self.config.in_flight_updates:
-                self._publish_in_flight(step)
+                self._sync_in_flight(step)
                 self._sample(one, wait=wait)
             else:
                 if due_in_flight:
@@ -302,12 +302,12 @@ class RolloutPipeline:
         with self.timer("generate"):
             self.collector.sample(current)
 
-    def _publish_in_flight(self, step: int) -> None:
-        """Pause the engine between two tokens, publish, go on; a rank that cannot tells the others."""
+    def _sync_in_flight(self, step: int) -> None:
+        """Pause the engine between two tokens, sync, go on; a rank that cannot tells the others."""
         engine = self.collector.engine
         try:
             self._everywhere(self._thread.hold)
-            self.publisher.publish(step)
+            self.weight_sync.sync(step)
             self._everywhere(engine.resume if engine is not None else lambda: None)
         finally:
             self._thread.release()
@@ -319,7 +319,7 @@ class RolloutPipeline:
             work()
         except SwiftError as error:
             failure = error
-        failures = [one for one in self.publisher.ranks.all_gather(failure) if one is not None]
+        failures = [one for one in self.weight_sync.ranks.all_gather(failure) if one is not None]
         if failures:
             raise failure or failures[0]
 
@@ -403,7 +403,7 @@ class RolloutPipeline:
         shown = [None if reward is None else value for reward, value in zip(rewards, advantages, strict=True)]
         cut = ["overlong" if self.batches.cut(one) else None for group in groups for one in group.completions]
         used = [group.group_id not in unused for group in groups for _ in group.completions]
-        version = self.publisher.version
+        version = self.weight_sync.version
         self.observer(ScoredRound(split, step, groups, rewards, shown, cut, version, metrics, used))
 
     def staleness(self, step: int) -> dict[str, float]:
@@ -417,7 +417,7 @@ class RolloutPipeline:
         assert self.batch is not None
         samples = [self.batch.samples[i] for i in self.batch.global_batch(self.batch.global_batch_index)]
         ages = [
-            (step - self.publisher.step_of(version), count)
+            (step - self.weight_sync.step_of(version), count)
             for sample in samples
             if sample.num_trained
             for version, count in sample.tokens_of_versions()
@@ -463,7 +463,7 @@ class RolloutPipeline:
             work()
 
     def state(self) -> PipelineState:
-        """A copy of the state: scheduler, publisher, what is left of the current batch, and the rounds asked for.
+        """A copy of the state: scheduler, weight_sync, what is left of the current batch, and the rounds asked for.
 
         Collective: rounds in flight are waited for and saved whole. One that fails is left out, and those after it:
         they are drawn again after a resume.
@@ -474,7 +474,7 @@ class RolloutPipeline:
         replay = self.batches.replay
         return PipelineState(
             scheduler=self._without(list(self._ahead)[len(valid) :]),
-            publisher=self.publisher.state_dict(),
+            weight_sync=self.weight_sync.state_dict(),
             batch=replace(self.batch) if pending and self.batch is not None else None,
             ahead=[saved_round(result) for result in valid if result is not None],
             replay=replay.state() if replay is not None else None,
@@ -488,4 +488,4 @@ class RolloutPipeline:
         self._ahead = deque(Round(self.collector, LaunchLog(), result=one, settled=True) for one in results)
         if self.batches.replay is not None and state.replay is not None:
             self.batches.replay.load(state.replay)
-        self.publisher.load_state_dict(state.publisher)
+        self.weight_sync.load_state_dict(state.weight_sync)

@@ -2,7 +2,7 @@
 
 A setting is of one of three kinds. *Fixed* ones decide what is in the checkpoint (weights, adapters, data order,
 batches, pipeline state): changing one would continue another run, so it is an error. *Free* ones decide where the
-run is watched and how fast it goes, not what it computes; some of them only while weights are published after every
+run is watched and how fast it goes, not what it computes; some of them only while weights are synced after every
 update. All others may change, with a note: the run goes on, but
 from there it is no longer the run that was started.
 """
@@ -55,7 +55,7 @@ OUT_OF_TURN = frozenset(
 )
 """Those of the free ones that give the sampler new weights before `--vllm_sync_interval` is over: evaluation and the
 repeated parity check need the weights of then, the first generation after a checkpoint or a sleep of level 2 gets them,
-and the interval counts from there. Free only while weights are published after every update anyway.
+and the interval counts from there. Free only while weights are synced after every update anyway.
 """
 # fmt: on
 
@@ -116,7 +116,7 @@ def compare_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Se
 
 
 def _sync_interval(saved: Mapping[str, Any], current: Mapping[str, Any]) -> int:
-    """The longer of the two intervals between publications."""
+    """The longer of the two intervals between weight syncs."""
     return max(int(settings.get("vllm_sync_interval") or 1) for settings in (saved, current))
 
 

@@ -18,7 +18,7 @@ from swift.rollout.collector import RolloutCollector
 from swift.rollout.pipeline import PipelineConfig, PipelineState, RolloutPipeline
 from swift.rollout.saved_state import decode, encode
 from swift.rollout.scheduler import RolloutScheduler
-from swift.rollout.weights.publisher import WeightPublisher
+from swift.rollout.weights.sync import WeightSync
 from swift.types import GroupScores, Prompt, SamplingParams, TrainerProgress
 
 
@@ -147,7 +147,7 @@ class SmallRun:
         collector = RolloutCollector(
             engine, SamplingParams(max_tokens), 7, str, self.scorer, self.ranks, share, mailbox=mailbox
         )
-        self.publisher = WeightPublisher(
+        self.weight_sync = WeightSync(
             engine, source=lambda: CountingSource(two_layers(self.value)), interval=interval, ranks=self.ranks
         )
         config = PipelineConfig(
@@ -166,27 +166,27 @@ class SmallRun:
         self.scheduler = RolloutScheduler(
             NumberedPrompts(prompts), groups_per_batch=groups, batches_per_epoch=None, reroll=reroll
         )
-        self.published = []
-        self._note_publications()
+        self.synced = []
+        self._note_syncs()
         self.pipeline = RolloutPipeline(
             self.scheduler,
             collector,
             config,
             timer=lambda phase: contextlib.nullcontext(),
             observer=self.rounds.append,
-            publisher=self.publisher,
+            weight_sync=self.weight_sync,
             replay=replay,
         )
 
-    def _note_publications(self):
-        publish = self.publisher.publish
+    def _note_syncs(self):
+        sync = self.weight_sync.sync
 
         def noted(step):
-            ack = publish(step)
-            self.published.append(step)
+            ack = sync(step)
+            self.synced.append(step)
             return ack
 
-        self.publisher.publish = noted
+        self.weight_sync.sync = noted
 
     @property
     def step(self):

@@ -50,19 +50,19 @@ def test_a_round_uses_the_weights_of_as_many_steps_before_as_rounds_are_sampled_
     made = run(depth=depth).train(6)
     assert [versions(step) for step in made.steps] == [{max(0, step - depth)} for step in range(6)]
     assert [step.staleness["off_policy/max"] for step in made.steps] == [min(step, depth) for step in range(6)]
-    assert made.published == [1, 2, 3, 4, 5]
+    assert made.synced == [1, 2, 3, 4, 5]
 
 
-def test_an_interval_of_five_publishes_after_steps_5_10_and_15_whatever_a_batch_feeds(run):
+def test_an_interval_of_five_syncs_after_steps_5_10_and_15_whatever_a_batch_feeds(run):
     for windows, iterations in [(1, 1), (2, 1), (1, 2)]:
         made = run(interval=5, windows=windows, iterations=iterations).train(17)
-        assert made.published == [5, 10, 15]
-        assert made.publisher.version == 3
+        assert made.synced == [5, 10, 15]
+        assert made.weight_sync.version == 3
 
 
 def test_ahead_of_training_weights_change_at_the_start_of_a_batch(run):
     made = run(depth=1, interval=5, windows=2).train(20)
-    assert made.published == [6, 12, 18]
+    assert made.synced == [6, 12, 18]
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -95,7 +95,7 @@ def texts(run):
     return [completion.text for scored in run.rounds for group in scored.groups for completion in group.completions]
 
 
-def test_weights_sampled_with_are_the_weights_that_were_published(run):
+def test_weights_sampled_with_are_the_weights_that_were_synced(run):
     """The scripted tokens depend on the weights: the rounds of a run that publishes nothing new differ."""
     fresh, stale = run().train(4), run(interval=10).train(4)
     assert fresh.steps[0].tokens == stale.steps[0].tokens
@@ -147,7 +147,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(run, settings, at):
     resumed = run(**settings).load(checkpoint).train(at + 6)
     assert [s.tokens for s in resumed.steps] == [s.tokens for s in straight.steps[at:]]
     assert seen(resumed) == seen(straight)[at:]
-    assert resumed.publisher.state_dict() == straight.publisher.state_dict()
+    assert resumed.weight_sync.state_dict() == straight.weight_sync.state_dict()
     whole = [g.launch_index for r in straight.rounds for g in r.groups]
     assert whole == sorted(set(whole))
     resumed_groups = [g.launch_index for r in resumed.rounds for g in r.groups]
@@ -260,7 +260,7 @@ def test_what_the_engine_gave_up_is_left_out_with_its_reason(run, depth, reason)
 
 def test_ages_count_each_trained_token_with_the_version_that_sampled_it(run):
     made = run(depth=1).train(4)
-    batch, step_of = made.pipeline.batch, made.publisher.step_of
+    batch, step_of = made.pipeline.batch, made.weight_sync.step_of
     batch.position = 0
     for sample in batch.samples:
         sample.versions = [(1, 0, 1), (3, 1, 4)]

@@ -15,9 +15,9 @@ import torch
 from sharded_worker import build, whole_state
 
 from swift.rollout.engines.spec import EngineSpec, build_engine
-from swift.rollout.phase import PublishPhase
+from swift.rollout.phase import SyncPhase
 from swift.rollout.weights.policy import PolicyWeights
-from swift.rollout.weights.publisher import WeightPublisher
+from swift.rollout.weights.sync import WeightSync
 from swift.trainers.memory.colocate import ColocateCycle
 from swift.trainers.memory.offload import model_tensors, optimizer_tensors
 from swift.trainers.session import join_processes
@@ -49,18 +49,18 @@ def main(path: str) -> None:
     engine = build_engine(EngineSpec(model=task["model"], backend="transformers", eos_token_ids=()))
     trainer = build(task)
     own_memory(trainer.model)
-    publisher = WeightPublisher(engine, source=lambda: PolicyWeights(trainer.model), ranks=trainer.collectives)
+    weight_sync = WeightSync(engine, source=lambda: PolicyWeights(trainer.model), ranks=trainer.collectives)
     pipeline = trainer.pipeline
-    pipeline.collector.engine, pipeline.publisher = engine, publisher
+    pipeline.collector.engine, pipeline.weight_sync = engine, weight_sync
     pipeline.collector.around = contextlib.nullcontext
     seen: list[tuple[int, int]] = []
     lines: list[str] = []
     if task.get("flags") is None:
-        pipeline.phase = PublishPhase(publisher)
+        pipeline.phase = SyncPhase(weight_sync)
     else:
         cycle = ColocateCycle(
             engine,
-            publisher,
+            weight_sync,
             **task["flags"],
             log=lines.append,
             metrics=trainer.metrics,

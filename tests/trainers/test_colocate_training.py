@@ -13,9 +13,9 @@ from grpo_parts import make_trainer
 
 from swift.rl.losses import LossConfig
 from swift.rollout.engines.spec import EngineSpec, build_engine
-from swift.rollout.phase import PublishPhase
+from swift.rollout.phase import SyncPhase
 from swift.rollout.weights.policy import PolicyWeights, adapter_weights
-from swift.rollout.weights.publisher import WeightPublisher
+from swift.rollout.weights.sync import WeightSync
 from swift.trainers.memory.colocate import ColocateCycle
 
 CPU = torch.device("cpu")
@@ -62,7 +62,7 @@ def train(folder, output, kind, *, flags=None, batches=None, evaluate=False, ada
     name = str(settings["dtype"]).removeprefix("torch.")
     spec = EngineSpec(model=str(folder), backend="transformers", dtype=name, eos_token_ids=(), lora=adapters)
     engine = build_engine(spec)
-    publisher = WeightPublisher(
+    weight_sync = WeightSync(
         engine,
         source=lambda: PolicyWeights(model, move_model_batches=batches),
         adapter=(lambda: adapter_weights(model)) if adapters else None,
@@ -70,13 +70,13 @@ def train(folder, output, kind, *, flags=None, batches=None, evaluate=False, ada
     )
     lines, out = [], []
     pipeline = trainer.pipeline
-    pipeline.collector.engine, pipeline.publisher = engine, publisher
+    pipeline.collector.engine, pipeline.weight_sync = engine, weight_sync
     if flags is None:
-        pipeline.phase = PublishPhase(publisher)
+        pipeline.phase = SyncPhase(weight_sync)
     else:
         cycle = ColocateCycle(
             engine,
-            publisher,
+            weight_sync,
             **flags,
             log=lines.append,
             metrics=trainer.metrics,

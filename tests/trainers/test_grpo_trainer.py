@@ -194,7 +194,7 @@ def test_completions_carry_the_version_of_the_weights_that_sampled_them(nano_fol
     trainer = make_trainer(nano_folders["qwen2"], tmp_path, windows=2, max_steps=5)
     trainer.train()
     assert [scored.version for scored in trainer.rounds] == [0, 1, 2]
-    assert [trainer.pipeline.publisher.step_of(version) for version in (0, 1, 2)] == [0, 2, 4]
+    assert [trainer.pipeline.weight_sync.step_of(version) for version in (0, 1, 2)] == [0, 2, 4]
 
 
 def test_sampler_and_trainer_agree_on_every_step(nano_folders, tmp_path):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from swift.rollout.parity import ParityCheck
     from swift.rollout.replay import ReplayBuffer
     from swift.rollout.scheduler import RerollConfig
-    from swift.rollout.weights.publisher import WeightPublisher
+    from swift.rollout.weights.sync import WeightSync
     from swift.trainers.engines import EngineSetup
     from swift.trainers.grpo.trainer import GRPOTrainer
     from swift.trainers.memory.colocate import ColocateCycle
@@ -38,7 +38,7 @@ class Surroundings:
     rank_log: RankLog
     report: RunReport | None
     stall: StallWatch
-    publisher: WeightPublisher
+    weight_sync: WeightSync
     cycle: ColocateCycle | None
     trainer: GRPOTrainer
 
@@ -100,7 +100,7 @@ class Surroundings:
             config,
             timer=self.metrics.timer,
             observer=report.on_round if report is not None else (lambda scored: None),
-            publisher=self.publisher,
+            weight_sync=self.weight_sync,
             phase=self.cycle,
             replay=self._replay(),
         )
@@ -202,15 +202,15 @@ class Surroundings:
         gather = self.parts.args.ds3_gather_for_generation
         return sampling_from(self.trainer.model, gather=gather, any_rank=self.parts.collectives.any)
 
-    def _build_publisher(self, model: Any) -> WeightPublisher:
+    def _build_weight_sync(self, model: Any) -> WeightSync:
         """Gives the engines the weights of `model`, or its adapter alone."""
         from swift.rollout.weights.policy import LiveWeights, PolicyWeights, adapter_weights
-        from swift.rollout.weights.publisher import WeightPublisher
+        from swift.rollout.weights.sync import WeightSync
 
         args = self.parts.args
         # only where sampling and training take turns, and nothing else moves the parameters
         one_memory = self.setup.colocated and not (args.offload_model or args.deepspeed or args.fsdp)
-        return WeightPublisher(
+        return WeightSync(
             self.setup.engine,
             source=lambda: PolicyWeights(model, move_model_batches=args.move_model_batches),
             live=LiveWeights(model) if one_memory else None,
@@ -231,7 +231,7 @@ class Surroundings:
         assert self.setup.engine is not None
         return ColocateCycle(
             self.setup.engine,
-            self.publisher,
+            self.weight_sync,
             sleep_level=self.setup.placement.sleep_level,
             offload_model=args.offload_model,
             offload_optimizer=args.offload_optimizer,
@@ -253,7 +253,7 @@ class Surroundings:
             self.setup.engine,
             score=trainer.logprobs.score,
             model=trainer.model,
-            publisher=self.publisher,
+            weight_sync=self.weight_sync,
             prompts=parts.first_prompts,
             sampling=args.sampling_params(),
             ranks=parts.collectives,

@@ -165,7 +165,7 @@ class _Session(Surroundings):
             )
         self.setup = setup
         self.stall = self._build_stall_watch(rank_log_file(folder, attempt, parts.collectives.rank))
-        self.publisher = self._build_publisher(model)
+        self.weight_sync = self._build_weight_sync(model)
         self.cycle = self._build_cycle()
         self.trainer = self._build_trainer(model, reference)
         if self.cycle is not None:
@@ -220,7 +220,7 @@ class _Session(Surroundings):
         """
         args = self.parts.args
         if args.adapters:  # the engine read the base alone
-            self.publisher.refresh()
+            self.weight_sync.refresh()
         if self.parity is not None:
             self._judge(self.parity.run())
         if self.cycle is not None:

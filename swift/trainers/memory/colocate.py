@@ -8,7 +8,7 @@
     1  the optimizer's state, then the model move to the host          --offload_optimizer, --offload_model
     2  garbage and the device's cache are released                     --gc_collect_after_offload
     3  the engine's weights wake                                       --sleep_level >= 1
-    4  new weights are published, from the host copies if they moved   when due; always after level 2
+    4  new weights are sent, from the host copies if they moved   when due; always after level 2
     5  the KV cache wakes; now the engine is whole
     6  the block runs: it samples
     7  the engine sleeps                                               --sleep_level >= 1
@@ -60,7 +60,7 @@ from swift.trainers.memory.offload import Offloader, model_tensors, optimizer_te
 if TYPE_CHECKING:
     from swift.observability.metrics import MetricStore
     from swift.rollout.engines.base import InferenceEngine, SleepLevel
-    from swift.rollout.weights.publisher import WeightPublisher
+    from swift.rollout.weights.sync import WeightSync
     from swift.trainers.distributed import Collectives
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class ColocateCycle:
 
     Args:
         engine: this rank's.
-        publisher: brings weights to it.
+        weight_sync: brings weights to it.
         sleep_level: how deep the engine sleeps while the trainer works.
         offload_model, offload_optimizer: what leaves the device while the engine works.
         gc_collect_after_offload: collect garbage and release the device's cache then.
@@ -108,7 +108,7 @@ class ColocateCycle:
     def __init__(
         self,
         engine: InferenceEngine,
-        publisher: WeightPublisher,
+        weight_sync: WeightSync,
         *,
         sleep_level: SleepLevel,
         offload_model: bool,
@@ -127,7 +127,7 @@ class ColocateCycle:
                 f"--sleep_level: {sleep_level}: the {can.name} engine of this run cannot sleep so; valid: "
                 + ", ".join(map(str, sorted({0, *can.sleep_levels})))
             )
-        self.engine, self.publisher = engine, publisher
+        self.engine, self.weight_sync = engine, weight_sync
         self.sleep_level: SleepLevel = sleep_level
         self.device, self.ranks, self.metrics = device, ranks, metrics
         self.notes = _notes(device, can.name, can.shares_weights, offload_model, offload_optimizer, copies_on_host)
@@ -185,7 +185,7 @@ class ColocateCycle:
             ResourceError: memory did not suffice for the one or the other.
         """
         if self._turn is not None:
-            self._publish_again(step, current)
+            self._sync_again(step, current)
             yield
             return
         self._turn = _Turn(step, RandomStates.of_now(self.device), trainer_stays)
@@ -215,7 +215,7 @@ class ColocateCycle:
                 self._leave(turn, self._model)
             self._release(turn)
             self._wake("weights")
-        self._publish(turn.step, current)
+        self._sync(turn.step, current)
         with self.ranks.together(), self.metrics.timer("memory"):
             if self._offload_model and not turn.trainer_stays and late:
                 self._leave(turn, self._model)
@@ -244,20 +244,20 @@ class ColocateCycle:
         finally:
             turn.random.restore()
 
-    def _publish(self, step: int, current: bool) -> None:
+    def _sync(self, step: int, current: bool) -> None:
         """Step 4."""
         with reading_from(self._model.copies()):
-            self.publisher.update(step, current=current, lost=self._lost)
+            self.weight_sync.update(step, current=current, lost=self._lost)
         self._lost = False
 
-    def _publish_again(self, step: int, current: bool) -> None:
+    def _sync_again(self, step: int, current: bool) -> None:
         """The same in a phase that has begun; a spread model has to be on its device for it."""
         if not (self._model.away and self._spread()):
-            self._publish(step, current)
-        elif step != self.publisher.last_step:
+            self._sync(step, current)
+        elif step != self.weight_sync.last_step:
             with self.ranks.together(), self.metrics.timer("memory"):
                 self._model.come_back()
-            self._publish(step, current)
+            self._sync(step, current)
             with self.ranks.together(), self.metrics.timer("memory"):
                 self._model.leave()
 
