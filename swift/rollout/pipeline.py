@@ -195,9 +195,8 @@ class RolloutPipeline:
             with self.timer("generate"):
                 while True:
                     over, scored = self._scored_so_far(one)
-                    ready = [
-                        group for group in scored if group.group_id not in known and self.batches.informative(group)
-                    ]
+                    new = (group for group in scored if group.group_id not in known)
+                    ready = [group for group in new if self.batches.informative(group)]
                     if over or len(ready) >= size:
                         break
                     time.sleep(ARRIVAL_S)
@@ -224,8 +223,9 @@ class RolloutPipeline:
         return result, one.partial_batch
 
     def _ask_ahead(self, progress: TrainerProgress) -> None:
-        """Have the rounds sampled that may be."""
-        while len(self._ahead) < self.config.prefetch_depth and self._wants_more(progress):
+        """Have the rounds sampled that may be, and that will be trained on."""
+        most = math.ceil(progress.max_steps / self._updates) if progress.max_steps > 0 else math.inf
+        while len(self._ahead) < self.config.prefetch_depth and self.scheduler.rounds < most:
             self._ahead.append(self._ask(progress, wait=False))
 
     def _without(self, rounds: Iterable[Round]) -> SchedulerState:
@@ -236,10 +236,6 @@ class RolloutPipeline:
     def _updates(self) -> int:
         """Optimizer steps that a rollout batch feeds."""
         return self.config.num_global_batches * self.config.num_iterations
-
-    def _wants_more(self, progress: TrainerProgress) -> bool:
-        """Whether a further rollout batch will be trained on."""
-        return progress.max_steps <= 0 or self.scheduler.rounds < math.ceil(progress.max_steps / self._updates)
 
     def _ask(self, progress: TrainerProgress, *, wait: bool) -> Round:
         """Launch a round with the weights of now, if a weight sync is due, and sample it or start to.
@@ -324,14 +320,9 @@ class RolloutPipeline:
             raise failure or failures[0]
 
     def _result(self, one: Round, *, refers: bool = False) -> RoundResult:
-        """The scored groups of a round, waited for; collective.
+        """The scored groups of a round, waited for; collective. Its failure is raised on every rank, at every call.
 
-        Args:
-            one: the round.
-            refers: it is trained on next, so the reference can work on it while rewards are computed.
-
-        Raises:
-            SwiftError: on every rank, and at every call: its failure.
+        refers: it is trained on next, so the reference can work on it while rewards are computed.
         """
         if not one.settled:
             try:

@@ -96,7 +96,7 @@ def texts(run):
 
 
 def test_weights_sampled_with_are_the_weights_that_were_synced(run):
-    """The scripted tokens depend on the weights: the rounds of a run that publishes nothing new differ."""
+    """The scripted tokens depend on the weights: the rounds of a run without weight syncs differ."""
     fresh, stale = run().train(4), run(interval=10).train(4)
     assert fresh.steps[0].tokens == stale.steps[0].tokens
     assert fresh.steps[1].tokens != stale.steps[1].tokens
@@ -165,7 +165,7 @@ def test_a_checkpoint_holds_the_rounds_on_their_way_and_a_resume_samples_none_of
     assert not again & saved
 
 
-def test_taking_a_checkpoint_changes_nothing_where_every_step_publishes(run):
+def test_taking_a_checkpoint_changes_nothing_where_every_step_syncs(run):
     plain = run(depth=1).train(6)
     saving = run(depth=1)
     for step in range(1, 7):
