@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from scripted_engine import CountingSource, two_layers
+from threaded_ranks import ThreadedMailbox, on_ranks
 
 from swift.rollout.collector import RolloutCollector
 from swift.rollout.pipeline import PipelineConfig, PipelineState, RolloutPipeline
@@ -243,3 +244,22 @@ class SmallRun:
         if self.engine is not None:
             self.engine.close()
         self.scorer.pool.shutdown()
+
+
+def data(run):
+    """What each step of a run was trained on and came to."""
+    return [(step.tokens, step.versions, step.value) for step in run.steps]
+
+
+def on_two_ranks(settings, work):
+    """`work(run)` on each of two ranks with a mailbox; `settings(rank)` are those of its run, the engine among them."""
+    channels = {}
+
+    def rank(ranks):
+        run = SmallRun(ranks=ranks, mailbox=ThreadedMailbox(channels), **settings(ranks.rank))
+        try:
+            return work(run)
+        finally:
+            run.close()
+
+    return on_ranks(2, rank)

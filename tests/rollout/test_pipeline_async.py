@@ -6,25 +6,10 @@ from collections import Counter
 
 import pytest
 from scripted_engine import ScriptedEngine, lost
-from small_runs import SlowScorer, SmallRun
+from small_runs import SlowScorer
 
 from swift.errors import EngineDead, EngineError, RewardError, SyncFailed
 from swift.types import TrainerProgress
-
-
-@pytest.fixture
-def run():
-    """Makes runs and ends them."""
-    made = []
-
-    def make(engine=None, **settings):
-        made.append(SmallRun(engine or ScriptedEngine(), **settings))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-        assert one.engine.overlaps == [], "two threads were in the engine at the same time"
 
 
 def versions(step):

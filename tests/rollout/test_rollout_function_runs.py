@@ -9,8 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from scripted_engine import VOCABULARY, ScriptedEngine
-from small_runs import SlowScorer, SmallRun
-from threaded_ranks import ThreadedMailbox, on_ranks
+from small_runs import SlowScorer, data, on_two_ranks
 
 from swift.errors import EngineError
 from swift.rollout.rollout_function import RolloutFunctionEngine
@@ -23,6 +22,9 @@ def equal(group):
     return group.launch_index % 3 == 0
 
 
+SETTINGS = {"groups": 4, "prompts": 50, "equal": equal}
+
+
 def passing(prompts, rollout):
     done = rollout.generate(rollout.repeated_prompt_ids)
     return {"completion_ids": [one.token_ids for one in done], "logprobs": [one.logprobs for one in done]}
@@ -33,23 +35,6 @@ def wrap(function=passing):
         ScriptedEngine(), function, name="mine", args=None, tokenizer=TOKENIZER, end_token_ids=(1,),
         vocab_size=VOCABULARY, limit_s=30.0,
     )  # fmt: skip
-
-
-@pytest.fixture
-def run():
-    made = []
-
-    def make(engine, **settings):
-        made.append(SmallRun(engine, scorer=SlowScorer(equal=equal), **{"groups": 4, "prompts": 50, **settings}))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-
-
-def data(small):
-    return [(step.tokens, step.versions, step.value) for step in small.steps]
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -89,19 +74,13 @@ def test_columns_of_completions_survive_a_checkpoint(run):
 
 
 def test_two_ranks_with_a_function_each_train_on_what_one_does(run):
-    alone, channels = run(wrap(), dynamic=3).train(4, max_steps=4), {}
+    alone = run(wrap(), dynamic=3).train(4, max_steps=4)
 
-    def rank(ranks):
-        small = SmallRun(
-            wrap(), ranks=ranks, share=EngineShare(ranks.rank, 2), scorer=SlowScorer(equal=equal), dynamic=3, groups=4,
-            prompts=50, mailbox=ThreadedMailbox(channels),
-        )  # fmt: skip
-        try:
-            return data(small.train(4, max_steps=4))
-        finally:
-            small.close()
+    def settings(rank):
+        own = {"engine": wrap(), "share": EngineShare(rank, 2), "scorer": SlowScorer(equal=equal)}
+        return {**own, "dynamic": 3, "groups": 4, "prompts": 50}
 
-    assert on_ranks(2, rank) == [data(alone)] * 2
+    assert on_two_ranks(settings, lambda small: data(small.train(4, max_steps=4))) == [data(alone)] * 2
 
 
 def test_a_function_that_fails_on_a_replacement_ends_the_run_with_its_line(run):
