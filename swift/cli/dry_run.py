@@ -19,7 +19,7 @@ from swift.rollout import placement
 if TYPE_CHECKING:
     from swift.arguments import Resolved
     from swift.rewards import RewardPipeline
-    from swift.rewards.worker import Outcome
+    from swift.rewards.payload import Outcome
     from swift.types import Prompt
 
 CHECKED_ROWS = 64
@@ -33,7 +33,8 @@ def rehearse_rlhf(resolved: Resolved) -> int:
         ConfigError: settings, placement, data, columns or batch sizes.
         RewardError: a reward function broke its contract.
     """
-    from swift.data import load_prompts, open_prompts
+    from swift.data.prompts import load_prompts
+    from swift.data.source import open_prompts
     from swift.models import load_chat
     from swift.models.policy import check_targets
     from swift.rewards import RewardPipeline
@@ -145,10 +146,10 @@ def _rewards(rewards: RewardPipeline, prompts: Sequence[Prompt]) -> list[str]:
     ]
     results = rewards.probe_each(groups, TrainerProgress(global_step=0, max_steps=0, epoch=0.0))
     lines = []
-    for index, (name, weight) in enumerate(zip(rewards.names, rewards.weights, strict=True)):
+    for name, weight in zip(rewards.names, rewards.weights, strict=True):
         line = f"reward {name}: weight {weight:g}"
-        if index < len(results):
-            shown = [_shown(result) for result in results[index]]
+        if name in results:
+            shown = [_shown(result) for result in results[name]]
             line += f"; ground truths of the first rows: {' '.join(shown[::2])}; empty answers: {' '.join(shown[1::2])}"
         else:
             line += "; a model, not loaded in a dry run"

@@ -98,7 +98,7 @@ def encode(args: Any, template: Template) -> tuple[Dataset, Dataset | None, list
     Raises:
         ConfigError: wrong data, or no usable row.
     """
-    from swift.data import load_rows
+    from swift.data.loading import load_rows
     from swift.models.policy import context_length
     from swift.trainers.sft_data import ChatEncoder, encode_rows
 

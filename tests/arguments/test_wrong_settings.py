@@ -76,7 +76,7 @@ FLAGS = [
     ("--reward_funcs soft_overlong", ["--soft_cache_length: none: soft_overlong needs it", "--soft_max_length 512"]),
     (
         "--reward_funcs soft_overlong --soft_cache_length 512",
-        ["--soft_cache_length: 512: must be below --soft_max_length 512"],
+        ["--soft_cache_length: 512: ", "below --soft_max_length 512"],
     ),
     ("--streaming true", ["--max_steps: -1: a stream has no known end"]),
     ("--split_dataset_ratio 1", ["--split_dataset_ratio: 1: out of range"]),

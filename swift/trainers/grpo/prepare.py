@@ -13,7 +13,8 @@ from swift.types import Prompt
 if TYPE_CHECKING:
     import torch
 
-    from swift.data import PromptDataset, PromptSource
+    from swift.data.prompts import PromptDataset
+    from swift.data.source import PromptSource
     from swift.models.template import Template
     from swift.rewards import RewardPipeline
     from swift.rollout.arithmetic import BatchPlan
@@ -46,7 +47,8 @@ class Parts:
 
 def prepare(args: Any, collectives: Collectives, start: Start, placement: Placement) -> Parts:
     """Everything that needs no weights: template, data, rewards, batch arithmetic."""
-    from swift.data import load_prompts, open_prompts
+    from swift.data.prompts import load_prompts
+    from swift.data.source import open_prompts
     from swift.models import load_chat
     from swift.rewards import RewardPipeline
     from swift.rewards.models import load_reward_models
