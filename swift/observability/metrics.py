@@ -4,9 +4,8 @@ Values are typed: a *mean* (weighted), a *max*, a *min* or a *sum*. Within a ste
 their type; `commit` ends the step and folds its values into the open window, in which means are averaged over the
 steps that had the value, maxima, minima and sums are taken over them; `flush` empties the window.
 
-The state is exact: running totals are plain floats whose text reads back to the same bits, and folding goes in the
-order of the calls. So a run that is resumed in the middle of a window logs the same numbers as one that was not,
-except those that measure time (`is_timing`). Not thread-safe: the trainer's thread calls it.
+The state is exact: running totals are plain floats, folded in the order of the calls. So a run that is resumed in the
+middle of a window logs the same numbers as one that was not, except those that measure time (`is_timing`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
 Kind = Literal["mean", "max", "min", "sum"]
@@ -170,10 +169,10 @@ class MetricStore:
     # --- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """A JSON-safe state: the current step, the open window and the time spent in the current step."""
+        """Plain values: the current step, the open window and the time spent in the current step."""
         return {
-            "step": _dump(self._step),
-            "window": _dump(self._window),
+            "step": {name: astuple(value) for name, value in self._step.items()},
+            "window": {name: astuple(value) for name, value in self._window.items()},
             "phases": dict(self._phases),
             "last_step": self._last_step,
             "elapsed": self._clock() - self._step_began,
@@ -181,19 +180,9 @@ class MetricStore:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly after `state`."""
-        self._step, self._window = _load(state["step"]), _load(state["window"])
-        self._phases = {name: float(seconds) for name, seconds in state["phases"].items()}
+        self._step, self._window = (
+            {name: _Value(*value) for name, value in state[part].items()} for part in ("step", "window")
+        )
+        self._phases = dict(state["phases"])
         self._last_step = state["last_step"]
-        self._step_began = self._clock() - float(state["elapsed"])
-
-
-def _dump(values: Mapping[str, _Value]) -> dict[str, list[Any]]:
-    return {name: [value.kind, _text(value.total), _text(value.weight)] for name, value in values.items()}
-
-
-def _text(number: float) -> float | str:
-    return number if math.isfinite(number) else repr(number)
-
-
-def _load(state: Mapping[str, Any]) -> dict[str, _Value]:
-    return {name: _Value(kind, float(total), float(weight)) for name, (kind, total, weight) in state.items()}
+        self._step_began = self._clock() - state["elapsed"]

@@ -187,7 +187,7 @@ class RunDirectory:
         return rank_log_file(self.path, self.attempt, rank)
 
     def finish(self, *, end_step: int, exit_code: int, reason: str) -> None:
-        """Record how the attempt ended (`reason`: "done", "signal SIGTERM", an error's line); let the folder go."""
+        """Record how the attempt ended (`reason`: "done", "signal SIGTERM", an error line); let the folder go."""
         assert self._record is not None, "finish() before open()"
         self._record.update(end_step=end_step, exit_code=exit_code, reason=reason)
         try:

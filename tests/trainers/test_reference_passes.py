@@ -85,9 +85,9 @@ def test_what_a_replay_buffer_may_stand_in_for_is_not_passed_over(nano_folders, 
     from swift.rollout.replay import ReplayBuffer
 
     trainer = make_trainer(nano_folders["qwen2"], tmp_path, loss=LossConfig(beta=0.5), reference=watched(nano_folders))
-    assert trainer.pipeline.batches.can_begin
+    assert trainer.pipeline.batches.refers_early
     trainer.pipeline.batches.replay = ReplayBuffer(4, max_age=4, seed=0, recompute=False)
-    assert not trainer.pipeline.batches.can_begin
+    assert not trainer.pipeline.batches.refers_early
 
 
 def watched(folders):
