@@ -1,4 +1,4 @@
-"""Settings that registered losses, advantage estimators, optimizers and engines declare for themselves.
+"""Settings that registered losses, estimators, optimizers, engines and rewards declare for themselves.
 
 An entry of a registry may have `parameters`: a dataclass of fields made with `swift.flags.flag`. They are flags of
 every mode that has the choice, act where the entry is chosen, and stand in `--help`, the schema and args.json like
@@ -35,6 +35,7 @@ CHOICES = {
     "advantage_estimator": "advantages",
     "optim": "optimizers",
     "infer_backend": "backends",
+    "reward_funcs": "orms",
 }
 """Setting that chooses an entry -> the registry of `swift.plugin.registry`."""
 
@@ -88,6 +89,10 @@ def _extended(cls: type, owners: tuple[tuple[type, tuple[str, ...]], ...]) -> ty
                 f"--{choice}: {names[0]}: its parameter {clash[0]} is the name of another setting; rename it"
             )
         taken |= own
-    needs = {owner: f"{choice}={'|'.join(names)}" for owner, (choice, *names) in owners}
+    needs = {
+        owner: f"{choice}={'|'.join(names)}"
+        for owner, (choice, *names) in owners
+        if choice != "reward_funcs"  # a reward function of a plugin may read any setting
+    }
     body = {"__doc__": cls.__doc__, "__module__": cls.__module__, "NEEDS": needs}
     return dataclasses.dataclass(kw_only=True)(type(cls.__name__, (*(owner for owner, _ in owners), cls), body))

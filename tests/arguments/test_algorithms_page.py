@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from swift.arguments import docs
-from swift.arguments.modes import MODES
+from swift.arguments.plugins import settings_class
 from swift.arguments.presets import PRESETS
 from swift.flags import flags_of
 from swift.rl.arguments import ASYNCHRONOUS, ObjectiveArguments
 
 ROOT = Path(docs.__file__).parents[2]
 PAGE = docs.ALGORITHMS.read_text(encoding="utf-8")
-FLAGS = flags_of(MODES["rlhf"])
+FLAGS = flags_of(settings_class("rlhf"))
 NAMED = set(re.findall(r"--([a-z0-9_]+)", PAGE))
 
 
