@@ -7,8 +7,8 @@ The annotation decides how a value is read: bool, int, float, str, `list[...]`, 
 `| None` where the setting may be absent. The text under the field is its help; help, docs and schema read it
 from here and from nowhere else. The first sentence stands alone in short lists.
 
-Dataclasses of such fields sit beside the component that reads them; `swift.arguments` composes them. A registered
-loss, advantage estimator, optimizer or engine may have such a dataclass too, as its attribute `parameters`.
+Dataclasses of such fields sit beside the component that reads them; `swift.arguments` composes them. An entry of a
+registry (a loss, a reward function, an engine, ...) may have such a dataclass too, as its attribute `parameters`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import re
 import sys
 import types
 import typing
@@ -28,6 +29,7 @@ from typing import Any, Literal
 
 Kind = Literal["bool", "int", "float", "str", "dict"]
 
+_NEED = re.compile(r"(\w*)([=<]?)(.*)")
 BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 """Names of bounds, as pydantic calls them, and as messages do."""
 
@@ -76,9 +78,10 @@ def flag(
         group: heading in the help; None means the class's `GROUP`.
         everyday: whether the short help shows it.
         unset: what a default of None means, in words.
-        needs: without what the setting has no effect: a switch, or `name=value|value` of a choice.
+        needs: without what the setting has no effect: a switch, `name=value|value` of a choice, or `name<number`.
         joins: values given under different aliases are concatenated instead of contradicting each other.
-        registry: name of the registry in `swift.plugin.registry` whose entries are choices too.
+        registry: name of the registry in `swift.plugin.registry` whose entries are choices (too). Their attribute
+            `summary`, if any, is part of the help.
     """
     bounds = {"gt": above, "ge": at_least, "lt": below, "le": at_most}
     details = Details(
@@ -118,13 +121,17 @@ class Flag:
     @property
     def choices(self) -> tuple[Any, ...]:
         """All values that are allowed, those of plugins last; () allows any."""
-        entries = registered(self.details.registry) if self.built_in and self.details.registry else {}
-        return (*self.built_in, *(name for name in entries if name not in self.built_in))
+        return (*self.built_in, *(name for name in self._entries() if name not in self.built_in))
+
+    def _entries(self) -> Mapping[str, Any]:
+        return registered(self.details.registry) if self.details.registry else {}
 
     @property
     def help(self) -> str:
-        """The text under the field, one paragraph."""
-        return help_texts(self.owner).get(self.name, "")
+        """The text under the field, one paragraph, and what the entries of its registry say of themselves."""
+        summaries = {name: getattr(entry, "summary", "") for name, entry in self._entries().items()}
+        entries = (f"{name}: {summary}." for name, summary in summaries.items() if summary)
+        return " ".join([help_texts(self.owner).get(self.name, ""), *entries])
 
     @property
     def summary(self) -> str:
@@ -142,15 +149,19 @@ class Flag:
 
     def has_effect(self, args: Any) -> bool:
         """Whether the settings `args` of a mode switch on what this one needs."""
-        name, equals, values = self.needs.partition("=")
+        name, sign, wanted = _NEED.fullmatch(self.needs).groups()  # type: ignore[union-attr]
         if not hasattr(args, name):
             return True
-        return getattr(args, name) in values.split("|") if equals else bool(getattr(args, name))
+        value = getattr(args, name)
+        if sign == "<":
+            return bool(value < float(wanted))
+        return bool(set(value if isinstance(value, list) else [value]) & set(wanted.split("|")) if sign else value)
 
     @property
     def needs_text(self) -> str:
         """What the setting needs, as it is typed; "" when nothing."""
-        return "--" + self.needs.replace("=", " ").replace("|", " or ") if self.needs else ""
+        words = self.needs.replace("=", " ").replace("|", " or ").replace("<", " below ")
+        return f"--{words}" if words else ""
 
     @property
     def spellings(self) -> tuple[str, ...]:

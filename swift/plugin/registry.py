@@ -213,9 +213,12 @@ backends = Registry("backends", "inference backend")
 rollout_functions = Registry("rollout_functions", "rollout function")
 """Rollout functions by name: `function(prompts, rollout)`; see `swift.rollout.rollout_function`."""
 
+presets = Registry("presets", "preset", home="swift.arguments.presets")
+"""Values of papers for `--preset`, by name."""
+
 inference_backends, rollout_funcs = backends, rollout_functions  # older names
 
 REGISTRIES: Mapping[str, Registry] = {
-    registry.key: registry for registry in (orms, losses, advantages, optimizers, backends, rollout_functions)
+    registry.key: registry for registry in (orms, losses, advantages, optimizers, backends, rollout_functions, presets)
 }
 """All registries by the name that users import."""

@@ -7,9 +7,12 @@ run, where a text has no tokens, n is the number of whitespace-separated words.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from swift.errors import ConfigError
+from swift.flags import flag
 from swift.plugin.registry import ORM
 from swift.rewards.functions.accuracy import MathAccuracy
 
@@ -24,6 +27,56 @@ def lengths(completions: list[str], response_token_ids: list[Any] | None) -> lis
         len(text.split()) if ids is None else len(ids)
         for text, ids in zip(completions, response_token_ids, strict=True)
     ]
+
+
+@dataclass(kw_only=True)
+class CosineParameters:
+    """Settings of the cosine reward."""
+
+    GROUP: ClassVar[str] = "Reward"
+
+    cosine_min_len_value_wrong: float = flag(-0.5, everyday=False)
+    """Reward of a wrong answer of length 0."""
+
+    cosine_max_len_value_wrong: float = flag(0.0, everyday=False)
+    """Reward of a wrong answer of length cosine_max_len."""
+
+    cosine_min_len_value_correct: float = flag(1.0, everyday=False)
+    """Reward of a right answer of length 0."""
+
+    cosine_max_len_value_correct: float = flag(0.5, everyday=False)
+    """Reward of a right answer of length cosine_max_len."""
+
+    cosine_max_len: int | None = flag(at_least=1, everyday=False)
+    """Length in tokens from which the reward is constant."""
+
+
+@dataclass(kw_only=True)
+class SoftOverlongParameters:
+    """Settings of the soft overlong punishment."""
+
+    GROUP: ClassVar[str] = "Reward"
+
+    soft_max_length: int | None = flag(at_least=1, everyday=False)
+    """Length in tokens from which the reward is -1."""
+
+    soft_cache_length: int | None = flag(at_least=1, everyday=False)
+    """Number of tokens before soft_max_length over which the reward falls from 0 to -1. Required; DAPO
+    (arXiv:2503.14476) uses a fifth."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with these settings, one line each."""
+        longest, reward_funcs = self.soft_max_length, getattr(self, "reward_funcs", [])
+        if "soft_overlong" in reward_funcs and self.soft_cache_length is None:
+            yield (
+                f"--soft_cache_length: none: soft_overlong needs it, above 0 and below --soft_max_length {longest}; "
+                f"e.g. --soft_cache_length {max(1, (longest or 0) // 5)}"
+            )
+        elif self.soft_cache_length is not None and longest is not None and self.soft_cache_length >= longest:
+            yield (
+                f"--soft_cache_length: {self.soft_cache_length}: must be below --soft_max_length {longest}; "
+                f"e.g. --soft_cache_length {max(1, longest // 5)}"
+            )
 
 
 class CosineReward(ORM):
@@ -42,6 +95,8 @@ class CosineReward(ORM):
     Raises:
         ConfigError: when T is not positive.
     """
+
+    parameters = CosineParameters
 
     def __init__(
         self,
@@ -94,6 +149,8 @@ class SoftOverlong(ORM):
     Raises:
         ConfigError: when C is missing or not between 0 and M; the message holds both values.
     """
+
+    parameters = SoftOverlongParameters
 
     def __init__(
         self,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+from swift.flags import flag
 from swift.plugin.registry import ORM
 
 # Scripts written without spaces: Chinese characters, Hiragana, Katakana (also half width).
@@ -20,6 +22,19 @@ def words(text: str) -> list[str]:
     return _WORD.findall(text.lower())
 
 
+@dataclass(kw_only=True)
+class RepetitionParameters:
+    """Settings of the repetition penalty."""
+
+    GROUP: ClassVar[str] = "Reward"
+
+    repetition_n_grams: int = flag(3, at_least=1, everyday=False)
+    """Words per n-gram."""
+
+    repetition_max_penalty: float = flag(-1.0, at_most=0, everyday=False)
+    """Reward of a text that only repeats itself."""
+
+
 class RepetitionPenalty(ORM):
     """p (1 - distinct N-grams / N-grams); 0 for a text of fewer than N words.
 
@@ -27,6 +42,8 @@ class RepetitionPenalty(ORM):
         repetition_n_grams: N, in words.
         repetition_max_penalty: p, the value approached by a text that only repeats itself.
     """
+
+    parameters = RepetitionParameters
 
     def __init__(self, repetition_n_grams: int = 3, repetition_max_penalty: float = -1.0) -> None:
         super().__init__()
