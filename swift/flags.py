@@ -34,13 +34,24 @@ BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 """Names of bounds, as pydantic calls them, and as messages do."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Details:
-    """What a field says besides its type; see `flag`."""
+    """What a field says besides its type and default.
 
-    aliases: tuple[str, ...] = ()
+    aliases: other names. values: other words for values, in lower case -> the value. above, at_least, below, at_most:
+    bounds of a number, or of each number of a list. group: heading in the help; None means the class's `GROUP`.
+    everyday: whether the short help shows it. unset: what a default of None means, in words. needs: without what the
+    setting has no effect: a switch, `name=value|value` of a choice, or `name<number`. joins: values given under
+    different aliases are concatenated instead of contradicting each other. registry: name of the registry in
+    `swift.plugin.registry` whose entries are choices (too); their attribute `summary`, if any, is part of the help.
+    """
+
+    aliases: Sequence[str] = ()
     values: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    bounds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    above: float | None = None
+    at_least: float | None = None
+    below: float | None = None
+    at_most: float | None = None
     group: str | None = None
     everyday: bool = True
     unset: str | None = None
@@ -48,56 +59,19 @@ class Details:
     joins: bool = False
     registry: str | None = None
 
+    @property
+    def bounds(self) -> dict[str, float]:
+        """Those that are given, as pydantic calls them."""
+        bounds = {"gt": self.above, "ge": self.at_least, "lt": self.below, "le": self.at_most}
+        return {name: bound for name, bound in bounds.items() if bound is not None}
 
-def flag(
-    default: Any = None,
-    *,
-    aliases: Sequence[str] = (),
-    values: Mapping[str, str] | None = None,
-    above: float | None = None,
-    at_least: float | None = None,
-    below: float | None = None,
-    at_most: float | None = None,
-    group: str | None = None,
-    everyday: bool = True,
-    unset: str | None = None,
-    needs: str | None = None,
-    joins: bool = False,
-    registry: str | None = None,
-) -> Any:
-    """A field of an arguments dataclass.
 
-    Args:
-        default: the value without the flag; lists and dicts are copied for each instance.
-        aliases: other names.
-        values: other words for values, in lower case -> the value.
-        above: exclusive lower bound of a number, or of each number of a list.
-        at_least: inclusive lower bound.
-        below: exclusive upper bound.
-        at_most: inclusive upper bound.
-        group: heading in the help; None means the class's `GROUP`.
-        everyday: whether the short help shows it.
-        unset: what a default of None means, in words.
-        needs: without what the setting has no effect: a switch, `name=value|value` of a choice, or `name<number`.
-        joins: values given under different aliases are concatenated instead of contradicting each other.
-        registry: name of the registry in `swift.plugin.registry` whose entries are choices (too). Their attribute
-            `summary`, if any, is part of the help.
-    """
-    bounds = {"gt": above, "ge": at_least, "lt": below, "le": at_most}
-    details = Details(
-        aliases=tuple(aliases),
-        values=dict(values or {}),
-        bounds={name: bound for name, bound in bounds.items() if bound is not None},
-        group=group,
-        everyday=everyday,
-        unset=unset,
-        needs=needs,
-        joins=joins,
-        registry=registry,
-    )
+def flag(default: Any = None, **details: Any) -> Any:
+    """A field of an arguments dataclass, with its `Details`; lists and dicts are copied for each instance."""
+    metadata = {"flag": Details(**details)}
     if isinstance(default, list | dict):
-        return dataclasses.field(default_factory=lambda: type(default)(default), metadata={"flag": details})
-    return dataclasses.field(default=default, metadata={"flag": details})
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,9 +116,7 @@ class Flag:
     @property
     def valid(self) -> str:
         """The choices or the range, in words; "" when neither is bounded."""
-        bounds = (
-            f"{words} {self.details.bounds[name]:g}" for name, words in BOUNDS.items() if name in self.details.bounds
-        )
+        bounds = (f"{BOUNDS[name]} {bound:g}" for name, bound in self.details.bounds.items())
         return ", ".join(map(str, self.choices)) or " and ".join(bounds)
 
     def has_effect(self, args: Any) -> bool:

@@ -7,7 +7,6 @@ is recorded in the provenance and shown by the help.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from swift.arguments.plugins import CHOICES, entry_of
 from swift.arguments.values import convert
 from swift.data.system import shipped_example
+from swift.devices import allowed_cores, torch_is_for_cpu_only
 from swift.flags import registered
 from swift.rollout.placement import has_own_engine
 
@@ -34,10 +34,9 @@ class Machine:
     @classmethod
     def look(cls, environ: Mapping[str, str]) -> Machine:
         """The machine this process runs on, without importing torch."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         sizes = ("WORLD_SIZE",) if environ.get("RANK") else ("NPROC_PER_NODE", "NNODES")
         counts = [int(environ[name]) for name in sizes if environ.get(name, "").isdigit()]
-        return cls(_has_accelerator(environ), cores, max(1, math.prod(counts)))
+        return cls(_has_accelerator(environ), len(allowed_cores()), max(1, math.prod(counts)))
 
 
 EVALUATED_SHARE = 0.01
@@ -300,13 +299,4 @@ def _has_accelerator(environ: Mapping[str, str]) -> bool:
     if environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return False
     devices = [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")]
-    return bool(devices) and not _torch_is_cpu_only()
-
-
-def _torch_is_cpu_only() -> bool:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("torch").endswith("+cpu")
-    except PackageNotFoundError:
-        return True
+    return bool(devices) and not torch_is_for_cpu_only()

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from swift.cli import launcher
-from swift.cli.devices import allowed_cores, count_accelerators
 from swift.rollout import placement
 
 if TYPE_CHECKING:
@@ -110,19 +109,13 @@ def rehearse_sft(resolved: Resolved) -> int:
 
 def _place(resolved: Resolved) -> placement.Placement:
     """Where engines and trainers would be."""
-    from swift.trainers.engines import attention_heads
+    from swift.trainers.engines import find_placement
 
-    accelerators, kind = count_accelerators()
-    request = placement.request_from(
+    return find_placement(
         resolved.args,
         local_ranks=launcher.local_ranks(os.environ),
-        accelerators=accelerators,
-        accelerator_kind=kind,
-        cores=allowed_cores(),
-        prefetch_given=resolved.provenance.get("prefetch_depth", {}).get("source", "default") != "default",
-        heads=lambda: attention_heads(resolved.args),
+        prefetch_given="prefetch_depth" in resolved.given,
     )
-    return placement.place(request)
 
 
 def _lengths(prompts: Sequence[Prompt]) -> str:

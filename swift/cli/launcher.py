@@ -27,6 +27,7 @@ from pathlib import Path
 from types import FrameType
 
 from swift.cli.boundary import EXIT_DIR
+from swift.devices import allowed_cores
 from swift.errors import ConfigError, EngineError, Interrupted, ResourceError, join_problems
 
 GRACE_S = 30.0
@@ -194,9 +195,8 @@ def _worker_environment(
     plan: LaunchPlan, local_rank: int, port: int, environ: Mapping[str, str], records: str
 ) -> dict[str, str]:
     """What torch, accelerate and our own worker read."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
-        "OMP_NUM_THREADS": str(max(1, cores // plan.local_ranks)),
+        "OMP_NUM_THREADS": str(max(1, len(allowed_cores()) // plan.local_ranks)),
         **environ,
         "RANK": str(plan.node_rank * plan.local_ranks + local_rank),
         "LOCAL_RANK": str(local_rank),

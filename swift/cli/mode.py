@@ -63,7 +63,7 @@ def start(name: str, words: Sequence[str]) -> int | None:
     if plan is not None and not mode.workers:
         resolved.notes.append(f"NPROC_PER_NODE, NNODES: {plan.world_size} processes: {name} runs in one")
     elif plan is not None and not dry:
-        from swift.cli.devices import count_accelerators
+        from swift.devices import count_accelerators
 
         launcher.check_accelerators(plan.local_ranks, count_accelerators()[0])
         return launcher.launch([sys.executable, "-m", "swift", name, *words], plan, environ=os.environ)

@@ -79,8 +79,7 @@ def test_it_writes_nothing(model, folder):
 
 def test_it_counts_the_processes_that_a_launch_would_start(model, folder, monkeypatch, capsys):
     monkeypatch.setenv("NPROC_PER_NODE", "2")
-    monkeypatch.setattr("swift.cli.devices.count_accelerators", lambda: (0, "cpu"))
-    monkeypatch.setattr("swift.cli.dry_run.count_accelerators", lambda: (0, "cpu"))
+    monkeypatch.setattr("swift.trainers.engines.count_accelerators", lambda: (0, "cpu"))
     assert main(rlhf(model)) == 0
     text = capsys.readouterr().out
     assert "2 training processes on cpu:0, cpu:1" in text

@@ -156,7 +156,8 @@ FLAGS = {
     ),
     "parts of a batch that feeds several steps": (
         lambda d: d.rlhf(
-            "--streaming_partial_batch true --vllm_mode dedicated --infer_backend transformers --per_device_train_batch_size 4 --generation_batch_size 8 --num_generations 4"
+            "--streaming_partial_batch true --vllm_mode dedicated --infer_backend transformers",
+            "--per_device_train_batch_size 4 --generation_batch_size 8 --num_generations 4",
         ),
         "--streaming_partial_batch: true | 2 optimizer steps | --generation_batch_size 4",
     ),
