@@ -13,13 +13,13 @@ from typing import Any
 
 from swift.arguments import known
 from swift.arguments.derived import Machine, complete, find_plugin
-from swift.arguments.layers import ConfigFile, Given, read_command_line, read_config, read_environment
+from swift.arguments.layers import Given, Layer, read_command_line, read_config, read_environment
 from swift.arguments.modes import MODES
 from swift.arguments.plugins import plugin_paths, settings_class, unread
 from swift.arguments.presets import plan_lines, values_under
 from swift.arguments.values import convert, mask
 from swift.errors import ConfigError, join_problems, nearest
-from swift.flags import Flag, aliases_of, flags_of, spellings_of
+from swift.flags import Flag, flags_of, spellings_of
 from swift.plugin.registry import presets
 
 
@@ -54,11 +54,6 @@ class Resolved:
         chosen = getattr(self.args, "preset", "none") != "none"
         return plan_lines(self.args, self.provenance) if chosen else []
 
-    @property
-    def aliases(self) -> dict[str, str]:
-        """Other spelling -> canonical name."""
-        return aliases_of(type(self.args))
-
     def to_json(self) -> dict[str, Any]:
         """The content of args.json: flat canonical values and `_provenance`; secrets are `***`."""
         values = {name: mask(name, getattr(self.args, name)) for name in flags_of(self.args.__class__)}
@@ -72,7 +67,7 @@ def parse(mode: str, argv: Sequence[str], environ: Mapping[str, str]) -> Resolve
         ConfigError: with every problem found.
     """
     line = read_command_line(argv)
-    file = read_config(line.config) if line.config else ConfigFile()
+    file = read_config(line.config) if line.config else Layer()
     environment = {name: value for name, value in file.environment.items() if name not in environ}
     variables = {**environ, **environment}
 

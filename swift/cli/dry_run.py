@@ -107,6 +107,16 @@ def rehearse_sft(resolved: Resolved) -> int:
     return 0
 
 
+def rehearse_rollout(resolved: Resolved) -> int:
+    """The dry run of `swift rollout`; returns 0."""
+    from swift.rollout.server.run import bind, check
+
+    plan = check(resolved.args, resolved.given)
+    bind(resolved.args.host, resolved.args.port).close()
+    show(resolved, plan.lines())
+    return 0
+
+
 def _place(resolved: Resolved) -> placement.Placement:
     """Where engines and trainers would be."""
     from swift.trainers.engines import find_placement

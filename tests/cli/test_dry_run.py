@@ -101,22 +101,6 @@ def test_weights_are_not_read(model, folder, tmp_path_factory):
     assert main(rlhf(bare)) == 0
 
 
-def test_a_reward_that_breaks_its_contract_is_code_5(model, folder, capsys):
-    (folder / "odd_plugin.py").write_text(
-        "from swift.plugin import orms\ndef odd(completions, **kw):\n    return ['x'] * len(completions)\n"
-        "orms['odd'] = odd\n"
-    )
-    words = rlhf(model, "--external_plugins", "odd_plugin.py")
-    words[words.index("accuracy")] = "odd"
-    assert main(words) == 5
-    assert "swift: error: --reward_funcs: odd" in capsys.readouterr().err
-
-
-def test_sizes_that_do_not_fit_are_code_2(model, folder, capsys):
-    assert main(rlhf(model, "--num_generations", "5")) == 2
-    assert "C=16 completions" in capsys.readouterr().err
-
-
 BATCH = (
     "from swift.plugin import ORM, orms\nclass Whole(ORM):\n    scope = 'batch'\n"
     "    def __call__(self, completions, **kw):\n        return [0.0] * len(completions)\norms['whole'] = Whole\n"

@@ -145,11 +145,6 @@ FLAGS = {
         lambda d: d.rlhf("--train_type lora --tuner_type full"),
         "--train_type | --tuner_type | lora | full",
     ),
-    "no model": (lambda d: d.rlhf(without=["--model"]), "--model: missing"),
-    "training on parts in one process": (
-        lambda d: d.rlhf("--streaming_partial_batch true"),
-        "--streaming_partial_batch: true | --vllm_mode dedicated or server",
-    ),
     "FlexAttention on a CPU": (
         lambda d: d.rlhf("--attn_impl flex_attention"),
         "--attn_impl: flex_attention | --attn_impl sdpa",
@@ -175,7 +170,6 @@ FLAGS = {
         "--async_generate: true | --vllm_mode dedicated",
     ),
     "too little staleness": (lambda d: d.rlhf("--max_staleness 1 --num_iterations 4"), "--max_staleness: 1 | raise it"),
-    "known elsewhere": (lambda d: d.rlhf("--multi_turn_scheduler math_tip_trick"), "--multi_turn_scheduler"),
     "several at once": (
         lambda d: d.rlhf("--top_p 2 --beta -1 --num_generation 4"),
         "--top_p: 2 | --beta: -1 | --num_generation",
@@ -189,9 +183,6 @@ FLAGS = {
         lambda d: [d.setenv("NNODES", "2"), d.rlhf()][1],
         "NODE_RANK: not set | MASTER_ADDR: not set",
     ),
-    "infer without model": (lambda d: ["infer"], "--model: missing"),
-    "export without adapters": (lambda d: ["export", "--model", d.model], "--adapters: missing"),
-    "schema of nothing": (lambda d: ["config-schema", "grpo"], "--mode: grpo: not a choice"),
 }
 
 CONFIGS = {
@@ -326,7 +317,6 @@ BATCHES = {
         lambda d: d.rlhf("--max_length 1020"),
         "--max_length: 1020 | --max_completion_length 8 | 1024",
     ),
-    "no room for a prompt": (lambda d: d.rlhf("--max_completion_length 1024"), "--max_completion_length: 1024 | 1023"),
 }
 
 MODELS = {
@@ -349,7 +339,6 @@ MODELS = {
         "tokenizer",
     ),
     "unknown template": (lambda d: d.rlhf("--template nonsense"), "--template: nonsense"),
-    "unknown target": (lambda d: d.rlhf("--target_modules no_proj"), "--target_modules: no_proj"),
     "adapter that is none": (lambda d: d.rlhf("--adapters", d.folder), "--adapters | adapter_config.json"),
     "infer from nothing": (lambda d: ["infer", "--model", d.folder / "gone"], "--model | gone"),
     "merge of nothing": (

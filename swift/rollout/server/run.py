@@ -38,6 +38,7 @@ from swift.rollout.engines.transport import Timeouts
 from swift.rollout.placement import PlacementRequest, place
 from swift.rollout.server.app import make_app
 from swift.rollout.server.service import Service, Settings
+from swift.startup import collector_resting
 from swift.types import SamplingParams
 
 DRAIN_S = 10
@@ -128,6 +129,13 @@ def check(args: Any, given: Collection[str]) -> Plan:
     )
     specs = tuple(replace(spec, devices=own, cores=cores) for own, cores in devices)
     return Plan(settings, template, specs, tuple(notes))
+
+
+def run(resolved: Any) -> int:
+    """`swift rollout`: checks the resolved settings and serves."""
+    with collector_resting():
+        plan = check(resolved.args, resolved.given)
+    return serve(resolved.args, plan)
 
 
 def serve(args: Any, plan: Plan) -> int:
