@@ -98,6 +98,10 @@ def _extended(cls: type, owners: tuple[tuple[type, tuple[str, ...]], ...]) -> ty
                 f"--{choice}: {names[0]}: its parameter {clash[0]} is the name of another setting; rename it"
             )
         taken |= own
-    needs = {owner: f"{choice}={'|'.join(names)}" for owner, (choice, *names) in owners}
+    needs = {
+        owner: f"{choice}={'|'.join(names)}"
+        for owner, (choice, *names) in owners
+        if choice != "reward_funcs"  # a reward function of a plugin may read any setting
+    }
     body = {"__doc__": cls.__doc__, "__module__": cls.__module__, "NEEDS": needs}
     return dataclasses.dataclass(kw_only=True)(type(cls.__name__, (*(owner for owner, _ in owners), cls), body))

@@ -11,7 +11,7 @@ from swift.flags import flag
 
 @dataclass(kw_only=True)
 class RewardArguments:
-    """Reward functions, reward models, and the settings of the built-in ones."""
+    """Reward functions and reward models. Functions declare settings of their own (`swift.rewards.functions`)."""
 
     GROUP: ClassVar[str] = "Reward"
 

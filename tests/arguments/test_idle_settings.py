@@ -36,7 +36,6 @@ def notes(*words):
         ),
         ("--reroll_max_groups 2", "", "without --reroll_start_fraction below 1"),
         ("--reroll_fail_reward 0.5", "--reroll_start_fraction 1.0", "without --reroll_start_fraction below 1"),
-        ("--cosine_max_len 9", "", "without --reward_funcs cosine"),
     ],
 )
 def test_what_changes_nothing_is_noted_under_its_name(setting, beside, why):
@@ -53,7 +52,7 @@ def test_what_changes_nothing_is_noted_under_its_name(setting, beside, why):
         "--loss_type cispo --epsilon_high 5",
         "--loss_type gspo --importance_sampling_level sequence_token",
         "--kl_in_reward true --beta 0.1",
-        "--reward_funcs format cosine --cosine_max_len 9",
+        "--cosine_max_len 9",
         "--rollout_importance_sampling_mode sequence_mask --rollout_importance_sampling_threshold 3 "
         "--rollout_importance_sampling_lower 0.5 --rollout_importance_sampling_ratio sum",
         "--reroll_start_fraction 0.5 --reroll_max_groups 2 --reroll_fail_reward 0.5",

@@ -294,7 +294,7 @@ class ActorTransport(Transport):
         """See `Transport.payload`."""
         return object_store.put(bucket) if way == "object_store" else cuda_ipc.header_for(bucket)
 
-    def send_bucket(self, update: int, index: int, way: str, payload: Any, timeout_s: float) -> Callable[[], Any]:
+    def send_bucket(self, update: int, way: str, payload: Any, timeout_s: float) -> Callable[[], Any]:
         """See `Transport.send_bucket`."""
         wait = self.start_call("bucket", timeout_s, update=update, way=way, payload=payload)
         if way != "ipc":
