@@ -285,7 +285,6 @@ def build_parity(parts: Parts, setup: EngineSetup, weight_sync: WeightSync, trai
         sampling=args.sampling_params(),
         ranks=parts.collectives,
         end_token_ids=parts.template.stop_token_ids,
-        unscaled=lambda sequences: trainer.logprobs.score(sequences, temperature=1.0),
         adapter_only=args.vllm_enable_lora,
         around=trainer.pipeline.collector.around,
         seed=args.seed,
