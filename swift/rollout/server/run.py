@@ -1,8 +1,12 @@
-"""The process of `swift rollout`: plan, engines in Ray actors, a port, and an end that leaves nothing behind.
+"""The process of `swift rollout`: plan, engines, a port, and an end that leaves nothing behind.
 
 The port is taken before a model is loaded and listens only when everything is there. SIGTERM and SIGINT stop the
 listening, give what runs `DRAIN_S` seconds, and end the engines; a second one does not wait. If this process is killed,
 its engines end by themselves.
+
+One engine runs in this process. If it hangs or fails for good, nothing but a new process helps: this one becomes it, at
+most `--engine_restarts` times an hour, and trainers send their weights and requests again. Several engines are Ray
+actors, which are replaced one by one.
 """
 
 from __future__ import annotations
@@ -11,16 +15,18 @@ import contextlib
 import importlib
 import logging
 import os
+import secrets
 import shutil
 import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import uvicorn
@@ -30,14 +36,16 @@ from swift.models import context_length, load_chat
 from swift.models.policy import load_config
 from swift.models.source import locate
 from swift.models.template import Template
-from swift.rollout.engines.client import EngineClient
+from swift.rollout.engines import guard
+from swift.rollout.engines.base import InferenceEngine
 from swift.rollout.engines.guided import require as require_guidance
 from swift.rollout.engines.pool import EnginePool
-from swift.rollout.engines.spec import EngineSpec, factory, spec_from
+from swift.rollout.engines.spec import EngineSpec, build_engine, factory, spec_from
 from swift.rollout.engines.transport import Timeouts
 from swift.rollout.placement import PlacementRequest, place
 from swift.rollout.server.app import make_app
 from swift.rollout.server.service import Service, Settings
+from swift.startup import collector_resting
 from swift.types import SamplingParams
 
 DRAIN_S = 10
@@ -46,6 +54,13 @@ HEAD_BYTES = 64 << 10
 """Longest request line and headers together."""
 CONNECTIONS = 4096
 """Connections at the same time; further ones are answered 503."""
+RESTART_WINDOW_S = 3600.0
+STARTS, LISTENER_VARIABLE = "SWIFT_ROLLOUT_STARTS", "SWIFT_ROLLOUT_LISTENER"
+"""Variables of a process that follows another: times of such starts, and the socket's descriptor."""
+LISTENER = 3
+"""That descriptor."""
+MARKER = "SWIFT_ENGINE"
+"""Variable of the processes that an engine starts."""
 
 SAMPLING = {
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
@@ -117,6 +132,7 @@ def check(args: Any, given: Collection[str]) -> Plan:
         defaults=_sampling_defaults(args, given),
         api_key=args.api_key,
         weights_folder=folder,
+        stall_s=args.stall_timeout,
     )
     spec = spec_from(
         args,
@@ -141,14 +157,17 @@ def serve(args: Any, plan: Plan) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
     for line in plan.lines():
         print(f"swift: {line}", file=sys.stderr, flush=True)
-    logs = Path(tempfile.mkdtemp(prefix="swift-rollout-"))
     with contextlib.ExitStack() as stack:
-        stack.callback(shutil.rmtree, logs, ignore_errors=True)
         listener = stack.enter_context(contextlib.closing(bind(args.host, args.port)))
         signals = stack.enter_context(_Signals())
         try:
-            service = _start(args, plan, logs, stack)
-            _listen(service, listener, args.host, signals)
+            service = _start(args, plan, stack)
+            ended = _listen(service, listener, args.host, signals)
+            if ended is not None and len(plan.specs) == 1 and _may_start_again(args.engine_restarts):
+                print(f"swift: {ended.error}; the server starts again", file=sys.stderr, flush=True)
+                _start_again(ended.listener)
+            if ended is not None:
+                raise ended.error
         except Stopped:
             print("swift: stopped before it was ready", file=sys.stderr)
         finally:
@@ -156,13 +175,35 @@ def serve(args: Any, plan: Plan) -> int:
     return 0
 
 
+def _may_start_again(restarts: int) -> bool:
+    """Whether fewer than `restarts` new starts lie within an hour; counts this one."""
+    now = time.time()
+    before = [float(one) for one in os.environ.get(STARTS, "").split()]
+    recent = [one for one in before if now - one < RESTART_WINDOW_S]
+    os.environ[STARTS] = " ".join(map(str, [*recent, now]))
+    return len(recent) < restarts
+
+
+def _start_again(listener: socket.socket) -> NoReturn:
+    """Become a new process of the same command, which goes on listening at this socket; never returns."""
+    marker = os.environ.pop(MARKER, None)
+    if marker is not None:
+        guard.end(f"{MARKER}={marker}".encode())
+    os.environ[LISTENER_VARIABLE] = str(os.dup2(listener.fileno(), LISTENER))
+    os.closerange(LISTENER + 1, os.sysconf("SC_OPEN_MAX"))  # whatever a library has opened without O_CLOEXEC
+    os.execv(sys.executable, [sys.executable, "-m", "swift", *sys.argv[1:]])
+
+
 def bind(host: str, port: int) -> socket.socket:
-    """The socket that will listen.
+    """The socket that will listen; that of the process before, if this one follows it.
 
     Raises:
         ResourceError: somebody else has the port.
         ConfigError: no such address here.
     """
+    inherited = os.environ.pop(LISTENER_VARIABLE, None)
+    if inherited is not None:
+        return socket.socket(fileno=int(inherited))
     try:
         family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
@@ -183,37 +224,63 @@ def _taken(host: str, port: int, error: OSError) -> ResourceError:
     )
 
 
-def _start(args: Any, plan: Plan, logs: Path, stack: contextlib.ExitStack) -> Service:
-    from swift.rollout.engines import cluster
-    from swift.rollout.engines.actor_transport import actor_engine
-
-    timeouts = Timeouts(request_s=args.rollout_timeout, stall_s=args.stall_timeout)
-    workers: list[EngineClient] = []
-    for index, spec in enumerate(plan.specs):
-        worker = actor_engine(
-            spec,
-            name=f"engine {index} ({', '.join(spec.devices)})",
-            log_file=logs / f"engine-{index}.log",
-            uses=cluster.use(store_bytes=cluster.store_bytes(spec)),
-            timeouts=timeouts,
-            restarts=args.engine_restarts,
-        )
-        stack.callback(worker.close)
-        workers.append(worker)
-    pool = EnginePool(workers)
-    stack.callback(pool.close)
-    service = Service(pool, plan.template, plan.settings)
+def _start(args: Any, plan: Plan, stack: contextlib.ExitStack) -> Service:
+    """One engine runs in this process, several in Ray actors."""
+    engine = _in_actors(args, plan, stack) if len(plan.specs) > 1 else _in_this_process(plan.specs[0], stack)
+    stack.callback(engine.close)
+    service = Service(engine, plan.template, plan.settings)
     stack.callback(service.close)
     return service
 
 
-def _listen(service: Service, listener: socket.socket, host: str, signals: _Signals) -> None:
+def _in_this_process(spec: EngineSpec, stack: contextlib.ExitStack) -> InferenceEngine:
+    """A guard ends the processes of its tensor-parallel parts with this one."""
+    if spec.tensor_parallel_size > 1:
+        marker = secrets.token_hex(8)
+        os.environ[MARKER] = marker
+        stack.callback(guard.start(f"{MARKER}={marker}").kill)
+    with collector_resting():
+        return build_engine(spec)
+
+
+def _in_actors(args: Any, plan: Plan, stack: contextlib.ExitStack) -> InferenceEngine:
+    from swift.rollout.engines import cluster
+    from swift.rollout.engines.actor_transport import actor_engine
+
+    logs = Path(tempfile.mkdtemp(prefix="swift-rollout-"))
+    stack.callback(shutil.rmtree, logs, ignore_errors=True)
+    timeouts = Timeouts(request_s=args.rollout_timeout, stall_s=args.stall_timeout)
+    workers = []
+    for index, spec in enumerate(plan.specs):
+        workers.append(
+            actor_engine(
+                spec,
+                name=f"engine {index} ({', '.join(spec.devices)})",
+                log_file=logs / f"engine-{index}.log",
+                uses=cluster.use(store_bytes=cluster.store_bytes(spec)),
+                timeouts=timeouts,
+                restarts=args.engine_restarts,
+            )
+        )
+        stack.callback(workers[-1].close)
+    return EnginePool(workers)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Why no engine is left, and a copy of the socket: uvicorn closes its own."""
+
+    error: EngineDead
+    listener: socket.socket
+
+
+def _listen(service: Service, listener: socket.socket, host: str, signals: _Signals) -> Ended | None:
     port = listener.getsockname()[1]
     shown = f"[{host}]" if ":" in host else host
-    ended: list[EngineDead] = []
+    ended: list[Ended] = []
 
     def give_up(error: EngineDead) -> None:
-        ended.append(error)
+        ended.append(Ended(error, listener.dup()))
         server.should_exit = True
 
     server = WebServer(service, f"ready http://{shown}:{port} model={service.settings.model} weight_version=0", give_up)
@@ -223,8 +290,7 @@ def _listen(service: Service, listener: socket.socket, host: str, signals: _Sign
         raise _taken(host, port, error) from error
     signals.server = server
     server.run([listener])
-    if ended:
-        raise ended[0]
+    return ended[0] if ended else None
 
 
 class WebServer(uvicorn.Server):
