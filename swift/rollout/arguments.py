@@ -360,10 +360,10 @@ class EngineArguments:
     """Transport of weight syncs: object_store, broadcast or ipc with `--vllm_mode dedicated`; disk, http or broadcast
     to servers. auto takes the shortest way between the devices."""
 
-    ray_address: str | None = flag(everyday=False, unset="a local cluster that ends with the run")
+    ray_address: str | None = flag(everyday=False, unset="a cluster that ends with the run")
     """Address of the Ray cluster for dedicated engines: host:port, or auto for the one on this machine."""
 
-    ray_token_file: str | None = flag(everyday=False, unset="made for a local cluster")
+    ray_token_file: str | None = flag(everyday=False, needs="ray_address", unset="made for a cluster of this run")
     """File with the token of the Ray cluster at `--ray_address`."""
 
     engine_restarts: int = flag(3, at_least=0, everyday=False)

@@ -109,13 +109,17 @@ class BatchMaker:
         """The samples of a round of which nothing has been computed."""
         return list(self._samples(groups)), None
 
+    def batch(self, samples: list[TrainSample]) -> RolloutBatch:
+        """The rollout batch of these samples."""
+        return RolloutBatch(samples, self.config.num_global_batches, self.config.num_iterations)
+
     def begin(self, groups: Sequence[RolloutGroup]) -> Begun:
         """The passes of the reference over a round, while its rewards are still computed; collective."""
         samples, _ = self.untouched(groups)
         if self.config.reward_kl > 0:
             return samples, self._kl(groups)
         if self.refer is not None:
-            self.refer(RolloutBatch(samples, self.config.num_global_batches, self.config.num_iterations))
+            self.refer(self.batch(samples))
         return samples, None
 
     def samples(self, groups: Sequence[RolloutGroup], first: int) -> list[TrainSample]:
@@ -147,9 +151,9 @@ class BatchMaker:
             kl_S = kl_S if kl_S is not None else self._kl(groups)
             penalty = config.reward_kl * kl_S
             metrics["kl_in_reward"] = _mean_of_trained(kl_S, samples)
-        batches = self._batches(groups)
-        plain = [self.advantages(part) for part in batches]
-        results = plain
+        size = len(groups) // config.generation_batches
+        batches = [groups[i : i + size] for i in range(0, len(groups), size)]
+        results = plain = [self.advantages(part) for part in batches]
         if penalty is not None:
             pieces = penalty.split([sum(len(g.completions) for g in part) for part in batches])
             results = [self.advantages(part, kl) for part, kl in zip(batches, pieces, strict=True)]
@@ -161,7 +165,7 @@ class BatchMaker:
         replayed = self._replay(groups, samples, informative, step)
         excluded = self._excluded(samples, replayed)
         return MadeBatch(
-            RolloutBatch(samples, config.num_global_batches, config.num_iterations),
+            self.batch(samples),
             plain,
             advantages,
             replayed,
@@ -179,19 +183,15 @@ class BatchMaker:
 
     def advantages(self, groups: Sequence[RolloutGroup], kl_penalty_S: torch.Tensor | None = None) -> Advantages:
         """Advantages of scored groups that share their batch statistics."""
-        values: list[list[float | None]] = []
-        excluded: list[bool] = []
-        index: list[int] = []
-        for number, group in enumerate(groups):
-            scores = scores_of(group)
-            values += scores.values
-            excluded += [reason is not None for reason in scores.excluded]
-            index += [number] * len(group.completions)
+        scores = [scores_of(group) for group in groups]
+        index = [number for number, group in enumerate(groups) for _ in group.completions]
         return compute_advantages(
-            reward_matrix(values),
+            reward_matrix([row for one in scores for row in one.values]),
             torch.tensor(index, dtype=torch.long),
             weights_K=torch.tensor(list(self.config.reward_weights), dtype=torch.float64),
-            excluded_S=torch.tensor(excluded, dtype=torch.bool),
+            excluded_S=torch.tensor(
+                [reason is not None for one in scores for reason in one.excluded], dtype=torch.bool
+            ),
             estimator=self.config.advantage_estimator,
             parameters=self.config.estimator_parameters,
             scale=self.config.scale_rewards,
@@ -209,10 +209,6 @@ class BatchMaker:
     def cut(self, completion: Completion) -> bool:
         """Whether the overlong filter takes a completion out of the loss; it stays in the group's statistics."""
         return self.config.overlong_filter and completion.finish_reason == "length"
-
-    def _batches(self, groups: Sequence[RolloutGroup]) -> list[Sequence[RolloutGroup]]:
-        size = len(groups) // self.config.generation_batches
-        return [groups[i : i + size] for i in range(0, len(groups), size)]
 
     def _samples(
         self, groups: Sequence[RolloutGroup], first: int = 0, *, with_cut: bool = False

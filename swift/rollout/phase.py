@@ -1,12 +1,11 @@
-"""What happens around generation: weights are synced before, and on a shared device memory changes hands.
+"""What happens around generation: a weight sync before, and on a shared device memory changes hands.
 
-    with phase(step):             # weight sync when due; in colocate also: trainer out, engine awake
+    with phase(step):             # syncs weights when due; in colocate also: trainer out, engine awake
         ... sample ...
                                   # in colocate: engine asleep, trainer back
 
-The pipeline knows only this. Which of the two classes it gets is a matter of placement: `SyncPhase` where engines
-have their own memory or share the trainer's weights, `swift.trainers.memory.colocate.ColocateCycle` where they share
-a device.
+`SyncPhase` where engines have their own memory or share the trainer's weights,
+`swift.trainers.memory.colocate.ColocateCycle` where they share a device.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class GenerationPhase(Protocol):
 
 
 class SyncPhase:
-    """Syncs when due; otherwise there is nothing to do around generation."""
+    """Syncs weights when due; otherwise there is nothing to do around generation."""
 
     def __init__(self, weight_sync: WeightSync) -> None:
         self.weight_sync = weight_sync

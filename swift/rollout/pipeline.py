@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -26,13 +26,13 @@ from swift.errors import SwiftError
 from swift.rl.advantages import Advantages
 from swift.rollout.batches import BatchConfig, BatchMaker, Begun, MadeBatch, round_metrics
 from swift.rollout.collector import RolloutCollector, launches_of
-from swift.rollout.dynamic_sampling import GroupFilter
+from swift.rollout.dynamic_sampling import GroupFilter, updated_rate
 from swift.rollout.phase import GenerationPhase, SyncPhase
 from swift.rollout.prefetch import GenerationThread
 from swift.rollout.replay import ReplayBuffer, ReplayState
 from swift.rollout.round import Round
-from swift.rollout.round_result import RoundResult, SavedRound, ScoredRound, restored_round, saved_round
-from swift.rollout.samples import Arrival, RolloutBatch, SavedBatch
+from swift.rollout.round_result import RoundResult, ScoredRound, restored_round, saved_round
+from swift.rollout.samples import Arrival, RolloutBatch
 from swift.rollout.scheduler import LaunchLog, RolloutScheduler, SchedulerState
 from swift.rollout.weights.sync import WeightSync
 from swift.types import Prompt, RolloutGroup, TrainerProgress
@@ -53,10 +53,9 @@ class PipelineConfig(BatchConfig):
     streaming_groups: train on so many informative groups as soon as they are scored, while others are sampled; 0 waits
         for the whole round. Needs one optimizer step per rollout batch, advantages of single groups, and an engine
         that does not keep this thread busy.
-    dynamic_sample: zero-variance groups are replaced while others are sampled, within
-        `max_resample_times` times as many extra launches as a rollout batch has groups.
-    reroll_fail_reward: a prompt all of whose completions have at most this reward, without a difference between them,
-        is re-rolled if the scheduler does that.
+    dynamic_sample, max_resample_times: see `swift.rollout.dynamic_sampling`.
+    reroll_fail_reward: most reward of a completion that counts as failed; a prompt all of whose completions failed
+        alike is re-rolled if the scheduler does that.
     """
 
     num_generations_eval: int
@@ -76,8 +75,8 @@ class PipelineState(msgspec.Struct):
 
     scheduler: SchedulerState
     weight_sync: dict[str, Any]
-    batch: SavedBatch | None
-    ahead: list[SavedRound]
+    batch: RolloutBatch | None
+    ahead: list[RoundResult]
     replay: ReplayState | None
 
 
@@ -90,13 +89,13 @@ class RolloutPipeline:
         config: how groups become rollout batches.
         timer: context manager factory for the phases of a step.
         observer: gets every scored round, on every rank.
-        weight_sync: gives the sampler new weights.
+        weight_sync: gives the rollout engine new weights.
         phase: makes the engine ready for generation; None syncs weights and nothing else.
         replay: groups to stand in for zero-variance groups.
 
     With `config.prefetch_depth` > 0 the next rounds are sampled on a thread while this one trains. Every decision
-    (what is launched, when weights are synced) still falls on the main thread, at points that depend on step
-    numbers only, so the run does not depend on how fast anything was.
+    (what is launched, when weights are synced) still falls on the main thread, at points that depend on step numbers
+    only, so the run does not depend on how fast anything was.
     """
 
     def __init__(
@@ -111,13 +110,9 @@ class RolloutPipeline:
         phase: GenerationPhase | None = None,
         replay: ReplayBuffer | None = None,
     ) -> None:
-        self.scheduler = scheduler
-        self.collector = collector
-        self.config = config
+        self.scheduler, self.collector, self.config = scheduler, collector, config
+        self.timer, self.observer, self.weight_sync = timer, observer, weight_sync
         self.batches = BatchMaker(config, replay=replay)
-        self.timer = timer
-        self.observer = observer
-        self.weight_sync = weight_sync
         self.phase: GenerationPhase = phase or SyncPhase(weight_sync)
         self.batch: RolloutBatch | None = None
         self._ahead: deque[Round] = deque()
@@ -157,7 +152,7 @@ class RolloutPipeline:
         if not self._ahead:
             self._ahead.append(self._ask(progress, wait=not streams))
         if streams:
-            self.batch = RolloutBatch([], self.config.num_global_batches, self.config.num_iterations)
+            self.batch = self.batches.batch([])
             self.batch.arriving = self._arrivals(self.batch, progress)
             return
         result, begun = self._first_result()
@@ -224,7 +219,7 @@ class RolloutPipeline:
             self._ahead.clear()
             raise
         self._ahead.popleft()
-        self.scheduler.rate = self.scheduler.rate.updated(result.informative, result.launched)
+        self.scheduler.rate = updated_rate(self.scheduler.rate, result.informative, result.launched)
         self.scheduler.carry(result.carried)
         return result, one.begun
 
@@ -252,17 +247,17 @@ class RolloutPipeline:
         Weights change when nothing is in flight, or, with `in_flight_updates`, between two tokens.
         """
         one = self._new_round(progress)
+        step = progress.global_step
+        due_in_flight = self.weight_sync.due(step) and any(not other.settled for other in self._ahead)
         try:
-            if not self.weight_sync.due(progress.global_step) or not self._in_flight():
-                with self.phase(progress.global_step):
-                    self._sample(one, wait=wait)
-            elif self.config.in_flight_updates:
-                self._sync_in_flight(progress.global_step)
+            if due_in_flight and self.config.in_flight_updates:
+                self._sync_in_flight(step)
                 self._sample(one, wait=wait)
             else:
-                with self.timer("generate"):
-                    self._thread.drain()
-                with self.phase(progress.global_step):
+                if due_in_flight:
+                    with self.timer("generate"):
+                        self._thread.drain()
+                with self.phase(step):
                     self._sample(one, wait=wait)
         except SwiftError:
             self.scheduler.load(self._without([one]))
@@ -280,7 +275,7 @@ class RolloutPipeline:
                 carried=len(log.carried),
                 max_resample_times=config.max_resample_times,
                 # nothing is left over at the end of the run, and what is trained on as it arrives is never too much
-                rate=1.0 if last or config.streaming_groups else self.scheduler.rate.clipped,
+                rate=1.0 if last or config.streaming_groups else self.scheduler.rate,
             )
         else:
             self.scheduler.launch_batch(log)
@@ -299,10 +294,6 @@ class RolloutPipeline:
         totals = [total for total in self.batches.totals(group) if total == total]
         limit = self.config.reroll_fail_reward
         return bool(totals) and max(totals) <= limit and not self.batches.informative(group)
-
-    def _in_flight(self) -> bool:
-        """Whether a round that was asked for has not been collected; the same answer on every rank."""
-        return any(not one.settled for one in self._ahead)
 
     def _sample(self, current: Round, *, wait: bool) -> None:
         if not wait:
@@ -376,19 +367,42 @@ class RolloutPipeline:
             self.scheduler.queue_reroll(prompt)
         sampled = result.sampled() or result.groups  # a round of nothing but carried groups sampled none
         known = len(made.plain) == 1 and list(map(id, sampled)) == list(map(id, result.groups))
-        advantages_of = made.plain if known else [self.batches.advantages(sampled)]
-        metrics = {**round_metrics(sampled, advantages_of), **result.metrics, **made.metrics}
+        metrics = round_metrics(sampled, made.plain if known else [self.batches.advantages(sampled)])
+        metrics |= {**result.metrics, **made.metrics}
         if self.scheduler.reroll is not None:
             metrics["reroll/waiting"] = float(self.scheduler.rerolls_waiting)
-        plain, advantages = made.plain, made.advantages
-        if result.dropped:
-            dropped = self.batches.advantages(result.dropped)
-            plain, advantages = [*plain, dropped], [*advantages, *dropped.advantages_S.tolist()]
+        dropped = [self.batches.advantages(result.dropped)] if result.dropped else []
         unused = {group.group_id for group in result.dropped}
         unused |= {result.groups[number].group_id for number in made.replayed}
-        step, groups = progress.global_step + 1, [*result.groups, *result.dropped]
-        self._observe("train", step, groups, plain, advantages, metrics, unused=unused)
+        self._observe(
+            "train",
+            progress.global_step + 1,
+            [*result.groups, *result.dropped],
+            [*made.plain, *dropped],
+            [*made.advantages, *(value for one in dropped for value in one.advantages_S.tolist())],
+            metrics,
+            unused=unused,
+        )
         return made
+
+    def _observe(
+        self,
+        split: str,
+        step: int,
+        groups: list[RolloutGroup],
+        results: Sequence[Advantages],
+        advantages: Sequence[float],
+        metrics: dict[str, float],
+        *,
+        unused: Collection[str] = (),
+    ) -> None:
+        totals = torch.cat([result.rewards_S for result in results]).tolist()
+        rewards = [None if total != total else total for total in totals]
+        shown = [None if reward is None else value for reward, value in zip(rewards, advantages, strict=True)]
+        cut = ["overlong" if self.batches.cut(one) else None for group in groups for one in group.completions]
+        used = [group.group_id not in unused for group in groups for _ in group.completions]
+        version = self.weight_sync.version
+        self.observer(ScoredRound(split, step, groups, rewards, shown, cut, version, metrics, used))
 
     def staleness(self, step: int) -> dict[str, float]:
         """Per token, how many optimizer steps the weights that sampled it are behind those that are trained now.
@@ -432,8 +446,8 @@ class RolloutPipeline:
                 launches_of(prompts),
                 num_generations=self.config.num_generations_eval,
                 progress=progress,
-                timer=self.timer,
                 seed_namespace="eval:",
+                timer=self.timer,
             )
         result = self.batches.advantages(groups)
         metrics = {**round_metrics(groups, [result]), **reward_metrics}
@@ -445,26 +459,6 @@ class RolloutPipeline:
         self._settle()
         with self.phase(step, current=True, trainer_stays=True):
             work()
-
-    def _observe(
-        self,
-        split: str,
-        step: int,
-        groups: list[RolloutGroup],
-        results: Sequence[Advantages],
-        advantages: Sequence[float],
-        metrics: dict[str, float],
-        *,
-        unused: Collection[str] = (),
-    ) -> None:
-        totals = torch.cat([result.rewards_S for result in results]).tolist()
-        rewards = [None if total != total else total for total in totals]
-        shown = [None if reward is None else value for reward, value in zip(rewards, advantages, strict=True)]
-        version = self.weight_sync.version
-        cut = self.batches.cut
-        excluded = ["overlong" if cut(completion) else None for g in groups for completion in g.completions]
-        used = [group.group_id not in unused for group in groups for _ in group.completions]
-        self.observer(ScoredRound(split, step, groups, rewards, shown, excluded, version, metrics, used))
 
     def state(self) -> PipelineState:
         """A copy of the state: scheduler, weight_sync, what is left of the current batch, and the rounds asked for.
@@ -479,7 +473,7 @@ class RolloutPipeline:
         return PipelineState(
             scheduler=self._without(list(self._ahead)[len(valid) :]),
             weight_sync=self.weight_sync.state_dict(),
-            batch=SavedBatch.of(self.batch) if pending and self.batch is not None else None,
+            batch=replace(self.batch) if pending and self.batch is not None else None,
             ahead=[saved_round(result) for result in valid if result is not None],
             replay=replay.state() if replay is not None else None,
         )
@@ -487,8 +481,9 @@ class RolloutPipeline:
     def load(self, state: PipelineState) -> None:
         """Continue exactly after `state`; the engine gets the policy's weights before it is used again."""
         self.scheduler.load(state.scheduler)
-        self.batch = state.batch.restored() if state.batch is not None else None
-        self._ahead = deque(Round(LaunchLog(), result=restored_round(one), settled=True) for one in state.ahead)
+        self.batch = replace(state.batch) if state.batch is not None else None
+        results = map(restored_round, state.ahead)
+        self._ahead = deque(Round(self.collector, LaunchLog(), result=one, settled=True) for one in results)
         if self.batches.replay is not None and state.replay is not None:
             self.batches.replay.load(state.replay)
         self.weight_sync.load_state_dict(state.weight_sync)

@@ -50,7 +50,7 @@ __all__ = [
 
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
-STATE, STATE_TENSORS = "pipeline_state.json", "pipeline_state.safetensors"
+STATE = "pipeline_state.msgpack"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _STAGING = ".tmp-checkpoint-"
 _REPLACED = ".tmp-replaced-"
@@ -146,15 +146,11 @@ def commit_checkpoint(
 
 
 def write_state(folder: Path, state: Any) -> None:
-    """Write what a run holds beside weights and optimizer, as `swift.rollout.saved_state` packs it."""
-    from safetensors.numpy import save_file
+    """Write what a run holds beside weights and optimizer, as `swift.rollout.saved_state` encodes it."""
+    from swift.rollout.saved_state import FORMAT, encode
 
-    from swift.rollout.saved_state import pack
-
-    content, tensors = pack(state)
     with disk_full_is_an_error(folder):
-        save_file(tensors, folder / STATE_TENSORS)
-    write_json(folder / STATE, content)
+        (folder / STATE).write_bytes(encode([FORMAT, state]))
 
 
 def read_state(checkpoint: Path, kind: type[T]) -> T:
@@ -163,15 +159,14 @@ def read_state(checkpoint: Path, kind: type[T]) -> T:
     Raises:
         ConfigError: another version of swift wrote it.
     """
-    from safetensors.numpy import load_file
-
-    from swift.rollout.saved_state import unpack
+    from swift.rollout.saved_state import FORMAT, decode
 
     try:
-        content = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-        path = checkpoint / STATE_TENSORS
-        return unpack(content, load_file(path) if path.exists() else {}, kind)
-    except (ValueError, TypeError, KeyError) as error:  # msgspec's errors are ValueErrors
+        number, state = decode((checkpoint / STATE).read_bytes(), tuple[int, kind])  # type: ignore[valid-type]
+        if number != FORMAT:
+            raise ValueError(f"format {number}")
+        return state
+    except (ValueError, TypeError, FileNotFoundError) as error:  # msgspec's errors are ValueErrors
         raise ConfigError(
             f"{_FLAG}: {checkpoint}: its {STATE} was written by another version of swift "
             f"({str(error).splitlines()[0]}); resume with that version, or start from its weights with --model or "

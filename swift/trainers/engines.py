@@ -2,7 +2,7 @@
 
     in_process   every rank samples with the trainer's own model
     colocate     every rank (or tensor-parallel group of ranks) owns an engine on its own device
-    dedicated    local rank 0 of each node owns the engines of that node, each in a Ray actor of its own
+    dedicated    rank 0 owns the engines of all nodes, each in a Ray actor of its own; the nodes form one Ray cluster
     server       rank 0 owns the connections to `swift rollout` servers
 
 What differs between these is decided here, by placement, and nowhere else.
@@ -29,6 +29,7 @@ from swift.rollout.round import EngineShare
 if TYPE_CHECKING:
     from swift.models.template import Template
     from swift.rollout.engines.base import InferenceEngine
+    from swift.rollout.engines.cluster import Cluster
     from swift.rollout.engines.transport import Timeouts
     from swift.trainers.distributed import Collectives
 
@@ -39,7 +40,7 @@ class EngineSetup:
 
     share: what of a round it samples. placement: of the node. engine_logs: folder of the engines' own output.
     own_limit_s: how long an engine of another process may be silent by the bounds that it has itself, a new start
-    included; 0 for one in this process, which has none.
+    included; 0 for one in this process, which has none. node: what of the run's Ray cluster this process started.
     """
 
     engine: InferenceEngine | None
@@ -48,6 +49,7 @@ class EngineSetup:
     engine_logs: Path | None = None
     names: list[str] = field(default_factory=list)
     own_limit_s: float = 0.0
+    node: Cluster | None = None
 
     @property
     def colocated(self) -> bool:
@@ -68,7 +70,9 @@ class EngineSetup:
         """End the engines; their logs stay in the run's folder."""
         if self.engine is not None:
             self.engine.close()
-        self.engine = None
+        if self.node is not None:
+            self.node.close()
+        self.engine = self.node = None
 
     def store_logs(self, folder: Path | None) -> None:
         """Replace the links by the files, once nothing writes to them."""
@@ -173,15 +177,15 @@ def setup_engines(
         ConfigError, ResourceError, EngineError: on every rank, when an engine cannot be made.
     """
     setup = EngineSetup(None, None, placement)
-    with collectives.together():
-        _make(setup, args, collectives, template, max_model_len, in_trainer)
-        if setup.engine is not None:
-            try:
+    try:
+        with collectives.together():
+            _make(setup, args, collectives, template, max_model_len, in_trainer)
+            if setup.engine is not None:
                 setup.engine.check_sampling(args.sampling_params())
                 check_in_flight(setup.engine, wanted=args.in_flight_updates)
-            except SwiftError:
-                setup.close()
-                raise
+    except BaseException:
+        setup.close()
+        raise
     return setup
 
 
@@ -221,10 +225,13 @@ def _make(
             reports=local_rank % width == 0,
             lockstep=width > 1,
         )
-    elif mode == "dedicated" and local_rank == 0:
-        setup.engine_logs = Path(tempfile.mkdtemp(prefix="swift-engines-"))
-        setup.engine = _dedicated(setup, spec, args)
-        setup.share = EngineShare(node, nodes)
+    elif mode == "dedicated":
+        if nodes > 1 and args.ray_address is None:
+            _form_cluster(setup, spec, args, collectives)
+        if collectives.is_main:
+            setup.engine_logs = Path(tempfile.mkdtemp(prefix="swift-engines-"))
+            setup.engine = _dedicated(setup, spec, args, nodes)
+            setup.share = EngineShare()
     elif mode == "server" and collectives.is_main:
         setup.engine = _servers(spec, args, placement)
         setup.share = EngineShare()
@@ -284,24 +291,46 @@ def _cores(placement: Placement, device: str) -> tuple[int, ...]:
     return placement.cores[int(index)] if bound else ()
 
 
-def _dedicated(setup: EngineSetup, spec: EngineSpec, args: Any) -> InferenceEngine:
-    """The engines of this node, each in a Ray actor of its own, behind one."""
+def _form_cluster(setup: EngineSetup, spec: EngineSpec, args: Any, collectives: Collectives) -> None:
+    """One Ray cluster of the inference devices of all nodes: node 0 has the head, the others join it.
+
+    Local rank 0 of each node starts what runs there. The token travels between the ranks, not over their store.
+    """
+    from swift.rollout.engines import cluster
+
+    node, local_rank = divmod(collectives.rank, setup.placement.local_ranks)
+    seen = collectives.all_gather(cluster.own_address(os.environ["MASTER_ADDR"]))
+    host = seen[collectives.rank][0] if node else seen[-1][1]  # node 0 may know itself as 127.0.1.1
+    devices = tuple(name for engine in setup.placement.engines for name in engine)
+    offer = cluster.Offer(f"node {node}", host, devices, cluster.store_bytes(spec))
+    with collectives.together():
+        if collectives.is_main:
+            setup.node = cluster.start_head(offer)
+    invitation = (setup.node.address, setup.node.token) if setup.node is not None else None
+    address, token = collectives.broadcast(invitation)
+    with collectives.together():
+        if node and local_rank == 0:
+            setup.node = cluster.start_node(address, token, offer, args.vllm_server_timeout)
+    if collectives.is_main and setup.node is not None:
+        setup.node.nodes = [f"node {index}" for index in range(len(seen) // setup.placement.local_ranks)]
+
+
+def _dedicated(setup: EngineSetup, spec: EngineSpec, args: Any, nodes: int) -> InferenceEngine:
+    """The engines of all nodes, each in a Ray actor of its own, behind one."""
     from swift.rollout.engines import cluster
     from swift.rollout.engines.actor_transport import actor_engine
     from swift.rollout.engines.pool import EnginePool
 
-    placement, logs = setup.placement, setup.engine_logs
+    logs, engines = setup.engine_logs, setup.placement.engines * nodes
     assert logs is not None
     token = Path(args.ray_token_file).expanduser() if args.ray_token_file else None
-    users = [
-        cluster.use(args.ray_address, token, store_bytes=cluster.store_bytes(spec))
-        for _ in range(len(placement.engines))
-    ]
-    places = cluster.places(users[0], [len(devices) for devices in placement.engines], placement.engines)
-    engines = [
+    users = [cluster.use(args.ray_address, token, store_bytes=cluster.store_bytes(spec)) for _ in engines]
+    places = cluster.places(users[0], [len(devices) for devices in engines], engines)
+    where = [f"{node} " for node in users[0].nodes for _ in setup.placement.engines] or [""] * len(engines)
+    started = [
         actor_engine(
-            _on_device(spec, placement, devices),
-            name=f"engine {index} ({', '.join(devices)})",
+            _on_device(spec, setup.placement, devices),
+            name=f"engine {index} ({where[index]}{', '.join(devices)})",
             log_file=logs / f"engine-{index}.log",
             uses=users[index],
             timeouts=_timeouts(args),
@@ -309,10 +338,10 @@ def _dedicated(setup: EngineSetup, spec: EngineSpec, args: Any) -> InferenceEngi
             weight_transport=_weight_transport(args),
             options=places[index],
         )
-        for index, devices in enumerate(placement.engines)
+        for index, devices in enumerate(engines)
     ]
-    setup.names = [engine.name for engine in engines]
-    return EnginePool(engines)
+    setup.names = [engine.name for engine in started]
+    return EnginePool(started)
 
 
 def _timeouts(args: Any) -> Timeouts:

@@ -81,18 +81,7 @@ class RunReport:
         if scored.split == "train":
             prompts = {group.prompt.prompt_id for group in scored.groups}
             self.metrics.add_many({**scored.metrics, "completions/unique_prompts": float(len(prompts))})
-        rows = completion_rows(
-            scored.groups,
-            attempt=self.attempt,
-            step=scored.step,
-            split=scored.split,
-            weight_version=scored.version,
-            reward_names=self.reward_names,
-            rewards=scored.rewards,
-            advantages=scored.advantages,
-            excluded=scored.excluded,
-            used=scored.used,
-        )
+        rows = completion_rows(scored, attempt=self.attempt, reward_names=self.reward_names)
         self.completions.write(rows)
         self._last_rows = rows
 

@@ -605,9 +605,9 @@ RESUMED = {
         ["--resume_from_checkpoint", "adapter_model.safetensors"],
     ),
     "torn pipeline state": (
-        lambda h: [damaged_checkpoint(h, "pipeline_state.json", cut_in_half)],
+        lambda h: [damaged_checkpoint(h, "pipeline_state.msgpack", cut_in_half)],
         2,
-        ["--resume_from_checkpoint", "pipeline_state.json"],
+        ["--resume_from_checkpoint", "pipeline_state.msgpack"],
     ),
     "lost optimizer": (
         lambda h: [damaged_checkpoint(h, "optimizer.pt", Path.unlink)],

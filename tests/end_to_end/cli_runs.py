@@ -8,15 +8,15 @@ import os
 import re
 import shlex
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import torch
+from preloaded import Program
 from safetensors.torch import load_file
 
 from swift.observability.jsonl import read_jsonl, read_log
@@ -55,7 +55,7 @@ def environment(**more: Any) -> dict[str, str]:
 class Run:
     """A command that was started; `folder` is where it trains."""
 
-    process: subprocess.Popen[str]
+    process: Program
     folder: Path
     begun: float = field(default_factory=time.monotonic)
 
@@ -160,15 +160,9 @@ class Cli:
         return self._popen(words[at + 1 :], self.folder / output, {**(variables or {}), **named})
 
     def _popen(self, words: list[str], folder: Path, variables: dict[str, Any]) -> Run:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "swift", *words],
-            cwd=self.folder,
-            env=environment(**variables),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        output, errors = (self.folder / f"{stream}-{len(self._started)}" for stream in ("stdout", "stderr"))
+        env = environment(**variables)
+        process = Program(["-m", "swift", *words], env=env, cwd=self.folder, output=output, errors=errors)
         self._started.append(Run(process, folder))
         return self._started[-1]
 
@@ -206,7 +200,7 @@ def state_files(folder: Path) -> dict[str, Any]:
     for name in ("optimizer.pt", "scheduler.pt"):
         found[name] = torch.load(checkpoint / name, weights_only=True)
     found["rng"] = [torch.load(path, weights_only=False)["cpu"] for path in sorted(checkpoint.glob("rng_state*.pth"))]
-    found["pipeline"] = json.loads((checkpoint / "pipeline_state.json").read_text())["state"]["pipeline"]
+    found["pipeline"] = msgspec.msgpack.decode((checkpoint / "pipeline_state.msgpack").read_bytes())[1]["pipeline"]
     for name in ("adapter_config.json", "config.json"):
         if (checkpoint / name).exists():
             found[name] = (checkpoint / name).read_text()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from scripted_engine import CountingSource, two_layers
 
 from swift.rollout.collector import RolloutCollector
 from swift.rollout.pipeline import PipelineConfig, PipelineState, RolloutPipeline
-from swift.rollout.saved_state import pack, unpack
+from swift.rollout.saved_state import decode, encode
 from swift.rollout.scheduler import RolloutScheduler
 from swift.rollout.weights.sync import WeightSync
 from swift.types import GroupScores, Prompt, SamplingParams, TrainerProgress
@@ -232,9 +231,8 @@ class SmallRun:
 
     def save(self):
         """What a checkpoint holds, after its way through the files."""
-        content, tensors = pack(self.pipeline.state())
-        content = json.loads(json.dumps(content))
-        return {"pipeline": unpack(content, tensors, PipelineState), "value": self.value, "step": self.step}
+        state = decode(encode(self.pipeline.state()), PipelineState)
+        return {"pipeline": state, "value": self.value, "step": self.step}
 
     def load(self, state):
         self.pipeline.load(state["pipeline"])

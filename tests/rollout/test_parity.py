@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import random
 
 import numpy as np
@@ -315,25 +314,12 @@ def test_the_line_says_what_was_compared(nano_folders):
 
 def on_two_ranks(folder, output, way, fault="none"):
     """What `parity_worker.py` came to on each of two ranks."""
-    import subprocess
-    import sys
     from pathlib import Path
 
+    from preloaded import run_ranks
+
     script = Path(__file__).with_name("parity_worker.py")
-    processes = []
-    for rank in range(2):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        env = {**os.environ, **place, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(script), str(folder), way, fault, str(output)]
-        processes.append(
-            subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        )
-    try:
-        texts = [process.communicate(timeout=240)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(text[-3000:] for text in texts)
+    run_ranks([script, folder, way, fault, output], Path(f"{output}-logs"), limit_s=240)
     return [torch.load(f"{output}.{rank}") for rank in range(2)]
 
 

@@ -159,8 +159,6 @@ def test_sleeping_acts_in_colocate_only():
         ),
         ({"accelerators": 1, "async_generate": True}, "--async_generate: true: generation shares the device"),
         ({"accelerators": 1, "prefetch_given": True}, "--prefetch_depth: given: nothing is generated ahead"),
-        ({"cpu_devices": 0}, "--cpu_devices: 0: too small"),
-        ({"num_infer_workers": 0}, "--num_infer_workers: 0: too small"),
     ],
 )
 def test_a_contradiction_is_one_line(settings, fragment):

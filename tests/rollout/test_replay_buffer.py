@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from swift.rollout.replay import ReplayBuffer, ReplayState
 from swift.rollout.samples import TrainSample
-from swift.rollout.saved_state import pack, unpack
+from swift.rollout.saved_state import decode, encode
 
 
 def sample(value=1):
@@ -55,7 +55,7 @@ def test_without_recomputing_the_samplers_log_probs_are_the_old_ones():
 
 def through_files(state):
     """A saved buffer as it comes back."""
-    return unpack(*pack(state), ReplayState)
+    return decode(encode(state), ReplayState)
 
 
 @given(st.lists(st.floats(0, 10), max_size=20), st.integers(1, 6), st.integers(0, 8))

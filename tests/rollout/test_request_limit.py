@@ -37,7 +37,9 @@ def requests(count):
 
 def sampled(engine, wanted, limit_s=0.5):
     done = {}
-    with RequestClock(engine, wanted, limit_s) as clock:
+    with RequestClock(engine, limit_s) as clock:
+        for request in wanted:
+            clock.add(request)
         for completion in engine.generate(wanted):
             if clock.takes(completion):
                 assert completion.request_id not in done
@@ -88,7 +90,8 @@ def test_what_is_submitted_between_two_steps_is_bounded_once_the_clock_knows_of_
     engine = Endless(endless=["later/0"], step_s=0.01)
     todo = [Request("later/0", [1, 2, 3], SamplingParams(max_new_tokens=20, seed=9))]
     done = {}
-    with RequestClock(engine, requests(1), 0.5) as clock:
+    with RequestClock(engine, 0.5) as clock:
+        clock.add(requests(1)[0])
 
         def add():
             if todo:

@@ -99,10 +99,10 @@ def watched_run(folder, engines):
         )
         collector = small.pipeline.collector
         if ranks.rank == 1:
-            collector.pulse = lambda: (engine.delivered, [len(row.tokens) for row in engine._outstanding.values()])
+            collector.activity = lambda: (engine.delivered, [len(row.tokens) for row in engine._outstanding.values()])
         else:
             watch = StallWatch(LIMIT_S, log_file=folder / "log", tick_s=0.05, end=ended, awaits=collector.awaited)
-            collector.pulse, collector.heard, collector.progress = watch.pulse, watch.heard, watch.touch
+            collector.activity, collector.on_heartbeat, collector.progress = watch.pulse, watch.heard, watch.touch
             watch.start()
         try:
             small.train(1, max_steps=1)

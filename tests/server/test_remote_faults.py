@@ -104,7 +104,7 @@ def test_a_restarted_server_gets_the_adapter_again_and_new_weights_find_it(own_s
 
 @pytest.mark.slow
 def test_an_engine_that_dies_behind_the_server_is_replaced_there(own_server):
-    server = own_server()
+    server = own_server("--vllm_data_parallel_size", "2")
     model = with_noise(load(server.model), 7)
     engine = server.engine(timeouts=PATIENT)
     engine.load_weights(PolicyWeights(model), 1)

@@ -1,13 +1,10 @@
 import io
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from preloaded import run_ranks
 from transformers import AutoModelForCausalLM
 
 from swift.arguments import parse
@@ -179,14 +176,6 @@ def test_without_a_dataset_it_is_a_conversation(nano_folders, monkeypatch, capsy
     assert capsys.readouterr().out.startswith("system prompt: be kind\n")
 
 
-WORKER = """
-import os, sys
-from swift.arguments import parse
-from swift.rollout.infer import run
-sys.exit(run(parse("infer", sys.argv[1:], dict(os.environ))))
-"""
-
-
 @pytest.mark.slow
 def test_two_processes_write_the_file_that_one_writes(nano_folders, questions, tmp_path):
     def argv(name: str) -> list[str]:
@@ -195,17 +184,5 @@ def test_two_processes_write_the_file_that_one_writes(nano_folders, questions, t
         return [word for pair in given.items() for word in pair]
 
     assert run(parse("infer", argv("one.jsonl"), {})) == 0
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, *argv("two.jsonl")],
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            cwd=ROOT,
-        )
-        for rank in range(2)
-    ]
-    assert [worker.wait(timeout=240) for worker in workers] == [0, 0]
+    run_ranks(["-m", "swift", "infer", *argv("two.jsonl")], tmp_path / "logs", limit_s=240)
     assert (tmp_path / "one.jsonl").read_text() == (tmp_path / "two.jsonl").read_text()

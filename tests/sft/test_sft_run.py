@@ -1,14 +1,12 @@
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from preloaded import run_ranks
 from safetensors.torch import load_file
 
 from swift.arguments import parse
@@ -180,34 +178,11 @@ def test_a_signal_ends_the_run_with_a_checkpoint_that_can_be_resumed(sft_argv, t
     assert losses(run_dir) == straight
 
 
-WORKER = """
-import os, sys
-from swift.arguments import parse
-from swift.trainers.sft import run
-sys.exit(run(parse("sft", sys.argv[1:], dict(os.environ))))
-"""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.mark.slow
 def test_two_processes_train_the_model_that_one_does(sft_argv, tmp_path):
     alone = sft(sft_argv("--per_device_train_batch_size", "8", "--output_dir", str(tmp_path / "one")))
     argv = sft_argv("--per_device_train_batch_size", "4", "--output_dir", str(tmp_path / "two"))
-    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, *argv],
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(ROOT)},
-            cwd=ROOT,
-        )
-        for rank in range(2)
-    ]
-    assert [worker.wait(timeout=240) for worker in workers] == [0, 0]
+    run_ranks(["-m", "swift", "sft", *argv], tmp_path / "logs", limit_s=240)
     together = newest_run(tmp_path / "two")
     for (_, a), (_, b) in zip(losses(alone), losses(together), strict=True):
         assert a == pytest.approx(b, rel=1e-3)

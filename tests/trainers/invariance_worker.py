@@ -10,7 +10,6 @@ import contextlib
 import json
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Collection
 from copy import deepcopy
@@ -23,10 +22,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from grpo_parts import make_trainer
+from preloaded import run_ranks
 
 from swift.models.forward import TokenSequence, enable_packed_attention, pack
 from swift.rl.losses import LossConfig, losses
-from swift.rollout.samples import RolloutBatch, SavedBatch, TrainSample
+from swift.rollout.samples import RolloutBatch, TrainSample
 from swift.trainers.checkpoint import read_state, write_state
 from swift.trainers.grpo import micro_batch as microbatch
 from swift.trainers.grpo.entropy import EntropySettings
@@ -251,25 +251,9 @@ def on_two_ranks(
     folder.mkdir()
     layouts = [[layout.passes, layout.kind, layout.tokens] for layout in layouts]
     task = {"model": str(model), "layouts": layouts, "names": names and list(names)}
-    write_state(folder, SavedBatch.of(unit))
+    write_state(folder, unit)
     (folder / "task.json").write_text(json.dumps(task))
-    here = Path(__file__).parent
-    paths = os.pathsep.join(map(str, (here, here.parent / "fakes", here.parents[1])))
-    workers = []
-    for rank in range(2):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-        place |= {"PYTHONPATH": paths, "OMP_NUM_THREADS": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
-        with (folder / f"rank-{rank}.log").open("w") as log:
-            command = [sys.executable, __file__, str(folder), str(rank)]
-            env = {**os.environ, **{name: str(value) for name, value in place.items()}}
-            workers.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        codes = [worker.wait(timeout=300) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    assert not any(codes), "\n".join((folder / f"rank-{rank}.log").read_text()[-3000:] for rank in range(2))
+    run_ranks([__file__, folder, "{rank}"], folder)
     return torch.load(folder / "found")
 
 
@@ -282,7 +266,7 @@ def main(folder: str, rank: str) -> None:
     task = json.loads((place / "task.json").read_text())
     bench = Bench(task["model"], place / f"rank-{rank}")
     layouts = [Layout(*layout) for layout in task["layouts"]]
-    found = measure(bench, read_state(place, SavedBatch).restored(), layouts, task["names"])
+    found = measure(bench, read_state(place, RolloutBatch), layouts, task["names"])
     if rank == "0":
         torch.save(found, place / "found")
     dist.barrier()

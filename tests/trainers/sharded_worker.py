@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
 import sys
 import threading
 from dataclasses import asdict
@@ -19,6 +17,7 @@ from typing import Any
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
+from preloaded import run_ranks
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from swift.models.reference import AdapterOffReference, FrozenReference, StartAdapterReference
@@ -42,30 +41,7 @@ def launch(folder: Path, processes: int, tasks: list[dict[str, Any]], **common: 
     tasks = [{"output": str(folder / f"run-{number}"), **task} for number, task in enumerate(tasks)]
     file, result = folder / "tasks.json", folder / "results.pt"
     file.write_text(json.dumps({"tasks": tasks, "common": common, "result": str(result)}))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    path = os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parent)])
-    workers = []
-    for rank in range(processes):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": path, "OMP_NUM_THREADS": 1}
-        with (folder / f"rank-{rank}.log").open("w") as log:
-            workers.append(
-                subprocess.Popen(
-                    [sys.executable, __file__, str(file)],
-                    env={**os.environ, **{name: str(value) for name, value in place.items()}},
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-    try:
-        codes = [worker.wait(timeout=LIMIT_S) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    assert not any(codes), "\n".join((folder / f"rank-{rank}.log").read_text()[-3000:] for rank in range(processes))
+    run_ranks([__file__, file], folder, count=processes, limit_s=LIMIT_S, DS_ACCELERATOR="cpu")
     return torch.load(result)
 
 

@@ -1,14 +1,11 @@
 """The cycle with a policy that several processes share: DDP, ZeRO, FSDP2. Real offloads, equal to the last bit."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from preloaded import run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -24,38 +21,12 @@ GATHERED_FIRST = ("zero3", "fsdp2")
 FLAGS = {"sleep_level": 2, "offload_model": True, "offload_optimizer": True, "gc_collect_after_offload": True}
 
 
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
 def run(folder, **task):
     """A run on two ranks; what each of them ended with."""
     folder.mkdir()
     (folder / "task.json").write_text(json.dumps({**task, "result": str(folder / "result"), "output": str(folder)}))
-    variables = {
-        "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu",
-        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)]),
-    }  # fmt: skip
-    command = [sys.executable, str(HERE / "colocate_worker.py"), str(folder / "task.json")]
-    ranks = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=LIMIT_S)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)[-6000:]
+    words = [HERE / "colocate_worker.py", folder / "task.json"]
+    run_ranks(words, folder / "logs", limit_s=LIMIT_S, DS_ACCELERATOR="cpu")
     return [torch.load(folder / f"result.{rank}", weights_only=False) for rank in range(2)]
 
 

@@ -256,7 +256,7 @@ def test_training_raises_the_reward(nano_folders, tmp_path):
 
 
 def test_broken_rewards_end_the_run_with_a_checkpoint_that_draws_the_round_again(nano_folders, tmp_path):
-    import json
+    import msgspec
 
     from swift.errors import RewardError
 
@@ -268,6 +268,7 @@ def test_broken_rewards_end_the_run_with_a_checkpoint_that_draws_the_round_again
     trainer.pipeline.collector.scorer.end_batch = break_at_the_third_round
     with pytest.raises(RewardError):
         trainer.train()
-    state = json.loads((tmp_path / "checkpoint-2" / "pipeline_state.json").read_text())["state"]["pipeline"]
+    content = (tmp_path / "checkpoint-2" / "pipeline_state.msgpack").read_bytes()
+    state = msgspec.msgpack.decode(content)[1]["pipeline"]
     assert state["scheduler"]["launched"] == state["scheduler"]["trained"] == 4
     assert state["batch"] is None

@@ -98,10 +98,12 @@ def test_a_failed_rank_ends_the_one_that_waits_for_it(two_ranks):
 
 def test_the_loss_of_the_first_rank_is_noticed_too(two_ranks):
     first, second = two_ranks("waits")
+    began = time.monotonic()
     first.kill()
     _, said = second.communicate(timeout=30)
     assert second.returncode == 4
-    assert "rank 0: cannot be reached" in said
+    assert "rank 0: has ended" in said
+    assert time.monotonic() - began < 5  # of which an interpreter with torch needs most to end
 
 
 def test_a_rank_that_has_finished_is_not_missed(two_ranks):

@@ -20,7 +20,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-
 STACK_FRAMES = 4
 
 

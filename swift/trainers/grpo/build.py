@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from swift.observability.metrics import MetricStore
     from swift.observability.rank_log import RankLog
     from swift.rollout.engines.base import InferenceEngine
+    from swift.rollout.mailbox import Mailbox
     from swift.rollout.parity import ParityCheck
     from swift.rollout.replay import ReplayBuffer
     from swift.rollout.scheduler import RerollConfig
     from swift.rollout.weights.sync import WeightSync
     from swift.trainers.engines import EngineSetup
     from swift.trainers.grpo.trainer import GRPOTrainer
-    from swift.trainers.mailbox import StoreMailbox
     from swift.trainers.memory.colocate import ColocateCycle
     from swift.trainers.reporting import RunReport
     from swift.trainers.supervision.stall import StallWatch
@@ -62,8 +62,8 @@ class Surroundings:
             request_s=self._request_limit(),
             progress=self.stall.touch,
             mailbox=self._mailbox(),
-            pulse=self.stall.pulse,
-            heard=self.stall.heard,
+            activity=self.stall.pulse,
+            on_heartbeat=self.stall.heard,
         )
         self.stall.awaits = collector.awaited
         config = PipelineConfig(
@@ -128,12 +128,11 @@ class Surroundings:
             recompute=args.replay_recompute_logps,
         )
 
-    def _mailbox(self) -> StoreMailbox | None:
+    def _mailbox(self) -> Mailbox | None:
         """Where ranks leave messages while they sample."""
-        from swift.trainers.mailbox import StoreMailbox
+        from swift.rollout.mailbox import Mailbox
 
-        parts = self.parts
-        return StoreMailbox(parts.collectives) if parts.args.dynamic_sample and parts.collectives.active else None
+        return Mailbox() if self.parts.args.dynamic_sample and self.parts.collectives.active else None
 
     def _sampling_engine(self) -> InferenceEngine | None:
         """What rounds are sampled with: the engine of this rank, or a function of the user around it."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import Interrupted
-from swift.startup import collector_resting, defer
+from swift.startup import collector_resting
 from swift.trainers.grpo.arguments import trainer_settings, training_arguments, uncorrected_lines
 from swift.trainers.grpo.build import Surroundings, build_engines, load_models
 from swift.trainers.grpo.prepare import Parts, plan_lines, prepare, slow_path_lines
@@ -46,7 +46,6 @@ def run(resolved: Resolved) -> int:
     require_packages(args)
     with SignalTrap() as trap:
         with collector_resting():
-            defer("datasets")  # Trainer imports it wherever it is installed, and with it pandas
             from swift.trainers.engines import bind_trainer, find_placement
             from swift.trainers.supervision.heartbeat import RankWatch
 

@@ -109,6 +109,8 @@ class RankWatch:
         while True:
             if self._say(f"{count}|{socket.gethostname()}|{os.getpid()}|{self.state()}") and self._look():
                 self._unreached = 0
+            elif self._store_is_gone():
+                self._end("rank 0", "has ended")
             count += 1
             if self._closing.wait(self.beat_s):
                 return
@@ -117,9 +119,22 @@ class RankWatch:
         """A store behind a cut cable does not fail, it is silent: the other thread may hang in it."""
         while not self._closing.wait(self.beat_s):
             self._unreached += 1
-            silent = self._unreached > self._looks_allowed
-            if silent and not self.collectives.is_main and self._seen[0][0] != "closed":
+            if self._unreached > self._looks_allowed and self._needs_store():
                 self._end("rank 0", "cannot be reached")
+
+    def _needs_store(self) -> bool:
+        return not self.collectives.is_main and self._seen[0][0] != "closed"
+
+    def _store_is_gone(self) -> bool:
+        """Whether nobody listens at its address any more: the kernel refuses at once, a cut cable is silent."""
+        if not self._needs_store():
+            return False
+        try:
+            place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            socket.create_connection(place, timeout=STORE_LIMIT_S).close()
+        except OSError as error:
+            return isinstance(error, ConnectionRefusedError)
+        return False
 
     def _say(self, text: str) -> bool:
         """Write this rank's state; whether the store took it."""

@@ -10,8 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from swift.errors import EngineError
-from swift.rollout.mailbox import End, Sample
-from swift.trainers.mailbox import PREFIX, StoreMailbox
+from swift.rollout.mailbox import PREFIX, End, Mailbox, Sample
 
 
 @pytest.fixture
@@ -19,7 +18,7 @@ def mailboxes(monkeypatch):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
-    made = [StoreMailbox(None) for _ in range(3)]
+    made = [Mailbox() for _ in range(3)]
     made[0].keeps = store
     return made
 
