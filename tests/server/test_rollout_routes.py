@@ -71,8 +71,6 @@ def test_it_says_what_it_serves(server, http):
     assert info["capabilities"]["name"] == "transformers"
     assert len(info["checksum"]) == 32
     assert ok(http.get("/v1/models"))["data"][0]["id"] == server.model
-    assert ok(http.get("/get_world_size")) == ok(http.get("/get_world_size/")) == {"world_size": 1}
-    assert "version" in ok(http.get("/version"))
 
 
 def test_an_unknown_route_and_a_wrong_method_are_json_errors(http):
@@ -406,14 +404,14 @@ def test_paths_outside_of_the_weights_folder_are_refused(http, weights_folder, t
 def test_a_paused_server_answers_after_it_is_resumed(server, http):
     import threading
 
-    ok(http.post("/pause?mode=wait"))
+    ok(http.post("/pause"))
     assert ok(http.get("/info"))["paused"] is True
     answers = []
     with server.client() as other:
         body = {"prompt": PROMPT, "max_tokens": 2}
         thread = threading.Thread(target=lambda: answers.append(other.post("/v1/completions", json=body)))
         thread.start()
-        thread.join(1.0)
+        thread.join(0.3)
         assert answers == []
         ok(http.post("/resume"))
         thread.join(30)
@@ -422,11 +420,9 @@ def test_a_paused_server_answers_after_it_is_resumed(server, http):
 
 def test_sleeping_engines_refuse_work_and_wake_up(http):
     assert ok(http.post("/sleep?level=1"))["asleep"]
-    assert ok(http.get("/is_sleeping"))["is_sleeping"] is True
     assert "asleep" in refused(http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}), 409)
     assert "no such tag" in refused(http.post("/wake_up?tags=weights&tags=kv-cache"), 501)
     assert ok(http.post("/wake_up"))["fully_awake"] is True
-    assert ok(http.get("/is_sleeping"))["is_sleeping"] is False
     assert ok(http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}))["choices"]
 
 
@@ -459,7 +455,3 @@ def test_abort_delivers_what_there_is(server, http):
         thread.join(30)
     choices = ok(answers[0])["choices"]
     assert {choice["finish_reason"] for choice in choices} == {"abort"}
-
-
-def test_caches_are_reset_with_and_without_a_slash(http):
-    assert ok(http.post("/reset_prefix_cache")) == ok(http.post("/reset_prefix_cache/")) == {"success": True}

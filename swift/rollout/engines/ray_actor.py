@@ -29,7 +29,7 @@ from swift.rollout.engines.completion_stream import CompletionStream, Failure
 from swift.rollout.engines.process import stack_of
 from swift.rollout.engines.request_queue import RequestQueue
 from swift.rollout.engines.spec import EngineSpec, build_engine
-from swift.rollout.weights import cuda_ipc, object_store
+from swift.rollout.weights import object_store
 from swift.rollout.weights.base import Ack, Bucket
 from swift.startup import collector_resting
 from swift.types import Completion, Request
@@ -228,14 +228,10 @@ class EngineActor:
     def bucket(self, update: int, way: str, payload: Any) -> None:
         """The next bucket."""
         self._live.send_bucket(update, lambda _: Bucket(self._received(way, payload))).result()
-        if way == "ipc":
-            cuda_ipc.release()
 
     def _received(self, way: str, payload: Any) -> Any:
         if way == "object_store":
             return object_store.tensors_of(payload)
-        if way == "ipc":
-            return cuda_ipc.receive(payload)
         if way == "broadcast" and self._broadcast is not None:
             return self._broadcast.receive(payload)
         raise SyncFailed(f"weights: transport {way}: is not connected")

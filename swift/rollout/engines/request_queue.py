@@ -181,13 +181,6 @@ class RequestQueue:
         """Whether nothing is submitted until `resume`."""
         return self._paused
 
-    def pause(self) -> Future[None]:
-        """Submit nothing until `resume`; the future ends when nothing runs any more. `abort` first to hurry."""
-        with self._changed:
-            self._check_alive()
-            self._paused = True
-        return self.do(lambda engine: None)
-
     def pause_in_flight(self) -> None:
         """Stop sampling between two tokens, keeping what runs for `resume`; jobs can run meanwhile.
 
