@@ -29,7 +29,7 @@ from swift.rollout.weights.digest import checksum, checksums, digest_of
 from swift.rollout.weights.policy import PolicyWeights
 from swift.types import Request, SamplingParams
 
-UPDATES = 20
+UPDATES = 5
 TOLERANCE = 1e-5
 ARCHITECTURES = {"qwen2": True, "llama": False}
 """Architecture -> whether its head is tied to its embedding."""

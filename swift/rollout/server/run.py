@@ -1,8 +1,7 @@
 """The process of `swift rollout`: plan, engines, a port, and an end that leaves nothing behind.
 
-The port is taken before a model is loaded and listens only when everything is there. SIGTERM and SIGINT stop the
-listening, give what runs `DRAIN_S` seconds, and end the engines; a second one does not wait. If this process is killed,
-its engines end by themselves.
+The port is taken before a model is loaded and listens only when everything is there. If this process is killed, its
+engines end by themselves.
 
 One engine runs in this process. If it hangs or fails for good, nothing but a new process helps: this one becomes it, at
 most `--engine_restarts` times an hour, and trainers send their weights and requests again. Several engines are Ray
@@ -17,21 +16,16 @@ import logging
 import os
 import secrets
 import shutil
-import signal
-import socket
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-import uvicorn
 
-from swift.errors import ConfigError, EngineDead, ResourceError
+from swift.errors import ConfigError
 from swift.models import context_length, load_chat
 from swift.models.policy import load_config
 from swift.models.source import locate
@@ -43,24 +37,10 @@ from swift.rollout.engines.pool import EnginePool
 from swift.rollout.engines.spec import EngineSpec, build_engine, factory, spec_from
 from swift.rollout.engines.transport import Timeouts
 from swift.rollout.placement import PlacementRequest, place
-from swift.rollout.server.app import make_app
+from swift.rollout.server.process import MARKER, Signals, Stopped, bind, listen, may_start_again, start_again
 from swift.rollout.server.service import Service, Settings
 from swift.startup import collector_resting
 from swift.types import SamplingParams
-
-DRAIN_S = 10
-"""How long requests in flight may take to end after a signal."""
-HEAD_BYTES = 64 << 10
-"""Longest request line and headers together."""
-CONNECTIONS = 4096
-"""Connections at the same time; further ones are answered 503."""
-RESTART_WINDOW_S = 3600.0
-STARTS, LISTENER_VARIABLE = "SWIFT_ROLLOUT_STARTS", "SWIFT_ROLLOUT_LISTENER"
-"""Variables of a process that follows another: times of such starts, and the socket's descriptor."""
-LISTENER = 3
-"""That descriptor."""
-MARKER = "SWIFT_ENGINE"
-"""Variable of the processes that an engine starts."""
 
 SAMPLING = {
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
@@ -86,10 +66,6 @@ class Plan:
         wide = f", tensor parallel {width}" if width > 1 else ""
         model = f"{self.settings.model} in {self.settings.dtype}, {self.specs[0].backend}"
         return [f"server: {model}, {engines} on {devices}{wide}", *self.notes]
-
-
-class Stopped(BaseException):
-    """A signal came before the server was up; no library's `except Exception` keeps it."""
 
 
 def check(args: Any, given: Collection[str]) -> Plan:
@@ -159,13 +135,13 @@ def serve(args: Any, plan: Plan) -> int:
         print(f"swift: {line}", file=sys.stderr, flush=True)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(contextlib.closing(bind(args.host, args.port)))
-        signals = stack.enter_context(_Signals())
+        signals = stack.enter_context(Signals())
         try:
             service = _start(args, plan, stack)
-            ended = _listen(service, listener, args.host, signals)
-            if ended is not None and len(plan.specs) == 1 and _may_start_again(args.engine_restarts):
+            ended = listen(service, listener, args.host, signals)
+            if ended is not None and len(plan.specs) == 1 and may_start_again(args.engine_restarts):
                 print(f"swift: {ended.error}; the server starts again", file=sys.stderr, flush=True)
-                _start_again(ended.listener)
+                start_again(ended.listener)
             if ended is not None:
                 raise ended.error
         except Stopped:
@@ -173,55 +149,6 @@ def serve(args: Any, plan: Plan) -> int:
         finally:
             signals.closing = True
     return 0
-
-
-def _may_start_again(restarts: int) -> bool:
-    """Whether fewer than `restarts` new starts lie within an hour; counts this one."""
-    now = time.time()
-    before = [float(one) for one in os.environ.get(STARTS, "").split()]
-    recent = [one for one in before if now - one < RESTART_WINDOW_S]
-    os.environ[STARTS] = " ".join(map(str, [*recent, now]))
-    return len(recent) < restarts
-
-
-def _start_again(listener: socket.socket) -> NoReturn:
-    """Become a new process of the same command, which goes on listening at this socket; never returns."""
-    marker = os.environ.pop(MARKER, None)
-    if marker is not None:
-        guard.end(f"{MARKER}={marker}".encode())
-    os.environ[LISTENER_VARIABLE] = str(os.dup2(listener.fileno(), LISTENER))
-    os.closerange(LISTENER + 1, os.sysconf("SC_OPEN_MAX"))  # whatever a library has opened without O_CLOEXEC
-    os.execv(sys.executable, [sys.executable, "-m", "swift", *sys.argv[1:]])
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """The socket that will listen; that of the process before, if this one follows it.
-
-    Raises:
-        ResourceError: somebody else has the port.
-        ConfigError: no such address here.
-    """
-    inherited = os.environ.pop(LISTENER_VARIABLE, None)
-    if inherited is not None:
-        return socket.socket(fileno=int(inherited))
-    try:
-        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as error:
-        raise ConfigError(f"--host: {host}: no such address ({error.strerror}); use 127.0.0.1 or 0.0.0.0") from error
-    made = socket.socket(family, kind, number)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        made.bind(address)
-    except OSError as error:
-        made.close()
-        raise _taken(host, port, error) from error
-    return made
-
-
-def _taken(host: str, port: int, error: OSError) -> ResourceError:
-    return ResourceError(
-        f"--port: {port}: cannot be used on {host} ({error.strerror}); use another one, or 0 for a free one"
-    )
 
 
 def _start(args: Any, plan: Plan, stack: contextlib.ExitStack) -> Service:
@@ -264,107 +191,6 @@ def _in_actors(args: Any, plan: Plan, stack: contextlib.ExitStack) -> InferenceE
         )
         stack.callback(workers[-1].close)
     return EnginePool(workers)
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """Why no engine is left, and a copy of the socket: uvicorn closes its own."""
-
-    error: EngineDead
-    listener: socket.socket
-
-
-def _listen(service: Service, listener: socket.socket, host: str, signals: _Signals) -> Ended | None:
-    port = listener.getsockname()[1]
-    shown = f"[{host}]" if ":" in host else host
-    ended: list[Ended] = []
-
-    def give_up(error: EngineDead) -> None:
-        ended.append(Ended(error, listener.dup()))
-        server.should_exit = True
-
-    server = WebServer(service, f"ready http://{shown}:{port} model={service.settings.model} weight_version=0", give_up)
-    try:
-        listener.listen(server.config.backlog)
-    except OSError as error:  # a server that was started at the same time was faster
-        raise _taken(host, port, error) from error
-    signals.server = server
-    server.run([listener])
-    return ended[0] if ended else None
-
-
-class WebServer(uvicorn.Server):
-    """Prints `ready` when it listens, and leaves signals to `_Signals`.
-
-    Args:
-        service: what it serves.
-        ready: the line.
-        give_up: see `make_app`.
-    """
-
-    def __init__(self, service: Service, ready: str, give_up: Callable[[EngineDead], None]) -> None:
-        super().__init__(
-            uvicorn.Config(
-                make_app(service, give_up),
-                http="h11",  # bounds the length of a request's head
-                h11_max_incomplete_event_size=HEAD_BYTES,
-                limit_concurrency=CONNECTIONS,
-                log_level="warning",
-                access_log=False,
-                lifespan="on",
-                timeout_graceful_shutdown=DRAIN_S,
-                timeout_keep_alive=75,
-                server_header=False,
-            )
-        )
-        self._ready = ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Say so once it listens."""
-        await super().startup(sockets)
-        print(self._ready, flush=True)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
-        """Leave them alone."""
-        yield
-
-    def stop(self) -> None:
-        """First drain, then do not wait."""
-        self.force_exit = self.should_exit
-        self.should_exit = True
-
-
-class _Signals(contextlib.AbstractContextManager["_Signals"]):
-    """What SIGTERM and SIGINT do: before the server is up they end the start, then they end the serving.
-
-    Attributes:
-        server: once it runs.
-        closing: the way out is not interrupted.
-    """
-
-    def __init__(self) -> None:
-        self.server: WebServer | None = None
-        self.closing = False
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> _Signals:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._before[number] = signal.signal(number, self._came)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _came(self, number: int, frame: FrameType | None) -> None:
-        if self.closing:
-            return
-        if self.server is not None:
-            self.server.stop()
-            return
-        self.closing = True
-        raise Stopped
 
 
 def _require(args: Any) -> None:
