@@ -16,8 +16,8 @@ trainer's model. Prompts do not travel: each rank draws them from its own schedu
 of them. Ranks that hold parts of one engine must submit the same requests at the same step: such an engine gets more
 only when it has nothing left to do.
 
-A rank with nothing to do waits as long as others send heartbeats; otherwise its own stall watch ends the wait
-(`swift.trainers.supervision.stall`), and `awaited` names what it waited for.
+A rank with nothing to do waits as long as others send heartbeats; otherwise its own watchdog ends the wait
+(`swift.trainers.supervision.watchdog`), and `awaited` names what it waited for.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class Cli:
     def finish(self, output: str, *, variables: dict[str, Any] | None = None, **flags: Any) -> tuple[Path, str, str]:
         """Run to the end, which must be a good one: folder, stdout, stderr.
 
-        NPROC_PER_NODE among the variables starts the ranks as the launcher does, but without it; stderr is in stdout then.
+        NPROC_PER_NODE among the variables starts the ranks without the launcher; their stderr is in stdout.
         """
         variables = dict(variables or {})
         if (count := int(variables.pop("NPROC_PER_NODE", 1))) > 1:

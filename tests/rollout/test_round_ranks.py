@@ -11,7 +11,7 @@ from small_runs import SlowScorer, on_two_ranks
 
 from swift.errors import EngineError
 from swift.rollout.round import EngineShare
-from swift.trainers.supervision.stall import StallWatch
+from swift.trainers.supervision.watchdog import Watchdog
 
 LIMIT_S = 1.0
 
@@ -69,7 +69,7 @@ def test_a_scorer_that_fails_ends_all_ranks_of_a_shared_engine_alike(scorer, fai
 
 
 def watched_run(folder, engines):
-    """Two ranks with an engine each; rank 0 has a stall watch, rank 1 none that could see anything.
+    """Two ranks with an engine each; rank 0 has a watchdog, rank 1 none that could see anything.
 
     So it is on a rank whose main thread waits in a collective while another one samples.
 
@@ -91,8 +91,8 @@ def watched_run(folder, engines):
             collector.activity = lambda: (engine.delivered, [len(row.tokens) for row in engine._outstanding.values()])
             small.train(1, max_steps=1)
             return
-        watch = StallWatch(LIMIT_S, log_file=folder / "log", tick_s=0.05, end=ended, awaits=collector.awaited)
-        collector.activity, collector.on_heartbeat, collector.progress = watch.pulse, watch.heard, watch.touch
+        watch = Watchdog(LIMIT_S, log_file=folder / "log", tick_s=0.05, end=ended, remarks=[collector.awaited])
+        collector.activity, collector.on_heartbeat, collector.progress = watch.activity, watch.on_heartbeat, watch.touch
         watch.start()
         try:
             small.train(1, max_steps=1)
