@@ -278,7 +278,7 @@ def build_parity(parts: Parts, setup: EngineSetup, weight_sync: WeightSync, trai
         return None
     return ParityCheck(
         setup.engine,
-        score=trainer.logprobs.score,
+        score=lambda sequences, temperature: trainer.logprobs.score(sequences, temperature=temperature),
         model=trainer.model,
         weight_sync=weight_sync,
         prompts=parts.first_prompts,
