@@ -117,7 +117,7 @@ def _attention_for(config: Any, wanted: str) -> str:
     """`--attn_impl` in transformers' words; eager where it is sdpa and the architecture has none, or caps scores."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    from swift.models.forward import has_soft_cap
+    from swift.models.attention.choice import has_soft_cap
 
     known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     without = known and not MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa

@@ -26,16 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swift.models.forward import (
-    PackedTokens,
-    TokenSequence,
-    is_packed,
-    pack,
-    packed_logits,
-    padded_logits,
-    padded_rows,
-    transformers_model,
-)
+from swift.models.attention.interface import is_packed, transformers_model
+from swift.models.forward import PackedTokens, TokenSequence, pack, packed_logits, padded_logits, padded_rows
 from swift.rl.linear_logprobs import Entropy, linear_logprobs
 from swift.rl.logit_blocks import LogitMap
 from swift.rl.logprobs import selected_logprobs, selected_logprobs_and_entropy

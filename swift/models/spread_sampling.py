@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from swift.models.forward import TokenSequence, is_packed, pack, packed_logits, padded_logits
+from swift.models.attention.interface import is_packed
+from swift.models.forward import TokenSequence, pack, packed_logits, padded_logits
 from swift.models.sharded import is_dtensor, is_spread, is_zero3, zero3_gathered
 
 _ZERO3, _FSDP = "deepspeed.", "torch.distributed.fsdp."

@@ -61,7 +61,7 @@ def require_packages(args: Any) -> None:
 
     Raises:
         ResourceError: one line per missing package.
-        ConfigError: DeepSpeed, FSDP or FlexAttention cannot be used like this.
+        ConfigError: DeepSpeed, FSDP or the attention kernel cannot be used like this.
     """
     import torch
 
@@ -78,6 +78,10 @@ def require_packages(args: Any) -> None:
     if args.optim == "adamw_8bit":
         needs.append(("--optim: adamw_8bit", "bitsandbytes"))
     if args.attn_impl == "flash_attn":
+        if args.torch_dtype == "float32":
+            raise ConfigError(
+                "--attn_impl: flash_attn: has 16-bit kernels only; drop --torch_dtype float32, or use sdpa"
+            )
         needs.append(("--attn_impl: flash_attn", "flash_attn"))
     missing = [(subject, package) for subject, package in needs if importlib.util.find_spec(package) is None]
     join_problems(

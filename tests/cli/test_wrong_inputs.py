@@ -206,6 +206,11 @@ FLAGS = {
         2,
         ["--attn_impl: flex_attention", "--attn_impl sdpa"],
     ),
+    "flash-attn in 32 bits": (
+        lambda d: d.rlhf("--attn_impl", "flash_attn", "--torch_dtype", "float32"),
+        2,
+        ["--attn_impl: flash_attn", "--torch_dtype float32"],
+    ),
     "a KL of penalised log-probs": (
         lambda d: d.rlhf("--kl_in_reward", "true", "--beta", "0.1", "--repetition_penalty", "1.2"),
         2,

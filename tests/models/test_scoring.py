@@ -11,7 +11,9 @@ from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from swift.models.forward import TokenSequence, choose_attention, is_packed, pack, packed_logits, padded_logits
+from swift.models.attention.choice import choose_attention
+from swift.models.attention.interface import is_packed
+from swift.models.forward import TokenSequence, pack, packed_logits, padded_logits
 from swift.models.scoring import prepare_scoring, score_tokens, scores_itself
 from swift.rl import linear_logprobs, logit_blocks
 from swift.rl.logprobs import selected_logprobs_and_entropy

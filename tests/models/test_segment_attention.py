@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swift.models.segment_rows import SegmentRows
-from swift.models.segment_spans import GroupSpans, Span
-from swift.models.segments import SegmentLayout, flex_obstacle, kernel_for
+from swift.models.attention.layout import SegmentLayout, flex_obstacle, kernel_for
+from swift.models.attention.rows import SegmentRows
+from swift.models.attention.spans import GroupSpans, Span
 
 
 def layout(*groups):
@@ -76,9 +76,20 @@ def with_gradients(output, given):
 def test_each_segment_sees_its_prompt_and_itself(groups, heads):
     chosen, num_tokens = layout(*groups)
     given = states(num_tokens, heads)
-    found = with_gradients(chosen.using("rows").attend(*given, 0.3), given)
+    found = with_gradients(chosen.attend(*given, 0.3, kernel="rows"), given)
     expected = with_gradients(dense(chosen, *given, 0.3), given)
     assert found[0].shape == (1, num_tokens, heads[0], heads[3])
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("groups", LAYOUTS.values(), ids=LAYOUTS)
+def test_flash_attention_sees_the_same(groups, heads, fake_flash):
+    chosen, num_tokens = layout(*groups)
+    given = states(num_tokens, heads)
+    found = with_gradients(chosen.attend(*given, 0.3, kernel="flash"), given)
+    expected = with_gradients(dense(chosen, *given, 0.3), given)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
@@ -88,7 +99,7 @@ def test_each_segment_sees_its_prompt_and_itself(groups, heads):
 def test_flex_attention_sees_the_same(groups):
     chosen, num_tokens = layout(*groups)
     given = [one.detach().float() for one in states(num_tokens, HEADS["grouped"])]
-    found = chosen.using("flex").attend(*given, None)  # uncompiled: its definition
+    found = chosen.attend(*given, None, kernel="flex")  # uncompiled: its definition
     torch.testing.assert_close(found, dense(chosen, *given, None), rtol=1e-5, atol=1e-6)
 
 
@@ -99,16 +110,14 @@ def test_flex_attention_is_used_only_where_a_trial_agrees(monkeypatch):
     assert "does not support backward on CPU" in str(flex_obstacle(cpu, torch.float32, heads))
     assert "not tried in float64" in str(flex_obstacle(cpu, torch.float64, heads))
 
-    from swift.models import segment_flex
+    from swift.models.attention.flex import FlexSegments
 
-    monkeypatch.setattr(
-        segment_flex.FlexSegments, "attend", lambda self, query, key, value, scale: query.transpose(1, 2)
-    )
+    monkeypatch.setattr(FlexSegments, "attend", lambda self, query, key, value, scale, variant: query.transpose(1, 2))
     assert "differs from masked SDPA" in str(flex_obstacle(cpu, torch.float32, heads, backward=False))
 
 
 def test_a_gpu_without_a_working_flex_attention_says_so_and_uses_masked_sdpa(monkeypatch, caplog):
-    from swift.models import segments
+    from swift.models.attention import layout as segments
 
     outcomes = {"broken": "FlexAttention fails here (RuntimeError: no compiler)", "fine": None}
     for outcome, kernel in (("broken", "rows"), ("fine", "flex")):

@@ -37,7 +37,7 @@ from swift.errors import (
     SyncFailed,
     Unsupported,
 )
-from swift.models.forward import choose_attention
+from swift.models.attention.choice import choose_attention
 from swift.models.sharded import is_spread
 from swift.rollout.engines import guided
 from swift.rollout.engines.base import (

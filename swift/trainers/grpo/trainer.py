@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from swift.errors import NumericError, RewardError
-from swift.models.forward import choose_attention
+from swift.models.attention.choice import choose_attention
 from swift.models.scoring import prepare_scoring
 from swift.models.sharded import is_spread
 from swift.rollout.pipeline import PipelineState, RolloutPipeline

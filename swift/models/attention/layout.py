@@ -1,29 +1,33 @@
 """The segments of a packed stream, and the kernel that computes their attention.
 
-`SegmentLayout` travels through a model's layers to the attention function. Which kernel it asks is decided in
-`kernel_for`, per device, once:
-
-    cuda    `segment_flex`    FlexAttention, if a trial agrees with the next
-    others  `segment_rows`    masked SDPA
-
-A layer whose attention is more than a softmax of scaled products says so by a `Variant`; `segment_rows` knows all of
-them. A window that is wider than every sequence of the stream is none.
+flash    flash-attn, where `--attn_impl flash_attn` asks for it
+flex     FlexAttention, where `--attn_impl flex_attention` asks for it, and on CUDA if a trial agrees with rows
+rows     masked SDPA: everything else, and every layer that the others cannot compute
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from swift.models.segment_rows import SegmentRows
-from swift.models.segment_spans import PLAIN, GroupSpans, Span, Variant
+from swift.models.attention.flash import FlashSegments
+from swift.models.attention.flex import FlexSegments
+from swift.models.attention.rows import SegmentRows
+from swift.models.attention.spans import PLAIN, GroupSpans, Span, Variant, attended
 
-Kernel = Literal["flex", "rows"]
+Kernel = Literal["rows", "flex", "flash"]
+
+KERNELS: dict[Kernel, type[SegmentRows] | type[FlexSegments] | type[FlashSegments]] = {
+    "rows": SegmentRows,
+    "flex": FlexSegments,
+    "flash": FlashSegments,
+}
 
 logger = logging.getLogger("swift.models")
 
@@ -31,12 +35,8 @@ TRIAL_TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 5e-
 """Largest difference of two kernels on standard normal states, relative to the largest value (TF32 included)."""
 
 
-class _Attends(Protocol):
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor: ...
-
-
 class SegmentLayout:
-    """The segments of one packed stream, with what attention needs to know about them, made once for all layers.
+    """The segments of one packed stream, with what kernels need to know about them, made once for all layers.
 
     Args:
         groups: the segments in stream order; together they are the whole stream.
@@ -49,10 +49,16 @@ class SegmentLayout:
         self.longest = max(
             group.prompt.length + max((span.length for span in group.completions), default=0) for group in self.groups
         )
-        self._made: dict[Kernel, _Attends] = {}
+        self._made: dict[Kernel, SegmentRows | FlexSegments | FlashSegments] = {}
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, variant: Variant = PLAIN
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        variant: Variant = PLAIN,
+        kernel: Kernel | None = None,
     ) -> Tensor:
         """Attention of every segment to its prompt and itself.
 
@@ -61,36 +67,70 @@ class SegmentLayout:
             key: [1, K, T, D]; query heads h * H / K and following see key/value head h.
             value: [1, K, T, E].
             scale: softmax scale; None means 1 / sqrt(D).
-            variant: of the layer.
+            variant: of the layer; a window that is wider than every sequence is none.
+            kernel: None means the best of the device.
 
         Returns:
             [1, T, H, E]
         """
         variant = variant.within(self.longest)
-        if not variant.is_plain:
-            return self._rows().attend(query, key, value, scale, variant)
-        heads = (query.shape[1], key.shape[1], query.shape[3], value.shape[3])
-        return self.using(kernel_for(query.device, _computed_in(query), heads)).attend(query, key, value, scale)
+        if kernel is None and variant.is_plain:
+            heads = (query.shape[1], key.shape[1], query.shape[3], value.shape[3])
+            kernel = kernel_for(query.device, _computed_in(query), heads)
+        if kernel is None or not KERNELS[kernel].computes(variant):
+            kernel = "rows"
+        return self.using(kernel).attend(query, key, value, scale, variant)
 
-    def _rows(self) -> SegmentRows:
-        """The kernel that knows every variant."""
-        rows = self.using("rows")
-        assert isinstance(rows, SegmentRows)
-        return rows
-
-    def using(self, kernel: Kernel) -> _Attends:
+    def using(self, kernel: Kernel) -> SegmentRows | FlexSegments | FlashSegments:
         """One kernel's view of this layout."""
         if kernel not in self._made:
-            self._made[kernel] = _make(kernel, self.groups, self.device)
+            self._made[kernel] = KERNELS[kernel](self.groups, self.device)
         return self._made[kernel]
 
 
-def _make(kernel: Kernel, groups: Sequence[GroupSpans], device: torch.device) -> _Attends:
-    if kernel == "flex":
-        from swift.models.segment_flex import FlexSegments
+class DecodeLayout:
+    """Attention of one new token per row to its row of the key/value cache.
 
-        return FlexSegments(groups, device)
-    return SegmentRows(groups, device)
+    Args:
+        mask: [R, 1, 1, C] bool, False where the cache holds left padding, or None when no row is padded.
+    """
+
+    def __init__(self, mask: Tensor | None) -> None:
+        self.mask = mask
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        variant: Variant = PLAIN,
+        kernel: Kernel | None = None,
+    ) -> Tensor:
+        """Query heads of a key/value head become query positions, so that no head is ever repeated.
+
+        Args:
+            query: [R, H, 1, D].
+            key: [R, K, C, D]; the last position is that of the new token.
+            value: [R, K, C, E].
+            scale: softmax scale; None means 1 / sqrt(D).
+            variant: of the layer.
+            kernel: not used; it is SDPA.
+
+        Returns:
+            [R, 1, H, E]
+        """
+        num_rows, num_heads, _, head_size = query.shape
+        num_kv = key.shape[1]
+        grouped = query.view(num_rows, num_kv, -1, head_size)
+        mask, variant = self.mask, variant.within(key.shape[2])
+        if variant.window is not None:
+            key, value = key[:, :, -variant.window :], value[:, :, -variant.window :]
+            mask = None if mask is None else mask[..., -variant.window :]
+        if variant.sinks is not None:
+            variant = replace(variant, sinks=variant.sinks.view(num_kv, -1))
+        found = attended(grouped, key, value, mask=mask, scale=scale, variant=variant)
+        return found.reshape(num_rows, 1, num_heads, value.shape[3])
 
 
 def _computed_in(states: Tensor) -> torch.dtype:
@@ -101,13 +141,7 @@ def _computed_in(states: Tensor) -> torch.dtype:
 
 @lru_cache(maxsize=64)
 def kernel_for(device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int, int]) -> Kernel:
-    """The kernel for states on a device.
-
-    Args:
-        device: where they are.
-        dtype: in which attention is computed.
-        heads: H, K, D and E of `SegmentLayout.attend`.
-    """
+    """The best kernel for states on a device; `heads`: H, K, D and E of `SegmentLayout.attend`."""
     if device.type != "cuda":
         return "rows"
     obstacle = flex_obstacle(device, dtype, heads)
@@ -125,7 +159,7 @@ def flex_obstacle(
     Args:
         device: where it is tried out.
         dtype: of the states.
-        heads: H, K, D and E of `SegmentLayout.attend`.
+        heads: as in `kernel_for`.
         backward: whether gradients are compared, too.
     """
     if dtype not in TRIAL_TOLERANCE:
@@ -139,7 +173,7 @@ def flex_obstacle(
 
     def outcome(kernel: Kernel) -> list[Tensor]:
         query, key, value = (one.clone().requires_grad_(backward) for one in states)
-        output = layout.using(kernel).attend(query, key, value, None)
+        output = layout.attend(query, key, value, None, kernel=kernel)
         if not backward:
             return [output]
         return [output, *torch.autograd.grad(output.float().square().sum(), (query, key, value))]
