@@ -22,7 +22,7 @@ SEQUENCES = [
 def outcome(model, logits):
     """Log-probs and all gradients of a loss that looks at each of them."""
     targets = torch.tensor([token for one in SEQUENCES for token in one.completion_ids])
-    logprobs = selected_logprobs(logits, targets)
+    logprobs, _ = selected_logprobs(logits, targets)
     model.zero_grad()
     (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
     gradients = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}

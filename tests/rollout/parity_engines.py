@@ -200,7 +200,7 @@ def scorer(model, temperature):
     def score(sequences: list[TokenSequence]):
         choose_attention(model)
         tokens = pack(sequences)
-        return selected_logprobs(packed_logits(model, tokens), tokens.target_ids, temperature=temperature)
+        return selected_logprobs(packed_logits(model, tokens), tokens.target_ids, temperature=temperature)[0]
 
     return score
 

@@ -151,17 +151,8 @@ def kernel_for(device: torch.device, dtype: torch.dtype, heads: tuple[int, int, 
     return "rows"
 
 
-def flex_obstacle(
-    device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int, int], *, backward: bool = True
-) -> str | None:
-    """Why FlexAttention cannot be used for such states, in a few words; None when it agrees with masked SDPA.
-
-    Args:
-        device: where it is tried out.
-        dtype: of the states.
-        heads: as in `kernel_for`.
-        backward: whether gradients are compared, too.
-    """
+def flex_obstacle(device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int, int]) -> str | None:
+    """Why FlexAttention cannot be used for such states, in a few words; None when it agrees with masked SDPA."""
     if dtype not in TRIAL_TOLERANCE:
         return f"FlexAttention is not tried in {str(dtype).removeprefix('torch.')}"
     groups = [GroupSpans(Span(0, 150), (Span(150, 70), Span(220, 200))), GroupSpans(Span(420, 30), (Span(450, 1),))]
@@ -172,14 +163,12 @@ def flex_obstacle(
     states = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
     def outcome(kernel: Kernel) -> list[Tensor]:
-        query, key, value = (one.clone().requires_grad_(backward) for one in states)
+        query, key, value = (one.clone().requires_grad_() for one in states)
         output = layout.attend(query, key, value, None, kernel=kernel)
-        if not backward:
-            return [output]
         return [output, *torch.autograd.grad(output.float().square().sum(), (query, key, value))]
 
     try:
-        with torch.autocast(device.type, enabled=False), torch.set_grad_enabled(backward):
+        with torch.autocast(device.type, enabled=False), torch.enable_grad():
             pairs = list(zip(outcome("flex"), outcome("rows"), strict=True))
     except Exception as error:  # compilers and drivers fail in types of their own; the reason is shown
         return f"FlexAttention fails here ({type(error).__name__}: {str(error).splitlines()[0][:120]})"

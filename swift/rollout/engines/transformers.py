@@ -38,7 +38,7 @@ from swift.errors import (
     Unsupported,
 )
 from swift.models.attention.choice import choose_attention
-from swift.models.sharded import is_spread
+from swift.models.sharded import is_sharded
 from swift.rollout.engines import guided
 from swift.rollout.engines.base import (
     ALL_TAGS,
@@ -228,7 +228,7 @@ class TransformersEngine(InferenceEngine):
         seen = 0
         while not run.done:
             self._check_awake()
-            with self._step, _without_gradients(is_spread(self.model)):
+            with self._step, _without_gradients(is_sharded(self.model)):
                 self.model.eval()
                 finished = run.step(self.model, self.version)
             ids, logprobs = (finished[0].token_ids, finished[0].logprobs) if finished else run.row(0)
@@ -268,7 +268,7 @@ class TransformersEngine(InferenceEngine):
         ended: list[Completion] = []
         try:
             if self._run is None:
-                self._spread = is_spread(self.model)
+                self._spread = is_sharded(self.model)
             with _without_gradients(self._spread):
                 while self._outstanding and not ended and not self._paused and not self._closed:
                     with self._step:

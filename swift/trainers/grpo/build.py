@@ -198,7 +198,7 @@ class Surroundings:
 
     def _sampling(self) -> AbstractContextManager[None]:
         """What sampling with the trainer's own weights needs where ZeRO-3 or FSDP2 spread them over ranks."""
-        from swift.models.spread_sampling import sampling_from
+        from swift.models.sharded_sampling import sampling_from
 
         gather = self.parts.args.ds3_gather_for_generation
         return sampling_from(self.trainer.model, gather=gather, any_rank=self.parts.collectives.any)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from swift.models.sharded import is_spread
+from swift.models.sharded import is_sharded
 from swift.rl.kl import sequence_k1
 from swift.rollout.samples import TrainSample
 from swift.trainers.grpo.micro_batch import MicroBatch
@@ -45,7 +45,7 @@ class RewardKL:
         plan = trainer.logprobs.plan(samples, range(len(samples)), [sample.num_trained > 0 for sample in samples])
         sums: dict[int, float] = {}
         for part in plan.micro_batches[trainer.collectives.rank]:
-            if not part and not is_spread(trainer.model):
+            if not part and not is_sharded(trainer.model):
                 continue
             chosen = part or [plan.first]
             batch = trainer.logprobs.collate([samples[i] for i in chosen], [0.0] * len(chosen))

@@ -45,7 +45,7 @@ import torch
 from torch import nn
 
 from swift.errors import ConfigError, EngineDead, ResourceError, SwiftError, end_process
-from swift.models.sharded import is_spread, reading_from
+from swift.models.sharded import is_sharded, reading_from
 from swift.observability.memory import (
     MIB,
     Holders,
@@ -165,7 +165,7 @@ class ColocateCycle:
 
         self._model = Offloader(of_models, self.device)
         self._optimizer = Offloader(lambda: optimizer_tensors(optimizer_of()), self.device, keep=of_models)
-        self._spread = lambda: is_spread(model)
+        self._spread = lambda: is_sharded(model)
 
     # --- the phases ---------------------------------------------------------------------------------------------
 
