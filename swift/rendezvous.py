@@ -1,53 +1,107 @@
 """Where the processes of a run meet: a store that, on one node, other machines cannot reach.
 
-torch's own rendezvous (`env://`) listens on all addresses, and whoever reaches the store can read and write it.
+torch's own rendezvous (`env://`) listens on all addresses, and whoever reaches the store can read and write it. Nor
+does it say which node has not come.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import sys
+import time
 from datetime import timedelta
 from typing import Any
 
-from swift.errors import ResourceError
+from swift.errors import EngineError, ResourceError
 
 LOOPBACK = ("127.0.0.1", "localhost")
+LOOK_S = 0.2
+PATIENT_S = 15.0
+"""After so long node 0 says whom it waits for."""
+MET = "swift/met"
+"""Key of what rank 0 says when all have come, "", or when it gives up."""
 
 
 def process_group_place(timeout_s: float) -> dict[str, Any]:
-    """Arguments of `init_process_group` that say where the ranks meet; {} leaves it to torch.
+    """Arguments of `init_process_group` that say where the ranks meet, once all are there; {} leaves it to torch.
 
-    The ranks of one node that `swift` started (MASTER_ADDR is loopback, and no torchrun agent holds a store) meet at a
-    store of rank 0 that listens on 127.0.0.1:MASTER_PORT.
+    They meet at a store of rank 0 at MASTER_ADDR:MASTER_PORT. On one node it listens on 127.0.0.1 only. Where a
+    torchrun agent holds a store, torch knows better.
 
     Raises:
         ResourceError: the port is taken.
+        EngineError: node 0 cannot be reached, or a node does not come, within `timeout_s`.
     """
     import torch.distributed as dist
 
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if has_agent or host not in LOOPBACK or not port:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not host or not port:
         return {}
     rank, world_size, limit = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=timeout_s)
-    if rank != 0:
-        store = dist.TCPStore(LOOPBACK[0], int(port), world_size, is_master=False, timeout=limit)
-    else:
-        listener = _listener(int(port))
+    if rank == 0:
+        listener = _listener(int(port), everywhere=host not in LOOPBACK)
         store = dist.TCPStore(
-            LOOPBACK[0], int(port), world_size, is_master=True, timeout=limit, master_listen_fd=listener.detach()
+            host,
+            int(port),
+            world_size,
+            is_master=True,
+            timeout=limit,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
         )
+        _await_all(store, f"{host}:{port}", world_size, timeout_s)
+    else:
+        try:
+            store = dist.TCPStore(host, int(port), world_size, is_master=False, timeout=limit)
+            _report(store, rank, limit)
+        except dist.DistError as error:
+            raise EngineError(
+                f"node 0: cannot be reached at {host}:{port} within {timeout_s:g} s; is it started, and are "
+                "MASTER_ADDR and MASTER_PORT its own?"
+            ) from error
     return {"store": store, "rank": rank, "world_size": world_size}
 
 
-def _listener(port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def _report(store: Any, rank: int, limit: timedelta) -> None:
+    """Says that this rank is there, and waits for the others."""
+    store.set(_here(rank), "")
+    store.wait([MET], limit + timedelta(seconds=PATIENT_S))  # rank 0 is the one to give up
+    if problem := store.get(MET).decode():
+        raise EngineError(problem)
+
+
+def _await_all(store: Any, place: str, world_size: int, timeout_s: float) -> None:
+    """Waits for the other ranks; names the nodes that do not come."""
+    began, told = time.monotonic(), False
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    while missing := [rank for rank in range(1, world_size) if not store.check([_here(rank)])]:
+        nodes = ", ".join(f"node {node}" for node in sorted({rank // per_node for rank in missing}))
+        waited = time.monotonic() - began
+        if waited > timeout_s:
+            problem = (
+                f"{nodes}: has not come to {place} within {timeout_s:g} s (--ddp_timeout); start the same command "
+                "there with its NODE_RANK, and see that the port can be reached"
+            )
+            store.set(MET, problem)
+            time.sleep(2 * LOOK_S)  # those that did come read it
+            raise EngineError(problem)
+        if waited > PATIENT_S and not told:
+            told = True
+            print(f"swift: waiting for {nodes} at {place}, at most {timeout_s:g} s", file=sys.stderr, flush=True)
+        time.sleep(LOOK_S)
+    store.set(MET, "")
+
+
+def _here(rank: int) -> str:
+    return f"swift/here/{rank}"
+
+
+def _listener(port: int, *, everywhere: bool) -> socket.socket:
+    both = everywhere and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
     try:
-        listener.bind((LOOPBACK[0], port))
-        listener.listen()
+        place = ("" if everywhere else LOOPBACK[0], port)
+        return socket.create_server(place, family=family, dualstack_ipv6=both, backlog=1024)
     except OSError as error:
-        listener.close()
         raise ResourceError(f"MASTER_PORT: {port}: cannot be used ({error.strerror}); choose another port") from error
-    return listener

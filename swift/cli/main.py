@@ -10,7 +10,6 @@ import swift
 from swift.cli.boundary import guarded
 from swift.cli.mode import MODES, start
 from swift.errors import ConfigError, suggest
-from swift.startup import QuickEnd
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,15 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code (see `swift.cli.boundary`). Errors are printed, not raised.
     """
-    if argv is not None:
-        return _run(list(argv))
-    end = QuickEnd()
-    end.arm()
-    end.exit_code = _run(sys.argv[1:])
-    return end.exit_code
-
-
-def _run(words: list[str]) -> int:
+    words = sys.argv[1:] if argv is None else list(argv)
     return guarded(lambda: route(words), debug=lambda: debug_wanted(words))
 
 

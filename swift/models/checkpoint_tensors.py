@@ -110,7 +110,12 @@ def read_adapter(model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise ConfigError("--vllm_enable_lora: true: the policy has no adapter to send; use --tuner_type lora")
     name = policy.active_adapter
     config = policy.peft_config[name]
-    own = {key: value for key, value in policy.named_parameters() if f".{name}." in f"{key}."}
+    biases = config.bias != "none"  # those of the base are trained, too
+    own = {
+        key: value
+        for key, value in policy.named_parameters()
+        if f".{name}." in f"{key}." or (biases and key.endswith(".bias"))
+    }
     with gathered(own.values()) as whole:
         state = {key: whole(value) for key, value in own.items()}
         found = get_peft_model_state_dict(policy, state_dict=state, adapter_name=name, save_embedding_layers=False)
@@ -248,7 +253,7 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[CheckpointTensor]:
 
 def _as_is(name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> CheckpointTensor:
     if tensor.is_quantized or hasattr(tensor, "quant_state"):
-        raise ConfigError(f"policy: {name}: quantised weights cannot be published to an engine; load it in 16 bits")
+        raise ConfigError(f"policy: {name}: quantised weights cannot be sent to an engine; load it in 16 bits")
     kept = dtype or tensor.dtype
     return CheckpointTensor(
         name, kept, whole_shape(tensor), (tensor,), lambda whole: whole(tensor).to(kept), (id(tensor),)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,8 +17,6 @@ from typing import Any
 
 from swift.errors import ConfigError
 from swift.observability.files import disk_full_is_an_error
-
-_BLOCK_BYTES = 1 << 16
 
 
 def encode_row(row: Mapping[str, Any]) -> bytes:
@@ -58,58 +57,34 @@ def repair(path: Path) -> int:
     """Cut off a last line that a kill has torn.
 
     Returns:
-        the number of bytes removed; 0 when the file is whole, empty or missing.
+        the number of bytes removed; 0 when the file is valid, empty or missing.
     """
-    if not path.exists():
+    if not path.exists() or not path.stat().st_size:
         return 0
     with path.open("rb+") as file:
-        size = file.seek(0, os.SEEK_END)
-        keep = _end_of_last_row(file, size)
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            size = keep = len(content)
+            while keep:
+                start = content.rfind(b"\n", 0, keep - 1) + 1
+                if _is_row(content[start:keep]):
+                    break
+                keep = start
         if keep < size:
             file.truncate(keep)
             os.fsync(file.fileno())
     return size - keep
 
 
-def _end_of_last_row(file: Any, size: int) -> int:
-    """The offset behind the last newline whose line is JSON."""
-    end = size
-    while end > 0:
-        start = _after_newline(file, end - 1)
-        file.seek(start)
-        line = file.read(end - start)
-        if line.endswith(b"\n") and _is_json(line):
-            return end
-        end = start
-    return 0
-
-
-def _after_newline(file: Any, end: int) -> int:
-    """The offset behind the last newline before `end`, or 0."""
-    while end > 0:
-        start = max(0, end - _BLOCK_BYTES)
-        file.seek(start)
-        found = file.read(end - start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        end = start
-    return 0
-
-
-def _is_json(line: bytes) -> bool:
+def _is_row(line: bytes) -> bool:
     try:
         json.loads(line)
     except ValueError:  # also a UnicodeDecodeError
         return False
-    return True
+    return line.endswith(b"\n")
 
 
 class JsonlWriter:
-    """Appends rows to a file; nothing exists on disk before the first row.
-
-    Args:
-        path: the file; its folder must exist by the first row.
-    """
+    """Appends rows to `path`; nothing exists on disk before the first row."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -16,13 +16,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from swift.errors import join_problems
+from swift.errors import ConfigError, join_problems
 
 MOST_BATCHES_CARRIED = 2
 """Rollout batches that a carried group can wait for; as a rule it is one (`swift.rollout.dynamic_sampling`)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
     """The batches of a run. All sizes are in completions unless the name says otherwise.
 
@@ -32,9 +32,8 @@ class BatchPlan:
     micro_batches_per_step: forward/backward passes of one rank; None where it follows from the lengths of the
     completions, under a limit of tokens.
 
-    num_rows, steps_per_epoch, batches_per_epoch and num_train_epochs are None for streaming data, which has no
-    known end. dropped_rows: rows at the end of each epoch that fill no rollout batch. max_steps: optimizer steps of the
-    run.
+    num_rows, steps_per_epoch and batches_per_epoch are None for streaming data, which has no known end. dropped_rows:
+    rows at the end of each epoch that fill no rollout batch. max_steps: optimizer steps of the run.
     """
 
     per_device_train_batch_size: int
@@ -43,23 +42,20 @@ class BatchPlan:
     num_generations: int
     steps_per_generation: int
     num_iterations: int
-    mini_batch_size: int
     global_batch: int
     global_batch_prompts: int
     generation_batch: int
-    generation_prompts: int
     global_batches_per_rollout: int
     generation_batches_per_step: int
     rollout_prompts: int
     updates_per_rollout: int
     micro_batches_per_step: int | None
+    max_tokens_per_micro_batch: int | None
     num_rows: int | None
-    num_train_epochs: float | None
     batches_per_epoch: int | None
     steps_per_epoch: int | None
     dropped_rows: int
     max_steps: int
-    max_tokens_per_micro_batch: int | None = None
 
 
 def plan_batches(
@@ -77,7 +73,7 @@ def plan_batches(
     num_train_epochs: float = 1.0,
     max_steps: int = -1,
 ) -> BatchPlan:
-    """The batches and steps of a run.
+    """The batches and steps of a run, from the settings of these names.
 
     Args:
         per_device_train_batch_size: b, completions of one rank's nominal micro-batch.
@@ -106,13 +102,10 @@ def plan_batches(
         num_generations,
         num_iterations,
     )
-    join_problems(_not_positive(b=b, n=n, a=a, g=g, s=steps_per_generation, u=u, mini=mini_batch_size))
-    s, problems = _steps_per_generation(b * n, a, steps_per_generation, generation_batch_size)
-    join_problems(problems)
-    join_problems(_broken_rules(b, n, a, s, g, u, mini_batch_size, s_is_given=s != a))
+    s = _steps_per_generation(b * n, a, steps_per_generation, generation_batch_size)
+    join_problems(_broken_rules(b, n, a, s, g, u, mini_batch_size))
 
-    rollout_steps = max(a, s)
-    rollout_prompts = b * n * rollout_steps // g
+    rollout_prompts = b * n * max(a, s) // g
     updates = max(1, s // a) * u
     batches_per_epoch = steps_per_epoch = None
     if num_rows is not None:
@@ -125,23 +118,20 @@ def plan_batches(
         num_generations=g,
         steps_per_generation=s,
         num_iterations=u,
-        mini_batch_size=mini_batch_size or b,
         global_batch=b * n * a,
         global_batch_prompts=b * n * a // g,
         generation_batch=b * n * s,
-        generation_prompts=b * n * s // g,
         global_batches_per_rollout=max(1, s // a),
         generation_batches_per_step=max(1, a // s),
         rollout_prompts=rollout_prompts,
         updates_per_rollout=updates,
         micro_batches_per_step=a * (b // (mini_batch_size or b)) if max_tokens_per_micro_batch is None else None,
+        max_tokens_per_micro_batch=max_tokens_per_micro_batch,
         num_rows=num_rows,
-        num_train_epochs=None if num_rows is None else num_train_epochs,
         batches_per_epoch=batches_per_epoch,
         steps_per_epoch=steps_per_epoch,
-        dropped_rows=0 if num_rows is None else num_rows - (batches_per_epoch or 0) * rollout_prompts,
+        dropped_rows=0 if num_rows is None else num_rows % rollout_prompts,
         max_steps=_total_steps(steps_per_epoch, num_rows, rollout_prompts, num_train_epochs, max_steps),
-        max_tokens_per_micro_batch=max_tokens_per_micro_batch,
     )
 
 
@@ -149,15 +139,15 @@ def describe(plan: BatchPlan, *, most_launches: int = 1, every_row: bool = False
     """The plan in one line, for people.
 
     Args:
-        plan: what is said.
+        plan: of the run.
         most_launches: groups sampled for one that is trained, at most: with dynamic sampling replaced ones draw rows.
         every_row: batches go on from one epoch to the next, so that no row is left out.
     """
     p = plan
     parts = [
-        f"{p.global_batch} completions per step ({p.per_device_train_batch_size} per device x {p.world_size} "
-        f"{_plural(p.world_size, 'process', 'processes')} x {p.gradient_accumulation_steps} accumulation)"
-        f" = {p.global_batch_prompts} {_plural(p.global_batch_prompts, 'prompt')} x {p.num_generations} completions"
+        f"{p.global_batch} completions per step ({p.per_device_train_batch_size} per device x "
+        f"{_count(p.world_size, 'process', 'processes')} x {p.gradient_accumulation_steps} accumulation)"
+        f" = {_count(p.global_batch_prompts, 'prompt')} x {p.num_generations} completions"
     ]
     if p.generation_batch != p.global_batch:
         parts.append(f"{p.generation_batch} completions per generation batch")
@@ -170,55 +160,36 @@ def describe(plan: BatchPlan, *, most_launches: int = 1, every_row: bool = False
     if p.num_rows is None:
         parts.append(f"streaming, {p.max_steps} steps")
     else:
-        per_epoch = f"{p.steps_per_epoch} {_plural(p.steps_per_epoch or 0, 'step')} per epoch"
+        per_epoch = f"{_count(p.steps_per_epoch or 0, 'step')} per epoch"
         if most_launches > 1:
             least = p.num_rows // (p.rollout_prompts * most_launches) * p.updates_per_rollout
             per_epoch = f"{least} to {per_epoch}, because replaced groups draw rows too"
-        rows = f"{p.num_rows} {_plural(p.num_rows, 'row')}"
-        parts.append(f"{rows}, {per_epoch}, {p.max_steps} {_plural(p.max_steps, 'step')} in all")
+        parts.append(f"{_count(p.num_rows, 'row')}, {per_epoch}, {_count(p.max_steps, 'step')} in all")
     if p.dropped_rows and p.batches_per_epoch and not every_row:
-        parts.append(f"the last {p.dropped_rows} {_plural(p.dropped_rows, 'row')} of each epoch left out")
+        parts.append(f"the last {_count(p.dropped_rows, 'row')} of each epoch left out")
     return "batch: " + "; ".join(parts)
 
 
-def _plural(count: int, one: str, many: str | None = None) -> str:
-    return one if count == 1 else many or one + "s"
+def _count(number: int, one: str, many: str | None = None) -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
-def _not_positive(*, b: int, n: int, a: int, g: int, s: int | None, u: int, mini: int | None) -> list[str]:
-    """One line for every count below its least value."""
-    least = {
-        "--per_device_train_batch_size": (b, 1),
-        "world size": (n, 1),
-        "--gradient_accumulation_steps": (a, 1),
-        "--num_generations": (g, 2),
-        "--steps_per_generation": (s, 1),
-        "--num_iterations": (u, 1),
-        "--mini_batch_size": (mini, 1),
-    }
-    return [
-        f"{flag}: {value}: too small; at least {lowest}"
-        for flag, (value, lowest) in least.items()
-        if value is not None and value < lowest
-    ]
-
-
-def _steps_per_generation(per_micro_step: int, a: int, steps: int | None, batch: int | None) -> tuple[int, list[str]]:
-    """S from either flag (default a), and what is wrong with them; `per_micro_step` is b N."""
+def _steps_per_generation(per_micro_step: int, a: int, steps: int | None, batch: int | None) -> int:
+    """S from either flag (default a); `per_micro_step` is b N."""
     if batch is None:
-        return steps or a, []
+        return steps or a
     if batch < 1 or batch % per_micro_step:
         lower = max(1, batch // per_micro_step) * per_micro_step
-        return a, [
+        raise ConfigError(
             f"--generation_batch_size: {batch}: not a multiple of the {per_micro_step} completions of one micro-step "
             f"over all processes; nearest: {lower}, {lower + per_micro_step}"
-        ]
+        )
     if steps is not None and steps * per_micro_step != batch:
-        return a, [
+        raise ConfigError(
             f"--generation_batch_size: {batch}: disagrees with --steps_per_generation {steps}, which makes "
             f"{steps * per_micro_step}; give one of them, or --steps_per_generation {batch // per_micro_step}"
-        ]
-    return batch // per_micro_step, []
+        )
+    return batch // per_micro_step
 
 
 def _valid(b: int, n: int, a: int, s: int, g: int, mini: int | None) -> bool:
@@ -226,16 +197,18 @@ def _valid(b: int, n: int, a: int, s: int, g: int, mini: int | None) -> bool:
     return b * n * a % g == 0 and b * n * s % g == 0 and (s % a == 0 or a % s == 0) and b % (mini or b) == 0
 
 
-def _broken_rules(b: int, n: int, a: int, s: int, g: int, u: int, mini: int | None, *, s_is_given: bool) -> list[str]:
+def _broken_rules(b: int, n: int, a: int, s: int, g: int, u: int, mini: int | None) -> list[str]:
     """One line for every rule that is broken."""
     problems = []
-    window, batch = b * n * a, b * n * s
-    if window % g or (batch % g and not (s % a and a % s)):
-        problems.append(_bad_generations(b, n, a, s, g, mini, s_is_given=s_is_given))
+    if b * n * a % g or (b * n * s % g and not (s % a and a % s)):
+        problems.append(_bad_generations(b, n, a, s, g, mini))
     if s % a and a % s:
+        divisors = _divisors(a)
+        below = max(value for value in [*divisors, s // a * a] if 0 < value < s)
+        above = min(value for value in [*divisors, (s // a + 1) * a] if value > s)
         problems.append(
             f"--steps_per_generation: {s}: neither a multiple nor a divisor of --gradient_accumulation_steps {a}; "
-            f"nearest: {', '.join(map(str, _nearest_steps(a, s)))}"
+            f"nearest: {below}, {above}"
         )
     if u > 1 and s < a:
         problems.append(
@@ -250,31 +223,23 @@ def _broken_rules(b: int, n: int, a: int, s: int, g: int, u: int, mini: int | No
     return problems
 
 
-def _bad_generations(b: int, n: int, a: int, s: int, g: int, mini: int | None, *, s_is_given: bool) -> str:
-    """The line for a G that does not divide the window or the generation batch."""
+def _bad_generations(b: int, n: int, a: int, s: int, g: int, mini: int | None) -> str:
+    """The line for a G that does not divide the global batch or the generation batch."""
     window, batch = b * n * a, b * n * s
     counted = f"global batch of C={window} completions" if window % g else f"generation batch of B={batch} completions"
-    made_of = f"{b} per device x {n} {_plural(n, 'process', 'processes')} x {a if window % g else s}"
+    made_of = f"{b} per device x {_count(n, 'process', 'processes')} x {a if window % g else s}"
     choices = _divisors(math.gcd(window, batch))[1:]
     fixes = [f"valid G: {', '.join(map(str, choices)) or 'none'}"]
     most = g * s * (mini or 1)  # both searches are periodic in it
-    for letter, flag, candidates in (
-        ("a", "--gradient_accumulation_steps", ((b, a_) for a_ in range(1, most + 1))),
-        ("b", "--per_device_train_batch_size", ((b_, a) for b_ in range(1, most + 1))),
-    ):
-        for b_, a_ in candidates:
-            if _valid(b_, n, a_, s if s_is_given else a_, g, mini):
-                value = a_ if letter == "a" else b_
-                fixes.append(f"{letter}={value} ({flag} {value})")
-                break
+    for value in range(1, most + 1):
+        if _valid(b, n, value, value if s == a else s, g, mini):
+            fixes.append(f"a={value} (--gradient_accumulation_steps {value})")
+            break
+    for value in range(1, most + 1):
+        if _valid(value, n, a, s, g, mini):
+            fixes.append(f"b={value} (--per_device_train_batch_size {value})")
+            break
     return f"--num_generations: {g}: does not divide the {counted} ({made_of}); " + "; or ".join(fixes)
-
-
-def _nearest_steps(a: int, s: int) -> list[int]:
-    """The valid values of s just below and above it."""
-    below = [value for value in [*_divisors(a), s // a * a] if 0 < value < s]
-    above = [value for value in [*_divisors(a), (s // a + 1) * a] if value > s]
-    return [max(below), min(above)]
 
 
 def _divisors(value: int) -> list[int]:
@@ -285,18 +250,14 @@ def _total_steps(per_epoch: int | None, rows: int | None, rollout_prompts: int, 
     """The optimizer steps of the run."""
     if max_steps > 0:
         return max_steps
-    problems = []
     if per_epoch is None:
-        problems.append("--max_steps: none: streaming data has no known end; give --max_steps")
-    elif per_epoch == 0:
-        problems.append(
+        raise ConfigError("--max_steps: none: streaming data has no known end; give --max_steps")
+    if per_epoch == 0:
+        raise ConfigError(
             f"--dataset: {rows} rows: fewer than the {rollout_prompts} prompts of one rollout batch: no step fits; "
             f"add rows, lower --per_device_train_batch_size or --gradient_accumulation_steps, or give --max_steps"
         )
-    elif epochs <= 0:
-        problems.append(f"--num_train_epochs: {epochs}: must be above 0 unless --max_steps is given; e.g. 1")
-    join_problems(problems)
-    return math.ceil((per_epoch or 0) * epochs)
+    return math.ceil(per_epoch * epochs)
 
 
 def most_stale(depth: int, *, updates: int, interval: int) -> int:
@@ -305,9 +266,6 @@ def most_stale(depth: int, *, updates: int, interval: int) -> int:
     A rollout batch feeds U updates. Sampled `depth` batches ahead, with a weight sync every `interval` updates, its
     first update comes at most `depth * U + interval - 1` updates after the weights that sampled it, its last one
     U - 1 later.
-
-    Example:
-        one batch ahead, one update each, a weight sync after each: most_stale(1, updates=1, interval=1) == 1
     """
     return depth * updates + interval - 1 + updates - 1
 
@@ -316,7 +274,5 @@ def deepest_prefetch(depth: int, *, updates: int, interval: int, max_staleness: 
     """The greatest depth up to `depth` that keeps tokens within `max_staleness`; None when not even 0 does."""
     if max_staleness is None:
         return depth
-    for candidate in range(depth, -1, -1):
-        if most_stale(candidate, updates=updates, interval=interval) <= max_staleness:
-            return candidate
-    return None
+    possible = (max_staleness - most_stale(0, updates=updates, interval=interval)) // updates
+    return min(depth, possible) if possible >= 0 else None

@@ -22,7 +22,7 @@ from swift.rollout.round_result import fault
 from swift.rollout.samples import RolloutBatch, TrainSample
 from swift.types import Completion, GroupScores, RolloutGroup
 
-Begun = tuple[list[TrainSample], torch.Tensor | None]
+PartialBatch = tuple[list[TrainSample], torch.Tensor | None]
 """Samples with advantage 0, and k1 of each in nats, float64, where the reward has a KL."""
 
 KLOfSamples = Callable[[Sequence[TrainSample]], Sequence[float]]
@@ -77,45 +77,35 @@ class MadeBatch:
 class BatchMaker:
     """Makes rollout batches of groups.
 
-    Args:
-        config: how.
-        replay: the buffer, or None.
-        kl_of: needed when `config.reward_kl` > 0; may be set later.
-        refer: for a loss with a KL; may be set later. Without it the trainer finds log-probs missing and makes them.
+    The trainer sets `kl_of`, needed when `config.reward_kl` > 0, and `refer`, for a loss with a KL; without it the
+    trainer finds log-probs missing and makes them.
     """
 
-    def __init__(
-        self,
-        config: BatchConfig,
-        *,
-        replay: ReplayBuffer | None = None,
-        kl_of: KLOfSamples | None = None,
-        refer: Refer | None = None,
-    ) -> None:
-        self.config = config
-        self.replay = replay
-        self.kl_of = kl_of
-        self.refer = refer
+    def __init__(self, config: BatchConfig, *, replay: ReplayBuffer | None = None) -> None:
+        self.config, self.replay = config, replay
+        self.kl_of: KLOfSamples | None = None
+        self.refer: Refer | None = None
 
     @property
-    def can_begin(self) -> bool:
-        """Whether there is work for `begin`: a reference whose passes need no scores.
-
-        Which groups a replay buffer stands in for is a matter of scores.
-        """
+    def refers_early(self) -> bool:
+        """Whether a reference has passes that need no scores; which groups are replayed is a matter of scores."""
         return self.config.reward_kl > 0 or (self.refer is not None and self.replay is None)
 
-    def untouched(self, groups: Sequence[RolloutGroup]) -> Begun:
+    def partial(self, groups: Sequence[RolloutGroup]) -> PartialBatch:
         """The samples of a round of which nothing has been computed."""
         return list(self._samples(groups)), None
 
-    def begin(self, groups: Sequence[RolloutGroup]) -> Begun:
-        """The passes of the reference over a round, while its rewards are still computed; collective."""
-        samples, _ = self.untouched(groups)
+    def batch(self, samples: list[TrainSample]) -> RolloutBatch:
+        """The rollout batch of these samples."""
+        return RolloutBatch(samples, self.config.num_global_batches, self.config.num_iterations)
+
+    def referred(self, groups: Sequence[RolloutGroup]) -> PartialBatch:
+        """A round after the passes of the reference, while its rewards may still be computed; collective."""
+        samples, _ = self.partial(groups)
         if self.config.reward_kl > 0:
             return samples, self._kl(groups)
         if self.refer is not None:
-            self.refer(RolloutBatch(samples, self.config.num_global_batches, self.config.num_iterations))
+            self.refer(self.batch(samples))
         return samples, None
 
     def samples(self, groups: Sequence[RolloutGroup], first: int) -> list[TrainSample]:
@@ -126,20 +116,20 @@ class BatchMaker:
             sample.advantage = advantage
         return samples
 
-    def make(self, groups: Sequence[RolloutGroup], step: int, begun: Begun | None = None) -> MadeBatch:
+    def make(self, groups: Sequence[RolloutGroup], step: int, partial: PartialBatch | None = None) -> MadeBatch:
         """The rollout batch of a round.
 
         Args:
             groups: scored, in launch order; as many as a rollout batch has.
             step: optimizer steps done.
-            begun: what `begin` made of the same groups.
+            partial: what was computed of the same groups before.
         """
         config = self.config
-        if begun is None:
+        if partial is None:
             # where scores leave samples out, passes are cut without that in any case: it depends on no clock
             left_out = any(reason is not None for group in groups for reason in scores_of(group).excluded)
-            begun = self.begin(groups) if left_out and self.can_begin else self.untouched(groups)
-        samples, kl_S = begun
+            partial = self.referred(groups) if left_out and self.refers_early else self.partial(groups)
+        samples, kl_S = partial
         _leave_out(samples, groups)
         penalty = None
         metrics: dict[str, float] = {}
@@ -147,9 +137,9 @@ class BatchMaker:
             kl_S = kl_S if kl_S is not None else self._kl(groups)
             penalty = config.reward_kl * kl_S
             metrics["kl_in_reward"] = _mean_of_trained(kl_S, samples)
-        batches = self._batches(groups)
-        plain = [self.advantages(part) for part in batches]
-        results = plain
+        size = len(groups) // config.generation_batches
+        batches = [groups[i : i + size] for i in range(0, len(groups), size)]
+        results = plain = [self.advantages(part) for part in batches]
         if penalty is not None:
             pieces = penalty.split([sum(len(g.completions) for g in part) for part in batches])
             results = [self.advantages(part, kl) for part, kl in zip(batches, pieces, strict=True)]
@@ -161,7 +151,7 @@ class BatchMaker:
         replayed = self._replay(groups, samples, informative, step)
         excluded = self._excluded(samples, replayed)
         return MadeBatch(
-            RolloutBatch(samples, config.num_global_batches, config.num_iterations),
+            self.batch(samples),
             plain,
             advantages,
             replayed,
@@ -179,19 +169,15 @@ class BatchMaker:
 
     def advantages(self, groups: Sequence[RolloutGroup], kl_penalty_S: torch.Tensor | None = None) -> Advantages:
         """Advantages of scored groups that share their batch statistics."""
-        values: list[list[float | None]] = []
-        excluded: list[bool] = []
-        index: list[int] = []
-        for number, group in enumerate(groups):
-            scores = scores_of(group)
-            values += scores.values
-            excluded += [reason is not None for reason in scores.excluded]
-            index += [number] * len(group.completions)
+        scores = [scores_of(group) for group in groups]
+        index = [number for number, group in enumerate(groups) for _ in group.completions]
         return compute_advantages(
-            reward_matrix(values),
+            reward_matrix([row for one in scores for row in one.values]),
             torch.tensor(index, dtype=torch.long),
             weights_K=torch.tensor(list(self.config.reward_weights), dtype=torch.float64),
-            excluded_S=torch.tensor(excluded, dtype=torch.bool),
+            excluded_S=torch.tensor(
+                [reason is not None for one in scores for reason in one.excluded], dtype=torch.bool
+            ),
             estimator=self.config.advantage_estimator,
             parameters=self.config.estimator_parameters,
             scale=self.config.scale_rewards,
@@ -209,10 +195,6 @@ class BatchMaker:
     def cut(self, completion: Completion) -> bool:
         """Whether the overlong filter takes a completion out of the loss; it stays in the group's statistics."""
         return self.config.overlong_filter and completion.finish_reason == "length"
-
-    def _batches(self, groups: Sequence[RolloutGroup]) -> list[Sequence[RolloutGroup]]:
-        size = len(groups) // self.config.generation_batches
-        return [groups[i : i + size] for i in range(0, len(groups), size)]
 
     def _samples(
         self, groups: Sequence[RolloutGroup], first: int = 0, *, with_cut: bool = False

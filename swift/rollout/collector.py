@@ -12,32 +12,22 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from swift.errors import EngineError, SwiftError
 from swift.rollout.dynamic_sampling import GroupFilter, Selection
 from swift.rollout.engines.base import InferenceEngine
 from swift.rollout.mailbox import Mailbox
 from swift.rollout.request_limit import RequestClock
-from swift.rollout.round import EngineShare, OtherRankFailed, Round, Scorer
-from swift.rollout.round_result import RoundResult, is_scored, lost, settle
+from swift.rollout.round import EngineShare, OtherRankFailed, Round
+from swift.rollout.round_result import RoundResult, is_scored, lost, set_scores
 from swift.rollout.scheduler import Launch, LaunchLog
 from swift.rollout.seeds import sample_seed
-from swift.types import Completion, Prompt, Request, RolloutGroup, SamplingParams, TrainerProgress
+from swift.types import Completion, Prompt, Request, RolloutGroup, SamplingParams
 
-
-class Gatherer(Protocol):
-    """The collectives that a round needs; see `swift.trainers.distributed`."""
-
-    rank: int
-    world_size: int
-    active: bool
-
-    def gather(self, value: Any) -> list[Any] | None:
-        """Values of all ranks, on rank 0."""
-
-    def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, everywhere."""
+if TYPE_CHECKING:
+    from swift.rewards import RewardPipeline
+    from swift.trainers.distributed import Collectives
 
 
 @dataclass(slots=True)
@@ -48,23 +38,23 @@ class RolloutCollector:
     decode: token ids to the text that rewards see. share: what of a round the engine samples.
     around: entered by every rank around sampling, also by one without requests (a sharded policy needs it).
     request_s: bound on each request, for an engine that has none of its own. progress: called for each completion.
-    mailbox: messages between the ranks while they sample; needed for dynamic sampling on several. pulse: changes while
-    this rank gets on. heard: called when another rank does, while this one waits for it.
+    mailbox: messages between the ranks while they sample; needed for dynamic sampling on several. activity: its value
+    changes while this rank gets on. on_heartbeat: called when another rank does, while this one waits for it.
     """
 
     engine: InferenceEngine | None
     sampling: SamplingParams
     seed: int
     decode: Callable[[Sequence[int]], str]
-    scorer: Scorer
-    collectives: Gatherer
+    scorer: RewardPipeline
+    collectives: Collectives
     share: EngineShare | None = None
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     request_s: float | None = None
     progress: Callable[[], None] = lambda: None
     mailbox: Mailbox | None = None
-    pulse: Callable[[], Any] = lambda: None
-    heard: Callable[[], None] = lambda: None
+    activity: Callable[[], Any] = lambda: None
+    on_heartbeat: Callable[[], None] = lambda: None
     _latest: Round | None = None
     _late: int = 0
     _late_told: int = 0
@@ -74,68 +64,33 @@ class RolloutCollector:
             self.share = EngineShare(self.collectives.rank, self.collectives.world_size)
 
     def run(
-        self,
-        launches: Sequence[Launch],
-        *,
-        num_generations: int,
-        progress: TrainerProgress,
-        timer: Callable[[str], Any],
-        seed_namespace: str = "",
+        self, launches: Sequence[Launch], *, timer: Callable[[str], Any], **settings: Any
     ) -> tuple[list[RolloutGroup], dict[str, float]]:
-        """Sample and score `num_generations` completions of each launch, here and now.
+        """Sample and score a fixed round here and now.
 
         Args:
             launches: the groups, the same on every rank.
-            num_generations: G.
-            progress: what reward functions see as `trainer_state`.
             timer: context manager factory for the phases "generate" and "reward".
-            seed_namespace: keeps the seeds of evaluation apart from those of training.
+            settings: of `Round`.
 
         Returns:
             scored groups in launch order, on every rank, and the metrics of the reward functions (rank 0).
         """
-        log = LaunchLog(launches=list(launches))
-        current = self.prepare(log, num_generations=num_generations, progress=progress, seed_namespace=seed_namespace)
+        current = self.prepare(LaunchLog(launches=list(launches)), **settings)
         with timer("generate"):
             self.sample(current)
         result = self.finish(current, timer=timer)
         return result.groups, result.metrics
 
-    def prepare(
-        self,
-        log: LaunchLog,
-        *,
-        num_generations: int,
-        progress: TrainerProgress,
-        group_filter: GroupFilter | None = None,
-        draw: Callable[[int], Sequence[Launch]] | None = None,
-        informative: Callable[[RolloutGroup], bool] = lambda group: True,
-        failed: Callable[[RolloutGroup], bool] = lambda group: False,
-        seed_namespace: str = "",
-    ) -> Round:
-        """A round of the launches in `log`, or with a filter of those that it draws; see `Round`."""
-        current = Round(
-            log,
-            num_generations,
-            progress,
-            request=lambda launch, sample: self._request(launch, sample, seed_namespace),
-            scorer=self.scorer,
-            group_filter=group_filter,
-            draw=draw,
-            informative=informative,
-            failed=failed,
-            rank=self.collectives.rank,
-            share=self.share,
-            mailbox=self.mailbox if group_filter is not None else None,
-            pulse=self.pulse,
-            heard=self.heard,
-        )
-        if group_filter is None:
+    def prepare(self, log: LaunchLog, **settings: Any) -> Round:
+        """A round of the launches in `log`, or with a filter of those that it draws; `settings` of `Round`."""
+        current = self._latest = Round(self, log, **settings)
+        if current.group_filter is None:
             current.begin()
-        self._latest = current
         return current
 
-    def _request(self, launch: Launch, sample: int, namespace: str) -> Request:
+    def request(self, launch: Launch, sample: int, namespace: str) -> Request:
+        """The request of one sample."""
         seed = sample_seed(self.seed, namespace + launch.prompt.prompt_id, launch.launch, sample)
         sampling = replace(self.sampling, seed=seed)
         return Request(f"{launch.group_id}/{sample}", launch.prompt.token_ids, sampling, launch.prompt)
@@ -163,8 +118,8 @@ class RolloutCollector:
         with contextlib.ExitStack() as stack:
             clock = None
             if self.request_s is not None:
-                clock = stack.enter_context(RequestClock(engine, (), self.request_s))
-                stack.callback(self._book_late, clock)
+                clock = stack.enter_context(RequestClock(engine, self.request_s))
+                stack.callback(self._add_late, clock)
 
             def submit() -> bool:
                 return self.submit_due(engine, current, clock)
@@ -193,18 +148,14 @@ class RolloutCollector:
         return bool(requests)
 
     def take(self, current: Round, completion: Completion) -> None:
-        """Add a finished completion.
-
-        Raises:
-            EngineError: nobody asked for it, or it came before.
-        """
+        """Add a finished completion; one that nobody waits for is an EngineError."""
         if not current.expects(completion.request_id):
             raise unknown(completion)
         self.progress()
         completion.text = self.decode(completion.token_ids)
         current.take(completion)
 
-    def _book_late(self, clock: RequestClock) -> None:
+    def _add_late(self, clock: RequestClock) -> None:
         self._late += clock.late
 
     def _new_late(self) -> int:
@@ -222,15 +173,12 @@ class RolloutCollector:
         timer: Callable[[str], Any],
         meanwhile: Callable[[list[RolloutGroup]], None] | None = None,
     ) -> RoundResult:
-        """Bring a round to every rank and wait for its scores; collective.
+        """Bring a round to every rank and wait for its scores; collective; what failed on any rank is raised on all.
 
         Args:
             current: the round.
             timer: context manager factory for the phases "generate" and "reward".
             meanwhile: called on every rank with the groups of a fixed round, if reward functions still work on them.
-
-        Raises:
-            SwiftError: on every rank, what failed on any.
         """
         fixed = current.group_filter is None
         with timer("generate"):
@@ -263,8 +211,7 @@ class RolloutCollector:
     def _exchange(self, current: Round) -> int:
         """Raise the first failure of any rank on all, and give every rank all completions of a fixed round.
 
-        Returns:
-            how many requests were late.
+        Returns how many requests were late.
         """
         failure, late, parts = current.failure, self._new_late(), current.parts
         if self.collectives.active:
@@ -304,7 +251,7 @@ class RolloutCollector:
         groups = [current.groups[index] for index in sorted(current.groups)]
         if group_filter is None:
             for group, scores in zip(groups, self.scorer.add_model_scores(groups, results), strict=True):
-                settle(group, scores)
+                set_scores(group, scores)
             selection = Selection(trained=tuple(sorted(current.groups)))
         else:
             selection = group_filter.selection()
@@ -411,6 +358,6 @@ def launches_of(prompts: Iterable[Prompt]) -> list[Launch]:
     earlier: Counter[str] = Counter()
     launches = []
     for index, prompt in enumerate(prompts):
-        launches.append(Launch(index, earlier[prompt.prompt_id], prompt, 0))
+        launches.append(Launch(index, earlier[prompt.prompt_id], prompt))
         earlier[prompt.prompt_id] += 1
     return launches

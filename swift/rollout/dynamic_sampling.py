@@ -3,18 +3,18 @@
 A batch wants Q informative groups. It begins with the groups that the batch before carried over and launches enough new
 ones to fill the rest, by the share of groups that were informative lately:
 
-    first launches   ceil(W / rate + margin * sqrt(W * (1 - rate)) / rate),   W = Q - carried
+    first launches   ceil(W / rate + 1.5 * sqrt(W * (1 - rate)) / rate),   W = Q - carried
     rate             an average kept within [1/2, 1] and frozen for the batch
 
 W / rate launches suffice on average only; in nearly every second batch they would fall short, and one late replacement
 costs as long as the longest completion. The second term is one and a half standard deviations of the launches needed,
 so shortage becomes rare. Surplus groups are not lost: they are carried, and fewer are launched next time. More
-deviations mean shorter rounds and older groups (`benchmarks/dynamic_sampling.py`).
+deviations mean shorter rounds and older groups.
 
-A group is judged as soon as it is scored. A zero-variance group is dropped, and a new prompt takes its place at once
-while kept + in flight < Q - carried and the budget of Q * (1 + max_resample_times) launches lasts. When nothing is in
-flight the kept groups are sorted by launch index: the first ones are trained, the rest is carried over. If the budget
-is spent, zero-variance groups fill the gap, in launch order.
+A zero-variance group is dropped as soon as it is scored, and a new prompt takes its place at once while
+kept + in flight < Q - carried and the budget of Q * (1 + max_resample_times) launches lasts. When nothing is in flight
+the kept groups are sorted by launch index: the first ones are trained, the rest is carried over. If the budget is
+spent, zero-variance groups fill the gap, in launch order.
 
 The filter looks at the launch index and the reward variance only, never at arrival, length or age. So the result does
 not depend on the order in which groups finish, and there is no length bias. As the rate is at least 1/2, hardly ever
@@ -25,7 +25,7 @@ Pure: no engine, clock or thread.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 RATE_FLOOR = 0.5
 """Below this, launching ahead would carry more than a batch over."""
@@ -35,22 +35,9 @@ RATE_MEMORY = 0.8
 """Weight of the past in the moving average of the informative share."""
 
 
-@dataclass(frozen=True, slots=True)
-class InformativeRate:
-    """Moving average of the share of launched groups that were informative; 1 before anything is known."""
-
-    value: float = 1.0
-
-    def updated(self, informative: int, launched: int) -> InformativeRate:
-        """After a batch; one that launched nothing changes nothing."""
-        if not launched:
-            return self
-        return replace(self, value=RATE_MEMORY * self.value + (1 - RATE_MEMORY) * informative / launched)
-
-    @property
-    def clipped(self) -> float:
-        """What a batch plans with."""
-        return min(1.0, max(RATE_FLOOR, self.value))
+def updated_rate(rate: float, informative: int, launched: int) -> float:
+    """The moving average of the informative share after a batch; one that launched nothing changes nothing."""
+    return RATE_MEMORY * rate + (1 - RATE_MEMORY) * informative / launched if launched else rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,28 +61,20 @@ class GroupFilter:
         quota: Q, groups that the batch trains on.
         carried: groups of the batch before that it begins with, at most Q.
         max_resample_times: extra launches that may be spent, in multiples of Q.
-        rate: expected share of informative groups, within [1/2, 1]; 1 launches no more than is wanted.
-        margin: launches beyond the expected number, in its standard deviations.
+        rate: expected share of informative groups, taken within [1/2, 1]; 1 launches no more than is wanted.
 
     Example, with informative groups 0, 2, 5, 6, 7, ... and Q = 4:
-        rate 1 launches 7 and trains 0, 2, 5, 6; rate 1/2 without margin launches 8, trains the same and carries 7.
+        rate 1 launches 4, then 3 for the zero-variance groups, and trains 0, 2, 5, 6; rate 1/2 launches 12 at once,
+        trains the same and carries the others.
     """
 
-    def __init__(
-        self,
-        *,
-        quota: int,
-        carried: int = 0,
-        max_resample_times: int = 3,
-        rate: float = 1.0,
-        margin: float = MARGIN,
-    ) -> None:
+    def __init__(self, *, quota: int, carried: int = 0, max_resample_times: int = 3, rate: float = 1.0) -> None:
         if not 0 <= carried <= quota:
             raise ValueError(f"carried: {carried}: a batch of {quota} groups takes 0 to {quota}")
         self.wanted = quota - carried
         self.budget = quota * (1 + max_resample_times)
         rate = min(1.0, max(RATE_FLOOR, rate))
-        needed = self.wanted / rate + margin * math.sqrt(self.wanted * (1 - rate)) / rate
+        needed = self.wanted / rate + MARGIN * math.sqrt(self.wanted * (1 - rate)) / rate
         most = self.wanted + 2 * quota  # no more than two batches are ever carried
         self._first = min(self.budget, most, math.ceil(needed - 1e-9))
         self._launched: set[int] = set()
@@ -114,7 +93,7 @@ class GroupFilter:
 
     @property
     def in_flight(self) -> int:
-        """Launches that were not judged yet."""
+        """Launches that were not scored yet."""
         return self.launched - len(self._kept) - len(self._zero_variance)
 
     @property
@@ -129,25 +108,17 @@ class GroupFilter:
         return max(0, min(self.wanted - len(self._kept) - self.in_flight, self.budget - self.launched))
 
     def launch(self, index: int) -> None:
-        """A group was launched.
-
-        Raises:
-            ValueError: it was before, or nothing is due.
-        """
+        """A group was launched; one that was before, or one beyond the budget, is a ValueError."""
         if index in self._launched:
             raise ValueError(f"launch {index}: launched twice")
         self._launched.add(index)
         if self.launched > self.budget:
             raise ValueError(f"launch {index}: beyond the budget of {self.budget} launches")
 
-    def judge(self, index: int, *, informative: bool) -> None:
-        """A group was scored.
-
-        Raises:
-            ValueError: it is not in flight.
-        """
+    def scored(self, index: int, *, informative: bool) -> None:
+        """A group was scored; one that is not in flight is a ValueError."""
         if index not in self._launched or index in self._kept or index in self._zero_variance:
-            raise ValueError(f"launch {index}: judged without being in flight")
+            raise ValueError(f"launch {index}: scored without being in flight")
         (self._kept if informative else self._zero_variance).add(index)
 
     @property
@@ -156,11 +127,7 @@ class GroupFilter:
         return not self.in_flight and not self.due()
 
     def selection(self) -> Selection:
-        """How it ended.
-
-        Raises:
-            ValueError: it has not.
-        """
+        """How it ended; before that a ValueError."""
         if not self.complete:
             raise ValueError(f"{self.in_flight} groups in flight, {self.due()} due: the batch has not ended")
         kept, dropped = sorted(self._kept), sorted(self._zero_variance)

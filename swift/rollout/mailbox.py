@@ -1,26 +1,44 @@
-"""What ranks tell each other while a round of dynamic sampling is sampled: messages, and how they are encoded.
+"""Messages between ranks while a round of dynamic sampling is sampled: through the rendezvous store, in order.
 
-Messages are msgpack of known structs: decoding one runs no code, whoever wrote it. `swift.trainers.mailbox` carries
-them through the rendezvous store.
+A collective needs every rank at the same point. While groups are sampled ranks are busy for different times, so what
+they tell each other then (a group is finished, sample this one next) goes into the store instead. A channel is written
+by any rank and read by those that need it, each at its own pace:
+
+    post   ticket = add(channel)      key channel/ticket = message
+    read   the key after the last one that this rank has read, if it is there
+
+Beside the channels there is a count of heartbeats: each rank adds to it while it gets on.
+
+Whoever reaches the store can read and write it. On one node it therefore listens on loopback only (`swift.rendezvous`),
+and messages are data of known types: decoding one runs no code.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
 
 import msgspec
-import numpy as np
 
 from swift.errors import EngineError
-from swift.rollout.saved_state import SavedCompletion
+from swift.rollout import saved_state
+from swift.types import Completion
+
+STORE_LIMIT_S = 60.0
+PREFIX = "swift/mailbox"
+BEATS = f"{PREFIX}/beats"
 
 
 class Sampled(msgspec.Struct, tag=True):
-    """Completions of a launch that one engine has finished: sample -> completion."""
+    """Completions of a launch that one engine has finished: sample -> completion, as `saved_completion` makes it."""
 
     index: int
     engine: int
-    completions: dict[int, SavedCompletion]
+    completions: dict[int, Completion]
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -42,50 +60,78 @@ class End(msgspec.Struct, tag=True):
 Message = Sampled | Failed | Sample | End
 
 
-class Mailbox(Protocol):
-    """Messages between ranks outside of collectives, each channel in order."""
+class Mailbox:
+    """The mailbox of one rank; every call raises EngineError when the store is gone, and with it rank 0."""
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self._store: Any = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STORE_LIMIT_S))
+        self._read: Counter[str] = Counter()
+        self._posted: list[str] = []
+        self._own_beats = 0
 
     def post(self, channel: str, message: Message) -> None:
         """Add a message."""
+        with _reachable():
+            ticket = self._store.add(f"{PREFIX}/{channel}", 1)
+            key = f"{PREFIX}/{channel}/{ticket}"
+            self._store.set(key, saved_state.encode(message))
+        self._posted.append(key)
 
     def read(self, channel: str) -> Message | None:
-        """The next message that this rank has not read, or None; never waits for one."""
+        """The next message that this rank has not read, or None; never waits for one.
+
+        Raises:
+            EngineError: it is no message of swift.
+        """
+        key = f"{PREFIX}/{channel}/{self._read[channel] + 1}"
+        with _reachable():
+            if not self._store.check([key]):
+                return None
+            content = self._store.get(key)
+        self._read[channel] += 1
+        return decode(content)
 
     def sweep(self) -> None:
-        """Forget the messages that this rank posted; all have been read."""
+        """Delete the messages that this rank posted; the ranks have met since, so all have been read."""
+        with _reachable():
+            for key in self._posted:
+                self._store.delete_key(key)
+        self._posted.clear()
 
     def beat(self) -> None:
         """A heartbeat: this rank gets on."""
+        self._own_beats += 1
+        with _reachable():
+            self._store.add(BEATS, 1)
 
     def beats(self) -> int:
         """Heartbeats of the other ranks so far."""
-
-
-def encode(message: Message) -> bytes:
-    """A message as bytes."""
-    return msgspec.msgpack.encode(message, enc_hook=_from_array)
+        with _reachable():
+            return int(self._store.add(BEATS, 0)) - self._own_beats
 
 
 def decode(content: bytes) -> Message:
-    """The inverse of `encode`.
+    """A message from its bytes.
 
     Raises:
         EngineError: it is no message of swift.
     """
     try:
-        return msgspec.msgpack.decode(content, type=Message, dec_hook=_to_array)
+        return saved_state.decode(content, Message)  # type: ignore[arg-type]
     except (ValueError, TypeError) as error:  # msgspec's errors are of these types
         raise EngineError(
             f"rendezvous store: a message that no rank of this run wrote ({error}); keep MASTER_PORT away from others"
         ) from error
 
 
-def _from_array(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return [value.dtype.str, value.tobytes()]
-    raise NotImplementedError(type(value).__name__)
-
-
-def _to_array(_: Any, value: Any) -> np.ndarray:
-    kind, content = value
-    return np.frombuffer(content, dtype=np.dtype(kind)).copy()
+@contextlib.contextmanager
+def _reachable() -> Iterator[None]:
+    """Torch's errors of a store that is gone or slow are all RuntimeErrors."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise EngineError(f"rank 0: its store cannot be reached ({reason}); look at its log") from error

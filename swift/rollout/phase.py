@@ -1,12 +1,11 @@
-"""What happens around generation: weights are published before, and on a shared device memory changes hands.
+"""What happens around generation: a weight sync before, and on a shared device memory changes hands.
 
-    with phase(step):             # publishes when due; in colocate also: trainer out, engine awake
+    with phase(step):             # syncs weights when due; in colocate also: trainer out, engine awake
         ... sample ...
                                   # in colocate: engine asleep, trainer back
 
-The pipeline knows only this. Which of the two classes it gets is a matter of placement: `PublishPhase` where engines
-have their own memory or share the trainer's weights, `swift.trainers.memory.colocate.ColocateCycle` where they share
-a device.
+`SyncPhase` where engines have their own memory or share the trainer's weights,
+`swift.trainers.memory.colocate.ColocateCycle` where they share a device.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from swift.rollout.weights.publisher import WeightPublisher
+from swift.rollout.weights.sync import WeightSync
 
 
 class GenerationPhase(Protocol):
@@ -29,19 +28,19 @@ class GenerationPhase(Protocol):
 
         Args:
             step: optimizer steps done.
-            current: the weights must be those of now, whether a publication is due or not (evaluation).
+            current: the weights must be those of now, whether a weight sync is due or not (evaluation).
             trainer_stays: the trainer's model is needed inside as well.
         """
 
 
-class PublishPhase:
-    """Publishes when due; otherwise there is nothing to do around generation."""
+class SyncPhase:
+    """Syncs weights when due; otherwise there is nothing to do around generation."""
 
-    def __init__(self, publisher: WeightPublisher) -> None:
-        self.publisher = publisher
+    def __init__(self, weight_sync: WeightSync) -> None:
+        self.weight_sync = weight_sync
 
     @contextlib.contextmanager
     def __call__(self, step: int, *, current: bool = False, trainer_stays: bool = False) -> Iterator[None]:
         """See `GenerationPhase`."""
-        self.publisher.update(step, current=current)
+        self.weight_sync.update(step, current=current)
         yield

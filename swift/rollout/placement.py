@@ -27,12 +27,11 @@ OFFLOADS = ("offload_model", "offload_optimizer", "gc_collect_after_offload")
 class PlacementRequest:
     """What the user and the machine say.
 
-    accelerators: visible devices of the node; 0 selects the CPU rules. cores: ids of the allowed CPU cores.
-    vllm_mode and num_infer_workers: None infers them. vllm_device: ["auto"] or one entry per inference device.
-    servers: addresses given, if any. prefetch_given: `prefetch_depth` was set by the user.
-    num_attention_heads: of the model, where known. use_vllm: completions come from an engine beside the trainer's
-    model, of whatever backend. shares_ranks: the backend can spread one engine over training processes. offloads: the
-    flags given that move the trainer out of the engine's way.
+    use_vllm: completions come from an engine beside the trainer's model, of whatever backend. accelerators: visible
+    devices of the node; 0 selects the CPU rules. cores: ids of the allowed CPU cores. vllm_mode, num_infer_workers:
+    None infers them. vllm_device: ["auto"] or one entry per inference device. servers: addresses given.
+    prefetch_given: `prefetch_depth` was set by the user. num_attention_heads: where known. shares_ranks: the backend
+    can shard one engine over training processes. offloads: the flags given that move the trainer off the device.
     """
 
     use_vllm: bool
@@ -59,14 +58,12 @@ class Placement:
     """Where everything of one node runs.
 
     trainer_devices[r] belongs to local rank r; engines[e] are the devices of engine e (none for in_process and
-    server). cores[k] are the CPU cores of `cpu:k` (empty with accelerators). spare_devices are used by nobody.
-    sleep_level is the one that acts. notes are one-line remarks for the user, warnings among them.
+    server). cores[k] are the CPU cores of `cpu:k` (empty with accelerators). spare_devices are unused. sleep_level is
+    the effective one. notes: one-line remarks for the user, warnings among them.
     """
 
     mode: Mode
-    num_devices: int
     local_ranks: int
-    num_infer_workers: int
     tensor_parallel_size: int
     trainer_devices: tuple[str, ...]
     engines: tuple[tuple[str, ...], ...] = ()
@@ -198,9 +195,7 @@ def place(request: PlacementRequest) -> Placement:
     spare = tuple(name for name in names if name not in used) if request.accelerators else ()
     return Placement(
         mode=mode,
-        num_devices=devices,
         local_ranks=ranks,
-        num_infer_workers=len(engine_devices),
         tensor_parallel_size=tp,
         trainer_devices=trainers,
         engines=tuple(engine_devices[i : i + tp] for i in range(0, len(engine_devices), tp)),
@@ -244,8 +239,6 @@ def _count_devices(request: PlacementRequest) -> int:
     if request.accelerators:
         return request.accelerators
     if request.cpu_devices is not None:
-        if request.cpu_devices < 1:
-            raise ConfigError(f"--cpu_devices: {request.cpu_devices}: too small; at least 1")
         return request.cpu_devices
     if request.use_vllm and not request.servers and (request.vllm_mode == "dedicated" or request.async_generate):
         return request.local_ranks + (request.num_infer_workers or 1)
@@ -255,8 +248,6 @@ def _count_devices(request: PlacementRequest) -> int:
 def _count_workers(request: PlacementRequest, devices: int) -> int:
     """W."""
     if request.num_infer_workers is not None:
-        if request.num_infer_workers < 1:
-            raise ConfigError(f"--num_infer_workers: {request.num_infer_workers}: too small; at least 1")
         return request.num_infer_workers
     if request.vllm_mode == "colocate":
         return request.local_ranks
@@ -265,32 +256,26 @@ def _count_workers(request: PlacementRequest, devices: int) -> int:
 
 def _mode(request: PlacementRequest, devices: int, workers: int) -> Mode:
     """The mode given, or the first that fits."""
+    ranks = request.local_ranks
     if not request.use_vllm:
         return "in_process"
     if request.vllm_mode is not None:
         return request.vllm_mode
     if request.servers:
         return "server"
-    if workers == devices == request.local_ranks:
+    if workers == devices == ranks:
         return "colocate"
-    if request.local_ranks + workers == devices:
+    if ranks + workers == devices:
         return "dedicated"
-    raise ConfigError(_no_mode_fits(request.local_ranks, devices, workers))
-
-
-def _no_mode_fits(ranks: int, devices: int, workers: int) -> str:
-    """The line that lists every valid choice for these numbers."""
-    choices = [f"--num_infer_workers {devices} (colocate)"]
-    if ranks != devices:
-        choices = [f"NPROC_PER_NODE={devices} {choices[0]}"]
+    colocate = f"--num_infer_workers {devices} (colocate)"
+    choices = [colocate if ranks == devices else f"NPROC_PER_NODE={devices} {colocate}"]
     if ranks < devices:
         choices.append(f"--num_infer_workers {devices - ranks} (dedicated)")
     if workers < devices:
         choices.append(f"NPROC_PER_NODE={devices - workers} --num_infer_workers {workers} (dedicated)")
-    choices.append("--vllm_server_host")
-    return (
+    raise ConfigError(
         f"placement: devices={devices} NPROC_PER_NODE={ranks} num_infer_workers={workers}: no mode fits; "
-        f"valid: {'; '.join(choices)}"
+        f"valid: {'; '.join([*choices, '--vllm_server_host'])}"
     )
 
 
@@ -327,14 +312,19 @@ def _contradictions(request: PlacementRequest, mode: Mode, devices: int, workers
         )
     if mode in ("colocate", "dedicated"):
         problems += _bad_tensor_parallel(request, ranks if mode == "colocate" else workers, mode)
-    problems += _bad_async(request, mode)
+    if mode in ("in_process", "colocate"):
+        fix = "--vllm_mode dedicated, or a server (--vllm_server_host)"
+        if request.async_generate:
+            problems.append(f"--async_generate: true: generation shares the device with training in {mode} mode; {fix}")
+        if request.prefetch_given:
+            problems.append(f"--prefetch_depth: given: nothing is generated ahead in {mode} mode; {fix}")
     return problems
 
 
 def _bad_tensor_parallel(request: PlacementRequest, group: int, mode: Mode) -> list[str]:
     tp = request.tensor_parallel_size
     name = "NPROC_PER_NODE" if mode == "colocate" else "num_infer_workers"
-    if tp < 1 or group % tp:
+    if group % tp:
         valid = [value for value in range(1, group + 1) if group % value == 0]
         return [
             f"--vllm_tensor_parallel_size: {tp}: does not divide {name}={group} ({mode}); "
@@ -351,50 +341,26 @@ def _bad_tensor_parallel(request: PlacementRequest, group: int, mode: Mode) -> l
     return []
 
 
-def _bad_async(request: PlacementRequest, mode: Mode) -> list[str]:
-    if mode in ("dedicated", "server"):
-        return []
-    fix = "--vllm_mode dedicated, or a server (--vllm_server_host)"
-    problems = []
-    if request.async_generate:
-        problems.append(f"--async_generate: true: generation shares the device with training in {mode} mode; {fix}")
-    if request.prefetch_given:
-        problems.append(f"--prefetch_depth: given: nothing is generated ahead in {mode} mode; {fix}")
-    return problems
-
-
 def _engine_devices(request: PlacementRequest, mode: Mode, names: tuple[str, ...], workers: int) -> tuple[str, ...]:
     """The devices of all engines of the node, in order."""
     if mode not in ("colocate", "dedicated"):
         return ()
-    own = names[: request.local_ranks]
-    if list(request.vllm_device) == ["auto"]:
+    own, given = names[: request.local_ranks], tuple(request.vllm_device)
+    if given == ("auto",):
         return own if mode == "colocate" else names[-workers:]
-    join_problems(_bad_device_list(list(request.vllm_device), mode, names, own, workers))
-    return tuple(request.vllm_device)
-
-
-def _bad_device_list(
-    given: list[str], mode: Mode, names: tuple[str, ...], own: tuple[str, ...], workers: int
-) -> list[str]:
     flag = f"--vllm_device: {' '.join(given)}"
     if unknown := [name for name in given if name not in names]:
-        return [f"--vllm_device: {' '.join(unknown)}: no such device; valid: {_range(names)}"]
+        raise ConfigError(f"--vllm_device: {' '.join(unknown)}: no such device; valid: {_span(names)}")
     if len(set(given)) != len(given):
-        return [f"{flag}: a device is named twice; name {workers} different devices, or auto"]
+        raise ConfigError(f"{flag}: a device is named twice; name {workers} different devices, or auto")
     if len(given) != workers:
-        return [f"{flag}: {len(given)} devices for num_infer_workers={workers}; name {workers}, or auto"]
-    if mode == "colocate" and tuple(given) != own:
-        return [f"{flag}: in colocate mode each process uses its own device; {' '.join(own)}, or auto"]
+        raise ConfigError(f"{flag}: {len(given)} devices for num_infer_workers={workers}; name {workers}, or auto")
+    if mode == "colocate" and given != own:
+        raise ConfigError(f"{flag}: in colocate mode each process uses its own device; {' '.join(own)}, or auto")
     if mode == "dedicated" and (taken := [name for name in given if name in own]):
-        free = names[len(own) :]
-        return [f"{flag}: {' '.join(taken)} belongs to a training process; valid: {_range(free)}, or auto"]
-    return []
-
-
-def _range(names: Sequence[str]) -> str:
-    """`cuda:0..cuda:7`."""
-    return names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
+        free = _span(names[len(own) :])
+        raise ConfigError(f"{flag}: {' '.join(taken)} belongs to a training process; valid: {free}, or auto")
+    return given
 
 
 def _cut_cores(cores: Sequence[int], groups: int) -> tuple[tuple[tuple[int, ...], ...], list[str]]:

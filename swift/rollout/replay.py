@@ -42,19 +42,13 @@ class ReplayState:
 
 
 class ReplayBuffer:
-    """A bounded store of groups.
+    """At most `size` groups, each for `max_age` optimizer steps.
 
-    Args:
-        size: most groups that stay.
-        max_age: optimizer steps after which a group is forgotten.
-        seed: of the draws, which depend on it and on the number of the draw only.
-        recompute: whether old log-probs are computed anew; otherwise the sampler's stand in for them, so that the
-            ratio spans the whole age of the sample.
+    Draws depend on `seed` and on the number of the draw only. recompute: whether old log-probs are computed anew;
+    otherwise the sampler's stand in for them, so that the ratio spans the whole age of the sample.
     """
 
     def __init__(self, size: int, *, max_age: int, seed: int, recompute: bool = True) -> None:
-        if size < 1 or max_age < 1:
-            raise ValueError(f"size, max_age: {size}, {max_age}: at least 1")
         self.size, self.max_age, self.seed, self.recompute = size, max_age, seed, recompute
         self._entries: list[ReplayEntry] = []
         self._stored = 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
 
 from swift.errors import SwiftError
 from swift.rollout.engines.base import InferenceEngine
@@ -23,15 +22,9 @@ HERE = "here"
 
 
 class RequestClock:
-    """Aborts late requests from a thread of its own while it is entered.
+    """Aborts requests of `engine` that take over `limit_s` seconds, from a thread of its own while it is entered."""
 
-    Args:
-        engine: samples them.
-        requests: counted from now on; what joins later is told by `add`.
-        limit_s: for each.
-    """
-
-    def __init__(self, engine: InferenceEngine, requests: Sequence[Request], limit_s: float) -> None:
+    def __init__(self, engine: InferenceEngine, limit_s: float) -> None:
         self.engine = engine
         self._look_s = min(LOOK_S, limit_s / 10)
         self._now = 0.0
@@ -39,8 +32,6 @@ class RequestClock:
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="request clock", daemon=True)
-        for request in requests:
-            self.add(request)
 
     @property
     def late(self) -> int:

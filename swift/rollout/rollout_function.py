@@ -22,6 +22,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -82,10 +83,10 @@ def load_rollout_func(text: str) -> RolloutFunc:
 
 @dataclass(slots=True, eq=False)
 class Rollout:
-    """What a rollout function works with; one per call.
+    """What a rollout function works with; one per call, its lists per prompt, in the order of `prompts`.
 
-    Entries of lists are per prompt, in the order of `prompts`. args: the settings of the run. tokenizer: the policy's,
-    also as `processing_class`, as TRL's trainer calls it. sampling: the distribution asked for. version: of the policy.
+    args: the settings of the run. tokenizer: the policy's, also as `processing_class`, as TRL's trainer calls it.
+    sampling: the distribution asked for. version: of the policy.
     """
 
     prompt_ids: list[list[int]]
@@ -117,13 +118,13 @@ class Rollout:
     def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams | None = None) -> list[Completion]:
         """Sample one continuation of each entry, in order; `text` is filled in.
 
-        Args:
-            prompt_ids: what the engine is to continue, as long as it likes.
-            sampling: other settings than those of the run; its seed is ignored.
-
         Each entry has a seed that depends on the completion it stands for and on how often this was called, so a run
         can be repeated. With as many entries as completions are wanted the first call samples what a run without a
         rollout function would.
+
+        Args:
+            prompt_ids: what the engine is to continue.
+            sampling: other settings than those of the run; its seed is ignored.
 
         Raises:
             PromptTooLong: an entry leaves no room.
@@ -169,23 +170,19 @@ class _Call:
     requests: list[Request]
     rollout: Rollout
     started: float
-    done: threading.Event = field(default_factory=threading.Event)
-    output: Any = None
-    failure: Exception | None = None
+    future: Future[Any] = field(default_factory=Future)
+
+    @property
+    def names(self) -> set[str]:
+        """Ids of its requests."""
+        return {one.request_id for one in self.requests}
 
 
 class RolloutFunctionEngine(InferenceEngine):
-    """See the module's docstring.
+    """An engine whose completions a function makes; weights, sleep and end of `engine` are its owner's business.
 
-    Args:
-        engine: the tool of the function; weights, sleep and end are its owner's business.
-        function: see `Rollout`.
-        name: of the function, for messages.
-        args: the settings of the run.
-        tokenizer: the policy's.
-        end_token_ids: tokens that end a completion.
-        vocab_size: of the policy.
-        limit_s: bound on one call.
+    name: of the function, for messages. args: the settings of the run. tokenizer, vocab_size: the policy's.
+    end_token_ids: tokens that end a completion. limit_s: bound on one call.
     """
 
     def __init__(
@@ -214,21 +211,21 @@ class RolloutFunctionEngine(InferenceEngine):
         self._late = 0
         self._paused = False
 
-    # --- what it is -------------------------------------------------------------------------------------------
+    # --- what it is: mostly the engine ------------------------------------------------------------------------
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
-        """Those of the engine, without weights that change while a function runs."""
+        """Weights may not change while a function runs."""
         return replace(self.engine.capabilities, in_flight_updates=False)
 
     @property
     def counters(self) -> EngineCounters:  # type: ignore[override]
-        """Those of the engine."""
+        """See `InferenceEngine`."""
         return self.engine.counters
 
     @property
     def version(self) -> int:  # type: ignore[override]
-        """That of the engine."""
+        """See `InferenceEngine`."""
         return self.engine.version
 
     @property
@@ -237,15 +234,15 @@ class RolloutFunctionEngine(InferenceEngine):
         return self._late + self.engine.late
 
     def health(self) -> Health:
-        """That of the engine."""
+        """See `InferenceEngine`."""
         return self.engine.health()
 
     def info(self) -> dict[str, Any]:
-        """That of the engine, and the function."""
+        """See `InferenceEngine`."""
         return {**self.engine.info(), "rollout_func": self.name}
 
     def begin_update(self, manifest: Sequence[TensorInfo], version: int) -> WeightUpdate:
-        """See `InferenceEngine.begin_update`; between calls only."""
+        """See `InferenceEngine`; between calls only."""
         if self._call is not None:
             raise EngineError(f"{FLAG}: {self.name}: a call is under way; wait for it before new weights")
         return self.engine.begin_update(manifest, version)
@@ -253,7 +250,7 @@ class RolloutFunctionEngine(InferenceEngine):
     def close(self) -> None:
         """Give up what runs; the engine is closed by its owner."""
         call, self._call = self._call, None
-        if call is not None and not call.done.is_set():
+        if call is not None and not call.future.done():
             call.rollout._revoke()
 
     # --- sampling ---------------------------------------------------------------------------------------------
@@ -263,17 +260,16 @@ class RolloutFunctionEngine(InferenceEngine):
         self.engine.check_length(request)
 
     def submit(self, request: Request) -> None:
-        """See `InferenceEngine.submit`; the request must know its row."""
+        """See `InferenceEngine`; the request must know its row."""
         self.check_length(request)
         assert request.prompt is not None, "the collector sends requests with their rows"
         with self._lock:
-            running = [one.request_id for one in self._call.requests] if self._call is not None else []
-            if request.request_id in self._waiting or request.request_id in running:
+            if request.request_id in self._waiting or (self._call and request.request_id in self._call.names):
                 raise EngineError(f"request: {request.request_id}: is outstanding already; give each an id of its own")
             self._waiting[request.request_id] = request
 
     def stream(self) -> Iterator[Completion]:
-        """See `InferenceEngine.stream`."""
+        """See `InferenceEngine`."""
         while True:
             self._between()
             self._drop_aborted()
@@ -286,19 +282,17 @@ class RolloutFunctionEngine(InferenceEngine):
             self._look()
 
     def abort(self, request_ids: Collection[str] | None = None) -> None:
-        """See `InferenceEngine.abort`; a call all of whose requests are named is given up."""
+        """See `InferenceEngine`; a call all of whose requests are named is given up."""
         with self._lock:
             call = self._call
-            running = {one.request_id for one in call.requests} if call is not None else set()
+            running = call.names if call is not None else set()
             outstanding = running | set(self._waiting)
             self._aborted |= outstanding if request_ids is None else outstanding & set(request_ids)
-            gives_up = call is not None and running <= self._aborted
-        if gives_up:
-            assert call is not None
+        if call is not None and running <= self._aborted:
             call.rollout._revoke()
 
     def pause(self, mode: PauseMode = "wait") -> None:
-        """See `InferenceEngine.pause`; a call cannot be kept."""
+        """See `InferenceEngine`; a call cannot be kept."""
         if mode == "keep" and self._call is not None:
             raise Unsupported(f"{FLAG}: {self.name}: cannot be paused between two tokens; --in_flight_updates false")
         if mode == "abort":
@@ -309,7 +303,7 @@ class RolloutFunctionEngine(InferenceEngine):
         self._paused = True
 
     def resume(self) -> None:
-        """See `InferenceEngine.resume`."""
+        """See `InferenceEngine`."""
         self._paused = False
 
     def _drop_aborted(self) -> None:
@@ -320,15 +314,15 @@ class RolloutFunctionEngine(InferenceEngine):
                 del self._waiting[name]
             self._aborted -= set(named)
             call = self._call
-            if call is not None and all(one.request_id in self._aborted for one in call.requests):
+            if call is not None and call.names <= self._aborted:
                 named += [one.request_id for one in call.requests]
                 self._leave(call)
         self._ready.extend(Completion(name, [], [], "abort") for name in named)
 
     def _leave(self, call: _Call) -> None:
         """Holding the lock: go on without a call."""
-        self._aborted -= {one.request_id for one in call.requests}
-        self._call, self._stale = None, None if call.done.is_set() else call.rollout
+        self._aborted -= call.names
+        self._call, self._stale = None, None if call.future.done() else call.rollout
 
     def _start(self) -> None:
         """Call the function with the prompts that wait for the same number of completions."""
@@ -363,9 +357,8 @@ class RolloutFunctionEngine(InferenceEngine):
                 del self._waiting[request.request_id]
             self._call = call
             self._calls += 1
-        threading.Thread(
-            target=self._run, args=(call, messages, _current_device()), name=f"rollout {self.name}", daemon=True
-        ).start()
+        arguments = (call, messages, _current_device())
+        threading.Thread(target=self._run, args=arguments, name=f"rollout {self.name}", daemon=True).start()
 
     def _run(self, call: _Call, messages: list[list[dict[str, Any]]], device: int | None) -> None:
         """The thread of a call."""
@@ -374,11 +367,9 @@ class RolloutFunctionEngine(InferenceEngine):
                 import torch
 
                 torch.cuda.set_device(device)
-            call.output = self.function(messages, call.rollout)
-        except Exception as error:  # raised in the thread that streams
-            call.failure = error
-        finally:
-            call.done.set()
+            call.future.set_result(self.function(messages, call.rollout))
+        except BaseException as error:  # raised in the thread that streams
+            call.future.set_exception(error)
 
     def _look(self) -> None:
         """Wait a moment for the call; take what it returns, or give it up when its time is over."""
@@ -386,10 +377,11 @@ class RolloutFunctionEngine(InferenceEngine):
         if call is None:
             return
         left = call.started + self.limit_s - time.monotonic()
-        if not call.done.wait(max(0.0, min(left, self._patience(LOOK_S)))) and left <= 0:
-            self._expire(call)
-        elif call.done.is_set():
+        wait([call.future], max(0.0, min(left, self._patience(LOOK_S))))
+        if call.future.done():
             self._finish(call)
+        elif left <= 0:
+            self._expire(call)
 
     def _expire(self, call: _Call) -> None:
         """Give a call up whose time is over."""
@@ -408,29 +400,23 @@ class RolloutFunctionEngine(InferenceEngine):
     def _finish(self, call: _Call) -> None:
         """Check what a call returned; its completions are ready."""
         with self._lock:
-            aborted = {one.request_id for one in call.requests} & self._aborted
+            aborted = call.names & self._aborted
             self._leave(call)
-        if len(aborted) == len(call.requests):  # whatever came back is that of a call without its engine
-            self._ready.extend(Completion(name, [], [], "abort") for name in sorted(aborted))
-            return
-        if call.failure is not None:
-            raise self._explained(call.failure) from call.failure
-        self._given_up = 0
-        rollout = call.rollout
-        reader = OutputReader(
-            self.name,
-            rollout.num_generations,
-            self.vocab_size,
-            rollout.end_token_ids,
-            rollout.version,
-            self.engine.room,
-        )
-        made = reader.completions(call.output, call.requests)
-        self._ready.extend(
-            Completion(one.request_id, [], [], "abort") if one.request_id in aborted else one for one in made
-        )
+        made: list[Completion] = []
+        if len(aborted) < len(call.requests):  # else whatever came back is that of a call without its engine
+            error = call.future.exception()
+            if error is not None:
+                raise self._explained(error) from error
+            self._given_up = 0
+            rollout, room = call.rollout, self.engine.room
+            reader = OutputReader(
+                self.name, rollout.num_generations, self.vocab_size, rollout.end_token_ids, rollout.version, room
+            )
+            made = reader.completions(call.future.result(), call.requests)
+        self._ready.extend(one for one in made if one.request_id not in aborted)
+        self._ready.extend(Completion(name, [], [], "abort") for name in sorted(aborted))
 
-    def _explained(self, error: Exception) -> SwiftError:
+    def _explained(self, error: BaseException) -> SwiftError:
         """What went wrong in the function, with its place there."""
         if isinstance(error, SwiftError):
             return error

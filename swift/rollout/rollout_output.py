@@ -50,25 +50,30 @@ class OutputReader:
         """
         if not isinstance(output, Mapping):
             raise self._wrong(f"returned {type(output).__name__}; return a dict with completion_ids and logprobs")
-        for name in ("completion_ids", "logprobs"):
-            if output.get(name) is None:
-                why = " (the log-prob of each token under the sampler; rollout.generate gives them)"
-                raise self._wrong(f"returned no {name}{why if name == 'logprobs' else ''}; return a dict with both")
-        lists = {name: self._list(output, name, len(requests)) for name in RESULTS}
-        columns = self._columns({name: value for name, value in output.items() if name not in RESULTS}, len(requests))
-        self._check_prompts(lists["prompt_ids"], requests)
+        if output.get("completion_ids") is None:
+            raise self._wrong("returned no completion_ids; return a dict with both")
+        if output.get("logprobs") is None:
+            raise self._wrong(
+                "returned no logprobs (the log-prob of each token under the sampler; rollout.generate gives them); "
+                "return a dict with both"
+            )
+        count = len(requests)
+        lists = {name: self._list(output, name, count) for name in RESULTS}
+        columns = {name: self._column(name, value, count) for name, value in output.items() if name not in RESULTS}
         made = []
         for place, request in enumerate(requests):
-            ids = self._ids(lists["completion_ids"][place], place, request)
-            logprobs = self._logprobs(lists["logprobs"][place], lists["logprob_token_ids"][place], ids, place)
-            self._check_mask(lists["env_mask"][place], ids, place)
+            entry = {name: values[place] for name, values in lists.items()}
+            ids = self._ids(entry["completion_ids"], place, self.room(request))
+            logprobs = self._logprobs(entry["logprobs"], entry["logprob_token_ids"], ids, place)
+            self._check_prompt(entry["prompt_ids"], request, place)
+            self._check_mask(entry["env_mask"], ids, place)
             made.append(
                 Completion(
                     request_id=request.request_id,
                     token_ids=ids,
                     logprobs=logprobs,
-                    finish_reason=self._reason(lists["finish_reasons"][place], ids, place, request),
-                    versions=[(self.version, 0, len(ids))] if ids else [],
+                    finish_reason=self._reason(entry["finish_reasons"], ids, place, self.room(request)),
+                    versions=[(self.version, 0, len(ids))],
                     columns={name: values[place] for name, values in columns.items()},
                 )
             )
@@ -88,27 +93,23 @@ class OutputReader:
             )
         return list(values)
 
-    def _columns(self, extra: Mapping[str, Any], count: int) -> dict[str, list[Any]]:
-        """Further entries: a list has one value per completion, anything else goes to all."""
-        columns = {}
-        for name, values in extra.items():
-            if name in RESERVED:
-                raise self._wrong(f"the column {name!r} has a name that swift gives to reward functions; rename it")
-            if isinstance(values, list) and len(values) != count:
-                raise self._wrong(f"the column {name!r} has {len(values)} entries where {count} are wanted")
-            try:
-                columns[name] = json.loads(json.dumps(values if isinstance(values, list) else [values] * count))
-            except (TypeError, ValueError) as error:
-                raise self._wrong(f"the column {name!r} holds what JSON cannot carry ({error}); convert it") from error
-        return columns
+    def _column(self, name: str, values: Any, count: int) -> list[Any]:
+        """A further entry: a list has one value per completion, anything else goes to all."""
+        if name in RESERVED:
+            raise self._wrong(f"the column {name!r} has a name that swift gives to reward functions; rename it")
+        if isinstance(values, list) and len(values) != count:
+            raise self._wrong(f"the column {name!r} has {len(values)} entries where {count} are wanted")
+        try:
+            return list(json.loads(json.dumps(values if isinstance(values, list) else [values] * count)))
+        except (TypeError, ValueError) as error:
+            raise self._wrong(f"the column {name!r} holds what JSON cannot carry ({error}); convert it") from error
 
-    def _check_prompts(self, prompt_ids: Sequence[Any], requests: Sequence[Request]) -> None:
-        for place, (given, request) in enumerate(zip(prompt_ids, requests, strict=True)):
-            if given is not None and [int(token) for token in given] != list(request.prompt_ids):
-                raise self._wrong(
-                    f"prompt_ids[{place}] are not the ids of its prompt, and training uses those; take "
-                    "rollout.prompt_ids, or change the prompt with --system, --template or --chat_template_kwargs"
-                )
+    def _check_prompt(self, given: Any, request: Request, place: int) -> None:
+        if given is not None and [int(token) for token in given] != list(request.prompt_ids):
+            raise self._wrong(
+                f"prompt_ids[{place}] are not the ids of its prompt, and training uses those; take "
+                "rollout.prompt_ids, or change the prompt with --system, --template or --chat_template_kwargs"
+            )
 
     def _check_mask(self, mask: Any, ids: Sequence[int], place: int) -> None:
         if mask is not None and [int(one) for one in mask] != [1] * len(ids):
@@ -117,7 +118,7 @@ class OutputReader:
                 "version (comes with: multi-turn rollouts); return sampled tokens only"
             )
 
-    def _ids(self, given: Any, place: int, request: Request) -> list[int]:
+    def _ids(self, given: Any, place: int, room: int) -> list[int]:
         try:
             ids = [_integer(token) for token in given]
         except (TypeError, ValueError) as error:
@@ -127,7 +128,6 @@ class OutputReader:
             raise self._wrong(
                 f"completion_ids[{place}] has {wrong}, no token of the model (0 to {self.vocab_size - 1})"
             )
-        room = self.room(request)
         if not 0 < len(ids) <= room:
             raise self._wrong(f"completion_ids[{place}] has {len(ids)} tokens; valid: 1 to {room}")
         return ids
@@ -140,21 +140,20 @@ class OutputReader:
         for position, (token, entry) in enumerate(zip(ids, given, strict=True)):
             where = f"logprobs[{place}][{position}]"
             if isinstance(entry, list | tuple):  # of several candidates, as TRL returns them
-                names = token_ids[position] if token_ids is not None else [token] * (len(entry) == 1)
+                names = list(token_ids[position]) if token_ids is not None else [token] * (len(entry) == 1)
                 if token not in names:
                     raise self._wrong(f"{where} has no entry for the sampled token; give its log-prob alone")
-                entry = entry[list(names).index(token)]
-            value = float(entry) if isinstance(entry, int | float) or hasattr(entry, "__float__") else math.nan
+                entry = entry[names.index(token)]
+            value = float(entry) if hasattr(entry, "__float__") else math.nan
             if not (math.isfinite(value) and value <= 1e-4):
                 raise self._wrong(f"{where} is {entry}; a log-prob is a finite number, at most 0")
             values.append(min(value, 0.0))
         return values
 
-    def _reason(self, given: Any, ids: Sequence[int], place: int, request: Request) -> FinishReason:
+    def _reason(self, given: Any, ids: Sequence[int], place: int, room: int) -> FinishReason:
         """The reason that the function gave; by default "length" for what is as long as it may be without an end."""
         if given is None:
-            full = len(ids) >= self.room(request) and ids[-1] not in self.end_token_ids
-            return "length" if full else "stop"
+            return "length" if len(ids) >= room and ids[-1] not in self.end_token_ids else "stop"
         if given not in ("stop", "length"):
             raise self._wrong(f"finish_reasons[{place}] is {given!r}; valid: stop, length")
         return given  # type: ignore[no-any-return]

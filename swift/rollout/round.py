@@ -1,12 +1,13 @@
 """One round of rollouts on one rank: launches go in, groups come out. A fixed round is one that replaces nothing.
 
 Every rank begins with the same launches; each engine samples a consecutive part of their completions. A group goes to
-the reward workers the moment rank 0 has all of its completions. In a round of dynamic sampling rank 0 coordinates: it
-judges scored groups (`swift.rollout.dynamic_sampling`) and launches replacements on the engine with the least to do.
+the reward workers the moment rank 0 has all of its completions. In a round of dynamic sampling rank 0 coordinates: its
+group filter (`swift.rollout.dynamic_sampling`) gets the scored groups, and it launches replacements on the engine with
+the least to do.
 
     engine e, rank r                       mailbox                     rank 0
     first launches of e  -> sample
-    part complete        -> post  "done"   (index, completions)  ->  score -> judge -> launch
+    part complete        -> post  "done"   (index, completions)  ->  score -> filter -> launch
     submit               <- read  "work/e" (indexes)             <-  post
     leave                <- read  "work/e" end                   <-  nothing in flight, nothing due
 
@@ -15,31 +16,34 @@ trainer's model. Prompts do not travel: each rank draws them from its own schedu
 of them. Ranks that hold parts of one engine must submit the same requests at the same step: such an engine gets more
 only when it has nothing left to do.
 
-A rank with nothing to do waits as long as others send heartbeats; otherwise its own stall watch ends the wait
-(`swift.trainers.supervision.stall`), and `awaited` names what it waited for.
+A rank with nothing to do waits as long as others send heartbeats; otherwise its own watchdog ends the wait
+(`swift.trainers.supervision.watchdog`), and `awaited` names what it waited for.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from swift.errors import EngineError
 from swift.rollout.dynamic_sampling import GroupFilter
 from swift.rollout.mailbox import End, Failed, Mailbox, Sample, Sampled
-from swift.rollout.round_result import RoundResult, lost, settle
-from swift.rollout.samples import TrainSample, rank_slice
+from swift.rollout.round_result import RoundResult, lost, set_scores
 from swift.rollout.saved_state import restored_completion, saved_completion
 from swift.rollout.scheduler import Launch, LaunchLog
 from swift.types import Completion, GroupScores, Request, RolloutGroup, TrainerProgress
 
+if TYPE_CHECKING:
+    from swift.rollout.batches import PartialBatch
+    from swift.rollout.collector import RolloutCollector
+
 READ_S = 0.02
 """Least time between two looks at the mailbox."""
-ALIVE_S = 0.2
+HEARTBEAT_S = 0.2
 """Time between two heartbeats of a rank that gets on, and between two looks at those of the others."""
 
 NO_PROGRESS = TrainerProgress(0, 0, 0.0)
@@ -47,29 +51,6 @@ NO_PROGRESS = TrainerProgress(0, 0, 0.0)
 
 class OtherRankFailed(EngineError):
     """Another rank has failed; its own error says why."""
-
-
-class Scorer(Protocol):
-    """The part of `swift.rewards.RewardPipeline` that a round needs."""
-
-    @property
-    def needs_whole_batch(self) -> bool:
-        """Whether a function must see the whole round in one call."""
-
-    def submit(self, group: RolloutGroup, progress: TrainerProgress) -> Future[GroupScores]:
-        """Score a finished group off the main thread."""
-
-    def submit_batch(self, groups: Sequence[RolloutGroup], progress: TrainerProgress) -> list[Future[GroupScores]]:
-        """Score the groups of a round off the main thread."""
-
-    def add_model_scores(self, groups: Sequence[RolloutGroup], scores: Sequence[GroupScores]) -> list[GroupScores]:
-        """Fill in what reward models say, on the main thread."""
-
-    def end_batch(self, groups: Sequence[RolloutGroup] | None = None) -> None:
-        """Judge a finished round; raises when a function keeps failing."""
-
-    def drain_metrics(self, groups: Sequence[RolloutGroup] | None = None) -> dict[str, float]:
-        """What the functions report about these groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,45 +72,37 @@ class Round:
     """A round from its first launch to its result, on one rank.
 
     Args:
+        home: the collector of this rank.
         log: what it took from the scheduler; the launches of a fixed round are in it from the start.
         num_generations: G.
         progress: what reward functions see as `trainer_state`.
-        request: (launch, sample) -> the request.
-        scorer: scores groups; used by rank 0 only.
+        seed_namespace: keeps the seeds of evaluation apart from those of training.
         group_filter: decides what is dropped and replaced; None replaces nothing. Used by rank 0 after the start.
         draw: the next launches of a round with a filter.
         informative, failed: whether a scored group is informative, and whether all of its completions failed.
-        rank, share: of this rank; a share of None has no engine.
-        mailbox: between the ranks of a round with a filter; None in a single process.
-        pulse: changes while this rank gets on. heard: called when another one does, while this one waits.
 
     Attributes:
         groups: those of which this rank has every completion, by launch index. parts: launch index -> sample ->
             completion that this rank has.
         failure: why it will not be completed.
-        begun: what was computed for its batch while it was scored (`BatchMaker.begin`).
+        partial_batch: what was computed for its batch while it was scored.
         result: its scored groups once they are on every rank. settled: it has a result, or its failure was raised.
     """
 
+    home: RolloutCollector
     log: LaunchLog
     num_generations: int = 0
     progress: TrainerProgress = NO_PROGRESS
-    request: Callable[[Launch, int], Request] | None = None
-    scorer: Scorer | None = None
+    seed_namespace: str = ""
     group_filter: GroupFilter | None = None
-    draw: Callable[[int], Sequence[Launch]] | None = None
+    draw: Callable[[int], Sequence[Launch]] = lambda count: ()
     informative: Callable[[RolloutGroup], bool] = lambda group: True
     failed: Callable[[RolloutGroup], bool] = lambda group: False
-    rank: int = 0
-    share: EngineShare | None = None
-    mailbox: Mailbox | None = None
-    pulse: Callable[[], Any] = lambda: None
-    heard: Callable[[], None] = lambda: None
     groups: dict[int, RolloutGroup] = field(default_factory=dict)
     parts: dict[int, dict[int, Completion]] = field(default_factory=dict)
     futures: dict[int, Future[GroupScores]] = field(default_factory=dict)
     failure: Exception | None = None
-    begun: tuple[list[TrainSample], Any] | None = None
+    partial_batch: PartialBatch | None = None
     result: RoundResult | None = None
     settled: bool = False
     _began: bool = False
@@ -141,9 +114,9 @@ class Round:
     _engines_of: dict[int, set[int]] = field(default_factory=dict)
     _unsent: dict[int, list[int]] = field(default_factory=dict)
     _read_at: float = 0.0
-    _told_at: float = 0.0
+    _beat_at: float = 0.0
     _listened_at: float = 0.0
-    _told: Any = None
+    _activity: Any = None
     _beats: int = 0
 
     # --- what the one who drives the engine calls ---------------------------------------------------------------
@@ -151,7 +124,7 @@ class Round:
     @property
     def samples_here(self) -> bool:
         """Whether this rank's engine has anything to sample, or may get it."""
-        return self.share is not None and not self.complete
+        return self._share is not None and not self.complete
 
     @property
     def closed(self) -> bool:
@@ -170,20 +143,19 @@ class Round:
         return [name for name in self._open if name not in waiting]
 
     def begin(self) -> None:
-        """Draw the first launches, the same on every rank, and share them out; `due` gives this engine's requests."""
+        """Draw the first launches, the same on every rank, and share them out; a second call does nothing."""
         if self._began:
             return
         self._began = True
         if self.group_filter is not None:
-            assert self.draw is not None
             self.draw(self.group_filter.due())
-        launches, size = self.log.launches, self.num_generations
+        launches, size, share = self.log.launches, self.num_generations, self._share
         self._launches = {launch.index: launch for launch in launches}
-        for engine in range(self.share.count if self.share is not None else 0):
-            part = rank_slice(len(launches) * size, engine, self.share.count)  # type: ignore[union-attr]
-            samples: dict[int, list[int]] = {}
-            for i in part:
-                samples.setdefault(launches[i // size].index, []).append(i % size)
+        engines = share.count if share is not None else 0
+        for engine in range(engines):
+            samples: dict[int, list[int]] = defaultdict(list)
+            for i in _slice(len(launches) * size, engine, engines):
+                samples[launches[i // size].index].append(i % size)
             for index, numbers in samples.items():
                 self._assign(engine, index, numbers)
         if self.group_filter is None:
@@ -216,22 +188,22 @@ class Round:
         self._left[index] -= 1
         if self._left[index]:
             return
-        assert self.share is not None
+        assert self._share is not None
         if self._leads:
-            self._arrived(index, self.share.index)
-        elif self.mailbox is not None and self.share.reports:
+            self._arrived(index, self._share.index)
+        elif self._mailbox is not None and self._share.reports:
             part = {number: saved_completion(one) for number, one in self.parts[index].items()}
-            self.mailbox.post("done", Sampled(index, self.share.index, part))
+            self._mailbox.post("done", Sampled(index, self._share.index, part))
 
     def rest(self) -> None:
         """Wait a moment for scores or other ranks; only with nothing in the engine."""
         now = time.monotonic()
-        if self.mailbox is not None and now - self._listened_at >= ALIVE_S:
+        if self._mailbox is not None and now - self._listened_at >= HEARTBEAT_S:
             self._listened_at = now
-            beats = self.mailbox.beats()
+            beats = self._mailbox.beats()
             if beats != self._beats:
                 self._beats = beats
-                self.heard()
+                self.home.on_heartbeat()
         time.sleep(READ_S / 2)
 
     def awaited(self) -> str:
@@ -249,8 +221,8 @@ class Round:
     def fail(self, error: Exception) -> None:
         """This rank cannot go on; the others learn of it now, and why in the collective that ends the round."""
         self.failure = self.failure or error
-        if self.mailbox is not None and not self._closed and not self._leads:
-            self.mailbox.post("done", Failed(self.rank))
+        if self._mailbox is not None and not self._closed and not self._leads:
+            self._mailbox.post("done", Failed(self.home.collectives.rank))
         if self._leads:
             self._end()
         self._closed = True
@@ -272,7 +244,7 @@ class Round:
             if group is not None and self.group_filter is None and future is not None and future.done():
                 if future.exception() is not None:
                     break
-                settle(group, future.result())
+                set_scores(group, future.result())
             if group is None or group.scores is None:
                 break
             found.append(group)
@@ -312,22 +284,30 @@ class Round:
 
     @property
     def _leads(self) -> bool:
-        return self.rank == 0
+        return self.home.collectives.rank == 0
 
-    def _draw_one(self) -> None:
-        assert self.draw is not None
-        for launch in self.draw(1):
-            self._launches[launch.index] = launch
+    @property
+    def _share(self) -> EngineShare | None:
+        return self.home.share
+
+    @property
+    def _mailbox(self) -> Mailbox | None:
+        """Between the ranks of a round with a filter; None in a single process."""
+        return self.home.mailbox if self.group_filter is not None else None
+
+    def _draw_one(self) -> int:
+        [launch] = self.draw(1)
+        self._launches[launch.index] = launch
+        return launch.index
 
     def _assign(self, engine: int, index: int, samples: Sequence[int]) -> None:
         """An engine samples these completions of a launch; this rank queues them if the engine is its own."""
         if self._leads:
             self._engines_of.setdefault(index, set()).add(engine)
-        if self.share is None or engine != self.share.index:
+        if self._share is None or engine != self._share.index:
             return
-        assert self.request is not None
         for sample in samples:
-            request = self.request(self._launches[index], sample)
+            request = self.home.request(self._launches[index], sample, self.seed_namespace)
             self._open[request.request_id] = (index, sample)
             self._queue.append(request)
         self._left[index] += len(samples)
@@ -340,11 +320,11 @@ class Round:
             return
         del self._engines_of[index]
         group = self.groups[index] = self.group(index, [part[i] for i in range(self.num_generations)])
-        assert self.scorer is not None
-        if self.failure is not None or (self.group_filter is None and self.scorer.needs_whole_batch):
+        scorer = self.home.scorer
+        if self.failure is not None or (self.group_filter is None and scorer.needs_whole_batch):
             return
         try:
-            self.futures[index] = self.scorer.submit(group, self.progress)
+            self.futures[index] = scorer.submit(group, self.progress)
         except Exception as error:  # see `_coordinate`: this may be in the middle of a step of the engine
             self._give_up(error)
 
@@ -368,15 +348,14 @@ class Round:
 
     def _advance(self) -> None:
         self._collect()
-        assert self.group_filter is not None and self.scorer is not None
+        assert self.group_filter is not None
         for index in sorted(index for index, future in self.futures.items() if future.done()):
             group = self.groups[index]
-            [scores] = self.scorer.add_model_scores([group], [self.futures.pop(index).result()])
-            settle(group, scores)
-            self.group_filter.judge(index, informative=self.informative(group))
+            [scores] = self.home.scorer.add_model_scores([group], [self.futures.pop(index).result()])
+            set_scores(group, scores)
+            self.group_filter.scored(index, informative=self.informative(group))
         for _ in range(self.group_filter.due()):
-            self._draw_one()
-            index, engine = self.log.launches[-1].index, self._least_loaded()
+            index, engine = self._draw_one(), self._least_loaded()
             self.group_filter.launch(index)
             self._unsent.setdefault(engine, []).append(index)
             self._engines_of[index] = {engine}
@@ -386,9 +365,9 @@ class Round:
 
     def _collect(self) -> None:
         """What other ranks have sampled."""
-        if self.mailbox is None or not self._looks():
+        if self._mailbox is None or not self._looks():
             return
-        while (message := self.mailbox.read("done")) is not None:
+        while (message := self._mailbox.read("done")) is not None:
             if isinstance(message, Failed):
                 raise OtherRankFailed(f"engine: rank {message.rank} cannot go on with this round")
             assert isinstance(message, Sampled)
@@ -405,35 +384,35 @@ class Round:
         return True
 
     def _least_loaded(self) -> int:
-        assert self.share is not None
+        assert self._share is not None
         loads = Counter(engine for engines in self._engines_of.values() for engine in engines)
-        return min(range(self.share.count), key=lambda engine: loads[engine])
+        return min(range(self._share.count), key=lambda engine: loads[engine])
 
     def _send(self) -> None:
         """Give the engines what was assigned to them; one in lockstep only when it has finished what it had."""
-        assert self.share is not None
+        assert self._share is not None
         for engine, indexes in self._unsent.items():
             busy = any(engine in engines and index not in indexes for index, engines in self._engines_of.items())
-            if not indexes or (self.share.lockstep and busy):
+            if not indexes or (self._share.lockstep and busy):
                 continue
-            if self.mailbox is not None:
-                self.mailbox.post(f"work/{engine}", Sample(list(indexes)))
+            if self._mailbox is not None:
+                self._mailbox.post(f"work/{engine}", Sample(list(indexes)))
             for index in indexes:
                 self._assign(engine, index, range(self.num_generations))
             indexes.clear()
 
     def _end(self) -> None:
-        if not self._closed and self.mailbox is not None and self.share is not None:
-            for engine in range(self.share.count):
-                self.mailbox.post(f"work/{engine}", End())
+        if not self._closed and self._mailbox is not None and self._share is not None:
+            for engine in range(self._share.count):
+                self._mailbox.post(f"work/{engine}", End())
         self._closed = True
 
     def _follow(self) -> None:
         """Read what to sample next; in lockstep one message, and only with nothing left to do."""
-        assert self.mailbox is not None and self.share is not None
-        if self._closed or (self.share.lockstep and self._open) or not self._looks():
+        assert self._mailbox is not None and self._share is not None
+        if self._closed or (self._share.lockstep and self._open) or not self._looks():
             return
-        while (message := self.mailbox.read(f"work/{self.share.index}")) is not None:
+        while (message := self._mailbox.read(f"work/{self._share.index}")) is not None:
             if isinstance(message, End):
                 self._closed = True
                 return
@@ -441,17 +420,24 @@ class Round:
             for index in message.indexes:
                 while index not in self._launches:
                     self._draw_one()
-                self._assign(self.share.index, index, range(self.num_generations))
-            if self.share.lockstep:
+                self._assign(self._share.index, index, range(self.num_generations))
+            if self._share.lockstep:
                 return
 
     def _beat(self) -> None:
         """Let the other ranks know, from time to time, that this one gets on."""
         now = time.monotonic()
-        if self.mailbox is None or now - self._told_at < ALIVE_S:
+        if self._mailbox is None or now - self._beat_at < HEARTBEAT_S:
             return
-        self._told_at = now
-        pulse = self.pulse()
-        if pulse != self._told:
-            self._told = pulse
-            self.mailbox.beat()
+        self._beat_at = now
+        activity = self.home.activity()
+        if activity != self._activity:
+            self._activity = activity
+            self._mailbox.beat()
+
+
+def _slice(total: int, part: int, parts: int) -> range:
+    """The consecutive part of `total` items that is number `part`; parts differ by at most one item."""
+    base, extra = divmod(total, parts)
+    start = part * base + min(part, extra)
+    return range(start, start + base + (part < extra))

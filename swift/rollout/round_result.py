@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-
-import msgspec
-import numpy as np
+from dataclasses import dataclass, field, replace
 
 from swift.errors import EngineError
-from swift.rollout.saved_state import (
-    SavedGroup,
-    SavedPrompt,
-    restored_group,
-    restored_prompt,
-    saved_for_logs,
-    saved_group,
-    saved_prompt,
-)
+from swift.rollout.saved_state import restored_group, restored_prompt, saved_for_logs, saved_group, saved_prompt
 from swift.types import Completion, GroupScores, Prompt, RolloutGroup
 
 
@@ -63,45 +52,33 @@ class ScoredRound:
     advantages: list[float | None]
     excluded: list[str | None]
     version: int
-    metrics: dict[str, float] = field(default_factory=dict)
-    used: list[bool] | None = None
+    metrics: dict[str, float]
+    used: list[bool]
 
 
-class SavedRound(msgspec.Struct):
-    """What a checkpoint holds of a round that was sampled ahead."""
-
-    groups: list[SavedGroup]
-    metric_names: list[str]
-    metrics: np.ndarray
-    carried: list[SavedGroup]
-    dropped: list[SavedGroup]
-    failed: list[SavedPrompt]
-    counts: list[int]
-
-
-def saved_round(result: RoundResult) -> SavedRound:
-    """A copy to save; of dropped groups what logs need."""
-    return SavedRound(
+def saved_round(result: RoundResult) -> RoundResult:
+    """A copy for `swift.rollout.saved_state.encode`; of dropped groups what logs need."""
+    return replace(
+        result,
         groups=[saved_group(group) for group in result.groups],
-        metric_names=list(result.metrics),
-        metrics=np.array(list(result.metrics.values()), dtype=np.float64),
         carried=[saved_group(group) for group in result.carried],
         dropped=[saved_for_logs(group) for group in result.dropped],
         failed=[saved_prompt(prompt) for prompt in result.failed],
-        counts=[result.launched, result.informative, result.num_dropped, result.num_excluded, result.carried_in],
     )
 
 
-def restored_round(saved: SavedRound) -> RoundResult:
+def restored_round(saved: RoundResult) -> RoundResult:
     """The inverse of `saved_round`."""
-    groups, carried, dropped = (
-        [restored_group(one) for one in part] for part in (saved.groups, saved.carried, saved.dropped)
+    return replace(
+        saved,
+        groups=[restored_group(group) for group in saved.groups],
+        carried=[restored_group(group) for group in saved.carried],
+        dropped=[restored_group(group) for group in saved.dropped],
+        failed=[restored_prompt(prompt) for prompt in saved.failed],
     )
-    metrics = dict(zip(saved.metric_names, saved.metrics.tolist(), strict=True))
-    return RoundResult(groups, metrics, carried, dropped, [restored_prompt(one) for one in saved.failed], *saved.counts)
 
 
-def settle(group: RolloutGroup, scores: GroupScores) -> None:
+def set_scores(group: RolloutGroup, scores: GroupScores) -> None:
     """Give a group its scores, with the completions that the engine gave up excluded."""
     scores.excluded = [fault(one) or why for one, why in zip(group.completions, scores.excluded, strict=True)]
     group.scores = scores

@@ -11,8 +11,8 @@ global batches, `num_iterations` times each:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -59,15 +59,15 @@ class RolloutBatch:
     """The samples of one round and how far training has come with them.
 
     `position` counts the optimizer steps taken on it, of `num_global_batches * num_iterations`. A batch that is trained
-    on while it is sampled hands out its samples by `arriving`, which adds them to `samples`; until its end it holds a
-    part of its samples only. It is used up in the first step, before any checkpoint.
+    on while it is sampled hands out its samples by `arriving`, an iterator of `Arrival` that adds them to `samples`;
+    until its end it holds a part of its samples only. It is used up in the first step, before any checkpoint.
     """
 
     samples: list[TrainSample]
     num_global_batches: int
     num_iterations: int
     position: int = 0
-    arriving: Iterator[Arrival] | None = None
+    arriving: Any = None
 
     @property
     def exhausted(self) -> bool:
@@ -88,29 +88,3 @@ class RolloutBatch:
         """Sample indices of a global batch."""
         size = len(self.samples) // self.num_global_batches
         return range(index * size, (index + 1) * size)
-
-
-@dataclass(slots=True)
-class SavedBatch:
-    """What a checkpoint holds of a rollout batch that is not used up."""
-
-    samples: list[TrainSample]
-    num_global_batches: int
-    num_iterations: int
-    position: int
-
-    @classmethod
-    def of(cls, batch: RolloutBatch) -> SavedBatch:
-        """What to save of `batch`."""
-        return cls(batch.samples, batch.num_global_batches, batch.num_iterations, batch.position)
-
-    def restored(self) -> RolloutBatch:
-        """The inverse of `of`."""
-        return RolloutBatch(self.samples, self.num_global_batches, self.num_iterations, self.position)
-
-
-def rank_slice(total: int, rank: int, world_size: int) -> range:
-    """The consecutive part of `total` items that `rank` works on; parts differ by at most one item."""
-    base, extra = divmod(total, world_size)
-    start = rank * base + min(rank, extra)
-    return range(start, start + base + (1 if rank < extra else 0))

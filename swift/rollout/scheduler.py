@@ -19,40 +19,18 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from swift.rollout.dynamic_sampling import InformativeRate
-from swift.rollout.saved_state import (
-    SavedGroup,
-    SavedPrompt,
-    require_plain,
-    restored_group,
-    restored_prompt,
-    saved_group,
-    saved_prompt,
-)
+from swift.rollout.saved_state import require_plain, restored_group, restored_prompt, saved_group, saved_prompt
 from swift.types import Prompt, RolloutGroup
+
+if TYPE_CHECKING:
+    from swift.data.source import PromptSource
 
 REROLL_QUEUE = 1024
 """Most prompts that wait for a re-roll; the oldest one makes room."""
-
-
-class PromptSource(Protocol):
-    """An endless, resumable stream of prompts; `swift.data` provides it."""
-
-    def next(self) -> tuple[Prompt, int, int]:
-        """The next prompt with its epoch and its position in that epoch."""
-
-    def skip_to_epoch_end(self) -> None:
-        """Leave the rest of the current epoch out."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """A JSON-safe state."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the last prompt of that state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +40,6 @@ class Launch:
     index: int
     launch: int
     prompt: Prompt
-    epoch: int
 
     @property
     def group_id(self) -> str:
@@ -102,8 +79,8 @@ class SchedulerState(msgspec.Struct):
     excluded: int
     dropped: int
     launches_of: dict[str, int]
-    carried: list[SavedGroup]
-    rerolls: list[SavedPrompt]
+    carried: list[RolloutGroup]
+    rerolls: list[Prompt]
     rate: float
 
 
@@ -113,8 +90,7 @@ class RolloutScheduler:
     Args:
         source: the prompt stream.
         groups_per_batch: groups of one rollout batch.
-        batches_per_epoch: whole batches in an epoch; None when the stream has no epochs (streaming data) or rounds
-            draw as many prompts as they need (dynamic sampling).
+        batches_per_epoch: whole batches in an epoch; None without epochs (streaming data, dynamic sampling).
         reroll: sampling failed prompts again; None is off.
         saves_prompts: prompts can get into checkpoints, so their columns must be plain data.
     """
@@ -139,7 +115,7 @@ class RolloutScheduler:
         self.excluded = 0
         self.dropped = 0
         self.carried: deque[RolloutGroup] = deque()
-        self.rate = InformativeRate()
+        self.rate = 1.0  # moving average of the informative share
         self._rerolls: dict[str, Prompt] = {}
         self._launches_of: Counter[str] = Counter()
 
@@ -151,11 +127,7 @@ class RolloutScheduler:
     # --- launching ----------------------------------------------------------------------------------------------
 
     def begin_round(self, step: int) -> LaunchLog:
-        """What the next round begins with.
-
-        Args:
-            step: the optimizer step that it is for, from 1.
-        """
+        """What the next round, for optimizer step `step` (from 1), begins with."""
         self.rounds += 1
         carried = [self.carried.popleft() for _ in range(min(len(self.carried), self.groups_per_batch))]
         rerolls: list[Prompt] = []
@@ -176,21 +148,21 @@ class RolloutScheduler:
         if log.source is None:
             log.source = self.source.state_dict()
         rerolls = [] if log.launches else log.rerolls[:count]
-        new = [self._next() for _ in range(count - len(rerolls))]
-        new += [self._launch(prompt, -1) for prompt in rerolls]
+        new = [self._launch(self._next_prompt()) for _ in range(count - len(rerolls))]
+        new += [self._launch(prompt) for prompt in rerolls]
         log.launches += new
         return new
 
-    def _next(self) -> Launch:
-        prompt, epoch, _ = self.source.next()
+    def _next_prompt(self) -> Prompt:
+        prompt, _, _ = self.source.next()
         if self.saves_prompts:
             require_plain(prompt)
-        return self._launch(prompt, epoch)
+        return prompt
 
-    def _launch(self, prompt: Prompt, epoch: int) -> Launch:
+    def _launch(self, prompt: Prompt) -> Launch:
         earlier = self._launches_of[prompt.prompt_id]
         self._launches_of[prompt.prompt_id] += 1
-        launch = Launch(self.launched, earlier, prompt, epoch)
+        launch = Launch(self.launched, earlier, prompt)
         self.launched += 1
         return launch
 
@@ -223,11 +195,7 @@ class RolloutScheduler:
     # --- states ---------------------------------------------------------------------------------------------------
 
     def state(self, without: Sequence[LaunchLog] = ()) -> SchedulerState:
-        """A copy of the state, the prompt source included.
-
-        Args:
-            without: logs of the last rounds, which count as not begun; what has ended stays ended.
-        """
+        """A copy of the state, as if the last rounds, those of `without`, had not begun; what has ended stays ended."""
         undone = [launch for log in without for launch in log.launches]
         launches_of = Counter(self._launches_of)
         launches_of.subtract(launch.prompt.prompt_id for launch in undone)
@@ -244,7 +212,7 @@ class RolloutScheduler:
             launches_of=dict(+launches_of),
             carried=[saved_group(group) for group in carried],
             rerolls=[saved_prompt(prompt) for prompt in rerolls.values()],
-            rate=self.rate.value,
+            rate=self.rate,
         )
 
     def load(self, state: SchedulerState) -> None:
@@ -255,5 +223,5 @@ class RolloutScheduler:
         self.carried = deque(restored_group(group) for group in state.carried)
         prompts = [restored_prompt(prompt) for prompt in state.rerolls]
         self._rerolls = {prompt.prompt_id: prompt for prompt in prompts} if self.reroll is not None else {}
-        self.rate = InformativeRate(state.rate)
+        self.rate = state.rate
         self._launches_of = Counter(state.launches_of)

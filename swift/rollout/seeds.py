@@ -14,15 +14,9 @@ if TYPE_CHECKING:
 
 
 def sample_seed(run_seed: int, prompt_id: str, launch: int, sample: int) -> int:
-    """The 63-bit seed of one sample.
+    """The 63-bit seed of one sample; `launch` is the number of earlier launches of that prompt.
 
     BLAKE2b with an 8-byte digest of the decimal texts joined by U+001F, read little-endian, top bit cleared.
-
-    Args:
-        run_seed: `--seed`.
-        prompt_id: id of the prompt, stable over epochs.
-        launch: number of earlier launches of that prompt.
-        sample: index of the sample in its group.
 
     >>> sample_seed(42, "p0", 0, 0)
     3416702877527238213

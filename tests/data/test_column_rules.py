@@ -4,13 +4,14 @@ import json
 
 import pytest
 
-from swift.data.columns import check_renames, plan_columns
+from swift.data.columns import check_renames
+from swift.data.loading import PLANS
 from swift.data.records import RowError
 from swift.errors import ConfigError
 
 
 def plan(columns, renames=None, purpose="prompt"):
-    return plan_columns(columns, renames or {}, purpose=purpose, flag="--dataset", name="d.jsonl")
+    return PLANS[purpose](columns, renames or {}, flag="--dataset", name="d.jsonl")
 
 
 def refusal(columns, renames=None, purpose="prompt"):

@@ -8,15 +8,15 @@ import os
 import re
 import shlex
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import torch
+from preloaded import Program, run_ranks
 from safetensors.torch import load_file
 
 from swift.observability.jsonl import read_jsonl, read_log
@@ -55,7 +55,7 @@ def environment(**more: Any) -> dict[str, str]:
 class Run:
     """A command that was started; `folder` is where it trains."""
 
-    process: subprocess.Popen[str]
+    process: Program
     folder: Path
     begun: float = field(default_factory=time.monotonic)
 
@@ -160,20 +160,23 @@ class Cli:
         return self._popen(words[at + 1 :], self.folder / output, {**(variables or {}), **named})
 
     def _popen(self, words: list[str], folder: Path, variables: dict[str, Any]) -> Run:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "swift", *words],
-            cwd=self.folder,
-            env=environment(**variables),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        output, errors = (self.folder / f"{stream}-{len(self._started)}" for stream in ("stdout", "stderr"))
+        env = environment(**variables)
+        process = Program(["-m", "swift", *words], env=env, cwd=self.folder, output=output, errors=errors)
         self._started.append(Run(process, folder))
         return self._started[-1]
 
     def finish(self, output: str, *, variables: dict[str, Any] | None = None, **flags: Any) -> tuple[Path, str, str]:
-        """Run to the end, which must be a good one: folder, stdout, stderr."""
+        """Run to the end, which must be a good one: folder, stdout, stderr.
+
+        NPROC_PER_NODE among the variables starts the ranks without the launcher; their stderr is in stdout.
+        """
+        variables = dict(variables or {})
+        if (count := int(variables.pop("NPROC_PER_NODE", 1))) > 1:
+            logs = self.folder / f"ranks-{time.monotonic_ns()}"
+            words = ["-m", "swift", *self.words(output, **flags)]
+            texts = run_ranks(words, logs, count=count, limit_s=LIMIT_S, cwd=self.folder, **environment(**variables))
+            return self.folder / output, texts[0], texts[0]
         run = self.start(output, variables=variables, **flags)
         code, out, err = run.wait()
         assert code == 0, err
@@ -206,7 +209,7 @@ def state_files(folder: Path) -> dict[str, Any]:
     for name in ("optimizer.pt", "scheduler.pt"):
         found[name] = torch.load(checkpoint / name, weights_only=True)
     found["rng"] = [torch.load(path, weights_only=False)["cpu"] for path in sorted(checkpoint.glob("rng_state*.pth"))]
-    found["pipeline"] = json.loads((checkpoint / "pipeline_state.json").read_text())["state"]["pipeline"]
+    found["pipeline"] = msgspec.msgpack.decode((checkpoint / "pipeline_state.msgpack").read_bytes())[1]["pipeline"]
     for name in ("adapter_config.json", "config.json"):
         if (checkpoint / name).exists():
             found[name] = (checkpoint / name).read_text()

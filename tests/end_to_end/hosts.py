@@ -67,6 +67,18 @@ class TwoHosts:
         """Unplug the cable: packets are lost, nobody is told."""
         run("ip", "-n", self.name(1), "link", "set", self.cable(1), "down")
 
+    def processes(self, *only: int) -> dict[int, str]:
+        """What runs on the hosts: process id -> command line."""
+        found = {}
+        for host in only or (0, 1):
+            listed = subprocess.run(
+                ["ip", "netns", "pids", self.name(host)], capture_output=True, text=True, check=True
+            )
+            for pid in map(int, listed.stdout.split()):
+                with contextlib.suppress(OSError):
+                    found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return {pid: words for pid, words in found.items() if words}  # a zombie has none
+
     def start(self, host: int, command: list[str], *, folder: Path, **variables: Any) -> subprocess.Popen[str]:
         """Run a command on a host; its output goes to `<folder>/host-<n>.log`."""
         environ = {**os.environ, "GLOO_SOCKET_IFNAME": self.cable(host), "OMP_NUM_THREADS": "1"}

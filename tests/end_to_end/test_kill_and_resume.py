@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 STEP_S = 0.08
 SAVE_S = 0.04
-START_S = 6.0
+START_S = 3.0
 """About how long these take; kills are spread over a little more than that."""
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 3}

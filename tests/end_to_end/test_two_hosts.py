@@ -3,15 +3,18 @@
 import json
 import os
 import shlex
+import signal
+import sys
 import time
 from pathlib import Path
 
 import hosts
+import psutil
 import pytest
 
 from swift.observability.jsonl import read_jsonl
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hosts.possible(), reason="needs root and `ip netns`")]
+pytestmark = [pytest.mark.long, pytest.mark.skipif(not hosts.possible(), reason="needs root and `ip netns`")]
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "examples" / "train" / "grpo" / "multi_node"
@@ -30,7 +33,7 @@ def settings(material, tmp_path):
     variables = {
         "MODEL": model,
         "DATASET": folder / "train.jsonl",
-        "PATH": f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "CUDA_VISIBLE_DEVICES": "",
         "NPROC_PER_NODE": 1,
         "VLLM_CPU_KVCACHE_SPACE": 1,
@@ -52,23 +55,36 @@ def wait(processes, folder):
     return [process.returncode for process in processes], said
 
 
-def test_two_nodes_train_one_policy_and_sample_on_both(settings, tmp_path):
-    variables, words = settings
-    words = [*words, "--use_vllm", "false", "--infer_backend", "transformers"]  # vLLM twice is too much for two cores
+def start_nodes(two, settings, folder, *words):
+    """`node.sh` on both hosts, with the transformers engine: vLLM twice is too much for two cores."""
+    variables, small = settings
+    words = [*small, "--use_vllm", "false", "--infer_backend", "transformers", "--vllm_mode", "dedicated", *words]
+    return [
+        two.start(
+            host,
+            ["bash", str(SCRIPTS / "node.sh"), *words],
+            folder=folder,
+            NODE_RANK=host,
+            MASTER_ADDR=two.address(0),
+            **{"NNODES": 2, **variables},
+        )
+        for host in (0, 1)
+    ]
+
+
+def wait_for_steps(folder, count):
+    log, deadline = folder / "run" / "logging.jsonl", time.monotonic() + LIMIT_S
+    while not log.exists() or len(log.read_text().splitlines()) < count:
+        assert time.monotonic() < deadline, (folder / "host-0.log").read_text()
+        time.sleep(0.2)
+
+
+def test_two_nodes_train_one_policy_and_one_cluster_samples_on_both(settings, tmp_path):
     with hosts.TwoHosts() as two:
-        started = [
-            two.start(
-                host,
-                ["bash", str(SCRIPTS / "node.sh"), *words],
-                folder=tmp_path,
-                NODE_RANK=host,
-                MASTER_ADDR=two.address(0),
-                **variables,
-            )
-            for host in (0, 1)
-        ]
-        codes, said = wait(started, tmp_path)
+        codes, said = wait(start_nodes(two, settings, tmp_path), tmp_path)
+        left = two.processes()
     assert codes == [0, 0], said
+    assert not left
     rows = list(read_jsonl(tmp_path / "run" / "completions.jsonl"))
     assert sorted({row["step"] for row in rows}) == [1, 2, 3]
     assert all(len({r["group_id"] for r in rows if r["step"] == step}) == 2 for step in (1, 2, 3))
@@ -76,6 +92,20 @@ def test_two_nodes_train_one_policy_and_sample_on_both(settings, tmp_path):
     logs = list(read_jsonl(tmp_path / "run" / "logging.jsonl"))
     assert max(row["mismatch/logp_abs_diff_max"] for row in logs if row["off_policy/max"] == 0) < 1e-5
     assert (tmp_path / "run" / "checkpoint-3").is_dir()
+    assert len(list((tmp_path / "run" / "logs" / "attempt-1").glob("engine-*.log"))) == 2
+
+
+def test_nothing_is_left_on_either_node_when_the_driver_is_killed(settings, tmp_path):
+    with hosts.TwoHosts() as two:
+        start_nodes(two, settings, tmp_path, "--max_steps", "100000")
+        wait_for_steps(tmp_path, 2)
+        assert all(any("ray::EngineActor" in words for words in two.processes(host).values()) for host in (0, 1))
+        driver = next(pid for pid in two.processes(0) if psutil.Process(pid).environ().get("RANK") == "0")
+        os.kill(driver, signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while two.processes() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert not two.processes()
 
 
 def test_a_trainer_uses_a_server_on_another_host(settings, tmp_path):
@@ -95,25 +125,9 @@ def test_a_trainer_uses_a_server_on_another_host(settings, tmp_path):
 
 
 def test_a_cut_cable_ends_both_sides_in_a_minute_with_a_line_that_names_the_other(settings, tmp_path):
-    variables, words = settings
-    words = [*words, "--use_vllm", "false", "--infer_backend", "transformers", "--max_steps", "100000"]
-    log = tmp_path / "run" / "logging.jsonl"
     with hosts.TwoHosts() as two:
-        started = [
-            two.start(
-                host,
-                ["bash", str(SCRIPTS / "node.sh"), *words],
-                folder=tmp_path,
-                NODE_RANK=host,
-                MASTER_ADDR=two.address(0),
-                **variables,
-            )
-            for host in (0, 1)
-        ]
-        deadline = time.monotonic() + LIMIT_S
-        while not (log.exists() and log.stat().st_size):
-            assert time.monotonic() < deadline, (tmp_path / "host-0.log").read_text()
-            time.sleep(0.2)
+        started = start_nodes(two, settings, tmp_path, "--max_steps", "100000")
+        wait_for_steps(tmp_path, 1)
         two.cut()
         cut_at = time.monotonic()
         codes, said = wait(started, tmp_path)

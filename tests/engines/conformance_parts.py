@@ -170,7 +170,7 @@ class Subject:
         self.version = max(self.version, self.engine.version) + 1
         return self.version
 
-    def publish(self, model):
+    def sync(self, model):
         """Bring a model's weights to the engine."""
         from swift.rollout.weights.policy import PolicyWeights
 
@@ -189,7 +189,7 @@ class Subject:
             if self._engine.capabilities.lora:
                 self._engine.drop_adapter()
             if self._engine.version not in (0, self.whole):
-                self.publish(self.model)
+                self.sync(self.model)
                 self.whole = self._engine.version
         except EngineError:
             self.close()

@@ -20,7 +20,8 @@ from conformance_parts import BACKENDS, GONE_LIMIT_S, MAX_MODEL_LEN, Traces, tra
 
 from swift.errors import EngineAsleep, EngineDead, EngineError, PromptTooLong, SyncFailed, Unsupported
 from swift.models.checkpoint_tensors import read_adapter
-from swift.rollout.weights.base import AdapterWeights, Bucket, StreamDigest, TensorInfo
+from swift.rollout.weights.base import AdapterWeights, Bucket, TensorInfo
+from swift.rollout.weights.digest import StreamDigest
 from swift.rollout.weights.policy import PolicyWeights
 from swift.types import Request, SamplingParams
 
@@ -490,12 +491,12 @@ def test_c13_weights_that_change_in_flight_show_in_the_version_spans(subject, en
             came[completion.request_id] = completion
             if completion.request_id == short.request_id and long.request_id not in came:
                 engine.pause("keep")
-                subject.publish(changed)
+                subject.sync(changed)
                 engine.resume()
         done = came[long.request_id]
         if len(done.versions) > 1:
             break
-        subject.publish(subject.model)
+        subject.sync(subject.model)
     (first, start, middle), (second, also_middle, stop) = done.versions
     assert (first, second) == (old, subject.version)
     assert start == 0 < middle == also_middle < stop == len(done.token_ids)
@@ -525,7 +526,7 @@ def test_c13_a_paused_engine_delivers_what_ended_and_keeps_the_rest(subject, end
 def test_c13_weights_are_not_changed_under_requests_that_nobody_paused(subject):
     subject.engine.submit(ask("r"))
     with pytest.raises(EngineError):
-        subject.publish(noisy(subject))
+        subject.sync(noisy(subject))
     (completion,) = subject.engine.stream()
     assert gap(subject.model, ask("r"), completion) < TOLERANCE
 
@@ -581,7 +582,7 @@ def fails(subject, source):
         assert sampled.versions == [(before, 0, len(sampled.token_ids))]
         assert gap(subject.model, request, sampled) < TOLERANCE
     changed = noisy(subject)
-    subject.publish(changed)
+    subject.sync(changed)
     assert gap(changed, request, run(subject.engine, [request])[0]) < TOLERANCE
 
 
@@ -624,7 +625,7 @@ def test_c16_a_prompt_is_computed_again_after_new_weights(subject):
     prompt = PROMPT * 5
     run(subject.engine, [ask(f"warm {i}", prompt, seed=i) for i in range(3)])
     changed, request = noisy(subject, only="layers.0"), ask("r", prompt)
-    subject.publish(changed)
+    subject.sync(changed)
     after = run(subject.engine, [request])[0]
     assert gap(changed, request, after) < TOLERANCE
     assert gap(subject.model, request, after) > 1e-3
@@ -668,7 +669,7 @@ def test_c17_an_update_of_all_weights_ends_the_adapter(subject):
     _, adapter = with_adapter(subject, seed=1)
     subject.engine.load_adapter(adapter, subject.next_version())
     changed, request = noisy(subject), ask("r")
-    subject.publish(changed)
+    subject.sync(changed)
     assert gap(changed, request, run(subject.engine, [request])[0]) < TOLERANCE
     subject.engine.drop_adapter()
     assert gap(changed, request, run(subject.engine, [request])[0]) < TOLERANCE
@@ -717,7 +718,7 @@ def test_c18_the_same_greedy_tokens_before_and_after_sleep(subject, level):
     assert report.freed_bytes >= 0
     if level == 2:
         assert engine.wake(["weights"]) is False
-        subject.publish(subject.model)
+        subject.sync(subject.model)
         assert engine.wake(["kv_cache"]) is True
     else:
         assert engine.wake() is True
@@ -775,13 +776,13 @@ def test_c20_a_sleeping_engine_neither_samples_nor_takes_weights(subject, level)
     with pytest.raises(EngineAsleep):
         list(engine.generate([ask("r")]))
     with pytest.raises(EngineAsleep):
-        subject.publish(subject.model)
+        subject.sync(subject.model)
     engine.wake()
     if level == 2 and not subject.spec.lora:  # awake, with weights of no version
         assert "dropped" in engine.health().detail
         with pytest.raises(EngineAsleep):
             engine.submit(ask("r"))
-        subject.publish(subject.model)
+        subject.sync(subject.model)
     assert engine.health().detail == ""
     assert gap(subject.model, ask("r"), run(engine, [ask("r")])[0]) < TOLERANCE
 
@@ -794,7 +795,7 @@ def test_c20_a_sleeping_engine_takes_no_adapter(subject):
     with pytest.raises(EngineAsleep):
         engine.load_adapter(with_adapter(subject, seed=1)[1], subject.next_version())
     engine.wake()
-    subject.publish(subject.model)
+    subject.sync(subject.model)
     assert gap(subject.model, ask("r"), run(engine, [ask("r")])[0]) < TOLERANCE
 
 
@@ -838,12 +839,12 @@ def test_c24_every_kind_of_weight_arrives(subject):
     assert len(present) >= 11
     for kind in present:
         changed = noisy(subject, scale=0.1, only=kind)
-        subject.publish(changed)
+        subject.sync(changed)
         completions = run(subject.engine, requests)
         pairs = list(zip(requests, completions, strict=True))
         assert max(gap(changed, *pair) for pair in pairs) < TOLERANCE, kind
         assert max(gap(subject.model, *pair) for pair in pairs) > 1e-4, f"{kind}: its noise does not show"
-    subject.publish(subject.model)
+    subject.sync(subject.model)
     for request, completion in zip(requests, run(subject.engine, requests), strict=True):
         assert gap(subject.model, request, completion) < TOLERANCE
 
@@ -886,7 +887,7 @@ def test_c21_an_engine_killed_while_it_decodes_is_dead_within_seconds(subject, e
 @transport
 def test_c22_close_leaves_no_process_port_or_segment(subject):
     engine = subject.engine
-    subject.publish(noisy(subject))
+    subject.sync(noisy(subject))
     assert run(engine, [ask("r")])[0].token_ids
     subject.traces.look()
     started = time.monotonic()

@@ -281,7 +281,7 @@ def test_an_update_reaches_every_engine_with_the_same_buckets():
     assert len({engine.weights for engine in engines}) == 1
     for ours, theirs in zip(engines[0].buckets, engines[1].buckets, strict=True):
         assert ours is theirs
-    assert all("checksums" in bucket.staged for bucket in engines[0].buckets)
+    assert all("checksums" in bucket.made for bucket in engines[0].buckets)
     assert pool.version == 3
 
 

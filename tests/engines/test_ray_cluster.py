@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from scripted_engine import ScriptedEngine
 
 from swift.errors import ConfigError
+from swift.rollout.engines import cluster, guard
 from swift.rollout.placement import check_transport
 from swift.trainers.engines import check_in_flight
 
@@ -70,6 +72,101 @@ def test_engines_join_a_cluster_with_its_token_and_leave_it_running():
         started.terminate()
         started.wait(30)
         started.stdout.close()
+
+
+HEAD = """
+import os, sys, tempfile
+from pathlib import Path
+from swift.rollout.engines import cluster
+head = cluster.start_head(cluster.Offer("node 0", "127.0.0.2", ("cpu:1",), 0))
+print(head.address, head.token, flush=True)
+sys.stdin.readline()
+from actor_parts import QUICK, expected_tokens, requests, scripted_spec, tokens
+from scripted_engine import CountingSource, two_layers
+from swift.rollout.engines.actor_transport import actor_engine
+from swift.rollout.engines.pool import EnginePool
+head.nodes = ("node 0", "node 1")
+uses = [cluster.use(), cluster.use()]
+places = cluster.places(head, [1, 1], [("cpu:1",), ("cpu:1",)])
+logs = Path(tempfile.mkdtemp())
+pool = EnginePool([
+    actor_engine(scripted_spec(), name=f"engine {n}", log_file=logs / f"{n}.log", uses=one, timeouts=QUICK,
+                 options=where)
+    for n, (one, where) in enumerate(zip(uses, places))
+])
+wanted = requests(12)
+assert tokens(pool.generate(wanted)) == expected_tokens(wanted)
+assert pool.load_weights(CountingSource(two_layers(2)), 1).version == 1
+pids = [engine["pid"] for engine in pool.info()["engines"]]
+variables = [word for pid in pids for word in Path(f"/proc/{pid}/environ").read_text().split(chr(0))]
+print(*sorted({word for word in variables if word.startswith(cluster.MARKER + "=")}), flush=True)
+sys.stdin.readline()
+"""
+NODE = """
+import sys
+from swift.rollout.engines import cluster
+node = cluster.start_node(sys.argv[1], sys.argv[2], cluster.Offer("node 1", "127.0.0.3", ("cpu:1",), 0), 60.0)
+print(node.folder, flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def two_nodes():
+    """Processes that form a cluster of two nodes; ended after the test."""
+    here, started = Path(__file__).parent, []
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment |= {"PYTHONPATH": os.pathsep.join([*sys.path, str(here), str(here.parent / "fakes")])}
+
+    def start(code, *words):
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, *words],
+            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def said(process):
+    line = process.stdout.readline()
+    assert line, process.stderr.read()[-3000:]
+    return line.split()
+
+
+def go_on(process):
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def alive(folders):
+    """Processes of these clusters, and what is left of their folders."""
+    processes = [pid for folder in folders for pid in guard.marked(f"{cluster.MARKER}={folder}".encode())]
+    return processes + [folder for folder in folders if Path(folder).exists()]
+
+
+def test_nodes_form_one_cluster_with_an_engine_on_each_and_leave_nothing(two_nodes):
+    head = two_nodes(HEAD)
+    address, token = said(head)
+    wrong = two_nodes(NODE, address, "f" * 32)
+    node = two_nodes(NODE, address, token)
+    (folder,) = said(node)
+    go_on(head)
+    owners = [owner.partition("=")[2] for owner in said(head)]
+    assert len(owners) == 2
+    assert folder in owners
+    wrong.wait(90)
+    assert "has not joined the Ray cluster" in wrong.stderr.read()
+    node.kill()
+    head.kill()
+    deadline = time.monotonic() + 10
+    while alive(owners) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not alive(owners)
 
 
 def test_a_local_cluster_asks_for_its_token_even_if_ray_was_imported_without_one():

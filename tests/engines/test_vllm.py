@@ -48,7 +48,7 @@ from swift.rollout.engines.vllm import worker
 from swift.rollout.parity import ParityCheck
 from swift.rollout.weights.base import Bucket, TensorInfo
 from swift.rollout.weights.policy import PolicyWeights
-from swift.rollout.weights.publisher import WeightPublisher
+from swift.rollout.weights.sync import WeightSync
 from swift.types import Prompt
 
 require_vllm()
@@ -361,7 +361,7 @@ def test_the_parity_check_passes_and_refuses_a_cache_kept_across_a_sync(engine, 
         engine,
         score=score,
         model=model,
-        publisher=WeightPublisher(engine, source=lambda: PolicyWeights(model), ranks=OneRank()),
+        weight_sync=WeightSync(engine, source=lambda: PolicyWeights(model), ranks=OneRank()),
         prompts=[Prompt(str(i), [], list(range(20 + i, 40 + 2 * i))) for i in range(8)],
         sampling=request(tokens=16, temperature=0.9).sampling,
         ranks=OneRank(),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pickle
 import threading
 
-from swift.rollout.mailbox import decode, encode
+from swift.rollout.mailbox import decode
+from swift.rollout.saved_state import encode
 
 LIMIT_S = 20
 

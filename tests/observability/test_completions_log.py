@@ -8,6 +8,7 @@ from swift.errors import ResourceError
 from swift.observability import jsonl
 from swift.observability.completions_log import CompletionsLog, completion_rows
 from swift.observability.jsonl import read_jsonl
+from swift.rollout.round_result import ScoredRound
 from swift.types import Completion, GroupScores, Prompt, RolloutGroup
 
 
@@ -21,17 +22,9 @@ def group():
     return RolloutGroup("g", 0, 0, prompt, completions, scores)
 
 
-def rows(**keywords):
-    given = {
-        "attempt": 2,
-        "step": 9,
-        "split": "train",
-        "weight_version": 4,
-        "reward_names": ["accuracy", "format"],
-        "rewards": [1.5, None],
-        "advantages": [0.7, None],
-    }
-    return completion_rows([group()], **(given | keywords))
+def rows(*, rewards=(1.5, None), excluded=(None, None), used=(True, True)):
+    scored = ScoredRound("train", 9, [group()], rewards, [0.7, None], excluded, 4, {}, used)
+    return completion_rows(scored, attempt=2, reward_names=["accuracy", "format"])
 
 
 def test_a_row_holds_the_documented_fields():
@@ -65,12 +58,15 @@ def test_redrawn_and_filtered_completions_are_not_used():
 
 
 def test_a_wrong_number_of_rewards_is_a_defect():
-    with pytest.raises(ValueError, match="differ in number"):
+    with pytest.raises(ValueError, match=r"longer|shorter"):
         rows(rewards=[1.0])
 
 
 def test_flush_means_the_rows_are_in_the_file(tmp_path):
     log = CompletionsLog(tmp_path / "c.jsonl")
+    log.write([])
+    log.flush()
+    assert list(tmp_path.iterdir()) == [], "no rows, no file"
     for number in range(200):
         log.write([{"n": number}])
     log.flush()
@@ -79,14 +75,6 @@ def test_flush_means_the_rows_are_in_the_file(tmp_path):
     log.write([{"n": 200}])
     log.close()
     assert len(list(read_jsonl(tmp_path / "c.jsonl"))) == 201
-
-
-def test_without_rows_there_is_no_file(tmp_path):
-    log = CompletionsLog(tmp_path / "c.jsonl")
-    log.write([])
-    log.flush()
-    log.close()
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("finish", ["flush", "close"])

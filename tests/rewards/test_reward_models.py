@@ -9,6 +9,7 @@ import pytest
 
 from swift.errors import ConfigError
 from swift.models.tiny import build_tiny, build_tiny_reward_model
+from swift.rewards.arguments import RewardArguments
 from swift.rewards.models import RewardModels, batches, find_reward_models, load_reward_models
 
 
@@ -19,6 +20,7 @@ def folder(tmp_path_factory):
 
 def model_args(*models, **values):
     defaults = {"torch_dtype": "float32", "use_hf": False, "trust_remote_code": False}
+    defaults |= {"reward_model_revision": [], "reward_adapters": []}
     return SimpleNamespace(reward_model=[str(model) for model in models], **{**defaults, **values})
 
 
@@ -153,7 +155,8 @@ def test_more_than_one_label_is_refused(folder, tmp_path):
 
 def test_missing_folders_and_wrong_counts_are_refused(folder, tmp_path):
     assert "no such folder" in refused(model_args(tmp_path / "nothing"))[0]
-    assert "give one per model" in refused(model_args(folder, reward_model_revision=["a", "b"]))[0]
+    (line,) = RewardArguments(reward_model=["x"], reward_model_revision=["a", "b"]).problems()
+    assert "one per --reward_model" in line
 
 
 def test_an_adapter_brings_its_own_head(tmp_path, group):

@@ -17,7 +17,7 @@ from swift.models.forward import TokenSequence, pack, packed_logits
 from swift.rl.logprobs import selected_logprobs
 from swift.rollout.engines.base import Ack, Capabilities, EngineCounters, InferenceEngine, WeightUpdate
 from swift.rollout.weights.policy import PolicyWeights, adapter_weights
-from swift.rollout.weights.publisher import WeightPublisher
+from swift.rollout.weights.sync import WeightSync
 from swift.types import Completion, Prompt, SamplingParams
 
 FAULTS = (
@@ -205,8 +205,8 @@ def scorer(model, temperature):
     return score
 
 
-def publisher_for(engine, model, *, adapter=False):
-    return WeightPublisher(
+def weight_sync_for(engine, model, *, adapter=False):
+    return WeightSync(
         engine,
         source=lambda: PolicyWeights(model),
         adapter=(lambda: adapter_weights(model)) if adapter else None,

@@ -1,13 +1,11 @@
 """Two training processes with rounds ahead: what fails on one ends both alike, soon, and with the same line."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import rank_of_small_runs
+from preloaded import run_ranks
 from rank_of_small_runs import STEPS
 from small_runs import NumberedPrompts, OneRank
 
@@ -23,22 +21,7 @@ def ranks(tmp_path_factory):
     """Scenario -> what happened on rank 0 and on rank 1."""
     folder = tmp_path_factory.mktemp("ranks")
     script = Path(__file__).with_name("rank_of_small_runs.py")
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(folder), str(rank)],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in (0, 1)
-    ]  # fmt: skip
-    try:
-        for process in processes:
-            output, _ = process.communicate(timeout=LIMIT_S)
-            assert process.returncode == 0, output
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    run_ranks([script, folder, "{rank}"], folder, limit_s=LIMIT_S)
     both = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     return {name: [one[name] for one in both] for name in both[0]}
 

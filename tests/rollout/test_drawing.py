@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from swift.rollout.engines import sampling
-from swift.rollout.engines.sampling import BatchSampler, _drawn, _inverse_cdf
+from swift.rollout.engines.transformers import sampling
+from swift.rollout.engines.transformers.sampling import BatchSampler, Row, _drawn, _inverse_cdf
 from swift.types import Request, SamplingParams
 
 
@@ -75,8 +75,7 @@ def truncated(logprobs, **options):
     """By one row's settings, or those of several rows."""
     settings = [dict(zip(options, values, strict=True)) for values in zip(*options.values(), strict=True)]
     requests = [Request(f"r{i}", [1], SamplingParams(8, **one)) for i, one in enumerate(settings)]
-    sampler = BatchSampler(requests, torch.zeros(len(requests), 8, dtype=torch.float64))
-    return sampler._truncate(logprobs)
+    return BatchSampler([Row(request) for request in requests], torch.device("cpu"))._truncate(logprobs)
 
 
 def reference(logprobs, top_k=0, top_p=1.0, min_p=0.0):
@@ -135,12 +134,15 @@ def test_the_kept_mass_turns_log_probs_into_those_of_the_whole_vocabulary():
     """Rows with and without truncation together; end tokens 0 and 1 may not come yet in the last row."""
     options = [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2, "temperature": 0.7}, {"min_tokens": 2}]
     requests = [Request(f"r{i}", [1], SamplingParams(8, **one)) for i, one in enumerate(options)]
-    uniforms = torch.rand(len(requests), 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    sampler = BatchSampler(requests, uniforms, torch.tensor([[0, 1]] * len(requests)))
+    rows = [Row(request, ends=frozenset({0, 1})) for request in requests]
+    sampler = BatchSampler(rows, torch.device("cpu"))
+    uniforms = torch.rand(len(requests), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     logits = torch.randn(len(requests), 40, generator=torch.Generator().manual_seed(1)).mul_(2)
-    token, logprob, log_mass = sampler.draw(logits, 0)
+    token, logprob, log_mass = sampler.draw(logits, uniforms)
     whole = (logits / torch.tensor([1.0, 1.0, 1.0, 0.7, 1.0])[:, None]).log_softmax(-1)
     assert (logprob + log_mass - whole.gather(1, token[:, None])[:, 0]).abs().max() < 1e-5
     assert log_mass[0].abs() < 1e-6 and (log_mass[1:] < -0.01).all()
-    assert sampler.draw(logits, 3)[2] is not None
-    assert BatchSampler(requests[:1], uniforms[:1]).draw(logits[:1], 0)[2] is None
+    assert BatchSampler(rows[:1], torch.device("cpu")).draw(logits[:1], uniforms[:1])[2] is None
+    allowed = torch.arange(40) % 2 == 0
+    token, logprob, log_mass = BatchSampler(rows[:1], torch.device("cpu")).draw(logits[:1], uniforms[:1], allowed[None])
+    assert token[0] % 2 == 0 and logprob + log_mass == pytest.approx(float(whole[0, token[0]]), abs=1e-5)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import copy
-import os
 import random
 
 import numpy as np
 import pytest
 import torch
-from parity_engines import END, SAMPLING, Alone, SmallEngine, load, plain, publisher_for, scorer, some_prompts
+from parity_engines import END, SAMPLING, Alone, SmallEngine, load, plain, scorer, some_prompts, weight_sync_for
 
 from swift.errors import NumericError
 from swift.rollout.engines.transformers import TransformersEngine
 from swift.rollout.parity import ParityCheck
-from swift.rollout.weights.publisher import REHEARSAL
+from swift.rollout.weights.sync import REHEARSAL
 
 
 def make_check(engine, model, *, adapter=False, sampling=SAMPLING, prompts=None, **options):
@@ -24,7 +23,7 @@ def make_check(engine, model, *, adapter=False, sampling=SAMPLING, prompts=None,
         score=scorer(model, temperature),
         unscaled=scorer(model, 1.0),
         model=model,
-        publisher=publisher_for(engine, model, adapter=adapter),
+        weight_sync=weight_sync_for(engine, model, adapter=adapter),
         prompts=some_prompts() if prompts is None else prompts,
         sampling=sampling,
         ranks=Alone(),
@@ -95,13 +94,13 @@ def test_a_fault_of_the_second_sync_alone_is_refused_too(nano_folders, fault):
     model = load(nano_folders["qwen2"])
     engine = SmallEngine(model)
     check = make_check(engine, model)
-    refresh = check.publisher.refresh
+    refresh = check.weight_sync.refresh
 
     def faulty():
         engine.fault = fault
         return refresh()
 
-    check.publisher.refresh = faulty
+    check.weight_sync.refresh = faulty
     assert check.run().error().startswith("--parity_check: restored: ")
 
 
@@ -180,7 +179,7 @@ def test_the_trainer_is_the_same_bit_for_bit_afterwards(nano_folders, kind):
     assert [one.data_ptr() for one in model.parameters()] == storage
     assert random_state() == state
     assert all(module.training for module in model.modules() if isinstance(module, torch.nn.Linear))
-    assert engine.version == check.publisher.version == 0
+    assert engine.version == check.weight_sync.version == 0
 
 
 class Wrapped(torch.nn.Module):
@@ -207,7 +206,7 @@ def test_a_check_that_fails_in_the_middle_leaves_the_weights_as_they_were(nano_f
     with pytest.raises(SyncFailed, match="planted"):
         check.run()
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    assert check.publisher._lost  # the next update sends the weights again
+    assert check.weight_sync._lost  # the next update sends the weights again
 
 
 def test_the_run_can_go_on_publishing_from_version_one(nano_folders):
@@ -215,7 +214,7 @@ def test_the_run_can_go_on_publishing_from_version_one(nano_folders):
     engine = SmallEngine(model)
     check = make_check(engine, model)
     check.run()
-    check.publisher.publish(1)
+    check.weight_sync.sync(1)
     assert engine.version == 1
     assert check.now().verdict == "pass"
 
@@ -232,7 +231,7 @@ def test_a_check_in_the_run_sees_weights_that_did_not_arrive(nano_folders):
         for one in model.parameters():
             one.mul_(1.05)
     engine.fault = "stale_weights"
-    check.publisher.publish(1)
+    check.weight_sync.sync(1)
     report = check.now()
     assert [stage.name for stage in report.stages] == ["now"]
     with pytest.raises(NumericError, match="--parity_check: now: max"):
@@ -315,25 +314,12 @@ def test_the_line_says_what_was_compared(nano_folders):
 
 def on_two_ranks(folder, output, way, fault="none"):
     """What `parity_worker.py` came to on each of two ranks."""
-    import subprocess
-    import sys
     from pathlib import Path
 
+    from preloaded import run_ranks
+
     script = Path(__file__).with_name("parity_worker.py")
-    processes = []
-    for rank in range(2):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        env = {**os.environ, **place, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(script), str(folder), way, fault, str(output)]
-        processes.append(
-            subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        )
-    try:
-        texts = [process.communicate(timeout=240)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(text[-3000:] for text in texts)
+    run_ranks([script, folder, way, fault, output], Path(f"{output}-logs"), limit_s=240)
     return [torch.load(f"{output}.{rank}") for rank in range(2)]
 
 

@@ -11,8 +11,8 @@ import torch
 
 from swift.errors import ConfigError, RequestRefused, ResourceError, Unsupported
 from swift.rollout.engines import guided
-from swift.rollout.engines.sampling import BatchSampler
 from swift.rollout.engines.transformers import TransformersEngine
+from swift.rollout.engines.transformers.sampling import BatchSampler, Row
 from swift.types import Request, SamplingParams
 
 PLAIN = SamplingParams(max_new_tokens=24, temperature=1.0)
@@ -132,36 +132,24 @@ def test_what_the_engines_library_refuses_is_an_error_before_weights_load(backen
 # --- penalties and least lengths ----------------------------------------------------------------------------
 
 
-def sampler(requests, steps=4, ends=None):
-    return BatchSampler(requests, torch.full((len(requests), steps), 0.5, dtype=torch.float64), ends)
-
-
-def one_row(**sampling):
-    return [Request("r", [0], replace(PLAIN, **sampling))]
+def draw(logits, tokens=(), **sampling):
+    """One row that has sampled some tokens draws the next."""
+    row = Row(Request("r", [0], replace(PLAIN, **sampling)), token_ids=list(tokens))
+    uniform = torch.tensor([0.5], dtype=torch.float64)
+    sampler = BatchSampler([row], torch.device("cpu"))
+    return sampler, [value[0].item() for value in sampler.draw(torch.tensor([logits]), uniform)[:2]]
 
 
 def test_frequency_counts_each_occurrence_and_presence_only_the_first():
-    """Logits 0 everywhere; token 2 was drawn twice: its logit falls by 2 x 0.5 + 0.25."""
-    drawn = sampler(one_row(frequency_penalty=0.5, presence_penalty=0.25))
-    only = torch.full((1, 4), -torch.inf)
-    only[0, 2] = 0.0
-    for step in range(2):
-        assert drawn.draw(only, step)[0].tolist() == [2]
-    assert drawn._discount(torch.zeros(1, 4)).tolist() == [[0.0, 0.0, -1.25, 0.0]]
-
-
-def test_counting_penalties_leave_the_prompt_alone():
-    """Token 0 is the prompt's: the first draw is that of plain sampling."""
-    penalised, plain = sampler(one_row(frequency_penalty=2.0, presence_penalty=2.0)), sampler(one_row())
-    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
-    assert penalised.draw(logits, 0)[1].tolist() == plain.draw(logits, 0)[1].tolist()
-
-
-def test_a_negative_infinite_penalty_history_survives_compaction():
-    drawn = sampler([*one_row(), *one_row(presence_penalty=1.0)])
-    drawn.draw(torch.tensor([[9.0, 0.0], [0.0, 99.0]]), 0)
-    drawn.keep(torch.tensor([1]))
-    assert drawn._discount(torch.zeros(1, 2)).tolist() == [[0.0, -1.0]]
+    """Token 2 was drawn twice, so its logit falls by 2 x 0.5 + 0.25; token 0, of the prompt, keeps its own."""
+    penalties = {"frequency_penalty": 0.5, "presence_penalty": 0.25, "temperature": 0.0}
+    for extra, expected in ((-0.01, 0), (0.01, 2)):
+        logits = [1.0, -9.0, 2.25 + extra, -9.0]
+        assert draw(logits, tokens=(2, 2), **penalties)[1][0] == expected
+        sampler, (token, _) = draw([-9.0, -9.0, 9.0, -9.0], tokens=(2,), **penalties)  # counts its own draws
+        assert token == 2
+        again = sampler.draw(torch.tensor([logits]), torch.tensor([0.5], dtype=torch.float64))
+        assert again[0].tolist() == [expected]
 
 
 def test_presence_penalties_make_completions_more_varied(engine):
@@ -196,10 +184,12 @@ def test_an_expression_that_is_complete_beats_a_minimum(engine, tokenizer):
 
 
 def test_an_end_token_of_id_0_is_held_back_and_no_other_one():
-    held = sampler(one_row(min_tokens=2), ends=torch.tensor([[0, -1]]))
-    assert held._without_ends(torch.zeros(1, 3), 0).tolist() == [[-torch.inf, 0.0, 0.0]]
-    none = sampler(one_row(min_tokens=2), ends=torch.tensor([[2, -1]]))
-    assert none._without_ends(torch.zeros(1, 3), 0).tolist() == [[0.0, 0.0, -torch.inf]]
+    row = Row(Request("r", [1], replace(PLAIN, min_tokens=2, temperature=0.0)), ends=frozenset({0}))
+    sampler = BatchSampler([row], torch.device("cpu"))
+    uniform, logits = torch.tensor([0.5], dtype=torch.float64), torch.tensor([[3.0, 2.0, 1.0]])
+    assert sampler.draw(logits, uniform)[0].tolist() == [1]
+    row.token_ids += [1, 1]
+    assert sampler.draw(logits, uniform)[0].tolist() == [0]
 
 
 # --- what an engine does not have ---------------------------------------------------------------------------

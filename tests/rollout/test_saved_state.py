@@ -1,25 +1,22 @@
 """What checkpoints hold of prompts, groups and rounds: exact, plain data only, and no code."""
 
-import base64
 import datetime
 import decimal
-import json
 import math
 import pickle
 
-import msgspec
 import numpy as np
 import pytest
 
 from swift.errors import ConfigError
 from swift.observability.completions_log import completion_rows
-from swift.rollout.mailbox import Sampled, decode, encode
-from swift.rollout.round_result import RoundResult, SavedRound, restored_round, saved_round
+from swift.rollout import mailbox
+from swift.rollout.round_result import RoundResult, ScoredRound, restored_round, saved_round
 from swift.rollout.samples import TrainSample
 from swift.rollout.saved_state import (
-    SavedGroup,
-    SavedPrompt,
-    pack,
+    FORMAT,
+    decode,
+    encode,
     require_plain,
     restored_completion,
     restored_group,
@@ -27,7 +24,6 @@ from swift.rollout.saved_state import (
     saved_completion,
     saved_group,
     saved_prompt,
-    unpack,
 )
 from swift.trainers.checkpoint import STATE, read_state, write_state
 from swift.types import Completion, GroupScores, Prompt, RolloutGroup
@@ -47,15 +43,14 @@ COLUMNS = [
 
 def through(value, kind):
     """A saved value after its way through the files."""
-    content, tensors = pack(value)
-    return unpack(json.loads(json.dumps(content)), tensors, kind)
+    return decode(encode(value), kind)
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_columns_come_back_as_they_were(columns):
     prompt = Prompt("id", [{"role": "user", "content": "?"}], [1, 2], columns)
     require_plain(prompt)
-    again = restored_prompt(through(saved_prompt(prompt), SavedPrompt))
+    again = restored_prompt(through(saved_prompt(prompt), Prompt))
     assert again == prompt
     assert [type(value) for value in again.columns.values()] == [type(value) for value in columns.values()]
 
@@ -67,7 +62,7 @@ def test_arrays_and_numbers_that_are_no_json_come_back_as_they_were():
         "nan": math.nan,
         "inf": math.inf,
     }
-    again = restored_prompt(through(saved_prompt(Prompt("id", [], [1], columns)), SavedPrompt)).columns
+    again = restored_prompt(through(saved_prompt(Prompt("id", [], [1], columns)), Prompt)).columns
     assert again["grid"].dtype == np.int16 and np.array_equal(again["grid"], columns["grid"])
     assert again["one"] == columns["one"] and again["one"].dtype == np.float32
     assert math.isnan(again["nan"]) and again["inf"] == math.inf
@@ -89,15 +84,11 @@ def test_groups_come_back_with_their_completions_and_scores():
     group = RolloutGroup(
         "p-0", 7, 0, Prompt("p", [], [1], {}), [completion, faulty], GroupScores([[1.0, None], [0.1, 2.0]], [None, "e"])
     )
-    again = restored_group(through(saved_group(group), SavedGroup))
+    again = restored_group(through(saved_group(group), RolloutGroup))
     assert math.isnan(again.completions[1].logprobs.pop(0)) and faulty.logprobs.pop(0)
     assert again == group
-    sent = decode(encode(Sampled(3, 1, {0: saved_completion(completion)})))
+    sent = mailbox.decode(encode(mailbox.Sampled(3, 1, {0: saved_completion(completion)})))
     assert (sent.index, sent.engine) == (3, 1) and restored_completion(sent.completions[0]) == completion
-
-
-class Arrays(msgspec.Struct):
-    sample: TrainSample
 
 
 def test_samples_come_back_to_the_last_bit():
@@ -105,7 +96,7 @@ def test_samples_come_back_to_the_last_bit():
         0, np.array([1, 2], dtype=np.int32), np.array([3], dtype=np.int32), np.array([-0.1], dtype=np.float32),
         np.array([True]), 0.1, [(0, 0, 1)], old_logprobs=np.array([-0.3], dtype=np.float32),
     )  # fmt: skip
-    again = through(Arrays(sample), Arrays).sample
+    again = through(sample, TrainSample)
     for name in ("prompt_ids", "token_ids", "sampler_logprobs", "trained", "old_logprobs"):
         ours, theirs = getattr(again, name), getattr(sample, name)
         assert ours.dtype == theirs.dtype and np.array_equal(ours, theirs), name
@@ -125,22 +116,22 @@ def dropped_group(tokens):
 def test_dropped_groups_are_logged_after_a_resume_as_before():
     group = dropped_group(5)
     result = RoundResult([], {"rewards/f/mean": math.nan}, dropped=[group], launched=1, num_dropped=1)
-    again = restored_round(through(saved_round(result), SavedRound))
-    settings = {
-        "attempt": 1, "step": 3, "split": "train", "weight_version": 9, "reward_names": ["f", "g"],
-        "rewards": [0.0, None], "advantages": [0.0, None], "used": [False, False],
-    }  # fmt: skip
-    assert completion_rows(again.dropped, **settings) == completion_rows([group], **settings)
+    again = restored_round(through(saved_round(result), RoundResult))
+
+    def rows(groups):
+        scored = ScoredRound("train", 3, groups, [0.0, None], [0.0, None], [None, None], 9, {}, [False, False])
+        return completion_rows(scored, attempt=1, reward_names=["f", "g"])
+
+    assert rows(again.dropped) == rows([group])
     assert (again.launched, again.num_dropped) == (1, 1)
     assert math.isnan(again.metrics["rewards/f/mean"])
-    assert restored_round(through(saved_round(again), SavedRound)).dropped == again.dropped
+    assert restored_round(through(saved_round(again), RoundResult)).dropped == again.dropped
 
 
 def test_the_tokens_of_dropped_groups_are_not_saved_and_cannot_be_taken_for_tokens():
     saved = saved_round(RoundResult([], {}, dropped=[dropped_group(5000)]))
-    content, tensors = pack(saved)
-    assert len(json.dumps(content)) < 1500 and sum(one.nbytes for one in tensors.values()) == 0
-    for completion in restored_round(through(saved, SavedRound)).dropped[0].completions:
+    assert len(encode(saved)) < 1000 + 2 * 5000, "a byte for each token"
+    for completion in restored_round(through(saved, RoundResult)).dropped[0].completions:
         assert set(completion.token_ids) == {-1} and completion.logprobs == []
 
 
@@ -158,12 +149,11 @@ class Trap:
 
 
 def test_a_pickle_in_a_checkpoint_is_not_executed(tmp_path):
-    trap = base64.b64encode(pickle.dumps(Trap(tmp_path / "owned"))).decode()
-    prompt = saved_prompt(Prompt("p", [], [1], {"solution": "1"}))
-    prompt.columns = json.dumps({"solution": {"pickled": trap}})
+    trap = pickle.dumps(Trap(tmp_path / "owned"))
+    prompt = Prompt("p", [], [1], {"solution": {"pickled": trap}})
     write_state(tmp_path, prompt)
-    assert restored_prompt(read_state(tmp_path, SavedPrompt)).columns == {"solution": {"pickled": trap}}
-    prompt.columns = json.dumps({"solution": {"@": ["pickle", trap]}})
+    assert restored_prompt(read_state(tmp_path, Prompt)).columns == {"solution": {"pickled": trap}}
+    prompt.columns = {"solution": {"@": ["pickle", trap]}}
     with pytest.raises(KeyError):
         restored_prompt(prompt)
     assert not (tmp_path / "owned").exists()
@@ -172,16 +162,18 @@ def test_a_pickle_in_a_checkpoint_is_not_executed(tmp_path):
 @pytest.mark.parametrize(
     "content",
     [
-        '{"pipeline": {"scheduler": {}, "unit": null, "ahead": []}, "metrics": {}}',
-        '{"format": 3, "state": {}}',
-        '{"format": 2, "state": {"prompt_id": 3}}',
-        '{"format": 2, "state": {"prompt_id": "p", "messages": "[]", "token_ids": ["int64", 0, 1], "columns": "{}"}}',
-        "[]",
-        "not json",
+        encode([FORMAT, {"scheduler": {}, "unit": None, "ahead": []}]),
+        encode([FORMAT + 1, Prompt("p", [], [1])]),
+        encode([FORMAT, {"prompt_id": 3}]),
+        encode([FORMAT, {"prompt_id": "p", "messages": [], "token_ids": ["<i8", b""], "columns": {}}]),
+        encode([]),
+        b'{"format": 2, "state": {}}',
+        None,
     ],
 )
 def test_the_state_of_another_version_is_refused_in_one_line(tmp_path, content):
-    (tmp_path / STATE).write_text(content)
+    if content is not None:
+        (tmp_path / STATE).write_bytes(content)
     with pytest.raises(ConfigError, match=r"--resume_from_checkpoint: .*written by another version of swift") as caught:
-        read_state(tmp_path, SavedPrompt)
+        read_state(tmp_path, Prompt)
     assert len(caught.value.problems) == 1

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from swift.errors import ConfigError, PromptTooLong
+from swift.errors import ConfigError
 from swift.models.attention.spans import Span
 from swift.models.forward import TokenSequence, padded_logits
 from swift.rollout.engines.base import EngineCounters
-from swift.rollout.engines.decoding import _RowCache
 from swift.rollout.engines.transformers import TransformersEngine
+from swift.rollout.engines.transformers.cache import RowCache
 from swift.types import Request, SamplingParams
 
 PLAIN = SamplingParams(max_new_tokens=12, temperature=0.9)
@@ -63,22 +63,6 @@ def test_logprobs_are_those_of_the_model_at_the_sampling_temperature(nano_folder
     assert (reported - expected).abs().max() < 1e-5
 
 
-def test_a_sample_does_not_change_when_other_requests_share_the_batch(nano_folder):
-    engine = make_engine(nano_folder)
-    requests = make_requests(PROMPTS)
-    together = run(engine, requests)
-    for request in requests:
-        assert run(engine, [request])[request.request_id].token_ids == together[request.request_id].token_ids
-
-
-def test_a_sample_depends_on_its_seed_only(nano_folder):
-    engine = make_engine(nano_folder)
-    requests = make_requests(PROMPTS[:1], samples=6)
-    first, again = run(engine, requests), run(engine, list(reversed(requests)))
-    assert {k: c.token_ids for k, c in first.items()} == {k: c.token_ids for k, c in again.items()}
-    assert len({tuple(c.token_ids) for c in first.values()}) > 1
-
-
 def test_a_prompt_is_prefilled_once_for_all_its_samples(nano_folder):
     engine = make_engine(nano_folder)
     completions = run(engine, make_requests(PROMPTS, samples=8))
@@ -96,13 +80,13 @@ def test_a_small_cache_cuts_the_batch_and_changes_no_sample(nano_folder):
 def test_a_batch_never_takes_more_than_the_cache_it_may(nano_folder, monkeypatch):
     """Long prompts with few tokens beside short prompts with many: every row is as wide as the widest of both."""
     taken = []
-    change = _RowCache.add
+    change = RowCache.add
 
     def noting(cache, *args):
         change(cache, *args)
         taken.append(sum(part.nbytes for layer in cache.layers for part in layer))
 
-    monkeypatch.setattr(_RowCache, "add", noting)
+    monkeypatch.setattr(RowCache, "add", noting)
     requests = [
         Request(f"{i}", [5 + i] * (100 if i % 2 else 4), SamplingParams(max_new_tokens=4 if i % 2 else 100, seed=i))
         for i in range(12)
@@ -161,7 +145,9 @@ def test_rows_that_leave_never_double_the_cache():
             sizes.append(sum(keys.nbytes for keys, _ in self))
 
     states = torch.arange(2 * 4 * 3, dtype=torch.float32).view(1, 2, 4, 3)
-    cache = _RowCache([(states + i, states - i) for i in range(4)], [Span(0, 4)] * 8, [5] * 8)
+    prompts = [(states + i, states - i) for i in range(4)]
+    cache = RowCache(prompts)
+    cache.add(prompts, [Span(0, 4)] * 8, [5] * 8)
     whole, sizes = sum(keys.nbytes for keys, _ in cache.layers), []
     expected = [(keys[[1, 6]], values[[1, 6]]) for keys, values in cache.layers]
     cache.layers = Layers(cache.layers)
@@ -169,61 +155,6 @@ def test_rows_that_leave_never_double_the_cache():
     assert sizes == [whole - whole // 4 * 3 // 4 * (i + 1) for i in range(4)]
     for (keys, values), (kept_keys, kept_values) in zip(expected, cache.layers, strict=True):
         assert torch.equal(keys, kept_keys) and torch.equal(values, kept_values)
-
-
-def test_the_end_token_belongs_to_the_completion(nano_folder):
-    engine = make_engine(nano_folder)
-    free = run(engine, make_requests(PROMPTS[:1], samples=1))["0/0"]
-    stop = free.token_ids[4]
-    stopping = replace(PLAIN, stop_token_ids=(stop,))
-    ended = run(engine, make_requests(PROMPTS[:1], samples=1, sampling=stopping))["0/0"]
-    assert ended.finish_reason == "stop"
-    assert ended.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
-
-
-def test_a_stop_word_ends_a_row_and_no_other(nano_folder):
-    engine = make_engine(nano_folder)
-    free = run(engine, make_requests(PROMPTS[:1], samples=3))
-    word = engine.tokenizer.decode(free["0/1"].token_ids[3:5])
-    if not word.strip():
-        pytest.fail("the seed sampled blanks; choose another")
-    requests = make_requests(PROMPTS[:1], samples=3)
-    requests[1] = replace(requests[1], sampling=replace(requests[1].sampling, stop=(word,)))
-    stopped = run(engine, requests)
-    assert stopped["0/1"].finish_reason == "stop"
-    assert len(stopped["0/1"].token_ids) <= 5
-    assert stopped["0/0"].token_ids == free["0/0"].token_ids
-    assert stopped["0/2"].token_ids == free["0/2"].token_ids
-
-
-def test_length_is_cut_at_the_request_and_at_the_context(nano_folder):
-    short = run(
-        make_engine(nano_folder),
-        make_requests(PROMPTS[:1], samples=1, sampling=replace(PLAIN, max_new_tokens=3)),
-    )
-    assert (len(short["0/0"].token_ids), short["0/0"].finish_reason) == (3, "length")
-    tight = run(make_engine(nano_folder, max_model_len=8), make_requests(PROMPTS[:1], samples=1))
-    assert len(tight["0/0"].token_ids) <= 5
-
-
-def test_a_prompt_that_leaves_no_room_is_refused_and_the_engine_lives_on(nano_folder):
-    engine = make_engine(nano_folder, max_model_len=8)
-    with pytest.raises(PromptTooLong) as caught:
-        run(engine, make_requests(PROMPTS))
-    assert (caught.value.length, caught.value.limit) == (11, 8)
-    assert run(engine, make_requests(PROMPTS[:1]))
-
-
-def test_no_requests_no_completions(nano_folder):
-    assert run(make_engine(nano_folder), []) == {}
-
-
-def test_temperature_zero_is_greedy(nano_folder):
-    greedy = replace(PLAIN, temperature=0.0)
-    completions = run(make_engine(nano_folder), make_requests(PROMPTS[:1], samples=4, sampling=greedy))
-    assert len({tuple(c.token_ids) for c in completions.values()}) == 1
-    logits = padded_logits(load(nano_folder).eval(), [TokenSequence(PROMPTS[0], completions["0/0"].token_ids)])
-    assert logits.argmax(-1).tolist() == completions["0/0"].token_ids
 
 
 @pytest.mark.parametrize("options", [{"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.3}, {"top_k": 20, "top_p": 0.8}])
@@ -294,19 +225,6 @@ def test_the_model_is_left_in_the_mode_it_was_in(nano_folder):
     run(engine, make_requests(PROMPTS))
     assert engine.model.training
     assert torch.is_grad_enabled()
-
-
-def test_new_weights_give_new_logprobs_and_the_version_is_recorded(nano_folder):
-    engine = make_engine(nano_folder)
-    request = make_requests(PROMPTS[:1], samples=1)
-    before = run(engine, request)["0/0"]
-    with torch.no_grad():
-        for parameter in engine.model.parameters():
-            parameter.mul_(1.1)
-    engine.version = 7
-    after = run(engine, request)["0/0"]
-    assert after.logprobs != before.logprobs
-    assert after.versions == [(7, 0, len(after.token_ids))]
 
 
 @pytest.mark.parametrize("arch", ["mistral", "gemma2", "gemma3_text", "gpt_oss"])

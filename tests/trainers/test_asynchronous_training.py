@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
 
+import msgspec
 import pytest
 import torch
 from grpo_parts import Scorer, all_different, logs_of, make_trainer
@@ -80,7 +80,7 @@ def assert_equal_runs(one, other):
 
 SETTINGS = [
     pytest.param({"depth": 1}, id="one-ahead"),
-    pytest.param({"depth": 2, "windows": 2, "interval": 3}, id="two-ahead"),
+    pytest.param({"depth": 2, "num_global_batches": 2, "interval": 3}, id="two-ahead"),
 ]
 
 
@@ -116,12 +116,14 @@ def test_without_anything_ahead_an_engine_of_its_own_trains_like_the_model_itsel
     ]
 
 
-@pytest.mark.parametrize(("settings", "at"), [({"depth": 1}, 2), ({"depth": 2, "windows": 2, "interval": 3}, 3)])
+@pytest.mark.parametrize(
+    ("settings", "at"), [({"depth": 1}, 2), ({"depth": 2, "num_global_batches": 2, "interval": 3}, 3)]
+)
 def test_a_run_that_is_killed_and_resumed_is_the_run_that_was_not(train, tmp_path, settings, at):
     straight = train(name="straight", save_strategy="steps", save_steps=at, **settings)
     straight.train()
     checkpoint = tmp_path / "straight" / f"checkpoint-{at}"
-    state = json.loads((checkpoint / "pipeline_state.json").read_text())["state"]["pipeline"]
+    state = msgspec.msgpack.decode((checkpoint / "pipeline_state.msgpack").read_bytes())[1]["pipeline"]
     assert state["ahead"], "the rounds on their way are in the checkpoint"
     resumed = train(name="resumed", delays=random.Random(3), save_strategy="steps", save_steps=at, **settings)
     resumed.load_pipeline_state(checkpoint)

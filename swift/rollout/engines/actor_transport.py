@@ -294,7 +294,7 @@ class ActorTransport(Transport):
         """See `Transport.payload`."""
         return object_store.put(bucket) if way == "object_store" else cuda_ipc.header_for(bucket)
 
-    def send_bucket(self, update: int, index: int, way: str, payload: Any, timeout_s: float) -> Callable[[], Any]:
+    def send_bucket(self, update: int, way: str, payload: Any, timeout_s: float) -> Callable[[], Any]:
         """See `Transport.send_bucket`."""
         wait = self.start_call("bucket", timeout_s, update=update, way=way, payload=payload)
         if way != "ipc":
@@ -353,7 +353,7 @@ class ActorTransport(Transport):
     def last_lines(self, life: _Life) -> str:
         """The end of the log of a life."""
         if not self.log_file.exists():
-            return "its log is on its node"
+            return f"its log is {self.log_file} on its node"
         with self.log_file.open("rb") as log:
             log.seek(life.log_start)
             lines = log.read()[-(64 << 10) :].decode(errors="replace").splitlines()
@@ -407,16 +407,8 @@ def _variables(spec: EngineSpec, marker: str, *, placed: bool) -> dict[str, str]
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": str(len(spec.cores)) if spec.cores else os.environ.get("OMP_NUM_THREADS", ""),
     }
-    if placed:
-        pass
-    elif all(device.startswith("cuda") for device in spec.devices):
-        visible = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
-        numbers = [int(device.partition(":")[2] or 0) for device in spec.devices]
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(
-            visible[one] if one < len(visible) else str(one) for one in numbers
-        )
-    elif all(device.startswith("cpu") for device in spec.devices):
-        variables["CUDA_VISIBLE_DEVICES"] = ""
+    if not placed:
+        variables["CUDA_VISIBLE_DEVICES"] = cluster.visible_devices(spec.devices)
     if not variables["OMP_NUM_THREADS"]:
         variables["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
     return variables

@@ -63,7 +63,7 @@ class Capabilities:
     name: of the backend, for people. logprob_support: "full" is log-softmax(logits / T) over the vocabulary,
     "truncated" renormalises after top-k, top-p, min-p and penalties (equal to "full" when none is on), "raw" is at
     temperature 1. seeded: equal seeds give equal samples. shares_weights: reads the trainer's own parameters, so that
-    publishing copies nothing. transports: ways in which it takes weights, best first. sleep_levels: those that
+    a weight sync copies nothing. transports: ways in which it takes weights, best first. sleep_levels: those that
     release memory. kv_release: whether sleeping gives the KV cache back. dtype: of its weights. guided: holds
     completions to a regular expression. sampling_fields: what of `SamplingParams.unusual` it takes.
     """
@@ -134,7 +134,7 @@ class InferenceEngine(ABC):
 
         Raises:
             PromptTooLong: the prompt leaves no room for one token; the engine stays usable.
-            EngineAsleep: between `sleep` and a full `wake`, and after level 2 until weights were published.
+            EngineAsleep: between `sleep` and a full `wake`, and after level 2 until weights were sent.
             SyncFailed: its weights are void.
             EngineDead: it cannot be used any more.
             RequestRefused: an empty prompt, or one with ids that are no tokens; the engine stays usable.
@@ -293,7 +293,7 @@ class InferenceEngine(ABC):
     def share(self, live: Live) -> str:
         """Let the trainer's parameters be the engine's own memory from now on; both hold the same bits now.
 
-        For an engine that never samples while the trainer changes its weights. Otherwise publishing goes on as before.
+        For an engine that never samples while the trainer changes its weights. Otherwise weight syncs go on as before.
 
         Args:
             live: not empty.
@@ -348,7 +348,7 @@ class InferenceEngine(ABC):
     # --- memory -----------------------------------------------------------------------------------------------
 
     def sleep(self, level: SleepLevel) -> SleepReport:
-        """Release memory: 0 nothing, 1 keeps the weights on the host, 2 drops them (publish before sampling again).
+        """Release memory: 0 nothing, 1 keeps the weights on the host, 2 drops them (sync before sampling again).
 
         Asleep already: goes deeper, or does nothing. An engine that is made for adapters (`EngineSpec.lora`) keeps its
         base weights at level 2 and says so, because nobody would send them again.

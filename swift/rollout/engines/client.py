@@ -296,7 +296,7 @@ class EngineClient(EngineLives):
     def weights_arrived(self, kept: Kept, asleep: str) -> None:
         """For `ClientUpdate`: they are valid again."""
         self._kept = kept if self.keeps_weights else None
-        self._adapter, self._published = None, True
+        self._adapter, self._synced = None, True
         self._void, self._asleep = "", asleep
         level, tags = self._slept
         if level == 2:  # what it dropped is there again
@@ -309,7 +309,7 @@ class EngineClient(EngineLives):
         assert self.capabilities is not None
         self._drop_batches()
         self._kept = self._adapter = None
-        self._published, self._paused_there = False, False
+        self._synced, self._paused_there = False, False
         self.version, self._void, self._asleep = 0, "", ""
         self._slept = (0, set())
         self._guarded(lambda: self.transport.call("rebuild", self.timeouts.start_s))
@@ -328,7 +328,7 @@ class EngineClient(EngineLives):
             self._recover(life, lost)
             raise SyncFailed(f"weights: adapter version {version} for {self.name}: its engine {lost}") from lost
         self.version = version
-        self._published = True
+        self._synced = True
         if self.keeps_weights:
             copies = {name: tensor.detach().clone() for name, tensor in adapter.tensors.items()}
             self._adapter = (version, replace(adapter, tensors=copies))

@@ -59,7 +59,7 @@ class EngineLives(InferenceEngine):
         self._capabilities: Capabilities | None = None
         self._kept: Kept | None = None
         self._adapter: tuple[int, AdapterWeights] | None = None
-        self._published = False
+        self._synced = False
         self._asleep = ""
         self._slept: tuple[SleepLevel, set[Tag]] = (0, set())
         self._void = ""
@@ -187,7 +187,7 @@ class EngineLives(InferenceEngine):
         self._paused_there = False
         if self._void:
             return
-        if self._published and self._kept is None and self._adapter is None:
+        if self._synced and self._kept is None and self._adapter is None:
             raise self._die(f"its weights of version {self.version} were not kept for a restart")
         if self._kept is not None:
             self._asleep = self._kept.send(self.transport, self.name, self.timeouts.sync_s)
@@ -245,11 +245,11 @@ class EngineLives(InferenceEngine):
 
     def _check_awake(self) -> None:
         if self._asleep:
-            raise EngineAsleep(f"{self.name}: {self._asleep}; wake it, and publish what it dropped")
+            raise EngineAsleep(f"{self.name}: {self._asleep}; wake it, and send what it dropped")
 
     def _check_valid(self) -> None:
         if self._void:
-            raise SyncFailed(f"{self.name}: its weights are void: {self._void}; publish again, or rebuild it")
+            raise SyncFailed(f"{self.name}: its weights are void: {self._void}; sync again, or rebuild it")
 
     def _check_at_rest(self, what: str) -> None:
         if self.table and self._paused_at is None:

@@ -1,23 +1,31 @@
-"""The Ray cluster of a run: a local one that ends with this process, or one that exists and is joined.
+"""The Ray cluster of a run.
 
-A local cluster listens at loopback only, demands a token, has no dashboard and keeps its files in a short temporary
-folder. A guard process ends it when this process ends in any way. One cluster serves all engines of a process; it is
-started by the first that needs it and ended by the last `close`.
+    one node        started here; it listens at loopback only
+    several nodes   node 0 starts the head, local rank 0 of every other node starts a Ray node that joins it
+    --ray_address   one that exists is joined, and left running
+
+A cluster of ours demands a token, has no dashboard and keeps its files in a short temporary folder. On each node a
+guard process ends what runs there when the process that started it ends in any way. One cluster serves all engines of
+a process; it is started by the first that needs it and ended by the last `close`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
+import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +34,7 @@ from swift.rollout.engines import guard
 from swift.rollout.engines.spec import EngineSpec
 
 MARKER = "SWIFT_CLUSTER"
-"""Variable that all processes of a local cluster have."""
+"""Variable that all processes of a cluster of ours have."""
 MIN_STORE_BYTES = 160 << 20
 CLOSE_S = 10.0
 PLACE_S = 60.0
@@ -39,36 +47,61 @@ _present: Cluster | None = None
 
 @dataclass(eq=False)
 class Cluster:
-    """One cluster, shared within this process. address: of the head; "" for a local one. users: engines and runs."""
+    """One cluster, shared within this process.
+
+    address: of the head. token: its secret, where it is ours. folder, guard: of what this process started. nodes:
+    their names, where the run has several. users: engines and runs.
+    """
 
     address: str
+    token: str = ""
     folder: Path | None = None
     guard: subprocess.Popen[bytes] | None = None
+    nodes: Sequence[str] = ()
     users: int = 0
-    nodes: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def is_local(self) -> bool:
-        """Whether it ends with this process."""
-        return self.folder is not None
+        """Whether everything is on this node, and ends with this process."""
+        return self.folder is not None and not self.nodes
 
     def close(self) -> None:
-        """One user less; the last one ends a local cluster, and leaves a joined one."""
+        """One user less; the last one ends what was started here, and leaves a joined cluster."""
         global _present
         with _lock:
             self.users -= 1
             if self.users > 0 or _present is not self:
                 return
             _present = None
-            import ray
+            if "ray" in sys.modules:
+                import ray
 
-            with contextlib.suppress(Exception):  # the guard sees to the rest
-                ray.shutdown()
+                with contextlib.suppress(Exception):  # the guard sees to the rest
+                    ray.shutdown()
             if self.guard is not None and self.folder is not None:
                 guard.end(f"{MARKER}={self.folder}".encode())
                 self.guard.kill()
                 self.guard.wait(CLOSE_S)
                 shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a node gives to a cluster of several: name and address there, inference devices, room for weights."""
+
+    name: str
+    host: str
+    devices: Sequence[str]
+    store_bytes: int
+
+    def resources(self) -> dict[str, Any]:
+        """What Ray counts; the name is a resource that this node alone has."""
+        on_gpu, count = self.devices[0].startswith("cuda"), len(self.devices)
+        return {"num_cpus": 0 if on_gpu else count, "num_gpus": count if on_gpu else 0, "resources": {self.name: 1}}
+
+    def variables(self) -> dict[str, str]:
+        """Hides the trainer's devices."""
+        return {"CUDA_VISIBLE_DEVICES": visible_devices(self.devices)}
 
 
 def use(address: str | None = None, token_file: Path | None = None, *, store_bytes: int = 0) -> Cluster:
@@ -83,39 +116,102 @@ def use(address: str | None = None, token_file: Path | None = None, *, store_byt
         ResourceError: no cluster can be started.
         EngineError: the one to join cannot be reached.
     """
+    local = Offer("", "127.0.0.1", (), store_bytes)
+    return _shared(lambda: _join(address, token_file) if address else _start(local))
+
+
+def start_head(offer: Offer) -> Cluster:
+    """The head of a cluster of several nodes; like `use`. `nodes` is to be completed when the others have joined."""
+    return _shared(lambda: _start(offer))
+
+
+def start_node(address: str, token: str, offer: Offer, timeout_s: float) -> Cluster:
+    """A Ray node that joins the cluster at `address`; returns when it has; like `use`.
+
+    Raises:
+        EngineError: it has not joined within `timeout_s`.
+    """
+    return _shared(lambda: _start_node(address, token, offer, timeout_s))
+
+
+def _shared(make: Callable[[], Cluster]) -> Cluster:
     global _present
     with _lock:
         if _present is None:
-            _present = _join(address, token_file) if address else _start(store_bytes)
+            _present = make()
         _present.users += 1
         return _present
 
 
-def _start(store_bytes: int) -> Cluster:
+@contextlib.contextmanager
+def _home(token: str) -> Iterator[tuple[Path, subprocess.Popen[bytes], dict[str, str]]]:
+    """A folder, its guard, and the variables of the processes to be started; they end if the block fails."""
     folder = Path(tempfile.mkdtemp(prefix="swift-ray-", dir=_short_folder()))
     watch = guard.start(f"{MARKER}={folder}", str(folder))
-    token = folder / "token"
-    token.touch(mode=0o600)
-    token.write_text(_token, encoding="utf-8")
-    cluster = Cluster("", folder, watch)
-    variables = {MARKER: str(folder), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # the latter: listen at loopback only
     try:
-        with _environment({**variables, **ray_variables(token)}):
-            _init(
-                num_cpus=max(1, os.cpu_count() or 1),
-                include_dashboard=False,
-                object_store_memory=max(MIN_STORE_BYTES, store_bytes),
-                _temp_dir=str(folder),
-                _node_ip_address="127.0.0.1",
-            )
-    except BaseException as error:
+        file = folder / "token"
+        file.touch(mode=0o600)
+        file.write_text(token, encoding="utf-8")
+        yield folder, watch, {MARKER: str(folder), **ray_variables(file)}
+    except BaseException:
+        guard.end(f"{MARKER}={folder}".encode())
         watch.kill()
         watch.wait(CLOSE_S)
         shutil.rmtree(folder, ignore_errors=True)
-        if not isinstance(error, Exception):
-            raise
-        raise ResourceError(f"ray: a local cluster cannot be started ({_first_line(error)})") from error
-    return cluster
+        raise
+
+
+def _start(offer: Offer) -> Cluster:
+    local = not offer.devices
+    place = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if local else offer.variables()  # "0": listen at loopback only
+    resources = {"num_cpus": max(1, os.cpu_count() or 1)} if local else offer.resources()
+    with _home(_token) as (folder, watch, variables):
+        try:
+            with _environment({**variables, **place}):
+                _init(
+                    include_dashboard=False,
+                    object_store_memory=max(MIN_STORE_BYTES, offer.store_bytes),
+                    _temp_dir=str(folder),
+                    _node_ip_address=offer.host,
+                    **resources,
+                )
+        except Exception as error:
+            raise ResourceError(f"ray: a cluster cannot be started at {offer.host} ({_first_line(error)})") from error
+        import ray
+
+        address = ray.get_runtime_context().gcs_address
+        return Cluster(address, _token, folder, watch, () if local else (offer.name,))
+
+
+def _start_node(address: str, token: str, offer: Offer, timeout_s: float) -> Cluster:
+    resources = [f"--{name.replace('_', '-')}={json.dumps(value)}" for name, value in offer.resources().items()]
+    with _home(token) as (folder, watch, variables):
+        command = [
+            sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--block",
+            f"--address={address}", f"--node-ip-address={offer.host}", f"--temp-dir={folder}",
+            f"--object-store-memory={max(MIN_STORE_BYTES, offer.store_bytes)}", "--disable-usage-stats", *resources,
+        ]  # fmt: skip
+        log = folder / "start.log"
+        with log.open("wb") as output:
+            started = subprocess.Popen(
+                command,
+                env={**os.environ, **variables, **offer.variables()},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + timeout_s
+        while b"Ray runtime started" not in log.read_bytes():
+            if started.poll() is not None or time.monotonic() > deadline:
+                lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+                raise EngineError(
+                    f"{offer.name} ({socket.gethostname()}, {offer.host}): has not joined the Ray cluster at {address} "
+                    f"within {timeout_s:g} s (--vllm_server_timeout): {lines[-1] if lines else 'ray start is silent'}; "
+                    "nodes must reach each other on every port and have the same versions of Python and ray"
+                )
+            time.sleep(0.1)
+        return Cluster(address, token, folder, watch)
 
 
 def _join(address: str, token_file: Path | None) -> Cluster:
@@ -131,6 +227,21 @@ def _join(address: str, token_file: Path | None) -> Cluster:
             "--ray_token_file that of the cluster?"
         ) from error
     return Cluster(address)
+
+
+def own_address(peer: str) -> tuple[str, str]:
+    """This node's address on the way to `peer`, and that of `peer` itself; nothing is sent."""
+    family, _, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return probe.getsockname()[0], probe.getpeername()[0]
+
+
+def visible_devices(devices: Sequence[str]) -> str:
+    """CUDA_VISIBLE_DEVICES for a process that has these of our devices only; "" for the CPU."""
+    ours = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
+    numbers = [int(device.partition(":")[2] or 0) for device in devices if device.startswith("cuda")]
+    return ",".join(ours[one] if one < len(ours) else str(one) for one in numbers)
 
 
 def ray_variables(token: Path) -> dict[str, str]:
@@ -174,8 +285,9 @@ def store_bytes(spec: EngineSpec) -> int:
 def places(cluster: Cluster, sizes: Sequence[int], devices: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
     """Where Ray is to put each engine, as options of its actor.
 
-    In a local cluster everywhere is here, and the engine's spec names its devices. In one that was joined, each engine
-    gets a bundle of its own in a placement group: packed within the engine, spread over the nodes.
+    In a local cluster everywhere is here, and the engine's spec names its devices. Otherwise each engine gets a bundle
+    of its own in a placement group: packed within the engine, and spread over the nodes; in a cluster of ours each node
+    gets the same number, in the order of `Cluster.nodes`.
 
     Args:
         cluster: to place them in.
@@ -193,12 +305,14 @@ def places(cluster: Cluster, sizes: Sequence[int], devices: Sequence[Sequence[st
 
     kinds = ["GPU" if names[0].startswith("cuda") else "CPU" for names in devices]
     bundles = [{kind: float(size)} for kind, size in zip(kinds, sizes, strict=True)]
+    for index, bundle in enumerate(bundles if cluster.nodes else ()):
+        bundle[cluster.nodes[index * len(cluster.nodes) // len(bundles)]] = 0.001
     group = placement_group(bundles, strategy="SPREAD")
     if not group.wait(PLACE_S):
         has = ", ".join(
             f"{count:g} {name}" for name, count in ray.cluster_resources().items() if name in ("CPU", "GPU")
         )
-        raise EngineError(f"--ray_address: {cluster.address}: no room for {bundles} within {PLACE_S:g} s; it has {has}")
+        raise EngineError(f"ray: {cluster.address}: no room for {bundles} within {PLACE_S:g} s; it has {has}")
     return [
         {
             f"num_{kind.lower()}s": size,

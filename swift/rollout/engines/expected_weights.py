@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -85,20 +85,7 @@ class ExpectedWeights:
 
     def check(self, manifest: Sequence[TensorInfo]) -> list[str]:
         """Why an update with this manifest would not be complete and fitting, one line each; [] when it would."""
-        wanted = {self._key(name): shape for name, shape in self.shapes.items()}
-        problems, seen = [], set()
-        for info in manifest:
-            key = self._key(info.name)
-            if key in seen:
-                problems.append(f"{info.name} comes twice")
-            elif key not in wanted:
-                near = nearest(info.name, self.shapes, 1)
-                problems.append(f"{info.name} is not one of the model's" + (f" (nearest: {near[0]})" if near else ""))
-            elif wanted[key] != info.shape:
-                problems.append(f"{info.name} has shape {list(info.shape)}, the engine's {list(wanted[key])}")
-            seen.add(key)
-        missing = [name for name in self.shapes if self._key(name) not in seen and name != self.tied]
-        return problems + [f"{name} is missing" for name in missing]
+        return manifest_problems(manifest, self.shapes, optional={self.tied}, key=self._key)
 
     def check_adapter(self, adapter: AdapterWeights) -> list[str]:
         """What of an adapter the engine would ignore or misread without a word, one line each; [] when nothing.
@@ -131,6 +118,42 @@ class ExpectedWeights:
 
     def _key(self, name: str) -> str:
         return name.removeprefix(self.prefix)
+
+
+def manifest_problems(
+    manifest: Sequence[TensorInfo],
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    optional: Collection[str],
+    key: Callable[[str], str] = str,
+) -> list[str]:
+    """Why an update would not be complete and fitting, one line each; [] when it would.
+
+    Args:
+        manifest: of the update.
+        shapes: of the model's tensors by name.
+        optional: names that may be left out.
+        key: makes names comparable.
+    """
+    wanted = {key(name): shape for name, shape in shapes.items()}
+    problems, seen = [], set()
+    for info in manifest:
+        name = key(info.name)
+        if name in seen:
+            problems.append(f"{info.name} comes twice")
+        elif name not in wanted:
+            near = nearest(info.name, shapes, 1)
+            problems.append(f"{info.name} is not one of the model's" + (f" (nearest: {near[0]})" if near else ""))
+        elif wanted[name] != info.shape:
+            problems.append(f"{info.name} has shape {list(info.shape)}, the engine's {list(wanted[name])}")
+        seen.add(name)
+    return problems + [f"{name} is missing" for name in shapes if key(name) not in seen and name not in optional]
+
+
+def few(problems: Sequence[str], count: int = 3) -> str:
+    """The first of many, and how many there are more."""
+    more = f" (and {len(problems) - count} more)" if len(problems) > count else ""
+    return "; ".join(problems[:count]) + more
 
 
 def _of_index(folder: Path, files: list[Path]) -> list[Path]:
@@ -174,3 +197,20 @@ def model_config(spec: EngineSpec) -> Any:
         return AutoConfig.from_pretrained(spec.model, trust_remote_code=spec.trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"--model: {spec.model}: config.json: {first_line(error)}") from error
+
+
+def kv_token_bytes(config: Any, *, width: int, ranks: int = 1) -> int:
+    """Bytes of one token in the KV cache of a plain decoder, over all layers; 0 when not known.
+
+    Args:
+        config: of the decoder.
+        width: bytes of a number.
+        ranks: over which heads are cut.
+    """
+    heads = getattr(config, "num_attention_heads", None)
+    layers = getattr(config, "num_hidden_layers", None)
+    if not heads or not layers:
+        return 0
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return 2 * layers * max(1, kv_heads // ranks) * size * width

@@ -1,10 +1,7 @@
 """Completions that match a regular expression: which tokens a row may sample next, and why an expression is refused.
 
-The library xgrammar compiles the expression for the tokenizer and walks it; vLLM and LMDeploy use the same one inside.
-It is an optional package (`pip install xgrammar`), imported here only.
-
-    GuideFactory(tokenizer, V) -> compiled(regex)          once per expression
-    Guides(requests, ...)      -> mask(logits), advance()  once per decode step, rows without an expression are free
+xgrammar compiles the expression for the tokenizer and walks it; vLLM and LMDeploy use the same package inside. It is
+optional (`pip install xgrammar`) and imported here only.
 """
 
 from __future__ import annotations
@@ -18,14 +15,11 @@ import torch
 from torch import Tensor
 
 from swift.errors import ConfigError, EngineError, ResourceError
-from swift.types import Request
 
 FLAG = "--vllm_guided_decoding_regex"
 PACKAGE = "xgrammar"
 KEPT_EXPRESSIONS = 64
 """Compiled expressions that are kept; a run has one, a server as many as its clients."""
-BITS = 32
-"""Tokens per number of xgrammar's masks."""
 
 
 def available() -> bool:
@@ -88,17 +82,12 @@ class GuideFactory:
         import xgrammar
 
         self._xgrammar: Any = xgrammar
-        self.vocab_size = vocab_size
         info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1)
         self.compiled = functools.lru_cache(KEPT_EXPRESSIONS)(self._compiled)
 
     def _compiled(self, regex: str) -> Any:
-        """The automaton of an expression.
-
-        Raises:
-            EngineError: xgrammar refuses it.
-        """
+        """The automaton of an expression; raises EngineError when xgrammar refuses it."""
         if problem := refusal(regex):
             raise EngineError(f"{FLAG}: {regex}: {problem}; correct the expression")
         return self._compiler.compile_regex(regex)
@@ -108,55 +97,17 @@ class GuideFactory:
         return self._xgrammar.GrammarMatcher(self.compiled(regex), override_stop_tokens=list(end_token_ids))
 
 
-class Guides:
-    """The walks of a batch's rows.
+def allowed_tokens(matchers: Sequence[Any], logits_RV: Tensor) -> Tensor | None:
+    """[R, V] bool: what each row may sample next; None when no row has a matcher."""
+    if all(matcher is None for matcher in matchers):
+        return None
+    import xgrammar
 
-    Args:
-        requests: one per row.
-        end_token_ids: of each request.
-        factory: of the model; None when no request has an expression.
-    """
-
-    def __init__(
-        self, requests: Sequence[Request], end_token_ids: Sequence[Sequence[int]], factory: GuideFactory | None
-    ) -> None:
-        self.matchers: list[Any] = []
-        self.active = factory is not None and any(request.sampling.regex is not None for request in requests)
-        if not self.active:
-            return
-        assert factory is not None
-        self.matchers = [
-            factory.matcher(request.sampling.regex, ends) if request.sampling.regex is not None else None
-            for request, ends in zip(requests, end_token_ids, strict=True)
-        ]
-        words = -(-factory.vocab_size // BITS)
-        self._words_RW = torch.full((len(requests), words), -1, dtype=torch.int32)
-        self._shifts = torch.arange(BITS, dtype=torch.int32)
-
-    def mask(self, logits_RV: Tensor, rows: Tensor) -> Tensor:
-        """The logits with -inf where the expression forbids a token.
-
-        Args:
-            logits_RV: of the live rows.
-            rows: the request of each live row, on the CPU.
-        """
-        if not self.active:
-            return logits_RV
-        for request in rows.tolist():
-            matcher = self.matchers[request]
-            if matcher is None or matcher.is_terminated():
-                self._words_RW[request] = -1
-            else:
-                matcher.fill_next_token_bitmask(self._words_RW, request)
-        bits = (self._words_RW[rows].to(logits_RV.device)[:, :, None] >> self._shifts.to(logits_RV.device)) & 1
-        allowed_RV = bits.flatten(1)[:, : logits_RV.shape[1]].bool()
-        return logits_RV.masked_fill(~allowed_RV, -torch.inf)
-
-    def advance(self, token_R: Tensor, rows: Tensor) -> None:
-        """Note the tokens that the live rows have sampled; rows that have ended do not move any more."""
-        if not self.active:
-            return
-        for request, token in zip(rows.tolist(), token_R.tolist(), strict=True):
-            matcher = self.matchers[request]
-            if matcher is not None and not matcher.is_terminated():
-                matcher.accept_token(token)
+    num_tokens = logits_RV.shape[1]
+    words_RW = xgrammar.allocate_token_bitmask(len(matchers), num_tokens)  # 32 tokens in a word, all allowed
+    for row, matcher in enumerate(matchers):
+        if matcher is not None and not matcher.is_terminated():
+            matcher.fill_next_token_bitmask(words_RW, row)
+    shifts = torch.arange(32, dtype=torch.int32, device=logits_RV.device)
+    bits_RW32 = (words_RW.to(logits_RV.device)[:, :, None] >> shifts) & 1
+    return bits_RW32.flatten(1)[:, :num_tokens].bool()

@@ -64,12 +64,13 @@ def joint_ack(acks: Sequence[Ack]) -> Ack:
 def in_parallel(work: Sequence[Callable[[], T]]) -> list[T | Exception]:
     """What each of them returns or raises, in order."""
     if len(work) == 1:
-        return [_outcome(work[0])]
+        return [outcome_of(work[0])]
     with ThreadPoolExecutor(len(work), thread_name_prefix="engine") as threads:
-        return list(threads.map(_outcome, work))
+        return list(threads.map(outcome_of, work))
 
 
-def _outcome(work: Callable[[], T]) -> T | Exception:
+def outcome_of(work: Callable[[], T]) -> T | Exception:
+    """What it returns or raises."""
     try:
         return work()
     except Exception as error:  # the caller raises it once the others are done

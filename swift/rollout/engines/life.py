@@ -12,8 +12,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
-from swift.errors import EngineAsleep, EngineDead, EngineError, SyncFailed
+from swift.errors import EngineAsleep, EngineDead, EngineError, RequestRefused, SyncFailed
 from swift.rollout.engines.base import ALL_TAGS, Health, InferenceEngine, SleepLevel, SleepReport, Tag
+from swift.types import Request
 
 
 class EngineLife(InferenceEngine):
@@ -21,9 +22,13 @@ class EngineLife(InferenceEngine):
 
     Attributes:
         name: of the backend.
+        keeps_base: only adapters are synced, so that level 2 of `sleep` must not drop the base weights.
+        vocab_size: ids of a prompt are below it.
     """
 
     name: str
+    keeps_base = False
+    vocab_size: int
     _closed = False
 
     def _reset_life(self) -> None:
@@ -56,7 +61,7 @@ class EngineLife(InferenceEngine):
         if level not in self.capabilities.sleep_levels:
             raise self._unsupported(f"sleep({level})")
         notes = []
-        if level == 2 and self.capabilities.lora:  # only adapters are synced: nothing would bring the base back
+        if level == 2 and self.keeps_base:
             level, notes = 1, ["base weights are kept: only adapters are synced"]
         if level == 0 or (self._asleep == set(ALL_TAGS) and (level == 1 or self._dropped)):
             return SleepReport()
@@ -83,6 +88,17 @@ class EngineLife(InferenceEngine):
                 self._wake_up(tag)
                 self._asleep.discard(tag)
         return not self._asleep
+
+    def check_length(self, request: Request) -> None:
+        """Also refuses ids that are no tokens of the model."""
+        super().check_length(request)
+        name = request.request_id
+        if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self.vocab_size:
+            raise RequestRefused(
+                name,
+                f"request: {name}: its prompt has token ids outside of 0..{self.vocab_size - 1}; tokenize it with the "
+                "model's tokenizer",
+            )
 
     def health(self) -> Health:
         """See `InferenceEngine.health`."""

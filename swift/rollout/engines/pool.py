@@ -465,7 +465,7 @@ class EnginePool(InferenceEngine):
     def _check_whole(self) -> None:
         if self._void:
             raise SyncFailed(
-                f"engine: {self.capabilities.name}: its weights are void: {self._void}; publish again, or rebuild it"
+                f"engine: {self.capabilities.name}: its weights are void: {self._void}; sync again, or rebuild it"
             )
 
     def _on_all(

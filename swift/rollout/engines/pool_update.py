@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from swift.errors import EngineDead
 from swift.rollout.engines.base import Ack, TensorInfo, WeightUpdate
-from swift.rollout.engines.joint import first_failure, in_parallel, joint_ack
+from swift.rollout.engines.joint import first_failure, in_parallel, joint_ack, outcome_of
 from swift.rollout.weights.base import Bucket
-from swift.rollout.weights.sending import share_broadcast
+from swift.rollout.weights.sending import join_broadcast
 
 if TYPE_CHECKING:
     from swift.rollout.engines.pool import EnginePool, Member
@@ -38,31 +38,27 @@ class PoolUpdate(WeightUpdate):
         self._pool = pool
         self._updates = list(updates)
 
-    def send(self, bucket: Bucket) -> None:
-        """Deliver a bucket to all; its checksums are computed once. See `WeightUpdate.send`."""
-        bucket.checksums()  # before threads ask for them
-        super().send(bucket)
-
     def _deliver(self, bucket: Bucket) -> None:
+        """Begin with every engine, then wait for each."""
         self._pool.spoil(f"the update to version {self.version} has not reached every engine")
         if self.sent == len(bucket.tensors):
-            share_broadcast([update for _, update in self._updates], bucket)
-        self._everywhere(lambda update: update.send(bucket))
+            join_broadcast([update for _, update in self._updates], bucket)
+        waits = self._settle([outcome_of(lambda u=update: u.start(bucket)) for _, update in self._updates])  # type: ignore[misc]
+        self._settle([outcome_of(wait) if wait is not None else None for wait in waits])
 
     def _finish(self) -> Ack:
-        return joint_ack(self._everywhere(lambda update: update.commit()))
+        commits: list[Callable[[], Ack]] = [update.commit for _, update in self._updates]
+        return joint_ack(self._settle(in_parallel(commits)))
 
-    def _everywhere(self, work: Callable[[WeightUpdate], T]) -> list[T]:
-        """On all engines at the same time; one that turns out to be dead is left out."""
-        outcomes = in_parallel([lambda update=update: work(update) for _, update in self._updates])  # type: ignore[misc]
-        for (member, _), outcome in zip(list(self._updates), outcomes, strict=True):
+    def _settle(self, outcomes: Sequence[T | Exception]) -> list[T]:
+        """What came of all engines; one that turns out to be dead is left out, another failure is raised."""
+        pairs = list(zip(self._updates, outcomes, strict=True))
+        for (member, _), outcome in pairs:
             if isinstance(outcome, EngineDead):
                 self._pool.bury(member, outcome)
-        self._updates = [
-            pair for pair, outcome in zip(self._updates, outcomes, strict=True) if not isinstance(outcome, EngineDead)
-        ]
-        first_failure([one for one in outcomes if not isinstance(one, EngineDead)])
-        return [one for one in outcomes if not isinstance(one, Exception)]
+        self._updates = [pair for pair, outcome in pairs if not isinstance(outcome, EngineDead)]
+        first_failure([outcome for outcome in outcomes if not isinstance(outcome, EngineDead)])
+        return [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
 
     def commit(self) -> Ack:
         """All engines switch; see `WeightUpdate.commit`."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import shutil
 import sys
 import threading
 import traceback
@@ -69,7 +70,11 @@ class EngineActor:
     """
 
     def __init__(self, spec: dict[str, Any], log_file: str | None, marker: str) -> None:
-        if log_file is not None and Path(log_file).parent.is_dir():  # on another node Ray keeps the output
+        self._log_folder: Path | None = None
+        if log_file is not None:
+            if not Path(log_file).parent.is_dir():  # on another node; there it is removed when the engine is closed
+                self._log_folder = Path(log_file).parent
+                self._log_folder.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
@@ -196,6 +201,8 @@ class EngineActor:
             self._broadcast.close()
         if self._queue is not None:
             self._queue.close()
+        if self._log_folder is not None:
+            shutil.rmtree(self._log_folder, ignore_errors=True)
 
     # --- work: one after the other, at rest -------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ class Running:
     pinned: int | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    log_mass: list[float] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)  # (version, first token)
 
     def add(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
@@ -48,6 +49,7 @@ class Running:
             logprobs=self.logprobs,
             finish_reason=reason,
             versions=[(version, start, end) for (version, start), end in zip(self.spans, ends, strict=True)],
+            log_mass=self.log_mass,
         )
 
 

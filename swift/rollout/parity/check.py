@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from swift.errors import NumericError, SwiftError
 from swift.models.forward import TokenSequence
-from swift.rollout.engines.base import Ack, Capabilities, InferenceEngine
+from swift.rollout.engines.base import Capabilities, InferenceEngine
 from swift.rollout.parity.noise import make_noise
 from swift.rollout.parity.tolerance import Gaps, Limits, Sample, Verdict, contract_faults, limits_for, measure
 from swift.rollout.seeds import sample_seed
 from swift.rollout.weights.base import dtype_name
-from swift.rollout.weights.publisher import REHEARSAL
+from swift.rollout.weights.sync import REHEARSAL, WeightSync
 from swift.types import Prompt, Request, SamplingParams
 
 PROMPTS, SAMPLES, TOKENS = 8, 2, 32
@@ -47,24 +47,6 @@ class Ranks(Protocol):
 
     def all_gather(self, value: Any) -> list[Any]:
         """Values of all ranks, everywhere."""
-        ...
-
-
-class Publisher(Protocol):
-    """How weights get to the engine; see `WeightPublisher`."""
-
-    version: int
-
-    def rehearse(self) -> Ack | None:
-        """Send the weights of now under a number that is no version."""
-        ...
-
-    def refresh(self) -> Ack | None:
-        """Send the weights of now under the present version."""
-        ...
-
-    def separate(self) -> None:
-        """Give engine and trainer memory of their own, until the next sync."""
         ...
 
 
@@ -163,7 +145,7 @@ class ParityCheck:
         engine: this rank's engine, or None.
         score: the trainer's log-probs at the sampling temperature; makes one forward pass.
         model: the policy as the trainer holds it, wrappers and all.
-        publisher: sends weights to the engines, on all ranks together.
+        weight_sync: sends weights to the engines, on all ranks together.
         prompts: the first of the data set.
         sampling: the training distribution; truncation, penalties and stop words are left out, as they change the
             engine's distribution on purpose.
@@ -182,7 +164,7 @@ class ParityCheck:
         *,
         score: Score,
         model: nn.Module,
-        publisher: Publisher,
+        weight_sync: WeightSync,
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
         ranks: Ranks,
@@ -193,7 +175,7 @@ class ParityCheck:
         around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
         seed: int = 0,
     ) -> None:
-        self.engine, self.model, self.publisher, self.ranks = engine, model, publisher, ranks
+        self.engine, self.model, self.weight_sync, self.ranks = engine, model, weight_sync, ranks
         self.end_token_ids = frozenset(end_token_ids)
         self.adapter_only, self.around, self.seed = adapter_only, around, seed
         self.capabilities: Capabilities = self._first(engine.capabilities if engine is not None else None)
@@ -223,13 +205,13 @@ class ParityCheck:
                 with noise.applied():
                     stages.append(self._compare(NOISY, self._version(), requests=self._requests[::SAMPLES]))
                 return self._report(stages)
-            self.publisher.separate()  # the noise stands in for parameters that are put aside meanwhile
+            self.weight_sync.separate()  # the noise stands in for parameters that are put aside meanwhile
             with noise.applied():
-                self.publisher.rehearse()
+                self.weight_sync.rehearse()
                 stages.append(self._compare(NOISY, REHEARSAL))
-            self.publisher.refresh()
+            self.weight_sync.refresh()
             if stages[1].verdict != "refuse":
-                stages.append(self._compare(RESTORED, self.publisher.version))
+                stages.append(self._compare(RESTORED, self.weight_sync.version))
             return self._report(stages)
 
     def now(self) -> ParityReport:
@@ -239,7 +221,7 @@ class ParityCheck:
         the engine has the trainer's present weights, and nothing else is in flight.
         """
         with self._undisturbed():
-            return self._report([self._compare(NOW, self.publisher.version)])
+            return self._report([self._compare(NOW, self.weight_sync.version)])
 
     def _compare(
         self, name: str, version: int, *, ends: bool = False, requests: Sequence[Request] | None = None

@@ -88,7 +88,7 @@ def _check_version(service: Service, expected: int | None) -> None:
         raise Refused(
             412,
             "version",
-            f"weights: version {service.engine.version} is loaded; version {expected} was counted on: publish it first",
+            f"weights: version {service.engine.version} is loaded; version {expected} was counted on: sync it first",
             version=service.engine.version,
         )
 

@@ -22,9 +22,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 import uvicorn
 
+from swift.devices import allowed_cores, count_accelerators
 from swift.errors import ConfigError, EngineDead, ResourceError
 from swift.models import context_length, load_chat
 from swift.models.policy import load_config
@@ -38,6 +38,7 @@ from swift.rollout.engines.transport import Timeouts
 from swift.rollout.placement import PlacementRequest, place
 from swift.rollout.server.app import make_app
 from swift.rollout.server.service import Service, Settings
+from swift.startup import collector_resting
 from swift.types import SamplingParams
 
 DRAIN_S = 10
@@ -128,6 +129,13 @@ def check(args: Any, given: Collection[str]) -> Plan:
     )
     specs = tuple(replace(spec, devices=own, cores=cores) for own, cores in devices)
     return Plan(settings, template, specs, tuple(notes))
+
+
+def run(resolved: Any) -> int:
+    """`swift rollout`: checks the resolved settings and serves."""
+    with collector_resting():
+        plan = check(resolved.args, resolved.given)
+    return serve(resolved.args, plan)
 
 
 def serve(args: Any, plan: Plan) -> int:
@@ -322,10 +330,7 @@ def _weights_folder(given: str | None) -> Path | None:
 
 def _devices(args: Any, width: int, count: int) -> tuple[list[tuple[tuple[str, ...], tuple[int, ...]]], list[str]]:
     """Devices and cores of each engine; TP x DP must fit."""
-    accelerators, kind = 0, "cpu"
-    if torch.accelerator.is_available():
-        current = torch.accelerator.current_accelerator()
-        accelerators, kind = torch.accelerator.device_count(), current.type if current is not None else "cuda"
+    accelerators, kind = count_accelerators()
     available = accelerators or args.cpu_devices or width * count
     if width * count > available:
         raise ConfigError(
@@ -338,7 +343,7 @@ def _devices(args: Any, width: int, count: int) -> tuple[list[tuple[tuple[str, .
             local_ranks=0,
             accelerators=accelerators,
             accelerator_kind=kind,
-            cores=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0],
+            cores=allowed_cores(),
             cpu_devices=None if accelerators else width * count,
             vllm_mode="dedicated",
             num_infer_workers=width * count,

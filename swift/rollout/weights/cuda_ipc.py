@@ -1,39 +1,34 @@
 """Buckets on a GPU that trainer and engine share: the engine maps the trainer's memory, nothing is copied between them.
 
-The bucket is packed into one allocation. What travels is the allocation's handle and its place, as JSON: the fields
-that torch's own pickling would send, without the pickle. Devices are named by UUID, since each process numbers those it
-sees. Each handle is for one receiver: torch counts its users, and the sender's memory returns to
-the allocator once every receiver has let go of it.
+The bucket is packed into one allocation, and torch's own description of it travels through Ray. Devices are named by
+UUID, since each process numbers those it sees. Each description is for one receiver: torch counts its users, and the
+sender's memory returns to the allocator once every receiver has let go of it.
 """
 
 from __future__ import annotations
 
-import base64
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from swift.errors import SyncFailed
+from swift.errors import SyncFailed, first_line
 from swift.rollout.weights.base import Bucket
-from swift.rollout.weights.packing import pack, staged, unpack
+from swift.rollout.weights.packing import pack, unpack
 
-FIELDS = (
-    "device", "handle", "storage_bytes", "storage_offset", "counter_handle", "counter_offset",
-    "event_handle", "event_sync",
-)  # fmt: skip
-"""What `UntypedStorage._share_cuda_` returns, in its order."""
+DEVICE = 6
+"""Place of the device's number among the arguments of `rebuild_cuda_tensor`."""
 
 
 def header_for(bucket: Bucket) -> dict[str, Any]:
-    """How one receiver finds the bucket; the bucket must live until it has answered. JSON-safe."""
-    flat, entries = staged(bucket, "cuda_ipc", lambda: pack(bucket))
-    return {
-        "entries": [list(entry) for entry in entries],
-        "size": flat.numel(),
-        "uuid": device_uuid(flat.device),
-        "storage": encode(flat.untyped_storage()._share_cuda_()),
-    }
+    """How one receiver finds the bucket, which must live until it has answered."""
+    flat, entries = bucket.once("cuda_ipc", lambda: pack(bucket))
+    if flat.device.type != "cuda":
+        raise SyncFailed(
+            f"weights: --weight_transport ipc: the trainer's tensors lie on {flat.device}; use auto or object_store"
+        )
+    return {"entries": entries, "uuid": device_uuid(flat.device), "memory": reduce_tensor(flat)[1]}
 
 
 def receive(header: dict[str, Any]) -> list[tuple[str, Tensor]]:
@@ -42,17 +37,14 @@ def receive(header: dict[str, Any]) -> list[tuple[str, Tensor]]:
     Raises:
         SyncFailed: this process does not see that device, or cannot map its memory.
     """
-    device = find_device(header["uuid"])
-    fields = decode(header["storage"])
-    fields[0] = device
+    memory = list(header["memory"])
+    memory[DEVICE] = find_device(header["uuid"])
     torch.cuda.init()
     try:
-        storage = torch.UntypedStorage._new_shared_cuda(*fields)  # type: ignore[attr-defined]
+        flat = rebuild_cuda_tensor(*memory)
     except RuntimeError as error:
-        line = (str(error).strip().splitlines() or ["unknown"])[0]
-        raise SyncFailed(f"weights: memory of GPU {header['uuid']}: cannot be mapped ({line})") from error
-    flat = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", device)).set_(storage)
-    return unpack(flat[: header["size"]], header["entries"])
+        raise SyncFailed(f"weights: memory of GPU {header['uuid']}: cannot be mapped ({first_line(error)})") from error
+    return unpack(flat, header["entries"])
 
 
 def release() -> None:
@@ -60,31 +52,6 @@ def release() -> None:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         torch.cuda.ipc_collect()
-
-
-def encode(fields: tuple[Any, ...]) -> dict[str, Any]:
-    """A storage's handle as JSON: bytes in base 64.
-
-    Raises:
-        SyncFailed: torch describes handles in another way than this code knows.
-    """
-    if len(fields) != len(FIELDS):
-        raise SyncFailed(
-            f"weights: CUDA IPC: torch {torch.__version__} describes a handle by {len(fields)} fields, not "
-            f"{len(FIELDS)}; choose the broadcast transport"
-        )
-    return {
-        name: {"b64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
-        for name, value in zip(FIELDS, fields, strict=True)
-    }
-
-
-def decode(state: dict[str, Any]) -> list[Any]:
-    """The inverse of `encode`."""
-    return [
-        base64.b64decode(value["b64"], validate=True) if isinstance(value, dict) else value
-        for value in (state[name] for name in FIELDS)
-    ]
 
 
 def device_uuid(device: torch.device) -> str:

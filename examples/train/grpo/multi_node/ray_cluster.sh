@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# Three machines with eight GPUs each: one samples as a Ray cluster, two train.
+# Three machines with eight GPUs each: one samples as a Ray cluster that runs already, two train.
 #
 #   ROLE=engines                            bash examples/train/grpo/multi_node/ray_cluster.sh      on 10.0.0.1
 #   ROLE=trainer NODE_RANK=0 ENGINES=10.0.0.1 MASTER_ADDR=10.0.0.2 bash .../ray_cluster.sh          on 10.0.0.2
 #   ROLE=trainer NODE_RANK=1 ENGINES=10.0.0.1 MASTER_ADDR=10.0.0.2 bash .../ray_cluster.sh          on 10.0.0.3
 #
-# RAY_TOKEN_FILE holds the shared secret of the cluster, the same file content on all machines:
+# RAY_TOKEN_FILE holds the shared secret of the cluster, the same file content on 10.0.0.1 and 10.0.0.2:
 #   python -c 'import secrets; print(secrets.token_hex(16), end="")' > token; chmod 600 token
 #
-# The trainers' machines join the cluster without devices, so engines are placed on 10.0.0.1 only: four for each trainer
-# machine. The cluster keeps running after the run. Further machines may join it with `ray start --address`.
+# The first trainer drives the engines, so its machine joins the cluster, without devices: engines are placed on 10.0.0.1
+# only, --num_infer_workers for each trainer machine. The cluster keeps running after the run. Further machines may join it
+# with `ray start --address`.
 #
 # Batch: 1 per device x 16 processes x 2 micro-batches = 32 completions = 4 prompts x 8 completions per step.
 set -euo pipefail
@@ -23,11 +24,13 @@ if [ "${ROLE:?engines or trainer}" = engines ]; then
     exec ray start --head --block --port "${PORT:-6379}" --include-dashboard=false
 fi
 
-ray start --address "${ENGINES:?address of the machine with ROLE=engines}:${PORT:-6379}" --num-cpus 0 --num-gpus 0
-trap 'ray stop' EXIT
-
 export NNODES=${NNODES:-2}
 export NODE_RANK=${NODE_RANK:?0 on the first trainer, 1 on the second}
+if [ "$NODE_RANK" = 0 ]; then
+    ray start --address "${ENGINES:?address of the machine with ROLE=engines}:${PORT:-6379}" --num-cpus 0 --num-gpus 0
+    trap 'ray stop' EXIT
+fi
+
 export MASTER_ADDR=${MASTER_ADDR:?the address of the first trainer}
 export NPROC_PER_NODE=${NPROC_PER_NODE:-8}
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Two machines: one samples, one trains.
+# Three machines: two sample as servers, one trains.
 #
-#   ROLE=server  SWIFT_API_KEY=... bash examples/train/grpo/multi_node/trainer_and_server.sh                     on 10.0.0.1
-#   ROLE=trainer SWIFT_API_KEY=... SERVER=10.0.0.1 bash examples/train/grpo/multi_node/trainer_and_server.sh     on the other
+#   ROLE=server  SWIFT_API_KEY=... bash .../trainer_and_server.sh                                  on 10.0.0.1 and 10.0.0.2
+#   ROLE=trainer SWIFT_API_KEY=... SERVER="10.0.0.1 10.0.0.2" bash .../trainer_and_server.sh       on the third
 #
-# The server can be stopped and started again at any time; the trainer waits for it (--vllm_server_timeout seconds), sends
-# it the present weights and goes on. SERVER may name several addresses.
+# A server can be stopped and started again at any time; the trainer waits for it (--vllm_server_timeout seconds), sends
+# it the present weights and goes on. SERVER may name any number of addresses.
 #
 # Batch: 1 per device x 8 processes x 2 micro-batches = 16 completions = 2 prompts x 8 completions per step.
 set -euo pipefail
@@ -31,7 +31,7 @@ swift rlhf \
     --dataset "${DATASET:-AI-MO/NuminaMath-TIR#5000}" \
     --system examples/train/grpo/prompt.txt \
     --reward_funcs accuracy format \
-    --vllm_server_host ${SERVER:?address of the machine with ROLE=server} \
+    --vllm_server_host ${SERVER:?addresses of the machines with ROLE=server} \
     --vllm_server_port "${PORT:-8000}" \
     --vllm_server_timeout 600 \
     --async_generate true \

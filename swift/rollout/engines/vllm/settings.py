@@ -24,23 +24,6 @@ HELD_ADAPTERS = 2
 """Adapters that vLLM holds: the one in use and the one before it."""
 
 
-def kv_token_bytes(config: Any, *, width: int, ranks: int) -> int:
-    """Bytes of one token in the KV cache of a plain decoder, over all layers; 0 when not known.
-
-    Args:
-        config: of the decoder.
-        width: bytes of a number.
-        ranks: over which heads are cut.
-    """
-    heads = getattr(config, "num_attention_heads", None)
-    layers = getattr(config, "num_hidden_layers", None)
-    if not heads or not layers:
-        return 0
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return 2 * layers * max(1, kv_heads // ranks) * size * width
-
-
 def context_limit(spec: EngineSpec, config: Any) -> int:
     """Longest prompt and completion together, in tokens: the spec's limit, or the model's."""
     own = getattr(config, "max_position_embeddings", None) or 4096

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 
 from swift.errors import ConfigError, EngineError, ResourceError, SwiftError, first_line, suggest
+from swift.rollout.engines.expected_weights import kv_token_bytes
 from swift.rollout.engines.process import same_environment, same_randomness
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.engines.vllm import settings
@@ -86,7 +87,7 @@ def arguments_for(
     kv_bytes = None
     if on_cpu:
         width = getattr(torch, spec.dtype).itemsize
-        each = settings.kv_token_bytes(text, width=width, ranks=spec.tensor_parallel_size)
+        each = kv_token_bytes(text, width=width, ranks=spec.tensor_parallel_size)
         kv_bytes = settings.cpu_kv_bytes(spec, each, limit, available_bytes())
     arguments = settings.engine_arguments(spec, on_cpu=on_cpu, limit=limit, kv_bytes=kv_bytes, executor=executor)
     known = {one.name for one in dataclasses.fields(vllm.EngineArgs)}

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from swift.rollout.engines.vllm.single_copy import NotShareable, SingleCopy
 from swift.rollout.engines.vllm.versions import OF_WORKER, lacking, load_vllm
-from swift.rollout.weights.base import Live, StreamDigest
+from swift.rollout.weights.base import Live
+from swift.rollout.weights.digest import StreamDigest
 
 MADV_DONTNEED = 4
 """Linux: pages are given back at once and read as zeros when touched again."""

@@ -1,0 +1,69 @@
+"""A saved LoRA adapter on a model: which tensors it changes, and to what."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from swift.errors import ConfigError, first_line
+from swift.models.checkpoint_tensors import CheckpointTensor, checkpoint_units
+
+CHANGES_BASE = re.compile("pissa|olora|corda|loftq|lora_ga", re.IGNORECASE)
+"""Initialisations of an adapter that change the base weights, which the receiver does not have."""
+
+
+def merged_tensors(
+    model: nn.Module, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> list[CheckpointTensor]:
+    """The tensors that differ from the model's once the adapter is merged; `read` computes them, in float32.
+
+    PEFT builds the layers around the model's own parameters, in a copy of its module tree.
+
+    Args:
+        model: without PEFT; is not changed.
+        config: adapter_config.json.
+        tensors: those that peft saves, complete.
+
+    Raises:
+        ValueError: the tensors fit neither the config nor the model.
+        ConfigError: an adapter that is more than a low-rank sum.
+    """
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+    _check_method(config)
+    own = dict(model.named_parameters(remove_duplicate=False))
+    trains_biases = config.get("bias", "none") != "none"  # PEFT loads them into the base
+    shared = [one for name, one in own.items() if not (trains_biases and name.endswith(".bias"))]
+    twin = copy.deepcopy(model, {id(one): one for one in [*shared, *model.buffers()]})
+    options = {**config, "init_lora_weights": True, "inference_mode": True, "peft_type": "LORA"}
+    with torch.random.fork_rng():
+        try:
+            policy = get_peft_model(twin, LoraConfig.from_peft_type(**options))  # type: ignore[arg-type]
+        except (TypeError, ValueError, KeyError) as error:
+            raise ConfigError(f"adapter_config.json: {first_line(error)}") from error
+    wanted = get_peft_model_state_dict(policy, save_embedding_layers=False)
+    problems = [f"{name} is missing" for name in wanted.keys() - tensors.keys()]
+    problems += [f"{name} is no tensor of such an adapter on this model" for name in tensors.keys() - wanted.keys()]
+    problems += [
+        f"{name} has shape {list(one.shape)} instead of {list(wanted[name].shape)}"
+        for name, one in tensors.items()
+        if name in wanted and one.shape != wanted[name].shape
+    ]
+    if problems:
+        raise ValueError("; ".join(sorted(problems)[:3]))
+    set_peft_model_state_dict(policy, dict(tensors))
+    found = [one for unit in checkpoint_units(policy) for one in unit.tensors]
+    return [one for one in found if (one.name in own and one.sources[0] is not own[one.name]) or len(one.sources) > 1]
+
+
+def _check_method(config: Mapping[str, Any]) -> None:
+    method, start = str(config.get("peft_type") or "LORA"), config.get("init_lora_weights")
+    if method != "LORA":
+        raise ConfigError(f"peft_type {method}: only LoRA can be merged into weights")
+    if isinstance(start, str) and CHANGES_BASE.match(start):
+        raise ConfigError(f"init_lora_weights {start}: changes the base weights too; send merged weights")

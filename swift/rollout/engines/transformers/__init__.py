@@ -1,0 +1,65 @@
+"""The in-process engine: samples with a transformers module, the trainer's own or a copy."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from swift.errors import ConfigError
+from swift.rollout.engines.process import bind_to_cores, same_randomness
+from swift.rollout.engines.spec import EngineSpec
+from swift.rollout.engines.transformers.engine import TransformersEngine
+from swift.startup import collector_resting
+
+__all__ = ["TransformersEngine", "build"]
+
+
+def build(spec: EngineSpec) -> TransformersEngine:
+    """An engine with weights of its own, read from the folder.
+
+    `engine_kwargs`: `cache_bytes`, `attn_impl`.
+
+    Raises:
+        ConfigError: unreadable files, an architecture that cannot be sampled from, or settings that it does not have.
+    """
+    from swift.models import load_for_inference
+    from swift.models.arguments import CheckpointArguments
+    from swift.models.tokenizer import read_tokenizer
+
+    options = {"attn_impl": "sdpa", "cache_bytes": 2 << 30, **spec.engine_kwargs}
+    if unknown := options.keys() - {"attn_impl", "cache_bytes"}:
+        raise ConfigError(
+            f"--vllm_engine_kwargs: {', '.join(sorted(unknown))}: the transformers engine has no such argument; "
+            "valid: cache_bytes, attn_impl"
+        )
+    if spec.tensor_parallel_size != 1 or len(spec.devices) != 1:
+        raise ConfigError(
+            f"--vllm_tensor_parallel_size: {spec.tensor_parallel_size}: the transformers engine uses one device; "
+            "use 1, or --infer_backend vllm"
+        )
+    args = CheckpointArguments(
+        model=spec.model,
+        adapters=list(spec.adapters),
+        torch_dtype=spec.dtype,  # type: ignore[arg-type]
+        attn_impl=options["attn_impl"],
+        trust_remote_code=spec.trust_remote_code,
+    )
+    device = "cpu" if spec.devices[0].startswith("cpu") else spec.devices[0]
+
+    def load() -> nn.Module:
+        with same_randomness():
+            return load_for_inference(args, device=device)
+
+    bind_to_cores(spec.cores)
+    with collector_resting():
+        model = load()
+        tokenizer = read_tokenizer(spec.model, trust_remote_code=spec.trust_remote_code)
+    return TransformersEngine(
+        model,
+        eos_token_ids=spec.eos_token_ids,
+        tokenizer=tokenizer,
+        max_model_len=spec.max_model_len,
+        max_rows=spec.max_num_seqs,
+        cache_bytes=int(options["cache_bytes"]),
+        reload=load,
+        keeps_base=spec.lora,
+    )

@@ -1,0 +1,329 @@
+"""A batch in memory: prefill, decode steps, and rows that leave. The arithmetic of the in-process engine.
+
+A prompt is prefilled once for all its samples. Every sample draws from its own counter-based uniforms, so other
+requests in the batch do not change it. Two ways to compute a step:
+
+* `BatchRun`: a model with packed attention. Rows can join between two steps; finished rows cost nothing from the next
+  compaction on, at a quarter of the rows finished.
+* `OwnCacheRun`: a model that cannot be packed (recurrent layers, learned positions) keeps its own attention and its own
+  cache; its batches hold prompts of one length, so that nothing is padded and nothing can depend on padding.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from swift.errors import EngineError
+from swift.models.attention.layout import DecodeLayout, SegmentLayout
+from swift.models.attention.spans import GroupSpans, Span
+from swift.rollout.engines.base import EngineCounters
+from swift.rollout.engines.guided import GuideFactory, allowed_tokens
+from swift.rollout.engines.stopping import ends_with_stop
+from swift.rollout.engines.transformers.cache import PromptCapture, RowCache
+from swift.rollout.engines.transformers.sampling import BatchSampler, Row
+from swift.rollout.seeds import sample_uniforms
+from swift.types import Completion, FinishReason, Request
+
+logger = logging.getLogger(__name__)
+
+COMPACT_SHARE = 0.25
+"""Share of finished rows at which they leave the batch: compaction copies the cache, so not at every row."""
+JOIN_SHARE = 1 / 8
+"""Of the running rows, how many must be able to join for the cache to be arranged anew, unless all that wait can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """What all rows of an engine share. eos_token_ids: end every row. tokenizer: for stop strings."""
+
+    eos_token_ids: Sequence[int]
+    tokenizer: Any
+    guides: GuideFactory | None
+
+    def row(self, request: Request, budget: int) -> Row:
+        """A row that has sampled nothing."""
+        wanted = request.sampling
+        ends = frozenset((*self.eos_token_ids, *wanted.stop_token_ids))
+        guide = None
+        if wanted.regex is not None:
+            assert self.guides is not None
+            guide = self.guides.matcher(wanted.regex, sorted(ends))
+        return Row(request, budget=budget, ends=ends, uniforms=sample_uniforms(wanted.seed, budget), guide=guide)
+
+    def ending(self, row: Row) -> FinishReason | None:
+        """Why a row ends with its last token, if it does."""
+        wanted = row.request.sampling
+        if row.token_ids[-1] in row.ends:
+            return "stop"
+        long_enough = wanted.stop and len(row.token_ids) >= wanted.min_tokens
+        if long_enough and ends_with_stop(row.token_ids, wanted.stop, self.tokenizer):
+            return "stop"
+        return "length" if len(row.token_ids) >= row.budget else None
+
+
+class BatchRun:
+    """One batch from prefill to its last token.
+
+    Args:
+        rows: of the batch.
+        sampler: of the engine.
+        device: of the model.
+        counters: what is done is counted there.
+    """
+
+    def __init__(self, rows: Iterable[Row], sampler: Sampler, device: torch.device, counters: EngineCounters) -> None:
+        self.rows: list[Row] = []  # in the cache, finished ones included until the next compaction
+        self.joining = list(rows)
+        self.sampler, self.device, self.counters = sampler, device, counters
+        self.cache: Any = None
+        self._drawing: BatchSampler | None = None  # of `rows`; None when these have changed
+        self._last_R: Any = None  # their last tokens
+        self._num_rows, self._num_broken = len(self.joining), 0
+
+    @property
+    def done(self) -> bool:
+        """Whether every request has ended."""
+        return not self.live()
+
+    def live(self) -> list[Row]:
+        """Rows that have not ended."""
+        return [*(row for row in self.rows if not row.ended), *self.joining]
+
+    def takes(self, request: Request) -> bool:
+        """Whether a request of this kind can join: not one that is held to an expression, nor beside one."""
+        return request.sampling.regex is None and all(row.guide is None for row in self.rows)
+
+    def join(self, rows: Sequence[Row]) -> None:
+        """Sample these too, from the next step on."""
+        self.joining += rows
+        self._num_rows += len(rows)
+
+    def end(self, request_ids: Collection[str]) -> list[Completion]:
+        """End some requests where they are; the completions of those that had not ended yet."""
+        ended = [row for row in self.live() if row.request.request_id in request_ids]
+        for row in ended:
+            row.ended = True
+        self.joining = [row for row in self.joining if not row.ended]
+        self._compact(COMPACT_SHARE)
+        return [row.completion("abort") for row in ended]
+
+    def step(self, model: nn.Module, version: int) -> list[Completion]:
+        """Sample one token per live row; the completions that end with it.
+
+        A row without a distribution to sample from (its logits are not numbers) ends alone, with "error".
+
+        Args:
+            model: may hold other weights than at the step before.
+            version: of its weights.
+
+        Raises:
+            EngineError: that happened to every row of the batch.
+        """
+        logits_RV = self._forward(model)
+        if self._drawing is None:
+            self._drawing = BatchSampler(self.rows, self.device)
+        allowed_RV = allowed_tokens([row.guide for row in self.rows], logits_RV)
+        uniforms = np.array([row.uniforms[min(len(row.token_ids), row.budget - 1)] for row in self.rows])
+        uniform_R = torch.from_numpy(uniforms).to(self.device)
+        self._last_R, logprob_R, log_mass_R = self._drawing.draw(logits_RV, uniform_R, allowed_RV)
+        masses = [0.0] * len(self.rows) if log_mass_R is None else log_mass_R.tolist()
+        ended = []
+        for row, token, logprob, mass in zip(self.rows, self._last_R.tolist(), logprob_R.tolist(), masses, strict=True):
+            if not row.ended and (reason := self._take(row, token, logprob, mass, version)) is not None:
+                row.ended = True
+                ended.append(row.completion(reason))
+        self.counters.decode_steps += 1
+        if ended:
+            self._compact(COMPACT_SHARE)
+        return ended
+
+    def _take(self, row: Row, token: int, logprob: float, mass: float, version: int) -> FinishReason | None:
+        """Note what a row has drawn; the reason when it ends with it."""
+        self.counters.decode_rows += 1
+        if not logprob > -torch.inf:  # nor is it where the logits are no numbers
+            self._note_broken(row, version)
+            return "error"
+        if not row.spans or row.spans[-1][0] != version:
+            row.spans.append((version, len(row.token_ids)))
+        row.token_ids.append(token)
+        row.logprobs.append(logprob)
+        if row.request.sampling.truncates:
+            row.log_mass.append(mass)
+        if row.guide is not None:
+            row.guide.accept_token(token)
+        return self.sampler.ending(row)
+
+    def _note_broken(self, row: Row, version: int) -> None:
+        """Count a row without a distribution to sample from; raises when that is every row of the batch."""
+        self._num_broken += 1
+        problem = (
+            f"request: {row.request.request_id}: token {len(row.token_ids) + 1} cannot be sampled with the "
+            f"weights of version {version}: their logits are not finite"
+        )
+        if self._num_broken == self._num_rows:
+            raise EngineError(f"{problem}; the policy has diverged, lower --learning_rate")
+        logger.warning("%s; it is left out, with %d of %d completions", problem, self._num_broken, self._num_rows)
+
+    def _compact(self, share: float) -> None:
+        """Drop the finished rows once they are this share of all."""
+        kept = [place for place, row in enumerate(self.rows) if not row.ended]
+        num_ended = len(self.rows) - len(kept)
+        if not num_ended or num_ended < share * len(self.rows):
+            return
+        self.rows = [self.rows[place] for place in kept]
+        self._drawing = None
+        keep = torch.tensor(kept, dtype=torch.long, device=self.device)
+        if self.cache is not None:
+            self._last_R = self._last_R[keep]
+            self._keep_cache(keep)
+
+    def _forward(self, model: nn.Module) -> Tensor:
+        """One decode step of the rows, and the prompts of those that join; logits [R, V]."""
+        parts = []
+        if self.joining:
+            self._compact(0.0)
+        if self.rows:
+            parts.append(self._decode(model))
+        if self.joining:
+            parts.append(self._prefill(model, self.joining))
+            self.rows += self.joining
+            self.joining, self._drawing = [], None
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _positions(self) -> Tensor:
+        """[R, 1] where the last tokens stand in their sequences."""
+        ends = [len(row.request.prompt_ids) + len(row.token_ids) - 1 for row in self.rows]
+        return torch.tensor(ends, device=self.device)[:, None]
+
+    # --- what depends on the model's attention ----------------------------------------------------------------
+
+    def _prefill(self, model: nn.Module, rows: Sequence[Row]) -> Tensor:
+        """Run each distinct prompt once and put it into the cache for each of its rows; first logits [R, V]."""
+        distinct, which = _distinct_prompts(rows)
+        spans: list[Span] = []
+        for prompt in distinct:
+            spans.append(Span(spans[-1].stop if spans else 0, len(prompt)))
+        ids = torch.tensor([token for prompt in distinct for token in prompt], device=self.device)
+        capture = PromptCapture()
+        output = model(
+            input_ids=ids[None],
+            position_ids=torch.cat([torch.arange(span.length, device=self.device) for span in spans])[None],
+            attention_layout=SegmentLayout([GroupSpans(span, ()) for span in spans], self.device),
+            logits_to_keep=torch.tensor([span.stop - 1 for span in spans], device=self.device),
+            past_key_values=capture,
+            use_cache=True,
+        )
+        self.counters.prefill_tokens += ids.numel()
+        if self.cache is None:
+            self.cache = RowCache(capture.layers)
+        self.cache.add(capture.layers, [spans[i] for i in which], [row.budget for row in rows])
+        return output.logits[0][torch.tensor(which, device=self.device)]
+
+    def _decode(self, model: nn.Module) -> Tensor:
+        """One decode step of the rows in the cache; logits [R, V]."""
+        output = model(
+            input_ids=self._last_R[:, None],
+            position_ids=self._positions(),
+            attention_layout=DecodeLayout(self.cache.begin_step()),
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        return output.logits[:, -1]
+
+    def _keep_cache(self, keep: Tensor) -> None:
+        self.cache.keep(keep)
+
+
+class OwnCacheRun(BatchRun):
+    """One batch of prompts of one length, decoded with the model's own attention and cache.
+
+    Args:
+        rotary: whether positions are given to the model; one without rotary positions counts them itself.
+    """
+
+    def __init__(self, *args: Any, rotary: bool) -> None:
+        super().__init__(*args)
+        self.rotary = rotary
+
+    def takes(self, request: Request) -> bool:
+        """None: the model's own cache knows one position."""
+        return False
+
+    def _prefill(self, model: nn.Module, rows: Sequence[Row]) -> Tensor:
+        distinct, which = _distinct_prompts(rows)
+        ids = torch.tensor(distinct, device=self.device)
+        output = model(input_ids=ids, use_cache=True, logits_to_keep=1)
+        places = torch.tensor(which, device=self.device)
+        self.cache = output.past_key_values
+        self.cache.reorder_cache(places)
+        self.counters.prefill_tokens += ids.numel()
+        return output.logits[:, -1][places]
+
+    def _decode(self, model: nn.Module) -> Tensor:
+        positions = {"position_ids": self._positions()} if self.rotary else {}
+        output = model(input_ids=self._last_R[:, None], past_key_values=self.cache, use_cache=True, **positions)
+        return output.logits[:, -1]
+
+    def _keep_cache(self, keep: Tensor) -> None:
+        if keep.numel():
+            self.cache.reorder_cache(keep)
+
+
+def _distinct_prompts(rows: Sequence[Row]) -> tuple[list[tuple[int, ...]], list[int]]:
+    """The different prompts in order of appearance, and which of them each row has."""
+    index: dict[tuple[int, ...], int] = {}
+    which = [index.setdefault(tuple(row.request.prompt_ids), len(index)) for row in rows]
+    return list(index), which
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRule:
+    """What a batch may hold: rows, (row, position) slots of the cache, prompts of one length only."""
+
+    max_rows: int
+    slots: int
+    one_length: bool
+
+    def first(self, waiting: Sequence[Row]) -> list[Row]:
+        """The rows of the next batch; samples of a prompt stay together."""
+        ordered = sorted(waiting, key=lambda row: len(row.request.prompt_ids)) if self.one_length else waiting
+        batch: list[Row] = []
+        width = length = 0  # the cache is as wide as the longest prompt, and goes on for the largest limit
+        for row in _grouped(ordered):
+            size = len(row.request.prompt_ids)
+            width, length = max(width, size), max(length, row.budget)
+            other = self.one_length and batch and size != len(batch[-1].request.prompt_ids)
+            if batch and (other or not self._fits(len(batch) + 1, width + length)):
+                break
+            batch.append(row)
+        return batch
+
+    def joining(self, waiting: Sequence[Row], run: BatchRun) -> list[Row]:
+        """Waiting rows that join the running batch, in their order up to the first that cannot."""
+        live = run.live()
+        found: list[Row] = []
+        width, length = max(len(row.request.prompt_ids) for row in live), max(row.budget for row in live)
+        for row in _grouped(waiting):
+            width, length = max(width, len(row.request.prompt_ids)), max(length, row.budget)
+            if not run.takes(row.request) or not self._fits(len(live) + len(found) + 1, width + 2 * length):
+                break
+            found.append(row)
+        return found if len(found) == len(waiting) or len(found) >= JOIN_SHARE * len(live) else []
+
+    def _fits(self, num_rows: int, slots: int) -> bool:
+        return num_rows <= self.max_rows and num_rows * slots <= self.slots
+
+
+def _grouped(rows: Iterable[Row]) -> list[Row]:
+    """The rows in their order, but for those of a prompt, which come with the first of them."""
+    by_prompt: dict[tuple[int, ...], list[Row]] = {}
+    for row in rows:
+        by_prompt.setdefault(tuple(row.request.prompt_ids), []).append(row)
+    return [row for group in by_prompt.values() for row in group]

@@ -1,0 +1,118 @@
+"""Keys and values of a batch: one slot for each row and position, left-padded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swift.models.attention.spans import Span
+
+Layers = list[tuple[Tensor, Tensor]]
+"""Keys and values of each layer."""
+
+
+class PromptCapture:
+    """Stands in for a cache during prefill: hands keys and values [1, Hkv, T, D] through and keeps them per layer."""
+
+    is_compileable = False
+
+    def __init__(self) -> None:
+        self.layers: Layers = []
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Called by each attention layer."""
+        assert layer_idx == len(self.layers)
+        self.layers.append((key, value))
+        return key, value
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Nothing precedes a prompt."""
+        return 0
+
+
+class RowCache:
+    """Keys and values of R rows, written in place; a row's prompt ends, and its own tokens begin, anywhere.
+
+        slots     [ left padding | prompt | generated so far | free ]     the new token of every row is in the same slot
+
+    Args:
+        like: the layers of some prompts, for number, type and sizes.
+    """
+
+    is_compileable = False
+
+    def __init__(self, like: Layers) -> None:
+        self.used = 0
+        """Slots up to the latest token."""
+        self.layers: Layers = [(keys[:0, :, :0].clone(), values[:0, :, :0].clone()) for keys, values in like]
+        self._first = torch.empty(0, dtype=torch.long)  # [R] the first slot of each row, on the CPU
+        self._last = self._first  # [R] the last slot that it may need
+        self._visible: Tensor | None = None  # [R, K] which slots each row sees; None when that is all
+
+    def add(self, prompts: Layers, spans: Sequence[Span], budgets: Sequence[int]) -> None:
+        """Rows behind those that are there; all move so that the first slot in use is slot 0.
+
+        Args:
+            prompts: per layer (key, value) of the packed prompts, [1, Hkv, T, D].
+            spans: for each row, where its prompt lies in the packed stream.
+            budgets: for each row, the most tokens that it will have.
+        """
+        device = prompts[0][0].device
+        lengths = torch.tensor([span.length for span in spans])
+        shift = -int(torch.cat([self._first, self.used - lengths]).min())
+        self.used += shift
+        first = self.used - lengths
+        self._first = torch.cat([self._first + shift, first])
+        self._last = torch.cat([self._last + shift, self.used - 1 + torch.tensor(budgets) - 1])
+        capacity = int(self._last.max()) + 1
+        slots = torch.arange(self.used)
+        source = (
+            (torch.tensor([span.start for span in spans])[:, None] + slots - first[:, None]).clamp(min=0).to(device)
+        )
+        before = (slots < first[:, None])[:, None, :, None].to(device)
+
+        def extended(old: Tensor, new: Tensor) -> Tensor:
+            made = new.new_zeros(len(old) + len(source), new.shape[1], capacity, new.shape[3])
+            moved = old[:, :, max(0, -shift) :][:, :, : capacity - max(0, shift)]
+            made[: len(old), :, max(0, shift) :][:, :, : moved.shape[2]] = moved
+            # padding holds nothing of a neighbour: a mask does not keep NaN away
+            made[len(old) :, :, : self.used] = new[0][:, source].transpose(0, 1).masked_fill(before, 0.0)
+            return made
+
+        for index, (keys, values) in enumerate(prompts):  # never more than one layer exists twice
+            old_keys, old_values = self.layers[index]
+            self.layers[index] = extended(old_keys, keys), extended(old_values, values)
+        self._look()
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep only `rows`; never more than one layer exists twice."""
+        for index, (keys, values) in enumerate(self.layers):
+            self.layers[index] = keys[rows], values[rows]
+        rows = rows.cpu()
+        self._first, self._last = self._first[rows], self._last[rows]
+        self._look()
+
+    def _look(self) -> None:
+        self._visible = None
+        if self._first.numel() and int(self._first.max()) > 0:
+            keys = self.layers[0][0]
+            self._visible = (torch.arange(keys.shape[2])[None] >= self._first[:, None]).to(keys.device)
+
+    def begin_step(self) -> Tensor | None:
+        """Take the next slot; the mask [R, 1, 1, K] over the slots in use, None when all are visible."""
+        self.used += 1
+        return None if self._visible is None else self._visible[:, None, None, : self.used]
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write one new position per row, [R, Hkv, 1, D]; returns all positions so far."""
+        keys, values = self.layers[layer_idx]
+        keys[:, :, self.used - 1] = key[:, :, 0]
+        values[:, :, self.used - 1] = value[:, :, 0]
+        return keys[:, :, : self.used], values[:, :, : self.used]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Positions before the current step."""
+        return self.used - 1

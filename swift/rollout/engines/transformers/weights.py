@@ -1,0 +1,210 @@
+"""Updates that are written into the parameters of an in-process copy as they come.
+
+There is no second copy of the model, which is what an engine beside a trainer can afford least. So an update that ends
+early leaves weights that belong to no version, until the folder is read again. What can be known from the manifest is
+refused before the first byte is written.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from swift.errors import SyncFailed
+from swift.models.checkpoint_tensors import CheckpointUnit, checkpoint_units, describe_unit
+from swift.rollout.engines.expected_weights import few, manifest_problems
+from swift.rollout.weights.base import Ack, Bucket, TensorInfo, WeightUpdate, torch_dtype
+from swift.rollout.weights.digest import StreamDigest, checksum
+
+
+class InPlaceUpdate(WeightUpdate):
+    """Writes an update into a model's parameters as it comes.
+
+    A model that loading has rearranged (experts fused into one parameter, say) is written through the inverse of
+    what saving does to it. Tied tensors may come under any of their names, and must agree when they come twice.
+
+    Args:
+        model: receives it.
+        manifest: every tensor that will come.
+        version: of the policy.
+        ended: called once: committed, or given up with whether anything was written.
+
+    Raises:
+        SyncFailed: names or shapes are not those of the model's checkpoint; nothing has changed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        manifest: Sequence[TensorInfo],
+        version: int,
+        *,
+        ended: Callable[[InPlaceUpdate], None],
+    ) -> None:
+        super().__init__("transformers", manifest, version)
+        self.committed = False
+        self.written: dict[int | str, str] = {}
+        """What has been written -> under which name."""
+        self._places = {name: place for unit in checkpoint_units(model) for name, place in _places(model, unit).items()}
+        self._check()
+        self._ended = ended
+        self._open = True
+        self._received = StreamDigest()
+        self._received_bytes = 0
+        self._rounded = False
+        self._started = time.monotonic()
+
+    def _check(self) -> None:
+        """Names, shapes and types of the manifest against those of the model."""
+        known = {info.name: self._places[info.name] for info in self.manifest if info.name in self._places}
+        given = {place.identity for place in known.values()}
+        problems = manifest_problems(
+            self.manifest,
+            {name: place.shape for name, place in self._places.items()},
+            optional={name for name, place in self._places.items() if place.identity in given},
+        )
+        problems += [
+            f"{info.name} of type {info.dtype} cannot be stored"
+            for info in self.manifest
+            if info.name in known
+            and torch_dtype(info.dtype).is_floating_point != known[info.name].dtype.is_floating_point
+        ]
+        if problems:
+            raise SyncFailed(f"weights: version {self.version} for transformers: {few(problems)}")
+
+    @torch.no_grad()
+    def _deliver(self, bucket: Bucket) -> None:
+        self._check_open()
+        for name, tensor in bucket.tensors:
+            place = self._places[name]
+            if place.identity in self.written:
+                self._check_tie(place, name, tensor)
+                stored = place.target
+            else:
+                self.written[place.identity] = name
+                stored = place.write(tensor)
+            # the proof is what lies in the parameters now, unless it has another type than what came
+            self._received.add(name, stored if stored.dtype == tensor.dtype else tensor)
+            self._received_bytes += tensor.numel() * tensor.element_size()
+            self._rounded |= torch.promote_types(tensor.dtype, place.dtype) != place.dtype
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise SyncFailed(f"weights: version {self.version} for transformers: the update has ended; begin another")
+
+    def _check_tie(self, place: _Place, name: str, tensor: Tensor) -> None:
+        if checksum(tensor.to(place.dtype)) != checksum(place.target):
+            raise SyncFailed(
+                f"weights: version {self.version} for transformers: {name} differs from "
+                f"{self.written[place.identity]}, to which this model ties it; untie it in the model's config.json"
+            )
+
+    def _finish(self) -> Ack:
+        seconds = time.monotonic() - self._started
+        digest = self._received.hexdigest()
+        return Ack(self.version, self.sent, self._received_bytes, digest, seconds, rounded=self._rounded)
+
+    def commit(self) -> Ack:
+        """All tensors are written: the engine samples with them from now on; see `WeightUpdate.commit`."""
+        self._check_open()
+        ack = super().commit()
+        self._open, self.committed = False, True
+        self._ended(self)
+        return ack
+
+    def abort(self) -> None:
+        """Give up: the weights are invalid when anything was written."""
+        if self._open:
+            self._open = False
+            self._ended(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a checkpoint tensor lives: a parameter of its own, or numbers spread over the parameters of a layer.
+
+    identity: equal for tied tensors. target: the parameter, or any of the layer's.
+    """
+
+    name: str
+    identity: int | str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    target: Tensor
+    layer: _Rearranged | None = None
+
+    def write(self, tensor: Tensor) -> Tensor:
+        """Store a tensor; what is stored now."""
+        if self.layer is not None:
+            return self.layer.write(self.name, tensor, self.dtype).view(self.shape)
+        self.target.copy_(tensor)
+        return self.target
+
+
+def _places(model: nn.Module, unit: CheckpointUnit) -> dict[str, _Place]:
+    """The places of a unit's tensors, under their names in the checkpoint."""
+    own = {one.name: one.sources[0] for one in unit.tensors}
+    saved = describe_unit(model, unit)
+    if {name: tensor.shape for name, tensor in own.items()} == {name: tensor.shape for name, tensor in saved.items()}:
+        return {name: _Place(name, id(one), tuple(one.shape), one.dtype, one) for name, one in own.items()}
+    layer = _Rearranged(model, own)
+    first = next(iter(own.values()))
+    return {name: _Place(name, name, tuple(one.shape), one.dtype, first, layer) for name, one in saved.items()}
+
+
+class _Rearranged:
+    """A layer whose checkpoint cuts, joins or transposes its parameters: where each number of the checkpoint belongs.
+
+    Found by saving the numbers' own positions in place of the weights, which holds for every rearrangement and needs
+    nothing but the conversion that saving does anyway. Kept from the first tensor of the layer to its last.
+
+    Args:
+        model: for its conversion.
+        tensors: the layer's parameters under their names in the model.
+    """
+
+    def __init__(self, model: nn.Module, tensors: dict[str, Tensor]) -> None:
+        self._model = model
+        sizes = [tensor.numel() for tensor in tensors.values()]
+        ends = list(itertools.accumulate(sizes))
+        self._parameters = {
+            name: (end - size, end, tensor)
+            for (name, tensor), size, end in zip(tensors.items(), sizes, ends, strict=True)
+        }
+        self._positions: dict[str, Tensor] = {}
+
+    def write(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Store a tensor of the checkpoint; the numbers as they are stored now, flat."""
+        if not self._positions:
+            self._find_positions()
+        position, flat = self._positions.pop(name), tensor.reshape(-1)
+        stored = torch.empty_like(flat, dtype=dtype)
+        for start, end, parameter in self._parameters.values():
+            here = ((position >= start) & (position < end)).nonzero()[:, 0]
+            if here.numel():
+                numbers, there = parameter.view(-1), position[here] - start
+                numbers[there] = flat[here].to(numbers.device, numbers.dtype)
+                stored[here] = numbers[there].to(stored.device)
+        return stored
+
+    def _find_positions(self) -> None:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        numbered = {
+            name: torch.arange(start, end, device=parameter.device).view(parameter.shape)
+            for name, (start, end, parameter) in self._parameters.items()
+        }
+        saved = revert_weight_conversion(self._model, numbered)
+        self._positions = {name: tensor.reshape(-1) for name, tensor in saved.items()}
+        found = torch.cat(list(self._positions.values()))
+        total = sum(one.numel() for one in numbered.values())
+        if found.numel() != total or not bool((torch.bincount(found) == 1).all()):
+            raise SyncFailed(
+                f"weights: {next(iter(numbered))}: saving this architecture does more than rearrange its weights, "
+                "so that they cannot be updated in place; use --infer_backend vllm"
+            )

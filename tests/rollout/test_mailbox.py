@@ -1,0 +1,119 @@
+"""Messages between ranks through the store: order, several readers, a store that is gone, and strangers at the door."""
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch.distributed as dist
+
+from swift.errors import EngineError
+from swift.rollout.mailbox import PREFIX, End, Mailbox, Sample
+
+
+@pytest.fixture
+def mailboxes(monkeypatch):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    made = [Mailbox() for _ in range(3)]
+    made[0].keeps = store
+    return made
+
+
+def test_messages_of_a_channel_come_in_order_and_each_reader_has_its_own_place(mailboxes):
+    one, two, three = mailboxes
+    assert two.read("work") is None
+    one.post("work", Sample([1, 2]))
+    three.post("work", Sample([3]))
+    one.post("other", End())
+    assert [two.read("work"), two.read("work"), two.read("work")] == [Sample([1, 2]), Sample([3]), None]
+    assert one.read("work") == Sample([1, 2])
+    assert two.read("other") == End()
+
+
+def test_what_was_read_by_all_can_be_swept_and_later_messages_still_arrive(mailboxes):
+    one, two, _ = mailboxes
+    one.post("work", Sample([1]))
+    assert two.read("work") == Sample([1])
+    one.sweep()
+    assert two.read("work") is None
+    one.post("work", Sample([2]))
+    assert two.read("work") == Sample([2])
+
+
+def test_a_store_that_is_gone_is_told_in_one_line(mailboxes):
+    one, two, three = mailboxes
+    del one.keeps
+    for use in (lambda: two.post("work", End()), lambda: three.read("work")):
+        with pytest.raises(EngineError, match="rank 0: its store cannot be reached"):
+            use()
+
+
+def test_heartbeats_of_others_are_counted_and_ones_own_are_not(mailboxes):
+    one, two, three = mailboxes
+    assert [mailbox.beats() for mailbox in mailboxes] == [0, 0, 0]
+    one.beat()
+    one.beat()
+    three.beat()
+    assert [mailbox.beats() for mailbox in mailboxes] == [1, 3, 2]
+    one.sweep()
+    assert two.beats() == 3
+
+
+class Trap:
+    """Pickled, it writes a file when it is read."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+@pytest.mark.parametrize("planted", ["pickle", "text"])
+def test_what_a_stranger_leaves_in_the_store_is_refused_and_not_executed(mailboxes, tmp_path, planted):
+    owned = tmp_path / "owned"
+    content = pickle.dumps(Trap(owned)) if planted == "pickle" else b"hello"
+    stranger = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    stranger.set(f"{PREFIX}/done/{stranger.add(f'{PREFIX}/done', 1)}", content)
+    with pytest.raises(EngineError, match="a message that no rank of this run wrote"):
+        mailboxes[0].read("done")
+    assert not owned.exists()
+
+
+RANK = """
+import os, sys
+from swift.trainers.session import join_processes
+ranks = join_processes(60.0)
+assert ranks.all_gather(ranks.rank) == [0, 1]
+if ranks.rank == 0:
+    import psutil
+    port, mine = int(sys.argv[1]), psutil.Process().net_connections()
+    print(sorted({one.laddr.ip for one in mine if one.status == "LISTEN" and one.laddr.port == port}))
+    sys.stdout.flush()
+ranks.barrier()
+os._exit(0)  # the destructor of gloo aborts now and then; what counts has been said
+"""
+
+
+def test_on_one_node_the_store_listens_on_loopback_only():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": ""}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(port)],
+            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    assert said[0].splitlines()[-1] == "['127.0.0.1']"
