@@ -116,7 +116,8 @@ def _build_one(name: str, entry: Any, spec: LoadSpec) -> Function:
     values = {**spec.flags, "args": SimpleNamespace(**spec.flags), "tokenizer": None}
     if "tokenizer" in inspect.signature(entry).parameters:
         values["tokenizer"] = _load_tokenizer(spec.tokenizer)
-    return Function(signature, entry(**contract.constructor_arguments(name, entry, values)))
+    built: Any = entry(**contract.constructor_arguments(name, entry, values))
+    return Function(signature, built)
 
 
 def _load_tokenizer(folder: str | None) -> Any:

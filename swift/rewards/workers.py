@@ -67,7 +67,7 @@ class _Process(SpawnProcess):
 
     def terminate(self) -> None:
         """Kills the process, its group, and its descendants in other groups."""
-        if self.pid is None:
+        if self.pid is None or self._ended:
             return
         strays = descendants(self.pid)
         self._ended = True
@@ -121,6 +121,13 @@ class _Pool:
     def end(self) -> None:
         if not self.ended.done():
             self.ended.set_result(None)
+
+    def stop(self) -> None:
+        """Kills the workers; those that begin must go first, because pebble takes their semaphores away."""
+        self.processes.stop()
+        for process in self.context.started:
+            process.terminate()
+        self.processes.join()
 
     async def watch(self) -> None:
         """Ends tasks that pebble forgets because they were queued while the pool broke."""
@@ -208,8 +215,7 @@ class WorkerPool:
             self._watch.cancel()
         if self._pool is not None:
             self._pool.end()
-            self._pool.processes.stop()
-            self._pool.processes.join()
+            self._pool.stop()
         if others := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(others)
 
@@ -304,7 +310,7 @@ class WorkerPool:
         """
         if self._broken is None and self._pool is not None and self._pool.ended.done():
             self._start_failures += 1
-            threading.Thread(target=self._pool.processes.join, daemon=True).start()
+            threading.Thread(target=self._pool.stop, daemon=True).start()
             if self._start_failures == MAX_START_FAILURES:
                 started = self._pool.context.started
                 status = next((one.exitcode for one in started if one.exitcode is not None), None)

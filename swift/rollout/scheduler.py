@@ -27,7 +27,7 @@ from swift.rollout.saved_state import require_plain, restored_group, restored_pr
 from swift.types import Prompt, RolloutGroup
 
 if TYPE_CHECKING:
-    from swift.data import PromptSource
+    from swift.data.source import PromptSource
 
 REROLL_QUEUE = 1024
 """Most prompts that wait for a re-roll; the oldest one makes room."""
