@@ -18,8 +18,8 @@ from swift.rollout import placement
 
 if TYPE_CHECKING:
     from swift.arguments import Resolved
-    from swift.rewards import RewardPipeline
     from swift.rewards.payload import Outcome
+    from swift.rewards.pipeline import RewardPipeline
     from swift.types import Prompt
 
 CHECKED_ROWS = 64
@@ -37,7 +37,7 @@ def rehearse_rlhf(resolved: Resolved) -> int:
     from swift.data.source import open_prompts
     from swift.models import load_chat
     from swift.models.policy import check_targets
-    from swift.rewards import RewardPipeline
+    from swift.rewards.pipeline import RewardPipeline
     from swift.rollout.rollout_function import load_rollout_func
     from swift.trainers.engines import require_backend
     from swift.trainers.grpo.checks import check_run

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from swift.data.prompts import PromptDataset
     from swift.data.source import PromptSource
     from swift.models.template import Template
-    from swift.rewards import RewardPipeline
+    from swift.rewards.pipeline import RewardPipeline
     from swift.rollout.arithmetic import BatchPlan
     from swift.rollout.placement import Placement
     from swift.rollout.rollout_function import RolloutFunc
@@ -50,8 +50,8 @@ def prepare(args: Any, collectives: Collectives, start: Start, placement: Placem
     from swift.data.prompts import load_prompts
     from swift.data.source import open_prompts
     from swift.models import load_chat
-    from swift.rewards import RewardPipeline
     from swift.rewards.models import load_reward_models
+    from swift.rewards.pipeline import RewardPipeline
     from swift.trainers.engines import require_backend
     from swift.trainers.grpo.checks import check_run
 
