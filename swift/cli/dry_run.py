@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from swift.rewards.pipeline import RewardPipeline
     from swift.types import Prompt
 
-CHECKED_ROWS = 64
 CALLED_ROWS = 4
 
 
@@ -33,57 +32,24 @@ def rehearse_rlhf(resolved: Resolved) -> int:
         ConfigError: settings, placement, data, columns or batch sizes.
         RewardError: a reward function broke its contract.
     """
-    from swift.data.prompts import load_prompts
-    from swift.data.source import open_prompts
-    from swift.models import load_chat
     from swift.models.policy import check_targets
-    from swift.rewards.pipeline import RewardPipeline
-    from swift.rollout.rollout_function import load_rollout_func
-    from swift.trainers.engines import require_backend
-    from swift.trainers.grpo.checks import check_run
-    from swift.trainers.grpo.prepare import (
-        batch_line,
-        first_prompts,
-        max_prompt_length,
-        plan_run,
-        prefetch_depth,
-        require_whole_weights,
-    )
+    from swift.trainers.distributed import Collectives
+    from swift.trainers.grpo.prepare import batch_line, prepare
     from swift.trainers.session import find_start, require_packages
 
     args: Any = resolved.args
     require_packages(args)
     placed = _place(resolved)
-    where = [placement.describe(placed), *placed.notes, *find_start(args, resolved.to_json()).notes]
-    template = load_chat(args)
+    start = find_start(args, resolved.to_json())
+    world_size = launcher.world_size(os.environ)
+    parts = prepare(args, Collectives(), start, placed, world_size=world_size, load_reward_models=False)
     check_targets(args)
-    limits = {
-        "tokenize": template.encode_prompt,
-        "max_prompt_length": max_prompt_length(args),
-        "truncation_strategy": args.truncation_strategy,
-    }
-    source = open_prompts(args, split="train", max_steps=args.max_steps, **limits)
-    lines = source.report.lines()
-    if args.val_dataset or args.split_dataset_ratio > 0:
-        lines += load_prompts(args, split="val", **limits).report.lines()
-    prompts = first_prompts(source, CHECKED_ROWS)
-    plan = plan_run(args, launcher.world_size(os.environ), source.size)
-    rewards = RewardPipeline(
-        args,
-        seed=args.seed,
-        max_completion_length=args.max_completion_length,
-        tokenizer_path=template.tokenizer.name_or_path,
-    )
-    check_run(args, placed.mode, rewards, plan)
-    prefetch_depth(args, plan)
-    require_backend(args)
-    if args.rollout_func is not None:
-        require_whole_weights(args)
-        load_rollout_func(args.rollout_func)
-    with rewards:
-        rewards.self_check(prompts, max_steps=plan.max_steps)
-        lines += [_lengths(prompts), *_rewards(rewards, prompts)]
-    show(resolved, [*resolved.preset_lines, *where, batch_line(args, plan), *lines])
+    prompts = parts.first_prompts
+    with parts.rewards as rewards:
+        rewards.self_check(prompts, max_steps=parts.plan.max_steps)
+        lines = [*parts.lines, _lengths(prompts), *_rewards(rewards, prompts)]
+    where = [placement.describe(placed), *placed.notes, *start.notes]
+    show(resolved, [*resolved.preset_lines, *where, batch_line(args, parts.plan), *lines])
     return 0
 
 

@@ -9,13 +9,13 @@ goes into every checkpoint, exact to the last bit, so that a resumed run continu
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 
 from swift.errors import SwiftError
 from swift.rl.advantages import Advantages
-from swift.rollout.batches import BatchConfig, BatchMaker, Begun, MadeBatch, round_metrics
+from swift.rollout.batches import BatchConfig, BatchMaker, MadeBatch, PartialBatch, round_metrics
 from swift.rollout.collector import RolloutCollector, launches_of
 from swift.rollout.dynamic_sampling import GroupFilter, updated_rate
 from swift.rollout.phase import GenerationPhase, SyncPhase
@@ -155,8 +155,8 @@ class RolloutPipeline:
             self.batch = self.batches.batch([])
             self.batch.arriving = self._arrivals(self.batch, progress)
             return
-        result, begun = self._first_result()
-        self.batch = self._make_batch(result, progress, begun).batch
+        result, partial = self._first_result()
+        self.batch = self._make_batch(result, progress, partial).batch
         self._ask_ahead(progress)
 
     def _arrivals(self, batch: RolloutBatch, progress: TrainerProgress) -> Iterator[Arrival]:
@@ -172,7 +172,7 @@ class RolloutPipeline:
             yield Arrival(range(start, len(batch.samples)), last=False)
         try:
             result, _ = self._first_result()
-            made = self._make_batch(result, progress, self.batches.untouched(result.groups))  # arrivals know their own
+            made = self._make_batch(result, progress, self.batches.partial(result.groups))  # arrivals know their own
         except SwiftError:
             self.batch = None  # a part of it is nothing that could be saved
             raise
@@ -195,9 +195,8 @@ class RolloutPipeline:
             with self.timer("generate"):
                 while True:
                     over, scored = self._scored_so_far(one)
-                    ready = [
-                        group for group in scored if group.group_id not in known and self.batches.informative(group)
-                    ]
+                    new = (group for group in scored if group.group_id not in known)
+                    ready = [group for group in new if self.batches.informative(group)]
                     if over or len(ready) >= size:
                         break
                     time.sleep(ARRIVAL_S)
@@ -209,11 +208,11 @@ class RolloutPipeline:
             return True, one.result.groups[one.result.carried_in :] if one.result is not None else []
         return not self._thread.samples(one) and one.all_scored, one.scored()
 
-    def _first_result(self) -> tuple[RoundResult, Begun | None]:
-        """The result of the next round, which leaves those ahead, and what was begun meanwhile; collective."""
+    def _first_result(self) -> tuple[RoundResult, PartialBatch | None]:
+        """The result of the next round, which leaves those ahead, and what is known of its batch; collective."""
         one = self._ahead[0]
         try:
-            result = self._result(one, begins=self.batches.can_begin and not self.config.streaming_groups)
+            result = self._result(one, refers=self.batches.refers_early and not self.config.streaming_groups)
         except SwiftError:  # nothing of this round was trained on: a checkpoint saved now draws it again
             self.scheduler.load(self._without(self._ahead))
             self._ahead.clear()
@@ -221,11 +220,12 @@ class RolloutPipeline:
         self._ahead.popleft()
         self.scheduler.rate = updated_rate(self.scheduler.rate, result.informative, result.launched)
         self.scheduler.carry(result.carried)
-        return result, one.begun
+        return result, one.partial_batch
 
     def _ask_ahead(self, progress: TrainerProgress) -> None:
-        """Have the rounds sampled that may be."""
-        while len(self._ahead) < self.config.prefetch_depth and self._wants_more(progress):
+        """Have the rounds sampled that may be, and that will be trained on."""
+        most = math.ceil(progress.max_steps / self._updates) if progress.max_steps > 0 else math.inf
+        while len(self._ahead) < self.config.prefetch_depth and self.scheduler.rounds < most:
             self._ahead.append(self._ask(progress, wait=False))
 
     def _without(self, rounds: Iterable[Round]) -> SchedulerState:
@@ -236,10 +236,6 @@ class RolloutPipeline:
     def _updates(self) -> int:
         """Optimizer steps that a rollout batch feeds."""
         return self.config.num_global_batches * self.config.num_iterations
-
-    def _wants_more(self, progress: TrainerProgress) -> bool:
-        """Whether a further rollout batch will be trained on."""
-        return progress.max_steps <= 0 or self.scheduler.rounds < math.ceil(progress.max_steps / self._updates)
 
     def _ask(self, progress: TrainerProgress, *, wait: bool) -> Round:
         """Launch a round with the weights of now, if a weight sync is due, and sample it or start to.
@@ -284,7 +280,7 @@ class RolloutPipeline:
             num_generations=config.num_generations,
             progress=progress,
             group_filter=group_filter,
-            draw=partial(self.scheduler.launch, log),
+            draw=functools.partial(self.scheduler.launch, log),
             informative=self.batches.informative,
             failed=self._has_failed,
         )
@@ -323,22 +319,17 @@ class RolloutPipeline:
         if failures:
             raise failure or failures[0]
 
-    def _result(self, one: Round, *, begins: bool = False) -> RoundResult:
-        """The scored groups of a round, waited for; collective.
+    def _result(self, one: Round, *, refers: bool = False) -> RoundResult:
+        """The scored groups of a round, waited for; collective. Its failure is raised on every rank, at every call.
 
-        Args:
-            one: the round.
-            begins: whether it is trained on next, so that its batch can be begun while rewards are computed.
-
-        Raises:
-            SwiftError: on every rank, and at every call: its failure.
+        refers: it is trained on next, so the reference can work on it while rewards are computed.
         """
         if not one.settled:
             try:
                 with self.timer("generate"):
                     self._thread.wait(one)
-                begin = partial(self._begin, one) if begins else None
-                one.result = self.collector.finish(one, timer=self.timer, meanwhile=begin)
+                meanwhile = functools.partial(self._refer, one) if refers else None
+                one.result = self.collector.finish(one, timer=self.timer, meanwhile=meanwhile)
             except SwiftError as error:
                 one.failure = error
             one.settled = True
@@ -347,8 +338,8 @@ class RolloutPipeline:
             raise one.failure
         return one.result
 
-    def _begin(self, one: Round, groups: list[RolloutGroup]) -> None:
-        one.begun = self.batches.begin([*one.log.carried, *groups])
+    def _refer(self, one: Round, groups: list[RolloutGroup]) -> None:
+        one.partial_batch = self.batches.referred([*one.log.carried, *groups])
 
     def _settle(self) -> None:
         """Wait for the rounds ahead, so that the engine is free; collective. A failure is raised at its turn."""
@@ -356,8 +347,10 @@ class RolloutPipeline:
             with contextlib.suppress(SwiftError):
                 self._result(one)
 
-    def _make_batch(self, result: RoundResult, progress: TrainerProgress, begun: Begun | None = None) -> MadeBatch:
-        made = self.batches.make(result.groups, progress.global_step, begun)
+    def _make_batch(
+        self, result: RoundResult, progress: TrainerProgress, partial: PartialBatch | None = None
+    ) -> MadeBatch:
+        made = self.batches.make(result.groups, progress.global_step, partial)
         self.scheduler.end_round(
             trained=made.trained,
             excluded=made.excluded + result.num_excluded,

@@ -83,10 +83,10 @@ def load_rollout_func(text: str) -> RolloutFunc:
 
 @dataclass(slots=True, eq=False)
 class Rollout:
-    """What a rollout function works with; one per call.
+    """What a rollout function works with; one per call, its lists per prompt, in the order of `prompts`.
 
-    Entries of lists are per prompt, in the order of `prompts`. args: the settings of the run. tokenizer: the policy's,
-    also as `processing_class`, as TRL's trainer calls it. sampling: the distribution asked for. version: of the policy.
+    args: the settings of the run. tokenizer: the policy's, also as `processing_class`, as TRL's trainer calls it.
+    sampling: the distribution asked for. version: of the policy.
     """
 
     prompt_ids: list[list[int]]
@@ -118,13 +118,13 @@ class Rollout:
     def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams | None = None) -> list[Completion]:
         """Sample one continuation of each entry, in order; `text` is filled in.
 
-        Args:
-            prompt_ids: what the engine is to continue, as long as it likes.
-            sampling: other settings than those of the run; its seed is ignored.
-
         Each entry has a seed that depends on the completion it stands for and on how often this was called, so a run
         can be repeated. With as many entries as completions are wanted the first call samples what a run without a
         rollout function would.
+
+        Args:
+            prompt_ids: what the engine is to continue.
+            sampling: other settings than those of the run; its seed is ignored.
 
         Raises:
             PromptTooLong: an entry leaves no room.
@@ -179,17 +179,10 @@ class _Call:
 
 
 class RolloutFunctionEngine(InferenceEngine):
-    """See the module's docstring.
+    """An engine whose completions a function makes; weights, sleep and end of `engine` are its owner's business.
 
-    Args:
-        engine: the tool of the function; weights, sleep and end are its owner's business.
-        function: see `Rollout`.
-        name: of the function, for messages.
-        args: the settings of the run.
-        tokenizer: the policy's.
-        end_token_ids: tokens that end a completion.
-        vocab_size: of the policy.
-        limit_s: bound on one call.
+    name: of the function, for messages. args: the settings of the run. tokenizer, vocab_size: the policy's.
+    end_token_ids: tokens that end a completion. limit_s: bound on one call.
     """
 
     def __init__(
@@ -276,7 +269,7 @@ class RolloutFunctionEngine(InferenceEngine):
             self._waiting[request.request_id] = request
 
     def stream(self) -> Iterator[Completion]:
-        """See `InferenceEngine.stream`."""
+        """See `InferenceEngine`."""
         while True:
             self._between()
             self._drop_aborted()
@@ -299,7 +292,7 @@ class RolloutFunctionEngine(InferenceEngine):
             call.rollout._revoke()
 
     def pause(self, mode: PauseMode = "wait") -> None:
-        """See `InferenceEngine.pause`; a call cannot be kept."""
+        """See `InferenceEngine`; a call cannot be kept."""
         if mode == "keep" and self._call is not None:
             raise Unsupported(f"{FLAG}: {self.name}: cannot be paused between two tokens; --in_flight_updates false")
         if mode == "abort":
@@ -310,7 +303,7 @@ class RolloutFunctionEngine(InferenceEngine):
         self._paused = True
 
     def resume(self) -> None:
-        """See `InferenceEngine.resume`."""
+        """See `InferenceEngine`."""
         self._paused = False
 
     def _drop_aborted(self) -> None:

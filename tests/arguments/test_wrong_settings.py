@@ -55,7 +55,7 @@ FLAGS = [
     ("--torch_dtype int8", ["--torch_dtype: int8: not a choice", "float16"]),
     ("--optim adam", ["--optim: adam: not a choice", "nearest:"]),
     ("--optim adamw_cpu --deepspeed zero2", ["--optim: adamw_cpu: --deepspeed zero2 keeps", "use --optim adamw with"]),
-    ("--optim adamw_cpu --fsdp full_shard", ["--optim: adamw_cpu: --fsdp full_shard spreads", "zero2_offload"]),
+    ("--optim adamw_cpu --fsdp full_shard", ["--optim: adamw_cpu: --fsdp full_shard shards", "zero2_offload"]),
     ("--preset dabo", ["--preset: dabo: not a choice; nearest:", "dapo"]),
     ("--sleep_level 3", ["--sleep_level: 3: not a choice", "valid: 0, 1, 2"]),
     ("--columns answer", ["--columns: answer: not JSON"]),

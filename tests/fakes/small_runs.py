@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from scripted_engine import CountingSource, two_layers
+from threaded_ranks import ThreadedMailbox, on_ranks
 
 from swift.rollout.collector import RolloutCollector
 from swift.rollout.pipeline import PipelineConfig, PipelineState, RolloutPipeline
@@ -72,7 +73,6 @@ class SlowScorer:
         self.pool = ThreadPoolExecutor(2)
         self.submitted = []
         """(group id, monotonic seconds)."""
-        self.judged = []
 
     def submit(self, group, progress):
         self.submitted.append((group.group_id, time.monotonic()))
@@ -94,7 +94,7 @@ class SlowScorer:
         return list(scores)
 
     def end_batch(self, groups=None):
-        self.judged.append([group.group_id for group in groups or []])
+        pass
 
     def drain_metrics(self, groups=None):
         return {"rewards/hash/mean": float(len(groups or []))}
@@ -114,7 +114,7 @@ class Step:
 
 
 class SmallRun:
-    """A run of `windows` x `iterations` optimizer steps per round; units hold `groups` groups of G = 2.
+    """A run of `windows` x `iterations` optimizer steps per round; batches hold `groups` groups of G = 2.
 
     depth, interval, in_flight: as in the settings of a run. dynamic: `max_resample_times` of dynamic sampling, or
     None. source: makes the weight source of a value.
@@ -202,14 +202,14 @@ class SmallRun:
             self._one_step(next(windows), pause)
         return self
 
-    def _one_step(self, unit, pause):
+    def _one_step(self, batch, pause):
         time.sleep(pause())
         parts = []
-        for part in unit.arriving or ():
-            parts.append([unit.samples[i].group for i in part.samples])
+        for part in batch.arriving or ():
+            parts.append([batch.samples[i].group for i in part.samples])
             time.sleep(pause())
         self.parts.append(parts)
-        samples = [unit.samples[i] for i in unit.global_batch(unit.global_batch_index)]
+        samples = [batch.samples[i] for i in batch.global_batch(batch.global_batch_index)]
         staleness = self.pipeline.staleness(self.step)
         text = repr([(self.value, s.token_ids.tolist(), s.advantage) for s in samples])
         self.value = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=3).digest()) / 64
@@ -244,3 +244,22 @@ class SmallRun:
         if self.engine is not None:
             self.engine.close()
         self.scorer.pool.shutdown()
+
+
+def data(run):
+    """What each step of a run was trained on and came to."""
+    return [(step.tokens, step.versions, step.value) for step in run.steps]
+
+
+def on_two_ranks(settings, work):
+    """`work(run)` on each of two ranks with a mailbox; `settings(rank)` are those of its run, the engine among them."""
+    channels = {}
+
+    def rank(ranks):
+        run = SmallRun(ranks=ranks, mailbox=ThreadedMailbox(channels), **settings(ranks.rank))
+        try:
+            return work(run)
+        finally:
+            run.close()
+
+    return on_ranks(2, rank)

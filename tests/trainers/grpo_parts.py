@@ -112,10 +112,10 @@ def make_trainer(
     reward=all_different,
     loss=None,
     generations=4,
-    window=8,
-    windows=1,
+    global_batch=8,
+    num_global_batches=1,
     iterations=1,
-    slice_size=8,
+    max_samples=8,
     per_device=8,
     max_tokens=8,
     prompts=8,
@@ -130,7 +130,7 @@ def make_trainer(
     eos=(),
     **arguments,
 ):
-    """A trainer whose window has `window` completions; `arguments` go to TrainingArguments.
+    """A trainer whose global batch has `global_batch` completions; `arguments` go to TrainingArguments.
 
     `engine` has weights of its own, which are published to it every `interval` steps; without it the model samples
     itself. `depth`: rounds sampled ahead on a thread. `settings`: more of `GRPOSettings`.
@@ -147,13 +147,13 @@ def make_trainer(
     distribution = SamplingParams(max_tokens, temperature=1.0, **(sampling or {}))
     collector = RolloutCollector(engine, distribution, 42, str, scorer or Scorer(reward), collectives)
     scheduler = RolloutScheduler(
-        Prompts(prompts), groups_per_batch=window * windows // generations, batches_per_epoch=None
+        Prompts(prompts), groups_per_batch=global_batch * num_global_batches // generations, batches_per_epoch=None
     )
     config = PipelineConfig(
         num_generations=generations,
         num_generations_eval=generations,
         generation_batches=1,
-        num_global_batches=windows,
+        num_global_batches=num_global_batches,
         num_iterations=iterations,
         reward_weights=[1.0],
         overlong_filter=overlong_filter,
@@ -193,7 +193,7 @@ def make_trainer(
                 "temperature": 1.0,
                 "max_completion_length": max_tokens,
                 "per_device": per_device,
-                "max_samples": slice_size,
+                "max_samples": max_samples,
                 **(settings or {}),
             }
         ),
@@ -211,10 +211,10 @@ def make_trainer(
 
 
 def gradients_of_one_step(trainer):
-    """Gradients after one window, before clipping or an update."""
+    """Gradients after one global batch, before clipping or an update."""
     trainer.create_optimizer()
-    unit = next(trainer.pipeline.steps(trainer.progress))
-    trainer.training_step(trainer.model, unit)
+    batch = next(trainer.pipeline.steps(trainer.progress))
+    trainer.training_step(trainer.model, batch)
     return {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
 
 

@@ -1,10 +1,11 @@
-"""One process of runs on spread parameters: `python sharded_worker.py <tasks.json>`, with torchrun's variables.
+"""One process of runs on sharded parameters: `python sharded_worker.py <tasks.json>`, with torchrun's variables.
 
 Each task is a run of its own; rank 0 writes what came out of all with torch.save. `launch` starts the processes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -24,10 +25,15 @@ from swift.models.reference import AdapterOffReference, FrozenReference, StartAd
 from swift.models.sharded import gathered
 from swift.models.spread_sampling import sampling_from
 from swift.rl.entropy import AdaptiveEntropy
+from swift.rollout.engines.spec import EngineSpec, build_engine
+from swift.rollout.phase import SyncPhase
 from swift.rollout.weights.base import TensorInfo
 from swift.rollout.weights.policy import PolicyWeights, adapter_weights
+from swift.rollout.weights.sync import WeightSync
 from swift.trainers.grpo.callbacks import EveryFewSteps
 from swift.trainers.grpo.entropy import EntropySettings
+from swift.trainers.memory.colocate import ColocateCycle
+from swift.trainers.memory.offload import model_tensors, optimizer_tensors
 from swift.trainers.parallel.sharding import sharding_options
 from swift.trainers.session import join_processes
 
@@ -80,7 +86,7 @@ def load(task: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def build(task: dict[str, Any]) -> Any:
-    """A GRPO trainer on the task's model and way of spreading it."""
+    """A GRPO trainer on the task's model and way of sharding it."""
     from grpo_parts import LateScorer, make_trainer
 
     from swift.rl.losses import LossConfig
@@ -120,11 +126,11 @@ def build(task: dict[str, Any]) -> Any:
 
 
 def report_reference(trainer: Any, seen: threading.Event) -> None:
-    """Tell rewards when the reference has looked at a unit."""
+    """Tell rewards when the reference has scored a rollout batch."""
     refer = trainer.pipeline.batches.refer
 
-    def told(unit: Any) -> None:
-        refer(unit)
+    def told(batch: Any) -> None:
+        refer(batch)
         seen.set()
 
     trainer.pipeline.batches.refer = told
@@ -142,7 +148,7 @@ def objective(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def around(trainer: Any, *, gather: bool) -> None:
-    """Sampling from spread parameters, as the run itself sets it up."""
+    """Sampling from sharded parameters, as the run itself sets it up."""
     collector = trainer.pipeline.collector
     collector.engine.eos_token_ids = list(range(0, 256, 9))  # so that ranks decode for different numbers of steps
     collector.around = lambda: sampling_from(trainer.model, gather=gather, any_rank=trainer.collectives.any)
@@ -157,14 +163,14 @@ def reward(completion: Any, prompt: Any, flat: list[str]) -> float:
 
 def poison(trainer: Any, step: int) -> None:
     """Make the policy's log-probs not finite in one step, on rank 0 only."""
-    original = trainer.logprobs.of
+    original = trainer.logprobs.scores
 
-    def poisoned(model: Any, batch: Any) -> Any:
-        values = original(model, batch)
+    def poisoned(*args: Any) -> Any:
+        values, entropy = original(*args)
         now = torch.is_grad_enabled() and trainer.state.global_step == step and trainer.collectives.is_main
-        return values * float("nan") if now else values
+        return (values * float("nan") if now else values), entropy
 
-    trainer.logprobs.of = poisoned
+    trainer.logprobs.scores = poisoned
 
 
 def whole_state(model: Any) -> dict[str, torch.Tensor]:
@@ -176,27 +182,90 @@ def whole_state(model: Any) -> dict[str, torch.Tensor]:
 
 
 def train(task: dict[str, Any]) -> dict[str, Any]:
-    """Train; logs, weights, and what would be published."""
+    """Train; logs, weights, and what a weight sync would send."""
     unset_hf_deepspeed_config()  # of the task before: models would be loaded in pieces
+    # as in a run, the engine comes first: once ZeRO-3 is set up it would shard the engine's weights too
+    own = EngineSpec(model=task["model"], backend="transformers", eos_token_ids=()) if "cycle" in task else None
+    engine = build_engine(own) if own is not None else None
     trainer = build(task)
+    turns = colocate(trainer, engine, task["cycle"]) if engine is not None else {}
     if task.get("resume"):
         trainer.load_pipeline_state(Path(task["resume"]))
-    trainer.train(resume_from_checkpoint=task.get("resume"))
+    with contextlib.closing(engine) if engine is not None else contextlib.nullcontext():
+        trainer.train(resume_from_checkpoint=task.get("resume"))
+    held = [local(tensor).detach().clone() for tensor in optimizer_tensors(trainer.optimizer)]
+    turns |= {"optimizer": held, "random": torch.get_rng_state()} if engine is not None else {}
     source = PolicyWeights(trainer.model_wrapped, bucket_bytes=1)
     hashes = trainer.collectives.all_gather(source.order_hash())
-    published = {name: tensor.clone() for bucket in source.buckets() for name, tensor in bucket.tensors}
-    assert [TensorInfo.of(name, tensor) for name, tensor in published.items()] == list(source.manifest())
+    synced = {name: tensor.clone() for bucket in source.buckets() for name, tensor in bucket.tensors}
+    assert [TensorInfo.of(name, tensor) for name, tensor in synced.items()] == list(source.manifest())
     assert len(set(hashes)) == 1
     adapter = adapter_weights(trainer.model_wrapped).tensors if task.get("policy", "full") != "full" else {}
     return {
         "logs": [row for row in trainer.state.log_history if "loss" in row],
         "state": whole_state(trainer.model_wrapped),
-        "published": published,
+        "synced": synced,
         "adapter": adapter,
         "reference": reference_weights(trainer),
         "controller": asdict(controller) if (controller := trainer.entropy.controller) is not None else None,
+        "ranks": trainer.collectives.all_gather(turns),
+        "tokens": [list(c.token_ids) for one in trainer.rounds for group in one.groups for c in group.completions],
         "lengths": [len(c.token_ids) for one in trainer.rounds for group in one.groups for c in group.completions],
     }
+
+
+def colocate(trainer: Any, engine: Any, flags: dict[str, Any] | None) -> dict[str, Any]:
+    """Sample with an engine that has weights of its own; with `flags`, engine and trainer take turns.
+
+    Returns:
+        what is noted while it samples: bytes of model and optimizer on the device, and lines of the log.
+    """
+    for tensor in (*trainer.model.parameters(), *trainer.model.buffers()):
+        tensor.data = tensor.data.clone()  # what is mapped from a file cannot be released
+    weight_sync = WeightSync(engine, source=lambda: PolicyWeights(trainer.model), ranks=trainer.collectives)
+    pipeline = trainer.pipeline
+    pipeline.collector.engine, pipeline.weight_sync = engine, weight_sync
+    pipeline.collector.around = contextlib.nullcontext
+    noted: dict[str, Any] = {"seen": [], "lines": []}
+    if flags is None:
+        pipeline.phase = SyncPhase(weight_sync)
+        return noted
+    cycle = ColocateCycle(
+        engine,
+        weight_sync,
+        **flags,
+        log=noted["lines"].append,
+        metrics=trainer.metrics,
+        ranks=trainer.collectives,
+        device=torch.device("cpu"),
+        copies_on_host=True,
+    )
+    cycle.attach(trainer.model, lambda: trainer.optimizer)
+
+    @contextlib.contextmanager
+    def phase(step: int, *, current: bool = False) -> Any:
+        with cycle(step, current=current):
+            noted["seen"].append(sizes(trainer))
+            yield
+
+    pipeline.phase = phase
+    return noted
+
+
+def sizes(trainer: Any) -> list[int]:
+    """Bytes of model and optimizer that are on the device."""
+
+    def held(tensors: Any) -> dict[int, int]:
+        plain = [local(tensor) for tensor in tensors]
+        return {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in plain}
+
+    model, optimizer = held(model_tensors(trainer.model)), held(optimizer_tensors(trainer.optimizer))
+    return [sum(model.values()), sum(size for key, size in optimizer.items() if key not in model)]
+
+
+def local(tensor: Any) -> Any:
+    """A rank's own part."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def reference_weights(trainer: Any) -> dict[str, torch.Tensor]:

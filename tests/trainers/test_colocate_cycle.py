@@ -233,23 +233,18 @@ def test_an_engine_rests_until_its_first_phase():
         ({"update": SyncFailed("weights: lost")}, "update"),
         ({"wake kv_cache": RuntimeError("broken inside")}, "wake kv_cache"),
         ({"sleep 1": EngineDead("engine: x: gone")}, "sleep 1"),
+        ({}, "wake kv_cache"),  # and is not complete afterwards
     ],
 )
 def test_the_trainer_is_whole_after_any_failure_of_the_engine(fail, stage):
-    trainer = Trainer(sleep_level=1, gc_collect_after_offload=True, engine={"fail": fail}, **OFFLOAD)
+    engine = {"fail": fail, "never_whole": not fail}
+    trainer = Trainer(sleep_level=1, gc_collect_after_offload=True, engine=engine, **OFFLOAD)
     states = random.getstate(), torch.get_rng_state()
-    with pytest.raises(EngineError), trainer.cycle(0):
+    with pytest.raises(EngineError, match="" if fail else "not fully awake after its weights"), trainer.cycle(0):
         assert stage == "sleep 1", "it sampled with an engine that is not ready"
     assert stage in trainer.events
     assert trainer.is_whole()
     assert random.getstate() == states[0] and torch.equal(torch.get_rng_state(), states[1])
-
-
-def test_an_engine_that_is_not_whole_is_never_asked_to_sample():
-    trainer = Trainer(sleep_level=1, engine={"never_whole": True}, **OFFLOAD)
-    with pytest.raises(EngineDead, match="not fully awake after its weights"), trainer.cycle(0):
-        pytest.fail("it sampled")
-    assert trainer.is_whole()
 
 
 def test_a_failure_inside_puts_the_engine_to_sleep_and_travels_on():
@@ -269,15 +264,6 @@ def test_requests_that_a_failed_round_left_do_not_hide_its_error():
     assert trainer.engine.asleep and not trainer.engine._outstanding
 
 
-def test_the_error_inside_is_shown_and_not_that_of_an_engine_that_cannot_sleep_any_more():
-    gone = EngineDead("engine: x: gone")
-    trainer = Trainer(sleep_level=2, engine={"fail": {"sleep 2": gone}}, **OFFLOAD)
-    with pytest.raises(ZeroDivisionError), trainer.cycle(0):
-        raise ZeroDivisionError
-    assert trainer.is_whole()
-    assert "engine: scripted: closed, as it cannot sleep after a failure (engine: x: gone)" in trainer.lines
-
-
 @pytest.mark.parametrize("fault", [SyncFailed("engine: x: void"), EngineDead("engine: x: gone")])
 def test_an_engine_that_cannot_sleep_after_a_failure_ends_before_the_trainer_comes_back(fault, monkeypatch):
     trainer = Trainer(sleep_level=1, engine={"fail": {"sleep 1": fault}}, **OFFLOAD)
@@ -287,6 +273,7 @@ def test_an_engine_that_cannot_sleep_after_a_failure_ends_before_the_trainer_com
         raise ZeroDivisionError
     assert trainer.events[-3:] == ["sleep 1", ("close",), "model back"]
     assert trainer.is_whole()
+    assert f"engine: scripted: closed, as it cannot sleep after a failure ({fault})" in trainer.lines
 
 
 def test_an_engine_that_neither_sleeps_nor_closes_does_not_hide_the_error(monkeypatch):

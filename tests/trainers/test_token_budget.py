@@ -30,7 +30,7 @@ class Ranks:
 
 
 def passes_of(trainer):
-    """(completions, tokens) of each forward pass of one window."""
+    """(completions, tokens) of each forward pass of one global batch."""
     made = []
     original = trainer.logprobs.policy
 
@@ -50,27 +50,27 @@ def difference(a, b):
 def test_a_limit_of_tokens_makes_passes_larger_than_the_device_batch_or_smaller(nano_folders, tmp_path):
     """Two prompts of 3 and 4 tokens with four completions of 8: 31 and 32 tokens."""
     folder = nano_folders["qwen2"]
-    expected, by_samples = passes_of(make_trainer(folder, tmp_path, per_device=2, slice_size=2))
+    expected, by_samples = passes_of(make_trainer(folder, tmp_path, per_device=2, max_samples=2))
     assert [samples for samples, _ in by_samples] == [2, 2, 2, 2]
     for tokens, found in ((63, [(8, 63)]), (40, [(4, 32), (4, 31)]), (18, [(2, 18), (2, 18), (2, 17), (2, 17)])):
-        trainer = make_trainer(folder, tmp_path, per_device=2, slice_size=None, settings={"max_tokens": tokens})
+        trainer = make_trainer(folder, tmp_path, per_device=2, max_samples=None, settings={"max_tokens": tokens})
         gradients, passes = passes_of(trainer)
         assert passes == found
         assert difference(gradients, expected) < 1e-6
 
 
 def test_both_limits_hold(nano_folders, tmp_path):
-    trainer = make_trainer(nano_folders["qwen2"], tmp_path, slice_size=3, settings={"max_tokens": 18})
+    trainer = make_trainer(nano_folders["qwen2"], tmp_path, max_samples=3, settings={"max_tokens": 18})
     assert max(samples for samples, _ in passes_of(trainer)[1]) == 2
-    trainer = make_trainer(nano_folders["qwen2"], tmp_path, slice_size=3, settings={"max_tokens": 63})
+    trainer = make_trainer(nano_folders["qwen2"], tmp_path, max_samples=3, settings={"max_tokens": 63})
     assert max(samples for samples, _ in passes_of(trainer)[1]) == 3
 
 
 def test_free_memory_is_the_budget_where_none_is_given(nano_folders, tmp_path):
     folder = nano_folders["qwen2"]
-    expected, whole = passes_of(make_trainer(folder, tmp_path, per_device=1, slice_size=None))
+    expected, whole = passes_of(make_trainer(folder, tmp_path, per_device=1, max_samples=None))
     assert [samples for samples, _ in whole] == [8], "memory for all, whatever the device batch is"
-    trainer = make_trainer(folder, tmp_path, slice_size=None)
+    trainer = make_trainer(folder, tmp_path, max_samples=None)
     trainer.planner.budget = lambda **_: 20
     gradients, cut = passes_of(trainer)
     assert [samples for samples, _ in cut] == [2, 2, 2, 2]
@@ -117,7 +117,7 @@ def test_on_a_cpu_activations_are_bounded(nano_folders, monkeypatch):
 
 
 def test_completions_above_the_limit_are_said_once(nano_folders, tmp_path):
-    trainer = make_trainer(nano_folders["qwen2"], tmp_path, slice_size=None, settings={"max_tokens": 10})
+    trainer = make_trainer(nano_folders["qwen2"], tmp_path, max_samples=None, settings={"max_tokens": 10})
     said = []
     trainer.planner._say = said.append
     _, passes = passes_of(trainer)
@@ -167,7 +167,7 @@ def test_the_limit_is_in_the_state_of_the_run(nano_folders, tmp_path):
 
 
 def test_an_explicit_limit_is_not_measured(nano_folders, tmp_path):
-    trainer = make_trainer(nano_folders["qwen2"], tmp_path, slice_size=None, settings={"max_tokens": 100})
+    trainer = make_trainer(nano_folders["qwen2"], tmp_path, max_samples=None, settings={"max_tokens": 100})
     trainer.planner.budget = lambda **_: pytest.fail("memory was measured")
     gradients_of_one_step(trainer)
     assert trainer.planner.fitting_tokens is None

@@ -110,7 +110,7 @@ def summarise(
     reports = collectives.gather(report)
     if reports is None:
         return {}
-    for other in reports[1:] if collectives.is_main else []:
+    for other in reports[1:]:
         report.merge(other)
     loss_total, _ = report.sums.pop("loss")
     values = {"loss": loss_total, **report.values()}

@@ -1,22 +1,29 @@
-"""What `swift sft` hangs into TRL's trainer: its log, its checkpoints' seal and its answer to signals."""
+"""TRL's SFTTrainer as `swift sft` uses it: atomic checkpoints, the settings, and its callbacks."""
 
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import TrainerCallback
+import torch
+from datasets import Dataset
+from transformers import PrinterCallback, TrainerCallback
+from trl import SFTConfig, SFTTrainer
 
 from swift.errors import NumericError
+from swift.models.template import Template
 from swift.observability.jsonl import JsonlWriter
-from swift.trainers.checkpoint import commit_checkpoint, rotate, staging_folder, write_json
+from swift.observability.metrics import MetricStore
+from swift.trainers.atomic_trainer import AtomicTrainer
+from swift.trainers.distributed import Collectives
+from swift.trainers.optimizers.choice import attach_own_optimizer, own_optimizer
+from swift.trainers.optimizers.master_weights import keep_master_weights
+from swift.trainers.session import on_one_device, tensorboard_callback, training_options
 
 if TYPE_CHECKING:
-    from swift.trainers.distributed import Collectives
     from swift.trainers.session import SignalTrap
 
 NON_FINITE_LIMIT = 3
@@ -26,70 +33,83 @@ LOGGED = ("loss", "grad_norm", "learning_rate", "epoch", "mean_token_accuracy", 
 """What a training line says; evaluation lines say everything that begins with eval_."""
 
 
-class StopOnSignal(TrainerCallback):
-    """Ends the run after the current step, with a checkpoint, when any process was asked to stop.
+class AtomicSFTTrainer(AtomicTrainer, SFTTrainer):
+    """TRL's trainer with checkpoints that are valid or do not exist."""
 
-    Args:
-        trap: this process's signals.
-        collectives: all processes stop at the same step.
-    """
+
+def build_trainer(
+    args: Any,
+    folder: Path,
+    model: Any,
+    template: Template,
+    train: Dataset,
+    val: Dataset | None,
+    callbacks: list[TrainerCallback],
+    *,
+    collectives: Collectives,
+    settings: Mapping[str, Any],
+) -> AtomicSFTTrainer:
+    """The trainer, ready to run; checkpoints go to `folder`."""
+    arguments = on_one_device(SFTConfig(**_options(args, folder, evaluates=val is not None)))
+    trainer = AtomicSFTTrainer(
+        model=model,
+        args=arguments,
+        optimizer_cls_and_kwargs=own_optimizer(args, arguments),
+        train_dataset=train,
+        eval_dataset=val,
+        processing_class=template.tokenizer,
+        callbacks=callbacks,
+        collectives=collectives,
+        metrics=MetricStore(),
+        run_settings=settings,
+        save_total_limit=args.save_total_limit,
+    )
+    attach_own_optimizer(args, trainer)
+    trainer.remove_callback(PrinterCallback)  # `LogLines` speaks instead
+    # fp16's loss scaling needs gradients at the very weights that the optimizer holds; ZeRO and FSDP have own masters
+    if not trainer.args.fp16 and not args.deepspeed and not args.fsdp:
+        trainer.create_optimizer()
+        keep_master_weights(trainer.optimizer)
+    if (board := tensorboard_callback(args, folder)) is not None:
+        trainer.add_callback(board)
+    return trainer
+
+
+def _options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, Any]:
+    """The settings as keyword arguments of SFTConfig."""
+    on_gpu = torch.cuda.is_available()
+    precision = {"bf16": on_gpu and args.torch_dtype == "bfloat16", "fp16": on_gpu and args.torch_dtype == "float16"}
+    return {
+        **training_options(args, folder, evaluates=evaluates),
+        "max_steps": args.max_steps,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        # Rows are tokenised already: with one worker, the default, padding them here is quicker than sending them.
+        "dataloader_num_workers": args.dataloader_num_workers if args.dataloader_num_workers > 1 else 0,
+        **({} if args.deepspeed or args.fsdp else precision),
+        "max_length": None,  # rows over it are left out already, never cut
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+    }
+
+
+class StopOnSignal(TrainerCallback):
+    """Ends the run after the current step, with a checkpoint, when any process was asked to stop."""
 
     def __init__(self, trap: SignalTrap, collectives: Collectives) -> None:
         self.trap, self.collectives = trap, collectives
         self.interrupted = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """After every optimizer step; a run that is at its end anyway is not interrupted."""
-        if self.collectives.any(self.trap.caught is not None) and state.global_step < state.max_steps:
-            self.interrupted = True
-            control.should_save = True
-            control.should_training_stop = True
-        return control
-
-
-class SealCheckpoints(TrainerCallback):
-    """Gives each checkpoint its settings and its manifest; one without a manifest does not count as saved.
-
-    Args:
-        collectives: rank 0 seals when all processes have written.
-        settings: the content of args.json.
-        limit: most checkpoints that stay; removal comes after the seal, so one whole checkpoint always exists.
-    """
-
-    def __init__(self, collectives: Collectives, settings: Mapping[str, Any], limit: int | None) -> None:
-        self.collectives, self.settings, self.limit = collectives, dict(settings), limit
-        self.last: Path | None = None
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """The last step is always saved, whatever `--save_strategy` says."""
+        """After every optimizer step; the last one is always saved, whatever `--save_strategy` says."""
+        stops = self.collectives.any(self.trap.caught is not None)
         if state.global_step >= state.max_steps:
             control.should_save = True
+        elif stops:
+            self.interrupted = control.should_save = control.should_training_stop = True
         return control
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """After Trainer wrote `checkpoint-<step>`."""
-        run_dir = Path(args.output_dir)
-        self.last = run_dir / f"checkpoint-{state.global_step}"
-        self.collectives.barrier()
-        if self.collectives.is_main:
-            staging = staging_folder(run_dir, state.global_step)
-            shutil.rmtree(staging, ignore_errors=True)  # left by a kill between the next line and the seal
-            self.last.rename(staging)
-            write_json(staging / "args.json", self.settings, indent=1)
-            commit_checkpoint(staging, self.last, step=state.global_step)
-            rotate(run_dir, self.limit, keep=state.best_model_checkpoint)
-        self.collectives.barrier()
 
 
 class LogLines(TrainerCallback):
-    """Writes logging.jsonl and says one line per log step.
-
-    Args:
-        path: of logging.jsonl.
-        attempt: number of this start.
-        say: shows a line to the user.
-        clock: monotonic seconds.
-    """
+    """Writes logging.jsonl (`path`), where `attempt` is the number of this start, and says one line per log step."""
 
     def __init__(
         self, path: Path, attempt: int, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic

@@ -15,8 +15,7 @@ from swift.trainers.parallel.deepspeed import (
     deepspeed_config,
     stage_of,
 )
-from swift.trainers.parallel.fsdp import require_fsdp
-from swift.trainers.parallel.sharding import describe, require_best_model
+from swift.trainers.parallel.sharding import describe, require_sharding
 
 
 def args(deepspeed=None, **others):
@@ -94,7 +93,7 @@ def test_what_a_file_tunes_is_kept_and_auto_values_stay_auto(file):
     config = deepspeed_config(args(path))
     assert config["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 1e6, "overlap_comm": True}
     assert config["wall_clock_breakdown"] is False
-    assert config["gradient_accumulation_steps"] == "auto", "a window is one batch of the trainer"
+    assert config["gradient_accumulation_steps"] == "auto", "a global batch is one batch of the trainer"
     assert "optimizer" not in config
 
 
@@ -171,25 +170,25 @@ def test_a_missing_package_is_one_line(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"deepspeed": "zero2"}, "--fsdp: full_shard: both spread the model"),
+        ({"deepspeed": "zero2"}, "--fsdp: full_shard: both shard the model"),
         ({"torch_dtype": "float16"}, "--torch_dtype: float16"),
         ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "--gradient_checkpointing_kwargs: use_reentrant"),
     ],
 )
 def test_fsdp_says_what_it_does_not_go_with(settings, line):
     with pytest.raises(ConfigError) as caught:
-        require_fsdp(args(fsdp="full_shard", **settings))
+        require_sharding(args(fsdp="full_shard", **settings))
     assert [one for one in caught.value.problems if one.startswith(line)]
 
 
 def test_the_best_of_checkpoints_without_state_cannot_be_loaded():
     wrong = {"save_only_model": True, "load_best_model_at_end": True}
-    require_best_model(args(**wrong))
+    require_sharding(args(**wrong))
     with pytest.raises(ConfigError, match="--deepspeed zero2 cannot load"):
-        require_best_model(args("zero2", **wrong))
+        require_sharding(args("zero2", **wrong))
     with pytest.raises(ConfigError, match="--fsdp full_shard cannot load"):
-        require_best_model(args(fsdp="full_shard", **wrong))
+        require_sharding(args(fsdp="full_shard", **wrong))
 
 
-def test_the_plan_says_how_the_model_is_spread():
+def test_the_plan_says_how_the_model_is_sharded():
     assert [describe(one) for one in (args(), args("zero3"), args(fsdp="full_shard"))] == ["", ", ZeRO-3", ", FSDP"]

@@ -10,7 +10,7 @@ import pytest
 from swift.errors import NumericError
 from swift.trainers.distributed import Collectives
 from swift.trainers.session import SignalTrap
-from swift.trainers.sft_callbacks import NON_FINITE_LIMIT, LogLines, SealCheckpoints, StopOnSignal
+from swift.trainers.sft_trainer import NON_FINITE_LIMIT, LogLines, StopOnSignal
 
 
 def state(step: int, max_steps: int = 10) -> SimpleNamespace:
@@ -43,20 +43,15 @@ def test_a_second_interrupt_from_the_keyboard_is_not_held_back():
 def test_the_run_stops_after_the_step_of_the_signal_but_is_not_interrupted_at_its_end():
     trap = SignalTrap()
     stop = StopOnSignal(trap, Collectives())
-    assert not stop.on_step_end(None, state(3), control()).should_training_stop
+    goes_on = stop.on_step_end(None, state(3), control())
+    assert not goes_on.should_training_stop and not goes_on.should_save
     trap.caught = "SIGTERM"
     stopped = stop.on_step_end(None, state(4), control())
     assert stopped.should_training_stop
     assert stopped.should_save
     finished = StopOnSignal(trap, Collectives())
-    finished.on_step_end(None, state(10), control())
+    assert finished.on_step_end(None, state(10), control()).should_save, "the last step is always saved"
     assert not finished.interrupted
-
-
-def test_the_last_step_is_always_saved():
-    seal = SealCheckpoints(Collectives(), {}, None)
-    assert not seal.on_step_end(None, state(9), control()).should_save
-    assert seal.on_step_end(None, state(10), control()).should_save
 
 
 def test_a_log_line_has_the_time_per_step_and_the_time_left(tmp_path):

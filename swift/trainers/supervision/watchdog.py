@@ -1,17 +1,17 @@
-"""A run in which nothing moves ends, and says what stood still (`--stall_timeout`, exit code 4).
+"""A watchdog stops a hung run and says what stood still (`--stall_timeout`, exit code 4).
 
 Whatever is completed counts as progress: a completion, a token of an engine, an outcome of a reward function, a bucket
 of weights, a micro-batch, a collective, a phase of the step, bytes of a checkpoint. A thread looks every tick whether
-there was any, and counts those without. Ticks, not seconds of a clock: whoever stops the whole process, or the machine,
+there was any, and counts ticks without. Ticks, not seconds of a clock: whoever stops the whole process, or the machine,
 stops the count as well, and so does a debugger's prompt.
 
     phase("train")    what the trainer's thread does; some phases have bounds of their own, which come first
     touch()           something was completed, from any thread
     waiting()         for other ranks, in a collective: it is not this one that stands still
-    heard()           another rank gets on, for which this one waits outside of a collective
+    on_heartbeat()    another rank gets on, for which this one waits outside of a collective
 
-What cannot be seen from here is a wait inside of a library's own collective; the rank that ends then says that the
-others stood still as well, and each leaves its stacks in its log.
+A wait inside of a library's own collective cannot be seen from here; the rank that ends then says that the others stood
+still as well, and each leaves its stacks in its log.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import math
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +43,16 @@ DUMP_S = 10.0
 DEBUGGERS = {"pdb", "bdb", "ipdb", "debugpy", "pydevd", "_pydevd_bundle"}
 
 
-class StallWatch:
-    """Ends the process when nothing moves; watches between `start` and `stop`.
+class Watchdog:
+    """Ends the process when nothing moves; acts between `start` and `stop`.
 
     Args:
         limit_s: ticks without progress, in seconds.
         limits: phase -> longer bound, where waits are bounded otherwise.
-        meters: give values that change while something moves; called on the watch's thread, must not wait.
+        meters: give values that change while something moves; called on the watchdog's thread, must not wait.
         log_file: takes the stacks of all threads.
-        rank: of this process. others: state (`state`) of the other ranks, as far as they are known.
-        engines: says where engines in other processes are, in one line, "" without any.
-        awaits: says for whom else this rank waits, in one line, "" for nobody.
+        rank: of this process.
+        remarks: what else to say, one line each, "" for nothing: where engines are, for whom this rank waits.
         farewell: told the error's line before the end, so that other ranks know.
         tick_s: between two looks.
         end: ends the process.
@@ -64,12 +63,10 @@ class StallWatch:
         limit_s: float,
         *,
         limits: Mapping[str, float] | None = None,
-        meters: tuple[Callable[[], Any], ...] = (),
+        meters: Sequence[Callable[[], Any]] = (),
         log_file: Path,
         rank: int = 0,
-        others: Callable[[], Mapping[int, str]] = dict,
-        engines: Callable[[], str] = str,
-        awaits: Callable[[], str] = str,
+        remarks: Sequence[Callable[[], str]] = (),
         farewell: Callable[[str], None] = lambda line: None,
         tick_s: float | None = None,
         end: Callable[[SwiftError], Any] = end_process,
@@ -79,28 +76,28 @@ class StallWatch:
         self.meters = meters
         self.log_file = log_file
         self.rank = rank
-        self.others, self.engines, self.awaits, self.farewell, self.end = others, engines, awaits, farewell, end
+        self.remarks, self.farewell, self.end = list(remarks), farewell, end
         self.tick_s = min(TICK_S, limit_s / 10) if tick_s is None else tick_s
         self._ticks = 0
         self._phases: list[str] = []
         self._count = 0
-        self._heard = 0
+        self._heartbeats = 0
         self._waits = 0
         self._seen: Any = None
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
-    # --- what the run says ------------------------------------------------------------------------------------
+    # --- reported by the run ----------------------------------------------------------------------------------
 
     def touch(self) -> None:
         """Something was completed."""
         self._count += 1
 
-    def heard(self) -> None:
+    def on_heartbeat(self) -> None:
         """Another rank completed something; no progress of this one, which others could wait for in turn."""
-        self._heard += 1
+        self._heartbeats += 1
 
-    def pulse(self) -> Any:
+    def activity(self) -> Any:
         """Changes with this rank's own progress."""
         return self._count, [meter() for meter in self.meters]
 
@@ -125,18 +122,17 @@ class StallWatch:
             self._waits -= 1
             self.touch()
 
+    def state(self) -> str:
+        """For the other ranks: where this one has stood still for more than a look, "" when it moves or waits."""
+        return f"{_where(self._phase())} for {self._still_s:.0f} s" if self._still_s > 2 * self.tick_s else ""
+
     @property
-    def still_s(self) -> float:
+    def _still_s(self) -> float:
         """Seconds, in ticks, without progress."""
         return self._ticks * self.tick_s
 
-    def state(self) -> str:
-        """For the other ranks: where this one has stood still for more than a look, "" when it moves or waits."""
-        return f"{_where(self._phase())} for {self.still_s:.0f} s" if self.still_s > 2 * self.tick_s else ""
-
     def _phase(self) -> str:
-        phases = self._phases[-1:]  # another thread may end it meanwhile
-        return phases[0] if phases else ""
+        return next(iter(self._phases[-1:]), "")  # another thread may end it meanwhile
 
     # --- the thread -------------------------------------------------------------------------------------------
 
@@ -146,7 +142,7 @@ class StallWatch:
             self._stopped.clear()
             self._ticks = 0
             self.touch()
-            self._thread = threading.Thread(target=self._run, name="stall-watch", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
@@ -163,7 +159,7 @@ class StallWatch:
     def tick(self) -> None:
         """One look."""
         phase = self._phase()
-        now = (self.pulse(), self._heard, _written() if phase == "save" else None)
+        now = (self.activity(), self._heartbeats, _written() if phase == "save" else None)
         if self._waits or now != self._seen:
             self._seen, self._ticks = now, 0
             return
@@ -179,40 +175,39 @@ class StallWatch:
         self.end(EngineError(line))
 
     def _line(self, phase: str) -> str:
-        too = "".join(f"; so did rank {rank} {state}" for rank, state in self.others().items() if state)
-        beside = "".join(f"; {line}" for line in (self.engines(), self.awaits()) if line)
+        remarks = "".join(f"; {line}" for line in (remark() for remark in self.remarks) if line)
         return (
-            f"--stall_timeout: {self.limit_s:g}: rank {self.rank} made no progress for {self.still_s:.0f} s "
+            f"--stall_timeout: {self.limit_s:g}: rank {self.rank} made no progress for {self._still_s:.0f} s "
             f"{_where(phase)}: its main thread is in {_main_thread()}"
-            f"{beside}{too}; all stacks are in {self.log_file}; resume from the last "
+            f"{remarks}; all stacks are in {self.log_file}; resume from the last "
             "checkpoint (--resume_from_checkpoint last), or raise it if this is only slow"
         )
 
     def dump(self) -> None:
         """Write the stacks of all threads to the log, unless the disk stands still."""
-        thread = threading.Thread(target=self._dump, name="stall-dump", daemon=True)
+        thread = threading.Thread(target=self._dump, name="watchdog-dump", daemon=True)
         thread.start()
         thread.join(DUMP_S)
 
     def _dump(self) -> None:
         with contextlib.suppress(OSError), self.log_file.open("a", encoding="utf-8") as log:
-            print(f"stacks of rank {self.rank}, {self.still_s:.0f} s after its last progress:", file=log, flush=True)
+            print(f"stacks of rank {self.rank}, {self._still_s:.0f} s after its last progress:", file=log, flush=True)
             faulthandler.dump_traceback(log, all_threads=True)
 
 
-class StallCallback(TrainerCallback):
+class WatchdogCallback(TrainerCallback):
     """Watches while Trainer trains, not while it loads what it resumes from."""
 
-    def __init__(self, watch: StallWatch) -> None:
-        self.watch = watch
+    def __init__(self, watchdog: Watchdog) -> None:
+        self.watchdog = watchdog
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Everything is loaded."""
-        self.watch.start()
+        self.watchdog.start()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The last step is done and saved."""
-        self.watch.stop()
+        self.watchdog.stop()
 
 
 def _where(phase: str) -> str:
@@ -228,18 +223,17 @@ def _main_thread() -> str:
 
 def _debugged() -> bool:
     """Whether a thread is in a debugger's hands."""
-    for frame in sys._current_frames().values():
-        one: Any = frame
-        while one is not None:
-            if str(one.f_globals.get("__name__")).partition(".")[0] in DEBUGGERS:
-                return True
-            one = one.f_back
-    return False
+    names = {
+        str(frame.f_globals.get("__name__")).partition(".")[0]
+        for innermost in sys._current_frames().values()
+        for frame, _ in traceback.walk_stack(innermost)
+    }
+    return not names.isdisjoint(DEBUGGERS)
 
 
-def _written() -> list[str]:
+def _written() -> Any:
     """What this process has written so far, where the system counts it; a large file is progress before it is whole."""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
-        return [line for line in lines if line.startswith(("wchar:", "write_bytes:"))]
-    return []
+    import psutil
+
+    counters = getattr(psutil.Process(), "io_counters", lambda: None)()
+    return counters and (counters.write_chars, counters.write_bytes)
