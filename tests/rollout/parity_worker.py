@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from parity_engines import END, FAULTS, SAMPLING, SmallEngine, load, scorer, some_prompts
 
-from swift.models.forward import choose_attention
+from swift.models.attention.choice import choose_attention
 from swift.rollout.parity import ParityCheck
 from swift.rollout.weights.policy import PolicyWeights
 from swift.rollout.weights.sync import WeightSync
@@ -83,7 +83,7 @@ def main(folder, way, fault, output):
     weight_sync = WeightSync(engine, source=lambda: PolicyWeights(model), ranks=ranks)
     check = ParityCheck(
         engine,
-        score=scorer(inner, SAMPLING.temperature),
+        score=scorer(inner),
         model=model,
         weight_sync=weight_sync,
         prompts=some_prompts(),
