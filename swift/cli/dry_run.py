@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from swift.cli import launcher
-from swift.cli.devices import allowed_cores, count_accelerators
 from swift.rollout import placement
 
 if TYPE_CHECKING:
@@ -75,21 +74,25 @@ def rehearse_sft(resolved: Resolved) -> int:
     return 0
 
 
+def rehearse_rollout(resolved: Resolved) -> int:
+    """The dry run of `swift rollout`; returns 0."""
+    from swift.rollout.server.run import bind, check
+
+    plan = check(resolved.args, resolved.given)
+    bind(resolved.args.host, resolved.args.port).close()
+    show(resolved, plan.lines())
+    return 0
+
+
 def _place(resolved: Resolved) -> placement.Placement:
     """Where engines and trainers would be."""
-    from swift.trainers.engines import attention_heads
+    from swift.trainers.engines import find_placement
 
-    accelerators, kind = count_accelerators()
-    request = placement.request_from(
+    return find_placement(
         resolved.args,
         local_ranks=launcher.local_ranks(os.environ),
-        accelerators=accelerators,
-        accelerator_kind=kind,
-        cores=allowed_cores(),
-        prefetch_given=resolved.provenance.get("prefetch_depth", {}).get("source", "default") != "default",
-        heads=lambda: attention_heads(resolved.args),
+        prefetch_given="prefetch_depth" in resolved.given,
     )
-    return placement.place(request)
 
 
 def _lengths(prompts: Sequence[Prompt]) -> str:

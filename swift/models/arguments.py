@@ -82,6 +82,6 @@ class TunerArguments(CheckpointArguments):
 class ModelArguments(TunerArguments):
     """The policy and its reference."""
 
-    ref_model: str | None = flag(everyday=False, unset="the policy as it starts")
+    ref_model: str | None = flag(everyday=False, needs="beta", unset="the policy as it starts")
     """Model or adapter folder of the KL reference. If not given, LoRA turns its adapter off and full tuning keeps a
-    frozen copy; `--beta 0` needs none."""
+    frozen copy."""

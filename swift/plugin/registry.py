@@ -76,7 +76,7 @@ class Registry(MutableMapping[str, Any]):
     Args:
         key: the name that users import: "orms".
         kind: what the entries are, for messages: "reward function".
-        home: package whose modules register the built-in entries; None for none.
+        home: module that registers the built-in entries, or package whose modules do; None for none.
     """
 
     def __init__(self, key: str, kind: str, home: str | None = None) -> None:
@@ -89,7 +89,7 @@ class Registry(MutableMapping[str, Any]):
         """All registrations by name, the built-in ones included."""
         home, self._home = self._home, None
         if home is not None:
-            for module in pkgutil.iter_modules(importlib.import_module(home).__path__):
+            for module in pkgutil.iter_modules(getattr(importlib.import_module(home), "__path__", ())):
                 importlib.import_module(f"{home}.{module.name}")
         return self._registered
 
@@ -211,9 +211,12 @@ backends = Registry("backends", "inference backend")
 rollout_functions = Registry("rollout_functions", "rollout function")
 """Rollout functions by name: `function(prompts, rollout)`; see `swift.rollout.rollout_function`."""
 
+presets = Registry("presets", "preset", home="swift.arguments.presets")
+"""Values of papers for `--preset`, by name."""
+
 inference_backends, rollout_funcs = backends, rollout_functions  # older names
 
 REGISTRIES: Mapping[str, Registry] = {
-    registry.key: registry for registry in (orms, losses, advantages, optimizers, backends, rollout_functions)
+    registry.key: registry for registry in (orms, losses, advantages, optimizers, backends, rollout_functions, presets)
 }
 """All registries by the name that users import."""

@@ -356,8 +356,8 @@ class EngineArguments:
     cpu_devices: int | None = flag(at_least=1, everyday=False, unset="as many as are needed")
     """Number of groups of CPU cores that act as devices if there is no accelerator."""
 
-    weight_transport: Literal["auto", "object_store", "broadcast", "ipc", "disk", "http"] = flag("auto", everyday=False)
-    """Transport of weight syncs: object_store, broadcast or ipc with `--vllm_mode dedicated`; disk, http or broadcast
+    weight_transport: Literal["auto", "object_store", "broadcast", "disk", "http"] = flag("auto", everyday=False)
+    """Transport of weight syncs: object_store or broadcast with `--vllm_mode dedicated`; disk, http or broadcast
     to servers. auto takes the shortest way between the devices."""
 
     ray_address: str | None = flag(everyday=False, unset="a cluster that ends with the run")

@@ -75,7 +75,7 @@ class Placement:
 
 
 TRANSPORTS: dict[str, tuple[str, ...]] = {
-    "dedicated": ("object_store", "broadcast", "ipc"),
+    "dedicated": ("object_store", "broadcast"),
     "server": ("disk", "http", "broadcast"),
 }
 """`--weight_transport` by mode; the others share the trainer's process."""

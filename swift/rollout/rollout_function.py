@@ -16,7 +16,6 @@ The function runs on a thread of its own. A call that takes longer than its limi
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 import traceback
@@ -38,6 +37,7 @@ from swift.rollout.engines.base import (
     WeightUpdate,
 )
 from swift.rollout.rollout_output import FLAG, OutputReader
+from swift.rollout.seeds import seed_of
 from swift.types import Completion, Request, SamplingParams
 
 LOOK_S = 1.0
@@ -147,8 +147,7 @@ class Rollout:
     def _seed(self, place: int) -> int:
         if self._turn == 0 and place < len(self._seeds):
             return self._seeds[place]
-        text = "\x1f".join(map(str, (self._seeds[place % len(self._seeds)], self._turn, place)))
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") & (2**63 - 1)
+        return seed_of(self._seeds[place % len(self._seeds)], self._turn, place)
 
     def _revoke(self) -> None:
         """Take the engine away: what runs in it ends, and nothing more begins."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from swift.devices import allowed_cores, count_accelerators
 from swift.errors import ConfigError, SwiftError, end_process
 from swift.rollout.engines.guided import require as require_guidance
 from swift.rollout.engines.spec import EngineSpec, build_engine, spec_from
@@ -86,25 +87,27 @@ class EngineSetup:
         self.engine_logs = None
 
 
-def find_placement(args: Any, *, prefetch_given: bool = False) -> Placement:
+def find_placement(args: Any, *, local_ranks: int | None = None, prefetch_given: bool = False) -> Placement:
     """The placement of this node, from the settings, the launch variables and the machine.
+
+    Args:
+        args: the settings.
+        local_ranks: training processes of the node; None asks the variables of a worker.
+        prefetch_given: whether the user gave `prefetch_depth`.
 
     Raises:
         ConfigError: the numbers do not fit together.
     """
-    import torch
-
-    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    accelerators = torch.accelerator.device_count() if kind is not None else 0
+    accelerators, kind = count_accelerators()
     if accelerators and getattr(args, "ray_address", None):  # engines have devices of other nodes, after those here
         accelerators += args.num_infer_workers or 1
     placement = place(
         request_from(
             args,
-            local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            local_ranks=local_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
             accelerators=accelerators,
-            accelerator_kind=kind.type if kind is not None else "cpu",
-            cores=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0],
+            accelerator_kind=kind,
+            cores=allowed_cores(),
             prefetch_given=prefetch_given,
             heads=lambda: attention_heads(args),
         )

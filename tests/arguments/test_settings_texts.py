@@ -32,12 +32,12 @@ def test_no_spelling_means_two_settings(mode):
 
 
 def test_settings_are_not_listed_as_known_elsewhere():
-    names = {spelling for mode in MODES for spelling in spellings_of(settings_class(mode))}
+    names = {spelling for cls in map(settings_class, MODES) for spelling in spellings_of(cls)}
     assert {name for name in names if is_known(name)} == set()
 
 
 def test_every_rule_is_about_a_setting_that_can_be_unset():
-    flags = {name: flag for mode in MODES for name, flag in flags_of(settings_class(mode)).items()}
+    flags = {name: flag for cls in map(settings_class, MODES) for name, flag in flags_of(cls).items()}
     assert all(flags[rule.name].optional and flags[rule.name].default is None for rule in RULES)
 
 
@@ -91,7 +91,7 @@ def test_the_schema_covers_every_spelling_and_is_json():
 def test_choices_hold_every_schedule_of_transformers():
     from transformers.trainer_utils import SchedulerType
 
-    assert {item.value for item in SchedulerType} <= set(flags_of(MODES["rlhf"])["lr_scheduler_type"].choices)
+    assert {item.value for item in SchedulerType} <= set(flags_of(settings_class("rlhf"))["lr_scheduler_type"].choices)
 
 
 def test_reading_settings_loads_no_heavy_package():

@@ -193,10 +193,10 @@ def load(folder, dtype=torch.float32):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
 
 
-def scorer(model, temperature):
-    """What `GRPOTrainer.score` computes."""
+def scorer(model):
+    """What the trainer's `score` computes."""
 
-    def score(sequences: list[TokenSequence]):
+    def score(sequences: list[TokenSequence], temperature: float):
         choose_attention(model)
         tokens = pack(sequences)
         return selected_logprobs(packed_logits(model, tokens), tokens.target_ids, temperature=temperature)

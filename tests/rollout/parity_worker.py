@@ -83,7 +83,7 @@ def main(folder, way, fault, output):
     weight_sync = WeightSync(engine, source=lambda: PolicyWeights(model), ranks=ranks)
     check = ParityCheck(
         engine,
-        score=scorer(inner, SAMPLING.temperature),
+        score=scorer(inner),
         model=model,
         weight_sync=weight_sync,
         prompts=some_prompts(),

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
 
 from swift.observability.metrics import MetricStore
 from swift.rl.losses import LossConfig
 from swift.rollout.collector import RolloutCollector
 from swift.rollout.engines.transformers import TransformersEngine
+from swift.rollout.phase import SyncPhase
 from swift.rollout.pipeline import PipelineConfig, RolloutPipeline
 from swift.rollout.scheduler import RolloutScheduler
+from swift.rollout.weights.policy import PolicyWeights, adapter_weights
 from swift.rollout.weights.sync import WeightSync
 from swift.trainers.distributed import Collectives
 from swift.trainers.grpo.callbacks import PipelineCallback
 from swift.trainers.grpo.settings import GRPOSettings
 from swift.trainers.grpo.trainer import GRPOTrainer
+from swift.trainers.memory.colocate import ColocateCycle
+from swift.trainers.memory.offload import model_tensors, optimizer_tensors
 from swift.types import GroupScores, Prompt, SamplingParams
 
 END = 262  # never sampled by these tests' rewards; completions end at their length
@@ -137,8 +144,6 @@ def make_trainer(
     """
     from transformers import AutoModelForCausalLM, TrainingArguments
 
-    from swift.rollout.weights.policy import PolicyWeights
-
     model = model if model is not None else AutoModelForCausalLM.from_pretrained(folder)
     collectives = Collectives()
     metrics = MetricStore()
@@ -221,3 +226,64 @@ def gradients_of_one_step(trainer):
 def logs_of(trainer):
     """Training log rows."""
     return [row for row in trainer.state.log_history if "loss" in row]
+
+
+def colocate(trainer, engine, flags, *, batches=None, adapters=False):
+    """Sample with an engine that has weights of its own; with `flags`, engine and trainer take turns.
+
+    `batches`: groups of layers that a weight sync gathers at a time. `adapters`: only they are sent.
+
+    Returns:
+        what is noted while it samples: bytes of model and optimizer on the device, and lines of the log.
+    """
+    for tensor in (*trainer.model.parameters(), *trainer.model.buffers()):
+        tensor.data = tensor.data.clone()  # what is mapped from a file cannot be released
+    weight_sync = WeightSync(
+        engine,
+        source=lambda: PolicyWeights(trainer.model, move_model_batches=batches),
+        adapter=(lambda: adapter_weights(trainer.model)) if adapters else None,
+        ranks=trainer.collectives,
+    )
+    pipeline = trainer.pipeline
+    pipeline.collector.engine, pipeline.weight_sync = engine, weight_sync
+    pipeline.collector.around = contextlib.nullcontext
+    noted = {"seen": [], "lines": []}
+    if flags is None:
+        pipeline.phase = SyncPhase(weight_sync)
+        return noted
+    cycle = ColocateCycle(
+        engine,
+        weight_sync,
+        **flags,
+        log=noted["lines"].append,
+        metrics=trainer.metrics,
+        ranks=trainer.collectives,
+        device=torch.device("cpu"),
+        copies_on_host=True,
+    )
+    cycle.attach(trainer.model, lambda: trainer.optimizer)
+
+    @contextlib.contextmanager
+    def phase(step, *, current=False):
+        with cycle(step, current=current):
+            noted["seen"].append(sizes(trainer))
+            yield
+
+    pipeline.phase = phase
+    return noted
+
+
+def sizes(trainer):
+    """Bytes of model and optimizer that are on the device."""
+
+    def held(tensors):
+        plain = [local(tensor) for tensor in tensors]
+        return {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in plain}
+
+    model, optimizer = held(model_tensors(trainer.model)), held(optimizer_tensors(trainer.optimizer))
+    return [sum(model.values()), sum(size for key, size in optimizer.items() if key not in model)]
+
+
+def local(tensor):
+    """A rank's own part."""
+    return getattr(tensor, "_local_tensor", tensor)

@@ -18,6 +18,7 @@ from typing import Any
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
+from grpo_parts import colocate, local
 from preloaded import run_ranks
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -26,14 +27,11 @@ from swift.models.sharded import gathered
 from swift.models.spread_sampling import sampling_from
 from swift.rl.entropy import AdaptiveEntropy
 from swift.rollout.engines.spec import EngineSpec, build_engine
-from swift.rollout.phase import SyncPhase
 from swift.rollout.weights.base import TensorInfo
 from swift.rollout.weights.policy import PolicyWeights, adapter_weights
-from swift.rollout.weights.sync import WeightSync
 from swift.trainers.grpo.callbacks import EveryFewSteps
 from swift.trainers.grpo.entropy import EntropySettings
-from swift.trainers.memory.colocate import ColocateCycle
-from swift.trainers.memory.offload import model_tensors, optimizer_tensors
+from swift.trainers.memory.offload import optimizer_tensors
 from swift.trainers.parallel.sharding import sharding_options
 from swift.trainers.session import join_processes
 
@@ -212,60 +210,6 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
         "tokens": [list(c.token_ids) for one in trainer.rounds for group in one.groups for c in group.completions],
         "lengths": [len(c.token_ids) for one in trainer.rounds for group in one.groups for c in group.completions],
     }
-
-
-def colocate(trainer: Any, engine: Any, flags: dict[str, Any] | None) -> dict[str, Any]:
-    """Sample with an engine that has weights of its own; with `flags`, engine and trainer take turns.
-
-    Returns:
-        what is noted while it samples: bytes of model and optimizer on the device, and lines of the log.
-    """
-    for tensor in (*trainer.model.parameters(), *trainer.model.buffers()):
-        tensor.data = tensor.data.clone()  # what is mapped from a file cannot be released
-    weight_sync = WeightSync(engine, source=lambda: PolicyWeights(trainer.model), ranks=trainer.collectives)
-    pipeline = trainer.pipeline
-    pipeline.collector.engine, pipeline.weight_sync = engine, weight_sync
-    pipeline.collector.around = contextlib.nullcontext
-    noted: dict[str, Any] = {"seen": [], "lines": []}
-    if flags is None:
-        pipeline.phase = SyncPhase(weight_sync)
-        return noted
-    cycle = ColocateCycle(
-        engine,
-        weight_sync,
-        **flags,
-        log=noted["lines"].append,
-        metrics=trainer.metrics,
-        ranks=trainer.collectives,
-        device=torch.device("cpu"),
-        copies_on_host=True,
-    )
-    cycle.attach(trainer.model, lambda: trainer.optimizer)
-
-    @contextlib.contextmanager
-    def phase(step: int, *, current: bool = False) -> Any:
-        with cycle(step, current=current):
-            noted["seen"].append(sizes(trainer))
-            yield
-
-    pipeline.phase = phase
-    return noted
-
-
-def sizes(trainer: Any) -> list[int]:
-    """Bytes of model and optimizer that are on the device."""
-
-    def held(tensors: Any) -> dict[int, int]:
-        plain = [local(tensor) for tensor in tensors]
-        return {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in plain}
-
-    model, optimizer = held(model_tensors(trainer.model)), held(optimizer_tensors(trainer.optimizer))
-    return [sum(model.values()), sum(size for key, size in optimizer.items() if key not in model)]
-
-
-def local(tensor: Any) -> Any:
-    """A rank's own part."""
-    return getattr(tensor, "_local_tensor", tensor)
 
 
 def reference_weights(trainer: Any) -> dict[str, torch.Tensor]:

@@ -9,16 +9,11 @@ import itertools
 
 import pytest
 import torch
-from grpo_parts import make_trainer
+from grpo_parts import colocate, make_trainer
 
 from swift.rl.losses import LossConfig
 from swift.rollout.engines.spec import EngineSpec, build_engine
-from swift.rollout.phase import SyncPhase
-from swift.rollout.weights.policy import PolicyWeights, adapter_weights
-from swift.rollout.weights.sync import WeightSync
-from swift.trainers.memory.colocate import ColocateCycle
 
-CPU = torch.device("cpu")
 STEPS = 5
 POLICIES = {
     "lora with dropout": {"lora": True, "dtype": torch.float32, "beta": 0.1},
@@ -28,17 +23,14 @@ POLICIES = {
 
 
 def policy(folder, *, lora, dtype):
-    """In memory of its own: what is mapped from a file cannot be released."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    if lora:
-        model = get_peft_model(model, LoraConfig(target_modules="all-linear", lora_dropout=0.2, lora_alpha=32, r=4))
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data = tensor.data.clone()
-    return model
+    if not lora:
+        return model
+    return get_peft_model(model, LoraConfig(target_modules="all-linear", lora_dropout=0.2, lora_alpha=32, r=4))
 
 
 def train(folder, output, kind, *, flags=None, batches=None, evaluate=False, adapters=False):
@@ -61,30 +53,7 @@ def train(folder, output, kind, *, flags=None, batches=None, evaluate=False, ada
     name = str(settings["dtype"]).removeprefix("torch.")
     spec = EngineSpec(model=str(folder), backend="transformers", dtype=name, eos_token_ids=(), lora=adapters)
     engine = build_engine(spec)
-    weight_sync = WeightSync(
-        engine,
-        source=lambda: PolicyWeights(model, move_model_batches=batches),
-        adapter=(lambda: adapter_weights(model)) if adapters else None,
-        ranks=trainer.collectives,
-    )
-    lines, out = [], []
-    pipeline = trainer.pipeline
-    pipeline.collector.engine, pipeline.weight_sync = engine, weight_sync
-    if flags is None:
-        pipeline.phase = SyncPhase(weight_sync)
-    else:
-        cycle = ColocateCycle(
-            engine,
-            weight_sync,
-            **flags,
-            log=lines.append,
-            metrics=trainer.metrics,
-            ranks=trainer.collectives,
-            device=CPU,
-            copies_on_host=True,
-        )
-        cycle.attach(model, lambda: trainer.optimizer)
-        pipeline.phase = watched(cycle, model, trainer, out)
+    noted = colocate(trainer, engine, flags, batches=batches, adapters=adapters)
     torch.manual_seed(17)
     with contextlib.closing(engine):
         trainer.train()
@@ -103,8 +72,8 @@ def train(folder, output, kind, *, flags=None, batches=None, evaluate=False, ada
         "random": torch.get_rng_state(),
         "losses": [(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row],
         "tokens": tokens,
-        "lines": lines,
-        "out": out,
+        "lines": noted["lines"],
+        "out": [(model == 0, optimizer == 0) for model, optimizer in noted["seen"]],
     }
 
 
@@ -112,26 +81,6 @@ def eval_prompts():
     from swift.types import Prompt
 
     return [Prompt(f"e{i}", [], [60 + i] * 4) for i in range(2)]
-
-
-def watched(cycle, model, trainer, out):
-    """The cycle; notes what was out in each phase."""
-
-    @contextlib.contextmanager
-    def phase(step, *, current=False):
-        with cycle(step, current=current):
-            optimizer = trainer.optimizer.optimizer if trainer.optimizer is not None else None
-            moments = [v for s in optimizer.state.values() for v in s.values()] if optimizer is not None else []
-            out.append((empty(model.parameters()), empty(moments) if moments else None))
-            yield
-
-    return phase
-
-
-def empty(tensors):
-    sizes = {tensor.untyped_storage().nbytes() for tensor in tensors}
-    assert len({size == 0 for size in sizes}) == 1, "some are out and some are not"
-    return sizes == {0}
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +127,7 @@ EVERYTHING = flags_of(2, True, True, True)
 def test_everything_at_once_changes_no_bit(kind, arch, nano_folders, tmp_path, plain):
     found = train(nano_folders[arch], tmp_path, kind, flags=EVERYTHING, batches=2)
     assert_equal(found, plain(kind, arch))
-    assert found["out"] == [(True, None)] + [(True, True)] * (STEPS - 1)
+    assert found["out"] == [(True, True)] * STEPS
     assert sum(line.startswith("mem ") for line in found["lines"]) == 3 * STEPS
 
 

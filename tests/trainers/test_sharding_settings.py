@@ -63,16 +63,13 @@ def test_a_preset_is_a_stage_and_leaves_the_rest_to_the_flags(name, stage):
     assert offloads == expected.get(name, set())
 
 
-def test_a_checkpoint_of_stage_3_holds_a_model():
-    assert deepspeed_config(args("zero3"))["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True
-
-
-def test_weights_of_16_bits_have_masters_and_are_checked_for_overflow():
+def test_weights_of_16_bits_have_masters_and_are_checked_for_overflow_and_stage_3_saves_a_model():
     config = deepspeed_config(args("zero2", torch_dtype="bfloat16"))
     assert config["bf16"] == {"enabled": True, "check_grad_overflow": True}
     assert "fp16" not in config
     assert deepspeed_config(args("zero2", torch_dtype="float16"))["fp16"] == {"enabled": True}
     assert not {"bf16", "fp16"} & set(deepspeed_config(args("zero2")))
+    assert deepspeed_config(args("zero3"))["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True
 
 
 def test_stage_0_is_refused_where_it_would_lose_updates():

@@ -2,13 +2,10 @@
 
 import contextlib
 import copy
-import inspect
 import json
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,7 +14,6 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from transformers import AutoModelForCausalLM
 
 from swift.errors import SyncFailed
@@ -26,14 +22,14 @@ from swift.rollout.engines.actor_transport import ActorTransport, actor_engine
 from swift.rollout.engines.pool import EnginePool
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.engines.transport import Timeouts
-from swift.rollout.weights import broadcast, cuda_ipc, object_store, packing
+from swift.rollout.weights import broadcast, object_store, packing
 from swift.rollout.weights.base import AdapterWeights, Bucket
 from swift.rollout.weights.broadcast import BroadcastGroup, BroadcastReceiver, BroadcastSender
 from swift.rollout.weights.digest import checksum, checksums, digest_of
 from swift.rollout.weights.policy import PolicyWeights
 from swift.types import Request, SamplingParams
 
-UPDATES = 20
+UPDATES = 5
 TOLERANCE = 1e-5
 ARCHITECTURES = {"qwen2": True, "llama": False}
 """Architecture -> whether its head is tied to its embedding."""
@@ -497,38 +493,7 @@ def test_both_ends_of_a_group_find_each_other(nccl):
     trainer().broadcast(torch.zeros(4, dtype=torch.uint8))
 
 
-# --- GPUs, as far as they can be seen from here ------------------------------------------------------------------
-
-
-def test_torch_still_describes_memory_with_its_device_at_this_place():
-    words = list(inspect.signature(rebuild_cuda_tensor).parameters)
-    assert words[cuda_ipc.DEVICE] == "storage_device"
-
-
-def test_tensors_outside_of_a_gpu_have_no_handle():
-    with pytest.raises(SyncFailed, match="--weight_transport ipc: the trainer's tensors lie on cpu; use auto"):
-        cuda_ipc.header_for(Bucket(tensors()))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_another_process_maps_the_memory_of_this_one():
-    bucket = Bucket([(name, tensor.cuda()) for name, tensor in tensors()])
-    code = (
-        "import pickle, sys; from swift.rollout.weights import cuda_ipc; from swift.rollout.weights.digest import "
-        "digest_of; print(digest_of(cuda_ipc.receive(pickle.load(sys.stdin.buffer))))"
-    )
-    given = pickle.dumps(cuda_ipc.header_for(bucket))
-    ended = subprocess.run([sys.executable, "-c", code], input=given, capture_output=True, check=True)
-    assert ended.stdout.decode().strip() == bucket.digest()
-
-
-def test_a_gpu_that_the_engine_does_not_see_is_an_error(monkeypatch):
-    names = {0: "GPU-a", 1: "GPU-b"}
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(cuda_ipc, "device_uuid", lambda device: names[device.index])
-    assert cuda_ipc.find_device("GPU-b") == 1
-    with pytest.raises(SyncFailed, match="GPU-c: is not visible"):
-        cuda_ipc.find_device("GPU-c")
+# --- the choice ---------------------------------------------------------------------------------------------------
 
 
 class Placed:
@@ -544,7 +509,6 @@ class Placed:
         ("cpu", ("cpu:1",), "object_store"),
         ("cpu", ("cuda:1",), "object_store"),
         ("cuda:0", ("cpu:0",), "object_store"),
-        ("cuda:0", ("cuda:0",), "ipc"),
         ("cuda:0", ("cuda:1",), "broadcast"),
         ("cuda:0", ("cuda:0", "cuda:1"), "broadcast"),
     ],

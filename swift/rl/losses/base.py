@@ -50,10 +50,11 @@ def _ratio_bounds(config: LossConfig) -> str:
 class Loss:
     """One policy loss.
 
-    name, paper: as logged. objective: per token, from `TokenInputs` and the settings. normaliser: the weight of each.
+    name, paper: as logged. summary: for the help. objective: per token, from `TokenInputs` and the settings.
+    normaliser: the weight of each.
     default_level: of its ratio. folds_sampler_weight: the objective uses `sampler_log_weight_S` itself, so that the
         result must not be multiplied by the sampler weight again.
-    settings: which of `CLIP_SETTINGS` it reads; the others have no effect, and `delta` is refused.
+    settings: which of `CLIP_SETTINGS` it reads; the others have no effect, which is noted, and `delta` is refused.
     parameters: a dataclass of settings of its own (`swift.flags.flag`), which `config.parameters` holds; None for none.
     problems: what is wrong with values of the settings, one line each, beginning with the setting's name.
     bounds: how the ratio acts, in words.
@@ -69,6 +70,12 @@ class Loss:
     parameters: type | None = None
     problems: Callable[[Any], Iterator[str]] = _no_problems
     bounds: Callable[[LossConfig], str] = _ratio_bounds
+    summary: str = ""
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Those of `CLIP_SETTINGS` that have no effect."""
+        return tuple(name for name in CLIP_SETTINGS if name not in self.settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

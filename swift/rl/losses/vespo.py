@@ -47,4 +47,5 @@ losses["vespo"] = Loss(
     folds_sampler_weight=True,
     settings=(),
     bounds=lambda config: "ratio of whole sequences, weighted by a gamma kernel",
+    summary="REINFORCE weighted by a kernel of the sequence ratio",
 )

@@ -18,7 +18,7 @@ What is loaded is in one of three states, and the errors say which: asleep (`Eng
 One thread at a time calls an engine; only `abort`, `pause("keep")`, `health`, `info` and `close` may come from
 another, `pause` also in the middle of a `stream`, which it ends. No call waits without a bound. What an engine can do
 it says in its `Capabilities`; callers never ask for its name.
-`tests/engines/test_conformance.py` holds every backend to this text.
+`tests/engines/test_conformance_*.py` holds every backend to this text.
 """
 
 from __future__ import annotations

@@ -69,6 +69,7 @@ class EngineLives(InferenceEngine):
         self._dead: SwiftError | None = None
         self._closed = False
         self.broadcaster: BroadcastSender | None = None
+        self.sent_by = ""  # way of the last weights
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]

@@ -336,11 +336,11 @@ class HttpTransport(HttpCalls, Transport):
         if name == "info":
             return {"engine": "remote", "state": self._get("GET", "/info", timeout_s)}
         if name == "sleep":
-            return self._get("POST", "/sleep", timeout_s, params={"mode": "wait", **fields})
+            return self._get("POST", "/sleep", timeout_s, params=fields)
         if name == "wake":
             return self._get("POST", "/wake_up", timeout_s, params=fields)
         path, body = {
-            "pause": ("/pause?mode=keep", None),
+            "pause": ("/pause", None),
             "resume": ("/resume", None),
             "drop_adapter": ("/v1/unload_lora_adapter", {}),
             "reset_caches": ("/reset_prefix_cache", None),

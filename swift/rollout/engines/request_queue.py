@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 from swift.errors import EngineDead, EngineError, RequestRefused, SwiftError, SyncFailed
 from swift.rollout.engines.base import Health, InferenceEngine
 from swift.rollout.engines.completion_stream import CompletionStream, Failure, QueueFull
+from swift.rollout.engines.process import stack_of
 from swift.rollout.weights.base import Ack, Bucket, TensorInfo, WeightUpdate
 from swift.types import Completion, Request
 
@@ -87,8 +88,11 @@ class RequestQueue:
         self._interrupting = False  # one is being carried out
         self._update: _Update | None = None
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="request queue", daemon=True)
-        self._thread.start()
+        self._working: Any = None  # the job that runs
+        self._seen: Any = None  # signs of progress
+        self._seen_at = 0.0
+        self.thread = threading.Thread(target=self._run, name="request queue", daemon=True)
+        self.thread.start()
 
     # --- requests ---------------------------------------------------------------------------------------------
 
@@ -176,13 +180,6 @@ class RequestQueue:
     def paused(self) -> bool:
         """Whether nothing is submitted until `resume`."""
         return self._paused
-
-    def pause(self) -> Future[None]:
-        """Submit nothing until `resume`; the future ends when nothing runs any more. `abort` first to hurry."""
-        with self._changed:
-            self._check_alive()
-            self._paused = True
-        return self.do(lambda engine: None)
 
     def pause_in_flight(self) -> None:
         """Stop sampling between two tokens, keeping what runs for `resume`; jobs can run meanwhile.
@@ -339,10 +336,12 @@ class RequestQueue:
                 continue
             work, future = job
             if future.set_running_or_notify_cancel():
+                self._working = future
                 try:
                     future.set_result(work(self.engine))
                 except BaseException as error:  # belongs to whoever waits for the job
                     future.set_exception(error)
+                self._working = None
 
     @property
     def _job_is_due(self) -> bool:
@@ -443,6 +442,14 @@ class RequestQueue:
         with self._changed:
             return self._running.pop(name, None)
 
+    def _let_go(self) -> list[_Entry]:
+        """Everything that waits or runs, forgotten."""
+        with self._changed:
+            left = [*self._waiting.values(), *self._running.values()]
+            self._waiting.clear()
+            self._running.clear()
+            return left
+
     @staticmethod
     def _fail(entries: Iterable[_Entry], error: Exception) -> None:
         by_stream: dict[CompletionStream, list[str]] = {}
@@ -460,6 +467,24 @@ class RequestQueue:
         if self.dead is not None:
             raise self.dead
 
+    def check_progress(self, stall_s: float, job_s: float) -> None:
+        """To be called every second or so.
+
+        Raises:
+            EngineDead: samples run and nothing has moved for `stall_s`, or one job has run for `job_s`.
+        """
+        counters, now = self.engine.counters, time.monotonic()
+        signs = (self._working, len(self._running), counters.decode_steps, counters.prefill_tokens)
+        idle = self._working is None and (not self._running or self._kept)
+        if idle or signs != self._seen:
+            self._seen, self._seen_at = signs, now
+        limit_s = stall_s if self._working is None else job_s
+        if now - self._seen_at > limit_s:
+            where = stack_of(self.thread)
+            error = self._die(EngineDead(f"engine: no progress for {limit_s:g} s; its thread is in {where}"))
+            self._fail(self._let_go(), error)
+            raise error
+
     def health(self) -> Health:
         """The engine's, as far as it is alive."""
         if self.dead is not None or self._closed:
@@ -473,10 +498,7 @@ class RequestQueue:
             if self._closed:
                 return
             self._closed = True
-            left = [*self._waiting.values(), *self._running.values()]
-            jobs = list(self._jobs)
-            self._waiting.clear()
-            self._running.clear()
+            left, jobs = self._let_go(), list(self._jobs)
             self._jobs.clear()
             self._changed.notify_all()
         self._fail(left, error)
@@ -484,4 +506,4 @@ class RequestQueue:
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
         self.engine.close()
-        self._thread.join(CLOSE_S)
+        self.thread.join(CLOSE_S)

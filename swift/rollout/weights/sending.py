@@ -1,13 +1,13 @@
 """One weight update on its way to an engine elsewhere, over any transport.
 
 What was sent is kept as it travelled, so that an engine that replaces a lost one can be given it again: object
-references, files or bytes. A device that sends directly (`ipc`, `broadcast`) leaves nothing behind, so there the
-buckets are stored besides while the engine may be restarted: the trainer may have other weights by then, and parts of
-them on other ranks.
+references, files or bytes. A broadcast leaves nothing behind, so there the buckets are stored besides while the engine
+may be restarted: the trainer may have other weights by then, and parts of them on other ranks.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     from swift.rollout.engines.client import EngineClient
     from swift.rollout.engines.transport import Transport
 
-STORED = ("object_store", "disk", "http")
-"""Ways whose payload outlives the update."""
-
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -98,7 +96,7 @@ class ClientUpdate(WeightUpdate):
         self._buckets += 1
         phase = f"bucket {self._buckets}"
         wait = self._guarded(phase, lambda: self._begin(bucket))
-        if self._way not in STORED:
+        if self._sender is not None:
             return lambda: self._guarded(phase, wait)
         self._unconfirmed = wait  # while the engine takes it, the next one is gathered
         return None
@@ -107,18 +105,14 @@ class ClientUpdate(WeightUpdate):
         def send(payload: Any) -> Wait:
             return self._transport.send_bucket(self._number, self._way, payload, _left(self._deadline))
 
-        payload = None
+        wait, way = None, self._way
         if self._sender is not None:
-            wait = self._sender.transmit(bucket, send)
-        else:
-            payload = self._transport.payload(self._way, bucket, self.version)
-            wait = send(payload)
-        if self.owner.keeps_weights:  # meanwhile the engine loads
-            way = self._way
-            if way not in STORED:
-                way = self._transport.stored
-                payload = self._transport.payload(way, bucket, self.version)
-            self._parts.append((way, payload))
+            wait, way = self._sender.transmit(bucket, send), self._transport.stored
+        if wait is None or self.owner.keeps_weights:
+            payload = self._transport.payload(way, bucket, self.version)
+            if self.owner.keeps_weights:
+                self._parts.append((way, payload))
+            wait = wait or send(payload)
         return wait
 
     def _confirm(self) -> None:
@@ -139,6 +133,9 @@ class ClientUpdate(WeightUpdate):
         """The engine switches to the weights, and they are kept; see `WeightUpdate.commit`."""
         ack = super().commit()
         self._open = False
+        if self.owner.sent_by != self._way:
+            self.owner.sent_by = self._way
+            logger.info("weights: %s gets them by %s: %d MiB", self.engine, self._way, ack.nbytes >> 20)
         self._transport.update_ended(complete=True)
         self.owner.weights_arrived(Kept(self.version, self.manifest, ack.digest, self._parts), self._asleep)
         return ack

@@ -278,14 +278,13 @@ def build_parity(parts: Parts, setup: EngineSetup, weight_sync: WeightSync, trai
         return None
     return ParityCheck(
         setup.engine,
-        score=trainer.logprobs.score,
+        score=lambda sequences, temperature: trainer.logprobs.score(sequences, temperature=temperature),
         model=trainer.model,
         weight_sync=weight_sync,
         prompts=parts.first_prompts,
         sampling=args.sampling_params(),
         ranks=parts.collectives,
         end_token_ids=parts.template.stop_token_ids,
-        unscaled=lambda sequences: trainer.logprobs.score(sequences, temperature=1.0),
         adapter_only=args.vllm_enable_lora,
         around=trainer.pipeline.collector.around,
         seed=args.seed,

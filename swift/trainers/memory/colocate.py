@@ -188,19 +188,16 @@ class ColocateCycle:
         """Steps 1 to 5."""
         self.ranks.barrier()
         self._record(turn, "before", 0)
+        models = [self._model] if self._offload_model and not turn.trainer_stays else []
+        first = [self._optimizer] if self._offload_optimizer and not turn.trainer_stays else []
         late = self._sharded()
         with self._memory_step():
-            if self._offload_optimizer and not turn.trainer_stays:
-                self._leave(turn, self._optimizer)
-            if self._offload_model and not turn.trainer_stays and not late:
-                self._leave(turn, self._model)
-            self._release(turn)
+            self._offload(turn, first if late else [*first, *models])
             self._wake("weights")
         self._sync(turn.step, current)
         with self._memory_step():
-            if self._offload_model and not turn.trainer_stays and late:
-                self._leave(turn, self._model)
-                self._release(turn)
+            if late:
+                self._offload(turn, models)
             self._wake("kv_cache")
         self._asleep = False
         turn.short = self._not_freed("trainer", turn.freed, turn.expected)
@@ -243,19 +240,15 @@ class ColocateCycle:
 
     # --- the trainer's memory -----------------------------------------------------------------------------------
 
-    def _leave(self, turn: _Turn, owner: Offloader) -> None:
-        """Step 1."""
+    def _offload(self, turn: _Turn, owners: Sequence[Offloader]) -> None:
+        """Steps 1 and 2."""
         before = measure(self.device)
-        turn.expected += owner.resident_bytes()
-        owner.leave()
-        turn.freed += freed_between(before, measure(self.device))
-
-    def _release(self, turn: _Turn) -> None:
-        """Step 2."""
+        for owner in owners:
+            turn.expected += owner.resident_bytes()
+            owner.leave()
         if self._collects:
-            before = measure(self.device)
             _collect_garbage(self.device)
-            turn.freed += freed_between(before, measure(self.device))
+        turn.freed += freed_between(before, measure(self.device))
 
     def _come_back(self) -> None:
         """Step 8; memory that torch only keeps for later is given up before this fails."""

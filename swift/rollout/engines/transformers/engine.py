@@ -1,6 +1,6 @@
 """The in-process engine: samples with a transformers module, the trainer's own or a copy.
 
-Over the trainer's own module (the default of a run) publishing copies nothing: the weights are read at every step.
+Over the trainer's own module (the default of a run) a weight sync copies nothing: the weights are read at every step.
 Over an own copy (`build`: actors, servers) it takes updates, adapters and sleep like any other engine.
 
 Owns the queue and the loop; `batch` is the arithmetic of a batch; `weights` and `adapter` are how an own copy changes.

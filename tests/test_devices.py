@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 TORCH = """
 class accelerator:
     is_available = staticmethod(lambda: True)
@@ -26,7 +26,7 @@ def counted(folder, version, *, loaded=False, entry_points=None):
         (folder / "other-1.0.dist-info").mkdir()
         (folder / "other-1.0.dist-info" / "METADATA").write_text("Name: other\nVersion: 1.0\n")
         (folder / "other-1.0.dist-info" / "entry_points.txt").write_text(entry_points)
-    code = "from swift.cli.devices import count_accelerators as count\nprint(count(), 'torch' in sys.modules)"
+    code = "from swift.devices import count_accelerators as count\nprint(count(), 'torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", ("import sys, torch\n" if loaded else "import sys\n") + code],
         capture_output=True, text=True, check=True, cwd=folder,
