@@ -16,6 +16,7 @@ from swift.flags import Flag, flags_of
 PAGE = Path(__file__).parents[2] / "docs" / "arguments.md"
 ALGORITHMS = PAGE.with_name("algorithms.md")
 PRESETS_BEGIN, PRESETS_END = "<!-- presets: generated -->\n", "<!-- end of presets -->\n"
+_SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
 _HEAD = """# Arguments
 
@@ -66,12 +67,17 @@ def _settings(group: str) -> list[tuple[Flag, type, list[str]]]:
 def _cells(flag: Flag, cls: type, modes: str) -> dict[str, str]:
     cells = {
         "flag": f"`--{flag.name}`" + "".join(f"<br>`--{alias}`" for alias in flag.details.aliases),
-        "type": ", ".join(map(str, flag.choices)) or type_text(flag) + (f" {flag.valid}" if flag.valid else ""),
+        "type": ", ".join(map(str, flag.choices)) or type_text(flag) + _range(flag),
         "default": default_text(flag, cls),
         "modes": modes,
         "meaning": flag.help + (f" Needs `{flag.needs_text}`." if flag.needs_text else ""),
     }
     return {column: text.replace("|", "\\|") for column, text in cells.items()}
+
+
+def _range(flag: Flag) -> str:
+    bounds = [f"{_SIGNS[name]} {bound:g}" for name, bound in flag.details.bounds.items()]
+    return f" {', '.join(bounds)}" if bounds else ""
 
 
 if __name__ == "__main__":
