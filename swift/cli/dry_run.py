@@ -17,8 +17,8 @@ from swift.rollout import placement
 
 if TYPE_CHECKING:
     from swift.arguments import Resolved
-    from swift.rewards import RewardPipeline
     from swift.rewards.payload import Outcome
+    from swift.rewards.pipeline import RewardPipeline
     from swift.types import Prompt
 
 CALLED_ROWS = 4

@@ -8,8 +8,8 @@ An entry declares its own settings as a dataclass of `swift.flags.flag` fields:
 
     @losses.register("mine", parameters=MineParameters)
 
-`Registry.parameters_of` gives them back, `Registry.owners` says which entries read which setting. This module imports
-no other part of `swift`; the built-in entries of a registry are imported from its `home` on first use.
+`Registry.parameters_of` gives them back. This module imports no other part of `swift`; the built-in entries of a
+registry are imported from its `home` on first use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, TypeVar
 
 logger = logging.getLogger("swift.plugin")
@@ -146,14 +146,6 @@ class Registry(MutableMapping[str, Any]):
     def parameters_of(self, name: str) -> type | None:
         """The dataclass of an entry's own settings; None when it declares none."""
         return self.registrations[name].parameters
-
-    def owners(self) -> dict[str, list[str]]:
-        """Setting -> names of the entries that declare it; without one of these chosen it has no effect."""
-        found: dict[str, list[str]] = {}
-        for name, registration in sorted(self.registrations.items()):
-            for item in fields(registration.parameters) if registration.parameters else ():
-                found.setdefault(item.name, []).append(name)
-        return found
 
     def built_ins(self) -> list[str]:
         """Names whose present entry ships with `swift`, sorted."""

@@ -67,7 +67,7 @@ class _Process(SpawnProcess):
 
     def terminate(self) -> None:
         """Kills the process, its group, and its descendants in other groups."""
-        if self.pid is None:
+        if self.pid is None or self._ended:
             return
         strays = descendants(self.pid)
         self._ended = True
@@ -122,6 +122,13 @@ class _Pool:
         if not self.ended.done():
             self.ended.set_result(None)
 
+    def stop(self) -> None:
+        """Kills the workers; those that begin must go first, because pebble takes their semaphores away."""
+        self.processes.stop()
+        for process in self.context.started:
+            process.terminate()
+        self.processes.join()
+
     async def watch(self) -> None:
         """Ends tasks that pebble forgets because they were queued while the pool broke."""
         while self.processes.active and not self.ended.done():
@@ -158,8 +165,8 @@ class WorkerPool:
         self._spec = spec
         self._num_workers = num_workers
         self._log = str(log_path) if log_path else None
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
+        self._loop: asyncio.AbstractEventLoop  # while `_thread` runs it
+        self._thread: threading.Thread | None = None
         self._pool: _Pool | None = None
         self._gathering: _Gathering | None = None
         self._lanes = asyncio.Semaphore(max(1, num_workers // 2))
@@ -171,7 +178,9 @@ class WorkerPool:
 
     def start(self) -> None:
         """Starts the workers in the background and returns at once; harmless when they run already."""
-        if self._thread.ident is None and self._broken is None:
+        if self._thread is None and self._broken is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
             self._thread.start()
             atexit.register(self.close)
             if self._spec.functions:
@@ -184,9 +193,10 @@ class WorkerPool:
             SwiftError: the pool is closed.
         """
         self.start()
-        if not self._thread.is_alive():
+        if self._thread is None:
             coroutine.close()
-            raise self._broken or AssertionError("the thread of the pool has ended")
+            assert self._broken is not None, "an open pool has started"
+            raise self._broken
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def log_to(self, path: Path) -> None:
@@ -195,21 +205,21 @@ class WorkerPool:
 
     def close(self) -> None:
         """Kills the workers; calls that were queued or running raise a `RewardError`. Repeatable."""
-        if self._thread.is_alive():
+        self._broken = self._broken or RewardError("reward workers: closed: the run has ended")
+        thread, self._thread = self._thread, None
+        if thread is not None:
             atexit.unregister(self.close)
             asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+            thread.join()
             self._loop.close()
 
     async def _close(self) -> None:
-        self._broken = self._broken or RewardError("reward workers: closed: the run has ended")
         if self._watch is not None:
             self._watch.cancel()
         if self._pool is not None:
             self._pool.end()
-            self._pool.processes.stop()
-            self._pool.processes.join()
+            self._pool.stop()
         if others := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(others)
 
@@ -304,7 +314,7 @@ class WorkerPool:
         """
         if self._broken is None and self._pool is not None and self._pool.ended.done():
             self._start_failures += 1
-            threading.Thread(target=self._pool.processes.join, daemon=True).start()
+            threading.Thread(target=self._pool.stop, daemon=True).start()
             if self._start_failures == MAX_START_FAILURES:
                 started = self._pool.context.started
                 status = next((one.exitcode for one in started if one.exitcode is not None), None)

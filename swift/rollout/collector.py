@@ -26,7 +26,7 @@ from swift.rollout.seeds import sample_seed
 from swift.types import Completion, Prompt, Request, RolloutGroup, SamplingParams
 
 if TYPE_CHECKING:
-    from swift.rewards import RewardPipeline
+    from swift.rewards.pipeline import RewardPipeline
     from swift.trainers.distributed import Collectives
 
 

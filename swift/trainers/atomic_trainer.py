@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers import Trainer
 
-from swift.models.checkpoint_tensors import as_saved_unspread, computing_dtype, is_peft
+from swift.models.checkpoint_tensors import as_saved_unsharded, computing_dtype, is_peft
 from swift.observability.files import disk_full_is_an_error, write_json
 from swift.trainers.checkpoint import commit_checkpoint, rotate, staging_folder
 from swift.trainers.distributed import Collectives
@@ -77,7 +77,7 @@ class AtomicTrainer(Trainer):
         if state_dict is None or is_peft(self.model):
             super()._save(output_dir, state_dict)
             return
-        super()._save(output_dir, as_saved_unspread(self.model, state_dict))
+        super()._save(output_dir, as_saved_unsharded(self.model, state_dict))
         if (dtype := computing_dtype(self.model)) is not None:  # the config got that of the masters
             self.model.config.dtype = dtype
             self.model.config.save_pretrained(output_dir or self.args.output_dir)

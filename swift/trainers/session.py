@@ -84,6 +84,10 @@ def require_packages(args: Any) -> None:
     if args.optim == "adamw_8bit":
         needs.append(("--optim: adamw_8bit", "bitsandbytes", "use --optim adamw"))
     if args.attn_impl == "flash_attn":
+        if args.torch_dtype == "float32":
+            raise ConfigError(
+                "--attn_impl: flash_attn: has 16-bit kernels only; drop --torch_dtype float32, or use --attn_impl sdpa"
+            )
         needs.append(("--attn_impl: flash_attn", "flash_attn", "use --attn_impl sdpa"))
     join_problems(
         [

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from swift.models.activation_memory import ModelShape, activation_bytes
+from swift.models.attention.interface import is_packed
 from swift.models.checkpoint_tensors import computing_dtype
-from swift.models.forward import is_packed
 from swift.models.sharded import is_dtensor, is_zero3
 from swift.observability.memory import measure
 from swift.rollout.samples import TrainSample

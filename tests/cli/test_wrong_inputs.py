@@ -149,6 +149,10 @@ FLAGS = {
         lambda d: d.rlhf("--attn_impl flex_attention"),
         "--attn_impl: flex_attention | --attn_impl sdpa",
     ),
+    "flash-attn in 32 bits": (
+        lambda d: d.rlhf("--attn_impl flash_attn --torch_dtype float32"),
+        "--attn_impl: flash_attn | --torch_dtype float32",
+    ),
     "parts of a batch that feeds several steps": (
         lambda d: d.rlhf(
             "--streaming_partial_batch true --vllm_mode dedicated --infer_backend transformers",

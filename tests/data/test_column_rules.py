@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from swift.data.columns import check_renames
 from swift.data.loading import PLANS
 from swift.data.records import RowError
 from swift.errors import ConfigError
@@ -99,11 +98,6 @@ def test_a_null_never_hides_a_renamed_value():
 def test_names_that_clash_are_an_error():
     said = refusal(["query", "answer", "solution"], {"answer": "solution"})
     assert "answer and solution of d.jsonl would both be called 'solution'" in said
-
-
-def test_an_unknown_column_names_the_nearest():
-    with pytest.raises(ConfigError, match="no dataset has a column 'anwser'; nearest: answer"):
-        check_renames({"anwser": "solution"}, ["question", "answer"])
 
 
 def test_no_prompt_column_lists_what_there_is_with_a_fix():

@@ -77,7 +77,7 @@ def plugin(tmp_path):
 @pytest.fixture
 def pipeline(tmp_path, plugin):
     """Builds pipelines from the source of a plugin; closes them at the end."""
-    from swift.rewards import RewardPipeline
+    from swift.rewards.pipeline import RewardPipeline
 
     built = []
 

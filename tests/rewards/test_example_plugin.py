@@ -15,7 +15,7 @@ PLUGIN = str(ROOT / "examples" / "train" / "grpo" / "plugin" / "plugin.py")
 
 @pytest.fixture
 def rewards(arguments):
-    from swift.rewards import RewardPipeline
+    from swift.rewards.pipeline import RewardPipeline
 
     built = []
 

@@ -89,7 +89,7 @@ def test_a_template_without_an_end_token_gets_one(folder):
 
 
 def test_models_come_after_functions_and_share_the_weights(folder, group, progress, arguments):
-    from swift.rewards import RewardPipeline
+    from swift.rewards.pipeline import RewardPipeline
 
     args = arguments(reward_funcs=["format"], reward_model=[str(folder)], reward_weights=[1.0, 0.5])
     models = load_reward_models(model_args(folder), device="cpu")
@@ -104,7 +104,7 @@ def test_models_come_after_functions_and_share_the_weights(folder, group, progre
 
 
 def test_a_run_may_have_models_only(folder, group, progress, arguments):
-    from swift.rewards import RewardPipeline
+    from swift.rewards.pipeline import RewardPipeline
 
     models = load_reward_models(model_args(folder), device="cpu")
     args = arguments(reward_model=[str(folder)])
@@ -115,7 +115,7 @@ def test_a_run_may_have_models_only(folder, group, progress, arguments):
 
 
 def test_a_value_that_is_not_finite_excludes_its_sample(group, progress, arguments):
-    from swift.rewards import RewardPipeline
+    from swift.rewards.pipeline import RewardPipeline
 
     class Broken(RewardModels):
         def __init__(self):

@@ -318,7 +318,7 @@ def test_workers_are_shared_by_the_processes_of_a_node(monkeypatch):
 
 
 def test_plugins_read_the_resolved_arguments_by_canonical_name_and_alias(plugin, group, progress):
-    from swift.rewards import RewardPipeline
+    from swift.rewards.pipeline import RewardPipeline
 
     source = """
 class Reads(ORM):

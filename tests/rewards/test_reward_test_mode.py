@@ -11,7 +11,7 @@ from swift.arguments.modes import RewardTestArguments
 from swift.errors import ConfigError
 from swift.rewards import reward_test
 from swift.rewards.adversarial import adversarial_texts
-from swift.rewards.selfcheck import truth_forms, truth_of
+from swift.rewards.selfcheck import truth_of
 from swift.types import Prompt
 
 
@@ -20,14 +20,6 @@ def prompts(*golds, column="solution"):
         Prompt(f"p{index}", [{"role": "user", "content": f"question {index}"}], [], {column: gold})
         for index, gold in enumerate(golds)
     ]
-
-
-def test_gold_answers_are_written_in_three_forms():
-    assert truth_forms("4") == {
-        "plain": "4",
-        "boxed": r"\boxed{4}",
-        "tagged": "<think>The answer is 4.</think><answer>4</answer>",
-    }
 
 
 def test_every_adversarial_kind_has_its_text():
@@ -114,23 +106,17 @@ def test_the_report_is_a_table(monkeypatch, arguments, capsys):
     assert form.split()[0] == "format"
 
 
-def test_the_report_can_be_json(monkeypatch, arguments, capsys):
-    code, out = run_mode(monkeypatch, arguments, prompts("4"), capsys, reward_funcs=["accuracy"], json=True)
-    report = json.loads(out)
-    assert (report["exit_code"], code) == (0, 0)
-    assert report["functions"][0]["gold_mean"] == 1.0
-
-
-def test_an_old_run_is_scored_again(monkeypatch, arguments, capsys, tmp_path):
+def test_an_old_run_is_scored_again_without_a_dataset_too(capsys, tmp_path):
     lines = [
-        {"prompt_id": "p0", "completion": r"\boxed{4}"},
+        {"prompt_id": "p0", "completion": r"\boxed{4}", "columns": {"solution": "4"}},
         {"prompt_id": "gone", "prompt": "q", "completion": r"\boxed{5}", "columns": {"solution": "6"}},
     ]
     path = tmp_path / "completions.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)) + "\n")
-    values = {"reward_funcs": ["accuracy"], "completions": str(path), "json": True}
-    _, out = run_mode(monkeypatch, arguments, prompts("4"), capsys, **values)
-    assert json.loads(out)["functions"][0]["given_mean"] == 0.5
+    args = RewardTestArguments(reward_funcs=["accuracy"], completions=str(path), json=True)
+    assert reward_test.run(SimpleNamespace(args=args)) == 0
+    assert json.loads(capsys.readouterr().out)["functions"][0]["given_mean"] == 0.5
+    assert reward_test.read_completions(str(path), prompts("7"))[0][0].columns == {"solution": "7"}  # that of its row
 
 
 def test_the_mode_reads_rows_and_completions_from_files(tmp_path, capsys):

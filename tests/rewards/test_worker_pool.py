@@ -327,7 +327,7 @@ def test_workers_and_their_children_end_when_the_trainer_is_killed(tmp_path, stu
             import sys, time
             sys.path[:0] = {IMPORTS!r}
             from conftest import PROGRESS, make_args, make_group
-            from swift.rewards import RewardPipeline
+            from swift.rewards.pipeline import RewardPipeline
             from swift.rewards.workers import descendants
             args = make_args(reward_funcs=["nasty"], external_plugins=[{str(tmp_path / "plugin.py")!r}],
                              reward_timeout=600.0)
@@ -355,7 +355,7 @@ def test_the_pool_never_keeps_the_interpreter_from_ending(tmp_path):
 import sys
 sys.path[:0] = {IMPORTS!r}
 from conftest import PROGRESS, make_args, make_group
-from swift.rewards import RewardPipeline
+from swift.rewards.pipeline import RewardPipeline
 args = make_args(reward_funcs=["nasty"], external_plugins=[{str(tmp_path / "plugin.py")!r}])
 rewards = RewardPipeline(args, seed=1, max_completion_length=10)
 rewards.submit(make_group(["loop"]), PROGRESS)

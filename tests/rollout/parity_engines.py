@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from swift.models.forward import TokenSequence, choose_attention, pack, packed_logits
+from swift.models.attention.choice import choose_attention
+from swift.models.forward import TokenSequence, pack, packed_logits
 from swift.rl.logprobs import selected_logprobs
 from swift.rollout.engines.base import Ack, Capabilities, EngineCounters, InferenceEngine, WeightUpdate
 from swift.rollout.weights.policy import PolicyWeights, adapter_weights
@@ -199,7 +200,7 @@ def scorer(model):
     def score(sequences: list[TokenSequence], temperature: float):
         choose_attention(model)
         tokens = pack(sequences)
-        return selected_logprobs(packed_logits(model, tokens), tokens.target_ids, temperature=temperature)
+        return selected_logprobs(packed_logits(model, tokens), tokens.target_ids, temperature=temperature)[0]
 
     return score
 

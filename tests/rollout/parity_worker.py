@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from parity_engines import END, FAULTS, SAMPLING, SmallEngine, load, scorer, some_prompts
 
-from swift.models.forward import choose_attention
+from swift.models.attention.choice import choose_attention
 from swift.rollout.parity import ParityCheck
 from swift.rollout.weights.policy import PolicyWeights
 from swift.rollout.weights.sync import WeightSync

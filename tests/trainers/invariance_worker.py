@@ -24,7 +24,8 @@ import torch.distributed as dist
 from grpo_parts import make_trainer
 from preloaded import run_ranks
 
-from swift.models.forward import TokenSequence, enable_packed_attention, pack
+from swift.models.attention.interface import enable_packed_attention
+from swift.models.forward import TokenSequence, pack
 from swift.rl.losses import LossConfig, losses
 from swift.rollout.samples import RolloutBatch, TrainSample
 from swift.trainers.checkpoint import read_state, write_state

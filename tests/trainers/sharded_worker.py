@@ -24,7 +24,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from swift.models.reference import AdapterOffReference, FrozenReference, StartAdapterReference
 from swift.models.sharded import gathered
-from swift.models.spread_sampling import sampling_from
+from swift.models.sharded_sampling import sampling_from
 from swift.rl.entropy import AdaptiveEntropy
 from swift.rollout.engines.spec import EngineSpec, build_engine
 from swift.rollout.weights.base import TensorInfo

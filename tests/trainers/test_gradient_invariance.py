@@ -30,7 +30,7 @@ from invariance_worker import (
 )
 
 from swift.models.forward import TokenSequence, pack, packed_logits
-from swift.rl.logprobs import selected_logprobs_and_entropy
+from swift.rl.logprobs import selected_logprobs
 from swift.rl.losses import losses
 from swift.rollout.samples import RolloutBatch
 from swift.trainers.grpo.entropy import EntropySettings
@@ -180,7 +180,7 @@ def gradient_on_paper(bench, batch, setting):
     sequences = [TokenSequence(one.prompt_ids.tolist(), one.token_ids.tolist()) for one in batch.samples]
     tokens = pack(sequences)
     model.zero_grad(set_to_none=True)
-    policy_N, entropy_N = selected_logprobs_and_entropy(packed_logits(model, tokens), tokens.target_ids)
+    policy_N, entropy_N = selected_logprobs(packed_logits(model, tokens), tokens.target_ids)
     real = torch.tensor([[t < len(one.completion_ids) for t in range(LONGEST)] for one in sequences])
 
     def padded(values_N):
@@ -198,8 +198,6 @@ def gradient_on_paper(bench, batch, setting):
         advantages=torch.tensor([one.advantage for one in batch.samples], dtype=torch.float64),
         completion_mask=real.long(),
         tool_mask=joined("trained").long(),
-        token_weights=torch.ones(real.shape),
-        sequence_weights=torch.ones(len(real), 1),
     )
     correction, entropy = setting.fields.get("correction"), setting.fields.get("entropy", EntropySettings())
     options = Options(

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from swift.models.reference import FrozenReference, StartAdapterReference
 from swift.rl.entropy import AdaptiveEntropy
+from swift.rl.global_batch import count_batch
 from swift.rl.losses import LossConfig, get_loss, sequence_weights
 from swift.rl.objective import policy_loss
-from swift.rl.window import count_window
 from swift.trainers.grpo.entropy import EntropySettings
 from swift.trainers.grpo.settings import CorrectionSettings
 
@@ -60,7 +60,7 @@ class ByHand:
     def loss(self, config, **more):
         """The loss of the global batch by the pure functions."""
         lengths = [one.num_trained for one in self.samples]
-        weights = sequence_weights(get_loss(config.loss_type), count_window(lengths), lengths, max_completion_length=8)
+        weights = sequence_weights(get_loss(config.loss_type), count_batch(lengths), lengths, max_completion_length=8)
         output = policy_loss(
             self.logprobs,
             config=config,

@@ -11,7 +11,8 @@ from grpo_parts import gradients_of_one_step, make_trainer
 from torch import nn
 
 from swift.models.activation_memory import ModelShape, activation_bytes
-from swift.models.forward import TokenSequence, enable_packed_attention, pack, packed_logits
+from swift.models.attention.interface import enable_packed_attention
+from swift.models.forward import TokenSequence, pack, packed_logits
 from swift.models.tiny import SHAPES, build_tiny
 from swift.rollout.samples import TrainSample
 from swift.trainers import token_budget

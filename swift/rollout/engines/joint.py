@@ -41,7 +41,7 @@ def common_capabilities(all_of_them: Sequence[Capabilities]) -> Capabilities:
 
 
 def joint_ack(acks: Sequence[Ack]) -> Ack:
-    """One receipt for several equal ones.
+    """One ack for several equal ones.
 
     Raises:
         SyncFailed: the engines confirm different things.

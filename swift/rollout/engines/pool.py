@@ -4,7 +4,7 @@
                 prefills its prompt once: the one with the fewest outstanding tokens, prompt and longest completion
     stream      one thread per engine that has work; completions come out as they finish; `between_steps` of the pool
                 is called in the thread that streams from it, and those of its engines are not used
-    updates     in parallel; each bucket is staged once for all; every receipt must be the same
+    updates     in parallel; each bucket is staged once for all; every ack must be the same
     the rest    in parallel on all engines; what they can do is what each of them can do
 
 An engine that is dead beyond its own restarts is left out from then on; its requests wait in the pool's table until

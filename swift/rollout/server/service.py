@@ -344,7 +344,8 @@ class Service:
             try:
                 if self.queue.dead is not None:
                     return self.queue.dead
-                self.queue.check_progress(self.settings.stall_s, self.settings.sync_s)
+                if self.settings.data_parallel_size == 1:  # several watch themselves, one by one
+                    self.queue.check_progress(self.settings.stall_s, self.settings.sync_s)
                 _ = self.engine.engines
             except EngineDead as error:
                 return error

@@ -7,6 +7,7 @@ may be restarted: the trainer may have other weights by then, and parts of them 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -146,7 +147,8 @@ class ClientUpdate(WeightUpdate):
             return
         self._open = False
         self._parts.clear()
-        self._unconfirmed = None
+        with contextlib.suppress(SyncFailed):  # what is on its way must not arrive after the end
+            self._confirm()
         if self._sender is not None:  # engines that wait in it fail at once
             self._sender.close()
         self._transport.abort_update(self._number)

@@ -17,8 +17,8 @@ from transformers.utils import logging
 
 from swift.models import load_policy, load_reference
 from swift.models.policy import load_config
+from swift.models.sharded_sampling import sampling_from
 from swift.models.source import locate
-from swift.models.spread_sampling import sampling_from
 from swift.observability.metrics import MetricStore
 from swift.rl.declared import parameters_of
 from swift.rl.estimators import get_estimator

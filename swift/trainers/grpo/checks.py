@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from swift.errors import join_problems
 
 if TYPE_CHECKING:
-    from swift.rewards import RewardPipeline
+    from swift.rewards.pipeline import RewardPipeline
     from swift.rollout.arithmetic import BatchPlan
 
 

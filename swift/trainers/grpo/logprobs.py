@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from swift.errors import NumericError
-from swift.models.forward import TokenSequence, is_packed, pack
+from swift.models.attention.interface import is_packed
+from swift.models.forward import TokenSequence, pack
 from swift.models.scoring import score_tokens
 from swift.rl.kl import sequence_k1
 from swift.rl.linear_logprobs import Entropy

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from swift.data.prompts import PromptDataset
     from swift.data.source import PromptSource
     from swift.models.template import Template
-    from swift.rewards import RewardPipeline
+    from swift.rewards.pipeline import RewardPipeline
     from swift.rollout.arithmetic import BatchPlan
     from swift.rollout.placement import Placement
     from swift.rollout.rollout_function import RolloutFunc
@@ -66,7 +66,8 @@ def prepare(
     from swift.data.prompts import load_prompts
     from swift.data.source import open_prompts
     from swift.models import load_chat
-    from swift.rewards import RewardPipeline, models
+    from swift.rewards import models
+    from swift.rewards.pipeline import RewardPipeline
     from swift.trainers.engines import require_backend
     from swift.trainers.grpo.checks import check_run
     from swift.trainers.supervision.heartbeat import Heartbeat

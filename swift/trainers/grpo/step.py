@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from swift.rl.correction import off_policy_sequence_mask, sampler_correction, sampler_mismatch
 from swift.rl.entropy import entropy_bonus
+from swift.rl.global_batch import BatchCounts, count_batch, nominal_batch_tokens
 from swift.rl.losses import get_loss, sequence_weights
 from swift.rl.objective import SamplerCorrection, policy_loss
-from swift.rl.segments import spread
-from swift.rl.window import WindowCounts, count_window, nominal_batch_tokens, nominal_batches
+from swift.rl.segments import at_tokens
 from swift.rollout.samples import Arrival, RolloutBatch, TrainSample
 from swift.trainers.grpo.entropy import EntropyControl, TopEntropy
 from swift.trainers.grpo.logprobs import LogProbs, remember, take_sampler_logprobs
@@ -135,10 +135,10 @@ class GlobalBatchStep:
     def _weights(self, samples: Sequence[TrainSample]) -> list[float]:
         """The loss weight of each trained token of each sample, exact over the whole global batch."""
         tokens = [sample.num_trained for sample in samples]
-        nominal = nominal_batches(len(samples), self.settings.per_device)
+        nominal = self.settings.per_device
         return sequence_weights(
             get_loss(self.settings.loss.loss_type),
-            count_window(tokens, nominal),
+            count_batch(tokens, nominal),
             tokens,
             nominal_tokens=nominal_batch_tokens(tokens, nominal),
             max_completion_length=self.settings.max_completion_length,
@@ -163,7 +163,7 @@ class GlobalBatchStep:
             report.add("health/steps_without_signal", 1.0, 1.0)
             return loss
         total, limit = get_loss(self.settings.loss.loss_type).normaliser.total, self.settings.max_completion_length
-        exact = total(count_window([sample.num_trained for sample in batch.samples]), limit)
+        exact = total(count_batch([sample.num_trained for sample in batch.samples]), limit)
         factor = total(self._fullest(), limit) / exact
         for parameter in model.parameters():
             if parameter.grad is not None:
@@ -172,9 +172,9 @@ class GlobalBatchStep:
             self.logprobs.share_old(batch)
         return loss * factor
 
-    def _fullest(self) -> WindowCounts:
+    def _fullest(self) -> BatchCounts:
         """The counts of a global batch full of the longest completions."""
-        return count_window([self.settings.max_completion_length] * self._sequences())
+        return count_batch([self.settings.max_completion_length] * self._sequences())
 
     def _arrival(
         self, model: nn.Module, batch: RolloutBatch, arrival: Arrival, report: StepMetrics, *, ran: bool
@@ -258,7 +258,7 @@ class GlobalBatchStep:
         output = policy_loss(
             policy_logprobs_N,
             config=self.settings.loss,
-            advantages_T=spread(batch.advantages_S, batch.tokens.sequence_index),
+            advantages_T=at_tokens(batch.advantages_S, batch.tokens.sequence_index),
             mask_T=batch.mask_N,
             token_weights_T=batch.weights_N,
             sequence_index_T=batch.tokens.sequence_index,
@@ -275,7 +275,7 @@ class GlobalBatchStep:
             entropy_N,
             batch.mask_N,
             coefficient=shared.coefficient,
-            num_window_tokens=num_top_tokens,
+            num_tokens=num_top_tokens,
             keep_T=top_N,
         )
         values = entropy_N.detach()[batch.mask_N if top_N is None else batch.mask_N & top_N]
@@ -323,7 +323,7 @@ class GlobalBatchStep:
             return None
         recorded = self.settings.correctable_sampling  # else the nearest is the policy at the rollout batch's start
         keep_N = off_policy_sequence_mask(
-            spread(batch.advantages_S, batch.tokens.sequence_index),
+            at_tokens(batch.advantages_S, batch.tokens.sequence_index),
             policy_logprobs_N,
             batch.sampler_logprobs_N if recorded else batch.old_or(policy_logprobs_N),
             mask_T=batch.mask_N,

@@ -32,9 +32,9 @@ import torch
 from torch import Tensor, nn
 
 from swift.errors import NumericError, RewardError
-from swift.models.forward import choose_attention
+from swift.models.attention.choice import choose_attention
 from swift.models.scoring import prepare_scoring
-from swift.models.sharded import is_spread
+from swift.models.sharded import is_sharded
 from swift.rollout.pipeline import PipelineState, RolloutPipeline
 from swift.rollout.samples import RolloutBatch, TrainSample
 from swift.trainers.atomic_trainer import AtomicTrainer
@@ -194,7 +194,7 @@ class GRPOTrainer(AtomicTrainer):
         prepared = super()._prepare_for_training(*args, **kwargs)
         self.step.deepspeed = DeepSpeedSteps(self.model_wrapped) if self.is_deepspeed_enabled else None
         self.step.fsdp = self.is_fsdp_enabled
-        self.logprobs.in_step = is_spread(self.model)
+        self.logprobs.in_step = is_sharded(self.model)
         return prepared
 
     # --- one optimizer step -----------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ from torch import nn
 from transformers import set_seed
 
 from swift.errors import ConfigError, EngineDead, ResourceError, SwiftError, end_process
-from swift.models.sharded import is_spread, reading_from
+from swift.models.sharded import is_sharded, reading_from
 from swift.observability.memory import (
     MIB,
     Holders,
@@ -146,7 +146,7 @@ class ColocateCycle:
 
         self._model = Offloader(of_models, self.device)
         self._optimizer = Offloader(lambda: optimizer_tensors(optimizer_of()), self.device, keep=of_models)
-        self._sharded = lambda: is_spread(model)
+        self._sharded = lambda: is_sharded(model)
 
     @contextlib.contextmanager
     def __call__(self, step: int, *, current: bool = False, trainer_stays: bool = False) -> Iterator[None]:

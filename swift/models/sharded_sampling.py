@@ -1,13 +1,11 @@
-"""Sampling in this process from a policy whose parameters are spread over ranks (ZeRO-3, FSDP2).
+"""Sampling in this process from a policy whose parameters are sharded over ranks (ZeRO-3, FSDP2).
 
-Every forward pass of such a model gathers parameters on its way, which is a collective, but ranks sample completions of
-different lengths and so make different numbers of passes. There are two ways out:
+Every forward pass of such a model gathers parameters, which is a collective, but ranks sample completions of different
+lengths and so make different numbers of passes. There are two ways out:
 
-    gathered_for_generation    gather everything once, and sample as if nothing was spread: fast, and each rank holds
-                               the whole model meanwhile
-    forwards_in_step           leave the parameters spread; before each pass the ranks tell each other that one follows,
-                               and a rank that has finished passes over one token until all have: slow, and as small in
-                               memory as training
+    gathered_for_generation    gather everything once: fast, and each rank holds the whole model meanwhile
+    forwards_in_step           before each pass the ranks tell each other that one follows, and a rank that has finished
+                               passes over one token until all have: slow, and as small in memory as training
 
 Both are collective: every rank enters, also one that has nothing to sample.
 """
@@ -23,18 +21,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from swift.models.forward import TokenSequence, is_packed, pack, packed_logits, padded_logits
-from swift.models.sharded import is_dtensor, is_spread, is_zero3, zero3_gathered
+from swift.models.attention.interface import is_packed
+from swift.models.forward import TokenSequence, pack, packed_logits, padded_logits
+from swift.models.sharded import is_dtensor, is_sharded, is_zero3, zero3_gathered
 
 _ZERO3, _FSDP = "deepspeed.", "torch.distributed.fsdp."
 
 
 def sampling_from(model: nn.Module, *, gather: bool, any_rank: Callable[[bool], bool]) -> AbstractContextManager[None]:
-    """The way of `--ds3_gather_for_generation`; does nothing for a model that is not spread.
+    """The way of `--ds3_gather_for_generation`; does nothing for a model that is not sharded.
 
     Args:
         model: the policy as the trainer holds it.
-        gather: gather once, or sample from the spread parameters.
+        gather: gather once, or sample from the sharded parameters.
         any_rank: whether the flag is set on any rank, a collective.
     """
     return gathered_for_generation(model) if gather else forwards_in_step(model, any_rank)
@@ -63,7 +62,7 @@ def forwards_in_step(model: nn.Module, any_rank: Callable[[bool], bool]) -> Iter
         model: the module whose calls are counted, as the sampler calls it.
         any_rank: whether the flag is set on any rank, a collective.
     """
-    if not is_spread(model):
+    if not is_sharded(model):
         yield
         return
     filling = False

@@ -6,8 +6,7 @@ of their prompt, which is padded at its front:
     prompts        [R, P]        causal
     completions    [R, P + L]    keys of the prompt, then own keys, causal; padded prompt keys are masked
 
-A block is one SDPA call for all its rows and heads. Layers with windows that cut something off, soft caps or sinks come
-here on every device.
+A block is one SDPA call for all its rows and heads.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from swift.models.segment_spans import PLAIN, GroupSpans, Span, Variant, attended
+from swift.models.attention.spans import PLAIN, GroupSpans, Span, Variant, attended, in_autocast_type
 
 # T tokens of the stream, R rows of a block, P prompt keys, L steps of the longest row, C = P + L keys
-# H query heads, K key/value heads, D head width, E value width
+# H query heads, K key/value heads, D head width, E value width, X heads times width
 
 WASTE = 1.25
 """A block may compute this many times the scores of its rows; more rows in a call are worth that."""
@@ -34,7 +33,7 @@ SCORES = 2**24
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A segment and what it sees before itself."""
+    """A segment and the prompt that it sees before itself."""
 
     prompt: Span | None
     span: Span
@@ -51,12 +50,7 @@ class _Row:
 
 
 class SegmentRows:
-    """Attention of one layout's segments, block by block.
-
-    Args:
-        groups: the segments.
-        device: where the index tensors live.
-    """
+    """Attention of one layout's segments, block by block."""
 
     def __init__(self, groups: Sequence[GroupSpans], device: torch.device | str) -> None:
         prompts = [_Row(None, group.prompt) for group in groups]
@@ -69,16 +63,18 @@ class SegmentRows:
             first += block.real.numel()
         self._places = places.to(device)
 
+    @staticmethod
+    def computes(variant: Variant) -> bool:
+        """Everything."""
+        return True
+
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, variant: Variant = PLAIN
     ) -> Tensor:
         """See `SegmentLayout.attend`."""
-        if torch.is_autocast_enabled(query.device.type):  # SDPA would cast; the output takes what it gives
-            dtype = torch.get_autocast_dtype(query.device.type)
-            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        query_TX, key_TX, value_TX = (one[0].transpose(0, 1).flatten(1) for one in (query, key, value))
         heads = query.shape[1], key.shape[1]
-        parts = [block.attend(query_TX, key_TX, value_TX, heads, scale, variant) for block in self._blocks]
+        tables_TX = [one[0].transpose(0, 1).flatten(1) for one in in_autocast_type(query, key, value)]
+        parts = [block.attend(*tables_TX, heads=heads, scale=scale, variant=variant) for block in self._blocks]
         found = torch.cat([part.flatten(0, 1) for part in parts])
         return nn.functional.embedding(self._places, found).view(1, -1, heads[0], value.shape[3])
 
@@ -120,28 +116,16 @@ class _Block:
                 self._padded = (distance > before)[:, None, None].to(device)
         self._masks: dict[int | None, Tensor] = {}
 
-    def attend(
-        self,
-        query_TX: Tensor,
-        key_TX: Tensor,
-        value_TX: Tensor,
-        heads: tuple[int, int],
-        scale: float | None,
-        variant: Variant,
-    ) -> Tensor:
+    def attend(self, *tables_TX: Tensor, heads: tuple[int, int], scale: float | None, variant: Variant) -> Tensor:
         """[R, L, H x E] from tables of the stream."""
-        tables = query_TX, key_TX, value_TX
+        compute: Callable[..., Tensor] = partial(self._attend, heads=heads, scale=scale, variant=variant)
         if variant.is_plain:
-            return self._attend(*tables, heads=heads, scale=scale, variant=variant, rows=slice(None))
+            return compute(*tables_TX, rows=slice(None))
         num_rows = self._query_index.shape[0]
         step = max(1, SCORES // (heads[0] * self.longest * (self.num_before + self.longest)))
-        compute: Callable[..., Tensor] = partial(self._attend, heads=heads, scale=scale, variant=variant)
-        parts = [slice(first, first + step) for first in range(0, num_rows, step)]
-        if not torch.is_grad_enabled():
-            return torch.cat([compute(*tables, rows=rows) for rows in parts])
-        # inner results are not kept but made again
-        again = partial(checkpoint, compute, *tables, use_reentrant=False, preserve_rng_state=False)
-        return torch.cat([again(rows=rows) for rows in parts])
+        if torch.is_grad_enabled():  # inner results are not kept but made again
+            compute = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
+        return torch.cat([compute(*tables_TX, rows=slice(i, i + step)) for i in range(0, num_rows, step)])
 
     def _attend(
         self,

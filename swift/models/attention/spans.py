@@ -55,6 +55,14 @@ class Variant:
 PLAIN = Variant()
 
 
+def in_autocast_type(*states: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values in the type in which SDPA would compute."""
+    device_type = states[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return states
+    return tuple(one.to(torch.get_autocast_dtype(device_type)) for one in states)
+
+
 def attended(
     query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, scale: float | None, variant: Variant
 ) -> Tensor:

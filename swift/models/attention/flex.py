@@ -8,43 +8,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from swift.models.segment_spans import GroupSpans
+from swift.models.attention.spans import GroupSpans, Variant, in_autocast_type
 
 FILL = 1024
 """Streams are filled up to a multiple of this many tokens."""
 
 
 class FlexSegments:
-    """Attention of one layout's segments under one block mask.
-
-    Args:
-        groups: the segments.
-        device: where the mask lives.
-    """
+    """Attention of one layout's segments under one block mask."""
 
     def __init__(self, groups: Sequence[GroupSpans], device: torch.device | str) -> None:
         segment_T, prompt_T = segment_numbers(groups)
         self.num_tokens = segment_T.shape[0]
         self.num_filling = -self.num_tokens % FILL
-        self.segment_T = nn.functional.pad(segment_T, (0, self.num_filling), value=-1).to(device)
-        self.prompt_T = nn.functional.pad(prompt_T, (0, self.num_filling), value=-1).to(device)
-        self.block_mask = _block_mask_of(self.segment_T, self.prompt_T)
+        filled = [nn.functional.pad(one, (0, self.num_filling), value=-1).to(device) for one in (segment_T, prompt_T)]
+        self.block_mask = _block_mask_of(*filled)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    @staticmethod
+    def computes(variant: Variant) -> bool:
+        """Only a softmax of scaled products."""
+        return variant.is_plain
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, variant: Variant) -> Tensor:
         """See `SegmentLayout.attend`."""
-        if torch.is_autocast_enabled(query.device.type):  # as SDPA would
-            dtype = torch.get_autocast_dtype(query.device.type)
-            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        filled = [nn.functional.pad(states, (0, 0, 0, self.num_filling)) for states in (query, key, value)]
-        repeats = query.shape[1] // key.shape[1]
+        states = in_autocast_type(query, key, value)
+        filled = [nn.functional.pad(one, (0, 0, 0, self.num_filling)) for one in states]
         output = _flex_attention(query.device.type)(
-            *filled, block_mask=self.block_mask, scale=scale, enable_gqa=repeats > 1
+            *filled, block_mask=self.block_mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
         return output[:, :, : self.num_tokens].transpose(1, 2).contiguous()
 
@@ -56,13 +51,11 @@ def segment_numbers(groups: Sequence[GroupSpans]) -> tuple[Tensor, Tensor]:
     """
     segments: list[Tensor] = []
     prompts: list[Tensor] = []
-    number = 0
     for group in groups:
-        prompt = number
+        prompt = len(segments)
         for span in (group.prompt, *group.completions):
-            segments.append(torch.full((span.length,), number))
             prompts.append(torch.full((span.length,), prompt))
-            number += 1
+            segments.append(torch.full((span.length,), len(segments)))
     return torch.cat(segments), torch.cat(prompts)
 
 
