@@ -202,6 +202,7 @@ def _start(args: Any, plan: Plan, logs: Path, stack: contextlib.ExitStack) -> Se
         workers.append(worker)
     pool = EnginePool(workers)
     stack.callback(pool.close)
+    _ = pool.capabilities  # once the engines are there
     service = Service(pool, plan.template, plan.settings)
     stack.callback(service.close)
     return service
