@@ -11,9 +11,9 @@ from harness import tables
 from harness.record import RESULTS, ROOT
 
 PAGES = {
-    "run": ROOT / "docs" / "benchmarks.md",
-    "dynamic_sampling": ROOT / "docs" / "benchmarks.md",
-    "algorithms": ROOT / "docs" / "algorithms_measured.md",
+    "run": ROOT / "benchmarks" / "README.md",
+    "dynamic_sampling": ROOT / "benchmarks" / "README.md",
+    "algorithms": ROOT / "benchmarks" / "algorithms.md",
 }
 NOTHING = "Nothing is recorded yet; `python benchmarks/{script}.py --record` does it."
 

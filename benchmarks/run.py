@@ -4,7 +4,7 @@
     python benchmarks/run.py --rows small small-prompt --turns 5 --out FILE
     python benchmarks/run.py --ms_swift_python /opt/ms-swift/bin/python --rows tiny small start
     python benchmarks/run.py --compare                              # exit code 1 below 85 % of the recorded ratios
-    python benchmarks/run.py --record                               # into benchmarks/results, and docs/benchmarks.md
+    python benchmarks/run.py --record                               # into benchmarks/results, and benchmarks/README.md
 
 Each turn of a side is a run of its command; sides alternate. A row is void, and the command fails, when the gradients
 of swift and TRL differ on the same completions.

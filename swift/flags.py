@@ -7,8 +7,8 @@ The annotation decides how a value is read: bool, int, float, str, `list[...]`, 
 `| None` where the setting may be absent. The text under the field is its help; help, docs and schema read it
 from here and from nowhere else. The first sentence stands alone in short lists.
 
-Dataclasses of such fields sit beside the component that reads them; `swift.arguments` composes them. A registered
-loss, advantage estimator, optimizer or engine may have such a dataclass too, as its attribute `parameters`.
+Dataclasses of such fields sit beside the component that reads them; `swift.arguments` composes them. An entry of a
+registry (a loss, a reward function, an engine, ...) may have such a dataclass too, as its attribute `parameters`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import re
 import sys
 import types
 import typing
@@ -28,17 +29,29 @@ from typing import Any, Literal
 
 Kind = Literal["bool", "int", "float", "str", "dict"]
 
+_NEED = re.compile(r"(\w*)([=<]?)(.*)")
 BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 """Names of bounds, as pydantic calls them, and as messages do."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Details:
-    """What a field says besides its type; see `flag`."""
+    """What a field says besides its type and default.
 
-    aliases: tuple[str, ...] = ()
+    aliases: other names. values: other words for values, in lower case -> the value. above, at_least, below, at_most:
+    bounds of a number, or of each number of a list. group: heading in the help; None means the class's `GROUP`.
+    everyday: whether the short help shows it. unset: what a default of None means, in words. needs: without what the
+    setting has no effect: a switch, `name=value|value` of a choice, or `name<number`. joins: values given under
+    different aliases are concatenated instead of contradicting each other. registry: name of the registry in
+    `swift.plugin.registry` whose entries are choices (too); their attribute `summary`, if any, is part of the help.
+    """
+
+    aliases: Sequence[str] = ()
     values: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    bounds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    above: float | None = None
+    at_least: float | None = None
+    below: float | None = None
+    at_most: float | None = None
     group: str | None = None
     everyday: bool = True
     unset: str | None = None
@@ -46,55 +59,19 @@ class Details:
     joins: bool = False
     registry: str | None = None
 
+    @property
+    def bounds(self) -> dict[str, float]:
+        """Those that are given, as pydantic calls them."""
+        bounds = {"gt": self.above, "ge": self.at_least, "lt": self.below, "le": self.at_most}
+        return {name: bound for name, bound in bounds.items() if bound is not None}
 
-def flag(
-    default: Any = None,
-    *,
-    aliases: Sequence[str] = (),
-    values: Mapping[str, str] | None = None,
-    above: float | None = None,
-    at_least: float | None = None,
-    below: float | None = None,
-    at_most: float | None = None,
-    group: str | None = None,
-    everyday: bool = True,
-    unset: str | None = None,
-    needs: str | None = None,
-    joins: bool = False,
-    registry: str | None = None,
-) -> Any:
-    """A field of an arguments dataclass.
 
-    Args:
-        default: the value without the flag; lists and dicts are copied for each instance.
-        aliases: other names.
-        values: other words for values, in lower case -> the value.
-        above: exclusive lower bound of a number, or of each number of a list.
-        at_least: inclusive lower bound.
-        below: exclusive upper bound.
-        at_most: inclusive upper bound.
-        group: heading in the help; None means the class's `GROUP`.
-        everyday: whether the short help shows it.
-        unset: what a default of None means, in words.
-        needs: without what the setting has no effect: a switch, or `name=value|value` of a choice.
-        joins: values given under different aliases are concatenated instead of contradicting each other.
-        registry: name of the registry in `swift.plugin.registry` whose entries are choices too.
-    """
-    bounds = {"gt": above, "ge": at_least, "lt": below, "le": at_most}
-    details = Details(
-        aliases=tuple(aliases),
-        values=dict(values or {}),
-        bounds={name: bound for name, bound in bounds.items() if bound is not None},
-        group=group,
-        everyday=everyday,
-        unset=unset,
-        needs=needs,
-        joins=joins,
-        registry=registry,
-    )
+def flag(default: Any = None, **details: Any) -> Any:
+    """A field of an arguments dataclass, with its `Details`; lists and dicts are copied for each instance."""
+    metadata = {"flag": Details(**details)}
     if isinstance(default, list | dict):
-        return dataclasses.field(default_factory=lambda: type(default)(default), metadata={"flag": details})
-    return dataclasses.field(default=default, metadata={"flag": details})
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,13 +95,17 @@ class Flag:
     @property
     def choices(self) -> tuple[Any, ...]:
         """All values that are allowed, those of plugins last; () allows any."""
-        entries = registered(self.details.registry) if self.built_in and self.details.registry else {}
-        return (*self.built_in, *(name for name in entries if name not in self.built_in))
+        return (*self.built_in, *(name for name in self._entries() if name not in self.built_in))
+
+    def _entries(self) -> Mapping[str, Any]:
+        return registered(self.details.registry) if self.details.registry else {}
 
     @property
     def help(self) -> str:
-        """The text under the field, one paragraph."""
-        return help_texts(self.owner).get(self.name, "")
+        """The text under the field, one paragraph, and what the entries of its registry say of themselves."""
+        summaries = {name: getattr(entry, "summary", "") for name, entry in self._entries().items()}
+        entries = (f"{name}: {summary}." for name, summary in summaries.items() if summary)
+        return " ".join([help_texts(self.owner).get(self.name, ""), *entries])
 
     @property
     def summary(self) -> str:
@@ -135,22 +116,24 @@ class Flag:
     @property
     def valid(self) -> str:
         """The choices or the range, in words; "" when neither is bounded."""
-        bounds = (
-            f"{words} {self.details.bounds[name]:g}" for name, words in BOUNDS.items() if name in self.details.bounds
-        )
+        bounds = (f"{BOUNDS[name]} {bound:g}" for name, bound in self.details.bounds.items())
         return ", ".join(map(str, self.choices)) or " and ".join(bounds)
 
     def has_effect(self, args: Any) -> bool:
         """Whether the settings `args` of a mode switch on what this one needs."""
-        name, equals, values = self.needs.partition("=")
+        name, sign, wanted = _NEED.fullmatch(self.needs).groups()  # type: ignore[union-attr]
         if not hasattr(args, name):
             return True
-        return getattr(args, name) in values.split("|") if equals else bool(getattr(args, name))
+        value = getattr(args, name)
+        if sign == "<":
+            return bool(value < float(wanted))
+        return bool(set(value if isinstance(value, list) else [value]) & set(wanted.split("|")) if sign else value)
 
     @property
     def needs_text(self) -> str:
         """What the setting needs, as it is typed; "" when nothing."""
-        return "--" + self.needs.replace("=", " ").replace("|", " or ") if self.needs else ""
+        words = self.needs.replace("=", " ").replace("|", " or ").replace("<", " below ")
+        return f"--{words}" if words else ""
 
     @property
     def spellings(self) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "types": set(),
     "flags": set(),
     "startup": set(),
+    "devices": set(),
     "rendezvous": {"errors"},
     "observability": {"errors", "types"},
     "rl": {"flags", "plugin"},
@@ -25,12 +26,12 @@ MAY_IMPORT = {
     "models": {"errors", "flags", "types", "data", "rl"},
     "plugin": {"errors"},
     "rewards": {"errors", "flags", "types", "plugin", "data", "models"},
-    "rollout": {"errors", "flags", "rendezvous", "startup", "types", "plugin", "data", "models", "rl"},
-    "trainers": {"errors", "flags", "rendezvous", "startup", "types", "plugin", "observability"}
+    "rollout": {"devices", "errors", "flags", "rendezvous", "startup", "types", "plugin", "data", "models", "rl"},
+    "trainers": {"devices", "errors", "flags", "rendezvous", "startup", "types", "plugin", "observability"}
     | {"rl", "data", "models", "rewards", "rollout"},
-    "arguments": {"errors", "flags", "observability", "plugin"}
+    "arguments": {"devices", "errors", "flags", "observability", "plugin"}
     | {"rl", "data", "models", "rewards", "rollout", "trainers"},
-    "cli": {"errors", "startup", "types", "data", "models", "rewards", "rollout", "trainers", "arguments"},
+    "cli": {"devices", "errors", "startup", "types", "data", "models", "rewards", "rollout", "trainers", "arguments"},
     "__main__": {"cli"},
 }
 

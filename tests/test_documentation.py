@@ -13,7 +13,7 @@ from swift.arguments import MODES, parse
 from swift.cli.main import MODES as COMMANDS
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "benchmarks").glob("*.md"))]
 TROUBLE = ROOT / "docs" / "troubleshooting.md"
 SHORTEST_PIECE = 4
 

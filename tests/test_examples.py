@@ -315,6 +315,7 @@ def test_a_demo_that_is_too_short_says_that_it_failed(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+@pytest.mark.long
 def test_the_demo_learns_to_calculate_in_the_time_that_it_promises(tmp_path):
     """Processor time, because the machine may be busy: five minutes on two cores are at most 600 s of it."""
     started = resource.getrusage(resource.RUSAGE_CHILDREN)

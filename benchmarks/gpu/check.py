@@ -1,5 +1,6 @@
 """The checks of `check.sh`, in order; each is made of commands, and a line of JSON says what it showed.
 
+kernels     packed attention by masked SDPA, FlexAttention and flash-attn in bf16, against float64
 gradients   a step of SGD on recorded completions, by attention and dtype, against float64 rows of our own
 parity      trainer against transformers engine, float32 and bf16
 packed      training tokens per second, FLOP utilisation and peak of 16k packed tokens, recomputed
@@ -98,6 +99,13 @@ class Checks:
         return max(0.0, self.deadline - time.monotonic())
 
 
+def kernels(checks: Checks) -> dict[str, Any]:
+    """Relative distance of values and gradients."""
+    words = [sys.executable, str(HERE / "kernels.py")]
+    done = subprocess.run(words, check=True, timeout=checks.left(), capture_output=True, text=True)
+    return dict(json.loads(done.stdout))
+
+
 def gradients(checks: Checks) -> dict[str, Any]:
     """Cosine and length of each gradient against that of float64 rows."""
     work = write_recorded(checks.work("small", completion_tokens=256, per_device=64))
@@ -193,7 +201,7 @@ def vllm(checks: Checks) -> dict[str, Any]:
 
 
 CHECKS: dict[str, Callable[[Checks], dict[str, Any]]] = {
-    check.__name__: check for check in (gradients, parity, packed, step, lora, memory, profile, vllm)
+    check.__name__: check for check in (kernels, gradients, parity, packed, step, lora, memory, profile, vllm)
 }
 
 

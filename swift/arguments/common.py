@@ -46,6 +46,11 @@ def backend_problems(args: Any) -> Iterator[str]:
     """Backends that exclude each other."""
     if args.use_vllm and args.use_lmdeploy:
         yield "--use_lmdeploy: true: excludes --use_vllm true; set one of them to false"
+    if args.use_lmdeploy and args.vllm_enable_lora:
+        yield (
+            "--vllm_enable_lora: true: LMDeploy reads adapters at its start only and gets merged weights; "
+            "--vllm_enable_lora false, or --use_vllm true"
+        )
     expected = "vllm" if args.use_vllm else "lmdeploy" if args.use_lmdeploy else None
     if expected and args.infer_backend not in (None, expected):
         yield f"--infer_backend: {args.infer_backend}: contradicts --use_{expected} true; drop one of the two"

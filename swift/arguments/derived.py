@@ -7,16 +7,20 @@ is recorded in the provenance and shown by the help.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from swift.arguments.plugins import CHOICES, entry_of
 from swift.arguments.values import convert
 from swift.data.system import shipped_example
-from swift.flags import Flag
+from swift.devices import allowed_cores, torch_is_for_cpu_only
+from swift.flags import registered
 from swift.rollout.placement import has_own_engine
+
+if TYPE_CHECKING:
+    from swift.arguments.parse import Reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,55 +34,63 @@ class Machine:
     @classmethod
     def look(cls, environ: Mapping[str, str]) -> Machine:
         """The machine this process runs on, without importing torch."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         sizes = ("WORLD_SIZE",) if environ.get("RANK") else ("NPROC_PER_NODE", "NNODES")
         counts = [int(environ[name]) for name in sizes if environ.get(name, "").isdigit()]
-        return cls(_has_accelerator(environ), cores, max(1, math.prod(counts)))
-
-
-class Reading(Protocol):
-    """What is known so far of the settings that the user wrote: where each comes from, and what to say about them."""
-
-    notes: list[str]
-    problems: list[str]
-
-    @property
-    def origins(self) -> Mapping[str, Any]:
-        """Setting -> what the user wrote last."""
-
-    @property
-    def flags(self) -> Mapping[str, Flag]:
-        """The settings of the mode."""
+        return cls(_has_accelerator(environ), len(allowed_cores()), max(1, math.prod(counts)))
 
 
 EVALUATED_SHARE = 0.01
 """Share of the rows that is split off for evaluation where nothing else is said; that of ms-swift 3.x."""
 
+Condition = Callable[[Any, Machine], bool]
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`name` is `value(args, machine)` when `when(args, machine)`; `text` says why."""
+    """`name` is `value(args, machine)` when `when(args, machine)`; `text` says why, in the help with `args` None."""
 
     name: str
-    text: str
+    text: Callable[[Any], str]
     value: Callable[[Any, Machine], Any]
-    when: Callable[[Any, Machine], bool] = lambda args, machine: True
+    when: Condition = lambda args, machine: True
 
 
-def _always(args: Any, machine: Machine) -> bool:
-    return True
+def _rule(name: str, text: str, value: Callable[[Any, Machine], Any]) -> Rule:
+    return Rule(name, lambda args: text, value)
 
 
-def _fixed(name: str, value: Any, text: str, when: Callable[[Any, Machine], bool] = _always) -> Rule:
-    return Rule(name, text, lambda args, machine: value, when)
+def _fixed(name: str, value: Any, text: str, when: Condition = lambda args, machine: True) -> Rule:
+    return Rule(name, lambda args: text, lambda args, machine: value, when)
 
 
-def _same_as(name: str, other: str, when: Callable[[Any, Machine], bool] = _always) -> Rule:
-    return Rule(name, f"= {other}", lambda args, machine: getattr(args, other), when)
+def _same_as(name: str, other: str, when: Condition = lambda args, machine: True) -> Rule:
+    return Rule(name, lambda args: f"= {other}", lambda args, machine: getattr(args, other), when)
 
 
-def _when(name: str, *values: Any) -> Callable[[Any, Machine], bool]:
-    return lambda args, machine: getattr(args, name) in values
+def _given(name: str, value: Any, choice: str, *chosen: Any) -> Rule:
+    """A value that goes with values of another setting."""
+    words = " or ".join(str(one).lower() if isinstance(one, bool) else str(one) for one in chosen)
+    text = f"{str(value).lower() if isinstance(value, bool) else value} with {choice} {words}"
+    return _fixed(name, value, text, lambda args, machine: getattr(args, choice) in chosen)
+
+
+def _declared(name: str, choice: str, attribute: str) -> Rule:
+    """What the chosen loss or estimator declares."""
+
+    def shown(value: Any) -> str:
+        return str(value).lower() if isinstance(value, bool) else str(value)
+
+    def text(args: Any) -> str:
+        if args is not None:
+            return f"{shown(getattr(entry_of(args, choice), attribute))} with {choice} {getattr(args, choice)}"
+        owners: dict[Any, list[str]] = {}
+        for entry, declares in registered(CHOICES[choice]).items():
+            owners.setdefault(getattr(declares, attribute), []).append(entry)
+        usual = type(declares).__dataclass_fields__[attribute].default
+        special = [f"{shown(v)} with {choice} {' or '.join(names)}" for v, names in owners.items() if v != usual]
+        return "; ".join([*special, f"else {shown(usual)}"])
+
+    return Rule(name, text, lambda args, machine: getattr(entry_of(args, choice), attribute))
 
 
 def _is_rl(args: Any, _: Machine) -> bool:
@@ -102,97 +114,63 @@ def _is_off_policy(args: Any, _: Machine) -> bool:
     return bool(args.async_generate or args.dynamic_sample or args.replay_buffer_size or seldom)
 
 
+_CORRECTION = "rollout_importance_sampling_mode"
 RULES: tuple[Rule, ...] = (
     _same_as("ref_model", "model"),
     _fixed("torch_dtype", "float32", "float32 for merging", _merges),
     _fixed("torch_dtype", "bfloat16", "bfloat16 with an accelerator", lambda args, machine: machine.has_accelerator),
     _fixed("torch_dtype", "float32", "float32 on a CPU"),
-    _fixed("learning_rate", 1e-4, "1e-4 with tuner_type lora", _when("tuner_type", "lora")),
+    _fixed("learning_rate", 1e-4, "1e-4 with tuner_type lora", lambda args, machine: args.tuner_type == "lora"),
     _fixed("learning_rate", 1e-5, "1e-5 with tuner_type full"),
     _fixed("lora_dropout", 0.0, "0.0 in reinforcement learning", _is_rl),
     _fixed("lora_dropout", 0.05, "0.05 in supervised tuning"),
     _same_as("data_seed", "seed"),
-    _same_as("steps_per_generation", "gradient_accumulation_steps", _when("generation_batch_size", None)),
+    _same_as(
+        "steps_per_generation",
+        "gradient_accumulation_steps",
+        lambda args, machine: args.generation_batch_size is None,
+    ),
     _same_as("num_generations_eval", "num_generations"),
-    _same_as("epsilon_high", "epsilon", lambda args, _: args.loss_type != "cispo"),
-    _fixed(
-        "scale_rewards",
-        "gdpo",
-        "gdpo with multi_objective_aggregation normalize_then_sum",
-        _when("multi_objective_aggregation", "normalize_then_sum"),
-    ),
-    _fixed("scale_rewards", "none", "none with advantage_estimator rloo", _when("advantage_estimator", "rloo")),
-    _fixed(
-        "scale_rewards",
-        "batch",
-        "batch with advantage_estimator reinforce_plus_plus",
-        _when("advantage_estimator", "reinforce_plus_plus"),
-    ),
-    _fixed("scale_rewards", "group", "else group"),
-    _fixed(
-        "multi_objective_aggregation",
-        "normalize_then_sum",
-        "normalize_then_sum with scale_rewards gdpo",
-        _when("scale_rewards", "gdpo"),
-    ),
+    _same_as("epsilon_high", "epsilon", lambda args, machine: "epsilon" in entry_of(args, "loss_type").settings),
+    _given("scale_rewards", "gdpo", "multi_objective_aggregation", "normalize_then_sum"),
+    _declared("scale_rewards", "advantage_estimator", "default_scale"),
+    _given("multi_objective_aggregation", "normalize_then_sum", "scale_rewards", "gdpo"),
     _fixed("multi_objective_aggregation", "sum_then_normalize", "else sum_then_normalize"),
+    _declared("kl_in_reward", "advantage_estimator", "kl_in_reward"),
+    _declared("importance_sampling_level", "loss_type", "default_level"),
+    _given(_CORRECTION, "none", "old_logprobs", "sampler"),
+    _given(_CORRECTION, "none", "vllm_importance_sampling_correction", False),
+    _given(_CORRECTION, "token_truncate", "vllm_importance_sampling_correction", True),
     _fixed(
-        "kl_in_reward",
-        True,
-        "true with advantage_estimator rloo or reinforce_plus_plus",
-        _when("advantage_estimator", "rloo", "reinforce_plus_plus"),
-    ),
-    _fixed("kl_in_reward", False, "else false"),
-    _fixed(
-        "importance_sampling_level",
-        "sequence",
-        "sequence with loss_type gspo or luspo",
-        _when("loss_type", "gspo", "luspo"),
-    ),
-    _fixed("importance_sampling_level", "token", "else token"),
-    _fixed(
-        "rollout_importance_sampling_mode",
-        "none",
-        "none with old_logprobs sampler",
-        _when("old_logprobs", "sampler"),
-    ),
-    _fixed(
-        "rollout_importance_sampling_mode",
-        "none",
-        "none with vllm_importance_sampling_correction false",
-        _when("vllm_importance_sampling_correction", False),
-    ),
-    _fixed(
-        "rollout_importance_sampling_mode",
-        "token_truncate",
-        "token_truncate with vllm_importance_sampling_correction true",
-        _when("vllm_importance_sampling_correction", True),
-    ),
-    _fixed(
-        "rollout_importance_sampling_mode",
+        _CORRECTION,
         "token_truncate",
         "token_truncate when tokens may be older than the policy that trains on them",
         _is_off_policy,
     ),
-    _fixed("rollout_importance_sampling_mode", "none", "else none"),
+    _fixed(_CORRECTION, "none", "else none"),
     _fixed("use_vllm", False, "false with another infer_backend or use_lmdeploy", _names_another_backend),
     _fixed("use_vllm", True, "else true on a server"),
-    _fixed("infer_backend", "vllm", "vllm with use_vllm", _when("use_vllm", True)),
-    _fixed("infer_backend", "lmdeploy", "lmdeploy with use_lmdeploy", _when("use_lmdeploy", True)),
+    _given("infer_backend", "vllm", "use_vllm", True),
+    _given("infer_backend", "lmdeploy", "use_lmdeploy", True),
     _fixed("infer_backend", "transformers", "else transformers"),
     _same_as("eval_steps", "save_steps"),
     _fixed("metric_for_best_model", "reward", "reward in reinforcement learning", _is_rl),
     _fixed("metric_for_best_model", "loss", "loss in supervised tuning"),
-    Rule(
+    _rule(
         "greater_is_better",
         "false for a loss, true for any other metric",
-        lambda args, _: not args.metric_for_best_model.endswith("loss"),
+        lambda args, machine: not args.metric_for_best_model.endswith("loss"),
     ),
     _same_as("soft_max_length", "max_completion_length"),
     _same_as("cosine_max_len", "max_completion_length"),
-    Rule("reward_workers", "min(8, CPU cores)", lambda args, machine: min(8, machine.cores)),
-    _same_as("vllm_max_lora_rank", "lora_rank", lambda args, _: hasattr(args, "lora_rank")),
-    Rule("output_dir", "output/<model name>", lambda args, _: str(Path("output", _model_name(args))), _names_a_model),
+    _rule("reward_workers", "min(8, CPU cores)", lambda args, machine: min(8, machine.cores)),
+    _same_as("vllm_max_lora_rank", "lora_rank", lambda args, machine: hasattr(args, "lora_rank")),
+    Rule(
+        "output_dir",
+        lambda args: "output/<model name>",
+        lambda args, machine: str(Path("output", _model_name(args))),
+        _names_a_model,
+    ),
 )
 
 
@@ -204,18 +182,18 @@ def derive(args: Any, machine: Machine) -> dict[str, str]:
             value = rule.value(args, machine)
             if value is not None:
                 setattr(args, rule.name, value)
-                acted[rule.name] = rule.text
+                acted[rule.name] = rule.text(args)
     return acted
 
 
-def complete(args: Any, reader: Reading, machine: Machine) -> dict[str, str]:
+def complete(args: Any, reader: Reader, machine: Machine) -> dict[str, str]:
     """Fills derived values; returns name -> rule. Adds notes and problems to those of the reader."""
     rules = [_evaluation(args, reader), _batch_size(args, reader, machine), _plugins(args, reader)]
     rules += [_implied_engine(args, reader), _from_kwargs(args, reader), derive(args, machine)]
     return {name: text for one in rules for name, text in one.items()}
 
 
-def _batch_size(args: Any, reader: Reading, machine: Machine) -> dict[str, str]:
+def _batch_size(args: Any, reader: Reader, machine: Machine) -> dict[str, str]:
     """The smallest `per_device_train_batch_size` that makes the global batch a multiple of the group size."""
     if not hasattr(args, "num_generations") or "per_device_train_batch_size" in reader.origins:
         return {}
@@ -224,7 +202,7 @@ def _batch_size(args: Any, reader: Reading, machine: Machine) -> dict[str, str]:
     return {"per_device_train_batch_size": "smallest that makes the global batch a multiple of num_generations"}
 
 
-def _plugins(args: Any, reader: Reading) -> dict[str, str]:
+def _plugins(args: Any, reader: Reader) -> dict[str, str]:
     """Plugins of the shipped examples are found from every folder."""
     given = getattr(args, "external_plugins", [])
     found = [find_plugin(path) for path in given]
@@ -245,7 +223,7 @@ def find_plugin(path: str) -> str:
     return path if shipped is None else str(shipped)
 
 
-def _evaluation(args: Any, reader: Reading) -> dict[str, str]:
+def _evaluation(args: Any, reader: Reader) -> dict[str, str]:
     """Evaluation rows are split off where `--eval_steps` is given without any, and else there is no evaluation."""
     if getattr(args, "eval_strategy", "no") == "no" or args.val_dataset or args.split_dataset_ratio:
         return {}
@@ -262,7 +240,7 @@ def _evaluation(args: Any, reader: Reading) -> dict[str, str]:
     return {"eval_strategy": "no: there is no evaluation data"}
 
 
-def _implied_engine(args: Any, reader: Reading) -> dict[str, str]:
+def _implied_engine(args: Any, reader: Reader) -> dict[str, str]:
     """A vLLM mode or a server address asks for vLLM, unless another backend is named."""
     if not hasattr(args, "rlhf_type"):
         return {}
@@ -286,7 +264,7 @@ def _implied_engine(args: Any, reader: Reading) -> dict[str, str]:
     return rules
 
 
-def _from_kwargs(args: Any, reader: Reading) -> dict[str, str]:
+def _from_kwargs(args: Any, reader: Reader) -> dict[str, str]:
     """Entries of `--generation_kwargs` that have a flag become its value; name -> rule."""
     rules: dict[str, str] = {}
     for name, value in args.flags_in_kwargs().items() if hasattr(args, "flags_in_kwargs") else ():
@@ -305,10 +283,10 @@ def _from_kwargs(args: Any, reader: Reading) -> dict[str, str]:
 
 def rule_texts(name: str, *, exporting: bool = False) -> list[str]:
     """The texts of the rules of a setting, for the help."""
-    rules = [rule for rule in RULES if rule.name == name]
+    texts = [rule.text(None) for rule in RULES if rule.name == name]
     if name == "torch_dtype":
-        return [rule.text for rule in rules if rule.text.endswith("merging") == exporting]
-    return [] if exporting else [rule.text for rule in rules]
+        return [text for text in texts if text.endswith("merging") == exporting]
+    return [] if exporting else texts
 
 
 def _model_name(args: Any) -> str:
@@ -321,13 +299,4 @@ def _has_accelerator(environ: Mapping[str, str]) -> bool:
     if environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return False
     devices = [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")]
-    return bool(devices) and not _torch_is_cpu_only()
-
-
-def _torch_is_cpu_only() -> bool:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("torch").endswith("+cpu")
-    except PackageNotFoundError:
-        return True
+    return bool(devices) and not torch_is_for_cpu_only()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from swift.arguments.help import default_text, type_text
 from swift.arguments.modes import GROUPS, MODES
+from swift.arguments.plugins import settings_class
 from swift.arguments.presets import table
 from swift.flags import Flag, flags_of
 
@@ -42,7 +43,8 @@ def _section(group: str) -> str:
 def _settings(group: str) -> list[tuple[Flag, type, list[str]]]:
     """The settings of a group; those that differ between modes have a row each."""
     rows: dict[tuple[str, str, str], tuple[Flag, type, list[str]]] = {}
-    for mode, cls in MODES.items():
+    for mode in MODES:
+        cls = settings_class(mode)
         for flag in flags_of(cls).values():
             if flag.group == group:
                 key = (flag.name, flag.help, default_text(flag, cls))

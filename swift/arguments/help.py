@@ -12,9 +12,9 @@ from swift.arguments.derived import find_plugin, rule_texts
 from swift.arguments.layers import normalise, read_command_line
 from swift.arguments.modes import GROUPS
 from swift.arguments.plugins import plugin_paths, settings_class
-from swift.arguments.presets import PRESETS
 from swift.errors import ConfigError, suggest
 from swift.flags import Flag, flags_of, spellings_of
+from swift.plugin.registry import presets
 
 WIDTH = 110
 _INDENT = 34
@@ -127,7 +127,7 @@ def _purpose(cls: type) -> str:
 def _presets() -> list[str]:
     """The values of each preset, as they could be typed."""
     lines = []
-    for name, preset in PRESETS.items():
+    for name, preset in presets.items():
         values = " ".join(f"--{setting} {item.shown}" for setting, item in preset.values.items())
         lines += [
             f"{name}: {preset.title}, {preset.paper}",

@@ -14,16 +14,20 @@ def _names(text: str) -> frozenset[str]:
 _OFF = frozenset(("", "none", "null", "[]", "{}", "false", "no", "off", "0", "0.0"))
 
 _SAME = {
-    "true": "freeze_vit freeze_aligner save_safetensors use_chat_template init_weights init_lora_weights check_model "
-    "stream train_dataloader_shuffle average_tokens_across_devices enable_flattened_weight_sync assistant_only_loss "
-    "completion_only_loss bnb_4bit_use_double_quant",
-    "1": "sequence_parallel_size vllm_pipeline_parallel_size max_batch_size desirable_weight undesirable_weight",
-    "engine": "rollout_source",
-    "peft": "tuner_backend",
-    "causal_lm": "task_type",
-    "warn": "health_action",
+    flag: value
+    for value, flags in {
+        "true": "freeze_vit freeze_aligner save_safetensors use_chat_template init_weights init_lora_weights "
+        "check_model stream train_dataloader_shuffle average_tokens_across_devices enable_flattened_weight_sync "
+        "assistant_only_loss completion_only_loss bnb_4bit_use_double_quant",
+        "1": "sequence_parallel_size vllm_pipeline_parallel_size max_batch_size desirable_weight undesirable_weight",
+        "engine": "rollout_source",
+        "peft": "tuner_backend",
+        "causal_lm": "task_type",
+        "warn": "health_action",
+    }.items()
+    for flag in flags.split()
 }
-"""Values that swift always has -> the flags."""
+"""Flags -> the value that swift always has."""
 
 _SPEED = _names(
     "dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor load_from_cache_file "
@@ -100,16 +104,14 @@ _MODES = _names("pt sample eval deploy app web-ui merge-adapter megatron")
 
 def is_known(name: str) -> bool:
     """Whether a name that is no setting here is a flag elsewhere."""
-    same = (flag for flags in _SAME.values() for flag in flags.split())
-    return name in _KNOWN | _SPEED | _REFUSED or name in _REPLACED or name in same or name.startswith(_FAMILIES)
+    return name in _KNOWN | _SPEED | _REFUSED | _SAME.keys() | _REPLACED.keys() or name.startswith(_FAMILIES)
 
 
 def changes_nothing(name: str, text: str) -> bool:
     """Whether the value `text` of a known flag asks for nothing that swift does not do."""
     if name in _SPEED:
         return True
-    same = next((value for value, flags in _SAME.items() if name in flags.split()), None)
-    if same is not None:
+    if same := _SAME.get(name):
         return text.lower() == same or (same == "true" and text.lower() in ("1", "yes", "on"))
     return name not in _REFUSED and name not in _REPLACED and text.lower() in _OFF
 

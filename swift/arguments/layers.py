@@ -53,18 +53,10 @@ class Given:
 
 
 @dataclass(slots=True)
-class CommandLine:
-    """What the command line says; `config` is the path of a config file."""
+class Layer:
+    """What a command line or a config file says. config: path of the file; environment: its `ENV` block."""
 
-    given: list[Given] = field(default_factory=list)
     config: str | None = None
-    problems: list[str] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class ConfigFile:
-    """What a config file says; `environment` is its `ENV` block."""
-
     given: list[Given] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -75,13 +67,13 @@ def normalise(name: str) -> str:
     return name.replace("-", "_")
 
 
-def read_command_line(argv: Sequence[str]) -> CommandLine:
+def read_command_line(argv: Sequence[str]) -> Layer:
     """Flags with their values; a first word that is no flag is the config file.
 
     A word is a flag if two dashes and a letter begin it. Other words, negative numbers too, are values; a value
     that looks like a flag is written `--name=value`.
     """
-    line = CommandLine()
+    line = Layer()
     words = list(argv)
     if words and not words[0].startswith("-"):
         line.config = _config_path(words.pop(0), line.problems)
@@ -113,7 +105,7 @@ def read_environment(environ: Mapping[str, str]) -> list[Given]:
     ]
 
 
-def read_config(path: str) -> ConfigFile:
+def read_config(path: str) -> Layer:
     """The keys of a YAML or JSON file, each with its line.
 
     Scalars stay texts, because the flag's type decides what they mean: `1e-6` is a float where YAML sees a
@@ -123,7 +115,7 @@ def read_config(path: str) -> ConfigFile:
         ConfigError: the file cannot be read, or is no map.
     """
     root = _compose(path)
-    file = ConfigFile()
+    file = Layer(path)
     seen: dict[str, int] = {}
     for key, node in root:
         line = key.start_mark.line + 1
@@ -154,7 +146,7 @@ def _config_path(word: str, problems: list[str]) -> str | None:
     return None
 
 
-def _take_config(line: CommandLine, configs: Sequence[Given]) -> None:
+def _take_config(line: Layer, configs: Sequence[Given]) -> None:
     for item in configs:
         values = item.raw if isinstance(item.raw, list) else []
         if len(values) != 1 or not str(values[0]).endswith(CONFIG_SUFFIXES):

@@ -11,15 +11,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from swift.arguments import idle, known
+from swift.arguments import known
 from swift.arguments.derived import Machine, complete, find_plugin
-from swift.arguments.layers import ConfigFile, Given, read_command_line, read_config, read_environment
+from swift.arguments.layers import Given, Layer, read_command_line, read_config, read_environment
 from swift.arguments.modes import MODES
-from swift.arguments.plugins import plugin_paths, settings_class
-from swift.arguments.presets import PRESETS, plan_lines, values_under
+from swift.arguments.plugins import plugin_paths, settings_class, unread
+from swift.arguments.presets import plan_lines, values_under
 from swift.arguments.values import convert, mask
 from swift.errors import ConfigError, join_problems, nearest
-from swift.flags import Flag, aliases_of, flags_of, spellings_of
+from swift.flags import Flag, flags_of, spellings_of
+from swift.plugin.registry import presets
 
 
 @dataclass(slots=True)
@@ -53,11 +54,6 @@ class Resolved:
         chosen = getattr(self.args, "preset", "none") != "none"
         return plan_lines(self.args, self.provenance) if chosen else []
 
-    @property
-    def aliases(self) -> dict[str, str]:
-        """Other spelling -> canonical name."""
-        return aliases_of(type(self.args))
-
     def to_json(self) -> dict[str, Any]:
         """The content of args.json: flat canonical values and `_provenance`; secrets are `***`."""
         values = {name: mask(name, getattr(self.args, name)) for name in flags_of(self.args.__class__)}
@@ -71,11 +67,11 @@ def parse(mode: str, argv: Sequence[str], environ: Mapping[str, str]) -> Resolve
         ConfigError: with every problem found.
     """
     line = read_command_line(argv)
-    file = read_config(line.config) if line.config else ConfigFile()
+    file = read_config(line.config) if line.config else Layer()
     environment = {name: value for name, value in file.environment.items() if name not in environ}
     variables = {**environ, **environment}
 
-    reader = _Reader(mode, settings_class(mode))
+    reader = Reader(mode, settings_class(mode))
     reader.problems += line.problems + file.problems
     layers = [file.given, read_environment(variables), line.given]
     layers[1] = [given for given in layers[1] if given.spelling in reader.flags]
@@ -101,7 +97,7 @@ def parse(mode: str, argv: Sequence[str], environ: Mapping[str, str]) -> Resolve
 
 
 @dataclass
-class _Reader:
+class Reader:
     """Takes the layers from the lowest to the highest; what it keeps is the values of the highest."""
 
     mode: str
@@ -132,7 +128,7 @@ class _Reader:
 
     def _may_be_of_a_plugin(self, given: Given, spellings: Mapping[str, str]) -> bool:
         flag = self.flags.get(spellings.get(given.spelling, ""))
-        return flag is None or (flag.details.registry is not None and given.shown not in flag.built_in)
+        return flag is None or (flag.details.registry is not None and given.shown not in flag.choices)
 
     def take(self, layer: Iterable[Given]) -> None:
         """One layer, in the order in which it was written."""
@@ -161,7 +157,7 @@ class _Reader:
         for setting, item in values.items():
             self.values[setting] = item.value
             self.origins[setting] = Given(setting, item.shown, "preset", f"preset {name}", f"preset {name}: {setting}")
-        return {setting: PRESETS[name].source(setting) for setting in values}
+        return {setting: presets[name].source(setting) for setting in values}
 
     def with_origin(self, problem: str) -> str:
         """A problem, with a remark where its value is one that the user did not write but chose with a preset."""
@@ -201,8 +197,8 @@ class _Reader:
         """A name that is no setting of this mode: of another mode, of ms-swift alone, or unknown."""
         name, shown = given.spelling, self.shown(given)
         where = f"{given.subject}: {shown}"
-        elsewhere = [mode for mode, cls in MODES.items() if name in spellings_of(cls)]
-        if elsewhere and _is_default(MODES[elsewhere[0]], given):
+        elsewhere = [mode for mode in MODES if name in spellings_of(settings_class(mode))]
+        if elsewhere and _is_default(settings_class(elsewhere[0]), given):
             self.notes.append(f"{where}: not used by swift {self.mode}")
         elif elsewhere:
             self.problems.append(f"{where}: not a flag of swift {self.mode}; a flag of: {', '.join(elsewhere)}")
@@ -253,18 +249,20 @@ def _ask(args: Any, question: str) -> Iterator[str]:
             yield from getattr(cls, question)(args)
 
 
-def _without_effect(args: Any, reader: _Reader) -> Iterator[str]:
+def _without_effect(args: Any, reader: Reader) -> Iterator[str]:
+    """Settings that the user wrote and that change nothing; values of a preset fit each other."""
+    ignored = unread(args)
     for name, given in reader.origins.items():
         flag = reader.flags[name]
-        if getattr(args, name) == flag.default:
+        if given.source == "preset" or getattr(args, name) == flag.default:
             continue
         if not flag.has_effect(args):
             yield f"{given.subject}: {reader.shown(given)}: no effect without {flag.needs_text}"
-        elif given.source != "preset" and (why := idle.reason(name, args)):
-            yield f"{given.subject}: {reader.shown(given)}: {why}"
+        elif name in ignored:
+            yield f"{given.subject}: {reader.shown(given)}: no effect with {ignored[name]}, which does not read it"
 
 
-def _provenance(reader: _Reader, rules: Mapping[str, str]) -> dict[str, dict[str, str | None]]:
+def _provenance(reader: Reader, rules: Mapping[str, str]) -> dict[str, dict[str, str | None]]:
     return {
         name: {
             "source": reader.origins[name].source if name in reader.origins else "default",

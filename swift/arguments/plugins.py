@@ -1,8 +1,8 @@
-"""Settings that registered losses, advantage estimators, optimizers and engines declare for themselves.
+"""Settings that registered losses, advantage estimators, rewards, optimizers, engines and rollout functions declare.
 
 An entry of a registry may have `parameters`: a dataclass of fields made with `swift.flags.flag`. They are flags of
 every mode that has the choice, act where the entry is chosen, and stand in `--help`, the schema and args.json like
-all others. `section` gives the entry its own dataclass back.
+all others.
 
     @dataclass
     class ClampParameters:
@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from swift.arguments.modes import MODES
 from swift.errors import ConfigError, suggest
@@ -35,10 +35,10 @@ CHOICES = {
     "advantage_estimator": "advantages",
     "optim": "optimizers",
     "infer_backend": "backends",
+    "reward_funcs": "orms",
+    "rollout_func": "rollout_functions",
 }
 """Setting that chooses an entry -> the registry of `swift.plugin.registry`."""
-
-Section = TypeVar("Section")
 
 
 def settings_class(mode: str) -> type:
@@ -71,9 +71,19 @@ def plugin_paths(layers: Sequence[Iterable[Given]], spellings: Mapping[str, str]
     return []
 
 
-def section(parameters: type[Section], args: Any) -> Section:
-    """An entry's own parameters, from the flat settings of a run."""
-    return parameters(**{field.name: getattr(args, field.name) for field in dataclasses.fields(parameters)})  # type: ignore[arg-type]
+def entry_of(args: Any, choice: str) -> Any:
+    """The registered entry that the setting `choice` names."""
+    return registered(CHOICES[choice])[getattr(args, choice)]
+
+
+def unread(args: Any) -> dict[str, str]:
+    """Settings that a chosen entry does not read, though others of its kind do -> the choice, as typed."""
+    found: dict[str, str] = {}
+    for choice, registry in CHOICES.items():
+        chosen = getattr(args, choice, None)
+        entry = registered(registry).get(chosen) if isinstance(chosen, str) else None
+        found |= dict.fromkeys(getattr(entry, "unread", ()), f"--{choice} {chosen}")
+    return found
 
 
 @functools.cache
@@ -88,6 +98,10 @@ def _extended(cls: type, owners: tuple[tuple[type, tuple[str, ...]], ...]) -> ty
                 f"--{choice}: {names[0]}: its parameter {clash[0]} is the name of another setting; rename it"
             )
         taken |= own
-    needs = {owner: f"{choice}={'|'.join(names)}" for owner, (choice, *names) in owners}
+    needs = {
+        owner: f"{choice}={'|'.join(names)}"
+        for owner, (choice, *names) in owners
+        if choice != "reward_funcs"  # a reward function of a plugin may read any setting
+    }
     body = {"__doc__": cls.__doc__, "__module__": cls.__module__, "NEEDS": needs}
     return dataclasses.dataclass(kw_only=True)(type(cls.__name__, (*(owner for owner, _ in owners), cls), body))

@@ -225,8 +225,10 @@ class RLHFArguments(
 
         Where the trainer's model samples, the mass that truncation keeps is known (`Completion.log_mass`).
         """
-        knows_mass = not has_own_engine(self) and self.rollout_func is None
-        return [*(() if knows_mass else self._truncations()), *self._penalties()]
+        return [*(() if self._knows_mass() else self._truncations()), *self._penalties()]
+
+    def _knows_mass(self) -> bool:
+        return not has_own_engine(self) and self.rollout_func is None
 
     def _truncations(self) -> list[str]:
         given = {"top_p": self.top_p < 1, "top_k": self.top_k > 0, "min_p": self.min_p > 0}
@@ -254,10 +256,11 @@ class RLHFArguments(
                 f"--prefetch_depth: {self.prefetch_depth}: with --dynamic_sample one batch is made ahead, because "
                 "where the next one begins in the stream of prompts is known at its end only"
             )
+        compared = "compares" if self._knows_mass() else "cannot compare"
         for name in self._truncations():
             yield (
                 f"--{name}: {getattr(self, name)}: truncated sampling biases the gradient, because the trainer uses "
-                "the whole vocabulary"
+                f"the whole vocabulary; it {compared} the sampler's log-probs with its own"
             )
         for name in self._penalties():
             yield f"--{name}: {getattr(self, name)}: changes the sampled distribution, which biases the gradient"

@@ -13,16 +13,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from swift.cli import launcher
-from swift.cli.devices import allowed_cores, count_accelerators
 from swift.rollout import placement
 
 if TYPE_CHECKING:
     from swift.arguments import Resolved
-    from swift.rewards import RewardPipeline
-    from swift.rewards.worker import Outcome
+    from swift.rewards.payload import Outcome
+    from swift.rewards.pipeline import RewardPipeline
     from swift.types import Prompt
 
-CHECKED_ROWS = 64
 CALLED_ROWS = 4
 
 
@@ -33,56 +31,24 @@ def rehearse_rlhf(resolved: Resolved) -> int:
         ConfigError: settings, placement, data, columns or batch sizes.
         RewardError: a reward function broke its contract.
     """
-    from swift.data import load_prompts, open_prompts
-    from swift.models import load_chat
     from swift.models.policy import check_targets
-    from swift.rewards import RewardPipeline
-    from swift.rollout.rollout_function import load_rollout_func
-    from swift.trainers.engines import require_backend
-    from swift.trainers.grpo.checks import check_run
-    from swift.trainers.grpo.prepare import (
-        batch_line,
-        first_prompts,
-        max_prompt_length,
-        plan_run,
-        prefetch_depth,
-        require_whole_weights,
-    )
+    from swift.trainers.distributed import Collectives
+    from swift.trainers.grpo.prepare import batch_line, prepare
     from swift.trainers.session import find_start, require_packages
 
     args: Any = resolved.args
     require_packages(args)
     placed = _place(resolved)
-    where = [placement.describe(placed), *placed.notes, *find_start(args, resolved.to_json()).notes]
-    template = load_chat(args)
+    start = find_start(args, resolved.to_json())
+    world_size = launcher.world_size(os.environ)
+    parts = prepare(args, Collectives(), start, placed, world_size=world_size, load_reward_models=False)
     check_targets(args)
-    limits = {
-        "tokenize": template.encode_prompt,
-        "max_prompt_length": max_prompt_length(args),
-        "truncation_strategy": args.truncation_strategy,
-    }
-    source = open_prompts(args, split="train", max_steps=args.max_steps, **limits)
-    lines = source.report.lines()
-    if args.val_dataset or args.split_dataset_ratio > 0:
-        lines += load_prompts(args, split="val", **limits).report.lines()
-    prompts = first_prompts(source, CHECKED_ROWS)
-    plan = plan_run(args, launcher.world_size(os.environ), source.size)
-    rewards = RewardPipeline(
-        args,
-        seed=args.seed,
-        max_completion_length=args.max_completion_length,
-        tokenizer_path=template.tokenizer.name_or_path,
-    )
-    check_run(args, placed.mode, rewards, plan)
-    prefetch_depth(args, plan)
-    require_backend(args)
-    if args.rollout_func is not None:
-        require_whole_weights(args)
-        load_rollout_func(args.rollout_func)
-    with rewards:
-        rewards.self_check(prompts, max_steps=plan.max_steps)
-        lines += [_lengths(prompts), *_rewards(rewards, prompts)]
-    show(resolved, [*resolved.preset_lines, *where, batch_line(args, plan), *lines])
+    prompts = parts.first_prompts
+    with parts.rewards as rewards:
+        rewards.self_check(prompts, max_steps=parts.plan.max_steps)
+        lines = [*parts.lines, _lengths(prompts), *_rewards(rewards, prompts)]
+    where = [placement.describe(placed), *placed.notes, *start.notes]
+    show(resolved, [*resolved.preset_lines, *where, batch_line(args, parts.plan), *lines])
     return 0
 
 
@@ -108,21 +74,25 @@ def rehearse_sft(resolved: Resolved) -> int:
     return 0
 
 
+def rehearse_rollout(resolved: Resolved) -> int:
+    """The dry run of `swift rollout`; returns 0."""
+    from swift.rollout.server.run import bind, check
+
+    plan = check(resolved.args, resolved.given)
+    bind(resolved.args.host, resolved.args.port).close()
+    show(resolved, plan.lines())
+    return 0
+
+
 def _place(resolved: Resolved) -> placement.Placement:
     """Where engines and trainers would be."""
-    from swift.trainers.engines import attention_heads
+    from swift.trainers.engines import find_placement
 
-    accelerators, kind = count_accelerators()
-    request = placement.request_from(
+    return find_placement(
         resolved.args,
         local_ranks=launcher.local_ranks(os.environ),
-        accelerators=accelerators,
-        accelerator_kind=kind,
-        cores=allowed_cores(),
-        prefetch_given=resolved.provenance.get("prefetch_depth", {}).get("source", "default") != "default",
-        heads=lambda: attention_heads(resolved.args),
+        prefetch_given="prefetch_depth" in resolved.given,
     )
-    return placement.place(request)
 
 
 def _lengths(prompts: Sequence[Prompt]) -> str:
@@ -145,10 +115,10 @@ def _rewards(rewards: RewardPipeline, prompts: Sequence[Prompt]) -> list[str]:
     ]
     results = rewards.probe_each(groups, TrainerProgress(global_step=0, max_steps=0, epoch=0.0))
     lines = []
-    for index, (name, weight) in enumerate(zip(rewards.names, rewards.weights, strict=True)):
+    for name, weight in zip(rewards.names, rewards.weights, strict=True):
         line = f"reward {name}: weight {weight:g}"
-        if index < len(results):
-            shown = [_shown(result) for result in results[index]]
+        if name in results:
+            shown = [_shown(result) for result in results[name]]
             line += f"; ground truths of the first rows: {' '.join(shown[::2])}; empty answers: {' '.join(shown[1::2])}"
         else:
             line += "; a model, not loaded in a dry run"

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import FrameType
 
 from swift.cli.boundary import EXIT_DIR
+from swift.devices import allowed_cores
 from swift.errors import ConfigError, EngineError, Interrupted, ResourceError, join_problems
 
 GRACE_S = 30.0
@@ -101,24 +102,21 @@ def is_worker(environ: Mapping[str, str]) -> bool:
 
 def world_size(environ: Mapping[str, str]) -> int:
     """Training processes on all nodes, for a worker and before the launch alike."""
-    if is_worker(environ):
-        problems: list[str] = []
-        size = _count("WORLD_SIZE", environ, 1, 1, problems)
-        join_problems(problems)
-        return size
-    plan = plan_launch(environ)
-    return plan.world_size if plan else 1
+    plan = None if is_worker(environ) else plan_launch(environ)
+    return plan.world_size if plan else _worker_count("WORLD_SIZE", environ)
 
 
 def local_ranks(environ: Mapping[str, str]) -> int:
     """Training processes on this node (L)."""
-    if is_worker(environ):
-        problems: list[str] = []
-        size = _count("LOCAL_WORLD_SIZE", environ, 1, 1, problems)
-        join_problems(problems)
-        return size
-    plan = plan_launch(environ)
-    return plan.local_ranks if plan else 1
+    plan = None if is_worker(environ) else plan_launch(environ)
+    return plan.local_ranks if plan else _worker_count("LOCAL_WORLD_SIZE", environ)
+
+
+def _worker_count(name: str, environ: Mapping[str, str]) -> int:
+    problems: list[str] = []
+    count = _count(name, environ, 1, 1, problems) if is_worker(environ) else 1
+    join_problems(problems)
+    return count
 
 
 def check_accelerators(ranks: int, accelerators: int) -> None:
@@ -194,9 +192,8 @@ def _worker_environment(
     plan: LaunchPlan, local_rank: int, port: int, environ: Mapping[str, str], records: str
 ) -> dict[str, str]:
     """What torch, accelerate and our own worker read."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
-        "OMP_NUM_THREADS": str(max(1, cores // plan.local_ranks)),
+        "OMP_NUM_THREADS": str(max(1, len(allowed_cores()) // plan.local_ranks)),
         **environ,
         "RANK": str(plan.node_rank * plan.local_ranks + local_rank),
         "LOCAL_RANK": str(local_rank),

@@ -37,7 +37,11 @@ MODES = {
         "online RL training (--rlhf_type grpo)", "swift.trainers.grpo.run:run", "swift.cli.dry_run:rehearse_rlhf", True
     ),
     "sft": Mode("supervised fine-tuning", "swift.trainers.sft:run", "swift.cli.dry_run:rehearse_sft", True),
-    "rollout": Mode("generation server for trainers on other machines", "swift.cli.rollout:run"),
+    "rollout": Mode(
+        "generation server for trainers on other machines",
+        "swift.rollout.server.run:run",
+        "swift.cli.dry_run:rehearse_rollout",
+    ),
     "reward-test": Mode("try reward functions on a dataset, without a model", "swift.rewards.reward_test:run"),
     "infer": Mode("generate, interactively or over a dataset", "swift.rollout.infer:run", workers=True),
     "export": Mode("merge an adapter into its base model", "swift.models.export:run"),
@@ -63,7 +67,7 @@ def start(name: str, words: Sequence[str]) -> int | None:
     if plan is not None and not mode.workers:
         resolved.notes.append(f"NPROC_PER_NODE, NNODES: {plan.world_size} processes: {name} runs in one")
     elif plan is not None and not dry:
-        from swift.cli.devices import count_accelerators
+        from swift.devices import count_accelerators
 
         launcher.check_accelerators(plan.local_ranks, count_accelerators()[0])
         return launcher.launch([sys.executable, "-m", "swift", name, *words], plan, environ=os.environ)
@@ -116,5 +120,7 @@ def print_schema(resolved: Resolved) -> None:
 
 def _call(function: str, resolved: Resolved) -> int | None:
     module, _, name = function.partition(":")
-    code: int | None = getattr(importlib.import_module(module), name)(resolved)
+    with collector_resting():
+        run = getattr(importlib.import_module(module), name)
+    code: int | None = run(resolved)
     return code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -68,6 +69,11 @@ class DataArguments(HubArguments):
 
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one line each."""
+        if wrong := [old for old, new in self.columns.items() if not isinstance(new, str) or not new]:
+            yield (
+                f"--columns: {json.dumps(self.columns)}: {wrong[0]} must be renamed to a name; "
+                'write --columns \'{"answer":"solution"}\''
+            )
         shares = self.interleave_prob
         shown = " ".join(f"{share:g}" for share in shares)
         if shares and self.dataset and len(shares) != len(self.dataset):

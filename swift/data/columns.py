@@ -3,49 +3,30 @@
 `messages` (or ShareGPT's `conversations`) if there is one; else exactly one of query, prompt, question, problem,
 instruction (+ input), with the exchanges of `history` before it. More than one is an error that shows the `--columns`
 line for each choice. `tools` reaches the chat template. All other columns, and `tools`, reach rewards under their own
-names. For supervised rows the answer is a column too, by preference the partner of the prompt's.
+names.
+
+A kind of rows is a subclass of `ColumnPlan` in a file of its own, such as `chats`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from swift.data.messages import (
-    Message,
-    chat_of,
-    encodable,
-    prompt_of,
-    read_history,
-    read_messages,
-    read_tools,
-    with_system,
-)
+from swift.data.messages import Message, encodable, prompt_of, read_history, read_messages, read_tools, with_system
 from swift.data.records import RowError
-from swift.errors import ConfigError, nearest, suggest
-
-Purpose = Literal["prompt", "chat"]
-"""`prompt`: what a completion is sampled for. `chat`: prompt and answer, to be learnt from."""
-
-PARTNERS = {
-    "query": "response",
-    "prompt": "completion",
-    "question": "answer",
-    "problem": "solution",
-    "instruction": "output",
-}
-"""Prompt columns, and the answer column that usually stands beside each."""
+from swift.errors import ConfigError, join_problems, nearest, suggest
 
 CHATS = ("messages", "conversations")
 """Columns that hold a whole chat."""
 
-PROMPTS = tuple(PARTNERS)
-ANSWERS = ("response", "output", "completion", "answer", "solution")
+PROMPTS = ("query", "prompt", "question", "problem", "instruction")
+
 RESERVED = frozenset(
     {
         "completions",
+        "messages",
         "prompt_id",
         "group_id",
         "request_id",
@@ -58,34 +39,73 @@ RESERVED = frozenset(
 """Keywords of reward functions; a column so called would hide one."""
 
 
-@dataclass(slots=True, frozen=True)
 class ColumnPlan:
-    """How the rows of one dataset are read; column names are those after renaming."""
+    """How the rows of one dataset are read: those that completions are sampled for.
 
-    purpose: Purpose
-    prompt: str
-    answer: str | None = None
-    has_input: bool = False
-    has_history: bool = False
-    has_system: bool = False
-    others: tuple[str, ...] = ()
-    renames: Mapping[str, str] = field(default_factory=dict)
-    renamed: tuple[str, ...] = ()
+    A final assistant turn is dropped; `answer` and the like stay among the columns.
+
+    Args:
+        columns: names in the file that hold values.
+        renames: `--columns`, old name to new; entries for columns that are not here are ignored.
+        flag: how errors call the setting.
+        name: how errors call the dataset.
+
+    Raises:
+        ConfigError: no prompt column or several, names that clash.
+    """
+
+    others_are = "to rewards"
+
+    def __init__(self, columns: Sequence[str], renames: Mapping[str, str], *, flag: str, name: str) -> None:
+        self.renames = dict(renames)
+        self.here = {old: new for old, new in renames.items() if old in columns}
+        self.names = [self.here.get(column, column) for column in columns]
+        self.where = f"{flag}: {name}"
+        self._check_clashes(columns, name)
+        self.prompt = self._choose_prompt()
+        """The column of the prompt, under its new name."""
+        self.used = [self.prompt]
+        """Columns that become messages."""
+        if self.prompt == "instruction" and "input" in self.names:
+            self.used.append("input")
+        if self.prompt not in CHATS and "history" in self.names:
+            self.used.append("history")
+        self.choose()
+
+    def choose(self) -> None:
+        """For subclasses: chooses more columns and adds them to `used`."""
+        reserved = [name for name in self.names if name in RESERVED and name not in self.used]
+        if reserved:
+            fix = json.dumps({reserved[0]: f"row_{reserved[0]}"})
+            raise ConfigError(
+                f"{self.where}: column {reserved[0]}: the name is reserved for reward functions; "
+                f"rename it: --columns '{fix}'"
+            )
+
+    def finish(self, messages: list[Message], row: Mapping[str, Any]) -> list[Message]:
+        """For subclasses: the messages of a row, from those of its prompt column."""
+        return prompt_of(messages)
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """Columns that do not become messages."""
+        return tuple(name for name in self.names if name not in (*self.used, "system"))
 
     @property
     def line(self) -> str:
         """The line to print, such as `prompt <- messages; to rewards: problem, solution`."""
-        history = "history + " if self.has_history else ""
-        parts = [f"prompt <- {history}{self.prompt}{' + input' if self.has_input else ''}"]
-        if self.answer:
-            parts.append(f"response <- {self.answer}")
-        if self.has_system:
+        history = "history + " if "history" in self.used else ""
+        parts = [f"prompt <- {history}{self.prompt}{' + input' if 'input' in self.used else ''}", *self.more_parts()]
+        if "system" in self.names:
             parts.append("system <- system")
-        where = "to rewards" if self.purpose == "prompt" else "other columns"
-        parts.append(f"{where}: {', '.join(self.others) or 'none'}")
-        if self.renamed:
-            parts.append("renamed: " + ", ".join(f"{old} -> {self.renames[old]}" for old in self.renamed))
+        parts.append(f"{self.others_are}: {', '.join(self.others) or 'none'}")
+        if renamed := [f"{old} -> {new}" for old, new in self.here.items() if old != new]:
+            parts.append("renamed: " + ", ".join(renamed))
         return "; ".join(parts)
+
+    def more_parts(self) -> list[str]:
+        """For subclasses: what else becomes messages, for `line`."""
+        return []
 
     def read(self, values: Mapping[str, Any], system: str | None) -> tuple[list[Message], dict[str, Any]]:
         """One row's messages and its other columns.
@@ -102,152 +122,84 @@ class ColumnPlan:
             name = self.renames.get(name, name)
             if value is not None or name not in row:  # a null never hides a value of the same new name
                 row[name] = value
-        messages = self._messages(row)
-        messages = with_system(messages, self._system(row), system)
-        messages = prompt_of(messages) if self.purpose == "prompt" else chat_of(messages)
+        own_system = row.get("system")
+        messages = with_system(
+            self._prompt_messages(row), text_of(own_system, "system") if own_system else None, system
+        )
+        messages = self.finish(messages, row)
         if row.get("tools") is not None:
             row["tools"] = read_tools(row["tools"])
-        return messages, {name: value for name, value in row.items() if name not in self._consumed}
+        return messages, {name: value for name, value in row.items() if name not in (*self.used, "system")}
 
-    @property
-    def _consumed(self) -> tuple[str | None, ...]:
-        more = ("input" if self.has_input else None, "history" if self.has_history else None)
-        return (self.prompt, self.answer, *more, "system")
-
-    def _messages(self, row: dict[str, Any]) -> list[Message]:
+    def _prompt_messages(self, row: Mapping[str, Any]) -> list[Message]:
         value = row.get(self.prompt)
         if value is None:
             raise RowError(f"no {self.prompt}")
         if self.prompt in CHATS or isinstance(value, list):
-            messages = read_messages(value, self.prompt)
-        else:
-            text = _text(value, self.prompt)
-            extra = row.get("input") if self.has_input else None
-            messages = [{"role": "user", "content": f"{text}\n{_text(extra, 'input')}" if extra else text}]
-            if self.has_history and row.get("history"):
-                messages = read_history(row["history"]) + messages
-        return messages + self._answer(row) if self.answer else messages
+            return read_messages(value, self.prompt)
+        text = text_of(value, self.prompt)
+        if "input" in self.used and row.get("input"):
+            text = f"{text}\n{text_of(row['input'], 'input')}"
+        earlier = read_history(row["history"]) if "history" in self.used and row.get("history") else []
+        return [*earlier, {"role": "user", "content": text}]
 
-    def _answer(self, row: dict[str, Any]) -> list[Message]:
-        name = str(self.answer)
-        value = row.get(name)
-        if value is None:
-            raise RowError(f"no {name}")
-        if isinstance(value, list):
-            return read_messages(value, name)
-        return [{"role": "assistant", "content": _text(value, name)}]
+    def _check_clashes(self, columns: Sequence[str], dataset: str) -> None:
+        twice = sorted({name for name in self.names if self.names.count(name) > 1})
+        if twice:
+            clashing = [old for old, name in zip(columns, self.names, strict=True) if name == twice[0]]
+            raise ConfigError(
+                f"--columns: {json.dumps(self.here)}: {' and '.join(clashing)} of {dataset} "
+                f"would both be called {twice[0]!r}; give one of them another name"
+            )
 
-    def _system(self, row: dict[str, Any]) -> str | None:
-        value = row.get("system")
-        if value is None or value == "":
+    def _choose_prompt(self) -> str:
+        if chats := [name for name in CHATS if name in self.names]:
+            return chats[0]
+        if prompt := self.only_one(PROMPTS, "each could be the prompt", "query"):
+            return prompt
+        if not self.names:
+            raise ConfigError(f"{self.where}: no columns: the rows are empty; check the file")
+        likely = [column for word in PROMPTS for column in nearest(word, self.names, 1)] or self.names
+        raise ConfigError(
+            f"{self.where}: columns {', '.join(self.names)}: none is a prompt ({', '.join((*CHATS, *PROMPTS))}); "
+            f"name it: --columns '{json.dumps({likely[0]: 'query'})}'"
+        )
+
+    def only_one(self, accepted: Sequence[str], doubt: str, target: str) -> str | None:
+        """The only one of the `accepted` columns that is here, or that `--columns` chose; None without any.
+
+        Raises:
+            ConfigError: several, with a `--columns` line that chooses each by calling it `target`.
+        """
+        candidates = [name for name in accepted if name in self.names]
+        chosen = [new for new in self.here.values() if new in candidates]
+        if len(chosen) == 1 or len(candidates) == 1:
+            return (chosen if len(chosen) == 1 else candidates)[0]
+        if not candidates:
             return None
-        return _text(value, "system")
-
-
-def plan_columns(
-    columns: Sequence[str], renames: Mapping[str, str], *, purpose: Purpose, flag: str, name: str
-) -> ColumnPlan:
-    """Decides how a dataset with these columns is read.
-
-    Args:
-        columns: names in the file that hold values.
-        renames: `--columns`, old name to new; entries for columns that are not here are ignored.
-        purpose: whether an answer is wanted.
-        flag: how errors call the setting.
-        name: how errors call the dataset.
-
-    Raises:
-        ConfigError: no prompt column or several, no answer column or several, names that clash.
-    """
-    here = {old: new for old, new in renames.items() if old in columns}
-    names = [here.get(column, column) for column in columns]
-    where = f"{flag}: {name}"
-    _check_clashes(names, columns, here, where, purpose)
-    prompt = _choose_prompt(names, here, columns, where)
-    answer = _choose_answer(names, here, prompt, where) if purpose == "chat" and prompt not in CHATS else None
-    has_input = prompt == "instruction" and "input" in names
-    has_history = prompt not in CHATS and "history" in names
-    used = {prompt, answer, "system", "input" if has_input else None, "history" if has_history else None}
-    others = tuple(column for column in names if column not in used)
-    renamed = tuple(old for old, new in here.items() if old != new)
-    return ColumnPlan(
-        purpose, prompt, answer, has_input, has_history, "system" in names, others, dict(renames), renamed
-    )
+        # A fix is an identity when the target's name is already taken.
+        fixes = [json.dumps({name: name if target in self.names else target}) for name in candidates]
+        shown = " or ".join(f"--columns '{fix}' for {name}" for fix, name in zip(fixes, candidates, strict=True))
+        raise ConfigError(f"{self.where}: {' and '.join(candidates)}: {doubt}; choose one: {shown}")
 
 
 def check_renames(renames: Mapping[str, str], seen: Sequence[str]) -> None:
     """Raises ConfigError when `--columns` names a column that no dataset has, with the nearest."""
-    problems = [
-        f"--columns: {json.dumps({old: new})}: no dataset has a column {old!r}; {suggest(old, list(seen))}"
-        for old, new in renames.items()
-        if old not in seen
-    ]
-    if problems:
-        raise ConfigError(*problems)
-
-
-def _check_clashes(
-    names: Sequence[str], columns: Sequence[str], renames: Mapping[str, str], where: str, purpose: Purpose
-) -> None:
-    twice = sorted({name for name in names if list(names).count(name) > 1})
-    if twice:
-        clashing = [old for old, name in zip(columns, names, strict=True) if name == twice[0]]
-        raise ConfigError(
-            f"--columns: {json.dumps(dict(renames))}: {' and '.join(clashing)} of {where.partition(': ')[2]} "
-            f"would both be called {twice[0]!r}; give one of them another name"
-        )
-    reserved = [name for name in names if name in RESERVED]
-    if reserved and purpose == "prompt":
-        fix = json.dumps({reserved[0]: f"row_{reserved[0]}"})
-        raise ConfigError(
-            f"{where}: column {reserved[0]}: the name is reserved for reward functions; rename it: --columns '{fix}'"
-        )
-
-
-def _choose_prompt(names: Sequence[str], renames: Mapping[str, str], columns: Sequence[str], where: str) -> str:
-    if chats := [name for name in CHATS if name in names]:
-        return chats[0]
-    candidates = [name for name in PROMPTS if name in names]
-    chosen = [new for new in renames.values() if new in candidates]
-    if len(candidates) == 1 or len(chosen) == 1:
-        return (chosen if len(chosen) == 1 else candidates)[0]
-    if candidates:
-        fixes = " or ".join(f"--columns '{_fix(name, 'query', names)}' for {name}" for name in candidates)
-        raise ConfigError(f"{where}: {' and '.join(candidates)}: each could be the prompt; choose one: {fixes}")
-    if not columns:
-        raise ConfigError(f"{where}: no columns: the rows are empty; check the file")
-    likely = [column for word in PROMPTS for column in nearest(word, names, 1)] or list(names)
-    raise ConfigError(
-        f"{where}: columns {', '.join(names)}: none is a prompt ({', '.join(CHATS)}, {', '.join(PROMPTS)}); "
-        f"name it: --columns '{json.dumps({likely[0]: 'query'})}'"
+    join_problems(
+        [
+            f"--columns: {json.dumps({old: new})}: no dataset has a column {old!r}; {suggest(old, list(seen))}"
+            for old, new in renames.items()
+            if old not in seen
+        ]
     )
 
 
-def _choose_answer(names: Sequence[str], renames: Mapping[str, str], prompt: str, where: str) -> str:
-    candidates = [name for name in ANSWERS if name in names]
-    chosen = [new for new in renames.values() if new in candidates]
-    partner = PARTNERS[prompt]
-    if len(chosen) == 1:
-        return chosen[0]
-    if partner in candidates:
-        return partner
-    if len(candidates) == 1:
-        return candidates[0]
-    if candidates:
-        fixes = " or ".join(f"--columns '{_fix(name, 'response', names)}' for {name}" for name in candidates)
-        raise ConfigError(f"{where}: {' and '.join(candidates)}: each could be the response; choose one: {fixes}")
-    raise ConfigError(
-        f"{where}: columns {', '.join(names)}: none is a response ({', '.join(ANSWERS)}), and there are no messages; "
-        f"name it: --columns '{json.dumps({next((n for n in names if n != prompt), 'text'): 'response'})}'"
-    )
+def text_of(value: Any, column: str) -> str:
+    """A cell that must hold text.
 
-
-def _fix(name: str, target: str, names: Sequence[str]) -> str:
-    """The `--columns` value that chooses `name`; an identity when the target's name is already taken."""
-    return json.dumps({name: name if target in names else target})
-
-
-def _text(value: Any, column: str) -> str:
+    Raises:
+        RowError: it does not.
+    """
     if not isinstance(value, str):
         raise RowError(f"{column} must be text, not {type(value).__name__}")
     if not value.strip():

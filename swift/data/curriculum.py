@@ -10,19 +10,19 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from swift.data.report import SHOWN
+from swift.data.report import first_few
 from swift.errors import ConfigError, suggest
 
 if TYPE_CHECKING:
     import numpy as np
 
     from swift.data.arguments import PromptArguments
-    from swift.data.prompts import PromptDataset
+    from swift.data.loading import Example
 
 FLAG = "--curriculum_column"
 
 
-def curriculum_stages(args: PromptArguments, dataset: PromptDataset) -> np.ndarray | None:
+def curriculum_stages(args: PromptArguments, examples: Sequence[Example]) -> np.ndarray | None:
     """The stage of every row; None without a curriculum.
 
     Raises:
@@ -31,21 +31,21 @@ def curriculum_stages(args: PromptArguments, dataset: PromptDataset) -> np.ndarr
     column = args.curriculum_column
     if column is None:
         return None
-    if column not in dataset.column_names:
-        seen = dataset.column_names
+    seen = list(dict.fromkeys(name for example in examples for name in example.columns))
+    if column not in seen:
         fix = suggest(column, seen) if seen else "the dataset has no columns beside the prompt"
         raise ConfigError(f"{FLAG}: {column}: no dataset has this column; {fix}")
-    numbers, problems = [], []
-    for index in range(len(dataset)):
-        number = as_number(dataset.columns(index).get(column))
-        if number is None:
-            shown = dataset.columns(index).get(column, "no value")
-            problems.append(f"{FLAG}: {column}: {dataset.origin(index)}: {shown!r} is no number; give every row one")
-        numbers.append(number or 0.0)
+    numbers = [as_number(example.columns.get(column)) for example in examples]
+    problems = [
+        f"{FLAG}: {column}: {example.origin}: {example.columns.get(column, 'no value')!r} is no number; "
+        "give every row one"
+        for example, number in zip(examples, numbers, strict=True)
+        if number is None
+    ]
     if problems:
-        more = [f"{FLAG}: {column}: {len(problems)} rows without a number: the first {SHOWN} are listed"]
-        raise ConfigError(*problems[:SHOWN], *(more if len(problems) > SHOWN else []))
-    return stages(numbers, descending=args.curriculum_order == "descending", bins=args.curriculum_bins)
+        raise ConfigError(*first_few(problems, f"{FLAG}: {column}: {len(problems)} rows without a number"))
+    present = [number for number in numbers if number is not None]
+    return stages(present, descending=args.curriculum_order == "descending", bins=args.curriculum_bins)
 
 
 def as_number(value: Any) -> float | None:

@@ -1,14 +1,16 @@
 """Local files as records: jsonl, json, csv, parquet, and folders of them.
 
-Every reader is a generator, so a file may be larger than memory when it is streamed (json arrays excepted).
-A row that parses but is no row is a `BadRow`. Where the file itself stops making sense the record is
-`damaged`: jsonl goes on at the next line, so that all such lines are reported, the other formats end there.
+`datasets` would read them, too, but into columns of one type each: a number among texts is an error there, keys of
+tool calls are filled up with nulls, and lines are lost. Every reader is a generator, so a file may be larger than
+memory when it is streamed (json arrays excepted). A row that parses but is no row is a `BadRow`. Where the file itself
+does not parse the record is `damaged`: jsonl goes on at the next line, the other formats end there.
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from swift.errors import ConfigError
 
 _NOT_ROWS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "configuration.json"}
 _MAX_CELL_CHARS = 2**31 - 1
-_DECODER = json.JSONDecoder()
+_BETWEEN_ROWS = re.compile(r"[\s,]*")
 
 
 def read_local(spec: DatasetSpec) -> Iterator[Record]:
@@ -77,14 +79,8 @@ def _below(folder: Path) -> list[Path]:
 def _row(value: Any, origin: str) -> Record:
     if isinstance(value, dict):
         return RawRow(value, origin)
-    return BadRow(origin, f"a row must be a JSON object, not {_json_type(value)}")
-
-
-def _json_type(value: Any) -> str:
-    if value is None:
-        return "null"
-    names: dict[type, str] = {list: "a list", str: "a string", bool: "true or false"}
-    return names.get(type(value), "a number")
+    names: dict[type, str] = {type(None): "null", list: "a list", str: "a string", bool: "true or false"}
+    return BadRow(origin, f"a row must be a JSON object, not {names.get(type(value), 'a number')}")
 
 
 def _damaged(file: Path, line: int, what: str) -> BadRow:
@@ -112,47 +108,35 @@ def _json_line(file: Path, number: int, line: bytes) -> Record:
 
 
 def _read_json(file: Path) -> Iterator[Record]:
-    """An array of objects; a file of JSON lines that is merely called .json is read as such."""
-    text, bad = _decoded(file)
-    if bad:
-        yield bad
-        return
-    start = _skip(text, 0)
-    if text[start : start + 1] == "[":
-        yield from _json_array(file, text, start + 1)
-    elif text[start:].strip():
-        yield from _json_values(file, text, start)
-
-
-def _json_values(file: Path, text: str, index: int) -> Iterator[Record]:
-    """Objects one after the other; an object around the list of rows is refused with its fix."""
-    line = 1
-    scanned = 0
-    while index < len(text):
-        line, scanned = line + text.count("\n", scanned, index), index
-        found = _value_at(file, text, index, line)
-        if isinstance(found, BadRow):
-            yield found
-            return
-        value, end = found
-        nested = _rows_inside(value)
-        if nested and scanned == _skip(text, 0) and _skip(text, end) == len(text):
-            yield _damaged(file, line, f"one object around the rows; save the list under {nested!r} as the whole file")
-            return
-        yield _row(value, f"{file}:{line}")
-        index = _skip(text, end)
-
-
-def _value_at(file: Path, text: str, index: int, line: int) -> tuple[Any, int] | BadRow:
+    """An array of objects, or one object; a file of JSON lines that is merely called .json is read as such."""
+    content = file.read_bytes()
     try:
-        return _DECODER.raw_decode(text, index)
+        text = content.decode("utf-8-sig")
+        if not text.strip():
+            return
+        value = json.loads(text)
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        yield _damaged(file, line, "not UTF-8 text; save the file as UTF-8")
     except json.JSONDecodeError as error:
-        return _damaged(file, error.lineno, f"broken JSON: {error.msg} at column {error.colno}; correct the file")
+        if error.msg == "Extra data" and not text.lstrip().startswith("["):
+            yield from _read_jsonl(file)
+        else:
+            what = f"broken JSON: {error.msg} at column {error.colno}; correct the file"
+            yield _damaged(file, error.lineno, what)
     except RecursionError:
-        return _damaged(file, line, "broken JSON: nested too deeply; correct the file")
+        yield _damaged(file, 1, "broken JSON: nested too deeply; correct the file")
+    else:
+        key = _key_around_rows(value)
+        if key is not None:
+            yield _damaged(file, 1, f"one object around the rows; save the list under {key!r} as the whole file")
+        elif isinstance(value, list):
+            yield from _array_rows(file, text)
+        else:
+            yield _row(value, f"{file}:1")
 
 
-def _rows_inside(value: Any) -> str | None:
+def _key_around_rows(value: Any) -> str | None:
     """The key of a list of objects in an object that has no other value, as in {"data": [{...}]}."""
     if not isinstance(value, dict) or len(value) != 1:
         return None
@@ -161,76 +145,42 @@ def _rows_inside(value: Any) -> str | None:
     return key if is_rows and key != "messages" else None
 
 
-def _json_array(file: Path, text: str, index: int) -> Iterator[Record]:
-    line, scanned = 1, 0
-    index = _skip(text, index)
-    while text[index : index + 1] != "]":
-        line, scanned = line + text.count("\n", scanned, index), index
-        found = _value_at(file, text, index, line)
-        if isinstance(found, BadRow):
-            yield found
+def _array_rows(file: Path, text: str) -> Iterator[Record]:
+    """The rows of a sound array with their lines, which `json.loads` does not tell."""
+    decoder = json.JSONDecoder()
+    line, counted, end = 1, 0, text.index("[") + 1
+    while True:
+        start = _BETWEEN_ROWS.match(text, end).end()  # type: ignore[union-attr]
+        if text[start] == "]":
             return
-        value, end = found
+        line, counted = line + text.count("\n", counted, start), start
+        value, end = decoder.raw_decode(text, start)
         yield _row(value, f"{file}:{line}")
-        index = _skip(text, end)
-        following = text[index : index + 1]
-        if following == ",":
-            index = _skip(text, index + 1)
-        elif following != "]":
-            line += text.count("\n", scanned, index)
-            yield _damaged(file, line, "broken JSON: expected ',' or ']' after the row; correct the file")
-            return
-    rest = _skip(text, index + 1)
-    if rest < len(text):
-        yield _damaged(
-            file, line + text.count("\n", scanned, rest), "broken JSON: text after the array; correct the file"
-        )
-
-
-def _skip(text: str, index: int) -> int:
-    while index < len(text) and text[index] in " \t\r\n":
-        index += 1
-    return index
-
-
-def _decoded(file: Path) -> tuple[str, BadRow | None]:
-    content = file.read_bytes()
-    try:
-        return content.decode("utf-8-sig"), None
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        return "", _damaged(file, line, "not UTF-8 text; save the file as UTF-8")
 
 
 def _read_csv(file: Path) -> Iterator[Record]:
     """Cells stay text; an empty cell is null. The line is that on which the row begins."""
     csv.field_size_limit(_MAX_CELL_CHARS)
+    line = 1
     with file.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.reader(lines, strict=True)
-        line = 1
-        header: list[str] | None = None
-        while True:
-            line = reader.line_num + 1
-            try:
-                cells = next(reader)
-            except StopIteration:
-                return
-            except UnicodeDecodeError:
-                yield _damaged(file, line, "not UTF-8 text; save the file as UTF-8")
-                return
-            except csv.Error as error:
-                yield _damaged(file, line, f"broken CSV: {error}; correct the file")
-                return
-            if not cells:
-                continue
-            if header is None:
+        header: list[str] = []
+        try:
+            for cells in reader:
+                origin, line = f"{file}:{line}", reader.line_num + 1
+                if not cells:
+                    continue
+                if header:
+                    yield _csv_row(header, cells, origin)
+                    continue
                 header = [cell.strip() for cell in cells]
-                problem = _header_problem(header)
-                if problem:
-                    yield _damaged(file, line, problem)
+                if problem := _header_problem(header):
+                    yield BadRow(origin, problem, damaged=True)
                     return
-            else:
-                yield _csv_row(header, cells, f"{file}:{line}")
+        except UnicodeDecodeError:
+            yield _damaged(file, line, "not UTF-8 text; save the file as UTF-8")
+        except csv.Error as error:
+            yield _damaged(file, line, f"broken CSV: {error}; correct the file")
 
 
 def _header_problem(header: list[str]) -> str | None:

@@ -7,15 +7,13 @@ minute and more. Hugging Face datasets that are already in the local cache work 
 from __future__ import annotations
 
 import os
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, overload
+from typing import Any
 
 from swift.data.records import Record, plain_row
 from swift.data.spec import DatasetSpec
-from swift.errors import ConfigError, ResourceError, SwiftError, suggest
+from swift.errors import ConfigError, ResourceError, first_line, suggest
 
 ANSWER_S = 10.0
 """Seconds a hub has to answer the first question about a dataset."""
@@ -33,25 +31,12 @@ class HubRecords(Sequence[Record]):
     def __len__(self) -> int:
         return len(self._data)
 
-    @overload
-    def __getitem__(self, index: int) -> Record: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Record]: ...
-    def __getitem__(self, index: int | slice) -> Record | list[Record]:
-        if isinstance(index, slice):
-            return [self[position] for position in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        return plain_row(self._data[index], f"{self._name}:{index % len(self) + 1}")
-
-    @property
-    def columns(self) -> list[str]:
-        """The dataset's own column names."""
-        return list(self._data.column_names)
+    def __getitem__(self, index: Any) -> Any:
+        return plain_row(self._data[index], f"{self._name}:{index + 1}")
 
 
-def load_hub(spec: DatasetSpec, *, split: str) -> list[HubRecords]:
-    """The rows of each subset, downloaded or from the cache.
+def load_hub(spec: DatasetSpec, *, split: str) -> tuple[Sequence[Record], list[str]]:
+    """The rows of all subsets, downloaded or from the cache, and their columns.
 
     Args:
         spec: a hub spec.
@@ -61,18 +46,15 @@ def load_hub(spec: DatasetSpec, *, split: str) -> list[HubRecords]:
         ConfigError: the id, subset or split does not exist, or the access is refused.
         ResourceError: no network, or the client package is missing.
     """
-    parts = []
-    for subset in spec.subsets or (None,):
-        data, taken = _load(spec, subset, split, streaming=False)
-        parts.append(HubRecords(data, _origin(spec, subset, taken)))
-    return parts
+    parts = list(_open(spec, split, streaming=False))
+    columns = list(dict.fromkeys(name for _, data in parts for name in data.column_names))
+    records = [HubRecords(data, name) for name, data in parts]
+    return records[0] if len(records) == 1 else [record for part in records for record in part], columns
 
 
 def stream_hub(spec: DatasetSpec, *, split: str) -> Iterator[Record]:
     """The same rows as they arrive; nothing is downloaded as a whole. Errors as in `load_hub`."""
-    for subset in spec.subsets or (None,):
-        data, taken = _load(spec, subset, split, streaming=True)
-        name = _origin(spec, subset, taken)
+    for name, data in _open(spec, split, streaming=True):
         for number, values in enumerate(data, start=1):
             yield plain_row(dict(values), f"{name}:{number}")
 
@@ -96,36 +78,26 @@ def choose_split(splits: Iterable[str], split: str, spec: DatasetSpec) -> str:
     )
 
 
-def _origin(spec: DatasetSpec, subset: str | None, taken: str) -> str:
-    return f"{spec.target}{f':{subset}' if subset else ''}[{taken}]"
+def _open(spec: DatasetSpec, split: str, *, streaming: bool) -> Iterator[tuple[str, Any]]:
+    """Name and `datasets` object of each subset."""
+    load = _load_hugging_face if spec.hub == "hf" else _load_modelscope
+    for subset in spec.subsets or (None,):
+        loaded = load(spec, subset, streaming)
+        taken = choose_split(loaded, split, spec)
+        yield f"{spec.target}{f':{subset}' if subset else ''}[{taken}]", loaded[taken]
 
 
-def _load(spec: DatasetSpec, subset: str | None, split: str, *, streaming: bool) -> tuple[Any, str]:
-    if spec.hub == "hf":
-        return _load_hugging_face(spec, subset, split, streaming=streaming)
-    return _load_modelscope(spec, subset, split, streaming=streaming)
+def _load_hugging_face(spec: DatasetSpec, subset: str | None, streaming: bool) -> dict[str, Any]:
+    import datasets
 
-
-# ---- Hugging Face
-
-
-def _load_hugging_face(spec: DatasetSpec, subset: str | None, split: str, *, streaming: bool) -> tuple[Any, str]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ResourceError(
-            f"{spec.flag}: {spec.text}: datasets cannot be imported ({error}); pip install datasets"
-        ) from error
     unreachable = _hugging_face_problem(spec)
     with _offline(unreachable is not None):
         try:
-            loaded = datasets.load_dataset(spec.target, subset, streaming=streaming)
+            return datasets.load_dataset(spec.target, subset, streaming=streaming)
         except ValueError as error:  # a wrong subset, or one that must be named
             raise _subset_problem(spec, error) from error
         except (OSError, RuntimeError) as error:  # includes the library's ConnectionError and DatasetNotFoundError
-            raise _not_loaded(spec, "Hugging Face", unreachable or _first_line(error)) from error
-    taken = choose_split(list(loaded), split, spec)
-    return loaded[taken], taken
+            raise _not_loaded(spec, "Hugging Face", unreachable or _short(error)) from error
 
 
 def _hugging_face_problem(spec: DatasetSpec) -> str | None:
@@ -152,9 +124,9 @@ def _hugging_face_problem(spec: DatasetSpec) -> str | None:
             f"(or it is private: set HF_TOKEN); check the id, {_INSTEAD}"
         ) from error
     except (HfHubHTTPError, OfflineModeIsEnabled) as error:
-        return _first_line(error)
+        return _short(error)
     except Exception as error:  # the transport's errors differ between versions of the client's HTTP library
-        return f"no answer: {_first_line(error)}"
+        return f"no answer: {_short(error)}"
     return None
 
 
@@ -164,21 +136,16 @@ def _offline(active: bool) -> Iterator[None]:
     import datasets
     import huggingface_hub
 
-    if not active:
-        yield
-        return
     before = datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
+    if active:
+        datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
         datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE = before
 
 
-# ---- ModelScope
-
-
-def _load_modelscope(spec: DatasetSpec, subset: str | None, split: str, *, streaming: bool) -> tuple[Any, str]:
+def _load_modelscope(spec: DatasetSpec, subset: str | None, streaming: bool) -> dict[str, Any]:
     try:
         from modelscope.msdatasets import MsDataset
     except ImportError as error:
@@ -193,14 +160,15 @@ def _load_modelscope(spec: DatasetSpec, subset: str | None, split: str, *, strea
     except ValueError as error:
         raise _subset_problem(spec, error) from error
     except Exception as error:  # the client raises its own HTTP, hub and bare exceptions
-        raise _not_loaded(spec, "ModelScope", _first_line(error)) from error
-    if not hasattr(loaded, "keys"):
-        return _unwrapped(loaded), "train"
-    taken = choose_split(list(loaded.keys()), split, spec)
-    return _unwrapped(loaded[taken]), taken
+        raise _not_loaded(spec, "ModelScope", _short(error)) from error
+    parts = loaded if hasattr(loaded, "keys") else {"train": loaded}
+    return {name: data.to_hf_dataset() if hasattr(data, "to_hf_dataset") else data for name, data in parts.items()}
 
 
 def _check_modelscope_answers(spec: DatasetSpec) -> None:
+    import urllib.error
+    import urllib.request
+
     domain = os.environ.get("MODELSCOPE_DOMAIN", "www.modelscope.cn")
     url = domain if domain.startswith("http") else f"https://{domain}"
     try:
@@ -212,18 +180,10 @@ def _check_modelscope_answers(spec: DatasetSpec) -> None:
                 f"check the id, take it from Hugging Face with hf::{spec.target}, {_INSTEAD}"
             ) from error
     except OSError as error:
-        raise _not_loaded(spec, "ModelScope", f"no answer from {url}: {_first_line(error)}") from error
+        raise _not_loaded(spec, "ModelScope", f"no answer from {url}: {_short(error)}") from error
 
 
-def _unwrapped(data: Any) -> Any:
-    """The `datasets` object inside ModelScope's wrapper."""
-    return data.to_hf_dataset() if hasattr(data, "to_hf_dataset") else data
-
-
-# ---- what went wrong
-
-
-def _not_loaded(spec: DatasetSpec, hub: str, reason: str) -> SwiftError:
+def _not_loaded(spec: DatasetSpec, hub: str, reason: str) -> ResourceError:
     other = f"hf::{spec.target}" if hub == "ModelScope" else f"ms::{spec.target}"
     return ResourceError(
         f"{spec.flag}: {spec.text}: no local path of that name, and {hub} did not give it ({reason}); "
@@ -232,20 +192,15 @@ def _not_loaded(spec: DatasetSpec, hub: str, reason: str) -> SwiftError:
 
 
 def _subset_problem(spec: DatasetSpec, error: ValueError) -> ConfigError:
+    """The hubs list the subsets that there are in brackets."""
     asked = "/".join(spec.subsets)
-    names = _names_in_brackets(str(error))
+    inner, closed, _ = str(error).partition("[")[2].partition("]")
+    names = [name.strip(" '\"\n") for name in inner.split(",") if closed and name.strip(" '\"\n")]
     if names:
         hint = suggest(asked, names) if asked else f"add one, as in {spec.target}:{names[0]}; valid: {', '.join(names)}"
         return ConfigError(f"{spec.flag}: {spec.text}: subset {asked or 'missing'}: {hint}")
-    return ConfigError(f"{spec.flag}: {spec.text}: {_first_line(error)}; check id and subset, {_INSTEAD}")
+    return ConfigError(f"{spec.flag}: {spec.text}: {_short(error)}; check id and subset, {_INSTEAD}")
 
 
-def _names_in_brackets(text: str) -> list[str]:
-    _, _, rest = text.partition("[")
-    inner, closed, _ = rest.partition("]")
-    return [name.strip(" '\"\n") for name in inner.split(",") if name.strip(" '\"\n")] if closed else []
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:200] if text else type(error).__name__
+def _short(error: BaseException) -> str:
+    return first_line(error)[:200]

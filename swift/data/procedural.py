@@ -2,7 +2,7 @@
 
 Row i depends on (task, settings, seed, i) only, so every process makes the same rows. Columns: `question`,
 `answer`, `metadata`; `metadata["source_dataset"]` is the task's name, by which a reward finds its scorer. All
-of it is plain JSON. `scorer_entry` turns such a row back into what the library's scorers expect.
+of it is plain JSON.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from swift.data.spec import PROCEDURAL, DatasetSpec
 from swift.errors import ConfigError, ResourceError, suggest
 
 DEFAULT_COUNT = 500
-_COMPARES_TUPLES = frozenset({"arc_agi", "rearc"})
 
 
 def read_procedural(spec: DatasetSpec, *, seed: int) -> Iterator[Record]:
@@ -36,22 +35,6 @@ def read_procedural(spec: DatasetSpec, *, seed: int) -> Iterator[Record]:
         metadata = {**entry["metadata"], "source_dataset": spec.target}
         values = {"question": entry["question"], "answer": entry["answer"], "metadata": metadata}
         yield plain_row(values, f"{PROCEDURAL}{spec.target}:{index + 1}")
-
-
-def scorer_entry(columns: dict[str, Any], question: str = "") -> dict[str, Any]:
-    """The entry to hand to reasoning-gym's `score_answer(answer, entry)` for a row of ours.
-
-    A few tasks compare parts of the metadata with tuples, which JSON has turned into lists: they are tuples
-    again here. The result shares nothing that a scorer could damage.
-    """
-    metadata = columns["metadata"]
-    if metadata.get("source_dataset") in _COMPARES_TUPLES:
-        metadata = {key: _tuples(value) for key, value in metadata.items()}
-    return {"question": question, "answer": columns["answer"], "metadata": dict(metadata)}
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 
 
 def _create(spec: DatasetSpec, seed: int) -> Any:

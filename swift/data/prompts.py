@@ -11,10 +11,9 @@ import multiprocessing
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, overload
 
 from swift.data.loading import Example, Rows, Split, load_rows, write_examples
-from swift.data.report import DataReport
 from swift.errors import ConfigError, suggest
 from swift.types import Prompt
 
@@ -29,7 +28,7 @@ _PARALLEL_FROM = 1000  # rows; below this, starting processes costs more than it
 
 
 class Tokenizer:
-    """Token ids of a prompt under a length limit; picklable whenever `tokenize` is.
+    """Token ids of a prompt under a length limit.
 
     Args:
         tokenize: see `Tokenize`.
@@ -81,16 +80,16 @@ class PromptDataset(Sequence[Prompt]):
     """
 
     def __init__(self, rows: Rows, tokenizer: Tokenizer, *, num_proc: int = 1) -> None:
-        self.report: DataReport = rows.report
+        self.report = rows.report
+        self.examples = rows.examples
         self._tokenizer = tokenizer
-        self._examples = rows.examples
         self._ids: list[array[int] | None] = [None] * len(rows.examples)
         if tokenizer.strategy == "delete" and tokenizer.limit is not None:
             self._delete_long(num_proc)
-        self._digests = [example.digest for example in self._examples]
+        self._digests = [example.digest for example in self.examples]
 
     def __len__(self) -> int:
-        return len(self._examples)
+        return len(self.examples)
 
     @overload
     def __getitem__(self, index: int) -> Prompt: ...
@@ -99,52 +98,34 @@ class PromptDataset(Sequence[Prompt]):
     def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
         if isinstance(index, slice):
             return [self[position] for position in range(*index.indices(len(self)))]
-        example = self._examples[index]
-        return Prompt(self._digests[index], example.messages, self._token_ids(index), example.columns)
+        example, ids = self.examples[index], self._ids[index]
+        if ids is None:
+            uncut = self._tokenizer.ids(example)
+            self.report.num_truncated += self._tokenizer.too_long(uncut)
+            ids = self._ids[index] = array("i", self._tokenizer.cut(uncut))
+        return Prompt(self._digests[index], example.messages, ids.tolist(), example.columns)
 
     @property
     def fingerprint(self) -> str:
         """Digest of all rows in their order: two datasets that share it give the same run."""
         return hashlib.blake2b("".join(self._digests).encode(), digest_size=8).hexdigest()
 
-    @property
-    def column_names(self) -> list[str]:
-        """The columns that reach rewards, in order of appearance."""
-        return list(dict.fromkeys(name for example in self._examples for name in example.columns))
-
-    def columns(self, index: int) -> dict[str, Any]:
-        """What of a row reaches rewards; unlike the prompt it needs no tokenizer."""
-        return self._examples[index].columns
-
-    def origin(self, index: int) -> str:
-        """Where a row stands, as `file:line`."""
-        return self._examples[index].origin
-
     def write_jsonl(self, path: str | Path) -> None:
         """Writes the rows so that loading the file gives the same prompts again."""
-        write_examples(self._examples, path)
-
-    def _token_ids(self, index: int) -> list[int]:
-        known = self._ids[index]
-        if known is None:
-            ids = self._tokenizer.ids(self._examples[index])
-            self.report.num_truncated += self._tokenizer.too_long(ids)
-            known = self._ids[index] = array("i", self._tokenizer.cut(ids))
-        return known.tolist()
+        write_examples(self.examples, path)
 
     def _delete_long(self, num_proc: int) -> None:
-        all_ids = tokenize_all(self._tokenizer, self._examples, num_proc)
+        all_ids = _tokenize_all(self._tokenizer, self.examples, num_proc)
         kept = [index for index, ids in enumerate(all_ids) if not self._tokenizer.too_long(ids)]
-        self.report.num_deleted = len(all_ids) - len(kept)
         if all_ids and not kept:
             shortest = min(len(ids) for ids in all_ids)
             raise ConfigError(
                 f"--max_length: {self._tokenizer.limit}: all {len(all_ids)} prompts are longer, the shortest has "
                 f"{shortest} tokens; raise --max_length or use --truncation_strategy left"
             )
-        self._examples = [self._examples[index] for index in kept]
+        self.examples = [self.examples[index] for index in kept]
         self._ids = [all_ids[index] for index in kept]
-        self.report.num_rows = len(kept)
+        self.report.num_deleted, self.report.num_rows = len(all_ids) - len(kept), len(kept)
 
 
 def load_prompts(
@@ -168,27 +149,23 @@ def load_prompts(
         ConfigError, ResourceError: see `swift.data.loading.load_rows`.
     """
     tokenizer = Tokenizer(tokenize, max_prompt_length, truncation_strategy)
-    rows = load_rows(args, split, purpose="prompt")
-    return PromptDataset(rows, tokenizer, num_proc=args.dataset_num_proc or 1)
+    return PromptDataset(load_rows(args, split, purpose="prompt"), tokenizer, num_proc=args.dataset_num_proc)
 
 
-def tokenize_all(tokenizer: Tokenizer, examples: Sequence[Example], num_proc: int) -> list[array[int]]:
+_inherited: tuple[Tokenizer, Sequence[Example]]
+
+
+def _tokenize_all(tokenizer: Tokenizer, examples: Sequence[Example], num_proc: int) -> list[array[int]]:
     """The uncut ids of every row, in order; `num_proc` only changes how long it takes."""
+    global _inherited
+    _inherited = tokenizer, examples
     if num_proc < 2 or len(examples) < _PARALLEL_FROM:
-        return [array("i", tokenizer.ids(example)) for example in examples]
-    size = -(-len(examples) // (num_proc * 4))
-    chunks = [examples[start : start + size] for start in range(0, len(examples), size)]
-    # Forked processes inherit the tokenizer: chat templates and fast tokenizers do not always pickle.
-    with multiprocessing.get_context("fork").Pool(num_proc, _inherit, (tokenizer,)) as pool:
-        return [ids for chunk in pool.imap(_tokenize_chunk, chunks) for ids in chunk]
+        return [_inherited_ids(index) for index in range(len(examples))]
+    # Forked processes inherit tokenizer and rows: chat templates and fast tokenizers do not always pickle.
+    with multiprocessing.get_context("fork").Pool(num_proc) as pool:
+        return pool.map(_inherited_ids, range(len(examples)))
 
 
-_inherited: list[Tokenizer] = []
-
-
-def _inherit(tokenizer: Tokenizer) -> None:
-    _inherited[:] = [tokenizer]
-
-
-def _tokenize_chunk(examples: Sequence[Example]) -> list[array[int]]:
-    return [array("i", _inherited[0].ids(example)) for example in examples]
+def _inherited_ids(index: int) -> array[int]:
+    tokenizer, examples = _inherited
+    return array("i", tokenizer.ids(examples[index]))

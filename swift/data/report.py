@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from swift.data.records import BadRow
@@ -52,3 +53,8 @@ class DataReport:
         if self.num_truncated:
             lines.append(f"{self.split} data: {self.num_truncated} prompts truncated")
         return lines
+
+
+def first_few(problems: Sequence[str], total: str) -> list[str]:
+    """The first problems of many; `total` tells how many there are."""
+    return [*problems[:SHOWN], *([f"{total}: the first {SHOWN} are listed"] if len(problems) > SHOWN else [])]

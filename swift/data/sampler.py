@@ -1,8 +1,7 @@
 """The order in which rows are used: an infinite, deterministic stream of row indexes.
 
 Each epoch is a permutation that depends on (seed, epoch) only, so the state is two numbers and a resumed
-stream goes on with exactly the rows that the uninterrupted one would have given. What to do with the last
-rows of an epoch that fill no batch is the caller's decision (`remaining`, `skip_to_epoch_end`).
+stream goes on with exactly the rows that the uninterrupted one would have given.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from swift.errors import ConfigError
+from swift.errors import ConfigError, join_problems
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,15 +40,9 @@ class PromptStream:
     def __init__(self, size: int, *, seed: int, shuffle: bool, stages: np.ndarray | None = None) -> None:
         if size < 1:
             raise ConfigError("--dataset: 0 rows: there is nothing to train on; check the dataset and its filters")
-        self.size, self.seed, self.shuffle = size, seed, shuffle
-        self.stages = stages
+        self.size, self.seed, self.shuffle, self.stages = size, seed, shuffle, stages
         self.epoch, self.cursor = 0, 0
         self._order = self._permutation(0)
-
-    @property
-    def remaining(self) -> int:
-        """Rows left in the current epoch; 0 after its last one was given out."""
-        return self.size - self.cursor
 
     def next(self) -> StreamItem:
         """The next row; the first of a new epoch when the current one is used up."""
@@ -59,31 +52,14 @@ class PromptStream:
         self.cursor += 1
         return item
 
-    def skip_to_epoch_end(self) -> int:
-        """Gives up the rest of an epoch that has begun; returns how many rows. Between epochs it does nothing."""
-        if self.cursor == 0:
-            return 0
-        skipped = self.remaining
-        self.cursor = self.size
-        return skipped
+    def skip_to_epoch_end(self) -> None:
+        """Gives up the rest of an epoch that has begun; between epochs it does nothing."""
+        if self.cursor:
+            self.cursor = self.size
 
     def state_dict(self) -> dict[str, Any]:
         """The position, as plain values."""
-        return {
-            "epoch": self.epoch,
-            "cursor": self.cursor,
-            "size": self.size,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "curriculum": self.curriculum,
-        }
-
-    @property
-    def curriculum(self) -> str | None:
-        """A digest of the stages; None without any."""
-        if self.stages is None:
-            return None
-        return hashlib.blake2b(self.stages.astype("<i8").tobytes(), digest_size=8).hexdigest()
+        return {"epoch": self.epoch, "cursor": self.cursor, **self._settings()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes to a saved position.
@@ -91,9 +67,13 @@ class PromptStream:
         Raises:
             ConfigError: the state belongs to another number of rows, seed, shuffle setting or curriculum.
         """
-        mine = {"size": self.size, "seed": self.seed, "shuffle": self.shuffle, "curriculum": self.curriculum}
-        check_same(state, mine)
+        check_same(state, self._settings())
         self._enter(int(state["epoch"]), int(state["cursor"]))
+
+    def _settings(self) -> dict[str, Any]:
+        stages = self.stages
+        digest = None if stages is None else hashlib.blake2b(stages.astype("<i8").tobytes(), digest_size=8).hexdigest()
+        return {"size": self.size, "seed": self.seed, "shuffle": self.shuffle, "curriculum": digest}
 
     def _enter(self, epoch: int, cursor: int) -> None:
         if epoch != self.epoch:
@@ -114,16 +94,24 @@ def generator(seed: int, *counters: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64([seed % 2**64, *counters]))
 
 
+_FLAGS = {
+    "size": "rows of --dataset",
+    "seed": "--data_seed",
+    "shuffle": "--dataset_shuffle",
+    "buffer": "--shuffle_buffer_size",
+    "fingerprint": "content of --dataset",
+    "mixture": "--interleave_prob",
+    "curriculum": "stages of --curriculum_column",
+}
+
+
 def check_same(state: dict[str, Any], mine: dict[str, Any]) -> None:
     """Raises ConfigError naming each setting in which a saved position differs from this run."""
-    flags = {"size": "rows of --dataset", "seed": "--data_seed", "shuffle": "--dataset_shuffle"}
-    flags |= {"buffer": "--shuffle_buffer_size", "fingerprint": "content of --dataset", "mixture": "--interleave_prob"}
-    flags |= {"curriculum": "stages of --curriculum_column"}
-    problems = [
-        f"--resume_from_checkpoint: {flags[name]}: {state.get(name)} in the checkpoint, {value} now; "
-        "resume with the settings of the run"
-        for name, value in mine.items()
-        if state.get(name) != value
-    ]
-    if problems:
-        raise ConfigError(*problems)
+    join_problems(
+        [
+            f"--resume_from_checkpoint: {_FLAGS[name]}: {state.get(name)} in the checkpoint, {value} now; "
+            "resume with the settings of the run"
+            for name, value in mine.items()
+            if state.get(name) != value
+        ]
+    )

@@ -2,36 +2,44 @@
 
 Both give (prompt, epoch, cursor) without end and save a position of a few numbers. `IndexedPrompts` jumps to
 a position. `StreamingPrompts` reads its files again up to that row, without tokenising what it passes: the
-shuffle buffer is a function of (seed, epoch, rows read so far), so it is rebuilt rather than saved.
+shuffle buffer is a function of (seed, epoch, rows read so far), so it is rebuilt rather than saved
+(`datasets` refills its own with other rows).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from swift.data.arguments import PromptArguments
-from swift.data.columns import ColumnPlan, check_renames, plan_columns
 from swift.data.curriculum import curriculum_stages
 from swift.data.files import read_local
 from swift.data.hub import stream_hub
-from swift.data.interleave import mixed_stream, mixture_name
-from swift.data.loading import Example, Split, data_seed, first_few, iterate_understood, renames_of
+from swift.data.interleave import mixed_stream
+from swift.data.loading import (
+    Example,
+    Split,
+    Table,
+    bad_rows,
+    check_undamaged,
+    data_seed,
+    dataset_specs,
+    plan_datasets,
+    understood,
+)
 from swift.data.procedural import read_procedural
 from swift.data.prompts import PromptDataset, Tokenize, Tokenizer, load_prompts
-from swift.data.records import BadRow, Record, filled_columns
+from swift.data.records import Record, filled_columns
 from swift.data.report import DataReport
 from swift.data.sampler import PromptStream, check_same, generator
-from swift.data.spec import DatasetSpec, parse_specs
+from swift.data.spec import DatasetSpec
 from swift.data.system import resolve_system
 from swift.errors import ConfigError
 from swift.types import Prompt
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from swift.data.arguments import PromptArguments
 
 PEEKED_ROWS = 64
 """Rows of a streamed dataset that are looked at to learn its columns."""
@@ -45,40 +53,8 @@ class SourceItem(NamedTuple):
     cursor: int
 
 
-class PromptSource(Protocol):
-    """An endless, deterministic, resumable supply of prompts."""
-
-    report: DataReport
-
-    @property
-    def size(self) -> int | None:
-        """Prompts per epoch; None when only reading to the end would tell."""
-        ...
-
-    @property
-    def column_names(self) -> list[str]:
-        """The columns that reach rewards."""
-        ...
-
-    def next(self) -> SourceItem:
-        """The next prompt; epochs follow each other without end."""
-        ...
-
-    def skip_to_epoch_end(self) -> None:
-        """Gives up the rest of an epoch that has begun; between epochs it does nothing."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position, as plain values."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes to a position; ConfigError when it belongs to other data or settings."""
-        ...
-
-
 class IndexedPrompts:
-    """A `PromptSource` over a dataset in memory.
+    """The prompts of a dataset in memory, without end.
 
     Args:
         dataset: at least one prompt.
@@ -92,25 +68,9 @@ class IndexedPrompts:
 
     def __init__(self, dataset: PromptDataset, seed: int, shuffle: bool, stages: np.ndarray | None = None) -> None:
         self.dataset, self.report = dataset, dataset.report
-        self._stream = PromptStream(len(dataset), seed=seed, shuffle=shuffle, stages=stages)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    @property
-    def size(self) -> int | None:
+        self.size: int | None = len(dataset)
         """Prompts per epoch."""
-        return len(self.dataset)
-
-    @property
-    def remaining(self) -> int:
-        """Prompts left in the current epoch."""
-        return self._stream.remaining
-
-    @property
-    def column_names(self) -> list[str]:
-        """The columns that reach rewards."""
-        return self.dataset.column_names
+        self._stream = PromptStream(len(dataset), seed=seed, shuffle=shuffle, stages=stages)
 
     def next(self) -> SourceItem:
         """The next prompt."""
@@ -118,7 +78,7 @@ class IndexedPrompts:
         return SourceItem(self.dataset[row], epoch, cursor)
 
     def skip_to_epoch_end(self) -> None:
-        """Gives up the rest of an epoch that has begun; `remaining` tells how many prompts that would be."""
+        """Gives up the rest of an epoch that has begun."""
         self._stream.skip_to_epoch_end()
 
     def state_dict(self) -> dict[str, Any]:
@@ -127,64 +87,45 @@ class IndexedPrompts:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes to a position; ConfigError when rows, order or settings are not those of the saved run."""
-        check_same(state, {"size": len(self.dataset), "fingerprint": self.dataset.fingerprint})
+        check_same(state, {"size": self.size, "fingerprint": self.dataset.fingerprint})
         self._stream.load_state_dict(state)
 
 
 class StreamingPrompts:
-    """A `PromptSource` that reads rows as they are needed and keeps only its shuffle buffer.
+    """Prompts of rows that are read as they are needed; only the shuffle buffer is kept.
 
     `#n` takes the first n rows of a dataset. Prompts over the limit are cut, or with `delete` passed over.
     Files must not change between a run and its continuation.
 
     Args:
         args: the data settings; `shuffle_buffer_size` rows are mixed when `dataset_shuffle` is on.
-        tokenize, max_prompt_length, truncation_strategy: as for `load_prompts`.
+        tokenizer: makes the ids and knows the limit.
         split: "train" reads `--dataset`, "val" `--val_dataset`.
-        seed: of the shuffle buffer; None means the data seed.
 
     Raises:
         ConfigError, ResourceError: as `load_prompts`, for what the first rows show; later rows raise from `next`.
     """
 
-    def __init__(
-        self,
-        args: PromptArguments,
-        *,
-        tokenize: Tokenize,
-        max_prompt_length: int | None,
-        truncation_strategy: str = "left",
-        split: Split = "train",
-        seed: int | None = None,
-    ) -> None:
+    size: int | None = None
+    """The length of a stream is not known."""
+
+    def __init__(self, args: PromptArguments, tokenizer: Tokenizer, split: Split = "train") -> None:
         if args.split_dataset_ratio and not args.val_dataset:
             raise ConfigError(
                 f"--split_dataset_ratio: {args.split_dataset_ratio}: a stream cannot be split; "
                 "give --val_dataset or drop --streaming"
             )
-        system, notes = resolve_system(args.system)
+        self._system, notes = resolve_system(args.system)
         self.report = DataReport(split, notes=notes)
-        self._args, self._system, self._split = args, system, split
-        self._tokenizer = Tokenizer(tokenize, max_prompt_length, truncation_strategy)
-        self._seed = data_seed(args) if seed is None else seed
-        self._buffer = int(args.shuffle_buffer_size) if args.dataset_shuffle else 0
-        flag, texts = ("--dataset", args.dataset) if split == "train" else ("--val_dataset", args.val_dataset)
-        if not texts:
-            raise ConfigError(f"{flag}: none: no dataset is named; give files, folders or hub ids")
-        self._specs = parse_specs(texts, use_hf=args.use_hf, flag=flag)
-        self._plans = self._plan()
-        self._epoch, self._drawn, self._given = 0, 0, 0
-        self._rows = self._ordered(0)
-
-    @property
-    def size(self) -> int | None:
-        """None: the length of a stream is not known."""
-        return None
-
-    @property
-    def column_names(self) -> list[str]:
-        """The columns that reach rewards, as far as the first rows show them."""
-        return list(dict.fromkeys(name for plan in self._plans for name in plan.others))
+        self._args, self._split, self._tokenizer = args, split, tokenizer
+        self._seed = data_seed(args)
+        self._buffer = args.shuffle_buffer_size if args.dataset_shuffle else 0
+        self._specs = dataset_specs(args, split)
+        peeked = [list(itertools.islice(self._records(spec), PEEKED_ROWS)) for spec in self._specs]
+        check_undamaged(itertools.chain.from_iterable(peeked))
+        tables = [Table(rows, *filled_columns(rows)) for rows in peeked]
+        self._plans = plan_datasets(self._specs, tables, args, "prompt", self.report)
+        self._enter(0, 0)
 
     def next(self) -> SourceItem:
         """The next prompt that fits; a new epoch begins where the rows end.
@@ -216,15 +157,7 @@ class StreamingPrompts:
 
     def state_dict(self) -> dict[str, Any]:
         """Position and the settings that decide the order."""
-        return {
-            "epoch": self._epoch,
-            "cursor": self._drawn,
-            "given": self._given,
-            "seed": self._seed,
-            "shuffle": self._args.dataset_shuffle,
-            "buffer": self._buffer,
-            "mixture": mixture_name(self._args),
-        }
+        return {"epoch": self._epoch, "cursor": self._drawn, "given": self._given, **self._settings()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Reads up to a saved position.
@@ -232,10 +165,19 @@ class StreamingPrompts:
         Raises:
             ConfigError: other settings, or fewer rows than the saved run had read.
         """
-        mine = self.state_dict()
-        check_same(state, {name: mine[name] for name in ("seed", "shuffle", "buffer", "mixture")})
+        check_same(state, self._settings())
         self._enter(int(state["epoch"]), int(state["cursor"]))
         self._given = int(state["given"])
+
+    def _settings(self) -> dict[str, Any]:
+        args = self._args
+        shares = " ".join(f"{share:g}" for share in args.interleave_prob)
+        return {
+            "seed": self._seed,
+            "shuffle": args.dataset_shuffle,
+            "buffer": self._buffer,
+            "mixture": f"{shares} {args.stopping_strategy}" if shares else None,
+        }
 
     def _next_epoch(self) -> None:
         if not self._given:
@@ -248,29 +190,33 @@ class StreamingPrompts:
 
     def _enter(self, epoch: int, drawn: int) -> None:
         self._epoch, self._drawn, self._given = epoch, drawn, 0
-        self._rows = self._ordered(epoch)
+        rows = self._examples(epoch)
+        self._rows = shuffled(rows, self._buffer, self._seed, epoch) if self._buffer > 1 else rows
         if drawn and sum(1 for _ in itertools.islice(self._rows, drawn)) < drawn:
             raise ConfigError(
                 f"--resume_from_checkpoint: epoch {epoch}, row {drawn}: the stream has fewer rows than the saved "
                 "run had read; resume with the same files"
             )
 
-    def _ordered(self, epoch: int) -> Iterator[Example]:
-        rows = self._examples(epoch)
-        return shuffled(rows, self._buffer, self._seed, epoch) if self._buffer > 1 else rows
-
     def _examples(self, epoch: int) -> Iterator[Example]:
         """The rows of an epoch: one dataset after the other, or mixed."""
         shares = self._args.interleave_prob
         if self._split != "train" or len(self._specs) < 2 or not shares:
             return itertools.chain.from_iterable(map(self._examples_of, range(len(self._specs))))
-        return mixed_stream(
-            self._examples_of, shares, seed=self._seed, epoch=epoch, strategy=self._args.stopping_strategy
-        )
+        return mixed_stream(self._examples_of, shares, seed=(self._seed, epoch), strategy=self._args.stopping_strategy)
 
     def _examples_of(self, index: int) -> Iterator[Example]:
-        rows = iterate_understood(self._records(self._specs[index]), self._plans[index], self._system, self._on_bad)
-        return itertools.islice(rows, self._specs[index].count)
+        return itertools.islice(self._good_rows(index), self._specs[index].count)
+
+    def _good_rows(self, index: int) -> Iterator[Example]:
+        for record in self._records(self._specs[index]):
+            example = understood(record, self._plans[index], self._system)
+            if isinstance(example, Example):
+                yield example
+            elif example.damaged or self._args.strict:
+                raise ConfigError(*bad_rows([example]))
+            else:
+                self.report.skip(example)
 
     def _records(self, spec: DatasetSpec) -> Iterator[Record]:
         if spec.kind == "local":
@@ -279,27 +225,9 @@ class StreamingPrompts:
             return stream_hub(spec, split=self._split)
         return read_procedural(spec, seed=data_seed(self._args))
 
-    def _on_bad(self, bad: BadRow) -> None:
-        if bad.damaged or self._args.strict:
-            raise ConfigError(*first_few([bad]))
-        self.report.skip(bad)
 
-    def _plan(self) -> list[ColumnPlan]:
-        renames = renames_of(self._args)
-        peeked = [list(itertools.islice(self._records(spec), PEEKED_ROWS)) for spec in self._specs]
-        damaged = [row for rows in peeked for row in rows if isinstance(row, BadRow) and row.damaged]
-        if damaged:
-            raise ConfigError(*first_few(damaged))
-        columns = [filled_columns(rows) for rows in peeked]
-        check_renames(renames, [name for filled, empty in columns for name in [*filled, *empty]])
-        plans = []
-        for spec, rows, (filled, _) in zip(self._specs, peeked, columns, strict=True):
-            if not rows:
-                raise ConfigError(f"{spec.flag}: {spec.text}: no rows: the dataset is empty; check the file")
-            plan = plan_columns(filled, renames, purpose="prompt", flag=spec.flag, name=spec.name)
-            self.report.mappings[spec.name] = plan.line
-            plans.append(plan)
-        return plans
+PromptSource = IndexedPrompts | StreamingPrompts
+"""An endless, deterministic, resumable supply of prompts."""
 
 
 def shuffled(rows: Iterator[Example], size: int, seed: int, epoch: int) -> Iterator[Example]:
@@ -325,33 +253,23 @@ def open_prompts(
 ) -> PromptSource:
     """The source that `--streaming` asks for, in the order of `--data_seed` and `--dataset_shuffle`.
 
-    Args:
-        args: the data settings.
-        tokenize: a chat to the ids of its prompt, generation prompt included.
-        max_prompt_length: longest prompt in tokens, None for no limit.
-        truncation_strategy: what happens to longer ones: left, right or delete.
-        split: which rows.
-        max_steps: of the run; a stream has no length, so it must be positive with `--streaming`.
+    The parameters are those of `load_prompts`. `max_steps` is that of the run: a stream has no length, so it must be
+    positive with `--streaming`.
 
     Raises:
         ConfigError, ResourceError: as `load_prompts`; `--streaming` without `--max_steps`.
     """
-    if not args.streaming:
-        dataset = load_prompts(
-            args,
-            tokenize=tokenize,
-            max_prompt_length=max_prompt_length,
-            truncation_strategy=truncation_strategy,
-            split=split,
-        )
-        stages = curriculum_stages(args, dataset) if isinstance(args, PromptArguments) else None
-        return IndexedPrompts(dataset, data_seed(args), args.dataset_shuffle, stages)
-    if split == "train" and max_steps < 1:
-        raise ConfigError(f"--max_steps: {max_steps}: a stream has no length; give --max_steps with --streaming true")
-    return StreamingPrompts(
+    if args.streaming:
+        if split == "train" and max_steps < 1:
+            raise ConfigError(
+                f"--max_steps: {max_steps}: a stream has no length; give --max_steps with --streaming true"
+            )
+        return StreamingPrompts(args, Tokenizer(tokenize, max_prompt_length, truncation_strategy), split)
+    dataset = load_prompts(
         args,
         tokenize=tokenize,
         max_prompt_length=max_prompt_length,
         truncation_strategy=truncation_strategy,
         split=split,
     )
+    return IndexedPrompts(dataset, data_seed(args), args.dataset_shuffle, curriculum_stages(args, dataset.examples))

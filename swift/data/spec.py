@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from urllib.parse import unquote
 
-from swift.errors import ConfigError, nearest
+from swift.errors import ConfigError, join_problems, nearest
 
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 PROCEDURAL = "reasoning_gym:"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
-Kind = Literal["local", "hub", "procedural"]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True, frozen=True)
@@ -32,7 +33,7 @@ class DatasetSpec:
     """
 
     text: str
-    kind: Kind
+    kind: Literal["local", "hub", "procedural"]
     target: str
     subsets: tuple[str, ...] = ()
     count: int | None = None
@@ -66,37 +67,40 @@ def parse_spec(text: str, *, use_hf: bool = False, flag: str = "--dataset") -> D
         return DatasetSpec(text, "local", str(_path(text)), flag=flag)
     if text.startswith(PROCEDURAL):
         return _procedural(text, flag)
-    hub, body = _hub_prefix(text)
-    base, count = _split_count(text, body, flag, local=hub is None)
+    prefix, mark, rest = text.partition("::")
+    hub: Literal["hf", "ms"] | None = "hf" if prefix == "hf" and mark else "ms" if prefix == "ms" and mark else None
+    base, mark, number = (rest if hub else text).rpartition("#")
+    count = _count(text, number, flag) if mark else None
+    base = base if mark else number
     if hub is None:
         local = _local(text, base, count, flag)
         if local is not None:
             return local
     name, _, subset = base.partition(":")
-    if hub is None and (looks_like_path(name) or not _HUB_ID.fullmatch(name)):
+    if hub is None and (_looks_like_path(name) or not _HUB_ID.fullmatch(name)):
         raise ConfigError(f"{flag}: {text}: no such file or folder; {beside(_path(name))}")
     if not _HUB_ID.fullmatch(name):
         raise ConfigError(f"{flag}: {text}: {name!r} is not a hub id; write {hub}::owner/name[:subset][#n]")
-    subsets = tuple(part for part in subset.split("/") if part)
-    return DatasetSpec(text, "hub", name, subsets, count, hub or ("hf" if use_hf else "ms"), flag=flag)
+    return DatasetSpec(text, "hub", name, _subsets(subset), count, hub or ("hf" if use_hf else "ms"), flag=flag)
 
 
 def parse_specs(texts: Sequence[str], *, use_hf: bool = False, flag: str = "--dataset") -> list[DatasetSpec]:
-    """All entries; a ConfigError lists the problems of all of them."""
-    specs, problems = [], []
-    for text in texts:
+    """All entries; a ConfigError lists the problems of all of them, or says that there is none."""
+    if not texts:
+        raise ConfigError(f"{flag}: none: no dataset is named; give files, folders, hub ids or {PROCEDURAL}<task>")
+    return each(texts, lambda text: parse_spec(text, use_hf=use_hf, flag=flag))
+
+
+def each(items: Iterable[Item], function: Callable[[Item], Result]) -> list[Result]:
+    """`function` of every item; a ConfigError lists the problems of all."""
+    results, problems = [], []
+    for item in items:
         try:
-            specs.append(parse_spec(text, use_hf=use_hf, flag=flag))
+            results.append(function(item))
         except ConfigError as error:
             problems += error.problems
-    if problems:
-        raise ConfigError(*problems)
-    return specs
-
-
-def looks_like_path(name: str) -> bool:
-    """Whether a name can only be a local path: rooted, dotted, with a data suffix, or with several slashes."""
-    return name.startswith(("/", "./", "../", "~")) or name.endswith(("/", *DATA_SUFFIXES)) or name.count("/") > 1
+    join_problems(problems)
+    return results
 
 
 def beside(path: Path) -> str:
@@ -108,11 +112,11 @@ def beside(path: Path) -> str:
         near = nearest(path.name, sorted(child.name for child in folder.iterdir() if child.is_dir()))
         end = f"; nearest: {', '.join(str(folder / name) for name in near)}" if near else ""
         return f"the folder {path} does not exist{end}"
-    usable = [child.name for child in folder.iterdir() if child.is_dir() or child.suffix in DATA_SUFFIXES]
-    near = nearest(path.name, sorted(usable))
+    usable = sorted(child.name for child in folder.iterdir() if child.is_dir() or child.suffix in DATA_SUFFIXES)
+    near = nearest(path.name, usable)
     if near:
         return f"nearest: {', '.join(str(folder / name) for name in near)}"
-    listed = ", ".join(sorted(usable)[:5]) or f"no {', '.join(DATA_SUFFIXES)} file"
+    listed = ", ".join(usable[:5]) or f"no {', '.join(DATA_SUFFIXES)} file"
     return f"{folder} holds {listed}"
 
 
@@ -120,19 +124,13 @@ def _path(text: str) -> Path:
     return Path(text).expanduser()
 
 
-def _hub_prefix(text: str) -> tuple[Literal["hf", "ms"] | None, str]:
-    if text.startswith("hf::"):
-        return "hf", text[4:]
-    if text.startswith("ms::"):
-        return "ms", text[4:]
-    return None, text
+def _looks_like_path(name: str) -> bool:
+    """Rooted, dotted, with a data suffix, or with several slashes."""
+    return name.startswith(("/", "./", "../", "~")) or name.endswith(("/", *DATA_SUFFIXES)) or name.count("/") > 1
 
 
-def _split_count(text: str, body: str, flag: str, *, local: bool) -> tuple[str, int | None]:
-    base, mark, count = body.rpartition("#")
-    if not mark or (local and _path(body).exists()):
-        return body, None
-    return base, _count(text, count, flag)
+def _subsets(text: str) -> tuple[str, ...]:
+    return tuple(part for part in text.split("/") if part)
 
 
 def _count(text: str, count: str, flag: str) -> int:
@@ -146,16 +144,15 @@ def _local(text: str, base: str, count: int | None, flag: str) -> DatasetSpec | 
     if _path(base).exists():
         return DatasetSpec(text, "local", str(_path(base)), count=count, flag=flag)
     head, colon, subset = base.rpartition(":")
-    if not colon or not _path(head).exists():
-        return None
     folder = _path(head)
+    if not colon or not folder.exists():
+        return None
     if not folder.is_dir():
         raise ConfigError(f"{flag}: {text}: {head} is a file and has no subsets; leave out ':{subset}'")
-    subsets = tuple(part for part in subset.split("/") if part)
-    for part in subsets:
+    for part in _subsets(subset):
         if not (folder / part).exists():
             raise ConfigError(f"{flag}: {text}: no subset {part!r} in {head}; {beside(folder / part)}")
-    return DatasetSpec(text, "local", str(folder), subsets, count, flag=flag)
+    return DatasetSpec(text, "local", str(folder), _subsets(subset), count, flag=flag)
 
 
 def _procedural(text: str, flag: str) -> DatasetSpec:

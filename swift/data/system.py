@@ -14,37 +14,33 @@ from swift.errors import ConfigError
 _TEXT_SUFFIXES = (".txt", ".md")
 _PACKAGE = Path(__file__).resolve().parent
 _SHIPPED = (_PACKAGE.parent.parent / "examples", _PACKAGE / "shipped" / "examples")
-_LONGEST_NAME = 1024
 
 
 def resolve_system(value: str | None) -> tuple[str | None, list[str]]:
-    """The system prompt that `--system` stands for, and notes to print.
-
-    Returns:
-        the text, None when there is none; a note when a file was read.
+    """The system prompt that `--system` stands for (None: there is none), and a note when a shipped file was read.
 
     Raises:
         ConfigError: a file that exists nowhere, is empty, or is not UTF-8 text.
     """
     if not value or not value.strip():
         return None, []
-    file = _file(value.strip())
-    if file is None:
+    name = value.strip()
+    file = Path(name).expanduser()
+    if "\n" in name or not (name.lower().endswith(_TEXT_SUFFIXES) or _is_file(file)):
         return value, []
-    if file.is_file():
-        return _text(file, value), []
-    shipped = shipped_example(file)
-    if shipped is None:
-        raise ConfigError(f"--system: {value}: no such file, nor among the shipped examples; {beside(file)}")
-    return _text(shipped, value), [f"system prompt: {value} is not here; read the shipped {shipped}"]
-
-
-def _file(value: str) -> Path | None:
-    """The path a value names: one that exists, or one line that ends like a text file."""
-    if "\n" in value or len(value) > _LONGEST_NAME:
-        return None
-    path = Path(value).expanduser()
-    return path if value.lower().endswith(_TEXT_SUFFIXES) or _is_file(path) else None
+    notes = []
+    if not _is_file(file):
+        shipped = shipped_example(file)
+        if shipped is None:
+            raise ConfigError(f"--system: {value}: no such file, nor among the shipped examples; {beside(file)}")
+        notes, file = [f"system prompt: {value} is not here; read the shipped {shipped}"], shipped
+    try:
+        text = file.read_text(encoding="utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--system: {value}: {file} is not UTF-8 text; save it as UTF-8") from error
+    if not text:
+        raise ConfigError(f"--system: {value}: {file} is empty; write the system prompt into it or drop --system")
+    return text, notes
 
 
 def _is_file(path: Path) -> bool:
@@ -67,13 +63,3 @@ def shipped_example(file: Path) -> Path | None:
             if len(found) == 1:
                 return found[0]
     return None
-
-
-def _text(file: Path, value: str) -> str:
-    try:
-        text = file.read_text(encoding="utf-8-sig").strip()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--system: {value}: {file} is not UTF-8 text; save it as UTF-8") from error
-    if not text:
-        raise ConfigError(f"--system: {value}: {file} is empty; write the system prompt into it or drop --system")
-    return text

@@ -38,8 +38,9 @@ class CheckpointArguments(HubArguments):
     attn_impl: Literal["sdpa", "eager", "flash_attn", "flex_attention"] = flag(
         "sdpa", aliases=("attn_implementation",), values={"flash_attention_2": "flash_attn"}, everyday=False
     )
-    """Attention implementation. eager is used if an architecture has no sdpa or caps its scores. flash_attn needs its
-    package and a GPU; flash_attn and flex_attention compute padded rows."""
+    """Attention kernel. rlhf computes packed rows with each: sdpa is FlexAttention on CUDA where a trial agrees with
+    masked SDPA; flex_attention needs a GPU; flash_attn needs a GPU, its package and 16 bits. eager is used if an
+    architecture has no sdpa or caps its scores."""
 
     adapters: list[str] = flag([])
     """Folders of LoRA adapters to start from. LoRA trains one further; otherwise all are merged into the weights, in
@@ -82,6 +83,6 @@ class TunerArguments(CheckpointArguments):
 class ModelArguments(TunerArguments):
     """The policy and its reference."""
 
-    ref_model: str | None = flag(everyday=False, unset="the policy as it starts")
+    ref_model: str | None = flag(everyday=False, needs="beta", unset="the policy as it starts")
     """Model or adapter folder of the KL reference. If not given, LoRA turns its adapter off and full tuning keeps a
-    frozen copy; `--beta 0` needs none."""
+    frozen copy."""

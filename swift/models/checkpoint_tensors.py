@@ -2,17 +2,16 @@
 
 A policy's module is not shaped like its checkpoint: LoRA splits a weight into a base and two factors, trained modules
 stand beside their originals, wrappers add parts to names, some architectures fuse experts when they load, and ZeRO-3 or
-FSDP2 leave only a piece of each parameter on a rank. `checkpoint_units` lists what a saved and merged checkpoint would
-hold, by layer, each tensor with the parameters it is made of; reading needs those parameters gathered.
-
-The base weights are never edited: W + scaling B A is a new float32 tensor, rounded once to the checkpoint's type.
+FSDP2 leave only a shard of each parameter on a rank. `checkpoint_units` lists what a saved and merged checkpoint would
+hold, by layer, each tensor with the parameters it is made of; reading needs those parameters gathered. The base weights
+are never edited: W + scaling B A is a new float32 tensor, rounded once to the checkpoint's type.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -65,7 +64,7 @@ def checkpoint_units(model: nn.Module) -> list[CheckpointUnit]:
         model: a transformers model, possibly under PEFT, DDP or DeepSpeed's engine.
 
     Raises:
-        ConfigError: an adapter that cannot be folded into weights, or a head that was trained apart from the
+        ConfigError: an adapter that cannot be merged into weights, or a head that was trained apart from the
             embedding to which the model ties it.
     """
     base = base_model(model)
@@ -96,7 +95,7 @@ def describe_unit(model: nn.Module, unit: CheckpointUnit) -> dict[str, Tensor]:
 
 
 def read_adapter(model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The active adapter alone, as `save_pretrained` would write it; a collective when parameters are spread.
+    """The active adapter alone, as `save_pretrained` would write it; a collective when parameters are sharded.
 
     Returns:
         the content of adapter_config.json, and copies of the adapter's tensors under peft's names, bit for bit.
@@ -125,7 +124,7 @@ def read_adapter(model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def computing_dtype(model: nn.Module) -> torch.dtype | None:
-    """The type of the forward pass where it is not that of the parameters: FSDP2 spreads float32 masters.
+    """The type of the forward pass where it is not that of the parameters: FSDP2 shards float32 masters.
 
     None: the parameters are what is computed with.
     """
@@ -136,8 +135,8 @@ def computing_dtype(model: nn.Module) -> torch.dtype | None:
     return None
 
 
-def as_saved_unspread(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A gathered state dict as it would be without spreading: tied weights once, in the type computed with."""
+def as_saved_unsharded(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A gathered state dict as it would be without sharding: tied weights once, in the type computed with."""
     base, dtype = base_model(model), computing_dtype(model)
     tied = _tied_names(base)
     kept = {name: value for name, value in state.items() if tied.get(name) not in state}
@@ -254,7 +253,7 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[CheckpointTensor]:
 
 def _as_is(name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> CheckpointTensor:
     if tensor.is_quantized or hasattr(tensor, "quant_state"):
-        raise ConfigError(f"policy: {name}: quantised weights cannot be published to an engine; load it in 16 bits")
+        raise ConfigError(f"policy: {name}: quantised weights cannot be sent to an engine; load it in 16 bits")
     kept = dtype or tensor.dtype
     return CheckpointTensor(
         name, kept, whole_shape(tensor), (tensor,), lambda whole: whole(tensor).to(kept), (id(tensor),)
@@ -267,7 +266,7 @@ def _trained_instead(module: Any, prefix: str) -> Iterator[CheckpointTensor]:
 
     if not isinstance(module, ModulesToSaveWrapper):
         raise ConfigError(
-            f"policy: {prefix.rstrip('.')}: {type(module).__name__} cannot be folded into a checkpoint; "
+            f"policy: {prefix.rstrip('.')}: {type(module).__name__} cannot be merged into a checkpoint; "
             "use --modules_to_save, or --target_modules with LoRA"
         )
     active = module.active_adapters
@@ -281,7 +280,7 @@ def _trained_instead(module: Any, prefix: str) -> Iterator[CheckpointTensor]:
 
 def _tuned(layer: Any, prefix: str) -> Iterator[CheckpointTensor]:
     """A LoRA layer: its base, with what the active adapters add."""
-    _check_foldable(layer, prefix)
+    _check_mergeable(layer, prefix)
     active = [] if layer.disable_adapters else layer.active_adapters
     adapters = [name for name in active if name in layer.scaling and name not in layer.merged_adapters]
     for tensor in _walk(layer.base_layer, prefix):
@@ -294,62 +293,57 @@ def _tuned(layer: Any, prefix: str) -> Iterator[CheckpointTensor]:
             yield tensor
 
 
-def _check_foldable(layer: Any, prefix: str) -> None:
+def _check_mergeable(layer: Any, prefix: str) -> None:
     from peft.tuners.lora.layer import Embedding, Linear
 
     where = f"policy: {prefix.rstrip('.')}"
     if not isinstance(layer, Linear | Embedding):
         raise ConfigError(
-            f"{where}: {type(layer).__module__}.{type(layer).__name__} cannot be folded into a checkpoint; "
+            f"{where}: {type(layer).__module__}.{type(layer).__name__} cannot be merged into a checkpoint; "
             "use LoRA on linear layers or embeddings, or --vllm_enable_lora true"
         )
     variants = [type(layer.lora_variant[name]).__name__ for name in layer.active_adapters if name in layer.lora_variant]
     if variants:
         raise ConfigError(
-            f"{where}: {', '.join(variants)} changes more than a low-rank sum and is not folded; "
+            f"{where}: {', '.join(variants)} changes more than a low-rank sum and is not merged; "
             "use plain LoRA, or --vllm_enable_lora true"
         )
     if getattr(layer.get_base_layer(), "bias", None) is None and any(layer.lora_bias.get(n) for n in layer.scaling):
-        raise ConfigError(f"{where}: lora_bias: the layer has no bias to fold it into; use --vllm_enable_lora true")
+        raise ConfigError(f"{where}: lora_bias: the layer has no bias to merge it into; use --vllm_enable_lora true")
 
 
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """What an adapter adds to a tensor: `sources` to gather, `value` the float32 sum."""
-
-    sources: tuple[Tensor, ...]
-    value: Callable[[Whole], Tensor]
+_Change = tuple[tuple[Tensor, ...], Callable[[Whole], Tensor]]
+"""What an adapter adds to a tensor: the parameters to gather, and the float32 sum."""
 
 
 def _with_change(tensor: CheckpointTensor, layer: Any, changes: Sequence[_Change]) -> CheckpointTensor:
     def read(whole: Whole) -> Tensor:
         total = tensor.read(whole).float()
-        for change in changes:
-            total = total + change.value(whole)
+        for _, value in changes:
+            total = total + value(whole)
         return total.to(tensor.dtype)
 
-    sources = (*tensor.sources, *(source for change in changes for source in change.sources))
-    return CheckpointTensor(tensor.name, tensor.dtype, tensor.shape, sources, read, (*tensor.identity, id(layer)))
+    sources = (*tensor.sources, *(source for more, _ in changes for source in more))
+    return replace(tensor, sources=sources, read=read, identity=(*tensor.identity, id(layer)))
 
 
 def _low_rank(layer: Any, name: str) -> _Change:
     """The change B A times the scaling, the way around in which the base stores its weight."""
     from peft.tuners.lora.layer import Embedding
 
-    scaling = layer.scaling[name]
     if isinstance(layer, Embedding):
-        first, second, turned = layer.lora_embedding_A[name], layer.lora_embedding_B[name], True
+        first, second, transposed = layer.lora_embedding_A[name], layer.lora_embedding_B[name], True
     else:
         first, second = layer.lora_A[name].weight, layer.lora_B[name].weight
-        turned = bool(layer.fan_in_fan_out)
+        transposed = bool(layer.fan_in_fan_out)
 
     def value(whole: Whole) -> Tensor:
         product = whole(second).float() @ whole(first).float()
-        return (product.T if turned else product) * scaling
+        return (product.T if transposed else product) * layer.scaling[name]
 
-    return _Change((first, second), value)
+    return (first, second), value
 
 
 def _bias(layer: Any, name: str) -> _Change:
     bias = layer.lora_B[name].bias
-    return _Change((bias,), lambda whole: whole(bias).float() * layer.scaling[name])
+    return (bias,), lambda whole: whole(bias).float() * layer.scaling[name]

@@ -1,4 +1,4 @@
-"""`swift export` and `swift merge-lora`: fold a LoRA adapter into its base model and save the result.
+"""`swift export` and `swift merge-lora`: merge a LoRA adapter into its base model and save the result.
 
 The output is an ordinary model folder: config, safetensors, generation config, tokenizer with chat template.
 A folder that holds anything is refused, and the result appears under its name only when it is complete.
@@ -24,9 +24,9 @@ SIDE_FILES = ("generation_config.json", "*.py")
 
 
 def merge_adapter(args: CheckpointArguments, output: str | Path) -> Path:
-    """Writes `--model` with all `--adapters` folded in, in order, to the new folder `output`.
+    """Writes `--model` with all `--adapters` merged in, in order, to the new folder `output`.
 
-    The weights are merged in `torch_dtype` (float32 when None, whatever the device), so that folding rounds
+    The weights are merged in `torch_dtype` (float32 when None, whatever the device), so that merging rounds
     once, when it is saved.
 
     Returns:

@@ -4,7 +4,7 @@ Reinforcement learning compares log-probs of the same tokens under the same weig
 every part of the model unless `--lora_dropout` is given; supervised tuning keeps the model's own.
 
 Adapters to start from: with `tuner_type lora` the one adapter stays separate and is trained on; with
-`tuner_type full` all of them are folded into the weights, in order.
+`tuner_type full` all of them are merged into the weights, in order.
 """
 
 from __future__ import annotations
@@ -24,14 +24,6 @@ if TYPE_CHECKING:
 
     from swift.models.arguments import CheckpointArguments, TunerArguments
 
-ATTENTION = {
-    "flash_attn": "flash_attention_2",
-    "sdpa": "sdpa",
-    "eager": "eager",
-    "flex_attention": "flex_attention",
-}
-"""`--attn_impl` to transformers' names; other values are passed through."""
-
 
 def load_policy(
     args: TunerArguments, *, device: torch.device | str | None = None, model_dropout: bool = False
@@ -47,14 +39,14 @@ def load_policy(
         A transformers causal language model, or a `peft.PeftModel` around one.
 
     Raises:
-        ConfigError: missing or torn files, unknown architecture, several start adapters with LoRA.
+        ConfigError: missing or incomplete files, unknown architecture, several start adapters with LoRA.
         ResourceError: an attention implementation whose package is not installed.
     """
     source = locate(args)
     model = load_base(source.base, args, device=device, model_dropout=model_dropout)
     if args.tuner_type == "full":
         for folder in source.adapters:
-            model = fold_adapter(model, folder)
+            model = merge_in(model, folder)
         model.requires_grad_(True)
     else:
         model = _with_lora(model, source, args)
@@ -62,11 +54,11 @@ def load_policy(
 
 
 def load_for_inference(args: CheckpointArguments, *, device: torch.device | str | None = None) -> nn.Module:
-    """The model with all its adapters folded in, frozen and in evaluation mode."""
+    """The model with all its adapters merged in, frozen and in evaluation mode."""
     source = locate(args)
     model = load_base(source.base, args, device=device)
     for folder in source.adapters:
-        model = fold_adapter(model, folder)
+        model = merge_in(model, folder)
     return model.requires_grad_(False).eval()
 
 
@@ -82,6 +74,7 @@ def load_base(
     Raises:
         ConfigError, ResourceError: see `load_policy`; also when the files lack weights of the model.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     config = load_config(folder, args)
@@ -101,9 +94,7 @@ def load_base(
             )
     except ImportError as error:
         raise ResourceError(f"--attn_impl: {args.attn_impl}: {first_line(error)}; use --attn_impl sdpa") from error
-    except Exception as error:
-        if not isinstance(error, (OSError, ValueError, KeyError, RuntimeError)) and not _is_safetensors(error):
-            raise
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
             f"--model: {folder}: its weights cannot be loaded ({first_line(error)})" + remote_code_hint(error)
         ) from error
@@ -117,13 +108,13 @@ def _attention_for(config: Any, wanted: str) -> str:
     """`--attn_impl` in transformers' words; eager where it is sdpa and the architecture has none, or caps scores."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    from swift.models.forward import has_soft_cap
+    from swift.models.attention.choice import has_soft_cap
 
     known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     without = known and not MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa
     if wanted == "sdpa" and (without or has_soft_cap(config)):
         return "eager"
-    return ATTENTION.get(wanted, wanted)
+    return "flash_attention_2" if wanted == "flash_attn" else wanted
 
 
 def load_config(folder: Path, args: CheckpointArguments) -> Any:
@@ -165,8 +156,8 @@ def pick_dtype(name: str | None, device: torch.device | str | None = None) -> to
     return torch.float32 if on_cpu else torch.bfloat16
 
 
-def fold_adapter(model: Any, folder: Path) -> Any:
-    """`model` with a LoRA adapter added into its weights; the adapter's modules are gone afterwards."""
+def merge_in(model: Any, folder: Path) -> Any:
+    """`model` with a LoRA adapter merged into its weights; the adapter's modules are gone afterwards."""
     from peft import PeftModel
 
     with adapter_errors(folder):
@@ -218,19 +209,13 @@ def clear_module_dropout(model: nn.Module) -> None:
             module.p = 0.0
 
 
-def trainable_counts(model: nn.Module) -> tuple[int, int]:
-    """Numbers of trainable and of all parameters."""
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-    return sum(size for size, trained in sizes if trained), sum(size for size, _ in sizes)
-
-
 def _with_lora(model: Any, source: ModelSource, args: TunerArguments) -> Any:
     from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 
     if len(source.adapters) > 1:
         raise ConfigError(
             f"--adapters: {' '.join(map(str, source.adapters))}: LoRA training starts from one adapter; "
-            "fold the others into the model with `swift merge-lora`, or use --tuner_type full"
+            "merge the others into the model with `swift merge-lora`, or use --tuner_type full"
         )
     if source.adapters:
         folder = source.adapters[0]
@@ -313,7 +298,3 @@ def _check_complete(folder: Path, info: dict[str, Any]) -> None:
     mismatched = [str(entry[0]) for entry in info["mismatched_keys"]]
     if mismatched:
         raise ConfigError(f"--model: {folder}: weights of another shape than config.json says: {mismatched[0]}")
-
-
-def _is_safetensors(error: Exception) -> bool:
-    return type(error).__name__ == "SafetensorError"

@@ -1,13 +1,13 @@
 """The frozen model that the KL term compares the policy with.
 
-What it costs depends on the tuner: a LoRA policy is its own reference with the adapter switched off (or,
-when it started from an adapter, with the starting adapter put back for the moment); a fully tuned policy
-needs a frozen copy of itself. `--ref_model` always loads that model.
+A LoRA policy is its own reference with the adapter switched off (or, when it started from an adapter, with the starting
+adapter put back for the moment); a fully tuned policy needs a frozen copy of itself. `--ref_model` always loads that
+model.
 
 A reference that is moved towards the policy (`--sync_ref_model`, TR-DPO, arXiv:2404.09656) needs numbers of its own:
-the frozen copy, or for LoRA a second copy of the adapter, which starts as the policy's does. A 16-bit number would
-round a small step away, so from its first move on the reference is kept in float32 too, in the host's memory, because
-moves are rare. What has moved is part of a checkpoint (`state`, `load_state`).
+the frozen copy, or for LoRA a second copy of the adapter. A 16-bit number would round a small step away, so from its
+first move on the reference is kept in float32 too, in the host's memory. What has moved is part of a checkpoint
+(`state`, `load_state`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError
-from swift.models.policy import fold_adapter, load_base
+from swift.models.policy import load_base, merge_in
 from swift.models.source import adapter_folder, find_base, find_folder, is_adapter, locate
 
 if TYPE_CHECKING:
@@ -73,19 +74,11 @@ class ReferenceModel:
                 )
 
     def blend(self, policy: nn.Module, alpha: float) -> None:
-        """Moves the reference towards the policy: ref := alpha policy + (1 - alpha) ref.
+        """Moves the reference towards the unwrapped policy: ref := alpha policy + (1 - alpha) ref.
 
-        A collective where the policy is spread over ranks (ZeRO-3, FSDP2); whole parameters exist one at a time.
-        Sums are formed and kept in float32 at least, so steps below the resolution of the weights add up. For LoRA the
-        two factors of an update are mixed one by one, so for alpha below 1 the mixture is that of the adapters, not of
-        the matrices they stand for.
-
-        Args:
-            policy: the unwrapped policy.
-            alpha: share of the policy, 0 to 1.
-
-        Raises:
-            ConfigError: see `weights`.
+        A collective where the policy is sharded; whole parameters exist one at a time. Sums are formed and kept in
+        float32 at least. For LoRA the two factors of an update are mixed one by one, so for alpha below 1 the mixture
+        is that of the adapters, not of the matrices they stand for.
         """
         import torch
 
@@ -168,7 +161,7 @@ class StartAdapterReference(ReferenceModel):
     """A LoRA policy with the adapter it started from: the base model and a copy of the adapter of its own.
 
     The trained tensors are exchanged, not overwritten, so a graph recorded before the block stays valid; where they are
-    spread over ranks their values are exchanged, and no graph may be alive.
+    sharded their values are exchanged, and no graph may be alive.
     Take it before a checkpoint's weights are loaded: it remembers what the policy holds now.
     """
 
@@ -200,9 +193,6 @@ def load_reference(
 ) -> ReferenceModel:
     """The KL reference of a policy that was just loaded and not yet trained or resumed.
 
-    `--ref_model` loads that model. Otherwise the reference is the policy's own start: the base model or the
-    starting adapter for LoRA, a frozen copy for full tuning. With beta 0 nobody should call this.
-
     Args:
         args: the settings the policy was loaded with.
         policy: what `load_policy` returned, not wrapped.
@@ -212,29 +202,25 @@ def load_reference(
     Raises:
         ConfigError, ResourceError: as `load_policy`, about `--ref_model`; it is to move and cannot.
     """
-    reference = _load_reference(args, policy, device, moves)
+    device = device if device is not None else next(policy.parameters()).device
+    reference: ReferenceModel
+    if args.ref_model and args.ref_model != args.model:
+        reference = FrozenReference(_load_other(args.ref_model, args, device))
+    elif args.tuner_type == "full":
+        reference = FrozenReference(copy.deepcopy(policy).to(device))
+    elif moves or locate(args).adapters:
+        reference = StartAdapterReference(policy)
+    else:
+        reference = AdapterOffReference(policy)
     if moves:
         reference.require_movable(policy)
     return reference
 
 
-def _load_reference(args: ModelArguments, policy: nn.Module, device: Any, moves: bool) -> ReferenceModel:
-    device = device if device is not None else next(policy.parameters()).device
-    if args.ref_model and args.ref_model != args.model:
-        return FrozenReference(_load_other(args, device))
-    if args.tuner_type == "full":
-        return FrozenReference(copy.deepcopy(policy).to(device))
-    return StartAdapterReference(policy) if moves or locate(args).adapters else AdapterOffReference(policy)
-
-
-def _load_other(args: ModelArguments, device: Any) -> nn.Module:
-    from pathlib import Path
-
-    name = args.ref_model
-    assert name is not None
+def _load_other(name: str, args: ModelArguments, device: Any) -> nn.Module:
     if is_adapter(Path(name)):
         folder = adapter_folder(name)
-        return fold_adapter(load_base(find_base(None, [folder], use_hf=args.use_hf), args, device=device), folder)
+        return merge_in(load_base(find_base(None, [folder], use_hf=args.use_hf), args, device=device), folder)
     return load_base(find_folder(name, flag="--ref_model", use_hf=args.use_hf), args, device=device)
 
 

@@ -3,7 +3,7 @@
 The decoder gives hidden states, and the output layer gives log-probs instead of logits (`swift.rl.linear_logprobs`).
 Every call goes through the model as its caller holds it (DDP, DeepSpeed, FSDP2, PEFT): the causal language model below
 takes one more argument, `score`, and hands it to its output layer, whose own hooks gather the weight where it is
-spread. Without that argument both are what they were.
+sharded. Without that argument both are what they were.
 
     model(..., score=request)   wrappers pass it on
       decoder(...)              hidden states [rows, steps, H]
@@ -26,19 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swift.models.forward import (
-    PackedTokens,
-    TokenSequence,
-    is_packed,
-    pack,
-    packed_logits,
-    padded_logits,
-    padded_rows,
-    transformers_model,
-)
-from swift.rl.linear_logprobs import Entropy, linear_logprobs
-from swift.rl.logit_blocks import LogitMap
-from swift.rl.logprobs import selected_logprobs, selected_logprobs_and_entropy
+from swift.models.attention.interface import is_packed, transformers_model
+from swift.models.forward import PackedTokens, TokenSequence, pack, packed_logits, padded_logits, padded_rows
+from swift.rl.linear_logprobs import Entropy, LogitMap, linear_logprobs
+from swift.rl.logprobs import selected_logprobs
 
 NOT_THE_DECODERS = ("labels", "logits_to_keep", "return_dict")
 """What wrappers hand to a causal language model and its decoder does not take."""
@@ -79,22 +70,18 @@ def score_tokens(
         log-probs [N] and entropies [N] (None unless wanted), sequence after sequence, in fp32.
     """
     if not scores_itself(model):
-        return _from_logits(model, tokens, temperature, entropy, device)
-    logit_map = LogitMap(temperature=temperature)
+        logprobs_N, entropy_N = selected_logprobs(*_logits(model, tokens, device), temperature=temperature)
+        return logprobs_N, entropy_N if entropy != "none" else None
     if isinstance(tokens, PackedTokens):
         assert is_packed(model), "the model's own attention would read a packed stream as one sequence"
-        request = ScoreRequest(tokens.predict_index, tokens.target_ids, logit_map, entropy)
-        found = model(
-            input_ids=tokens.input_ids,
-            position_ids=tokens.position_ids,
-            attention_layout=tokens.layout,
-            use_cache=False,
-            score=request,
-        )
+        predict_index, target_ids = tokens.predict_index, tokens.target_ids
+        inputs: dict[str, Any] = {"position_ids": tokens.position_ids, "attention_layout": tokens.layout}
+        inputs["input_ids"] = tokens.input_ids
     else:
         input_ids, mask, predict_index = padded_rows(tokens, device=device)
-        request = ScoreRequest(predict_index, _targets(tokens, device), logit_map, entropy)
-        found = model(input_ids=input_ids, attention_mask=mask, use_cache=False, score=request)
+        inputs, target_ids = {"input_ids": input_ids, "attention_mask": mask}, _targets(tokens, device)
+    request = ScoreRequest(predict_index, target_ids, LogitMap(temperature=temperature), entropy)
+    found = model(**inputs, use_cache=False, score=request)
     return found if isinstance(found, tuple) else (found, None)
 
 
@@ -121,7 +108,7 @@ def prepare_scoring(model: nn.Module) -> str | None:
     heads = _plain_heads(base.get_output_embeddings())
     for one in heads:
         one.forward = MethodType(_head_forward, one)  # type: ignore[method-assign]
-    base.forward = MethodType(_with_own_signature(base), base)
+    base.forward = MethodType(_scoring_forward(base), base)
     for candidate in _logit_maps(base.config.get_text_config()):
         base._scoring = candidate
         obstacle = _gap(model)
@@ -136,16 +123,21 @@ def prepare_scoring(model: nn.Module) -> str | None:
 # --- what the model runs ---------------------------------------------------------------------------------------------
 
 
-def _model_forward(self: Any, *args: Any, score: ScoreRequest | None = None, **kwargs: Any) -> Any:
+def _scoring_forward(base: Any) -> Any:
     """A causal language model's forward; with `score`, log-probs [N], or log-probs and entropies."""
-    if score is None:
-        return type(self).forward(self, *args, **kwargs)
-    given = {name: value for name, value in kwargs.items() if name not in NOT_THE_DECODERS}
-    hidden = self.base_model(*args, **given).last_hidden_state
-    own: LogitMap = self._scoring
-    request = replace(score, logit_map=replace(own, temperature=score.logit_map.temperature))
-    hidden_NH = hidden.flatten(0, 1).index_select(0, request.predict_index)
-    return self.get_output_embeddings()(hidden_NH, score=request)
+
+    def forward(self: Any, *args: Any, score: ScoreRequest | None = None, **kwargs: Any) -> Any:
+        if score is None:
+            return type(self).forward(self, *args, **kwargs)
+        given = {name: value for name, value in kwargs.items() if name not in NOT_THE_DECODERS}
+        hidden = self.base_model(*args, **given).last_hidden_state
+        own: LogitMap = self._scoring
+        request = replace(score, logit_map=replace(own, temperature=score.logit_map.temperature))
+        hidden_NH = hidden.flatten(0, 1).index_select(0, request.predict_index)
+        return self.get_output_embeddings()(hidden_NH, score=request)
+
+    forward.__signature__ = inspect.signature(type(base).forward)  # type: ignore[attr-defined]  # transformers looks
+    return forward
 
 
 def _head_forward(self: Any, hidden: Tensor, score: ScoreRequest | None = None) -> Any:
@@ -165,16 +157,6 @@ def _head_forward(self: Any, hidden: Tensor, score: ScoreRequest | None = None) 
             entropy=score.entropy,
         )
     return logprobs_N if entropy_N is None else (logprobs_N, entropy_N)
-
-
-def _with_own_signature(base: Any) -> Any:
-    """`_model_forward` as a function that shows the model's parameters: transformers looks at them."""
-
-    def forward(self: Any, *args: Any, score: ScoreRequest | None = None, **kwargs: Any) -> Any:
-        return _model_forward(self, *args, score=score, **kwargs)
-
-    forward.__signature__ = inspect.signature(type(base).forward)  # type: ignore[attr-defined]
-    return forward
 
 
 # --- preparation -----------------------------------------------------------------------------------------------------
@@ -233,40 +215,20 @@ def _gap(model: nn.Module) -> str | None:
     was_training = model.training
     model.eval()
     try:
-        theirs, top = _trial_from_logits(model, tokens, device)
-        mine = torch.stack(_both(score_tokens(model, tokens, temperature=0.8, entropy="value", device=device)))
+        logits, targets = _logits(model, tokens, device)
+        theirs = selected_logprobs(logits, targets, temperature=0.8)
+        mine = score_tokens(model, tokens, temperature=0.8, entropy="value", device=device)
     except (AttributeError, TypeError, ValueError) as error:
         return f"its decoder cannot be called alone: {str(error).partition(chr(10))[0]}"
     finally:
         model.train(was_training)
     # two roundings of the largest logit, where the model caps and scales in its own type
-    dtype = next(model.parameters()).dtype
-    tolerance = max(2 * torch.finfo(dtype).eps * top, 1e-4)
-    return None if float((mine - theirs).abs().mean(1).max()) <= tolerance else "its log-probs differ from its logits'"
-
-
-def _trial_from_logits(model: nn.Module, tokens: Any, device: Any) -> tuple[Tensor, float]:
-    logits, targets = _logits(model, tokens, device)
-    pair = selected_logprobs_and_entropy(logits, targets, temperature=0.8)
-    return torch.stack(pair), float(logits.abs().max())
-
-
-def _both(pair: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor]:
-    logprobs_N, entropy_N = pair
-    assert entropy_N is not None
-    return logprobs_N, entropy_N
+    tolerance = max(2 * torch.finfo(next(model.parameters()).dtype).eps * float(logits.abs().max()), 1e-4)
+    gap = max(float((one - other).abs().mean()) for one, other in zip(mine, theirs, strict=True) if one is not None)
+    return None if gap <= tolerance else "its log-probs differ from its logits'"
 
 
 # --- from logits -----------------------------------------------------------------------------------------------------
-
-
-def _from_logits(
-    model: nn.Module, tokens: PackedTokens | Sequence[TokenSequence], temperature: float, entropy: Entropy, device: Any
-) -> tuple[Tensor, Tensor | None]:
-    logits, targets = _logits(model, tokens, device)
-    if entropy == "none":
-        return selected_logprobs(logits, targets, temperature=temperature), None
-    return selected_logprobs_and_entropy(logits, targets, temperature=temperature)
 
 
 def _logits(

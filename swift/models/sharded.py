@@ -1,9 +1,9 @@
-"""Parameters that are spread over processes, and how to read them whole.
+"""Parameters that are sharded over processes, and how to read them whole.
 
-Two libraries spread parameters: DeepSpeed's ZeRO-3 leaves an empty tensor in the module and keeps a partition beside
-it; torch's FSDP2 puts a DTensor into the module. A whole parameter exists only while it is gathered, and gathering is a
-collective: every rank asks for the same parameters in the same order. What nobody spread is returned as it is, so a
-caller needs no case for it, and neither library is imported before one of its parameters is met.
+DeepSpeed's ZeRO-3 leaves an empty tensor in the module and keeps a partition beside it; torch's FSDP2 puts a DTensor
+into the module. A whole parameter exists only while it is gathered, which is a collective: every rank asks for the same
+parameters in the same order. What is not sharded is returned as it is, and neither library is imported before one of
+its parameters is met.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def is_dtensor(tensor: Any) -> bool:
     return isinstance(tensor, DTensor)
 
 
-def is_spread(module: nn.Module) -> bool:
+def is_sharded(module: nn.Module) -> bool:
     """Whether a forward pass of `module` is a collective, because it gathers parameters on its way."""
     return any(is_zero3(parameter) or is_dtensor(parameter) for parameter in module.parameters())
 
@@ -55,7 +55,7 @@ def reading_from(copies: Mapping[int, Tensor]) -> Iterator[None]:
     """Let `gathered` give these tensors in the block, for parameters whose own memory is elsewhere.
 
     Args:
-        copies: id of a parameter that is not spread -> its values.
+        copies: id of a parameter that is not sharded -> its values.
     """
     former = dict(_copies)
     _copies.update(copies)
@@ -74,7 +74,7 @@ def _copy_of(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def gathered(tensors: Iterable[Tensor]) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Gather parameters for the time of the block; a collective when any of them is spread.
+    """Gather parameters for the time of the block; a collective when any of them is sharded.
 
     Yields:
         what gives the whole, detached tensor of each; void after the block unless cloned.
@@ -88,7 +88,7 @@ def gathered(tensors: Iterable[Tensor]) -> Iterator[Callable[[Tensor], Tensor]]:
 
 @contextlib.contextmanager
 def exchanged(parameters: dict[str, nn.Parameter], values: dict[str, Tensor]) -> Iterator[None]:
-    """Put other values into parameters for the time of the block; a collective when any of them is spread.
+    """Put other values into parameters for the time of the block; a collective when any of them is sharded.
 
     Args:
         parameters: by name.
@@ -96,24 +96,24 @@ def exchanged(parameters: dict[str, nn.Parameter], values: dict[str, Tensor]) ->
     """
     chosen = [(parameters[name], value) for name, value in values.items()]
     plain = [(one, value) for one, value in chosen if not is_zero3(one) and not is_dtensor(one)]
-    spread = [(one, value) for one, value in chosen if is_zero3(one) or is_dtensor(one)]
+    sharded = [(one, value) for one, value in chosen if is_zero3(one) or is_dtensor(one)]
     former = [one.data for one, _ in plain]
-    with gathered([one for one, _ in spread]) as whole:
-        held = [whole(one).clone() for one, _ in spread]
+    with gathered([one for one, _ in sharded]) as whole:
+        held = [whole(one).clone() for one, _ in sharded]
     try:
         for one, value in plain:
             one.data = value.to(one.device)
-        _overwrite(spread)
+        _overwrite(sharded)
         yield
     finally:
         for (one, _), data in zip(plain, former, strict=True):
             one.data = data
-        _overwrite([(one, value) for (one, _), value in zip(spread, held, strict=True)])
+        _overwrite([(one, value) for (one, _), value in zip(sharded, held, strict=True)])
 
 
 @torch.no_grad()
 def _overwrite(pairs: list[tuple[nn.Parameter, Tensor]]) -> None:
-    """Write whole values into spread parameters."""
+    """Write whole values into sharded parameters."""
     for one, value in pairs:
         if is_dtensor(one):
             from torch.distributed.tensor import distribute_tensor

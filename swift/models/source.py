@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from swift.errors import ConfigError, ResourceError, nearest
 
@@ -94,20 +94,18 @@ def find_folder(
         raise ConfigError(f"{flag}: {name}: no such folder; {_beside(path)}")
     else:
         folder = _download(name, flag=flag, use_hf=use_hf, revision=revision)
-    check_folder(folder, flag=flag, require_weights=require_weights)
-    return folder
-
-
-def check_folder(folder: Path, *, flag: str = "--model", require_weights: bool = True) -> None:
-    """Raises ConfigError unless `folder` holds config.json and, when required, safetensors weights."""
     if not folder.is_dir():
         raise ConfigError(f"{flag}: {folder}: a file, not a model folder; give the folder that holds config.json")
     if not (folder / "config.json").is_file():
         nested = [str(path.parent) for path in sorted(folder.glob("*/config.json"))[:3]]
         hint = f"nearest: {', '.join(nested)}" if nested else "a model folder needs config.json and *.safetensors"
         raise ConfigError(f"{flag}: {folder}: sought config.json there and found none; {hint}")
-    if not require_weights or any(folder.glob("*.safetensors")):
-        return
+    if require_weights and not any(folder.glob("*.safetensors")):
+        _refuse_weights(folder, flag)
+    return folder
+
+
+def _refuse_weights(folder: Path, flag: str) -> NoReturn:
     pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     if pickled:
         raise ConfigError(
@@ -209,19 +207,14 @@ def _from_hugging_face(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
+    wanted: Any = {"revision": revision, "allow_patterns": WANTED_FILES, "etag_timeout": HUB_ATTEMPT_S}
     try:  # a complete cached copy needs no network
-        cached = snapshot_download(
-            name,
-            revision=revision,
-            allow_patterns=WANTED_FILES,
-            local_files_only=True,
-            etag_timeout=HUB_ATTEMPT_S,
-        )
-        if any(Path(cached).glob("*.safetensors")):
-            return Path(cached)
+        cached = Path(snapshot_download(name, local_files_only=True, **wanted))
+        if any(cached.glob("*.safetensors")):
+            return cached
     except LocalEntryNotFoundError:
         pass  # not cached: the download below is the answer
-    return Path(snapshot_download(name, revision=revision, allow_patterns=WANTED_FILES, etag_timeout=HUB_ATTEMPT_S))
+    return Path(snapshot_download(name, **wanted))
 
 
 def _from_modelscope(name: str, revision: str | None) -> Path:

@@ -92,7 +92,7 @@ def build_tiny(
     Args:
         folder: created if absent; files of the same names are overwritten.
         arch: qwen2 and qwen3 tie the output layer to the embedding, llama does not.
-        size: nano, tiny or small (see `SHAPES`).
+        size: see `SHAPES`.
         seed: of the weights; equal arguments give equal bytes.
         init_std: standard deviation of the initial weights; None means hidden ** -0.5 / 2, which
             learns faster at these widths than the usual 0.02.
@@ -123,48 +123,20 @@ def build_tiny_reward_model(
 
 
 def _build(
-    auto_class: Any,
-    folder: str | Path,
-    arch: str,
-    size: str,
-    seed: int,
-    init_std: float | None,
-    **config_options: Any,
+    auto_class: Any, folder: str | Path, arch: str, size: str, seed: int, init_std: float | None, **options: Any
 ) -> Path:
     import torch
-
-    folder = Path(folder)
-    tokenizer = build_tokenizer(_shape(size).context)
-    config = _config(arch, _shape(size), tokenizer, init_std, **config_options)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = auto_class.from_config(config, dtype=torch.float32)
-    if getattr(model, "generation_config", None) is not None:
-        model.generation_config.eos_token_id = _stop_ids(tokenizer)
-        model.generation_config.pad_token_id = tokenizer.pad_token_id
-    with quiet_loading():
-        model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def _shape(size: str) -> Shape:
-    if size not in SHAPES:
-        raise ValueError(f"size {size!r} is unknown; valid: {', '.join(SHAPES)}")
-    return SHAPES[size]
-
-
-def _stop_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    return [tokenizer.convert_tokens_to_ids(TURN_END), tokenizer.convert_tokens_to_ids(PAD)]
-
-
-def _config(arch: str, shape: Shape, tokenizer: PreTrainedTokenizerBase, init_std: float | None, **options: Any) -> Any:
     from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
+    if size not in SHAPES:
+        raise ValueError(f"size {size!r} is unknown; valid: {', '.join(SHAPES)}")
     classes = {"qwen2": Qwen2Config, "llama": LlamaConfig, "qwen3": Qwen3Config}
     if arch not in classes:
         raise ValueError(f"arch {arch!r} is unknown; valid: {', '.join(classes)}")
-    return classes[arch](
+    folder, shape = Path(folder), SHAPES[size]
+    tokenizer = build_tokenizer(shape.context)
+    end = tokenizer.convert_tokens_to_ids(TURN_END)
+    config = classes[arch](
         vocab_size=len(tokenizer),
         hidden_size=shape.hidden,
         num_hidden_layers=shape.layers,
@@ -176,7 +148,17 @@ def _config(arch: str, shape: Shape, tokenizer: PreTrainedTokenizerBase, init_st
         initializer_range=init_std if init_std is not None else shape.hidden**-0.5 / 2,
         tie_word_embeddings=arch != "llama",
         bos_token_id=None,
-        eos_token_id=tokenizer.convert_tokens_to_ids(TURN_END),
+        eos_token_id=end,
         pad_token_id=tokenizer.pad_token_id,
         **options,
     )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = auto_class.from_config(config, dtype=torch.float32)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.eos_token_id = [end, tokenizer.convert_tokens_to_ids(PAD)]
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
+    with quiet_loading():
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -20,47 +20,38 @@ _FULL_BYTES = 16 << 20
 
 @contextlib.contextmanager
 def disk_full_is_an_error(path: Path) -> Iterator[None]:
-    """Turn "no space left" into an error that names the free bytes.
+    """Turn "no space left" on the file system of `path` into a ResourceError that names the free bytes.
 
-    Args:
-        path: what is being written; it, or its nearest existing parent, tells the file system.
-
-    Raises:
-        ResourceError: for ENOSPC and EDQUOT, also as torch and safetensors report them; anything else travels on.
+    For ENOSPC and EDQUOT, also as torch and safetensors report them; anything else travels on.
     """
     try:
         yield
     except Exception as error:
         if not _is_no_space(error, path):
             raise
-        free = shutil.disk_usage(existing_parent(path)).free
         raise ResourceError(
-            f"disk: {path}: no space left ({free} bytes free); free some, lower --save_total_limit, "
+            f"disk: {path}: no space left ({_free(path)} bytes free); free some, lower --save_total_limit, "
             "or choose another --output_dir"
         ) from error
 
 
 def _is_no_space(error: Exception, path: Path) -> bool:
-    """Whether a write below `path` failed for want of space.
-
-    safetensors puts the system's message into an error of its own; torch's zip writer only says that it failed, so
-    the disk is asked.
-    """
+    """Safetensors quotes the system's message; torch's zip writer only says that it failed, so the disk is asked."""
     if isinstance(error, OSError):
         return error.errno in _NO_SPACE
     if type(error).__name__ == "SafetensorError":
         return any(f"os error {number}" in str(error) for number in _NO_SPACE)
     if isinstance(error, RuntimeError) and any(word in str(error) for word in _TORCH_WRITE_FAILED):
-        return shutil.disk_usage(existing_parent(path)).free < _FULL_BYTES
+        return _free(path) < _FULL_BYTES
     return False
 
 
-def existing_parent(path: Path) -> Path:
-    """`path`, or the nearest folder above it that exists."""
+def _free(path: Path) -> int:
+    """Free bytes of the file system of `path`, which need not exist."""
     path = path.absolute()
     while not path.exists():
         path = path.parent
-    return path
+    return shutil.disk_usage(path).free
 
 
 def fsync_file(path: Path) -> None:

@@ -1,8 +1,7 @@
-"""Warnings that name a cause: nothing to learn from, nothing but cut-off answers, a gradient of zero, failing rewards.
+"""Warnings that name a cause: equal rewards, nothing but cut-off completions, a gradient of zero, failing rewards.
 
-A pure state machine over the values of each step; it reads no clock and prints nothing. Each kind of warning waits
-for `PATIENCE` steps in a row of the same trouble and is repeated at growing distances, so a run that stays ill says
-so a few times, not at every step.
+A pure state machine over the values of each step. Each kind of warning waits for `PATIENCE` steps in a row of the same
+trouble and is repeated at growing distances.
 """
 
 from __future__ import annotations
@@ -21,16 +20,10 @@ TRUTH_COUNTERS = {"health/gold_unparsed": "ground truth unparsed", "health/gold_
 
 
 class HealthMonitor:
-    """Watches a run and says what is wrong with it, and why.
+    """Watches a run and says what is wrong with it, and why; warns after `patience` steps in a row."""
 
-    Args:
-        patience: steps in a row before a warning; 1 warns at once.
-        beta: weight of the KL term; with 0 a batch of equal rewards has no gradient at all.
-    """
-
-    def __init__(self, *, patience: int = PATIENCE, beta: float = 0.0) -> None:
+    def __init__(self, *, patience: int = PATIENCE) -> None:
         self._patience = patience
-        self._beta = beta
         self._in_a_row: dict[str, int] = {}
         self._next_warning: dict[str, int] = {}
         self._sums: dict[str, float] = {}
@@ -42,17 +35,13 @@ class HealthMonitor:
         *,
         diagnosis: Callable[[], Sequence[str]] = lambda: (),
     ) -> list[str]:
-        """Look at one optimizer step.
+        """Warnings after optimizer step number `step`, one line each; most often none.
 
         Args:
             step: its number.
-            metrics: the step's own values, under their logged names; a check whose values are absent is left alone
-                (a step that trains on earlier rollouts has no rewards of its own).
-            diagnosis: what the reward functions know about their last values, one line each; asked only when all
-                rewards are equal.
-
-        Returns:
-            warnings, one line each; most often none.
+            metrics: the step's own values; a check whose values are absent is left alone (a step that trains on
+                earlier rollouts has no rewards of its own).
+            diagnosis: what the reward functions know about their last values; asked when all rewards are equal.
         """
         self._count(metrics)
         warnings: list[str] = []

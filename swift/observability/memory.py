@@ -11,8 +11,6 @@
 | trainer, optim | model and optimizer state of the trainer on the device now |
 | engine_w, engine_kv | weights and KV cache of the engine on the device now, as it says; `-` when it does not |
 | freed | by which the device became emptier in the step that led here |
-
-Nothing is logged or decided here.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+CGROUP = Path("/sys/fs/cgroup")
 MIB = 1 << 20
 ENOUGH = 0.5
 """Share of the expected bytes that must have been freed."""
@@ -111,8 +110,7 @@ def _main_memory_free() -> int:
     import psutil
 
     free = int(psutil.virtual_memory().available)
-    group = Path("/sys/fs/cgroup")
-    limit, used = _number(group / "memory.max"), _number(group / "memory.current")
+    limit, used = _number(CGROUP / "memory.max"), _number(CGROUP / "memory.current")
     return max(0, min(free, limit - used)) if limit is not None and used is not None else free
 
 

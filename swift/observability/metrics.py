@@ -4,9 +4,8 @@ Values are typed: a *mean* (weighted), a *max*, a *min* or a *sum*. Within a ste
 their type; `commit` ends the step and folds its values into the open window, in which means are averaged over the
 steps that had the value, maxima, minima and sums are taken over them; `flush` empties the window.
 
-The state is exact: running totals are plain floats whose text reads back to the same bits, and folding goes in the
-order of the calls. So a run that is resumed in the middle of a window logs the same numbers as one that was not,
-except those that measure time (`is_timing`). Not thread-safe: the trainer's thread calls it.
+The state is exact: running totals are plain floats, folded in the order of the calls. So a run that is resumed in the
+middle of a window logs the same numbers as one that was not, except those that measure time (`is_timing`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
 Kind = Literal["mean", "max", "min", "sum"]
@@ -72,14 +71,7 @@ def extreme(choose: Callable[[float, float], float], a: float, b: float) -> floa
 
 
 class MetricStore:
-    """The values of the current step and of the open window.
-
-    Args:
-        clock: monotonic seconds; a test passes its own.
-
-    Attributes:
-        around: entered in every phase that is timed, also inside of another one.
-    """
+    """The values of the current step and of the open window; `around` is entered in every phase, nested ones too."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.around: Callable[[str], AbstractContextManager[None]] = lambda phase: nullcontext()
@@ -94,20 +86,15 @@ class MetricStore:
     # --- collecting -----------------------------------------------------------------------------------------------
 
     def add(self, name: str, value: float, *, weight: float = 1.0, kind: Kind | None = None) -> None:
-        """Fold a value into the current step.
+        """Fold a value into the current step; NaN and infinities are kept.
 
         Args:
             name: as logged.
-            value: a number; NaN and infinities are kept.
+            value: a number.
             weight: for means: how much the value counts. 0 is ignored.
-            kind: None means `kind_of(name)`.
-
-        Raises:
-            ValueError: for a negative weight, or a name that had another type before.
+            kind: None means `kind_of(name)`; a name that had another one before is a ValueError.
         """
         kind = kind or kind_of(name)
-        if weight < 0:
-            raise ValueError(f"{name}: weight {weight} is negative")
         if weight == 0:
             return
         self._fold(self._step, name, kind, float(value) * weight if kind == "mean" else float(value), weight)
@@ -131,10 +118,7 @@ class MetricStore:
 
     @contextmanager
     def timer(self, phase: str) -> Iterator[None]:
-        """Count the seconds inside to `phase`; inside another timer they count to the outer phase only.
-
-        So phases never overlap, and what evaluation generates is time of "eval", not of "generate".
-        """
+        """Count the seconds inside to `phase`; inside another timer they count to the outer phase only."""
         if self._timing:
             with self.around(phase):
                 yield
@@ -155,13 +139,10 @@ class MetricStore:
     # --- steps and windows ----------------------------------------------------------------------------------------
 
     def commit(self, step: int) -> dict[str, float]:
-        """End an optimizer step: its values join the window, with its `step_time` and `time/<phase>` in seconds.
+        """End an optimizer step: its values, with `step_time` and `time/<phase>` in seconds, join the window.
 
         Returns:
             the step's own values.
-
-        Raises:
-            ValueError: when `step` does not follow the last one.
         """
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"step {step} was committed after step {self._last_step}")
@@ -188,10 +169,10 @@ class MetricStore:
     # --- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """A JSON-safe state: the current step, the open window and the time spent in the current step."""
+        """Plain values: the current step, the open window and the time spent in the current step."""
         return {
-            "step": _dump(self._step),
-            "window": _dump(self._window),
+            "step": {name: astuple(value) for name, value in self._step.items()},
+            "window": {name: astuple(value) for name, value in self._window.items()},
             "phases": dict(self._phases),
             "last_step": self._last_step,
             "elapsed": self._clock() - self._step_began,
@@ -199,19 +180,9 @@ class MetricStore:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly after `state`."""
-        self._step, self._window = _load(state["step"]), _load(state["window"])
-        self._phases = {name: float(seconds) for name, seconds in state["phases"].items()}
+        self._step, self._window = (
+            {name: _Value(*value) for name, value in state[part].items()} for part in ("step", "window")
+        )
+        self._phases = dict(state["phases"])
         self._last_step = state["last_step"]
-        self._step_began = self._clock() - float(state["elapsed"])
-
-
-def _dump(values: Mapping[str, _Value]) -> dict[str, list[Any]]:
-    return {name: [value.kind, _text(value.total), _text(value.weight)] for name, value in values.items()}
-
-
-def _text(number: float) -> float | str:
-    return number if math.isfinite(number) else repr(number)
-
-
-def _load(state: Mapping[str, Any]) -> dict[str, _Value]:
-    return {name: _Value(kind, float(total), float(weight)) for name, (kind, total, weight) in state.items()}
+        self._step_began = self._clock() - state["elapsed"]

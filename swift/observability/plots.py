@@ -33,10 +33,7 @@ _SMOOTHING_SHARE = 0.05
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """A centred moving average over about a twentieth of the curve on each side; short curves stay as they are.
-
-    Towards the ends the window keeps its inner half, so the curve is as long as the data.
-    """
+    """A centred moving average over about a twentieth of the curve on each side; short curves stay as they are."""
     reach = math.ceil(len(values) * _SMOOTHING_SHARE) if len(values) >= 10 else 0
     result = []
     for index in range(len(values)):
@@ -46,14 +43,7 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def write_plots(rows: Rows, folder: Path) -> list[Path]:
-    """Draw every picture that `rows` have values for.
-
-    Args:
-        rows: of logging.jsonl, those that count (`swift.observability.jsonl.read_log`).
-        folder: `images/` of the run; made when there is something to draw.
-
-    Returns:
-        the written files.
+    """Draw every picture that rows of logging.jsonl have values for into `folder`, made when there is one.
 
     Raises:
         ResourceError: when the disk is full.

@@ -47,15 +47,10 @@ def status(logs: Mapping[str, float]) -> str:
 
 
 class Progress:
-    """Shows how far a run is.
+    """Shows how far a run of `max_steps` is, of which `start_step` were done before.
 
-    Args:
-        max_steps: the step at which the run ends.
-        start_step: steps already done.
-        stream: where to write; None means stderr.
-        terminal: draw a bar; None asks the stream whether it is a terminal.
-        record: gets every line that stays on the screen, for the log file.
-        clock: monotonic seconds.
+    stream: None means stderr. terminal: draw a bar; None asks the stream. record: gets every line that stays on the
+    screen, for the log file. clock: monotonic seconds.
     """
 
     def __init__(
@@ -126,12 +121,7 @@ class Progress:
             self._bar.update(self._task, completed=step, left=self._left(), status=self._status)
 
     def log(self, step: int, logs: Mapping[str, float]) -> None:
-        """The values of a log step: into the bar, or as a line of their own; evaluation always is a line.
-
-        Args:
-            step: optimizer steps done.
-            logs: as in logging.jsonl.
-        """
+        """The values of a log step, as in logging.jsonl: into the bar, or as a line; evaluation always is a line."""
         self._step = max(self._step, step)
         evaluation = {key.removeprefix("eval_"): value for key, value in logs.items() if key.startswith("eval_")}
         if evaluation:

@@ -27,6 +27,9 @@ class RankLog:
         self._loggers = [root, *(logger for logger in separate if not logger.propagate)]
         for logger in self._loggers:
             logger.addHandler(self._handler)
+        self._own = logging.getLogger("swift")
+        self._level = self._own.level
+        self._own.setLevel(logging.INFO)
         logging.captureWarnings(True)
 
     def line(self, text: str) -> None:
@@ -38,5 +41,6 @@ class RankLog:
         """Detach from logging and close the file."""
         for logger in self._loggers:
             logger.removeHandler(self._handler)
+        self._own.setLevel(self._level)
         self._handler.close()
         logging.captureWarnings(False)

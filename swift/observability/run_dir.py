@@ -65,10 +65,6 @@ class RunDirectory:
         output_dir: as given by the user.
         add_version: make a new v<N>-<date>-<time> folder inside; false uses `output_dir` itself.
         resume_run: the existing run folder to continue in; `output_dir` and `add_version` then do not matter.
-
-    Attributes:
-        path: the folder; known after `open`.
-        attempt: the number of this start, from 1; known after `open`.
     """
 
     def __init__(self, output_dir: str | Path, *, add_version: bool = True, resume_run: Path | None = None) -> None:
@@ -80,16 +76,14 @@ class RunDirectory:
 
     @property
     def path(self) -> Path:
-        """The folder of the run."""
-        if self._path is None:
-            raise RuntimeError("the run folder is known after open()")
+        """The folder of the run; known after `open`."""
+        assert self._path is not None, "path before open()"
         return self._path
 
     @property
     def attempt(self) -> int:
-        """The number of this start, from 1."""
-        if self._record is None:
-            raise RuntimeError("the attempt is known after open()")
+        """The number of this start, from 1; known after `open`."""
+        assert self._record is not None, "attempt before open()"
         return int(self._record["attempt"])
 
     def open(
@@ -193,13 +187,7 @@ class RunDirectory:
         return rank_log_file(self.path, self.attempt, rank)
 
     def finish(self, *, end_step: int, exit_code: int, reason: str) -> None:
-        """Record how the attempt ended and let the folder go.
-
-        Args:
-            end_step: optimizer steps done.
-            exit_code: what the process returns.
-            reason: in words: "done", "signal SIGTERM", the first line of an error.
-        """
+        """Record how the attempt ended (`reason`: "done", "signal SIGTERM", an error line); let the folder go."""
         assert self._record is not None, "finish() before open()"
         self._record.update(end_step=end_step, exit_code=exit_code, reason=reason)
         try:
@@ -232,11 +220,7 @@ def _make_folder(path: Path) -> None:
 
 
 def _acquire(path: Path) -> None:
-    """Write this process into the lock.
-
-    Raises:
-        ResourceError: naming pid and host of the live holder.
-    """
+    """Write this process into the lock; ResourceError names pid and host of a live holder."""
     with _locked(path) as file:
         holder = _read_holder(file)
         if holder is not None and _is_alive(holder):

@@ -11,7 +11,7 @@ _URL_PASSWORD = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*://[^/\s:@]*):[^/\s@]+@"
 
 
 def is_secret(name: str) -> bool:
-    """Whether a setting of this name (any spelling of a flag) holds a secret."""
+    """Whether a setting of this name (or alias of a flag) holds a secret."""
     return bool(_SECRET_NAME.search(name.lstrip("-").replace("-", "_").lower()))
 
 

@@ -1,4 +1,4 @@
-"""The last words of a run: what it reached, where its time went, where everything lies, how to go on. Pure text."""
+"""The last words of a run: what it reached, where its time went, where everything lies. Pure text."""
 
 from __future__ import annotations
 
@@ -24,25 +24,17 @@ def summarise(
     run_dir: Path,
     best_checkpoint: Path | None = None,
     last_checkpoint: Path | None = None,
-    resume_command: str | None = None,
 ) -> str:
-    """The summary shown when a run ends.
+    """The summary shown when a run ends, several lines.
 
     Args:
         rows: of logging.jsonl, those that count.
         run_dir: the run's folder; only what exists in it is listed.
         best_checkpoint: by the metric the run was told to watch.
         last_checkpoint: the newest.
-        resume_command: how to continue an interrupted run; None when it is done.
-
-    Returns:
-        several lines without an end of line at the end.
     """
     parts = [_headline(rows), *_rewards(rows), *_sampler(rows), *_time_table(rows)]
-    parts += _places(run_dir, best_checkpoint, last_checkpoint)
-    if resume_command:
-        parts += ["", "To continue:", f"  {resume_command}"]
-    return "\n".join(parts)
+    return "\n".join([*parts, *_places(run_dir, best_checkpoint, last_checkpoint)])
 
 
 def _headline(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -17,12 +17,9 @@ COLUMNS = ("step", "prompt", "completion", "reward", "advantage")
 
 
 class CompletionTrackers:
-    """Sends sample completions to the trackers that are on.
+    """Sends sample completions to the trackers in `names`, of `--report_to`; unknown ones are left alone.
 
-    Args:
-        names: of `--report_to`: tensorboard, wandb, swanlab; others are left alone.
-        tensorboard_dir: where TensorBoard files go.
-        unique_prompts: show the first completion of each prompt only.
+    unique_prompts: show the first completion of each prompt only.
     """
 
     def __init__(self, names: Sequence[str], tensorboard_dir: Path, *, unique_prompts: bool = False) -> None:

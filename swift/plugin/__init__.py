@@ -10,8 +10,8 @@ A plugin file is plain Python. It imports what it extends and assigns to a regis
 
     orms["short"] = Short
 
-`--external_plugins my_plugin.py --reward_funcs short` then uses it. `losses`, `advantages`, `optimizers`, `backends`
-and `rollout_functions` work alike. Nothing in this package imports torch or another part of `swift`.
+`--external_plugins my_plugin.py --reward_funcs short` then uses it. `losses`, `advantages`, `optimizers`, `backends`,
+`rollout_functions` and `presets` work alike. Nothing in this package imports torch or another part of `swift`.
 """
 
 from swift.plugin.loader import load_external_plugins
@@ -26,6 +26,7 @@ from swift.plugin.registry import (
     losses,
     optimizers,
     orms,
+    presets,
     rollout_funcs,
     rollout_functions,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "losses",
     "optimizers",
     "orms",
+    "presets",
     "rollout_funcs",
     "rollout_functions",
 ]

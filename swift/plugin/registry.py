@@ -8,18 +8,19 @@ An entry declares its own settings as a dataclass of `swift.flags.flag` fields:
 
     @losses.register("mine", parameters=MineParameters)
 
-`Registry.parameters_of` gives them back, `Registry.owners` says which entries read which setting. This module imports
-no other part of `swift`; the built-in entries of a registry are imported from its `home` on first use.
+`Registry.parameters_of` gives them back. This module imports no other part of `swift`; the built-in entries of a
+registry are imported from its `home` on first use.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
+import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, TypeVar
 
 logger = logging.getLogger("swift.plugin")
@@ -75,7 +76,7 @@ class Registry(MutableMapping[str, Any]):
     Args:
         key: the name that users import: "orms".
         kind: what the entries are, for messages: "reward function".
-        home: module or package that registers the built-in entries when it is imported; None for none.
+        home: module that registers the built-in entries, or package whose modules do; None for none.
     """
 
     def __init__(self, key: str, kind: str, home: str | None = None) -> None:
@@ -88,7 +89,8 @@ class Registry(MutableMapping[str, Any]):
         """All registrations by name, the built-in ones included."""
         home, self._home = self._home, None
         if home is not None:
-            importlib.import_module(home)
+            for module in pkgutil.iter_modules(getattr(importlib.import_module(home), "__path__", ())):
+                importlib.import_module(f"{home}.{module.name}")
         return self._registered
 
     def register(self, name: str, *, parameters: type | None = None) -> Callable[[Entry], Entry]:
@@ -107,11 +109,15 @@ class Registry(MutableMapping[str, Any]):
         return add
 
     def add(self, name: str, registration: Registration) -> None:
-        """Registers under `name`; a replaced built-in is announced."""
-        before, origin = self.registrations.get(name), registration.origin
+        """Registers under `name`; a replaced built-in is announced and leaves its settings to an entry without any."""
+        origin = registration.origin
+        known = self._registered if origin == BUILT_IN else self.registrations
+        before = known.get(name)
         if before is not None and before.origin == BUILT_IN and origin != BUILT_IN:
             what = getattr(registration.entry, "__name__", type(registration.entry).__name__)
             logger.warning("note: %s of %s replaces the built-in %s %r", what, origin, self.kind, name)
+            if registration.parameters is None:
+                registration = replace(registration, parameters=before.parameters)
         self._registered[name] = registration
         if _recording is not None and origin != BUILT_IN:
             _recording[self.key, name] = registration
@@ -140,14 +146,6 @@ class Registry(MutableMapping[str, Any]):
     def parameters_of(self, name: str) -> type | None:
         """The dataclass of an entry's own settings; None when it declares none."""
         return self.registrations[name].parameters
-
-    def owners(self) -> dict[str, list[str]]:
-        """Setting -> names of the entries that declare it; without one of these chosen it has no effect."""
-        found: dict[str, list[str]] = {}
-        for name, registration in sorted(self.registrations.items()):
-            for item in fields(registration.parameters) if registration.parameters else ():
-                found.setdefault(item.name, []).append(name)
-        return found
 
     def built_ins(self) -> list[str]:
         """Names whose present entry ships with `swift`, sorted."""
@@ -213,9 +211,12 @@ backends = Registry("backends", "inference backend")
 rollout_functions = Registry("rollout_functions", "rollout function")
 """Rollout functions by name: `function(prompts, rollout)`; see `swift.rollout.rollout_function`."""
 
+presets = Registry("presets", "preset", home="swift.arguments.presets")
+"""Values of papers for `--preset`, by name."""
+
 inference_backends, rollout_funcs = backends, rollout_functions  # older names
 
 REGISTRIES: Mapping[str, Registry] = {
-    registry.key: registry for registry in (orms, losses, advantages, optimizers, backends, rollout_functions)
+    registry.key: registry for registry in (orms, losses, advantages, optimizers, backends, rollout_functions, presets)
 }
 """All registries by the name that users import."""

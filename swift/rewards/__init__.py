@@ -7,23 +7,7 @@ worker process that can be killed, so a function that hangs, crashes or raises c
 on and nothing else. None means "does not apply"; a failure is never a silent 0.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 from swift.plugin import ORM, AsyncORM, orms
 from swift.rewards.scores import total
 
-if TYPE_CHECKING:
-    from swift.rewards.pipeline import RewardPipeline
-
-__all__ = ["ORM", "AsyncORM", "RewardPipeline", "orms", "total"]
-
-
-def __getattr__(name: str) -> Any:
-    # The pipeline needs the finished package: it is imported when somebody asks for it.
-    if name == "RewardPipeline":
-        from swift.rewards.pipeline import RewardPipeline
-
-        return RewardPipeline
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = ["ORM", "AsyncORM", "orms", "total"]

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-ADVERSARIAL_KINDS = (
-    "empty",
-    "blanks",
-    "echoed question",
-    "another row's truth",
-    "truth 200 times",
-    "several boxed values",
-    "unclosed brace",
-    "empty tags",
-    "nested tags",
-    "100,000 characters",
-    "control characters",
-    "power tower",
-    "reward claim",
-)
-
 
 def adversarial_texts(question: str, truth: str, other_truth: str | None) -> dict[str, str]:
     """One text per kind; "another row's truth" is left out when no other row has a different ground truth."""
-    texts = {
+    other = {"another row's truth": f"<think>so</think><answer>{other_truth}</answer>"} if other_truth else {}
+    return {
         "empty": "",
         "blanks": " \n\t " * 8,
         "echoed question": question,
+        **other,
         "truth 200 times": f"{truth} " * 200,
         "several boxed values": f"\\boxed{{{truth}}} \\boxed{{0}} \\boxed{{1}} \\boxed{{-1}}",
         "unclosed brace": f"\\boxed{{{truth}",
@@ -35,6 +21,3 @@ def adversarial_texts(question: str, truth: str, other_truth: str | None) -> dic
         "power tower": "\\boxed{9^{9^{9^{9}}}}",
         "reward claim": "reward: 1.0",
     }
-    if other_truth is not None:
-        texts["another row's truth"] = f"<think>so</think><answer>{other_truth}</answer>"
-    return {kind: texts[kind] for kind in ADVERSARIAL_KINDS if kind in texts}

@@ -11,7 +11,7 @@ from swift.flags import flag
 
 @dataclass(kw_only=True)
 class RewardArguments:
-    """Reward functions, reward models, and the settings of the built-in ones."""
+    """Reward functions and reward models. Functions declare settings of their own (`swift.rewards.functions`)."""
 
     GROUP: ClassVar[str] = "Reward"
 
@@ -42,34 +42,6 @@ class RewardArguments:
     reward_workers: int | None = flag(at_least=1, aliases=("reward_num_workers",), everyday=False)
     """Number of reward processes per node."""
 
-    cosine_min_len_value_wrong: float = flag(-0.5, everyday=False)
-    """cosine: reward of a wrong answer of length 0."""
-
-    cosine_max_len_value_wrong: float = flag(0.0, everyday=False)
-    """cosine: reward of a wrong answer of length cosine_max_len."""
-
-    cosine_min_len_value_correct: float = flag(1.0, everyday=False)
-    """cosine: reward of a right answer of length 0."""
-
-    cosine_max_len_value_correct: float = flag(0.5, everyday=False)
-    """cosine: reward of a right answer of length cosine_max_len."""
-
-    cosine_max_len: int | None = flag(at_least=1, everyday=False)
-    """cosine: length in tokens from which the reward is constant."""
-
-    repetition_n_grams: int = flag(3, at_least=1, everyday=False)
-    """repetition: words per n-gram."""
-
-    repetition_max_penalty: float = flag(-1.0, at_most=0, everyday=False)
-    """repetition: reward of a text that only repeats itself."""
-
-    soft_max_length: int | None = flag(at_least=1, everyday=False)
-    """soft_overlong: length in tokens from which the reward is -1."""
-
-    soft_cache_length: int | None = flag(at_least=1, everyday=False)
-    """soft_overlong: number of tokens before soft_max_length over which the reward falls from 0 to -1. Required; DAPO
-    (arXiv:2503.14476) uses a fifth."""
-
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one line each."""
         if not self.reward_funcs and not self.reward_model:
@@ -80,17 +52,6 @@ class RewardArguments:
             yield (
                 f"--reward_weights: {weights}: {len(self.reward_weights)} weights for {len(rewards)} rewards; "
                 f"need {len(rewards)}: {' '.join(rewards) or 'none'}"
-            )
-        longest = self.soft_max_length
-        if "soft_overlong" in self.reward_funcs and self.soft_cache_length is None:
-            yield (
-                f"--soft_cache_length: none: soft_overlong needs it, above 0 and below --soft_max_length {longest}; "
-                f"e.g. --soft_cache_length {max(1, (longest or 0) // 5)}"
-            )
-        elif self.soft_cache_length is not None and longest is not None and self.soft_cache_length >= longest:
-            yield (
-                f"--soft_cache_length: {self.soft_cache_length}: must be below --soft_max_length {longest}; "
-                f"e.g. --soft_cache_length {max(1, longest // 5)}"
             )
         for name in ("reward_model_revision", "reward_adapters"):
             given = getattr(self, name)

@@ -2,9 +2,6 @@
 
 Pure functions, no processes. The trainer uses them to refuse a wrong set-up before any model loads; the
 workers use them to build the entries and to call them.
-
-    entry -> Signature (what may be passed) -> construct (class to instance) -> keywords_for (one call)
-          -> read_values (the result, checked)
 """
 
 from __future__ import annotations
@@ -15,20 +12,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from swift.data.columns import RESERVED
 from swift.errors import ConfigError, nearest
 from swift.types import RolloutGroup
-
-KEYWORDS = (
-    "messages",
-    "prompt_id",
-    "group_id",
-    "request_id",
-    "finish_reason",
-    "is_truncated",
-    "response_token_ids",
-    "trainer_state",
-)
-"""Keywords of every call beside the columns: reserved names, a column must not be called so."""
 
 PRIVATE_KEYWORDS = ("prompt_opens_think",)
 """Passed only to functions that name them: an open `**kwargs` does not receive them."""
@@ -46,15 +32,9 @@ class ContractBroken(Exception):
 class Signature:
     """How an entry is called.
 
-    Attributes:
-        name: as registered.
-        where: "file.py:12", for messages.
-        scope: "sample", "group" or "batch".
-        is_async: whether a call is awaited.
-        without_self: a class whose `__call__` forgot `self`; called like a static method.
-        accepted: keywords that can be passed by name.
-        required: those of them without a default.
-        open: whether the function takes any keyword (`**kwargs`).
+    `where` is "file.py:12". `without_self` marks a class whose `__call__` forgot `self`: it is called like a static
+    method. `accepted` are keywords that can be passed by name, `required` those of them without a default; `open` says
+    that the function takes any keyword (`**kwargs`). `counts_ground_truths`: its counters tell how many have no parse.
     """
 
     name: str
@@ -65,9 +45,11 @@ class Signature:
     accepted: frozenset[str]
     required: tuple[str, ...]
     open: bool
+    is_built_in: bool
+    counts_ground_truths: bool
 
 
-def signature_of(name: str, entry: Any) -> Signature:
+def signature_of(name: str, entry: Any, *, is_built_in: bool = False) -> Signature:
     """Reads the signature of a registry entry without building it.
 
     Raises:
@@ -92,6 +74,8 @@ def signature_of(name: str, entry: Any) -> Signature:
         accepted=frozenset(item.name for item in rest),
         required=tuple(item.name for item in rest if item.default is inspect.Parameter.empty),
         open=any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters),
+        is_built_in=is_built_in,
+        counts_ground_truths=getattr(entry, "counts_ground_truths", False),
     )
 
 
@@ -124,26 +108,18 @@ def location(entry: Any) -> str:
     return f"{file}:{line}"
 
 
-def constructor_arguments(name: str, entry: type, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """What a class is built with: by parameter name, from the flags.
-
-    `args` and `tokenizer` map to themselves (`ARGS`, `TOKENIZER`); the caller puts the objects in.
+def constructor_arguments(name: str, entry: type, available: Mapping[str, Any]) -> dict[str, Any]:
+    """What a class is built with, by parameter name, out of `available`: flags, `args` and `tokenizer`.
 
     Raises:
-        ConfigError: for a parameter that is no flag and has no default.
+        ConfigError: for a parameter that is not available and has no default.
     """
-    if entry.__init__ is object.__init__:  # type: ignore[misc]
-        return {}
     chosen: dict[str, Any] = {}
-    for parameter in list(inspect.signature(entry.__init__).parameters.values())[1:]:  # type: ignore[misc]
+    for parameter in inspect.signature(entry).parameters.values():
         if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
             continue
-        if parameter.name == "args":
-            chosen["args"] = ARGS
-        elif parameter.name == "tokenizer":
-            chosen["tokenizer"] = TOKENIZER
-        elif parameter.name in flags:
-            chosen[parameter.name] = flags[parameter.name]
+        if parameter.name in available:
+            chosen[parameter.name] = available[parameter.name]
         elif parameter.default is inspect.Parameter.empty:
             raise ConfigError(
                 f"reward function {name}: {entry.__name__} ({location(entry)}): parameter "
@@ -152,56 +128,22 @@ def constructor_arguments(name: str, entry: type, flags: Mapping[str, Any]) -> d
     return chosen
 
 
-ARGS = object()
-TOKENIZER = object()
-
-
-def construct(entry: type, chosen: Mapping[str, Any], args: Any, tokenizer: Callable[[], Any]) -> Any:
-    """Builds `entry` with the result of `constructor_arguments`; `tokenizer` is called only if wanted."""
-    values = dict(chosen)
-    if "args" in values:
-        values["args"] = args
-    if "tokenizer" in values:
-        values["tokenizer"] = tokenizer()
-    positional = [
-        values.pop(item.name)
-        for item in inspect.signature(entry.__init__).parameters.values()  # type: ignore[misc]
-        if item.kind is inspect.Parameter.POSITIONAL_ONLY and item.name in values
-    ]
-    return entry(*positional, **values)
-
-
 def missing_columns(signature: Signature, columns: Collection[str]) -> list[str]:
     """One problem per required parameter that is neither a column nor a keyword."""
-    known = {*columns, *KEYWORDS, *PRIVATE_KEYWORDS}
-    return [_missing(signature, name, columns) for name in signature.required if name not in known]
-
-
-def _missing(signature: Signature, name: str, columns: Collection[str]) -> str:
     seen = ", ".join(sorted(columns)) or "none"
-    candidates = nearest(name, columns) or [item for item in _SYNONYMS if item in columns]
-    source = (
-        candidates[0]
-        if name not in _SYNONYMS
-        else next((item for item in _SYNONYMS if item in columns), candidates[0] if candidates else None)
-        if candidates
-        else None
-    )
-    fix = f'--columns \'{{"{source or "<your column>"}":"{name}"}}\''
-    return (
-        f"--reward_funcs: {signature.name}: needs the column {name!r} ({signature.where}), which the dataset "
-        f"does not have; columns seen: {seen}; rename one with {fix}"
-    )
-
-
-def reserved_columns(columns: Collection[str]) -> list[str]:
-    """One problem per column that carries the name of a keyword of the calls."""
-    return [
-        f"--dataset: column {name!r}: this name is reserved for reward functions; "
-        f'rename it with --columns \'{{"{name}":"my_{name}"}}\''
-        for name in sorted(columns)
-        if name in KEYWORDS
-    ]
+    synonyms = [name for name in _SYNONYMS if name in columns]
+    problems = []
+    for name in signature.required:
+        if name in {*columns, *RESERVED, *PRIVATE_KEYWORDS}:
+            continue
+        near = nearest(name, columns)
+        likely = [*synonyms, *near] if name in _SYNONYMS else [*near, *synonyms]
+        problems.append(
+            f"--reward_funcs: {signature.name}: needs the column {name!r} ({signature.where}), which the dataset "
+            f"does not have; columns seen: {seen}; rename one with "
+            f'--columns \'{{"{next(iter(likely), "<your column>")}":"{name}"}}\''
+        )
+    return problems
 
 
 def keywords_for(signature: Signature, available: Mapping[str, Any]) -> dict[str, Any]:
@@ -236,7 +178,7 @@ def group_keywords(groups: Sequence[RolloutGroup], opens_think: Sequence[bool]) 
 
 
 def read_values(result: Any, count: int) -> list[float | None]:
-    """The returned values as floats; NaN and infinities stay as they are, for the caller to judge.
+    """The returned values as floats; NaN and infinities stay as they are.
 
     Args:
         result: a list, tuple, array or tensor with one entry per completion: a number, bool, 0-d array or

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from swift.errors import RewardError
+from swift.errors import RewardError, join_problems
 from swift.types import GroupScores, RolloutGroup
 
 logger = logging.getLogger("swift.rewards")
@@ -21,25 +23,36 @@ MAX_FAILED_BATCHES = 3
 CONSTANT_BATCHES = 20
 
 
+class Failure(NamedTuple):
+    """A sample without a value of the function `name`."""
+
+    sample: int
+    name: str
+    kind: str
+    detail: str
+
+
 @dataclass
 class GroupRecord:
-    """What happened while a group was scored; kept until its metrics are read.
+    """What happens while a group is scored; kept until its metrics are read.
 
-    Per function name: `failed` and `timed_out` samples, `seconds` of calls. `counters` holds what the
-    functions counted (ground truths).
+    `seconds` of calls per function name. `counters` holds what the functions counted (ground truths).
     """
 
-    num_samples: int
-    scores: GroupScores | None = None
-    failed: dict[str, int] = field(default_factory=dict)
-    timed_out: dict[str, int] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-    counters: dict[str, int] = field(default_factory=dict)
+    group: RolloutGroup
+    scores: GroupScores
+    failures: list[Failure] = field(default_factory=list)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    counters: Counter[str] = field(default_factory=Counter)
+
+    def failed(self, name: str, kind: str | None = None) -> int:
+        """Samples on which a function failed, in one way or in all."""
+        return sum(one.name == name and kind in (None, one.kind) for one in self.failures)
 
 
 @dataclass
 class _Behaviour:
-    """What one function returned since its values last varied."""
+    """What one function returned since rewards last varied."""
 
     low: float = math.inf
     high: float = -math.inf
@@ -72,53 +85,42 @@ class RewardHealth:
     def __init__(self, names: Sequence[str]) -> None:
         self._names = list(names)
         self._told: set[tuple[str, str]] = set()
-        self._pending: list[tuple[str, str, str, str, int]] = []
         self._failed_batches = dict.fromkeys(names, 0)
         self._constant_batches = 0
         self._behaviour = {name: _Behaviour() for name in names}
-        self._counters: dict[str, int] = {}
+        self._counters: Counter[str] = Counter()
 
-    def sample_failed(self, name: str, kind: str, detail: str, group: RolloutGroup, sample: int) -> None:
-        """Notes a sample without a value; explained when its group is done, so that shares are known."""
-        self._pending.append((name, kind, detail, group.group_id, sample))
+    def group_done(self, record: GroupRecord) -> None:
+        """Explains new kinds of failure, and of ground truths that are missing or no mathematics."""
+        prompt = record.group.prompt
+        for _, name, kind, detail in record.failures:
+            if self._is_new(name, f"{kind} {detail.split(':')[0]}" if kind == "exception" else kind):
+                logger.warning(
+                    "warning: reward function %s: %s: %s; excluded %d of %d completions of prompt_id %s "
+                    "(this kind is counted from now on: health/reward_failed/%s)",
+                    name,
+                    kind,
+                    detail,
+                    record.failed(name),
+                    len(record.scores.values),
+                    prompt.prompt_id,
+                    name,
+                )
+        for counter in record.counters:
+            if self._is_new(counter, ""):
+                logger.warning(
+                    "warning: %s: prompt_id %s: solution %r: %s (counted in health/%s)",
+                    counter.replace("gold_", "ground truth "),
+                    prompt.prompt_id,
+                    str(prompt.columns.get("solution"))[:200],
+                    "compared as a string" if counter == "gold_unparsed" else "scored 0.0",
+                    counter,
+                )
 
-    def group_done(self, group: RolloutGroup, record: GroupRecord) -> None:
-        """Explains new kinds of failure of a finished group."""
-        mine = [item for item in self._pending if item[3] == group.group_id]
-        self._pending = [item for item in self._pending if item[3] != group.group_id]
-        for name, kind, detail, _, _ in mine:
-            key = (name, f"{kind} {detail.split(':')[0]}" if kind == "exception" else kind)
-            if key in self._told:
-                continue
-            self._told.add(key)
-            count = sum(1 for item in mine if item[0] == name)
-            logger.warning(
-                "warning: reward function %s: %s: %s; excluded %d of %d completions of prompt_id %s "
-                "(this kind is counted from now on: health/reward_failed/%s)",
-                name,
-                kind,
-                detail,
-                count,
-                record.num_samples,
-                group.prompt.prompt_id,
-                name,
-            )
-
-    def truth_problem(self, counter: str, group: RolloutGroup) -> None:
-        """Warns once per kind about a ground truth that is missing or no mathematics."""
-        if (counter, "") in self._told:
-            return
-        self._told.add((counter, ""))
-        solution = str(group.prompt.columns.get("solution"))[:200]
-        effect = "compared as a string" if counter == "gold_unparsed" else "scored 0.0"
-        logger.warning(
-            "warning: %s: prompt_id %s: solution %r: %s (counted in health/%s)",
-            counter.replace("gold_", "ground truth "),
-            group.prompt.prompt_id,
-            solution,
-            effect,
-            counter,
-        )
+    def _is_new(self, subject: str, kind: str) -> bool:
+        new = (subject, kind) not in self._told
+        self._told.add((subject, kind))
+        return new
 
     def end_batch(self, records: Sequence[GroupRecord]) -> None:
         """Checks one generation batch.
@@ -126,38 +128,32 @@ class RewardHealth:
         Raises:
             RewardError: naming every function that failed on all samples of the last batches.
         """
-        samples = sum(record.num_samples for record in records)
+        samples = sum(len(record.scores.values) for record in records)
         if samples == 0:
             return
-        dead = []
+        problems = []
         for name in self._names:
-            failed = sum(record.failed.get(name, 0) for record in records)
+            failed = sum(record.failed(name) for record in records)
             self._failed_batches[name] = self._failed_batches[name] + 1 if failed == samples else 0
             if self._failed_batches[name] >= MAX_FAILED_BATCHES:
-                dead.append(name)
-        self._watch_constant(records)
-        if dead:
-            raise RewardError(
-                *(
+                problems.append(
                     f"--reward_funcs: {name}: failed on every sample of {MAX_FAILED_BATCHES} generation "
-                    f"batches in a row; the exceptions are in logs/ of the run"
-                    for name in dead
+                    "batches in a row; the exceptions are in logs/ of the run"
                 )
-            )
+        self._watch_constant(records)
+        join_problems(problems, RewardError)
 
     def _watch_constant(self, records: Sequence[GroupRecord]) -> None:
-        scores = [record.scores for record in records if record.scores is not None]
-        if any(_has_signal(group) for group in scores):
+        if any(_has_signal(record.scores) for record in records):
             self._constant_batches = 0
             self._behaviour = {name: _Behaviour() for name in self._names}
-            self._counters = {}
+            self._counters.clear()
             return
         self._constant_batches += 1
         for column, name in enumerate(self._names):
-            self._behaviour[name].add([row[column] for group in scores for row in group.values])
+            self._behaviour[name].add([row[column] for record in records for row in record.scores.values])
         for record in records:
-            for counter, count in record.counters.items():
-                self._counters[counter] = self._counters.get(counter, 0) + count
+            self._counters.update(record.counters)
         if self._constant_batches == CONSTANT_BATCHES:
             logger.warning(
                 "warning: all rewards of every group are equal since %d batches, so nothing is learned: %s",

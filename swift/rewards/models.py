@@ -8,6 +8,7 @@ context lose tokens on the left, and are counted.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,21 +42,18 @@ def find_reward_models(args: Any) -> list[RewardModelSource]:
         args: with `reward_model`, `reward_model_revision`, `reward_adapters` (lists), `use_hf`.
 
     Raises:
-        ConfigError: unknown folders, more than one label, a causal model without a score head, a number of
-            revisions or adapters that differs from the number of models.
+        ConfigError: unknown folders, more than one label, a causal model without a score head.
         ResourceError: a hub's client package is not installed.
     """
     from swift.models.source import adapter_folder, find_folder
 
-    models = [str(model) for model in getattr(args, "reward_model", None) or []]
-    revisions = _one_per_model(args, "reward_model_revision", models)
-    adapters = _one_per_model(args, "reward_adapters", models)
+    models = [str(model) for model in args.reward_model]
+    revisions = args.reward_model_revision or [None] * len(models)
+    adapters = args.reward_adapters or [None] * len(models)
     found, problems = [], []
     for name, model, revision, adapter in zip(model_names(models), models, revisions, adapters, strict=True):
         try:
-            folder = find_folder(
-                model, flag="--reward_model", use_hf=bool(getattr(args, "use_hf", False)), revision=revision
-            )
+            folder = find_folder(model, flag="--reward_model", use_hf=args.use_hf, revision=revision or None)
             top = adapter_folder(adapter) if adapter else None
             _check_head(model, folder, top)
             found.append(RewardModelSource(name, folder, top))
@@ -63,16 +61,6 @@ def find_reward_models(args: Any) -> list[RewardModelSource]:
             problems += error.problems
     join_problems(problems)
     return found
-
-
-def _one_per_model(args: Any, flag: str, models: Sequence[str]) -> list[str | None]:
-    given = list(getattr(args, flag, None) or [])
-    if given and len(given) != len(models):
-        raise ConfigError(
-            f"--{flag}: {' '.join(map(str, given))}: {len(given)} given for {len(models)} reward models; "
-            f"give one per model"
-        )
-    return [str(item) if item else None for item in given] or [None] * len(models)
 
 
 def _check_head(model: str, folder: Path, adapter: Path | None) -> None:
@@ -87,19 +75,12 @@ def _check_head(model: str, folder: Path, adapter: Path | None) -> None:
             f"--reward_model: {model}: {architecture} has no score head; give a sequence-classification model "
             f"with one label (a causal model cannot score)"
         )
-    labels = _num_labels(config)
+    labels = len(config.get("id2label") or ()) or int(config.get("num_labels") or 2)  # as transformers reads a config
     if labels != 1:
         raise ConfigError(
             f"--reward_model: {model}: its head has {labels} labels; a reward model needs exactly one "
             f"(num_labels 1 in config.json)"
         )
-
-
-def _num_labels(config: dict[str, Any]) -> int:
-    """As transformers reads a config: two labels unless it says otherwise."""
-    if config.get("id2label"):
-        return len(config["id2label"])
-    return int(config.get("num_labels") or 2)
 
 
 class RewardModel:
@@ -116,12 +97,7 @@ class RewardModel:
     """
 
     def __init__(
-        self,
-        source: RewardModelSource,
-        *,
-        device: torch.device | str,
-        dtype: torch.dtype,
-        trust_remote_code: bool = False,
+        self, source: RewardModelSource, device: torch.device | str, dtype: torch.dtype, trust_remote_code: bool
     ) -> None:
         from swift.models.template import Template
         from swift.models.tokenizer import read_tokenizer
@@ -139,8 +115,10 @@ class RewardModel:
         self._template = Template(tokenizer)
         self._model = _load(source, dtype, trust_remote_code).to(device)
         self._device = device
-        self._max_tokens = _context(self._model.config, tokenizer)
-        self._padding = getattr(_text_config(self._model.config), "pad_token_id", None)
+        config = self._model.config.get_text_config()
+        limits = (getattr(config, "max_position_embeddings", None), tokenizer.model_max_length)
+        self._max_tokens = min([*(int(limit) for limit in limits if limit), 10**9])
+        self._padding = getattr(config, "pad_token_id", None)
 
     def score(
         self, chats: Sequence[Sequence[dict[str, Any]]], on_progress: Callable[[], None] = lambda: None
@@ -182,7 +160,7 @@ class RewardModel:
 def _load(source: RewardModelSource, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     from transformers import AutoModelForSequenceClassification
 
-    from swift.models.policy import quiet_loading
+    from swift.models.policy import adapter_errors, quiet_loading
     from swift.models.tokenizer import first_line, remote_code_hint
 
     try:
@@ -207,28 +185,11 @@ def _load(source: RewardModelSource, dtype: torch.dtype, trust_remote_code: bool
             f"({', '.join(missing[:3])}); a reward model needs a trained score head"
         )
     if source.adapter is not None:
-        model = _with_adapter(model, source.adapter)
+        from peft import PeftModel
+
+        with adapter_errors(source.adapter):
+            model = PeftModel.from_pretrained(model, str(source.adapter)).merge_and_unload(safe_merge=True)
     return model.requires_grad_(False).eval()
-
-
-def _with_adapter(model: Any, adapter: Path) -> Any:
-    from peft import PeftModel
-
-    from swift.models.policy import adapter_errors
-
-    with adapter_errors(adapter):
-        return PeftModel.from_pretrained(model, str(adapter)).merge_and_unload(safe_merge=True)
-
-
-def _text_config(config: Any) -> Any:
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def _context(config: Any, tokenizer: Any) -> int:
-    """The longest chat in tokens: the model's positions, or the tokenizer's limit where that is smaller."""
-    positions = getattr(_text_config(config), "max_position_embeddings", None)
-    limits = [int(limit) for limit in (positions, tokenizer.model_max_length) if limit]
-    return min([*limits, 10**9])
 
 
 def batches(lengths: Sequence[int], max_rows: int, max_tokens: int) -> Iterator[list[int]]:
@@ -259,15 +220,8 @@ class RewardModels:
         self.on_progress: Callable[[], None] = lambda: None
         """Called after each batch of a model."""
 
-    @property
-    def names(self) -> list[str]:
-        """Folder names, the names in metrics."""
-        return [model.name for model in self._models]
-
     def score(self, groups: Sequence[RolloutGroup]) -> list[list[list[float]]]:
         """Scores [group][sample][model]; call it on the thread that owns the device."""
-        import time
-
         chats = [
             [*group.prompt.messages, {"role": "assistant", "content": item.text}]
             for group in groups
@@ -306,8 +260,5 @@ def load_reward_models(args: Any, *, device: torch.device | str) -> RewardModels
     sources = find_reward_models(args)
     if not sources:
         return None
-    dtype = pick_dtype(getattr(args, "torch_dtype", None), device)
-    trust = bool(getattr(args, "trust_remote_code", False))
-    return RewardModels(
-        [RewardModel(source, device=device, dtype=dtype, trust_remote_code=trust) for source in sources]
-    )
+    dtype = pick_dtype(args.torch_dtype, device)
+    return RewardModels([RewardModel(one, device, dtype, args.trust_remote_code) for one in sources])

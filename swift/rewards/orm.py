@@ -1,16 +1,12 @@
 """The names under which 4.x plugins import the built-in reward functions."""
 
 from swift.plugin.registry import ORM, AsyncORM, orms
-from swift.rewards.functions import (
-    CosineReward,
-    Format,
-    FormatStrict,
-    MathAccuracy,
-    ReActFormat,
-    ReasoningGym,
-    RepetitionPenalty,
-    SoftOverlong,
-)
+from swift.rewards.functions.accuracy import MathAccuracy
+from swift.rewards.functions.cosine import CosineReward
+from swift.rewards.functions.format import Format, FormatStrict, ReActFormat
+from swift.rewards.functions.gym import ReasoningGym
+from swift.rewards.functions.repetition import RepetitionPenalty
+from swift.rewards.functions.soft_overlong import SoftOverlong
 
 __all__ = [
     "ORM",

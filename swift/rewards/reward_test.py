@@ -9,28 +9,25 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swift.errors import ConfigError, nearest
+from swift.errors import ConfigError, suggest
 from swift.rewards.adversarial import adversarial_texts
+from swift.rewards.payload import Outcome
 from swift.rewards.pipeline import RewardPipeline
-from swift.rewards.selfcheck import truth_forms, truth_of
-from swift.rewards.worker import Outcome
-from swift.types import Completion, Prompt, RolloutGroup, TrainerProgress
+from swift.rewards.selfcheck import made_up_group, truth_forms, truth_of
+from swift.types import Prompt, TrainerProgress
 
 if TYPE_CHECKING:
     from swift.arguments import Resolved
 
-DEFAULT_ROWS = 20
-_DEFAULT_MAX_COMPLETION_LENGTH = 512
 _SHOWN_SUSPICIOUS = 20
 _TOLERANCE = 1e-9
-
-Length = Callable[[str], list[int]]
 
 
 @dataclass(frozen=True)
@@ -38,9 +35,18 @@ class Sample:
     """One text to score: `kind` is "truth", "adversarial" or "given"; `form` says which of its kind."""
 
     row: int
+    prompt: Prompt
     kind: str
     form: str
     text: str
+
+    @property
+    def where(self) -> str:
+        """The row, for messages."""
+        return f"row {self.row} (prompt_id {self.prompt.prompt_id})"
+
+
+Scored = Sequence[tuple[Sample, Outcome]]
 
 
 @dataclass
@@ -48,19 +54,19 @@ class FunctionReport:
     """What one function did; None where nothing was measured. Latencies are seconds per call."""
 
     name: str
-    rows: int = 0
-    gold_mean: float | None = None
-    gold_max: float | None = None
-    adversarial_max: float | None = None
-    given_mean: float | None = None
-    none: int = 0
-    failures: int = 0
-    timeouts: int = 0
-    latency_p50_s: float | None = None
-    latency_p99_s: float | None = None
-    gold_share: float | None = None
-    first_failure: str | None = None
-    suspicious: list[str] = field(default_factory=list)
+    rows: int
+    gold_mean: float | None
+    gold_max: float | None
+    adversarial_max: float | None
+    given_mean: float | None
+    none: int
+    failures: int
+    timeouts: int
+    latency_p50_s: float | None
+    latency_p99_s: float | None
+    gold_share: float | None
+    first_failure: str | None
+    suspicious: list[str]
 
 
 @dataclass
@@ -83,59 +89,47 @@ def run(resolved: Resolved) -> int:
     Raises:
         ConfigError: wrong flags, data sets or completion files.
     """
-    args = resolved.args
+    args: Any = resolved.args
     rows = load_prompts(args)
-    report = examine(args, rows, read_completions(args, rows))
-    text = json.dumps(to_json(report), indent=2) if getattr(args, "json", False) else "\n".join(to_text(report))
+    report = examine(args, rows, read_completions(args.completions, rows) if args.completions else [])
+    as_json = asdict(report) | {"exit_code": report.exit_code}
+    text = json.dumps(as_json, indent=2) if args.json else "\n".join(to_text(report))
     sys.stdout.write(text + "\n")
     return report.exit_code
 
 
 def load_prompts(args: Any) -> list[Prompt]:
-    """The first `rows` rows of the data set, as prompts without tokens.
+    """The first `rows` rows of the data set, as prompts without tokens; [] without a data set.
 
     Raises:
-        ConfigError: as `swift.data.load_rows`; a `gold_column` that the rows lack.
+        ConfigError: as `swift.data.loading.load_rows`; a `gold_column` that the rows lack.
     """
-    from swift.data import load_rows
+    from swift.data.loading import load_rows
 
+    if not args.dataset:
+        return []
     rows = load_rows(args, "train", purpose="prompt")
-    prompts = [
-        Prompt(example.digest, list(example.messages), [], dict(example.columns))
-        for example in rows.examples[: int(getattr(args, "rows", None) or DEFAULT_ROWS)]
-    ]
-    column = getattr(args, "gold_column", None)
-    if column and column != "solution" and not any(column in prompt.columns for prompt in prompts):
-        seen = sorted({name for prompt in prompts for name in prompt.columns})
-        near = nearest(column, seen)
-        raise ConfigError(
-            f"--gold_column: {column}: no such column; "
-            + (f"nearest: {', '.join(near)}" if near else f"columns seen: {', '.join(seen) or 'none'}")
-        )
+    prompts = [Prompt(one.digest, list(one.messages), [], dict(one.columns)) for one in rows.examples[: args.rows]]
+    seen = sorted({name for prompt in prompts for name in prompt.columns})
+    if args.gold_column not in (None, "solution", *seen):
+        raise ConfigError(f"--gold_column: {args.gold_column}: no such column; {suggest(args.gold_column, seen)}")
     return prompts
 
 
-def read_completions(args: Any, rows: Sequence[Prompt]) -> list[tuple[Prompt, str]]:
+def read_completions(given: str, rows: Sequence[Prompt]) -> list[tuple[Prompt, str]]:
     """Completions of an old run (`--completions`), each with its row: by prompt_id, else by its own columns.
 
     Raises:
         ConfigError: a missing file, or a line that is no object with a `completion`.
     """
-    given = getattr(args, "completions", None)
-    if not given:
-        return []
-    path = Path(given)
-    if not path.is_file():
+    if not Path(given).is_file():
         raise ConfigError(f"--completions: {given}: no such file; give the completions.jsonl of a run")
     by_id = {prompt.prompt_id: prompt for prompt in rows}
-    found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if line.strip():
-            found.append(_read_completion(line, f"{given}:{number}", by_id))
-    return found
+    lines = enumerate(Path(given).read_text(encoding="utf-8").splitlines(), start=1)
+    return [_read_completion(line, f"{given}:{number}", by_id) for number, line in lines if line.strip()]
 
 
-def _read_completion(line: str, where: str, by_id: dict[str, Prompt]) -> tuple[Prompt, str]:
+def _read_completion(line: str, where: str, by_id: Mapping[str, Prompt]) -> tuple[Prompt, str]:
     try:
         record = json.loads(line)
     except ValueError as error:
@@ -143,10 +137,9 @@ def _read_completion(line: str, where: str, by_id: dict[str, Prompt]) -> tuple[P
     if not isinstance(record, dict) or not isinstance(record.get("completion"), str):
         raise ConfigError(f"--completions: {where}: no text under 'completion'")
     prompt_id = str(record.get("prompt_id", where))
-    if prompt_id in by_id:
-        return by_id[prompt_id], record["completion"]
     messages = [{"role": "user", "content": str(record.get("prompt", ""))}]
-    return Prompt(prompt_id, messages, [], dict(record.get("columns") or {})), record["completion"]
+    own = Prompt(prompt_id, messages, [], dict(record.get("columns") or {}))
+    return by_id.get(prompt_id, own), record["completion"]
 
 
 def examine(args: Any, rows: Sequence[Prompt], given: Sequence[tuple[Prompt, str]] = ()) -> Report:
@@ -155,31 +148,25 @@ def examine(args: Any, rows: Sequence[Prompt], given: Sequence[tuple[Prompt, str
     Raises:
         ConfigError: functions, plugins or columns that do not fit.
     """
-    column = getattr(args, "gold_column", None)
-    truths = [truth_of(prompt, column) for prompt in rows]
-    prompts = [*rows, *(prompt for prompt, _ in given)]
-    samples = row_samples(rows, truths)
-    samples += [Sample(len(rows) + index, "given", "given", text) for index, (_, text) in enumerate(given)]
-    tokenize, notes = _tokenizer(getattr(args, "tokenizer", None))
+    samples = row_samples(rows, [truth_of(prompt, args.gold_column) for prompt in rows])
+    samples += [
+        Sample(row, prompt, "given", "given", text) for row, (prompt, text) in enumerate(given, start=len(rows))
+    ]
+    tokenize = _tokenizer(args.tokenizer)
+    groups = [made_up_group(one.prompt, [one.text], f"reward-test-{i}", tokenize) for i, one in enumerate(samples)]
     pipeline = RewardPipeline(
-        args,
-        seed=int(getattr(args, "seed", None) or 42),
-        max_completion_length=int(getattr(args, "max_completion_length", None) or _DEFAULT_MAX_COMPLETION_LENGTH),
-        tokenizer_path=getattr(args, "tokenizer", None),
+        args, seed=args.seed, max_completion_length=args.max_completion_length, tokenizer_path=args.tokenizer
     )
     with pipeline:
-        pipeline.check_columns(prompts)
-        groups = [_group(prompts, sample, index, tokenize) for index, sample in enumerate(samples)]
-        progress = TrainerProgress(global_step=0, max_steps=0, epoch=0.0)
-        results = pipeline.probe_each(groups, progress)
-    reports = [
-        summarise(name, samples, outcomes, prompts, truths)
-        for name, outcomes in zip(pipeline.names, results, strict=False)
-    ]
-    if getattr(args, "reward_model", None):
-        notes = [*notes, "reward models are not tested here: this mode loads no model"]
-    problems = [line for report in reports for line in _problems(report, float(getattr(args, "min_gold", 0.0)))]
-    return Report(reports, notes, problems)
+        pipeline.check_columns([*rows, *(prompt for prompt, _ in given)])
+        results = pipeline.probe_each(groups, TrainerProgress(global_step=0, max_steps=0, epoch=0.0))
+    reports = [summarise(name, list(zip(samples, found, strict=True))) for name, found in results.items()]
+    notes = ["lengths are whitespace-separated words; give --tokenizer DIR to count tokens"]
+    if args.tokenizer:
+        notes = [f"lengths are tokens of {args.tokenizer}"]
+    if args.reward_model:
+        notes.append("reward models are not tested here: this mode loads no model")
+    return Report(reports, notes, [line for report in reports for line in _problems(report, args.min_gold)])
 
 
 def row_samples(rows: Sequence[Prompt], truths: Sequence[str]) -> list[Sample]:
@@ -187,10 +174,10 @@ def row_samples(rows: Sequence[Prompt], truths: Sequence[str]) -> list[Sample]:
     samples = []
     for index, (prompt, truth) in enumerate(zip(rows, truths, strict=True)):
         if truth:
-            samples += [Sample(index, "truth", form, text) for form, text in truth_forms(truth).items()]
+            samples += [Sample(index, prompt, "truth", form, text) for form, text in truth_forms(truth).items()]
         other = next((item for item in truths if item and item != truth), None)
         texts = adversarial_texts(_question(prompt), truth, other)
-        samples += [Sample(index, "adversarial", form, text) for form, text in texts.items()]
+        samples += [Sample(index, prompt, "adversarial", form, text) for form, text in texts.items()]
     return samples
 
 
@@ -199,115 +186,80 @@ def _question(prompt: Prompt) -> str:
     return str(said[-1]) if said else ""
 
 
-def _tokenizer(folder: str | None) -> tuple[Length, list[str]]:
+def _tokenizer(folder: str | None) -> Callable[[str], Sequence[Any]]:
     if folder is None:
-        return lambda text: [0] * len(text.split()), [
-            "lengths are whitespace-separated words; give --tokenizer DIR to count tokens"
-        ]
+        return str.split
     from swift.models.source import find_folder
     from swift.models.tokenizer import read_tokenizer
 
     tokenizer = read_tokenizer(find_folder(folder, flag="--tokenizer", require_weights=False))
-    return lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]), [
-        f"lengths are tokens of {folder}"
+    return lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def summarise(name: str, scored: Scored) -> FunctionReport:
+    """The report of one function from its results."""
+    truth, bad = _best_per_row(scored, "truth"), _best_per_row(scored, "adversarial")
+    values = [result.value for _, result in scored if result.value is not None]
+    given = [result.value for sample, result in scored if sample.kind == "given" and result.value is not None]
+    seconds = sorted(result.seconds for _, result in scored)
+    failed = [
+        f"{result.kind}: {result.detail}: prompt_id {sample.prompt.prompt_id}, {sample.kind} text ({sample.form})"
+        for sample, result in scored
+        if result.kind != "ok"
     ]
-
-
-def _group(prompts: Sequence[Prompt], sample: Sample, index: int, tokenize: Length) -> RolloutGroup:
-    ids = tokenize(sample.text)
-    completion = Completion(f"reward-test-{index}", ids, [0.0] * len(ids), "stop", sample.text)
-    return RolloutGroup(f"reward-test-{index}", index, 0, prompts[sample.row], [completion])
-
-
-def summarise(
-    name: str,
-    samples: Sequence[Sample],
-    results: Sequence[Outcome],
-    prompts: Sequence[Prompt],
-    truths: Sequence[str],
-) -> FunctionReport:
-    """The report of one function from its results, one per sample."""
-    pairs = list(zip(samples, results, strict=True))
-    report = FunctionReport(name, rows=len({sample.row for sample in samples}))
-    report.none = sum(result.kind == "ok" and result.value is None for _, result in pairs)
-    report.failures = sum(result.kind not in ("ok", "timeout") for _, result in pairs)
-    report.timeouts = sum(result.kind == "timeout" for _, result in pairs)
-    report.first_failure = next(
-        (_failure_line(sample, result, prompts) for sample, result in pairs if result.kind != "ok"), None
+    rows_with_truth = len({sample.row for sample, _ in scored if sample.kind == "truth"})
+    share = None
+    if rows_with_truth and values:  # a row whose best form of the ground truth earns the most there is
+        share = sum(value >= max(values) - _TOLERANCE for value in truth.values()) / rows_with_truth
+    timeouts = sum(result.kind == "timeout" for _, result in scored)
+    return FunctionReport(
+        name,
+        rows=len({sample.row for sample, _ in scored}),
+        gold_mean=statistics.fmean(truth.values()) if truth else None,
+        gold_max=max(truth.values(), default=None),
+        adversarial_max=max(bad.values(), default=None),
+        given_mean=statistics.fmean(given) if given else None,
+        none=sum(result.kind == "ok" and result.value is None for _, result in scored),
+        failures=len(failed) - timeouts,
+        timeouts=timeouts,
+        latency_p50_s=_quantile(seconds, 0.5),
+        latency_p99_s=_quantile(seconds, 0.99),
+        gold_share=share,
+        first_failure=failed[0] if failed else None,
+        suspicious=_suspicious(scored, truth, bad),
     )
-    seconds = sorted(result.seconds for _, result in pairs)
-    report.latency_p50_s, report.latency_p99_s = quantile(seconds, 0.5), quantile(seconds, 0.99)
-    best_truth = _best_per_row(pairs, "truth")
-    best_bad = _best_per_row(pairs, "adversarial")
-    report.gold_mean = _mean(best_truth.values())
-    report.gold_max = max(best_truth.values(), default=None)
-    report.adversarial_max = max(best_bad.values(), default=None)
-    report.given_mean = _mean(v for s, r in pairs if s.kind == "given" and (v := r.value) is not None)
-    report.gold_share = _truth_share(pairs, best_truth, truths)
-    report.suspicious = _suspicious(pairs, best_truth, best_bad, prompts)
-    return report
 
 
-def _failure_line(sample: Sample, result: Outcome, prompts: Sequence[Prompt]) -> str:
-    where = f"prompt_id {prompts[sample.row].prompt_id}, {sample.kind} text ({sample.form})"
-    return f"{result.kind}: {result.detail}: {where}"
-
-
-def _best_per_row(pairs: Iterable[tuple[Sample, Outcome]], kind: str) -> dict[int, float]:
+def _best_per_row(scored: Scored, kind: str) -> dict[int, float]:
     best: dict[int, float] = {}
-    for sample, result in pairs:
+    for sample, result in scored:
         if sample.kind == kind and result.value is not None:
             best[sample.row] = max(best.get(sample.row, -math.inf), result.value)
     return best
 
 
-def _truth_share(
-    pairs: Sequence[tuple[Sample, Outcome]], best_truth: dict[int, float], truths: Sequence[str]
-) -> float | None:
-    """Share of the rows with a ground truth whose best form of it earns the most the function ever gave."""
-    with_truth = sum(1 for truth in truths if truth)
-    values = [result.value for _, result in pairs if result.value is not None]
-    if not with_truth or not values:
-        return None
-    return sum(value >= max(values) - _TOLERANCE for value in best_truth.values()) / with_truth
-
-
-def _suspicious(
-    pairs: Sequence[tuple[Sample, Outcome]],
-    best_truth: dict[int, float],
-    best_bad: dict[int, float],
-    prompts: Sequence[Prompt],
-) -> list[str]:
-    values = {result.value for _, result in pairs if result.kind == "ok"}
-    lines = []
-    if len(values) == 1 and len(pairs) > 1:
-        lines.append(f"constant output: {next(iter(values))} for every text")
-    for row, earned in sorted(best_truth.items()):
-        bad = best_bad.get(row, -math.inf)
-        if earned < bad:
-            form = next(s.form for s, r in pairs if (s.row, s.kind) == (row, "adversarial") and r.value == bad)
-            lines.append(
-                f"row {row} (prompt_id {prompts[row].prompt_id}): the ground truth earns {earned:g}, less than "
-                f"{bad:g} for an adversarial text ({form})"
-            )
-    unparsed = {s.row: next(iter(r.counters)) for s, r in pairs if s.kind != "given" and r.counters}
-    lines += [
-        f"row {row} (prompt_id {prompts[row].prompt_id}): {counter.replace('gold_', 'ground truth ')}"
-        for row, counter in sorted(unparsed.items())
-    ]
-    return lines
-
-
-def _mean(values: Iterable[float]) -> float | None:
-    numbers = list(values)
-    return math.fsum(numbers) / len(numbers) if numbers else None
-
-
-def quantile(ordered: Sequence[float], share: float) -> float | None:
+def _quantile(ordered: Sequence[float], share: float) -> float | None:
     """The smallest entry that at least `share` of the ascending entries do not exceed; None without any."""
-    if not ordered:
-        return None
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None
+
+
+def _suspicious(scored: Scored, truth: Mapping[int, float], bad: Mapping[int, float]) -> list[str]:
+    values = {result.value for _, result in scored if result.kind == "ok"}
+    lines = []
+    if len(values) == 1 and len(scored) > 1:
+        lines.append(f"constant output: {next(iter(values))} for every text")
+    told: set[int] = set()
+    for sample, result in scored:  # the first adversarial text that earns the most of its row
+        if sample.row in told or sample.kind != "adversarial" or result.value != bad.get(sample.row):
+            continue
+        if result.value is not None and truth.get(sample.row, math.inf) < result.value:
+            told.add(sample.row)
+            lines.append(
+                f"{sample.where}: the ground truth earns {truth[sample.row]:g}, less than {result.value:g} for an "
+                f"adversarial text ({sample.form})"
+            )
+    unparsed = {s.where: next(iter(r.counters)) for s, r in scored if s.kind != "given" and r.counters}
+    return lines + [f"{where}: {counter.replace('gold_', 'ground truth ')}" for where, counter in unparsed.items()]
 
 
 def _problems(report: FunctionReport, min_gold: float) -> list[str]:
@@ -322,16 +274,6 @@ def _problems(report: FunctionReport, min_gold: float) -> list[str]:
             f"truth; --min_gold asks for {min_gold:g}"
         )
     return problems
-
-
-def to_json(report: Report) -> dict[str, Any]:
-    """The report as plain values."""
-    return {
-        "functions": [asdict(item) for item in report.functions],
-        "notes": report.notes,
-        "problems": report.problems,
-        "exit_code": report.exit_code,
-    }
 
 
 _COLUMNS = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import statistics as stats
 from collections.abc import Sequence
 
 from swift.types import GroupScores
@@ -37,8 +37,6 @@ def statistics(names: Sequence[str], scores: Sequence[GroupScores]) -> dict[str,
     for column, name in enumerate(names):
         values = [value for group in scores for row in group.values if (value := row[column]) is not None]
         if values:
-            mean = math.fsum(values) / len(values)
-            spread = math.fsum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1)
-            result[f"rewards/{name}/mean"] = mean
-            result[f"rewards/{name}/std"] = math.sqrt(spread)
+            result[f"rewards/{name}/mean"] = stats.fmean(values)
+            result[f"rewards/{name}/std"] = stats.stdev(values) if len(values) > 1 else 0.0
     return result

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from swift.errors import join_problems
-from swift.rewards import contract
-from swift.rewards.catalogue import Catalogue
+from swift.rewards.contract import Signature, missing_columns
 from swift.rewards.functions.accuracy import ground_truth
-from swift.rewards.worker import Outcome
+from swift.rewards.payload import Outcome
 from swift.types import Completion, Prompt, RolloutGroup
 
 logger = logging.getLogger("swift.rewards")
@@ -19,19 +19,17 @@ PROBED_ROWS = 4
 FAILURES = ("exception", "timeout", "crash")
 
 
-def check_rows(catalogue: Catalogue, rows: Sequence[Prompt]) -> None:
+def check_rows(signatures: Sequence[Signature], rows: Sequence[Prompt]) -> None:
     """Columns and ground truths of the first rows.
 
     Raises:
-        ConfigError: with one problem per missing or reserved column, and when no row has a ground truth.
+        ConfigError: with one problem per missing column, and when no row has a ground truth.
     """
     if not rows:
         return
     columns = sorted({name for row in rows for name in row.columns})
-    problems = contract.reserved_columns(columns)
-    for signature in catalogue.signatures:
-        problems += contract.missing_columns(signature, columns)
-    needs_truth = catalogue.counting_function is not None
+    problems = [line for signature in signatures for line in missing_columns(signature, columns)]
+    needs_truth = any(signature.counts_ground_truths for signature in signatures)
     if not problems and needs_truth and not any(ground_truth(row.columns.get("solution")) for row in rows):
         problems.append(
             f"--dataset: the column 'solution' is empty in all of the first {len(rows)} rows, so accuracy is "
@@ -64,18 +62,14 @@ def start_up_texts(row: Prompt) -> list[str]:
     return [f"<think>{truth}</think><answer>{truth}</answer>", ""]
 
 
-def made_up_group(row: Prompt, texts: Sequence[str], name: str) -> RolloutGroup:
-    """A group with the given completions; token ids count the words."""
-    completions = [
-        Completion(
-            request_id=f"{name}-{number}",
-            token_ids=[0] * len(text.split()),
-            logprobs=[0.0] * len(text.split()),
-            finish_reason="stop",
-            text=text,
-        )
-        for number, text in enumerate(texts)
-    ]
+def made_up_group(
+    row: Prompt, texts: Sequence[str], name: str, tokenize: Callable[[str], Sequence[Any]] = str.split
+) -> RolloutGroup:
+    """A group with the given completions; only the number of their tokens means something."""
+    completions = []
+    for number, text in enumerate(texts):
+        length = len(tokenize(text))
+        completions.append(Completion(f"{name}-{number}", [0] * length, [0.0] * length, "stop", text))
     return RolloutGroup(group_id=name, launch_index=-1, launch=0, prompt=row, completions=completions)
 
 
@@ -96,18 +90,15 @@ def truth_groups(rows: Sequence[Prompt]) -> list[RolloutGroup]:
     ]
 
 
-def broken_contracts(outcomes: dict[str, list[Outcome]]) -> list[str]:
+def broken_contracts(outcomes: Mapping[str, Sequence[Outcome]]) -> list[str]:
     """One problem per function that returned something it may not return."""
-    return [
-        f"--reward_funcs: {name}: {next(one.detail for one in found if one.kind == 'contract')}"
-        for name, found in outcomes.items()
-        if any(one.kind == "contract" for one in found)
-    ]
+    broken = {name: [one.detail for one in found if one.kind == "contract"] for name, found in outcomes.items()}
+    return [f"--reward_funcs: {name}: {details[0]}" for name, details in broken.items() if details]
 
 
-def always_failing(outcomes: dict[str, list[Outcome]]) -> list[str]:
+def always_failing(outcomes: Mapping[str, Sequence[Outcome]]) -> list[str]:
     """Functions of which every call failed; each earns a warning."""
-    failing = [name for name, found in outcomes.items() if found and all(one.kind in FAILURES for one in found)]
+    failing = [name for name, found in outcomes.items() if _all_failed(found)]
     for name in failing:
         first, count = outcomes[name][0], len(outcomes[name])
         logger.warning(
@@ -116,11 +107,15 @@ def always_failing(outcomes: dict[str, list[Outcome]]) -> list[str]:
     return failing
 
 
-def refused(outcomes: dict[str, list[Outcome]]) -> list[str]:
+def refused(outcomes: Mapping[str, Sequence[Outcome]]) -> list[str]:
     """One problem per function that fails on every ground truth, in every form."""
     return [
         f"--reward_funcs: {name}: fails on every ground truth of the first rows: {found[0].kind}: {found[0].detail}; "
         f"correct the function; swift reward-test shows all of its failures"
         for name, found in outcomes.items()
-        if found and all(one.kind in FAILURES for one in found)
+        if _all_failed(found)
     ]
+
+
+def _all_failed(outcomes: Sequence[Outcome]) -> bool:
+    return bool(outcomes) and all(one.kind in FAILURES for one in outcomes)

@@ -1,18 +1,16 @@
 """A reward worker: a fresh interpreter that imports the plugins and calls reward functions.
 
-`initialize` runs once per process; `run` is one task of the pool: some calls of synchronous functions, one after the
-other on the main thread with no event loop running (so signal timers and `asyncio.run` inside them work), or several
-awaited calls together on one event loop, which lives as long as the worker. Before every call the random generators
-are seeded from the call's seed, so a function that draws random numbers gives the same values in every worker.
+`initialize` runs once per process, `run` once per task of the pool: synchronous calls one after the other on the main
+thread with no event loop running (so signal timers and `asyncio.run` inside them work), or awaited calls together on
+one event loop, which lives as long as the worker. Before every call the random generators are seeded from the job, so
+a function that draws random numbers gives the same values in every worker.
 """
 
 from __future__ import annotations
 
 import asyncio
 import faulthandler
-import hashlib
 import inspect
-import math
 import multiprocessing
 import os
 import random
@@ -22,13 +20,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any
 
 from swift.errors import ConfigError, RewardError, SwiftError
 from swift.rewards import contract
+from swift.rewards.payload import Job, LoadSpec, Outcome
 
 START_LIMIT_S = 120.0
 CANCEL_GRACE_S = 0.5
@@ -41,94 +41,6 @@ _ACCELERATORS = (
     "ZE_AFFINITY_MASK",
 )
 
-OutcomeKind = Literal["ok", "exception", "contract", "timeout", "crash", "not_finite"]
-
-
-@dataclass
-class Outcome:
-    """The result of one call of one function.
-
-    `values` has one entry per sample when `kind` is "ok"; otherwise `detail` is one line about the failure.
-    `seconds` is the duration; `counters` what the function counted (ground truths without a parse).
-    """
-
-    kind: OutcomeKind
-    values: list[float | None] = field(default_factory=list)
-    detail: str = ""
-    seconds: float = 0.0
-    counters: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def value(self) -> float | None:
-        """The value of a call on one sample; None too where the call failed."""
-        return self.values[0] if self.kind == "ok" else None
-
-    def checked(self) -> Outcome:
-        """Itself, or a failure when a value is NaN or infinite."""
-        wrong = next((value for value in self.values if value is not None and not math.isfinite(value)), None)
-        return self if wrong is None else replace(self, kind="not_finite", values=[], detail=f"returned {wrong}")
-
-
-@dataclass(frozen=True)
-class LoadSpec:
-    """What a worker builds before its first call.
-
-    Attributes:
-        functions: names in the registry; calls refer to them by position.
-        plugins: plugin files, absolute.
-        flags: all flags of the run by canonical name.
-        aliases: alias -> canonical name, readable on `args` too.
-        tokenizer: folder of the policy's tokenizer, for classes that ask for it.
-        timeout_s: limit of a call.
-        memory_bytes: limit of the worker's own memory; None means no limit.
-    """
-
-    functions: list[str]
-    plugins: list[str]
-    flags: dict[str, Any]
-    aliases: dict[str, str]
-    tokenizer: str | None
-    timeout_s: float
-    memory_bytes: int | None
-
-
-Payload = Mapping[str, Any]
-"""{"completions": texts, "keywords": lists of the same length and `trainer_state`} of one or more whole groups."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """One call: a function, by position, on some samples (None: all) of a payload."""
-
-    function: int
-    payload: Payload
-    samples: list[int] | None
-    seed: int
-
-
-class RunArguments(Mapping[str, Any]):
-    """The resolved arguments as plug-ins see them: `args.beta`, `args["beta"]`, any alias, read only."""
-
-    def __init__(self, flags: dict[str, Any], aliases: dict[str, str]) -> None:
-        self._flags, self._aliases = flags, aliases
-
-    def __getitem__(self, name: str) -> Any:
-        return self._flags[name if name in self._flags else self._aliases.get(name, name)]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(f"this run has no argument {name!r}") from None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter({**self._flags, **dict.fromkeys(self._aliases)})
-
-    def __len__(self) -> int:
-        return len({*self._flags, *self._aliases})
-
 
 @dataclass
 class Function:
@@ -136,51 +48,6 @@ class Function:
 
     signature: contract.Signature
     call: Callable[..., Any]
-
-    def take_counters(self) -> dict[str, int]:
-        """What the function counted since the last call; resets it."""
-        counters = getattr(self.call, "counters", None)
-        if not isinstance(counters, dict):
-            return {}
-        taken = {name: count for name, count in counters.items() if count}
-        counters.update(dict.fromkeys(counters, 0))
-        return taken
-
-
-def build(spec: LoadSpec) -> list[Function]:
-    """Imports the plugins and builds every function of `spec`.
-
-    Raises:
-        ConfigError: as `swift.plugin.load_external_plugins` and `swift.rewards.contract` do.
-        Exception: whatever a class raises when it is built.
-    """
-    from swift.plugin import load_external_plugins, orms
-
-    load_external_plugins(spec.plugins)
-    return [_build_one(name, orms[name], spec) for name in spec.functions]
-
-
-def _build_one(name: str, entry: Any, spec: LoadSpec) -> Function:
-    signature = contract.signature_of(name, entry)
-    if signature.without_self:
-        owner = entry if inspect.isclass(entry) else type(entry)
-        return Function(signature, inspect.getattr_static(owner, "__call__"))
-    if not inspect.isclass(entry):
-        return Function(signature, entry)
-    args = RunArguments(spec.flags, spec.aliases)
-    chosen = contract.constructor_arguments(name, entry, args)
-    return Function(signature, contract.construct(entry, chosen, args, lambda: _load_tokenizer(spec.tokenizer)))
-
-
-def _load_tokenizer(folder: str | None) -> Any:
-    if folder is None:
-        raise ConfigError("reward function: tokenizer: this run has none; give --tokenizer, or a default of None")
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder)
-
-
-# ---- the process --------------------------------------------------------------------------------------------
 
 
 class _State:
@@ -192,6 +59,10 @@ class _State:
     timeout_s: float
     loop: asyncio.AbstractEventLoop
     log: str | None = None
+
+
+class CallTimeout(Exception):
+    """An awaited call was cancelled because it exceeded its limit."""
 
 
 def initialize(spec: LoadSpec, log: str | None) -> None:
@@ -220,6 +91,41 @@ def initialize(spec: LoadSpec, log: str | None) -> None:
         _State.problem = RewardError(f"--reward_funcs: a class could not be built: {describe(error)}")
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def build(spec: LoadSpec) -> list[Function]:
+    """Imports the plugins and builds every function of `spec`.
+
+    Raises:
+        ConfigError: as `swift.plugin.load_external_plugins` and `swift.rewards.contract` do.
+        Exception: whatever a class raises when it is built.
+    """
+    from swift.plugin import load_external_plugins, orms
+
+    load_external_plugins(spec.plugins)
+    return [_build_one(name, orms[name], spec) for name in spec.functions]
+
+
+def _build_one(name: str, entry: Any, spec: LoadSpec) -> Function:
+    signature = contract.signature_of(name, entry)
+    if signature.without_self:
+        unbound: Any = inspect.getattr_static(entry if inspect.isclass(entry) else type(entry), "__call__")
+        return Function(signature, unbound)
+    if not inspect.isclass(entry):
+        return Function(signature, entry)
+    values = {**spec.flags, "args": SimpleNamespace(**spec.flags), "tokenizer": None}
+    if "tokenizer" in inspect.signature(entry).parameters:
+        values["tokenizer"] = _load_tokenizer(spec.tokenizer)
+    built: Any = entry(**contract.constructor_arguments(name, entry, values))
+    return Function(signature, built)
+
+
+def _load_tokenizer(folder: str | None) -> Any:
+    if folder is None:
+        raise ConfigError("reward function: tokenizer: this run has none; give --tokenizer, or a default of None")
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
 
 
 def _die_with_the_trainer() -> None:
@@ -254,9 +160,6 @@ def limit_memory(limit_bytes: int | None) -> None:
         score.write_text("1000")
 
 
-# ---- calls --------------------------------------------------------------------------------------------------
-
-
 def run(jobs: list[Job], log: str | None) -> list[Outcome]:
     """One task: the outcomes of `jobs`, whose functions are all synchronous or all awaited.
 
@@ -267,33 +170,50 @@ def run(jobs: list[Job], log: str | None) -> list[Outcome]:
         raise _State.problem
     if log != _State.log:
         print_to(log)
-    # The pool ends a call that is late. Should the trainer be gone meanwhile, code that never lets other threads run
+    # The pool ends a call that is late. If the trainer is gone meanwhile, code that never lets other threads run
     # ends here.
     faulthandler.dump_traceback_later(_State.timeout_s + _ORPHAN_GRACE_S, exit=True, file=2)
     try:
         if _State.functions[jobs[0].function].signature.is_async:
-            return _State.loop.run_until_complete(_gather(jobs))
+            return _State.loop.run_until_complete(_together(jobs))
         return [_call(job) for job in jobs]
     finally:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _arguments(job: Job, function: Function) -> tuple[list[str], dict[str, Any]]:
-    completions, available = select(job.payload, job.samples)
-    return completions, contract.keywords_for(function.signature, available)
+async def _together(jobs: list[Job]) -> list[Outcome]:
+    return await asyncio.gather(*(_await(job) for job in jobs))
 
 
-def select(payload: Payload, samples: list[int] | None) -> tuple[list[str], dict[str, Any]]:
-    """Completions and keywords of the chosen samples; None means all of them."""
-    completions: list[str] = payload["completions"]
-    keywords: dict[str, Any] = payload["keywords"]
-    if samples is None:
-        return completions, dict(keywords)
-    chosen = {
-        name: value if name == "trainer_state" else [value[index] for index in samples]
-        for name, value in keywords.items()
-    }
-    return [completions[index] for index in samples], chosen
+def _call(job: Job) -> Outcome:
+    function, completions, keywords = _begin(job)
+    began = time.monotonic()
+    try:
+        result = function.call(list(completions), **keywords)
+        if inspect.isawaitable(result):
+            result = asyncio.run(within(result, _State.timeout_s))
+        outcome = Outcome("ok", contract.read_values(result, len(completions)))
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        outcome = _failure(function, error)
+    return _measured(outcome, function, began)
+
+
+async def _await(job: Job) -> Outcome:
+    function, completions, keywords = _begin(job)
+    began = time.monotonic()
+    try:
+        result = await within(function.call(list(completions), **keywords), _State.timeout_s)
+        outcome = Outcome("ok", contract.read_values(result, len(completions)))
+    except (Exception, asyncio.CancelledError) as error:
+        outcome = _failure(function, error)
+    return _measured(outcome, function, began)
+
+
+def _begin(job: Job) -> tuple[Function, list[str], dict[str, Any]]:
+    function = _State.functions[job.function]
+    completions, keywords = job.arguments()
+    seed_everything(job.seed)
+    return function, completions, contract.keywords_for(function.signature, keywords)
 
 
 def seed_everything(seed: int) -> None:
@@ -303,56 +223,6 @@ def seed_everything(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
     if (torch := sys.modules.get("torch")) is not None:
         torch.manual_seed(seed)
-
-
-def call_seed(run_seed: int, prompt_id: str, group_id: str) -> int:
-    """The seed of every call on this group: a pure function of run, prompt and group (63 bits)."""
-    digest = hashlib.sha256(f"{run_seed}\0{prompt_id}\0{group_id}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
-
-
-def _call(job: Job) -> Outcome:
-    function = _State.functions[job.function]
-    completions, keywords = _arguments(job, function)
-    seed_everything(job.seed)
-    began = time.monotonic()
-    try:
-        result = function.call(list(completions), **keywords)
-        if inspect.isawaitable(result):
-            result = asyncio.run(within(result, _State.timeout_s))
-        outcome = Outcome("ok", contract.read_values(result, len(completions)))
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
-        outcome = failure(function, error)
-    return _measured(outcome, function, began)
-
-
-async def _gather(jobs: list[Job]) -> list[Outcome]:
-    return await asyncio.gather(*(_await(job) for job in jobs))
-
-
-async def _await(job: Job) -> Outcome:
-    function = _State.functions[job.function]
-    completions, keywords = _arguments(job, function)
-    seed_everything(job.seed)
-    began = time.monotonic()
-    try:
-        result = await within(function.call(list(completions), **keywords), _State.timeout_s)
-        outcome = Outcome("ok", contract.read_values(result, len(completions)))
-    except (Exception, asyncio.CancelledError) as error:
-        outcome = failure(function, error)
-    return _measured(outcome, function, began)
-
-
-def _measured(outcome: Outcome, function: Function, began: float) -> Outcome:
-    if os.getpid() != _State.pid:
-        os._exit(0)  # a child that the function forked must not speak for the worker
-    outcome.seconds = time.monotonic() - began
-    outcome.counters = function.take_counters()
-    return outcome
-
-
-class CallTimeout(Exception):
-    """An awaited call was cancelled because it exceeded its limit."""
 
 
 async def within(awaitable: Any, timeout_s: float) -> Any:
@@ -370,14 +240,25 @@ async def within(awaitable: Any, timeout_s: float) -> Any:
         raise
 
 
-def failure(function: Function, error: BaseException) -> Outcome:
-    """The outcome of a call that raised."""
+def _failure(function: Function, error: BaseException) -> Outcome:
     if isinstance(error, contract.ContractBroken):
         return Outcome("contract", detail=f"{function.signature.where}: {error}")
     if isinstance(error, CallTimeout):
         return Outcome("timeout", detail=str(error))
     traceback.print_exception(error)
     return Outcome("exception", detail=describe(error))
+
+
+def _measured(outcome: Outcome, function: Function, began: float) -> Outcome:
+    """The outcome with its duration and what the function counted, whose counters are reset."""
+    if os.getpid() != _State.pid:
+        os._exit(0)  # a child that the function forked must not speak for the worker
+    outcome.seconds = time.monotonic() - began
+    counters = getattr(function.call, "counters", None)
+    if isinstance(counters, dict):
+        outcome.counters = {name: count for name, count in counters.items() if count}
+        counters.update(dict.fromkeys(counters, 0))
+    return outcome
 
 
 def describe(error: BaseException) -> str:

@@ -21,7 +21,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from swift.rl.estimators import AdvantageEstimator, Scale, get_estimator
+from swift.rl.estimators import Scale, get_estimator
 
 STD_EPSILON = 1e-4
 """Added to every standard deviation that divides (as TRL does)."""
@@ -48,11 +48,6 @@ class Advantages:
     std_P: Tensor
     informative_P: Tensor
 
-    @property
-    def frac_zero_std(self) -> float:
-        """Share of groups without reward spread."""
-        return 1.0 - self.informative_P.double().mean().item() if self.informative_P.numel() else 0.0
-
 
 def reward_matrix(values: Sequence[Sequence[float | None]]) -> Tensor:
     """Rewards of S samples by K functions as float64 [S, K], None as NaN."""
@@ -61,15 +56,7 @@ def reward_matrix(values: Sequence[Sequence[float | None]]) -> Tensor:
 
 
 def total_rewards(values_SK: Tensor, weights_K: Tensor, excluded_S: Tensor | None = None) -> Tensor:
-    """`rho_i = sum_k w_k R_ik` over the entries that are not NaN, float64 [S].
-
-    Args:
-        values_SK: rewards, NaN where a function does not apply.
-        weights_K: one weight per function.
-        excluded_S: bool, samples that take no part; rows that are NaN everywhere are always excluded.
-
-    Returns:
-        Total rewards, NaN for excluded samples.
+    """`rho_i = sum_k w_k R_ik` over the entries that are not NaN, float64 [S]; NaN for excluded samples.
 
     Example: rows (1, None), (0, 2), (None, None) with weights (1, .5) give 1, 1, NaN.
     """
@@ -77,8 +64,7 @@ def total_rewards(values_SK: Tensor, weights_K: Tensor, excluded_S: Tensor | Non
     out_S = values_SK.isnan().all(dim=1)
     if excluded_S is not None:
         out_S = out_S | excluded_S.bool()
-    total_S = (values_SK * weights_K).nansum(dim=1)
-    return total_S.masked_fill(out_S, float("nan"))
+    return (values_SK * weights_K).nansum(dim=1).masked_fill(out_S, float("nan"))
 
 
 def compute_advantages(
@@ -109,7 +95,14 @@ def compute_advantages(
             (gdpo normalises each function on its own and never forms the sum that these act on).
     """
     chosen = get_estimator(estimator)
-    scale = _checked_scale(chosen, scale, kl_penalty_S)
+    scale = chosen.default_scale if scale is None else scale
+    if scale not in get_args(Scale):
+        raise ValueError(f"scale_rewards: {scale}: unknown; valid: {', '.join(get_args(Scale))}")
+    if scale == "gdpo" and (estimator != "grpo" or kl_penalty_S is not None):
+        raise ValueError(
+            "scale_rewards: gdpo: needs advantage_estimator grpo and kl_in_reward false; "
+            "it normalises each reward function on its own"
+        )
     if parameters is None and chosen.parameters is not None:
         parameters = chosen.parameters()
     if weights_K is None:
@@ -119,14 +112,17 @@ def compute_advantages(
         rewards_S = rewards_S - kl_penalty_S.double()
 
     groups = GroupStatistics.of(rewards_S, group_index_S)
+    informative_P = groups.informative_P
     if scale == "gdpo":
         scored_SK = values_SK.double().masked_fill(rewards_S.isnan().unsqueeze(1), float("nan"))
         advantages_S, informative_P = _gdpo(scored_SK, weights_K.double(), group_index_S)
         informative_P = informative_P & (groups.count_P >= 2)
     else:
-        centred_S = chosen.centre(rewards_S, groups, parameters)
-        advantages_S = _scaled(centred_S, centred_S if chosen.scales_centred else rewards_S, groups, scale)
-        informative_P = groups.informative_P
+        advantages_S = centred_S = chosen.centre(rewards_S, groups, parameters)
+        if scale == "group":
+            advantages_S = centred_S / (groups.std_P[group_index_S] + STD_EPSILON)
+        elif scale == "batch":
+            advantages_S = centred_S / (_batch_std(centred_S if chosen.scales_centred else rewards_S) + STD_EPSILON)
     teaches_S = informative_P[group_index_S] & ~rewards_S.isnan()
     return Advantages(
         advantages_S=torch.where(teaches_S, advantages_S, 0.0),
@@ -138,28 +134,12 @@ def compute_advantages(
     )
 
 
-def group_advantages(rewards_PG: Tensor, *, estimator: str = "grpo", scale: Scale | None = None) -> Tensor:
-    """Advantages [P, G] of total rewards laid out by group, NaN for excluded samples.
-
-    Example: [[1, 0, 0, 0]] gives 1.4997, -.4999, -.4999, -.4999 (grpo, scaled by the group).
-    """
-    num_groups, group_size = rewards_PG.shape
-    group_index_S = torch.arange(num_groups, device=rewards_PG.device).repeat_interleave(group_size)
-    result = compute_advantages(rewards_PG.reshape(-1, 1), group_index_S, estimator=estimator, scale=scale)
-    return result.advantages_S.reshape(num_groups, group_size)
-
-
-def informative(spread: Tensor, largest: Tensor) -> Tensor:
-    """Whether `max - min` is more than rounding noise, given the largest absolute reward."""
-    return spread > SPREAD_TOLERANCE * largest.clamp(min=1.0)
-
-
 @dataclass(frozen=True, slots=True)
 class GroupStatistics:
     """Statistics of P groups over scored samples; `index_S` maps samples to groups.
 
     count_P: scored samples, long. mean_P: NaN without any. std_P: ddof 1, 0 below two. lowest_P, highest_P: 0 without
-    any. informative_P: bool, whether there is a spread.
+    any. informative_P: bool, whether they differ by more than rounding.
     """
 
     index_S: Tensor
@@ -184,7 +164,7 @@ class GroupStatistics:
         highest_P = zeros_P.scatter_reduce(0, index, values, "amax", include_self=False)
         lowest_P = zeros_P.scatter_reduce(0, index, values, "amin", include_self=False)
         largest_P = torch.maximum(highest_P.abs(), lowest_P.abs())
-        informs_P = (count_P >= 2) & informative(highest_P - lowest_P, largest_P)
+        informs_P = (count_P >= 2) & (highest_P - lowest_P > SPREAD_TOLERANCE * largest_P.clamp(min=1.0))
         return cls(index_S, count_P.long(), mean_P, std_P, lowest_P, highest_P, informs_P)
 
     def centred(self, values_S: Tensor) -> Tensor:
@@ -192,29 +172,16 @@ class GroupStatistics:
         return values_S - self.mean_P[self.index_S]
 
 
-def _scaled(centred_S: Tensor, batch_S: Tensor, groups: GroupStatistics, scale: Scale) -> Tensor:
-    """Centred values, divided; `batch_S` is what a batch's standard deviation is taken of."""
-    if scale == "none":
-        return centred_S
-    if scale == "group":
-        return centred_S / (groups.std_P[groups.index_S] + STD_EPSILON)
-    return centred_S / (_batch_std(batch_S) + STD_EPSILON)
-
-
 def _gdpo(values_SK: Tensor, weights_K: Tensor, index_S: Tensor) -> tuple[Tensor, Tensor]:
     """Each function normalised within its group, summed, then normalised over the batch (arXiv:2601.05242).
 
     Returns advantages [S] and whether some function with a weight informs in the group, [P].
     """
-    sum_S = torch.zeros_like(values_SK[:, 0])
-    informs_P: Tensor | None = None
-    for values_S, weight in zip(values_SK.unbind(dim=1), weights_K.tolist(), strict=True):
-        groups = GroupStatistics.of(values_S, index_S)
-        normalised_S = groups.centred(values_S) / (groups.std_P[index_S] + STD_EPSILON)
-        sum_S = sum_S + weight * normalised_S.nan_to_num(nan=0.0)
-        column_P = groups.informative_P if weight != 0 else torch.zeros_like(groups.informative_P)
-        informs_P = column_P if informs_P is None else informs_P | column_P
-    assert informs_P is not None, "there is at least one reward function"
+    columns = [(values_S, GroupStatistics.of(values_S, index_S)) for values_S in values_SK.unbind(dim=1)]
+    normalised = [groups.centred(values_S) / (groups.std_P[index_S] + STD_EPSILON) for values_S, groups in columns]
+    sum_S = (torch.stack(normalised, dim=1).nan_to_num(nan=0.0) * weights_K).sum(dim=1)
+    informs_KP = torch.stack([groups.informative_P for _, groups in columns])
+    informs_P = (informs_KP & (weights_K != 0).unsqueeze(1)).any(dim=0)
     sum_S = sum_S.masked_fill(values_SK.isnan().all(dim=1), float("nan"))
     return (sum_S - sum_S.nanmean()) / (_batch_std(sum_S) + STD_EPSILON), informs_P
 
@@ -223,15 +190,3 @@ def _batch_std(values_S: Tensor) -> Tensor:
     """Standard deviation (ddof 1) of the entries that are not NaN; 0 below two."""
     scored = values_S[~values_S.isnan()]
     return scored.std() if scored.numel() >= 2 else values_S.new_zeros(())
-
-
-def _checked_scale(estimator: AdvantageEstimator, scale: Scale | None, kl_penalty_S: Tensor | None) -> Scale:
-    scale = estimator.default_scale if scale is None else scale
-    if scale not in get_args(Scale):
-        raise ValueError(f"scale_rewards: {scale}: unknown; valid: {', '.join(get_args(Scale))}")
-    if scale == "gdpo" and (estimator.name != "grpo" or kl_penalty_S is not None):
-        raise ValueError(
-            "scale_rewards: gdpo: needs advantage_estimator grpo and kl_in_reward false; "
-            "it normalises each reward function on its own"
-        )
-    return scale

@@ -8,33 +8,26 @@ from typing import ClassVar, Literal
 
 from swift.flags import flag
 from swift.rl.losses import loss_problems
-from swift.rl.losses.sapo import SAPOParameters
 
 ASYNCHRONOUS = "Asynchronous and data"
+CORRECTS = "rollout_importance_sampling_mode=token_truncate|token_mask|sequence_truncate|sequence_mask"
 
 
 @dataclass(kw_only=True)
-class ObjectiveArguments(SAPOParameters):
+class ObjectiveArguments:
     """From rewards to the loss."""
 
     GROUP: ClassVar[str] = "Objective"
 
-    preset: Literal[
-        "none", "grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "luspo", "vespo", "rloo", "reinforce_plus_plus",
-        "gdpo",
-    ] = flag("none", everyday=False)  # fmt: skip
+    preset: Literal["none"] = flag("none", everyday=False, registry="presets")
     """Paper whose values the objective takes. Every value can be overridden; the plan of a run prints them with their
     sources."""
 
     beta: float = flag(0.04, at_least=0)
     """Weight of the KL to the reference model (k3). 0 needs no reference."""
 
-    loss_type: Literal["dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo", "gspo"] = flag(
-        "dapo", registry="losses"
-    )
-    """Objective and normaliser. dapo: sum / trained tokens of the global batch. grpo: mean of sequence means. bnpo:
-    token mean of each micro-batch. dr_grpo: sum / (completions x max_completion_length). cispo caps the ratio, sapo
-    gates it; gspo and luspo take the ratio of sequences."""
+    loss_type: str = flag("dapo", registry="losses")
+    """Objective and normaliser."""
 
     epsilon: float = flag(0.2, at_least=0)
     """Lower clip range of the ratio."""
@@ -49,16 +42,14 @@ class ObjectiveArguments(SAPOParameters):
     num_iterations: int = flag(1, at_least=1)
     """Number of passes over each generation batch (mu)."""
 
-    advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus"] = flag(
-        "grpo", everyday=False, registry="advantages"
-    )
-    """Baseline of a reward: the group's mean, or the mean of the others (rloo)."""
+    advantage_estimator: str = flag("grpo", everyday=False, registry="advantages")
+    """Baseline of a reward."""
 
     scale_rewards: Literal["group", "batch", "none", "gdpo"] | None = flag(values={"true": "group", "false": "none"})
     """Divisor of an advantage: standard deviation of the group, of the batch, or none. gdpo normalises each reward
     function on its own."""
 
-    kl_in_reward: bool | None = flag(everyday=False)
+    kl_in_reward: bool | None = flag(needs="beta", everyday=False)
     """Whether the KL is subtracted from the reward instead of added to the loss."""
 
     importance_sampling_level: Literal["token", "sequence", "sequence_token"] | None = flag(everyday=False)
@@ -91,16 +82,22 @@ class ObjectiveArguments(SAPOParameters):
     none`; true is token_truncate unless a mode is given."""
 
     rollout_importance_sampling_threshold: float = flag(
-        2.0, above=0, aliases=("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max"), everyday=False
+        2.0,
+        above=0,
+        aliases=("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max"),
+        needs=CORRECTS,
+        everyday=False,
     )
     """Upper bound of the correction's weights."""
 
     rollout_importance_sampling_lower: float = flag(
-        0.0, at_least=0, aliases=("vllm_importance_sampling_clip_min",), everyday=False
+        0.0, at_least=0, aliases=("vllm_importance_sampling_clip_min",), needs=CORRECTS, everyday=False
     )
     """Lower bound of the correction's weights."""
 
-    rollout_importance_sampling_ratio: Literal["mean", "sum"] = flag("mean", everyday=False)
+    rollout_importance_sampling_ratio: Literal["mean", "sum"] = flag(
+        "mean", needs="rollout_importance_sampling_mode=sequence_truncate|sequence_mask", everyday=False
+    )
     """Length rule of the sequence ratio."""
 
     old_logprobs: Literal["trainer", "sampler"] = flag("trainer", everyday=False)
@@ -186,10 +183,10 @@ class ObjectiveArguments(SAPOParameters):
     reroll_start_fraction: float = flag(1.0, at_least=0, at_most=1, group=ASYNCHRONOUS, everyday=False)
     """Share of the run after which prompts that always failed are sampled again. 1.0 is off."""
 
-    reroll_max_groups: int = flag(1, at_least=1, group=ASYNCHRONOUS, everyday=False)
+    reroll_max_groups: int = flag(1, at_least=1, group=ASYNCHRONOUS, needs="reroll_start_fraction<1", everyday=False)
     """Maximum number of re-rolled prompts per generation batch."""
 
-    reroll_fail_reward: float = flag(0.0, group=ASYNCHRONOUS, everyday=False)
+    reroll_fail_reward: float = flag(0.0, group=ASYNCHRONOUS, needs="reroll_start_fraction<1", everyday=False)
     """Reward up to which a completion counts as failed."""
 
     def problems(self) -> Iterator[str]:

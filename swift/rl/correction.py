@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from swift.rl.objective import SamplerCorrection
-from swift.rl.segments import segment_mean, segment_sum, spread
+from swift.rl.segments import at_tokens, segment_mean, segment_sum
 
 CorrectionMode = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 SequenceRatio = Literal["mean", "sum"]
@@ -35,7 +35,7 @@ LOG_FLOOR = math.log(1e-8)
 def sampler_mismatch(old_logprobs_T: Tensor, sampler_logprobs_T: Tensor, mask_T: Tensor) -> Tensor:
     """Log-ratio eta of the trainer's old policy to the sampler at each token, [T], clipped to +-20.
 
-    0 where the mask is 0 or the sampler has no finite log-prob; whoever has the whole window counts the latter.
+    0 where the mask is 0 or the sampler has no finite log-prob; whoever has the whole batch counts the latter.
     """
     known_T = mask_T.bool() & sampler_logprobs_T.isfinite()
     difference_T = (old_logprobs_T - sampler_logprobs_T).clamp(-LOG_LIMIT, LOG_LIMIT)
@@ -58,27 +58,22 @@ def sampler_correction(
 
     The logarithm of a sequence is that of its one weight where all its tokens share it, else the sum of its
     trained tokens' logarithms, each clipped to [log 1e-8, 20].
-
-    Raises:
-        ValueError: the mode is unknown.
     """
-    ratio_T = torch.exp(eta_T)
     if mode == "none":
         return SamplerCorrection(torch.ones_like(eta_T), eta_T.new_zeros(num_sequences))
-    if mode == "token_truncate":
-        return _per_token(ratio_T.clamp(lower, threshold), mask_T, sequence_index_T, num_sequences)
-    if mode == "token_mask":
-        kept_T = (ratio_T >= lower) & (ratio_T <= threshold)
-        return _per_token(ratio_T * kept_T, mask_T, sequence_index_T, num_sequences)
+    ratio_T = torch.exp(eta_T)
     ratio_S = sequence_mismatch(eta_T, mask_T, sequence_index_T, num_sequences, sequence_ratio)
-    if mode == "sequence_truncate":
-        return _per_sequence(ratio_S.clamp(lower, threshold), sequence_index_T)
-    if mode == "sequence_mask":
-        kept_S = (ratio_S >= lower) & (ratio_S <= threshold)
-        if sequence_ratio == "sum":
-            return _per_sequence(ratio_S * kept_S, sequence_index_T)
-        return _per_token(ratio_T * spread(kept_S, sequence_index_T), mask_T, sequence_index_T, num_sequences)
-    raise ValueError(f"rollout_importance_sampling_mode: {mode}: unknown")
+    bounded = ratio_S if mode.startswith("sequence") else ratio_T
+    kept = (bounded >= lower) & (bounded <= threshold)
+    if mode == "sequence_truncate" or (mode == "sequence_mask" and sequence_ratio == "sum"):
+        weights_S = ratio_S.clamp(lower, threshold) if mode == "sequence_truncate" else ratio_S * kept
+        return SamplerCorrection(at_tokens(weights_S, sequence_index_T), weights_S.log().clamp(LOG_FLOOR, LOG_LIMIT))
+    if mode == "token_truncate":
+        weights_T = ratio_T.clamp(lower, threshold)
+    else:
+        weights_T = ratio_T * (kept if mode == "token_mask" else at_tokens(kept, sequence_index_T))
+    log_T = weights_T.log().clamp(LOG_FLOOR, LOG_LIMIT) * mask_T
+    return SamplerCorrection(weights_T, segment_sum(log_T, sequence_index_T, num_sequences))
 
 
 @torch.no_grad()
@@ -114,7 +109,7 @@ def off_policy_sequence_mask(
     known_T = mask_T.bool() & sampler_logprobs_T.isfinite()
     drift_T = torch.where(known_T, sampler_logprobs_T - policy_logprobs_T, 0.0)
     drift_S = segment_mean(drift_T, mask_T, sequence_index_T, num_sequences)
-    return ((advantages_T >= 0) | spread(drift_S <= delta, sequence_index_T)).to(policy_logprobs_T.dtype)
+    return ((advantages_T >= 0) | at_tokens(drift_S <= delta, sequence_index_T)).to(policy_logprobs_T.dtype)
 
 
 @torch.no_grad()
@@ -130,16 +125,14 @@ def mismatch_statistics(
 
     Returns:
         Sums `{name: [2] (sum, count)}` and extremes `{name: scalar}`, to be reduced as those of `LossOutput`
-        (`.../min` by minimum). The effective sample size is `(sum w)^2 / (n sum w^2)`, from `ratio` and
-        `ratio_squared` after the reduction: `effective_sample_size`.
+        (`.../min` by minimum).
     """
     eta = (old_logprobs_T - sampler_logprobs_T)[mask_T.bool() & sampler_logprobs_T.isfinite()].double()
     ratio = torch.exp(eta)
-    outside = (ratio < lower) | (ratio > threshold)
     columns = {
         "rollout_ratio/mean": ratio,
         "rollout_ratio/squared": ratio**2,
-        "rollout_ratio/clipped_frac": outside.double(),
+        "rollout_ratio/clipped_frac": ((ratio < lower) | (ratio > threshold)).double(),
         "rollout_ratio/k3": ratio - eta - 1,
         "rollout_ratio/abs_log_mean": eta.abs(),
     }
@@ -159,13 +152,3 @@ def effective_sample_size(ratio: Tensor, ratio_squared: Tensor) -> float:
     total, count = ratio.tolist()
     squares = float(ratio_squared[0])
     return total**2 / (count * squares) if count and squares else 0.0
-
-
-def _per_token(weights_T: Tensor, mask_T: Tensor, sequence_index_T: Tensor, num_sequences: int) -> SamplerCorrection:
-    log_T = weights_T.log().clamp(LOG_FLOOR, LOG_LIMIT) * mask_T
-    return SamplerCorrection(weights_T, segment_sum(log_T, sequence_index_T, num_sequences))
-
-
-def _per_sequence(weights_S: Tensor, sequence_index_T: Tensor) -> SamplerCorrection:
-    log_S = weights_S.log().clamp(LOG_FLOOR, LOG_LIMIT)
-    return SamplerCorrection(spread(weights_S, sequence_index_T), log_S)

@@ -1,6 +1,6 @@
 """Entropy: the bonus, its adaptive weight, and training on the most uncertain tokens only.
 
-T packed tokens. All sums are sums over the window, so that no cut into micro-batches matters.
+T packed tokens. All sums are over the global batch, so that no cut into micro-batches matters.
 """
 
 from __future__ import annotations
@@ -13,12 +13,7 @@ from torch import Tensor
 
 
 def entropy_bonus(
-    entropy_T: Tensor,
-    mask_T: Tensor,
-    *,
-    coefficient: float,
-    num_window_tokens: float,
-    keep_T: Tensor | None = None,
+    entropy_T: Tensor, mask_T: Tensor, *, coefficient: float, num_tokens: float, keep_T: Tensor | None = None
 ) -> Tensor:
     """The micro-batch's share of `-c_H sum m h H / sum m h`, a scalar with gradient to add to the loss.
 
@@ -26,20 +21,20 @@ def entropy_bonus(
         entropy_T: entropy in nats, with gradient.
         mask_T: data mask.
         coefficient: c_H.
-        num_window_tokens: `sum m h` over the whole window.
+        num_tokens: `sum m h` over the whole global batch.
         keep_T: the top-entropy mask h, or None.
     """
     weight_T = mask_T.to(entropy_T.dtype)
     if keep_T is not None:
         weight_T = weight_T * keep_T.to(entropy_T.dtype)
-    return -coefficient * (weight_T * entropy_T).sum() / num_window_tokens
+    return -coefficient * (weight_T * entropy_T).sum() / num_tokens
 
 
 def top_entropy_threshold(entropies: Tensor, quantile: float) -> float:
     """The entropy at or above which a token is trained (arXiv:2506.01939).
 
     Args:
-        entropies: of all trained tokens of the window, any order, at least one.
+        entropies: of all trained tokens of the global batch, any order, at least one.
         quantile: p_H, the share to keep, in (0, 1].
 
     Returns:
@@ -47,8 +42,6 @@ def top_entropy_threshold(entropies: Tensor, quantile: float) -> float:
 
     Example: .1 .9 .4 .7 .2 with p_H = .5 gives .4, which keeps .9, .4 and .7.
     """
-    if not 0 < quantile <= 1:
-        raise ValueError(f"top_entropy_quantile: {quantile}: must be in (0, 1]")
     # 1e-9: (1 - .8) * 10 is 1.9999999999999996 or 2.0000000000000004 by chance of the decimals
     rank = math.ceil((1 - quantile) * (entropies.numel() - 1) - 1e-9)
     return float(torch.kthvalue(entropies, rank + 1).values)
@@ -70,13 +63,13 @@ class AdaptiveEntropy:
 
     @property
     def applied(self) -> float:
-        """The coefficient for the next window: the stored one while entropy is at or below the target."""
+        """The coefficient for the next step: the stored one while entropy is at or below the target."""
         return self.coefficient if self.last_entropy <= self.target else 0.0
 
-    def updated(self, window_entropy: float) -> AdaptiveEntropy:
-        """The controller after a window whose mean entropy was `window_entropy`."""
-        if window_entropy <= self.target:
+    def updated(self, entropy: float) -> AdaptiveEntropy:
+        """The controller after a global batch of that mean entropy."""
+        if entropy <= self.target:
             coefficient = min(self.coefficient + self.step, self.maximum)
         else:
             coefficient = max(self.coefficient - self.step, self.minimum)
-        return replace(self, coefficient=coefficient, last_entropy=window_entropy)
+        return replace(self, coefficient=coefficient, last_entropy=entropy)

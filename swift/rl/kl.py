@@ -17,30 +17,12 @@ LOG_RATIO_LIMIT = 20.0
 def k3(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     """The k3 estimate `e^d - d - 1` with `d = min(lp_r - lp, 20)`, [T], never negative.
 
-    `d` is bounded above so that `exp` stays finite. It has no lower bound: there the estimate is linear, and a
-    bound would stop the gradient for the tokens that are furthest from the reference. Gradient flows into the
-    policy's log-probs only as far as the caller lets it: pass a detached reference.
+    Below, `d` has no bound: it would stop the gradient of the tokens that are furthest from the reference.
 
     Example: lp_r - lp = .1 gives .005171.
     """
     difference_T = torch.clamp(ref_logprobs_T - policy_logprobs_T, max=LOG_RATIO_LIMIT)
     return torch.expm1(difference_T) - difference_T
-
-
-def kl_term(
-    policy_logprobs_T: Tensor,
-    ref_logprobs_T: Tensor,
-    *,
-    token_ratio_T: Tensor | None = None,
-) -> Tensor:
-    """The KL term of the loss at each token, [T]: k3, or k3 times the token ratio.
-
-    With `token_ratio_T` (unclipped, with gradient, token level whatever the level of the loss) this is the
-    bias correction of arXiv:2512.02556: its gradient is the unbiased gradient of the reverse KL, which plain
-    k3 under the old policy's samples is not.
-    """
-    estimate_T = k3(policy_logprobs_T, ref_logprobs_T)
-    return estimate_T if token_ratio_T is None else estimate_T * token_ratio_T
 
 
 def sequence_k1(

@@ -1,9 +1,7 @@
 """Log-probs and entropies of chosen tokens straight from hidden states and the output layer, without an [N, V] matrix.
 
-N positions, H hidden size, V vocabulary. The logits `hidden @ weight.T + bias` exist one block at a time: R rows by C
-columns in one buffer that is used again. A running maximum and sum (as in online softmax, arXiv:1805.02867) join the
-column blocks, so a block stays small however large the vocabulary is, and the weight is read once per R rows. As R is
-thousands, nearly every gradient of a weight row comes from one matrix product, with no sum over blocks to be rounded.
+N positions, H hidden size, V vocabulary, C columns of a block. The logits `hidden @ weight.T + bias` exist one block of
+columns at a time, [N, C]. A running maximum and sum (as in online softmax, arXiv:1805.02867) join the blocks.
 
 What the backward pass needs is kept in one of three ways (`choose_way`):
 
@@ -11,21 +9,18 @@ What the backward pass needs is kept in one of three ways (`choose_way`):
     direction   else, where the output layer is frozen (LoRA): d logp / d hidden [N, H], made in the forward pass
     recompute   else, one number per row; the backward pass makes each block of logits again
 
-Statistics are fp32 for bf16, fp16 and fp32 inputs and float64 for float64 inputs, as in `swift.rl.logprobs`; matrix
-products are in the type of the inputs, by torch's own `mm` or what the caller knows to be faster.
+Statistics are fp32 for bf16, fp16 and fp32 inputs and float64 for float64 inputs; matrix products are in the type of
+the inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-
-from swift.rl.logit_blocks import PLAIN, Buffers, Head, LogitMap, block_shape, view
 
 Entropy = Literal["none", "value", "gradient"]
 """What is wanted of the entropy: nothing, its value, or its value with a gradient."""
@@ -34,6 +29,49 @@ Way = Literal["value", "direction", "keep", "recompute"]
 
 KEEP_BYTES = 2**27
 """Logits up to this size are kept for the backward pass; beyond it, a second product costs less than the memory."""
+
+CPU_BLOCK_ELEMENTS = 2**20
+"""Elements of a block on the CPU (4 MiB in fp32, which a cache holds)."""
+
+DEVICE_BLOCK_ELEMENTS = 2**26
+"""Elements of a block elsewhere (256 MiB in fp32): kernel launches hardly count then."""
+
+FEWEST_COLUMNS = 256
+"""However many rows there are, so that matrix products stay efficient."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitMap:
+    """What happens to `hidden @ weight.T + bias` before the softmax: `cap * tanh(scale * z / cap) / temperature`.
+
+    scale: Cohere's `logit_scale`, or 1 over Granite's `logits_scaling`. softcap: Gemma's `final_logit_softcapping`;
+    None is off. temperature: the sampler's, > 0.
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+    temperature: float = 1.0
+
+    @property
+    def slope(self) -> float:
+        """The derivative, up to that of tanh."""
+        return self.scale / self.temperature
+
+    def apply_(self, logits: Tensor) -> Tensor:
+        """In place."""
+        if self.softcap is None:
+            return logits.mul_(self.slope) if self.slope != 1.0 else logits
+        return logits.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
+
+    def tanh_derivative(self, mapped: Tensor) -> Tensor | None:
+        """The derivative of tanh where the result is `mapped`; None without a cap."""
+        if self.softcap is None:
+            return None
+        return (mapped * (self.temperature / self.softcap)).square_().neg_().add_(1.0)
+
+
+PLAIN = LogitMap()
+"""No scale, no cap, temperature 1."""
 
 
 def linear_logprobs(
@@ -45,7 +83,7 @@ def linear_logprobs(
     logit_map: LogitMap = PLAIN,
     entropy: Entropy = "none",
     keep_bytes: int | None = None,
-    block: tuple[int, int] | None = None,
+    columns: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`log_softmax(map(hidden @ weight.T + bias))` at the given ids, and the entropy of that distribution in nats.
 
@@ -58,32 +96,24 @@ def linear_logprobs(
         logit_map: scale, cap and temperature.
         entropy: whether it is wanted, and whether it shall carry a gradient.
         keep_bytes: logits up to this size may be kept for the backward pass; None means `KEEP_BYTES`.
-        block: rows and columns of a block; None takes what suits the device.
+        columns: of a block; None takes what suits the device.
 
     Returns:
         log-probs [N] and entropy [N] (or None), fp32 (float64 for float64 inputs).
-
-    Raises:
-        ValueError: shapes or types disagree, or the temperature is not positive.
     """
-    _check(hidden_NH, weight_VH, ids_N, bias_V, logit_map)
-    learns = torch.is_grad_enabled()
+    vocabulary, learns = weight_VH.shape[0], torch.is_grad_enabled()
     way = choose_way(
-        ids_N.numel() * weight_VH.shape[0] * hidden_NH.element_size(),
+        ids_N.numel() * vocabulary * hidden_NH.element_size(),
         hidden_learns=learns and hidden_NH.requires_grad,
         head_learns=learns and (weight_VH.requires_grad or (bias_V is not None and bias_V.requires_grad)),
         entropy=entropy,
         keep_bytes=KEEP_BYTES if keep_bytes is None else keep_bytes,
     )
-    shape = block or block_shape(ids_N.numel(), weight_VH.shape[0], on_cpu=hidden_NH.device.type == "cpu")
-    hidden_NH = hidden_NH.contiguous()
-    if way == "value":
-        head = Head(hidden_NH.detach(), weight_VH.detach(), _detached(bias_V), ids_N, logit_map, shape)
-        found = _statistics(head, way, entropy)
-        return found.logprobs_N, found.entropy_N
-    logprobs_N, entropy_N = _LinearLogprobs.apply(
-        hidden_NH, weight_VH, bias_V, ids_N, _Settings(logit_map, entropy, way, shape)
-    )
+    if columns is None:
+        elements = CPU_BLOCK_ELEMENTS if hidden_NH.device.type == "cpu" else DEVICE_BLOCK_ELEMENTS
+        columns = min(vocabulary, max(FEWEST_COLUMNS, elements // max(1, ids_N.numel())))
+    settings = _Settings(logit_map, entropy, way, columns)
+    logprobs_N, entropy_N = _LinearLogprobs.apply(hidden_NH.contiguous(), weight_VH, bias_V, ids_N, settings)
     return logprobs_N, entropy_N if entropy != "none" else None
 
 
@@ -112,24 +142,43 @@ class _Settings:
     logit_map: LogitMap
     entropy: Entropy
     way: Way
-    shape: tuple[int, int]
+    columns: int
 
 
-@dataclass(slots=True)
-class _Found:
-    """What the forward pass learns of each row.
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """The inputs without a gradient of their own, and their logits block by block."""
 
-    normaliser_N: log of the sum of exponentials. kept: blocks of logits as the product gave them; where `exponential`,
-    their exponentials relative to the row's highest, and `normaliser_N` is the sum of these. direction_NH: d logp / d
-    hidden.
-    """
+    hidden_NH: Tensor
+    weight_VH: Tensor
+    bias_V: Tensor | None
+    ids_N: Tensor
+    settings: _Settings
 
-    logprobs_N: Tensor
-    normaliser_N: Tensor
-    entropy_N: Tensor | None
-    kept: list[Tensor] | None = None
-    exponential: bool = False
-    direction_NH: Tensor | None = None
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of statistics."""
+        return torch.float64 if self.hidden_NH.dtype == torch.float64 else torch.float32
+
+    def blocks(self) -> list[slice]:
+        """The vocabulary, cut."""
+        step, vocabulary = self.settings.columns, self.weight_VH.shape[0]
+        return [slice(start, min(start + step, vocabulary)) for start in range(0, vocabulary, step)]
+
+    def product(self, columns: slice) -> Tensor:
+        """`hidden @ weight.T + bias` of a block, [N, C]."""
+        bias = None if self.bias_V is None else self.bias_V[columns]
+        return torch.nn.functional.linear(self.hidden_NH, self.weight_VH[columns], bias)
+
+    def mapped(self, product: Tensor, *, copy: bool) -> Tensor:
+        """The logits of a block in the type of statistics, to be overwritten."""
+        return self.settings.logit_map.apply_(product.to(self.dtype, copy=copy))
+
+    def places(self, columns: slice) -> tuple[Tensor, Tensor]:
+        """The column of each row's id within the block, [N, 1], 0 where it is elsewhere; whether it is in it, [N]."""
+        local = self.ids_N - columns.start
+        inside = (local >= 0) & (self.ids_N < columns.stop)
+        return local.where(inside, 0).unsqueeze(1), inside
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -139,281 +188,159 @@ class _LinearLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, ids_N: Tensor, settings: _Settings
     ) -> tuple[Tensor, Tensor]:
-        head = Head(hidden_NH, weight_VH, bias_V, ids_N, settings.logit_map, settings.shape)
-        found = _statistics(head, settings.way, settings.entropy)
-        empty = found.logprobs_N.new_empty(0)
-        entropy_N = empty if found.entropy_N is None else found.entropy_N
+        head, keep = _Head(hidden_NH, weight_VH, bias_V, ids_N, settings), settings.way == "keep"
+        softmax, kept = _Softmax(head), []
+        for columns in head.blocks():
+            product = head.product(columns)
+            if keep:
+                kept.append(product)
+            softmax.add(columns, head.mapped(product, copy=keep))
+        logprobs_N = softmax.logprobs()
+        entropy_N = softmax.entropy() if settings.entropy != "none" else logprobs_N.new_empty(0)
         ctx.set_materialize_grads(False)
         if settings.entropy != "gradient":
             ctx.mark_non_differentiable(entropy_N)
-        ctx.settings, ctx.exponential = settings, found.exponential
+        ctx.settings = settings
         if settings.way == "direction":
-            ctx.save_for_backward(found.direction_NH)
-        else:  # the parameters themselves: their data may be gone now and back in the backward pass
-            ctx.save_for_backward(
-                hidden_NH, weight_VH, bias_V, ids_N, found.normaliser_N, entropy_N, *(found.kept or ())
-            )
-        return found.logprobs_N, entropy_N
+            ctx.save_for_backward(softmax.direction())
+        elif settings.way != "value":  # the parameters themselves: their data may be gone now and back in the backward
+            ctx.save_for_backward(hidden_NH, weight_VH, bias_V, ids_N, softmax.highest, softmax.total, entropy_N, *kept)
+        return logprobs_N, entropy_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        logprob_grad_N, entropy_grad_N = grads[0], grads[1] if ctx.settings.entropy == "gradient" else None
+        settings: _Settings = ctx.settings
+        logprob_grad_N, entropy_grad_N = grads[0], grads[1] if settings.entropy == "gradient" else None
         if logprob_grad_N is None and entropy_grad_N is None:
             return None, None, None, None, None
-        if ctx.settings.way == "direction":
+        if settings.way == "direction":
             assert logprob_grad_N is not None
             (direction_NH,) = ctx.saved_tensors
             return direction_NH * logprob_grad_N.to(direction_NH.dtype).unsqueeze(1), None, None, None, None
-        settings: _Settings = ctx.settings
-        hidden_NH, weight_VH, bias_V, ids_N, normaliser_N, entropy_N, *blocks = ctx.saved_tensors
-        kept = blocks if settings.way == "keep" else None
-        head = Head(hidden_NH, weight_VH, bias_V, ids_N, settings.logit_map, settings.shape)
+        hidden_NH, weight_VH, bias_V, ids_N, highest_N, total_N, entropy_N, *kept = ctx.saved_tensors
+        head = _Head(hidden_NH, weight_VH, bias_V, ids_N, settings)
         if logprob_grad_N is None:
-            logprob_grad_N = torch.zeros_like(normaliser_N)
-        found = _Found(logprob_grad_N, normaliser_N, entropy_N, kept, ctx.exponential)
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        sums = _GradientSums(head, needs_hidden, needs_weight, needs_bias and bias_V is not None)
-        for rows, columns, grad in _logit_gradients(head, found, logprob_grad_N, entropy_grad_N):
-            sums.add(rows, columns, grad)
-        return (*sums.results(), None, None)
+            logprob_grad_N = torch.zeros_like(total_N)
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        hidden_grad = torch.zeros_like(hidden_NH, dtype=head.dtype) if needs_hidden else None
+        weight_grad = torch.empty_like(weight_VH) if needs_weight else None
+        bias_grad = torch.empty_like(bias_V) if needs_bias and bias_V is not None else None
+        for i, columns in enumerate(head.blocks()):
+            logits = head.mapped(kept[i] if kept else head.product(columns), copy=bool(kept))
+            derivative = settings.logit_map.tanh_derivative(logits)
+            logits.sub_(highest_N.unsqueeze(1))
+            grad = _logit_gradient(head, columns, logits, total_N, entropy_N, logprob_grad_N, entropy_grad_N)
+            grad = _of_product(head, grad, derivative)
+            if hidden_grad is not None:
+                _add_product(hidden_grad, grad, weight_VH[columns])
+            if weight_grad is not None:
+                torch.mm(grad.t(), hidden_NH, out=weight_grad[columns])
+            if bias_grad is not None:
+                bias_grad[columns] = grad.sum(dim=0, dtype=head.dtype)
+        return None if hidden_grad is None else hidden_grad.to(hidden_NH.dtype), weight_grad, bias_grad, None, None
 
 
-# --- forward -----------------------------------------------------------------------------------------------------
-
-
-def _statistics(head: Head, way: Way, entropy: Entropy) -> _Found:
-    num_rows = head.ids_N.numel()
-    options: Any = {"dtype": head.dtype, "device": head.hidden_NH.device}
-    found = _Found(
-        logprobs_N=torch.empty(num_rows, **options),
-        normaliser_N=torch.empty(num_rows, **options),
-        entropy_N=torch.empty(num_rows, **options) if entropy != "none" else None,
-    )
-    if way == "keep":
-        found.kept = []
-        found.exponential = (
-            head.one_column and not head.narrow and entropy != "gradient" and head.logit_map.softcap is None
-        )
-    if way == "direction":
-        found.direction_NH = torch.empty_like(head.hidden_NH)
-    buffers = Buffers(head, keep=way == "keep", in_place=found.exponential, spare=entropy != "none")
-    for rows in head.row_spans():
-        running = _Running(head, rows, entropy != "none", way == "direction")
-        for columns in head.column_spans():
-            running.add(columns, buffers.logits(rows, columns, found.kept), buffers)
-        running.finish(found)
-    return found
-
-
-class _Running:
-    """Softmax statistics of some rows while the blocks of their columns arrive; sums are relative to `highest`.
+class _Softmax:
+    """Statistics of the rows while the blocks of their columns arrive; sums are relative to `highest`.
 
     total: sum of e^(z - highest). moment: sum of e^(z - highest) (z - highest), for the entropy.
     others: `total` without the row's own id. mean: weight rows summed with the terms of `others` (times the
-        derivative of the cap).
+        derivative of the cap). Both are for the direction, where 1 - p has to be exact for p near 1.
     """
 
-    total: Tensor
-    highest: Tensor
-    selected: Tensor
+    def __init__(self, head: _Head) -> None:
+        self.head = head
+        num_rows = head.ids_N.numel()
+        options: Any = {"dtype": head.dtype, "device": head.hidden_NH.device}
+        self.highest = torch.full((num_rows,), torch.finfo(head.dtype).min, **options)
+        self.selected, self.total, self.moment, self.others = (torch.zeros(num_rows, **options) for _ in range(4))
+        self.with_entropy, self.with_direction = head.settings.entropy != "none", head.settings.way == "direction"
+        self.mean = torch.zeros(num_rows, head.hidden_NH.shape[1] if self.with_direction else 0, **options)
 
-    def __init__(self, head: Head, rows: slice, with_entropy: bool, with_direction: bool) -> None:
-        self.head, self.rows = head, rows
-        self.with_entropy, self.with_direction = with_entropy, with_direction
-        self.moment: Tensor | None = None
-        self.others: Tensor | None = None
-        self.mean: Tensor | None = None
-
-    def add(self, columns: slice, logits: Tensor, buffers: Buffers) -> None:
-        """One block; `logits` is overwritten by exponentials."""
-        first = columns.start == 0
-        places, inside = self.head.places(self.rows, columns)
-        selected, highest = logits.gather(1, places).squeeze(1), logits.amax(dim=1)
-        derivative = self.head.logit_map.derivative(logits) if self.with_direction else None
-        if first:
-            self.highest = highest
-        else:
-            self._raise_highest(torch.maximum(self.highest, highest))
-        self.selected = selected if first or inside is None else selected.where(inside, self.selected)
-        logits.sub_(self.highest.unsqueeze(1))
+    def add(self, columns: slice, logits: Tensor) -> None:
+        """One block; `logits` is overwritten."""
+        places, inside = self.head.places(columns)
+        self.selected = logits.gather(1, places).squeeze(1).where(inside, self.selected)
+        derivative = self.head.settings.logit_map.tanh_derivative(logits) if self.with_direction else None
+        self._raise_highest(torch.maximum(self.highest, logits.amax(dim=1)))
+        shifted = logits.sub_(self.highest.unsqueeze(1))
+        exponentials = shifted.exp() if self.with_entropy else shifted.exp_()
+        self.total += exponentials.sum(dim=1)
         if self.with_entropy:
-            assert buffers.spare is not None
-            shifted = view(buffers.spare, tuple(logits.shape)).copy_(logits)
-            exponentials = logits.exp_()
-            self.moment = _sum(self.moment, shifted.mul_(exponentials).sum(dim=1))
-        else:
-            exponentials = logits.exp_()
-        self.total = _sum(None if first else self.total, exponentials.sum(dim=1))
+            self.moment += shifted.mul_(exponentials).sum(dim=1)
         if self.with_direction:
-            self._add_direction(columns, exponentials, derivative, places, inside)
+            exponentials.scatter_(1, places, exponentials.gather(1, places).masked_fill_(inside.unsqueeze(1), 0.0))
+            self.others += exponentials.sum(dim=1)
+            if derivative is not None:
+                exponentials.mul_(derivative)
+            weight = self.head.weight_VH[columns]
+            _add_product(self.mean, exponentials.to(weight.dtype), weight)
 
     def _raise_highest(self, highest: Tensor) -> None:
         drop = self.highest - highest
         factor = drop.exp()
-        if self.moment is not None:  # z - new = (z - old) + drop
-            self.moment.add_(self.total * drop).mul_(factor)
+        self.moment.add_(self.total * drop).mul_(factor)  # z - new = (z - old) + drop
         self.total.mul_(factor)
-        if self.others is not None and self.mean is not None:
-            self.others.mul_(factor)
-            self.mean.mul_(factor.unsqueeze(1))
+        self.others.mul_(factor)
+        self.mean.mul_(factor.unsqueeze(1))
         self.highest = highest
 
-    def _add_direction(
-        self, columns: slice, exponentials: Tensor, derivative: Tensor | None, places: Tensor, inside: Tensor | None
-    ) -> None:
-        """The row's own id stays out, so that 1 - p is exact where p is nearly 1."""
-        own = exponentials.gather(1, places)
-        own = torch.zeros_like(own) if inside is None else own.masked_fill_(inside.unsqueeze(1), 0.0)
-        exponentials.scatter_(1, places, own)
-        self.others = _sum(self.others, exponentials.sum(dim=1))
-        if derivative is not None:
-            exponentials.mul_(derivative)
-        weight = self.head.weight_VH[columns]
-        first = self.mean is None
-        if self.mean is None:
-            self.mean = exponentials.new_empty(exponentials.shape[0], weight.shape[1])
-        self.head.add_product(self.mean, exponentials.to(weight.dtype), weight, first=first)
+    def logprobs(self) -> Tensor:
+        """Of the ids."""
+        return (self.selected - self.highest) - self.total.log()
 
-    def finish(self, found: _Found) -> None:
-        """Write what was asked for."""
-        rows, log_total = self.rows, self.total.log()
-        centred = self.selected - self.highest
-        found.normaliser_N[rows] = self.total if found.exponential else self.highest + log_total
-        found.logprobs_N[rows] = centred - log_total
-        if found.entropy_N is not None and self.moment is not None:
-            found.entropy_N[rows] = log_total - self.moment / self.total
-        if found.direction_NH is not None:
-            found.direction_NH[rows] = self._direction(centred.exp())
+    def entropy(self) -> Tensor:
+        """In nats."""
+        return self.total.log() - self.moment / self.total
 
-    def _direction(self, own: Tensor) -> Tensor:
-        assert self.others is not None and self.mean is not None
-        total = self.others + own
+    def direction(self) -> Tensor:
+        """D logp / d hidden, [N, H], in the type of the weight."""
+        head, weight_VH = self.head, self.head.weight_VH
+        total = self.others + (self.selected - self.highest).exp()
         factor = self.others / total
-        derivative = self.head.logit_map.derivative(self.selected)
+        derivative = head.settings.logit_map.tanh_derivative(self.selected)
         if derivative is not None:
             factor = factor * derivative
-        own_row = self.head.weight_VH[self.head.ids_N[self.rows]].to(factor.dtype).mul_(factor.unsqueeze(1))
-        return own_row.sub_(self.mean.div_(total.unsqueeze(1))).mul_(self.head.logit_map.slope)
+        own_row = weight_VH[head.ids_N].to(head.dtype).mul_(factor.unsqueeze(1))
+        found = own_row.sub_(self.mean.div_(total.unsqueeze(1))).mul_(head.settings.logit_map.slope)
+        return found.to(weight_VH.dtype)
 
 
-# --- backward ----------------------------------------------------------------------------------------------------
-
-
-def _logit_gradients(
-    head: Head, found: _Found, logprob_grad_N: Tensor, entropy_grad_N: Tensor | None
-) -> Iterator[tuple[slice, slice, Tensor]]:
-    """The gradient of `hidden @ weight.T + bias`, block by block, in the type of the inputs; void at the next."""
-    kept = found.kept
-    buffers = Buffers(head, keep=kept is not None, in_place=False, spare=entropy_grad_N is not None)
-    narrow = head.buffer(head.hidden_NH.dtype) if head.narrow else None
-    blocks = iter(kept or ())
-    for rows in head.row_spans():
-        upstream = logprob_grad_N[rows].to(head.dtype) * head.logit_map.slope
-        entropy_upstream = (
-            None if entropy_grad_N is None else entropy_grad_N[rows].to(head.dtype) * head.logit_map.slope
-        )
-        for columns in head.column_spans():
-            derivative = None
-            if found.exponential:
-                factor = (upstream / found.normaliser_N[rows]).neg_().unsqueeze(1)
-                grad = buffers.own(next(blocks)).mul_(factor)
-            else:
-                if kept is None:
-                    logits = buffers.logits(rows, columns, None)
-                else:
-                    logits = head.logit_map.apply_(buffers.own(next(blocks)))
-                derivative = head.logit_map.derivative(logits)
-                grad = _softmax_gradient(logits, found, rows, upstream, entropy_upstream, buffers.spare)
-            places, inside = head.places(rows, columns)
-            own = upstream if inside is None else upstream.where(inside, 0.0)
-            grad.scatter_add_(1, places, own.unsqueeze(1))
-            if derivative is not None:
-                grad.mul_(derivative)
-            yield rows, columns, grad if narrow is None else view(narrow, tuple(grad.shape)).copy_(grad)
-
-
-def _softmax_gradient(
-    logits: Tensor, found: _Found, rows: slice, upstream: Tensor, entropy_upstream: Tensor | None, spare: Tensor | None
+def _logit_gradient(
+    head: _Head,
+    columns: slice,
+    shifted: Tensor,
+    total_N: Tensor,
+    entropy_N: Tensor,
+    logprob_grad_N: Tensor,
+    entropy_grad_N: Tensor | None,
 ) -> Tensor:
-    """`-p (upstream + entropy_upstream (log p + H))` in place of the logits: all but the part of the row's own id."""
-    logprobs = logits.sub_(found.normaliser_N[rows].unsqueeze(1))
-    if entropy_upstream is None:
-        return logprobs.exp_().mul_(-upstream.unsqueeze(1))
-    assert spare is not None and found.entropy_N is not None
-    factor = view(spare, tuple(logits.shape)).copy_(logprobs).add_(found.entropy_N[rows].unsqueeze(1))
-    factor.mul_(-entropy_upstream.unsqueeze(1)).sub_(upstream.unsqueeze(1))
-    return logprobs.exp_().mul_(factor)
+    """`(onehot - p) g - p (log p + H) g_H` of a block, [N, C], in place of its logits less the highest of their row."""
+    upstream = logprob_grad_N.to(head.dtype).unsqueeze(1)
+    total = total_N.unsqueeze(1)
+    if entropy_grad_N is None:
+        grad = shifted.exp_().mul_(-upstream / total)
+    else:
+        entropy_upstream = entropy_grad_N.to(head.dtype).unsqueeze(1) / total
+        factor = (shifted + (entropy_N.unsqueeze(1) - total.log())).mul_(-entropy_upstream).sub_(upstream / total)
+        grad = shifted.exp_().mul_(factor)
+    places, inside = head.places(columns)
+    return grad.scatter_add_(1, places, upstream.where(inside.unsqueeze(1), 0.0))
 
 
-class _GradientSums:
-    """Gradients of hidden states, weight and bias from those of the blocks.
-
-    A sum over blocks is in the type of statistics; what one product gives at once is not copied.
-    """
-
-    def __init__(self, head: Head, hidden: bool, weight: bool, bias: bool) -> None:
-        self.head, self.needs_hidden, self.needs_weight = head, hidden, weight
-        row_spans = head.row_spans()
-        self.one_block = head.one_column and len(row_spans) == 1
-        hidden_dtype = head.hidden_NH.dtype if head.one_column else head.dtype
-        weight_dtype = head.weight_VH.dtype if len(row_spans) <= 1 else head.dtype
-        summed = not self.one_block
-        self.hidden = torch.empty_like(head.hidden_NH, dtype=hidden_dtype) if hidden and summed else None
-        self.weight = torch.empty_like(head.weight_VH, dtype=weight_dtype) if weight and summed else None
-        self.bias = head.weight_VH.new_zeros(head.weight_VH.shape[0], dtype=head.dtype) if bias else None
-        if self.weight is not None and not row_spans:
-            self.weight.zero_()
-
-    def add(self, rows: slice, columns: slice, grad: Tensor) -> None:
-        """One block."""
-        head = self.head
-        if self.one_block:
-            self.hidden = head.matmul(grad, head.weight_VH) if self.needs_hidden else None
-            if self.needs_weight:
-                self.weight = head.matmul(grad.t(), head.hidden_NH)
-        if self.hidden is not None and not self.one_block:
-            head.add_product(self.hidden[rows], grad, head.weight_VH[columns], first=columns.start == 0)
-        if self.weight is not None and not self.one_block:
-            head.add_product(self.weight[columns], grad.t(), head.hidden_NH[rows], first=rows.start == 0)
-        if self.bias is not None:
-            self.bias[columns] += grad.sum(dim=0, dtype=self.bias.dtype)
-
-    def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """In the types of the inputs."""
-        head = self.head
-        return (
-            None if self.hidden is None else self.hidden.to(head.hidden_NH.dtype),
-            None if self.weight is None else self.weight.to(head.weight_VH.dtype),
-            None if self.bias is None or head.bias_V is None else self.bias.to(head.bias_V.dtype),
-        )
+def _of_product(head: _Head, grad: Tensor, derivative: Tensor | None) -> Tensor:
+    """The gradient of a block's product from that of its mapped logits, in the type of the inputs."""
+    if derivative is not None:
+        grad.mul_(derivative)
+    if head.settings.logit_map.slope != 1.0:
+        grad.mul_(head.settings.logit_map.slope)
+    return grad.to(head.hidden_NH.dtype)
 
 
-# --- small parts -------------------------------------------------------------------------------------------------
-
-
-def _sum(total: Tensor | None, part: Tensor) -> Tensor:
-    return part if total is None else total.add_(part)
-
-
-def _detached(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach()
-
-
-def _check(hidden_NH: Tensor, weight_VH: Tensor, ids_N: Tensor, bias_V: Tensor | None, logit_map: LogitMap) -> None:
-    fits = (
-        hidden_NH.dim() == weight_VH.dim() == 2
-        and ids_N.shape == hidden_NH.shape[:1]
-        and hidden_NH.shape[1] == weight_VH.shape[1]
-        and (bias_V is None or bias_V.shape == weight_VH.shape[:1])
-    )
-    if not fits:
-        bias = "" if bias_V is None else f", bias {tuple(bias_V.shape)}"
-        raise ValueError(
-            f"hidden {tuple(hidden_NH.shape)}, weight {tuple(weight_VH.shape)}{bias} and ids {tuple(ids_N.shape)} "
-            "are not [N, H], [V, H] and [N]"
-        )
-    if hidden_NH.dtype != weight_VH.dtype:
-        raise ValueError(f"hidden {hidden_NH.dtype} and weight {weight_VH.dtype} are not of one type")
-    if not logit_map.temperature > 0:
-        raise ValueError(f"temperature: {logit_map.temperature}: must be positive; 0 is greedy and has no log-probs")
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total += left @ right`."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(left @ right)

@@ -2,32 +2,28 @@
 
     loss_t = m * weight * [ w * o * h * f + beta * KL ]
 
-m        data mask (inside `token_weights_T`, with the normaliser of the window)
+m        data mask (inside `token_weights_T`, with the normaliser of the global batch)
 w        sampler correction, without gradient (`SamplerCorrection`); 1 without
-o, h     forward masks (off-policy sequence mask, top-entropy mask) as one `keep_T`; they mute the policy term
+o, h     forward masks (off-policy sequence mask, top-entropy mask) as one `keep_T`; they mask the policy term
          and never change a normaliser
-KL       neither corrected by w nor muted by o, h; shares the normaliser of the policy term
+KL       neither corrected by w nor masked by o, h; shares the normaliser of the policy term
 
-The sum over all micro-batches of the window is the window's loss, for every cut into micro-batches. A
-trainer whose gradients are averaged over W ranks back-propagates W times this value and divides by nothing.
-
-The options of the Atropos example trainer are settings of the same function: its KL to the reference is `beta`, its
-ratio against the inference log-probs is `old_logprobs_T` from the sampler (`--old_logprobs sampler`, without w), and
-its mean per sequence is the normaliser of `--loss_type grpo`.
+The sum over all micro-batches of a global batch is its loss, for every cut into micro-batches. A trainer whose
+gradients are averaged over W ranks back-propagates W times this value and divides by nothing.
 
 T packed tokens, S sequences of the micro-batch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from swift.rl.importance import importance_ratio, log_ratio
-from swift.rl.kl import kl_term
-from swift.rl.losses import LossConfig, TokenInputs, get_loss
+from swift.rl.kl import k3
+from swift.rl.losses import Level, LossConfig, TokenInputs, get_loss
+from swift.rl.segments import at_tokens, segment_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +31,7 @@ class SamplerCorrection:
     """Weight of each token for the mismatch between sampler and trainer; no gradient.
 
     weights_T: multiplies the objective.
-    log_weight_S: the logarithm for a whole sequence, for losses that fold it in themselves (vespo).
+    log_weight_S: the logarithm for a whole sequence, for losses that apply it themselves (vespo).
     """
 
     weights_T: Tensor
@@ -44,17 +40,17 @@ class SamplerCorrection:
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """The micro-batch's share of the window loss, and metrics that are reduced once.
+    """The micro-batch's share of the loss of its global batch, and metrics that are reduced once.
 
     loss: scalar with gradient.
-    means: name -> [2] float64 tensor (sum, count) over trained tokens. Add them up over micro-batches and
-        ranks, then divide.
+    means: name -> [2] float64 tensor (sum, count) over trained tokens: `ratio/mean` (of the configured level), `kl`,
+        `entropy`, and those of the objective. Add them up over micro-batches and ranks, then divide.
     maxima: name -> float64 scalar; take the maximum over micro-batches and ranks.
     """
 
     loss: Tensor
-    means: dict[str, Tensor] = field(default_factory=dict)
-    maxima: dict[str, Tensor] = field(default_factory=dict)
+    means: dict[str, Tensor]
+    maxima: dict[str, Tensor]
 
 
 def policy_loss(
@@ -72,12 +68,12 @@ def policy_loss(
     keep_T: Tensor | None = None,
     entropy_T: Tensor | None = None,
 ) -> LossOutput:
-    """The share of one micro-batch in the loss of the window.
+    """The share of one micro-batch in the loss of its global batch.
 
     Args:
         policy_logprobs_T: log-probs under the current policy, with gradient; their dtype is that of the loss.
         config: the settings.
-        advantages_T: advantage at each token (`spread` one per sequence).
+        advantages_T: advantage at each token (`at_tokens` one per sequence).
         mask_T: data mask, 0 or 1.
         token_weights_T: from `swift.rl.losses.token_weights`, 0 where the mask is 0.
         sequence_index_T: long, sequence of each token, 0..S-1.
@@ -88,79 +84,86 @@ def policy_loss(
         keep_T: product of the forward masks o and h, or None.
         entropy_T: entropy at each token, only observed, or None.
 
-    Returns:
-        The loss and its metrics: `policy_loss` stays out of `means` because it is the loss itself;
-        `ratio/mean`, `ratio/max` (of the configured level), `kl`, `entropy`, and those of the objective.
-
     Raises:
         ValueError: beta > 0 without reference log-probs, or a setting that the loss refuses.
     """
     loss = get_loss(config.loss_type)
     dtype = policy_logprobs_T.dtype
     mask_T = mask_T.to(dtype)
-    inputs = _token_inputs(
-        policy_logprobs_T, config, advantages_T.to(dtype), mask_T, sequence_index_T, num_sequences,
-        old_logprobs_T, correction,
-    )  # fmt: skip
-    objective = loss.objective(inputs, config)
-
-    token_loss_T = objective.loss_T
-    if correction is not None and not loss.folds_sampler_weight:
-        token_loss_T = token_loss_T * correction.weights_T.detach().to(dtype)
-    if keep_T is not None:
-        token_loss_T = token_loss_T * keep_T.to(dtype)
-    observations_T = {"ratio/mean": inputs.ratio_T, **objective.observations_T}
-    if config.beta > 0:
-        kl_T = _kl(inputs, ref_logprobs_T, config)
-        token_loss_T = token_loss_T + config.beta * kl_T
-        observations_T["kl"] = kl_T
-    if entropy_T is not None:
-        observations_T["entropy"] = entropy_T
-    return LossOutput(
-        loss=(token_weights_T.to(dtype) * token_loss_T).sum(),
-        means={name: _sum_and_count(values_T, mask_T) for name, values_T in observations_T.items()},
-        maxima={"ratio/max": _maximum_ratio(inputs.ratio_T, mask_T)},
-    )
-
-
-def _token_inputs(
-    policy_logprobs_T: Tensor,
-    config: LossConfig,
-    advantages_T: Tensor,
-    mask_T: Tensor,
-    sequence_index_T: Tensor,
-    num_sequences: int,
-    old_logprobs_T: Tensor | None,
-    correction: SamplerCorrection | None,
-) -> TokenInputs:
     log_ratio_T = log_ratio(policy_logprobs_T, old_logprobs_T, mask_T)
     ratio_T = importance_ratio(
-        log_ratio_T,
-        mask_T=mask_T,
-        sequence_index_T=sequence_index_T,
-        num_sequences=num_sequences,
-        level=config.level,
+        log_ratio_T, mask_T=mask_T, sequence_index_T=sequence_index_T, num_sequences=num_sequences, level=config.level
     )
-    return TokenInputs(
+    inputs = TokenInputs(
         policy_logprobs_T=policy_logprobs_T,
         log_ratio_T=log_ratio_T,
         ratio_T=ratio_T,
-        advantages_T=advantages_T,
+        advantages_T=advantages_T.to(dtype),
         mask_T=mask_T,
         sequence_index_T=sequence_index_T,
         num_sequences=num_sequences,
         sampler_log_weight_S=None if correction is None else correction.log_weight_S.detach(),
     )
+    objective = loss.objective(inputs, config)
+
+    token_loss_T = objective.loss_T
+    if correction is not None and not loss.applies_sampler_weight:
+        token_loss_T = token_loss_T * correction.weights_T.detach().to(dtype)
+    if keep_T is not None:
+        token_loss_T = token_loss_T * keep_T.to(dtype)
+    observations_T = {"ratio/mean": ratio_T, **objective.observations_T}
+    if config.beta > 0:
+        observations_T["kl"] = kl_T = _kl(inputs, ref_logprobs_T, config)
+        token_loss_T = token_loss_T + config.beta * kl_T
+    if entropy_T is not None:
+        observations_T["entropy"] = entropy_T
+    return LossOutput(
+        loss=(token_weights_T.to(dtype) * token_loss_T).sum(),
+        means={name: _sum_and_count(values_T, mask_T) for name, values_T in observations_T.items()},
+        maxima={"ratio/max": _maximum_ratio(ratio_T, mask_T)},
+    )
+
+
+def log_ratio(policy_logprobs_T: Tensor, old_logprobs_T: Tensor | None, mask_T: Tensor) -> Tensor:
+    """`lp - lp_o` of trained tokens and exactly 0 elsewhere, [T], with the gradient of the policy.
+
+    Without old log-probs the batch serves its one update: `lp_o` is the policy itself without gradient,
+    so the ratio is 1 in value and still carries the gradient. No second forward is needed.
+    """
+    old_T = policy_logprobs_T.detach() if old_logprobs_T is None else old_logprobs_T.to(policy_logprobs_T.dtype)
+    # where, not a product: whatever stands at a masked position (NaN included) must not reach a sum
+    return torch.where(mask_T.bool(), policy_logprobs_T - old_T, torch.zeros_like(policy_logprobs_T))
+
+
+def importance_ratio(
+    log_ratio_T: Tensor, *, mask_T: Tensor, sequence_index_T: Tensor, num_sequences: int, level: Level
+) -> Tensor:
+    """The ratio of the given level at each token, [T], with gradient.
+
+        token           r_t = exp(lp_t - lp_o_t)                                       PPO, arXiv:1707.06347
+        sequence        r_i = exp(sum_t m (lp - lp_o) / T_i), the same at each token   GSPO, arXiv:2507.18071
+        sequence_token  value of `sequence`, gradient of each token alone              GSPO-token, ibid. 4.3
+
+    Nothing is clamped before `exp`: a ratio that overflows must be seen, not hidden.
+    """
+    if level == "token":
+        return torch.exp(log_ratio_T)
+    log_ratio_S = segment_mean(log_ratio_T, mask_T, sequence_index_T, num_sequences)
+    sequence_log_ratio_T = at_tokens(log_ratio_S, sequence_index_T)
+    if level == "sequence":
+        return torch.exp(sequence_log_ratio_T)
+    return torch.exp(log_ratio_T - log_ratio_T.detach() + sequence_log_ratio_T.detach())
 
 
 def _kl(inputs: TokenInputs, ref_logprobs_T: Tensor | None, config: LossConfig) -> Tensor:
+    """k3 at each token; bias-corrected (arXiv:2512.02556), times the unclipped token ratio with its gradient."""
     if ref_logprobs_T is None:
         raise ValueError(f"beta: {config.beta}: the KL term needs the log-probs of the reference")
-    ratio_T = torch.exp(inputs.log_ratio_T) if config.kl_bias_correction else None
     ref_T = ref_logprobs_T.detach().to(inputs.policy_logprobs_T.dtype)
     # a masked position contributes nothing, whatever stands there
     ref_T = torch.where(inputs.mask_T.bool(), ref_T, inputs.policy_logprobs_T.detach())
-    return kl_term(inputs.policy_logprobs_T, ref_T, token_ratio_T=ratio_T)
+    estimate_T = k3(inputs.policy_logprobs_T, ref_T)
+    return estimate_T * torch.exp(inputs.log_ratio_T) if config.kl_bias_correction else estimate_T
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Sums over the sequences of a packed stream of tokens, and the way back.
 
-T tokens of a micro-batch, S sequences. `sequence_index_T` (long) names the sequence of each token, in any
-order; a sequence without tokens is legal and sums to 0. All functions are differentiable in their values.
+T tokens of a micro-batch, S sequences. `sequence_index_T` (long) names the sequence of each token, in any order; a
+sequence without tokens sums to 0. All functions are differentiable in their values.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ def segment_mean(values_T: Tensor, mask_T: Tensor, sequence_index_T: Tensor, num
     return total_S / segment_sum(mask_T, sequence_index_T, num_sequences).clamp(min=1.0)
 
 
-def spread(values_S: Tensor, sequence_index_T: Tensor) -> Tensor:
+def at_tokens(values_S: Tensor, sequence_index_T: Tensor) -> Tensor:
     """Each sequence's value at each of its tokens, [T]."""
     return values_S.index_select(0, sequence_index_T)
 
 
-def sequence_index(lengths: list[int], *, device: torch.device | str | None = None) -> Tensor:
+def sequence_index(lengths: list[int]) -> Tensor:
     """`sequence_index_T` of sequences packed one after the other: [2, 3] gives 0 0 1 1 1."""
-    lengths_S = torch.tensor(lengths, dtype=torch.long, device=device)
-    return torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths_S)
+    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.long))

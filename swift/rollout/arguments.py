@@ -83,7 +83,7 @@ class GenerationArguments:
 
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one line each."""
-        yield from self._spelling_problems()
+        yield from self._alias_problems()
         for name, value in self.generation_kwargs.items():
             if name not in FLAGS_IN_KWARGS and (problem := self._kwarg_problem(SAMPLING_NAMES.get(name, name), value)):
                 yield f"--generation_kwargs: {name}: {problem}"
@@ -91,7 +91,7 @@ class GenerationArguments:
         if regex is not None and (problem := regex_problem(regex)):
             yield f"--vllm_guided_decoding_regex: {regex}: {problem}"
 
-    def _spelling_problems(self) -> Iterator[str]:
+    def _alias_problems(self) -> Iterator[str]:
         """Entries of `--generation_kwargs` that are one setting under several names, with different values."""
         names: dict[str, list[str]] = {}
         for name in self.generation_kwargs:
@@ -180,7 +180,7 @@ COMMON_FIELDS: dict[str, Callable[[Any], str]] = {
 """Fields of `SamplingParams` without a flag, and what is wrong with a value ("" for nothing)."""
 
 SAMPLING_NAMES = {"min_new_tokens": "min_tokens"}
-"""Other spellings in `--generation_kwargs`."""
+"""Aliases in `--generation_kwargs`."""
 
 FLAGS_IN_KWARGS = {
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop_words")},
@@ -356,8 +356,8 @@ class EngineArguments:
     cpu_devices: int | None = flag(at_least=1, everyday=False, unset="as many as are needed")
     """Number of groups of CPU cores that act as devices if there is no accelerator."""
 
-    weight_transport: Literal["auto", "object_store", "broadcast", "ipc", "disk", "http"] = flag("auto", everyday=False)
-    """Transport of weight syncs: object_store, broadcast or ipc with `--vllm_mode dedicated`; disk, http or broadcast
+    weight_transport: Literal["auto", "object_store", "broadcast", "disk", "http"] = flag("auto", everyday=False)
+    """Transport of weight syncs: object_store or broadcast with `--vllm_mode dedicated`; disk, http or broadcast
     to servers. auto takes the shortest way between the devices."""
 
     ray_address: str | None = flag(everyday=False, unset="a cluster that ends with the run")

@@ -22,7 +22,7 @@ from swift.rollout.round_result import fault
 from swift.rollout.samples import RolloutBatch, TrainSample
 from swift.types import Completion, GroupScores, RolloutGroup
 
-Begun = tuple[list[TrainSample], torch.Tensor | None]
+PartialBatch = tuple[list[TrainSample], torch.Tensor | None]
 """Samples with advantage 0, and k1 of each in nats, float64, where the reward has a KL."""
 
 KLOfSamples = Callable[[Sequence[TrainSample]], Sequence[float]]
@@ -77,35 +77,21 @@ class MadeBatch:
 class BatchMaker:
     """Makes rollout batches of groups.
 
-    Args:
-        config: how.
-        replay: the buffer, or None.
-        kl_of: needed when `config.reward_kl` > 0; may be set later.
-        refer: for a loss with a KL; may be set later. Without it the trainer finds log-probs missing and makes them.
+    The trainer sets `kl_of`, needed when `config.reward_kl` > 0, and `refer`, for a loss with a KL; without it the
+    trainer finds log-probs missing and makes them.
     """
 
-    def __init__(
-        self,
-        config: BatchConfig,
-        *,
-        replay: ReplayBuffer | None = None,
-        kl_of: KLOfSamples | None = None,
-        refer: Refer | None = None,
-    ) -> None:
-        self.config = config
-        self.replay = replay
-        self.kl_of = kl_of
-        self.refer = refer
+    def __init__(self, config: BatchConfig, *, replay: ReplayBuffer | None = None) -> None:
+        self.config, self.replay = config, replay
+        self.kl_of: KLOfSamples | None = None
+        self.refer: Refer | None = None
 
     @property
-    def can_begin(self) -> bool:
-        """Whether there is work for `begin`: a reference whose passes need no scores.
-
-        Which groups a replay buffer stands in for is a matter of scores.
-        """
+    def refers_early(self) -> bool:
+        """Whether a reference has passes that need no scores; which groups are replayed is a matter of scores."""
         return self.config.reward_kl > 0 or (self.refer is not None and self.replay is None)
 
-    def untouched(self, groups: Sequence[RolloutGroup]) -> Begun:
+    def partial(self, groups: Sequence[RolloutGroup]) -> PartialBatch:
         """The samples of a round of which nothing has been computed."""
         return list(self._samples(groups)), None
 
@@ -113,9 +99,9 @@ class BatchMaker:
         """The rollout batch of these samples."""
         return RolloutBatch(samples, self.config.num_global_batches, self.config.num_iterations)
 
-    def begin(self, groups: Sequence[RolloutGroup]) -> Begun:
-        """The passes of the reference over a round, while its rewards are still computed; collective."""
-        samples, _ = self.untouched(groups)
+    def referred(self, groups: Sequence[RolloutGroup]) -> PartialBatch:
+        """A round after the passes of the reference, while its rewards may still be computed; collective."""
+        samples, _ = self.partial(groups)
         if self.config.reward_kl > 0:
             return samples, self._kl(groups)
         if self.refer is not None:
@@ -130,20 +116,20 @@ class BatchMaker:
             sample.advantage = advantage
         return samples
 
-    def make(self, groups: Sequence[RolloutGroup], step: int, begun: Begun | None = None) -> MadeBatch:
+    def make(self, groups: Sequence[RolloutGroup], step: int, partial: PartialBatch | None = None) -> MadeBatch:
         """The rollout batch of a round.
 
         Args:
             groups: scored, in launch order; as many as a rollout batch has.
             step: optimizer steps done.
-            begun: what `begin` made of the same groups.
+            partial: what was computed of the same groups before.
         """
         config = self.config
-        if begun is None:
+        if partial is None:
             # where scores leave samples out, passes are cut without that in any case: it depends on no clock
             left_out = any(reason is not None for group in groups for reason in scores_of(group).excluded)
-            begun = self.begin(groups) if left_out and self.can_begin else self.untouched(groups)
-        samples, kl_S = begun
+            partial = self.referred(groups) if left_out and self.refers_early else self.partial(groups)
+        samples, kl_S = partial
         _leave_out(samples, groups)
         penalty = None
         metrics: dict[str, float] = {}

@@ -26,7 +26,7 @@ from swift.rollout.seeds import sample_seed
 from swift.types import Completion, Prompt, Request, RolloutGroup, SamplingParams
 
 if TYPE_CHECKING:
-    from swift.rewards import RewardPipeline
+    from swift.rewards.pipeline import RewardPipeline
     from swift.trainers.distributed import Collectives
 
 
@@ -119,7 +119,7 @@ class RolloutCollector:
             clock = None
             if self.request_s is not None:
                 clock = stack.enter_context(RequestClock(engine, self.request_s))
-                stack.callback(self._book_late, clock)
+                stack.callback(self._add_late, clock)
 
             def submit() -> bool:
                 return self.submit_due(engine, current, clock)
@@ -148,18 +148,14 @@ class RolloutCollector:
         return bool(requests)
 
     def take(self, current: Round, completion: Completion) -> None:
-        """Add a finished completion.
-
-        Raises:
-            EngineError: nobody asked for it, or it came before.
-        """
+        """Add a finished completion; one that nobody waits for is an EngineError."""
         if not current.expects(completion.request_id):
             raise unknown(completion)
         self.progress()
         completion.text = self.decode(completion.token_ids)
         current.take(completion)
 
-    def _book_late(self, clock: RequestClock) -> None:
+    def _add_late(self, clock: RequestClock) -> None:
         self._late += clock.late
 
     def _new_late(self) -> int:
@@ -177,15 +173,12 @@ class RolloutCollector:
         timer: Callable[[str], Any],
         meanwhile: Callable[[list[RolloutGroup]], None] | None = None,
     ) -> RoundResult:
-        """Bring a round to every rank and wait for its scores; collective.
+        """Bring a round to every rank and wait for its scores; collective; what failed on any rank is raised on all.
 
         Args:
             current: the round.
             timer: context manager factory for the phases "generate" and "reward".
             meanwhile: called on every rank with the groups of a fixed round, if reward functions still work on them.
-
-        Raises:
-            SwiftError: on every rank, what failed on any.
         """
         fixed = current.group_filter is None
         with timer("generate"):
@@ -218,8 +211,7 @@ class RolloutCollector:
     def _exchange(self, current: Round) -> int:
         """Raise the first failure of any rank on all, and give every rank all completions of a fixed round.
 
-        Returns:
-            how many requests were late.
+        Returns how many requests were late.
         """
         failure, late, parts = current.failure, self._new_late(), current.parts
         if self.collectives.active:
@@ -366,6 +358,6 @@ def launches_of(prompts: Iterable[Prompt]) -> list[Launch]:
     earlier: Counter[str] = Counter()
     launches = []
     for index, prompt in enumerate(prompts):
-        launches.append(Launch(index, earlier[prompt.prompt_id], prompt, 0))
+        launches.append(Launch(index, earlier[prompt.prompt_id], prompt))
         earlier[prompt.prompt_id] += 1
     return launches

@@ -70,7 +70,7 @@ def load_engine(args: Any) -> tuple[Template, TransformersEngine]:
 
 def answer_dataset(args: Any, template: Template, engine: TransformersEngine, result_path: Path) -> int:
     """Answers every row of the dataset and writes one JSON object per row; returns the exit code."""
-    from swift.data import load_prompts
+    from swift.data.prompts import load_prompts
 
     limit = engine.capabilities.max_model_len - 1
     prompts = load_prompts(
@@ -325,7 +325,7 @@ def _seeded(sampling: SamplingParams, seed: int) -> SamplingParams:
 
 
 def _system(args: Any) -> str | None:
-    from swift.data import resolve_system
+    from swift.data.system import resolve_system
 
     text, _ = resolve_system(args.system)
     return text

@@ -4,7 +4,7 @@
         ... sample ...
                                   # in colocate: engine asleep, trainer back
 
-`PublishPhase` where engines have their own memory or share the trainer's weights,
+`SyncPhase` where engines have their own memory or share the trainer's weights,
 `swift.trainers.memory.colocate.ColocateCycle` where they share a device.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from swift.rollout.weights.publisher import WeightPublisher
+from swift.rollout.weights.sync import WeightSync
 
 
 class GenerationPhase(Protocol):
@@ -33,14 +33,14 @@ class GenerationPhase(Protocol):
         """
 
 
-class PublishPhase:
+class SyncPhase:
     """Syncs weights when due; otherwise there is nothing to do around generation."""
 
-    def __init__(self, publisher: WeightPublisher) -> None:
-        self.publisher = publisher
+    def __init__(self, weight_sync: WeightSync) -> None:
+        self.weight_sync = weight_sync
 
     @contextlib.contextmanager
     def __call__(self, step: int, *, current: bool = False, trainer_stays: bool = False) -> Iterator[None]:
         """See `GenerationPhase`."""
-        self.publisher.update(step, current=current)
+        self.weight_sync.update(step, current=current)
         yield

@@ -9,13 +9,13 @@ goes into every checkpoint, exact to the last bit, so that a resumed run continu
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -24,17 +24,17 @@ import torch
 
 from swift.errors import SwiftError
 from swift.rl.advantages import Advantages
-from swift.rollout.batches import BatchConfig, BatchMaker, Begun, MadeBatch, round_metrics
+from swift.rollout.batches import BatchConfig, BatchMaker, MadeBatch, PartialBatch, round_metrics
 from swift.rollout.collector import RolloutCollector, launches_of
 from swift.rollout.dynamic_sampling import GroupFilter, updated_rate
-from swift.rollout.phase import GenerationPhase, PublishPhase
+from swift.rollout.phase import GenerationPhase, SyncPhase
 from swift.rollout.prefetch import GenerationThread
 from swift.rollout.replay import ReplayBuffer, ReplayState
 from swift.rollout.round import Round
 from swift.rollout.round_result import RoundResult, ScoredRound, restored_round, saved_round
 from swift.rollout.samples import Arrival, RolloutBatch
 from swift.rollout.scheduler import LaunchLog, RolloutScheduler, SchedulerState
-from swift.rollout.weights.publisher import WeightPublisher
+from swift.rollout.weights.sync import WeightSync
 from swift.types import Prompt, RolloutGroup, TrainerProgress
 
 ARRIVAL_S = 0.005
@@ -74,7 +74,7 @@ class PipelineState(msgspec.Struct):
     """
 
     scheduler: SchedulerState
-    publisher: dict[str, Any]
+    weight_sync: dict[str, Any]
     batch: RolloutBatch | None
     ahead: list[RoundResult]
     replay: ReplayState | None
@@ -89,7 +89,7 @@ class RolloutPipeline:
         config: how groups become rollout batches.
         timer: context manager factory for the phases of a step.
         observer: gets every scored round, on every rank.
-        publisher: gives the rollout engine new weights.
+        weight_sync: gives the rollout engine new weights.
         phase: makes the engine ready for generation; None syncs weights and nothing else.
         replay: groups to stand in for zero-variance groups.
 
@@ -106,14 +106,14 @@ class RolloutPipeline:
         *,
         timer: Timer,
         observer: Observer,
-        publisher: WeightPublisher,
+        weight_sync: WeightSync,
         phase: GenerationPhase | None = None,
         replay: ReplayBuffer | None = None,
     ) -> None:
         self.scheduler, self.collector, self.config = scheduler, collector, config
-        self.timer, self.observer, self.publisher = timer, observer, publisher
+        self.timer, self.observer, self.weight_sync = timer, observer, weight_sync
         self.batches = BatchMaker(config, replay=replay)
-        self.phase: GenerationPhase = phase or PublishPhase(publisher)
+        self.phase: GenerationPhase = phase or SyncPhase(weight_sync)
         self.batch: RolloutBatch | None = None
         self._ahead: deque[Round] = deque()
         self._restarts = 0
@@ -138,7 +138,7 @@ class RolloutPipeline:
         assert self.batch is not None
         self.batch.position += 1
         mid_batch = not self.batch.exhausted and not self._ahead
-        if step is not None and mid_batch and self.publisher.interval > 1 and self.publisher.due(step):
+        if step is not None and mid_batch and self.weight_sync.interval > 1 and self.weight_sync.due(step):
             with self.phase(step):
                 pass
 
@@ -155,8 +155,8 @@ class RolloutPipeline:
             self.batch = self.batches.batch([])
             self.batch.arriving = self._arrivals(self.batch, progress)
             return
-        result, begun = self._first_result()
-        self.batch = self._make_batch(result, progress, begun).batch
+        result, partial = self._first_result()
+        self.batch = self._make_batch(result, progress, partial).batch
         self._ask_ahead(progress)
 
     def _arrivals(self, batch: RolloutBatch, progress: TrainerProgress) -> Iterator[Arrival]:
@@ -172,7 +172,7 @@ class RolloutPipeline:
             yield Arrival(range(start, len(batch.samples)), last=False)
         try:
             result, _ = self._first_result()
-            made = self._make_batch(result, progress, self.batches.untouched(result.groups))  # arrivals know their own
+            made = self._make_batch(result, progress, self.batches.partial(result.groups))  # arrivals know their own
         except SwiftError:
             self.batch = None  # a part of it is nothing that could be saved
             raise
@@ -195,9 +195,8 @@ class RolloutPipeline:
             with self.timer("generate"):
                 while True:
                     over, scored = self._scored_so_far(one)
-                    ready = [
-                        group for group in scored if group.group_id not in known and self.batches.informative(group)
-                    ]
+                    new = (group for group in scored if group.group_id not in known)
+                    ready = [group for group in new if self.batches.informative(group)]
                     if over or len(ready) >= size:
                         break
                     time.sleep(ARRIVAL_S)
@@ -209,11 +208,11 @@ class RolloutPipeline:
             return True, one.result.groups[one.result.carried_in :] if one.result is not None else []
         return not self._thread.samples(one) and one.all_scored, one.scored()
 
-    def _first_result(self) -> tuple[RoundResult, Begun | None]:
-        """The result of the next round, which leaves those ahead, and what was begun meanwhile; collective."""
+    def _first_result(self) -> tuple[RoundResult, PartialBatch | None]:
+        """The result of the next round, which leaves those ahead, and what is known of its batch; collective."""
         one = self._ahead[0]
         try:
-            result = self._result(one, begins=self.batches.can_begin and not self.config.streaming_groups)
+            result = self._result(one, refers=self.batches.refers_early and not self.config.streaming_groups)
         except SwiftError:  # nothing of this round was trained on: a checkpoint saved now draws it again
             self.scheduler.load(self._without(self._ahead))
             self._ahead.clear()
@@ -221,11 +220,12 @@ class RolloutPipeline:
         self._ahead.popleft()
         self.scheduler.rate = updated_rate(self.scheduler.rate, result.informative, result.launched)
         self.scheduler.carry(result.carried)
-        return result, one.begun
+        return result, one.partial_batch
 
     def _ask_ahead(self, progress: TrainerProgress) -> None:
-        """Have the rounds sampled that may be."""
-        while len(self._ahead) < self.config.prefetch_depth and self._wants_more(progress):
+        """Have the rounds sampled that may be, and that will be trained on."""
+        most = math.ceil(progress.max_steps / self._updates) if progress.max_steps > 0 else math.inf
+        while len(self._ahead) < self.config.prefetch_depth and self.scheduler.rounds < most:
             self._ahead.append(self._ask(progress, wait=False))
 
     def _without(self, rounds: Iterable[Round]) -> SchedulerState:
@@ -237,21 +237,17 @@ class RolloutPipeline:
         """Optimizer steps that a rollout batch feeds."""
         return self.config.num_global_batches * self.config.num_iterations
 
-    def _wants_more(self, progress: TrainerProgress) -> bool:
-        """Whether a further rollout batch will be trained on."""
-        return progress.max_steps <= 0 or self.scheduler.rounds < math.ceil(progress.max_steps / self._updates)
-
     def _ask(self, progress: TrainerProgress, *, wait: bool) -> Round:
-        """Launch a round with the weights of now, if a publication is due, and sample it or start to.
+        """Launch a round with the weights of now, if a weight sync is due, and sample it or start to.
 
         Weights change when nothing is in flight, or, with `in_flight_updates`, between two tokens.
         """
         one = self._new_round(progress)
         step = progress.global_step
-        due_in_flight = self.publisher.due(step) and any(not other.settled for other in self._ahead)
+        due_in_flight = self.weight_sync.due(step) and any(not other.settled for other in self._ahead)
         try:
             if due_in_flight and self.config.in_flight_updates:
-                self._publish_in_flight(step)
+                self._sync_in_flight(step)
                 self._sample(one, wait=wait)
             else:
                 if due_in_flight:
@@ -284,7 +280,7 @@ class RolloutPipeline:
             num_generations=config.num_generations,
             progress=progress,
             group_filter=group_filter,
-            draw=partial(self.scheduler.launch, log),
+            draw=functools.partial(self.scheduler.launch, log),
             informative=self.batches.informative,
             failed=self._has_failed,
         )
@@ -302,12 +298,12 @@ class RolloutPipeline:
         with self.timer("generate"):
             self.collector.sample(current)
 
-    def _publish_in_flight(self, step: int) -> None:
-        """Pause the engine between two tokens, publish, go on; a rank that cannot tells the others."""
+    def _sync_in_flight(self, step: int) -> None:
+        """Pause the engine between two tokens, sync, go on; a rank that cannot tells the others."""
         engine = self.collector.engine
         try:
             self._everywhere(self._thread.hold)
-            self.publisher.publish(step)
+            self.weight_sync.sync(step)
             self._everywhere(engine.resume if engine is not None else lambda: None)
         finally:
             self._thread.release()
@@ -319,26 +315,21 @@ class RolloutPipeline:
             work()
         except SwiftError as error:
             failure = error
-        failures = [one for one in self.publisher.ranks.all_gather(failure) if one is not None]
+        failures = [one for one in self.weight_sync.ranks.all_gather(failure) if one is not None]
         if failures:
             raise failure or failures[0]
 
-    def _result(self, one: Round, *, begins: bool = False) -> RoundResult:
-        """The scored groups of a round, waited for; collective.
+    def _result(self, one: Round, *, refers: bool = False) -> RoundResult:
+        """The scored groups of a round, waited for; collective. Its failure is raised on every rank, at every call.
 
-        Args:
-            one: the round.
-            begins: whether it is trained on next, so that its batch can be begun while rewards are computed.
-
-        Raises:
-            SwiftError: on every rank, and at every call: its failure.
+        refers: it is trained on next, so the reference can work on it while rewards are computed.
         """
         if not one.settled:
             try:
                 with self.timer("generate"):
                     self._thread.wait(one)
-                begin = partial(self._begin, one) if begins else None
-                one.result = self.collector.finish(one, timer=self.timer, meanwhile=begin)
+                meanwhile = functools.partial(self._refer, one) if refers else None
+                one.result = self.collector.finish(one, timer=self.timer, meanwhile=meanwhile)
             except SwiftError as error:
                 one.failure = error
             one.settled = True
@@ -347,8 +338,8 @@ class RolloutPipeline:
             raise one.failure
         return one.result
 
-    def _begin(self, one: Round, groups: list[RolloutGroup]) -> None:
-        one.begun = self.batches.begin([*one.log.carried, *groups])
+    def _refer(self, one: Round, groups: list[RolloutGroup]) -> None:
+        one.partial_batch = self.batches.referred([*one.log.carried, *groups])
 
     def _settle(self) -> None:
         """Wait for the rounds ahead, so that the engine is free; collective. A failure is raised at its turn."""
@@ -356,8 +347,10 @@ class RolloutPipeline:
             with contextlib.suppress(SwiftError):
                 self._result(one)
 
-    def _make_batch(self, result: RoundResult, progress: TrainerProgress, begun: Begun | None = None) -> MadeBatch:
-        made = self.batches.make(result.groups, progress.global_step, begun)
+    def _make_batch(
+        self, result: RoundResult, progress: TrainerProgress, partial: PartialBatch | None = None
+    ) -> MadeBatch:
+        made = self.batches.make(result.groups, progress.global_step, partial)
         self.scheduler.end_round(
             trained=made.trained,
             excluded=made.excluded + result.num_excluded,
@@ -401,7 +394,7 @@ class RolloutPipeline:
         shown = [None if reward is None else value for reward, value in zip(rewards, advantages, strict=True)]
         cut = ["overlong" if self.batches.cut(one) else None for group in groups for one in group.completions]
         used = [group.group_id not in unused for group in groups for _ in group.completions]
-        version = self.publisher.version
+        version = self.weight_sync.version
         self.observer(ScoredRound(split, step, groups, rewards, shown, cut, version, metrics, used))
 
     def staleness(self, step: int) -> dict[str, float]:
@@ -415,7 +408,7 @@ class RolloutPipeline:
         assert self.batch is not None
         samples = [self.batch.samples[i] for i in self.batch.global_batch(self.batch.global_batch_index)]
         ages = [
-            (step - self.publisher.step_of(version), count)
+            (step - self.weight_sync.step_of(version), count)
             for sample in samples
             if sample.num_trained
             for version, count in sample.tokens_of_versions()
@@ -461,7 +454,7 @@ class RolloutPipeline:
             work()
 
     def state(self) -> PipelineState:
-        """A copy of the state: scheduler, publisher, what is left of the current batch, and the rounds asked for.
+        """A copy of the state: scheduler, weight_sync, what is left of the current batch, and the rounds asked for.
 
         Collective: rounds in flight are waited for and saved whole. One that fails is left out, and those after it:
         they are drawn again after a resume.
@@ -472,7 +465,7 @@ class RolloutPipeline:
         replay = self.batches.replay
         return PipelineState(
             scheduler=self._without(list(self._ahead)[len(valid) :]),
-            publisher=self.publisher.state_dict(),
+            weight_sync=self.weight_sync.state_dict(),
             batch=replace(self.batch) if pending and self.batch is not None else None,
             ahead=[saved_round(result) for result in valid if result is not None],
             replay=replay.state() if replay is not None else None,
@@ -486,4 +479,4 @@ class RolloutPipeline:
         self._ahead = deque(Round(self.collector, LaunchLog(), result=one, settled=True) for one in results)
         if self.batches.replay is not None and state.replay is not None:
             self.batches.replay.load(state.replay)
-        self.publisher.load_state_dict(state.publisher)
+        self.weight_sync.load_state_dict(state.weight_sync)

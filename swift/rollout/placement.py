@@ -63,7 +63,6 @@ class Placement:
     """
 
     mode: Mode
-    num_devices: int
     local_ranks: int
     tensor_parallel_size: int
     trainer_devices: tuple[str, ...]
@@ -76,7 +75,7 @@ class Placement:
 
 
 TRANSPORTS: dict[str, tuple[str, ...]] = {
-    "dedicated": ("object_store", "broadcast", "ipc"),
+    "dedicated": ("object_store", "broadcast"),
     "server": ("disk", "http", "broadcast"),
 }
 """`--weight_transport` by mode; the others share the trainer's process."""
@@ -196,7 +195,6 @@ def place(request: PlacementRequest) -> Placement:
     spare = tuple(name for name in names if name not in used) if request.accelerators else ()
     return Placement(
         mode=mode,
-        num_devices=devices,
         local_ranks=ranks,
         tensor_parallel_size=tp,
         trainer_devices=trainers,
@@ -352,7 +350,7 @@ def _engine_devices(request: PlacementRequest, mode: Mode, names: tuple[str, ...
         return own if mode == "colocate" else names[-workers:]
     flag = f"--vllm_device: {' '.join(given)}"
     if unknown := [name for name in given if name not in names]:
-        raise ConfigError(f"--vllm_device: {' '.join(unknown)}: no such device; valid: {_range(names)}")
+        raise ConfigError(f"--vllm_device: {' '.join(unknown)}: no such device; valid: {_span(names)}")
     if len(set(given)) != len(given):
         raise ConfigError(f"{flag}: a device is named twice; name {workers} different devices, or auto")
     if len(given) != workers:
@@ -360,14 +358,9 @@ def _engine_devices(request: PlacementRequest, mode: Mode, names: tuple[str, ...
     if mode == "colocate" and given != own:
         raise ConfigError(f"{flag}: in colocate mode each process uses its own device; {' '.join(own)}, or auto")
     if mode == "dedicated" and (taken := [name for name in given if name in own]):
-        free = _range(names[len(own) :])
+        free = _span(names[len(own) :])
         raise ConfigError(f"{flag}: {' '.join(taken)} belongs to a training process; valid: {free}, or auto")
     return given
-
-
-def _range(names: Sequence[str]) -> str:
-    """`cuda:0..cuda:7`."""
-    return names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
 
 
 def _cut_cores(cores: Sequence[int], groups: int) -> tuple[tuple[tuple[int, ...], ...], list[str]]:

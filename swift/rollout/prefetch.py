@@ -9,10 +9,8 @@ that change in mid-flight) they overlap, so that the stragglers of one do not id
     start(round)  ->  ... wait(round)      the round is complete, or carries its failure
     hold() release()  between them the engine is paused and the caller's (weights are swapped in mid-flight)
 
-The engine is free again when `wait` or `drain` returns and nothing else is under way, not merely when the last
-completion is out: the stream that brought it has ended. After a failure no further round is sampled: each carries that
-failure. An engine that makes no progress is the engine's own business to notice, and comes here as an `EngineError`.
-It ends with `close`.
+When `wait` or `drain` returns and nothing else is under way, the stream has ended and the engine is free. After a
+failure no further round is sampled: each carries that failure.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from collections.abc import Callable
 
 from swift.errors import EngineError, SwiftError
 from swift.rollout.collector import RolloutCollector, between_steps, empty, unknown
+from swift.rollout.engines.base import InferenceEngine
 from swift.rollout.round import Round
 from swift.rollout.round_result import lost
 from swift.types import Completion
@@ -37,11 +36,9 @@ CLOSE_S = 10.0
 
 
 class GenerationThread:
-    """Samples rounds in the background.
+    """Samples rounds in the background; with `overlap` one may start before the one before it is complete.
 
-    Args:
-        collector: takes the completions; its engine is used by this thread only, except between `hold` and `release`.
-        overlap: a round may start before the one before it is complete.
+    The collector's engine is used by this thread only, except between `hold` and `release`.
     """
 
     def __init__(self, collector: RolloutCollector, *, overlap: bool = False) -> None:
@@ -55,12 +52,6 @@ class GenerationThread:
         self._closing = False
         self._failure: Exception | None = None
         self._thread: threading.Thread | None = None
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether any round is incomplete."""
-        with self._changed:
-            return bool(self._new or self._running)
 
     def samples(self, current: Round) -> bool:
         """Whether a round is under way or waits for its turn."""
@@ -92,11 +83,7 @@ class GenerationThread:
             self._wait_until(lambda: not self._new and not self._running and self._rests())
 
     def hold(self) -> None:
-        """Pause the engine and take it from the thread; what runs in it goes on after `resume` and `release`.
-
-        Raises:
-            SwiftError: it cannot be paused.
-        """
+        """Pause the engine and take it from the thread; what runs in it goes on after `resume` and `release`."""
         with self._changed:
             self._wants_hold = True
         if self.collector.engine is not None:
@@ -143,10 +130,18 @@ class GenerationThread:
             try:
                 self._stream()
             except Exception as error:  # carried to the trainer's thread, which raises it on every rank
-                try:
-                    self._empty_engine()
+                try:  # evaluation may need the engine before that
+                    with contextlib.suppress(SwiftError):  # it is the engine that failed
+                        empty(self._engine)
                 finally:
-                    self._fail(error)
+                    with self._changed:
+                        self._failure = error
+                        self._end_all(error)
+
+    @property
+    def _engine(self) -> InferenceEngine:
+        assert self.collector.engine is not None
+        return self.collector.engine
 
     def _wait_for_work(self) -> bool:
         with self._changed:
@@ -162,12 +157,10 @@ class GenerationThread:
 
         It ends early when the engine is paused.
         """
-        engine = self.collector.engine
-        assert engine is not None
         self._begin_new()
-        with between_steps(engine, self._move_along):
+        with between_steps(self._engine, self._move_along):
             self._move_along()
-            for completion in engine.stream():
+            for completion in self._engine.stream():
                 if self._closing:
                     return
                 self._deliver(completion)
@@ -191,11 +184,9 @@ class GenerationThread:
 
     def _move_along(self) -> None:
         """Submit what rounds ask for now; those that have ended leave."""
-        engine = self.collector.engine
-        assert engine is not None
         for current in list(self._running):
             if not self._wants_hold and not self._closing:
-                self.collector.submit_due(engine, current)
+                self.collector.submit_due(self._engine, current)
             self._leave_if_complete(current)
 
     def _deliver(self, completion: Completion) -> None:
@@ -210,17 +201,6 @@ class GenerationThread:
             with self._changed:
                 self._running.remove(current)
                 self._changed.notify_all()
-
-    def _empty_engine(self) -> None:
-        """Nobody waits for what is still in it; evaluation may need it before the failure is raised."""
-        assert self.collector.engine is not None
-        with contextlib.suppress(SwiftError):  # it is the engine that failed
-            empty(self.collector.engine)
-
-    def _fail(self, error: Exception) -> None:
-        with self._changed:
-            self._failure = error
-            self._end_all(error)
 
     def _end_all(self, error: Exception) -> None:
         """Holding the lock: every round carries the failure."""

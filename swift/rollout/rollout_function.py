@@ -16,7 +16,6 @@ The function runs on a thread of its own. A call that takes longer than its limi
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 import traceback
@@ -38,6 +37,7 @@ from swift.rollout.engines.base import (
     WeightUpdate,
 )
 from swift.rollout.rollout_output import FLAG, OutputReader
+from swift.rollout.seeds import seed_of
 from swift.types import Completion, Request, SamplingParams
 
 LOOK_S = 1.0
@@ -83,10 +83,10 @@ def load_rollout_func(text: str) -> RolloutFunc:
 
 @dataclass(slots=True, eq=False)
 class Rollout:
-    """What a rollout function works with; one per call.
+    """What a rollout function works with; one per call, its lists per prompt, in the order of `prompts`.
 
-    Entries of lists are per prompt, in the order of `prompts`. args: the settings of the run. tokenizer: the policy's,
-    also as `processing_class`, as TRL's trainer calls it. sampling: the distribution asked for. version: of the policy.
+    args: the settings of the run. tokenizer: the policy's, also as `processing_class`, as TRL's trainer calls it.
+    sampling: the distribution asked for. version: of the policy.
     """
 
     prompt_ids: list[list[int]]
@@ -118,13 +118,13 @@ class Rollout:
     def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams | None = None) -> list[Completion]:
         """Sample one continuation of each entry, in order; `text` is filled in.
 
-        Args:
-            prompt_ids: what the engine is to continue, as long as it likes.
-            sampling: other settings than those of the run; its seed is ignored.
-
         Each entry has a seed that depends on the completion it stands for and on how often this was called, so a run
         can be repeated. With as many entries as completions are wanted the first call samples what a run without a
         rollout function would.
+
+        Args:
+            prompt_ids: what the engine is to continue.
+            sampling: other settings than those of the run; its seed is ignored.
 
         Raises:
             PromptTooLong: an entry leaves no room.
@@ -147,8 +147,7 @@ class Rollout:
     def _seed(self, place: int) -> int:
         if self._turn == 0 and place < len(self._seeds):
             return self._seeds[place]
-        text = "\x1f".join(map(str, (self._seeds[place % len(self._seeds)], self._turn, place)))
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") & (2**63 - 1)
+        return seed_of(self._seeds[place % len(self._seeds)], self._turn, place)
 
     def _revoke(self) -> None:
         """Take the engine away: what runs in it ends, and nothing more begins."""
@@ -179,17 +178,10 @@ class _Call:
 
 
 class RolloutFunctionEngine(InferenceEngine):
-    """See the module's docstring.
+    """An engine whose completions a function makes; weights, sleep and end of `engine` are its owner's business.
 
-    Args:
-        engine: the tool of the function; weights, sleep and end are its owner's business.
-        function: see `Rollout`.
-        name: of the function, for messages.
-        args: the settings of the run.
-        tokenizer: the policy's.
-        end_token_ids: tokens that end a completion.
-        vocab_size: of the policy.
-        limit_s: bound on one call.
+    name: of the function, for messages. args: the settings of the run. tokenizer, vocab_size: the policy's.
+    end_token_ids: tokens that end a completion. limit_s: bound on one call.
     """
 
     def __init__(
@@ -276,7 +268,7 @@ class RolloutFunctionEngine(InferenceEngine):
             self._waiting[request.request_id] = request
 
     def stream(self) -> Iterator[Completion]:
-        """See `InferenceEngine.stream`."""
+        """See `InferenceEngine`."""
         while True:
             self._between()
             self._drop_aborted()
@@ -299,7 +291,7 @@ class RolloutFunctionEngine(InferenceEngine):
             call.rollout._revoke()
 
     def pause(self, mode: PauseMode = "wait") -> None:
-        """See `InferenceEngine.pause`; a call cannot be kept."""
+        """See `InferenceEngine`; a call cannot be kept."""
         if mode == "keep" and self._call is not None:
             raise Unsupported(f"{FLAG}: {self.name}: cannot be paused between two tokens; --in_flight_updates false")
         if mode == "abort":
@@ -310,7 +302,7 @@ class RolloutFunctionEngine(InferenceEngine):
         self._paused = True
 
     def resume(self) -> None:
-        """See `InferenceEngine.resume`."""
+        """See `InferenceEngine`."""
         self._paused = False
 
     def _drop_aborted(self) -> None:

@@ -16,8 +16,8 @@ trainer's model. Prompts do not travel: each rank draws them from its own schedu
 of them. Ranks that hold parts of one engine must submit the same requests at the same step: such an engine gets more
 only when it has nothing left to do.
 
-A rank with nothing to do waits as long as others send heartbeats; otherwise its own stall watch ends the wait
-(`swift.trainers.supervision.stall`), and `awaited` names what it waited for.
+A rank with nothing to do waits as long as others send heartbeats; otherwise its own watchdog ends the wait
+(`swift.trainers.supervision.watchdog`), and `awaited` names what it waited for.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from swift.rollout.scheduler import Launch, LaunchLog
 from swift.types import Completion, GroupScores, Request, RolloutGroup, TrainerProgress
 
 if TYPE_CHECKING:
-    from swift.rollout.batches import Begun
+    from swift.rollout.batches import PartialBatch
     from swift.rollout.collector import RolloutCollector
 
 READ_S = 0.02
@@ -85,7 +85,7 @@ class Round:
         groups: those of which this rank has every completion, by launch index. parts: launch index -> sample ->
             completion that this rank has.
         failure: why it will not be completed.
-        begun: what was computed for its batch while it was scored (`BatchMaker.begin`).
+        partial_batch: what was computed for its batch while it was scored.
         result: its scored groups once they are on every rank. settled: it has a result, or its failure was raised.
     """
 
@@ -102,7 +102,7 @@ class Round:
     parts: dict[int, dict[int, Completion]] = field(default_factory=dict)
     futures: dict[int, Future[GroupScores]] = field(default_factory=dict)
     failure: Exception | None = None
-    begun: Begun | None = None
+    partial_batch: PartialBatch | None = None
     result: RoundResult | None = None
     settled: bool = False
     _began: bool = False

@@ -27,7 +27,7 @@ from swift.rollout.saved_state import require_plain, restored_group, restored_pr
 from swift.types import Prompt, RolloutGroup
 
 if TYPE_CHECKING:
-    from swift.data import PromptSource
+    from swift.data.source import PromptSource
 
 REROLL_QUEUE = 1024
 """Most prompts that wait for a re-roll; the oldest one makes room."""
@@ -40,7 +40,6 @@ class Launch:
     index: int
     launch: int
     prompt: Prompt
-    epoch: int
 
     @property
     def group_id(self) -> str:
@@ -149,21 +148,21 @@ class RolloutScheduler:
         if log.source is None:
             log.source = self.source.state_dict()
         rerolls = [] if log.launches else log.rerolls[:count]
-        new = [self._next() for _ in range(count - len(rerolls))]
-        new += [self._launch(prompt, -1) for prompt in rerolls]
+        new = [self._launch(self._next_prompt()) for _ in range(count - len(rerolls))]
+        new += [self._launch(prompt) for prompt in rerolls]
         log.launches += new
         return new
 
-    def _next(self) -> Launch:
-        prompt, epoch, _ = self.source.next()
+    def _next_prompt(self) -> Prompt:
+        prompt, _, _ = self.source.next()
         if self.saves_prompts:
             require_plain(prompt)
-        return self._launch(prompt, epoch)
+        return prompt
 
-    def _launch(self, prompt: Prompt, epoch: int) -> Launch:
+    def _launch(self, prompt: Prompt) -> Launch:
         earlier = self._launches_of[prompt.prompt_id]
         self._launches_of[prompt.prompt_id] += 1
-        launch = Launch(self.launched, earlier, prompt, epoch)
+        launch = Launch(self.launched, earlier, prompt)
         self.launched += 1
         return launch
 

@@ -16,12 +16,15 @@ if TYPE_CHECKING:
 def sample_seed(run_seed: int, prompt_id: str, launch: int, sample: int) -> int:
     """The 63-bit seed of one sample; `launch` is the number of earlier launches of that prompt.
 
-    BLAKE2b with an 8-byte digest of the decimal texts joined by U+001F, read little-endian, top bit cleared.
-
     >>> sample_seed(42, "p0", 0, 0)
     3416702877527238213
     """
-    text = "\x1f".join([str(run_seed), prompt_id, str(launch), str(sample)])
+    return seed_of(run_seed, prompt_id, launch, sample)
+
+
+def seed_of(*parts: int | str) -> int:
+    """BLAKE2b with an 8-byte digest of the texts joined by U+001F, read little-endian, top bit cleared."""
+    text = "\x1f".join(map(str, parts))
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") & (2**63 - 1)
 

@@ -111,7 +111,7 @@ class OptimizationArguments:
             )
         if self.optim == "adamw_cpu" and self.fsdp:
             yield (
-                f"--optim: adamw_cpu: --fsdp {self.fsdp} spreads the optimizer's state over the devices; use --optim "
+                f"--optim: adamw_cpu: --fsdp {self.fsdp} shards the optimizer's state; use --optim "
                 "adamw, or --deepspeed zero2_offload, which updates on the CPU too"
             )
 

@@ -8,15 +8,14 @@ What the subclass overrides, and why:
     _load_best_model       its seconds count as saving
     _issue_warnings_after_load  tied weights are stored once
 
-Whoever extends it says what else belongs into a checkpoint: `state_beside_weights` gathers it on all ranks,
-`add_to_checkpoint` writes it on rank 0.
+A subclass may add to a checkpoint: `state_beside_weights` gathers on all ranks, `add_to_checkpoint` writes on rank 0.
 """
 
 from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -24,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers import Trainer
 
-from swift.models.checkpoint_tensors import as_saved_unspread, computing_dtype, is_peft
-from swift.observability.files import disk_full_is_an_error
+from swift.models.checkpoint_tensors import as_saved_unsharded, computing_dtype, is_peft
+from swift.observability.files import disk_full_is_an_error, write_json
 from swift.trainers.checkpoint import commit_checkpoint, rotate, staging_folder
 from swift.trainers.distributed import Collectives
 
@@ -34,36 +33,30 @@ if TYPE_CHECKING:
 
 
 class AtomicTrainer(Trainer):
-    """Saves checkpoints atomically.
-
-    Args:
-        collectives: the data-parallel ranks.
-        metrics: its "save" timer counts the seconds.
-        save_total_limit: most checkpoints that stay.
-    """
+    """Saves checkpoints atomically, of which `save_total_limit` stay, each with `run_settings` in args.json."""
 
     def __init__(
         self,
         *,
         collectives: Collectives,
         metrics: MetricStore,
+        run_settings: Mapping[str, Any] | None = None,
         save_total_limit: int | None = None,
         **trainer_arguments: Any,
     ) -> None:
         self.collectives = collectives
         self.metrics = metrics
+        self.run_settings = dict(run_settings or {})
         self.save_total_limit = save_total_limit
         self._staging: Path | None = None
         self._saved_step = -1
         super().__init__(**trainer_arguments)
 
     def state_beside_weights(self) -> Any:
-        """What a checkpoint holds beyond Trainer's files; collective."""
-        raise NotImplementedError
+        """What a checkpoint holds beyond Trainer's files and the settings; collective."""
 
     def add_to_checkpoint(self, folder: Path, state: Any) -> None:
         """Write that, on rank 0."""
-        raise NotImplementedError
 
     def _load_best_model(self) -> None:
         """Trainer's; reading a large model is progress of its own kind, as saving it is."""
@@ -84,7 +77,7 @@ class AtomicTrainer(Trainer):
         if state_dict is None or is_peft(self.model):
             super()._save(output_dir, state_dict)
             return
-        super()._save(output_dir, as_saved_unspread(self.model, state_dict))
+        super()._save(output_dir, as_saved_unsharded(self.model, state_dict))
         if (dtype := computing_dtype(self.model)) is not None:  # the config got that of the masters
             self.model.config.dtype = dtype
             self.model.config.save_pretrained(output_dir or self.args.output_dir)
@@ -94,19 +87,16 @@ class AtomicTrainer(Trainer):
         return str(self._staging) if self._staging is not None else super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write a checkpoint so that it either exists whole or not at all."""
-        step = self.state.global_step
-        run_dir = Path(self.args.output_dir)
-        final = run_dir / f"checkpoint-{step}"
-        if step == self._saved_step:
-            return
-        self._saved_step = step
-        with self.metrics.timer("save"):
-            self._write_checkpoint(model, trial, step, run_dir, final)
+        """Write a checkpoint so that it is valid or does not exist."""
+        if self.state.global_step != self._saved_step:
+            self._saved_step = self.state.global_step
+            with self.metrics.timer("save"):
+                self._write_checkpoint(model, trial)
 
-    def _write_checkpoint(self, model: nn.Module, trial: Any, step: int, run_dir: Path, final: Path) -> None:
+    def _write_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        step, run_dir = self.state.global_step, Path(self.args.output_dir)
+        final, staging = run_dir / f"checkpoint-{step}", staging_folder(run_dir, step)
         state = self.state_beside_weights()
-        staging = staging_folder(run_dir, step)
         with self.collectives.together(), disk_full_is_an_error(run_dir):
             if self.collectives.is_main:
                 shutil.rmtree(staging, ignore_errors=True)
@@ -118,6 +108,8 @@ class AtomicTrainer(Trainer):
                     super()._save_checkpoint(model, trial)
                 self.state.best_model_checkpoint = self._best_checkpoint(run_dir)
                 if self.collectives.is_main:
+                    self.state.save_to_json(str(staging / final.name / "trainer_state.json"))
+                    write_json(staging / final.name / "args.json", self.run_settings, indent=1)
                     self.add_to_checkpoint(staging / final.name, state)
             with self.collectives.together(), disk_full_is_an_error(run_dir):
                 if self.collectives.is_main:

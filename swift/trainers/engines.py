@@ -16,10 +16,11 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from swift.devices import allowed_cores, count_accelerators
 from swift.errors import ConfigError, SwiftError, end_process
 from swift.rollout.engines.guided import require as require_guidance
 from swift.rollout.engines.spec import EngineSpec, build_engine, spec_from
@@ -39,15 +40,14 @@ class EngineSetup:
     """The engine of this rank (None when another rank samples for it) and what follows from its place.
 
     share: what of a round it samples. placement: of the node. engine_logs: folder of the engines' own output.
-    own_limit_s: how long an engine of another process may be silent by the bounds that it has itself, a new start
-    included; 0 for one in this process, which has none. node: what of the run's Ray cluster this process started.
+    own_limit_s: how long an engine of another process may be silent by its own bounds, a restart included; 0 for one in
+    this process, which has none. node: what of the run's Ray cluster this process started.
     """
 
     engine: InferenceEngine | None
     share: EngineShare | None
     placement: Placement
     engine_logs: Path | None = None
-    names: list[str] = field(default_factory=list)
     own_limit_s: float = 0.0
     node: Cluster | None = None
 
@@ -87,26 +87,27 @@ class EngineSetup:
         self.engine_logs = None
 
 
-def find_placement(args: Any, *, prefetch_given: bool = False) -> Placement:
+def find_placement(args: Any, *, local_ranks: int | None = None, prefetch_given: bool = False) -> Placement:
     """The placement of this node, from the settings, the launch variables and the machine.
+
+    Args:
+        args: the settings.
+        local_ranks: training processes of the node; None asks the variables of a worker.
+        prefetch_given: whether the user gave `prefetch_depth`.
 
     Raises:
         ConfigError: the numbers do not fit together.
     """
-    import torch
-
-    on_gpu = torch.accelerator.is_available()
-    kind = torch.accelerator.current_accelerator() if on_gpu else None
-    accelerators = torch.accelerator.device_count() if on_gpu else 0
+    accelerators, kind = count_accelerators()
     if accelerators and getattr(args, "ray_address", None):  # engines have devices of other nodes, after those here
         accelerators += args.num_infer_workers or 1
     placement = place(
         request_from(
             args,
-            local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            local_ranks=local_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
             accelerators=accelerators,
-            accelerator_kind=kind.type if kind is not None else "cpu",
-            cores=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0],
+            accelerator_kind=kind,
+            cores=allowed_cores(),
             prefetch_given=prefetch_given,
             heads=lambda: attention_heads(args),
         )
@@ -139,10 +140,7 @@ def require_backend(args: Any) -> None:
 
 
 def bind_trainer(placement: Placement, local_rank: int) -> None:
-    """Keep this process to the cores of its device where CPU cores stand for devices; a no-op elsewhere.
-
-    Only where an engine has cores of its own: the trainer's threads would otherwise wait for the engine's.
-    """
+    """Keep this process to the cores of its device where CPU cores stand for devices and an engine has its own."""
     if not placement.cores or not placement.engines or len(placement.cores) == 1:
         return
     import torch
@@ -163,12 +161,12 @@ def setup_engines(
     max_model_len: int | None,
     in_trainer: Callable[[], InferenceEngine],
 ) -> EngineSetup:
-    """The engine of this rank, started.
+    """The engine of this rank, started; collective.
 
     Args:
         args: the settings.
         placement: of the node.
-        collectives: the ranks; every rank calls this together.
+        collectives: the ranks.
         template: for the end tokens.
         max_model_len: longest prompt and completion together.
         in_trainer: makes the engine that shares the trainer's weights.
@@ -176,10 +174,14 @@ def setup_engines(
     Raises:
         ConfigError, ResourceError, EngineError: on every rank, when an engine cannot be made.
     """
-    setup = EngineSetup(None, None, placement)
+    setup = EngineSetup(None, None, placement, own_limit_s=_own_limit(args, placement.mode))
     try:
         with collectives.together():
-            _make(setup, args, collectives, template, max_model_len, in_trainer)
+            if placement.mode == "in_process":
+                setup.engine = in_trainer()
+                setup.share = EngineShare(collectives.rank, collectives.world_size)
+            else:
+                _make(setup, args, collectives, engine_spec(args, template, max_model_len, placement))
             if setup.engine is not None:
                 setup.engine.check_sampling(args.sampling_params())
                 check_in_flight(setup.engine, wanted=args.in_flight_updates)
@@ -198,56 +200,40 @@ def check_in_flight(engine: InferenceEngine, *, wanted: bool) -> None:
         )
 
 
-def _make(
-    setup: EngineSetup,
-    args: Any,
-    collectives: Collectives,
-    template: Template,
-    max_model_len: int | None,
-    in_trainer: Callable[[], InferenceEngine],
-) -> None:
-    placement, mode = setup.placement, setup.placement.mode
-    setup.own_limit_s = _own_limit(args, mode)
+def _make(setup: EngineSetup, args: Any, collectives: Collectives, spec: EngineSpec) -> None:
+    """Set the engine with weights of its own, and its share of a round."""
+    placement = setup.placement
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     node, nodes = collectives.rank // placement.local_ranks, collectives.world_size // placement.local_ranks
-    if mode == "in_process":
-        setup.engine = in_trainer()
-        setup.share = EngineShare(collectives.rank, collectives.world_size)
-        return
-    spec = engine_spec(args, template, max_model_len=max_model_len, placement=placement)
-    if mode == "colocate":
-        width = placement.tensor_parallel_size
-        setup.engine = _build_here(_on_device(spec, placement, placement.engines[local_rank // width], local_rank))
-        per_node = len(placement.engines)
+    if placement.mode == "colocate":
+        width, per_node = placement.tensor_parallel_size, len(placement.engines)
+        number = local_rank // width
+        setup.engine = _build_here(_on_device(spec, placement, placement.engines[number], local_rank))
         setup.share = EngineShare(
-            node * per_node + local_rank // width,
-            nodes * per_node,
-            reports=local_rank % width == 0,
-            lockstep=width > 1,
+            node * per_node + number, nodes * per_node, reports=local_rank % width == 0, lockstep=width > 1
         )
-    elif mode == "dedicated":
+    elif placement.mode == "dedicated":
         if nodes > 1 and args.ray_address is None:
             _form_cluster(setup, spec, args, collectives)
         if collectives.is_main:
             setup.engine_logs = Path(tempfile.mkdtemp(prefix="swift-engines-"))
-            setup.engine = _dedicated(setup, spec, args, nodes)
+            setup.engine = _dedicated(setup.placement, nodes, setup.engine_logs, spec, args)
             setup.share = EngineShare()
-    elif mode == "server" and collectives.is_main:
+    elif placement.mode == "server" and collectives.is_main:
         setup.engine = _servers(spec, args, placement)
         setup.share = EngineShare()
 
 
-def engine_spec(args: Any, template: Template, *, max_model_len: int | None, placement: Placement) -> EngineSpec:
+def engine_spec(args: Any, template: Template, max_model_len: int | None, placement: Placement) -> EngineSpec:
     """The engine that these settings describe, without a device."""
     from swift.models.source import locate
 
-    lmdeploy = bool(args.use_lmdeploy)
     width = placement.tensor_parallel_size
     return spec_from(
         args,
         model=str(locate(args).base),
         eos_token_ids=tuple(template.stop_token_ids),
-        max_model_len=(args.lmdeploy_session_len if lmdeploy else args.vllm_max_model_len) or max_model_len,
+        max_model_len=(args.lmdeploy_session_len if args.use_lmdeploy else args.vllm_max_model_len) or max_model_len,
         tensor_parallel_size=width,
         in_ranks=placement.mode == "colocate" and width > 1,
         sleep=placement.sleep_level > 0,
@@ -263,11 +249,7 @@ def attention_heads(args: Any) -> int | None:
 
 
 def _build_here(spec: EngineSpec) -> InferenceEngine:
-    """The engine in this process.
-
-    Where it is shared with other ranks a failure ends the process: the others are in the engine's own start, waiting
-    for this one, where no exception would reach them.
-    """
+    """The engine in this process. A failure ends the process if other ranks wait for it in the engine's own start."""
     try:
         return build_engine(spec)
     except SwiftError as error:
@@ -278,17 +260,12 @@ def _build_here(spec: EngineSpec) -> InferenceEngine:
 
 def _on_device(spec: EngineSpec, placement: Placement, devices: tuple[str, ...], local_rank: int = 0) -> EngineSpec:
     """The same engine on given devices, with the CPU cores that stand for them."""
-    from dataclasses import replace
-
     own = (devices[local_rank % len(devices)],) if spec.in_ranks else devices
-    cores = [core for device in own for core in _cores(placement, device)]
+    cores: list[int] = []
+    for kind, _, index in (device.partition(":") for device in own):
+        if kind == "cpu" and len(placement.cores) > 1:
+            cores += placement.cores[int(index)]
     return replace(spec, devices=devices, cores=tuple(cores))
-
-
-def _cores(placement: Placement, device: str) -> tuple[int, ...]:
-    kind, _, index = device.partition(":")
-    bound = kind == "cpu" and len(placement.cores) > 1
-    return placement.cores[int(index)] if bound else ()
 
 
 def _form_cluster(setup: EngineSetup, spec: EngineSpec, args: Any, collectives: Collectives) -> None:
@@ -315,21 +292,20 @@ def _form_cluster(setup: EngineSetup, spec: EngineSpec, args: Any, collectives: 
         setup.node.nodes = [f"node {index}" for index in range(len(seen) // setup.placement.local_ranks)]
 
 
-def _dedicated(setup: EngineSetup, spec: EngineSpec, args: Any, nodes: int) -> InferenceEngine:
+def _dedicated(placement: Placement, nodes: int, logs: Path, spec: EngineSpec, args: Any) -> InferenceEngine:
     """The engines of all nodes, each in a Ray actor of its own, behind one."""
     from swift.rollout.engines import cluster
     from swift.rollout.engines.actor_transport import actor_engine
     from swift.rollout.engines.pool import EnginePool
 
-    logs, engines = setup.engine_logs, setup.placement.engines * nodes
-    assert logs is not None
+    engines = placement.engines * nodes
     token = Path(args.ray_token_file).expanduser() if args.ray_token_file else None
     users = [cluster.use(args.ray_address, token, store_bytes=cluster.store_bytes(spec)) for _ in engines]
     places = cluster.places(users[0], [len(devices) for devices in engines], engines)
-    where = [f"{node} " for node in users[0].nodes for _ in setup.placement.engines] or [""] * len(engines)
+    where = [f"{node} " for node in users[0].nodes for _ in placement.engines] or [""] * len(engines)
     started = [
         actor_engine(
-            _on_device(spec, setup.placement, devices),
+            _on_device(spec, placement, devices),
             name=f"engine {index} ({where[index]}{', '.join(devices)})",
             log_file=logs / f"engine-{index}.log",
             uses=users[index],
@@ -340,7 +316,6 @@ def _dedicated(setup: EngineSetup, spec: EngineSpec, args: Any, nodes: int) -> I
         )
         for index, devices in enumerate(engines)
     ]
-    setup.names = [engine.name for engine in started]
     return EnginePool(started)
 
 
@@ -355,7 +330,7 @@ def _weight_transport(args: Any) -> str | None:
 
 
 def _own_limit(args: Any, mode: str) -> float:
-    """See `EngineSetup.own_limit_s`: it stands still as long as it may, is ended, made anew and given its weights."""
+    """See `EngineSetup.own_limit_s`: until it is ended, made anew and given its weights."""
     if mode not in ("dedicated", "server"):
         return 0.0
     own = _timeouts(args)

@@ -19,7 +19,6 @@ from swift.observability.jsonl import JsonlWriter, read_log
 from swift.observability.metrics import MetricStore
 from swift.observability.plots import write_plots
 from swift.observability.progress import Progress
-from swift.observability.rank_log import RankLog
 from swift.observability.summary import summarise
 from swift.observability.trackers import CompletionTrackers
 from swift.rollout.round_result import ScoredRound
@@ -34,17 +33,9 @@ SECONDS_BETWEEN_PLOTS = 60.0
 class RunReport:
     """Everything a person or a program can see of a run.
 
-    Args:
-        run_dir: the run's folder.
-        attempt: number of this start.
-        metrics: the store that the trainer fills; train rounds add to it.
-        progress: the bar or the lines on the console.
-        rank_log: gets every line that is shown.
-        reward_names: columns of the scores.
-        trackers: show sample completions at log steps; None shows none.
-        beta: weight of the KL term, for the warnings.
-        diagnosis: what the reward functions know about their last values.
-        clock: monotonic seconds.
+    attempt: number of this start. metrics: the trainer's; train rounds add to it. reward_names: columns of the scores.
+    trackers: show sample completions at log steps. diagnosis: what the reward
+    functions know about their last values.
     """
 
     def __init__(
@@ -54,27 +45,22 @@ class RunReport:
         *,
         metrics: MetricStore,
         progress: Progress,
-        rank_log: RankLog,
         reward_names: Sequence[str],
         trackers: CompletionTrackers | None,
-        beta: float,
         diagnosis: Callable[[], Sequence[str]],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.run_dir = run_dir
         self.attempt = attempt
         self.metrics = metrics
         self.progress = progress
-        self.rank_log = rank_log
         self.reward_names = list(reward_names)
-        self.health = HealthMonitor(beta=beta)
+        self.health = HealthMonitor()
         self.diagnosis = diagnosis
         self.logging = JsonlWriter(run_dir / LOGGING)
         self.completions = CompletionsLog(run_dir / COMPLETIONS)
         self.trackers = trackers
         self._last_rows: list[dict[str, Any]] = []
-        self._clock = clock
-        self._plotted_at = clock()
+        self._plotted_at = time.monotonic()
 
     def on_round(self, scored: ScoredRound) -> None:
         """A round of rollouts was scored."""
@@ -103,12 +89,12 @@ class RunReport:
         """Before a checkpoint counts: what was reported so far is on the disk."""
         self.logging.sync()
         self.completions.flush()
-        if self._clock() - self._plotted_at > SECONDS_BETWEEN_PLOTS:
+        if time.monotonic() - self._plotted_at > SECONDS_BETWEEN_PLOTS:
             self._plot()
 
     def _plot(self) -> None:
         write_plots(read_log(self.run_dir / LOGGING), self.run_dir / IMAGES)
-        self._plotted_at = self._clock()
+        self._plotted_at = time.monotonic()
 
     def close(self) -> None:
         """Write what is left; repeatable."""
@@ -135,7 +121,7 @@ class RunReport:
 
 
 class ReportCallback(TrainerCallback):
-    """Hands Trainer's log and save events to the report."""
+    """Hands Trainer's log events to the report."""
 
     def __init__(self, report: RunReport) -> None:
         self.report = report

@@ -2,9 +2,8 @@
 
 A setting is of one of three kinds. *Fixed* ones decide what is in the checkpoint (weights, adapters, data order,
 batches, pipeline state): changing one would continue another run, so it is an error. *Free* ones decide where the
-run is watched and how fast it goes, not what it computes; some of them only while weights are published after every
-update. All others may change, with a note: the run goes on, but
-from there it is no longer the run that was started.
+run is watched and how fast it goes, not what it computes; some of them only while weights are synced after every
+update. All others may change, with a note: from there it is no longer the run that was started.
 """
 
 from __future__ import annotations
@@ -53,9 +52,9 @@ OUT_OF_TURN = frozenset(
         "sleep_level",
     }
 )
-"""Those of the free ones that give the sampler new weights before `--vllm_sync_interval` is over: evaluation and the
-repeated parity check need the weights of then, the first generation after a checkpoint or a sleep of level 2 gets them,
-and the interval counts from there. Free only while weights are published after every update anyway.
+"""Free ones that sync weights before `--vllm_sync_interval` is over: evaluation and the repeated parity check need the
+weights of then, the first generation after a checkpoint or a sleep of level 2 gets them, and the interval counts from
+there. Free only while weights are synced after every update anyway.
 """
 # fmt: on
 
@@ -87,7 +86,7 @@ def compare_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Se
         vllm_sync_interval is above 1.
     """
     change = SettingsChange()
-    interval = _sync_interval(saved, current)
+    interval = max(int(settings.get("vllm_sync_interval") or 1) for settings in (saved, current))
     for name, now in current.items():
         if name.startswith("_") or name not in saved or MASK in (saved[name], now):
             continue
@@ -113,11 +112,6 @@ def compare_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Se
                 f"{interval} it also decides when the sampler gets new weights"
             )
     return change
-
-
-def _sync_interval(saved: Mapping[str, Any], current: Mapping[str, Any]) -> int:
-    """The longer of the two intervals between publications."""
-    return max(int(settings.get("vllm_sync_interval") or 1) for settings in (saved, current))
 
 
 def _same(then: Any, now: Any) -> bool:

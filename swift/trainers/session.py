@@ -5,23 +5,26 @@ Shared by `sft` and `grpo`; knows no algorithm.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from swift.errors import ConfigError, Interrupted, ResourceError, SwiftError, join_problems
+from swift.errors import ConfigError, Interrupted, ResourceError, SwiftError, first_line, join_problems
 
 if TYPE_CHECKING:
+    import torch
     from transformers import TrainerCallback, TrainingArguments
 
+    from swift.arguments import Resolved
     from swift.trainers.distributed import Collectives
 
 
@@ -31,8 +34,12 @@ LAUNCH_VARIABLES = ("NNODES", "NODE_RANK", "NPROC_PER_NODE")
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a run begins: anew, or in `run_dir` from `checkpoint`; `changed` are settings, (then, now)."""
+    """Where a run begins: anew, or in `run_dir` from `checkpoint`.
 
+    settings: what checkpoints write into args.json. changed: of them since the checkpoint, (then, now).
+    """
+
+    settings: Mapping[str, Any]
     run_dir: Path | None = None
     checkpoint: Path | None = None
     changed: dict[str, tuple[Any, Any]] | None = None
@@ -46,14 +53,17 @@ class Start:
         return (step_of(self.checkpoint) or 0) if self.checkpoint else 0
 
 
-TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "swanlab": "swanlab"}
-"""`--report_to` -> the package it needs."""
+TRACKERS = ("tensorboard", "wandb", "swanlab")
+"""Of `--report_to`; each needs the package of its name."""
 
-_WITHOUT = {
-    "--report_to": "leave the name out",
-    "--optim": "use --optim adamw",
-    "--attn_impl": "use --attn_impl sdpa",
-}
+SAME_IN_TRANSFORMERS = (
+    "learning_rate", "lr_scheduler_type", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm",
+    "optim_args", "num_train_epochs", "per_device_train_batch_size", "per_device_eval_batch_size",
+    "gradient_checkpointing", "seed", "data_seed", "full_determinism", "logging_steps", "logging_first_step",
+    "save_strategy", "save_steps", "save_only_model", "metric_for_best_model", "greater_is_better", "ddp_timeout",
+    "ddp_find_unused_parameters",
+)  # fmt: skip
+"""Settings that TrainingArguments has under the same name and meaning."""
 
 
 def require_packages(args: Any) -> None:
@@ -65,63 +75,58 @@ def require_packages(args: Any) -> None:
     """
     import torch
 
-    from swift.trainers.parallel.deepspeed import require_deepspeed
-    from swift.trainers.parallel.fsdp import require_fsdp
-    from swift.trainers.parallel.sharding import require_best_model
+    from swift.trainers.parallel.sharding import require_sharding
 
-    require_deepspeed(args)
-    require_fsdp(args)
-    require_best_model(args)
+    require_sharding(args)
     if args.attn_impl == "flex_attention" and not torch.accelerator.is_available():
         raise ConfigError("--attn_impl: flex_attention: has no backward pass on a CPU; use --attn_impl sdpa")
-    needs = [(f"--report_to: {name}", TRACKERS[name]) for name in args.report_to if name in TRACKERS]
+    needs = [(f"--report_to: {name}", name, "leave the name out") for name in args.report_to if name in TRACKERS]
     if args.optim == "adamw_8bit":
-        needs.append(("--optim: adamw_8bit", "bitsandbytes"))
+        needs.append(("--optim: adamw_8bit", "bitsandbytes", "use --optim adamw"))
     if args.attn_impl == "flash_attn":
-        needs.append(("--attn_impl: flash_attn", "flash_attn"))
-    missing = [(subject, package) for subject, package in needs if importlib.util.find_spec(package) is None]
+        if args.torch_dtype == "float32":
+            raise ConfigError(
+                "--attn_impl: flash_attn: has 16-bit kernels only; drop --torch_dtype float32, or use --attn_impl sdpa"
+            )
+        needs.append(("--attn_impl: flash_attn", "flash_attn", "use --attn_impl sdpa"))
     join_problems(
         [
-            f"{subject}: needs the package {package}, which is not installed; install it, or "
-            f"{_WITHOUT[subject.partition(':')[0]]}"
-            for subject, package in missing
+            f"{subject}: needs the package {package}, which is not installed; install it, or {instead}"
+            for subject, package, instead in needs
+            if importlib.util.find_spec(package) is None
         ],
         ResourceError,
     )
 
 
-def checkpoint_settings(settings: Mapping[str, Any], collectives: Collectives) -> dict[str, Any]:
-    """The content of a checkpoint's args.json: the settings, and the number of processes that share the batches."""
-    return {**settings, "world_size": collectives.world_size}
-
-
-def find_start(args: Any, settings: Mapping[str, Any]) -> Start:
+def find_start(args: Any, settings: Mapping[str, Any], world_size: int | None = None) -> Start:
     """The checkpoint that `--resume_from_checkpoint` names, verified, or a fresh start.
 
     Args:
         args: with `resume_from_checkpoint` and `output_dir`.
-        settings: as `checkpoint_settings` returns them.
+        settings: of the run, by name.
+        world_size: processes that share the batches; None leaves them out of the comparison.
 
     Raises:
-        ConfigError: no whole checkpoint there, or a setting differs that may not change.
+        ConfigError: no valid checkpoint there, or a setting differs that may not change.
     """
+    if world_size is not None:
+        settings = {**settings, "world_size": world_size}
     if not args.resume_from_checkpoint:
-        return Start()
+        return Start(settings)
     from swift.models.source import read_json
-    from swift.trainers.checkpoint import compare_settings, resolve_resume
+    from swift.trainers.checkpoint import resolve_resume
+    from swift.trainers.resume_settings import compare_settings
 
     run_dir, checkpoint = resolve_resume(args.resume_from_checkpoint, args.output_dir)
     change = compare_settings(read_json(checkpoint / "args.json"), settings)
     join_problems(change.problems)
     notes = (f"resuming {run_dir} from {checkpoint.name}", *change.notes)
-    return Start(run_dir, checkpoint, change.changed, notes)
+    return Start(settings, run_dir, checkpoint, change.changed, notes)
 
 
 def resume_command(mode: str, checkpoint: Path | None) -> str:
-    """The command that continues this run: its own words and launch variables, with the checkpoint put in.
-
-    Without a checkpoint it is the command as it was.
-    """
+    """The command that continues this run: its words and launch variables, with the checkpoint if there is one."""
     given = list(sys.argv[1:]) if sys.argv[1:2] == [mode] else [mode, "..."]
     words: list[str] = []
     while given:
@@ -165,18 +170,55 @@ def join_processes(timeout_s: float, *, always: bool = False) -> Collectives:
     return Collectives(timeout_s)
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How an attempt ended, for attempts.jsonl."""
+def own_device() -> torch.device:
+    """The device of this process."""
+    import torch
 
-    exit_code: int = 0
-    reason: str = "done"
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
 
-    @classmethod
-    def of(cls, error: BaseException) -> Outcome:
-        """The exit code and first line of a failure."""
+
+@dataclass(slots=True)
+class OpenRun:
+    """The run's folder and the number of this start of it. steps: gives the optimizer steps done, for the record."""
+
+    folder: Path
+    attempt: int
+    steps: Callable[[], int]
+
+
+@contextlib.contextmanager
+def open_run(resolved: Resolved, collectives: Collectives, start: Start) -> Iterator[OpenRun]:
+    """Open the run's folder on rank 0 for all, and record in attempts.jsonl how the block ended."""
+    from swift.observability.run_dir import RunDirectory
+    from swift.trainers.checkpoint import clean_staging
+
+    args: Any = resolved.args
+    home = RunDirectory(args.output_dir, add_version=args.add_version, resume_run=start.run_dir)
+    opened: tuple[str, int] | None = None
+    if collectives.is_main:
+        home.open(
+            argv=sys.argv,
+            settings=resolved.to_json(),
+            config_file=Path(resolved.config) if resolved.config else None,
+            changed=start.changed,
+            start_step=start.step,
+        )
+        clean_staging(home.path)
+        opened = str(home.path), home.attempt
+    folder, attempt = collectives.broadcast(opened)
+    run = OpenRun(Path(folder), attempt, lambda: start.step)
+    code, reason = 0, "done"
+    try:
+        yield run
+    except BaseException as error:
         code = error.exit_code if isinstance(error, SwiftError) else 130 if isinstance(error, KeyboardInterrupt) else 1
-        return cls(code, (str(error).splitlines() or [""])[0] or type(error).__name__)
+        reason = first_line(error)
+        raise
+    finally:
+        if collectives.is_main:
+            home.finish(end_step=max(start.step, run.steps()), exit_code=code, reason=reason)
 
 
 class SignalTrap:
@@ -214,6 +256,16 @@ class SignalTrap:
             f"resume: {resume_command(mode, start.checkpoint)}"
         )
 
+    def interruption(self, mode: str, folder: Path, step: int) -> Interrupted:
+        """The end of a run that was asked to stop and has saved its last checkpoint at `step`."""
+        from swift.trainers.checkpoint import last_checkpoint
+
+        last = last_checkpoint(folder)
+        return Interrupted(
+            f"signal: {self.caught or 'another process'}: stopped at step {step}, {last} is saved; "
+            f"resume: {resume_command(mode, last)}"
+        )
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.caught is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
@@ -221,13 +273,7 @@ class SignalTrap:
 
 
 def training_options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, Any]:
-    """The settings that transformers' TrainingArguments knows under the same meaning.
-
-    Args:
-        args: the resolved settings.
-        folder: the run's folder; checkpoints go there.
-        evaluates: whether there is an evaluation set.
-    """
+    """Keyword arguments of TrainingArguments; checkpoints go to `folder`, `evaluates` if there is an evaluation set."""
     import torch
 
     from swift.trainers.optimizers.choice import is_registered
@@ -235,49 +281,25 @@ def training_options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, A
 
     on_gpu = torch.cuda.is_available()
     eval_strategy = args.eval_strategy if evaluates else "no"
+    checkpointing = {"use_reentrant": False, **args.gradient_checkpointing_kwargs}
     return {
+        **{name: getattr(args, name) for name in SAME_IN_TRANSFORMERS},
         "output_dir": str(folder),
         "run_name": args.run_name or folder.name,
-        "learning_rate": args.learning_rate,
-        "lr_scheduler_type": args.lr_scheduler_type,
         "lr_scheduler_kwargs": args.lr_scheduler_kwargs or None,
         # below 1 transformers takes warmup_steps as a share of all steps
         "warmup_steps": args.warmup_steps or args.warmup_ratio,
-        "weight_decay": args.weight_decay,
-        "adam_beta1": args.adam_beta1,
-        "adam_beta2": args.adam_beta2,
-        "adam_epsilon": args.adam_epsilon,
-        "max_grad_norm": args.max_grad_norm,
         "optim": "adamw_torch" if is_registered(args.optim) else args.optim,  # then see `own_optimizer`
-        "optim_args": args.optim_args,
-        "num_train_epochs": args.num_train_epochs,
-        "per_device_train_batch_size": args.per_device_train_batch_size,
-        "per_device_eval_batch_size": args.per_device_eval_batch_size,
-        "gradient_checkpointing": args.gradient_checkpointing,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False, **args.gradient_checkpointing_kwargs}
-        if args.gradient_checkpointing
-        else None,
-        "seed": args.seed,
-        "data_seed": args.data_seed,
-        "full_determinism": args.full_determinism,
+        "gradient_checkpointing_kwargs": checkpointing if args.gradient_checkpointing else None,
         "dataloader_num_workers": args.dataloader_num_workers if on_gpu else 0,
         "dataloader_pin_memory": on_gpu,
-        "logging_steps": args.logging_steps,
-        "logging_first_step": args.logging_first_step,
         "logging_nan_inf_filter": False,
-        "save_strategy": args.save_strategy,
-        "save_steps": args.save_steps,
         "save_total_limit": None,  # removal comes after the seal, by swift.trainers.checkpoint.rotate
-        "save_only_model": args.save_only_model,
         "eval_strategy": eval_strategy,
         "eval_steps": args.eval_steps if eval_strategy == "steps" else None,
         "load_best_model_at_end": args.load_best_model_at_end and evaluates,
-        "metric_for_best_model": args.metric_for_best_model,
-        "greater_is_better": args.greater_is_better,
         "use_cpu": not on_gpu,
         "ddp_backend": "gloo" if not on_gpu and os.environ.get("WORLD_SIZE", "1") != "1" else None,
-        "ddp_timeout": args.ddp_timeout,
-        "ddp_find_unused_parameters": args.ddp_find_unused_parameters,
         # for TensorBoard see `tensorboard_callback`
         "report_to": [name for name in args.report_to if name not in ("none", "tensorboard")] or "none",
         "disable_tqdm": True,

@@ -88,11 +88,7 @@ def encode_rows(
 ) -> tuple[Dataset, EncodingReport]:
     """The rows as a datasets table with the columns input_ids and labels, in order.
 
-    Args:
-        rows: `messages`, assistant turns included, and `tools` where a row has some.
-        encoder: template and length limit.
-        num_proc: processes that tokenise.
-        split: how errors call the data.
+    Rows have `messages`, assistant turns included, and `tools` where there are some; `num_proc` processes tokenise.
 
     Raises:
         ConfigError: not a single row can be used.

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from swift.models.activation_memory import ModelShape, activation_bytes
+from swift.models.attention.interface import is_packed
 from swift.models.checkpoint_tensors import computing_dtype
-from swift.models.forward import is_packed
 from swift.models.sharded import is_dtensor, is_zero3
 from swift.observability.memory import measure
 from swift.rollout.samples import TrainSample
@@ -45,16 +45,9 @@ CPU_BYTES, CPU_TOKENS = 1 << 30, 1280
 
 
 class MicroBatchPlanner:
-    """Plans the micro-batches of one trainer.
+    """Plans the micro-batches of one trainer, whose unwrapped policy is `model`.
 
-    Args:
-        model: the policy, unwrapped.
-        collectives: the ranks that share a global batch.
-        device: of the model.
-        say: shows a line, once per kind.
-
-    Attributes:
-        fitting_tokens: the budget that was found; None before memory was measured.
+    `fitting_tokens` is the budget that was found; None before memory was measured.
     """
 
     def __init__(
@@ -84,12 +77,7 @@ class MicroBatchPlanner:
     ) -> MicroBatchPlan:
         """The plan of a global batch, the same on every rank; see `plan_micro_batches`.
 
-        Args:
-            samples: those of the rollout batch.
-            chosen: sample indices in launch order.
-            useful: per chosen sample, whether it can contribute.
-            limits: of a micro-batch; without tokens, the budget that was found.
-            per_device: completions of a device batch.
+        `limits` without tokens means the budget that was found; `per_device` are the completions of a device batch.
         """
         tokens = limits.tokens
         if tokens is None:
@@ -121,9 +109,7 @@ class MicroBatchPlanner:
     def measure(self, *, whole_logits: bool, has_state: bool) -> None:
         """Take what fits on the rank that has least; collective. What a checkpoint brought stays if it nearly fits.
 
-        Args:
-            whole_logits: whether the head makes all logits of a micro-batch at once.
-            has_state: whether the optimizer has its state already.
+        whole_logits: the head makes all logits of a micro-batch at once. has_state: the optimizer has its state.
         """
         self._measured = True
         least = min(self.collectives.all_gather(self.budget(whole_logits=whole_logits, has_state=has_state)))
@@ -149,23 +135,14 @@ class MicroBatchPlanner:
 
 
 def tokens_that_fit(free: int, *, expected: int, per_token: int) -> int:
-    """Tokens of a micro-batch, at least 1.
-
-    Args:
-        free: bytes that are free.
-        expected: bytes that gradients and optimizer will take of them.
-        per_token: bytes of activations.
-    """
+    """Tokens of a micro-batch, at least 1, in `free` bytes of which gradients and optimizer will take `expected`."""
     return max(1, int(max(SHARE_OF_FREE * free - expected, LEAST_SHARE * free)) // per_token)
 
 
 def expected_bytes(parameters: Iterable[nn.Parameter], *, has_state: bool) -> int:
     """What gradients and, before the first step, an AdamW's state take on this rank."""
-    total = 0
-    for one in parameters:
-        if one.requires_grad:
-            total += _own_elements(one) * (one.dtype.itemsize + (0 if has_state else STATE_BYTES))
-    return total
+    state = 0 if has_state else STATE_BYTES
+    return sum(_own_elements(one) * (one.dtype.itemsize + state) for one in parameters if one.requires_grad)
 
 
 def _own_elements(parameter: Any) -> int:

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from swift.arguments import docs
-from swift.arguments.modes import MODES
-from swift.arguments.presets import PRESETS
+from swift.arguments.plugins import settings_class
 from swift.flags import flags_of
+from swift.plugin import presets
 from swift.rl.arguments import ASYNCHRONOUS, ObjectiveArguments
 
 ROOT = Path(docs.__file__).parents[2]
 PAGE = docs.ALGORITHMS.read_text(encoding="utf-8")
-FLAGS = flags_of(MODES["rlhf"])
+FLAGS = flags_of(settings_class("rlhf"))
 NAMED = set(re.findall(r"--([a-z0-9_]+)", PAGE))
 
 
@@ -44,7 +44,7 @@ def test_the_page_names_no_flag_that_does_not_exist():
 
 def test_the_table_of_presets_is_current():
     assert docs.with_presets(PAGE) == PAGE, "run: python -m swift.arguments.docs --write"
-    assert all(f"\n| {name} | {preset.title}, " in PAGE for name, preset in PRESETS.items())
+    assert all(f"\n| {name} | {preset.title}, " in PAGE for name, preset in presets.items())
 
 
 def metrics_of_the_page():

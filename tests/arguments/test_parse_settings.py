@@ -37,14 +37,11 @@ def config(tmp_path):
 # How values are written
 
 
-@pytest.mark.parametrize("word", ["true", "True", "1", "YES", "on"])
-def test_booleans_have_many_spellings_of_true(word):
-    assert value("overlong_filter", "--overlong_filter", word) is True
-
-
-@pytest.mark.parametrize("word", ["false", "FALSE", "0", "no", "Off"])
-def test_booleans_have_many_spellings_of_false(word):
-    assert value("add_version", "--add_version", word) is False
+@pytest.mark.parametrize(
+    ("words", "meant"), [("true True 1 YES on", True), ("false FALSE 0 no Off", False)], ids=["true", "false"]
+)
+def test_booleans_have_many_spellings(words, meant):
+    assert {value("overlong_filter", "--overlong_filter", word) for word in words.split()} == {meant}
 
 
 def test_a_bare_boolean_is_true_wherever_it_stands():
@@ -76,10 +73,6 @@ def test_none_unsets_what_may_be_absent_but_stays_a_choice_where_it_is_one():
 def test_a_value_may_contain_spaces_dashes_and_equal_signs():
     assert value("system", "--system=--be brief, a=b") == "--be brief, a=b"
     assert value("system", "--system", "- be brief") == "- be brief"
-
-
-def test_names_cannot_be_shortened():
-    assert "--num_gen: 4: unknown flag" in problems("rlhf", *RLHF, "--num_gen", "4")[0]
 
 
 # Spellings
@@ -141,7 +134,8 @@ def test_plugins_of_both_spellings_are_joined():
 def test_each_layer_overrides_the_one_below(config):
     path = config("use_hf: false\nbeta: 0.5\nepsilon: 0.3\n")
     argv = [path, *RLHF, "--beta", "0.1"]
-    resolved = parse("rlhf", argv, {"USE_HF": "1"})
+    resolved = parse("rlhf", argv, {"USE_HF": "1", "SWIFT_DEBUG": "1"})
+    assert resolved.args.debug is True
     sources = {name: resolved.provenance[name]["source"] for name in ("use_hf", "beta", "epsilon", "delta")}
     assert sources == {"use_hf": "env", "beta": "command line", "epsilon": "file", "delta": "default"}
     assert (resolved.args.use_hf, resolved.args.beta, resolved.args.epsilon) == (True, 0.1, 0.3)
@@ -151,10 +145,6 @@ def test_each_layer_overrides_the_one_below(config):
 def test_layers_meet_after_spellings_became_canonical(config):
     resolved = parse("rlhf", [config("train_type: full\n"), *RLHF, "--tuner_type", "lora"], {})
     assert resolved.args.tuner_type == "lora"
-
-
-def test_swift_debug_is_debug():
-    assert rlhf(environ={"SWIFT_DEBUG": "1"}).args.debug is True
 
 
 def test_the_type_of_the_flag_decides_what_a_config_value_means(config):
@@ -257,15 +247,8 @@ def test_derived_defaults_say_their_rule(words, name, expected, rule):
 
 
 def test_the_batch_size_follows_from_the_processes_too():
-    sizes = [
-        value("per_device_train_batch_size", environ=environ)
-        for environ in (
-            {"NPROC_PER_NODE": "2"},
-            {"NPROC_PER_NODE": "4", "NNODES": "2"},
-            {"RANK": "1", "WORLD_SIZE": "4"},
-        )
-    ]
-    assert sizes == [4, 1, 2]
+    launches = {"NPROC_PER_NODE": "2"}, {"NPROC_PER_NODE": "4", "NNODES": "2"}, {"RANK": "1", "WORLD_SIZE": "4"}
+    assert [value("per_device_train_batch_size", environ=environ) for environ in launches] == [4, 1, 2]
 
 
 def test_a_correction_may_be_switched_on_beside_its_mode():
@@ -284,10 +267,6 @@ def test_dropout_of_supervised_tuning_is_on():
     assert args.lora_dropout == 0.05
     assert args.metric_for_best_model == "loss"
     assert args.greater_is_better is False
-
-
-def test_reward_workers_follow_the_cores_up_to_eight():
-    assert 1 <= value("reward_workers") <= 8
 
 
 # What is printed and stored
@@ -319,24 +298,13 @@ def test_evaluation_without_data_is_off_and_noted_when_it_was_asked_for(words):
 def test_known_flags_that_change_nothing_are_noted():
     words = "--freeze_vit true --use_liger_kernel no --sequence_parallel_size 1 --use_liger_loss true"
     notes = rlhf(*words.split(), "--use_data_producer", "true").notes
-    names = [
-        "--freeze_vit",
-        "--use_liger_kernel",
-        "--sequence_parallel_size",
-        "--use_liger_loss",
-        "--use_data_producer",
-    ]
-    assert [note.split(":")[0] for note in notes] == names
+    assert [note.split(":")[0] for note in notes] == [*words.split()[::2], "--use_data_producer"]
 
 
 def test_settings_of_a_switch_that_is_off_are_noted():
     notes = rlhf("--vllm_max_num_seqs", "4", "--tuner_type", "full", "--lora_rank", "4").notes
     assert "--vllm_max_num_seqs: 4: no effect without --use_vllm" in notes
     assert "--lora_rank: 4: no effect without --tuner_type lora" in notes
-
-
-def test_truncated_sampling_earns_a_note():
-    assert any("top_p: 0.9" in note and "biases the gradient" in note for note in rlhf("--top_p", "0.9").notes)
 
 
 def test_args_json_is_flat_json_with_provenance():
@@ -360,12 +328,3 @@ def test_secrets_are_masked_wherever_they_appear():
 def test_merge_lora_is_export_with_one_answer():
     assert parse("merge-lora", ["--adapters", "a"], {}).args.merge_lora is True
     assert parse("export", ["--adapters", "a", "--merge_lora"], {}).args.torch_dtype == "float32"
-
-
-def test_inference_may_be_greedy_and_training_may_not():
-    assert parse("infer", ["--model", "m", "--temperature", "0"], {}).args.temperature == 0
-    assert "--temperature: 0: out of range; valid: above 0" in problems("rlhf", *RLHF, "--temperature", "0")
-
-
-def test_every_alias_is_known_by_its_canonical_name():
-    assert rlhf().aliases["train_type"] == "tuner_type"

@@ -6,11 +6,13 @@ import pytest
 
 from swift.arguments import parse
 from swift.arguments.help import render, render_flag
-from swift.arguments.plugins import section, settings_class
+from swift.arguments.plugins import settings_class
+from swift.arguments.presets import PaperValue, Preset
 from swift.arguments.schema import json_schema
 from swift.errors import ConfigError
 from swift.flags import flag, flags_of
 from swift.plugin import registry
+from swift.rl.declared import parameters_of
 from swift.rl.losses import TOKEN_MEAN, Loss, Objective
 
 RLHF = ["--rlhf_type", "grpo", "--model", "m", "--dataset", "d", "--reward_funcs", "accuracy"]
@@ -54,7 +56,9 @@ def rlhf(*words):
 def test_an_entry_is_a_choice_and_its_parameters_are_flags():
     resolved = rlhf("--loss_type", "clamp", "--clamp-limit", "3", "--clamp_words", "a", "b")
     assert (resolved.args.loss_type, resolved.args.clamp_at, resolved.args.clamp_words) == ("clamp", 3.0, ["a", "b"])
-    assert section(ClampParameters, resolved.args) == ClampParameters(clamp_at=3.0, clamp_words=["a", "b"])
+    assert parameters_of(registry.losses["clamp"], resolved.args) == ClampParameters(
+        clamp_at=3.0, clamp_words=["a", "b"]
+    )
     dumped = resolved.to_json()
     assert dumped["clamp_at"] == 3.0
     assert dumped["_provenance"]["clamp_at"] == {"source": "command line", "given_as": "--clamp-limit", "rule": None}
@@ -81,6 +85,39 @@ def test_parameters_are_checked_like_other_settings(words, said):
 def test_a_parameter_of_an_entry_that_is_not_chosen_has_no_effect():
     assert rlhf("--clamp_at", "3").notes == ["--clamp_at: 3: no effect without --loss_type clamp or clamp2"]
     assert rlhf("--loss_type", "clamp2", "--clamp_at", "3").notes == []
+
+
+@pytest.mark.parametrize(
+    ("registry_name", "choice", "name"),
+    [
+        ("orms", "reward_funcs", "short"),
+        ("rollout_functions", "rollout_func", "short"),
+        ("backends", "infer_backend", "mine"),
+    ],
+)
+def test_entries_of_every_registry_may_have_parameters(registry_name, choice, name):
+    def component():
+        """Whatever it does."""
+
+    component.parameters = ClampParameters
+    registry.REGISTRIES[registry_name][name] = component
+    try:
+        words = ["accuracy", name] if choice == "reward_funcs" else [name]
+        resolved = rlhf(f"--{choice}", *words, "--clamp_at", "3")
+        assert resolved.args.clamp_at == 3
+        assert not [note for note in resolved.notes if "clamp_at" in note]
+        noted = f"--clamp_at: 3: no effect without --{choice} {name}" in rlhf("--clamp_at", "3").notes
+        assert noted == (choice != "reward_funcs"), "another reward function may read any setting"
+    finally:
+        del registry.REGISTRIES[registry_name][name]
+
+
+def test_a_preset_can_be_registered():
+    registry.presets["ours"] = Preset("Ours", "arXiv:0000.00000", {"beta": PaperValue(0.5, "section 1")})
+    try:
+        assert rlhf("--preset", "ours").args.beta == 0.5
+    finally:
+        del registry.presets["ours"]
 
 
 @pytest.mark.usefixtures("losses")

@@ -162,6 +162,13 @@ def test_truncated_sampling_is_compared_only_where_the_engine_knows_the_kept_mas
     assert rlhf("--top_k", "20", *words).args.changed_logprobs() == []
 
 
+def test_truncated_sampling_is_noted_with_what_the_engine_knows():
+    (note,) = [note for note in rlhf("--top_p", "0.9").notes if note.startswith("--top_p: 0.9")]
+    assert "biases the gradient" in note and "it compares" in note
+    (note,) = [note for note in rlhf("--top_p", "0.9", "--use_vllm", "true").notes if note.startswith("--top_p: 0.9")]
+    assert "biases the gradient" in note and "it cannot compare" in note
+
+
 def test_neutral_entries_are_not_called_biased():
     resolved = rlhf("--generation_kwargs", '{"presence_penalty": 0, "stop_token_ids": [3]}')
     assert not resolved.args.sampling_params().biased

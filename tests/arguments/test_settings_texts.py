@@ -11,6 +11,7 @@ from swift.arguments.derived import RULES
 from swift.arguments.help import render, render_flag
 from swift.arguments.known import is_known
 from swift.arguments.modes import GROUPS, MODES
+from swift.arguments.plugins import settings_class
 from swift.arguments.schema import json_schema
 from swift.errors import ConfigError
 from swift.flags import aliases_of, flags_of, spellings_of
@@ -18,25 +19,25 @@ from swift.flags import aliases_of, flags_of, spellings_of
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_setting_is_described_and_belongs_to_a_group(mode):
-    for flag in flags_of(MODES[mode]).values():
+    for flag in flags_of(settings_class(mode)).values():
         assert flag.help.endswith((".", "?")), flag.name
         assert flag.group in GROUPS
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_no_spelling_means_two_settings(mode):
-    cls = MODES[mode]
+    cls = settings_class(mode)
     assert not set(aliases_of(cls)) & set(flags_of(cls))
     assert len(spellings_of(cls)) == sum(len(flag.spellings) for flag in flags_of(cls).values())
 
 
 def test_settings_are_not_listed_as_known_elsewhere():
-    names = {spelling for cls in MODES.values() for spelling in spellings_of(cls)}
+    names = {spelling for cls in map(settings_class, MODES) for spelling in spellings_of(cls)}
     assert {name for name in names if is_known(name)} == set()
 
 
 def test_every_rule_is_about_a_setting_that_can_be_unset():
-    flags = {name: flag for cls in MODES.values() for name, flag in flags_of(cls).items()}
+    flags = {name: flag for cls in map(settings_class, MODES) for name, flag in flags_of(cls).items()}
     assert all(flags[rule.name].optional and flags[rule.name].default is None for rule in RULES)
 
 
@@ -79,7 +80,7 @@ def test_help_of_a_flag_that_does_not_exist():
 
 def test_the_schema_covers_every_spelling_and_is_json():
     schema = json.loads(json.dumps(json_schema("rlhf")))
-    assert set(schema["properties"]) == set(spellings_of(MODES["rlhf"])) | {"ENV"}
+    assert set(schema["properties"]) == set(spellings_of(settings_class("rlhf"))) | {"ENV"}
     assert schema["properties"]["train_type"] == {"$ref": "#/properties/tuner_type"}
     assert schema["properties"]["top_p"]["exclusiveMinimum"] == 0
     assert schema["properties"]["top_p"]["maximum"] == 1
@@ -90,7 +91,7 @@ def test_the_schema_covers_every_spelling_and_is_json():
 def test_choices_hold_every_schedule_of_transformers():
     from transformers.trainer_utils import SchedulerType
 
-    assert {item.value for item in SchedulerType} <= set(flags_of(MODES["rlhf"])["lr_scheduler_type"].choices)
+    assert {item.value for item in SchedulerType} <= set(flags_of(settings_class("rlhf"))["lr_scheduler_type"].choices)
 
 
 def test_reading_settings_loads_no_heavy_package():

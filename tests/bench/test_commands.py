@@ -16,6 +16,7 @@ def execute(benchmarks, *words):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_swift_and_trl_take_turns_and_their_gradients_agree(benchmarks, tmp_path):
     out = tmp_path / "run.json"
     words = ["--rows", "small", "--size", "nano", "--turns", "1", "--folder", str(tmp_path / "work"), "--out", str(out)]

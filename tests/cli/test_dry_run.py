@@ -79,8 +79,7 @@ def test_it_writes_nothing(model, folder):
 
 def test_it_counts_the_processes_that_a_launch_would_start(model, folder, monkeypatch, capsys):
     monkeypatch.setenv("NPROC_PER_NODE", "2")
-    monkeypatch.setattr("swift.cli.devices.count_accelerators", lambda: (0, "cpu"))
-    monkeypatch.setattr("swift.cli.dry_run.count_accelerators", lambda: (0, "cpu"))
+    monkeypatch.setattr("swift.trainers.engines.count_accelerators", lambda: (0, "cpu"))
     assert main(rlhf(model)) == 0
     text = capsys.readouterr().out
     assert "2 training processes on cpu:0, cpu:1" in text
@@ -100,22 +99,6 @@ def test_weights_are_not_read(model, folder, tmp_path_factory):
     bare = shutil.copytree(model, tmp_path_factory.mktemp("bare") / "tiny")
     (bare / "model.safetensors").write_bytes(b"no tensors")
     assert main(rlhf(bare)) == 0
-
-
-def test_a_reward_that_breaks_its_contract_is_code_5(model, folder, capsys):
-    (folder / "odd_plugin.py").write_text(
-        "from swift.plugin import orms\ndef odd(completions, **kw):\n    return ['x'] * len(completions)\n"
-        "orms['odd'] = odd\n"
-    )
-    words = rlhf(model, "--external_plugins", "odd_plugin.py")
-    words[words.index("accuracy")] = "odd"
-    assert main(words) == 5
-    assert "swift: error: --reward_funcs: odd" in capsys.readouterr().err
-
-
-def test_sizes_that_do_not_fit_are_code_2(model, folder, capsys):
-    assert main(rlhf(model, "--num_generations", "5")) == 2
-    assert "C=16 completions" in capsys.readouterr().err
 
 
 BATCH = (

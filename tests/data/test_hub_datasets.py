@@ -9,9 +9,9 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
-from swift.data import load_rows
 from swift.data.arguments import DataArguments
 from swift.data.hub import stream_hub
+from swift.data.loading import load_rows
 from swift.data.spec import parse_spec
 from swift.errors import ConfigError, ResourceError
 
@@ -58,7 +58,7 @@ def test_hugging_face_rows_with_subsets_and_count(hub):
 
 
 def test_validation_takes_the_test_split(hub):
-    assert rows("org/name", "val", use_hf=True)[0]["messages"][0]["content"] == "Nonetest0"
+    assert next(iter(rows("org/name", "val", use_hf=True)))["messages"][0]["content"] == "Nonetest0"
 
 
 def test_a_streamed_hub_dataset_has_the_same_rows(hub):
@@ -127,7 +127,7 @@ def modelscope(monkeypatch):
 
 def test_modelscope_rows(modelscope):
     modelscope.setattr("urllib.request.urlopen", lambda url, timeout: types.SimpleNamespace(close=lambda: None))
-    assert rows("org/name:sub")[0]["messages"][0]["content"] == "org/name sub"
+    assert [row["messages"][0]["content"] for row in rows("org/name:sub")] == ["org/name sub"]
     with pytest.raises(ResourceError, match=r"ModelScope did not give it \(quota exceeded\)"):
         rows("org/broken")
 

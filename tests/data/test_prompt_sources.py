@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift.data import IndexedPrompts, StreamingPrompts, load_prompts, open_prompts
 from swift.data.arguments import PromptArguments
+from swift.data.prompts import Tokenizer, load_prompts
+from swift.data.source import IndexedPrompts, StreamingPrompts, open_prompts
 from swift.errors import ConfigError
 
 
@@ -28,8 +29,7 @@ def load(*datasets, limit=None, strategy="left", split="train", **changes):
 
 def stream(*datasets, limit=None, strategy="left", **changes):
     changes = {"streaming": True, "shuffle_buffer_size": 7, **changes}
-    lengths = {"max_prompt_length": limit, "truncation_strategy": strategy}
-    return StreamingPrompts(args(*datasets, **changes), tokenize=tokenize, **lengths)
+    return StreamingPrompts(args(*datasets, **changes), Tokenizer(tokenize, limit, strategy))
 
 
 def jsonl(path, rows):
@@ -51,24 +51,16 @@ def test_a_prompt_has_ids_messages_and_columns(ten):
     int(prompt.prompt_id, 16)
 
 
-def test_prompt_ids_depend_on_content_only(tmp_path):
-    one = load(
-        jsonl(
-            tmp_path / "a.jsonl",
-            [{"query": "x", "a": 1, "b": 2}, {"query": "y", "a": 1}, {"query": "x", "a": 2, "b": 2}],
-        )
-    )
-    two = load(jsonl(tmp_path / "b.jsonl", [{"b": 2, "a": 1, "query": "x"}]), limit=1)
+def test_ids_depend_on_content_only_and_the_fingerprint_on_content_and_order(tmp_path):
+    def loaded(*rows, limit=None):
+        return load(jsonl(tmp_path / "a.jsonl", rows), limit=limit)
+
+    x, y, z = {"query": "x", "a": 1, "b": 2}, {"query": "y", "a": 1}, {"query": "x", "a": 2, "b": 2}
+    one, two = loaded(x, y, z), loaded({"b": 2, "a": 1, "query": "x"}, limit=1)
     assert one[0].prompt_id == two[0].prompt_id
     assert len({prompt.prompt_id for prompt in one}) == 3
-
-
-def test_the_fingerprint_tells_content_and_order(tmp_path):
-    a, b = {"query": "a"}, {"query": "b"}
-    first = load(jsonl(tmp_path / "1.jsonl", [a, b])).fingerprint
-    assert first == load(jsonl(tmp_path / "2.jsonl", [a, b])).fingerprint
-    assert first != load(jsonl(tmp_path / "3.jsonl", [b, a])).fingerprint
-    assert first != load(jsonl(tmp_path / "4.jsonl", [a])).fingerprint
+    assert loaded(x, y).fingerprint == loaded(x, y).fingerprint
+    assert len({loaded(*rows).fingerprint for rows in ([x, y], [y, x], [x])}) == 3
 
 
 @pytest.mark.parametrize(("strategy", "kept"), [("left", "hij"), ("right", "abc")])
@@ -97,7 +89,7 @@ def test_wrong_length_settings(ten):
         load(ten, limit=0)
 
 
-def test_tokenising_is_lazy_and_happens_once(ten):
+def test_tokenising_is_lazy_happens_once_and_ids_are_the_callers_own(ten):
     seen = []
 
     def counting(messages):
@@ -106,14 +98,9 @@ def test_tokenising_is_lazy_and_happens_once(ten):
 
     dataset = load_prompts(args(ten), tokenize=counting, max_prompt_length=5, truncation_strategy="left")
     assert seen == []
-    assert dataset[4].token_ids == dataset[4].token_ids == [1]
+    dataset[4].token_ids.append(5)
+    assert dataset[4].token_ids == [1]
     assert len(seen) == 1
-
-
-def test_ids_handed_out_are_the_callers_own(ten):
-    dataset = load(ten)
-    dataset[0].token_ids.append(5)
-    assert dataset[0].token_ids == [ord("a")]
 
 
 def test_several_processes_delete_the_same_rows(tmp_path):
@@ -133,18 +120,6 @@ def test_a_refusal_of_the_template_names_the_row(ten):
         dataset[3]
 
 
-def test_validation_prompts(ten):
-    assert len(load(ten, split="val")) == 0
-    assert len(load(ten, split="val", split_dataset_ratio=0.2)) == 2
-    assert len(load(ten, split="val", val_dataset=[f"{ten}#3"])) == 3
-
-
-def test_the_written_validation_set_gives_the_same_prompts(ten, tmp_path):
-    val = load(ten, split="val", split_dataset_ratio=0.4, system="S")
-    val.write_jsonl(tmp_path / "val_dataset.jsonl")
-    assert load(tmp_path / "val_dataset.jsonl").fingerprint == val.fingerprint
-
-
 # ---- sources
 
 
@@ -152,13 +127,17 @@ def take(source, count):
     return [source.next() for _ in range(count)]
 
 
-def test_an_indexed_source_gives_every_prompt_once_per_epoch(ten):
-    source = IndexedPrompts(load(ten), seed=1, shuffle=True)
-    assert source.size == len(source) == 10
-    for epoch in range(2):
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_source_gives_every_prompt_once_per_epoch(ten, streaming):
+    source = stream(ten) if streaming else IndexedPrompts(load(ten), seed=1, shuffle=True)
+    assert source.size == (None if streaming else 10)
+    orders = []
+    for epoch in range(3):
         items = take(source, 10)
-        assert sorted(item.prompt.columns["solution"] for item in items) == list(range(10))
         assert [(item.epoch, item.cursor) for item in items] == [(epoch, n) for n in range(10)]
+        orders.append([item.prompt.columns["solution"] for item in items])
+    assert [sorted(order) for order in orders] == [list(range(10))] * 3
+    assert orders[0] != orders[1]
 
 
 def test_an_indexed_source_refuses_a_position_in_other_rows(ten, tmp_path):
@@ -166,19 +145,6 @@ def test_an_indexed_source_refuses_a_position_in_other_rows(ten, tmp_path):
     other = jsonl(tmp_path / "o.jsonl", [{"query": str(n)} for n in range(10)])
     with pytest.raises(ConfigError, match="content of --dataset"):
         IndexedPrompts(load(other), 1, True).load_state_dict(state)
-
-
-def test_a_stream_gives_every_prompt_once_per_epoch(ten):
-    source = stream(ten)
-    assert source.size is None
-    assert source.column_names == ["solution"]
-    orders = []
-    for epoch in range(3):
-        items = take(source, 10)
-        assert sorted(item.prompt.columns["solution"] for item in items) == list(range(10))
-        assert [(item.epoch, item.cursor) for item in items] == [(epoch, n) for n in range(10)]
-        orders.append([item.prompt.columns["solution"] for item in items])
-    assert orders[0] != orders[1]
 
 
 def test_a_stream_and_a_dataset_give_equal_prompts(ten):
@@ -230,11 +196,8 @@ def test_a_resumed_stream_does_not_tokenise_what_it_passes(ten):
     source = stream(ten)
     take(source, 7)
     count = []
-    resumed = StreamingPrompts(
-        args(ten, streaming=True, shuffle_buffer_size=7),
-        tokenize=lambda messages: count.append(1) or [1],
-        max_prompt_length=None,
-    )
+    counting = Tokenizer(lambda messages: count.append(1) or [1], None, "left")
+    resumed = StreamingPrompts(args(ten, streaming=True, shuffle_buffer_size=7), counting)
     resumed.load_state_dict(source.state_dict())
     assert count == []
 

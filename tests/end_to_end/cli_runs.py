@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import psutil
 import torch
-from preloaded import Program
+from preloaded import Program, run_ranks
 from safetensors.torch import load_file
 
 from swift.observability.jsonl import read_jsonl, read_log
@@ -167,7 +167,16 @@ class Cli:
         return self._started[-1]
 
     def finish(self, output: str, *, variables: dict[str, Any] | None = None, **flags: Any) -> tuple[Path, str, str]:
-        """Run to the end, which must be a good one: folder, stdout, stderr."""
+        """Run to the end, which must be a good one: folder, stdout, stderr.
+
+        NPROC_PER_NODE among the variables starts the ranks without the launcher; their stderr is in stdout.
+        """
+        variables = dict(variables or {})
+        if (count := int(variables.pop("NPROC_PER_NODE", 1))) > 1:
+            logs = self.folder / f"ranks-{time.monotonic_ns()}"
+            words = ["-m", "swift", *self.words(output, **flags)]
+            texts = run_ranks(words, logs, count=count, limit_s=LIMIT_S, cwd=self.folder, **environment(**variables))
+            return self.folder / output, texts[0], texts[0]
         run = self.start(output, variables=variables, **flags)
         code, out, err = run.wait()
         assert code == 0, err

@@ -87,6 +87,7 @@ def test_merged_adapters_reach_vllm(cli):
     agrees(folder)
 
 
+@pytest.mark.long
 def test_sampling_ahead_without_vllm(cli):
     ahead = {"infer_backend": "transformers", "vllm_mode": "dedicated", "async_generate": "true"}
     folder, out, err = cli.finish("ahead", **STEPS, **ahead)
@@ -119,7 +120,7 @@ def test_one_engine_over_two_ranks(cli):
     assert [one.name for one in Path("/dev/shm").glob("-*cpushm*")] == []
 
 
-@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+@pytest.mark.parametrize("stage", [pytest.param("zero2", marks=pytest.mark.long), "zero3"])
 def test_sharded_training_with_vllm_beside_it(cli, stage):
     folder, _, _ = cli.finish(
         stage,
@@ -152,6 +153,7 @@ def test_an_engine_that_is_killed_is_replaced_and_nothing_is_lost(cli):
     assert sampled(run.folder) == sampled(plain)
 
 
+@pytest.mark.long
 def test_an_engine_that_may_not_be_replaced_ends_the_run_and_is_named(cli):
     settings = {**STEPS, "infer_backend": "transformers", "vllm_mode": "dedicated", "max_steps": 1000}
     run = cli.start("mortal", **settings, engine_restarts=0)

@@ -86,9 +86,9 @@ def test_last_passes_over_a_damaged_checkpoint_and_a_path_to_it_is_refused(cli):
     code, _, err = cli.start("torn", max_steps=6, resume_from_checkpoint=torn / "checkpoint-4").wait()
     assert code == 2
     (line,) = error_lines(err)
-    assert line.startswith(f"swift: error: --resume_from_checkpoint: {weights}: torn, 1000 of ")
+    assert line.startswith(f"swift: error: --resume_from_checkpoint: {weights}: incomplete, 1000 of ")
     _, _, err = cli.finish("torn", max_steps=6, resume_from_checkpoint="last")
-    assert f"{weights}: torn, 1000 of " in err
+    assert f"{weights}: incomplete, 1000 of " in err
     assert f"resuming {torn} from checkpoint-2" in err
     assert_same_run(torn, straight)
 

@@ -87,6 +87,7 @@ def tuned(cli, name, processes, **flags):
     return cli.folder / name
 
 
+@pytest.mark.long
 def test_supervised_tuning_with_a_spread_model_is_that_of_one_process(cli):
     rows = [
         {"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"it is {7 * i}"}]}

@@ -7,26 +7,22 @@ cost half a minute. A case gets it whole, with the weights it was built with, an
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import gc
 import importlib.util
-import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
-import psutil
 import pytest
+from engine_traces import GONE_LIMIT_S, SHARED_CLUSTER, Traces
 
 from swift.errors import EngineError
 from swift.rollout.engines.spec import EngineSpec, build_engine
 
 MAX_MODEL_LEN = 512
 START_LIMIT_S = 240.0
-GONE_LIMIT_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -35,7 +31,7 @@ class Backend:
 
     inner: whose engine it is. place: "here", in an "actor", in the two actors of a "pool", or behind the HTTP of a
     "server". arch: qwen2 ties its head to the embedding, llama does not. lora: the engine is made for adapters,
-    which some must know at the start.
+    which some must know at the start. only: beginnings of the cases that it runs; all by default.
     """
 
     name: str
@@ -43,13 +39,15 @@ class Backend:
     place: str
     arch: str
     lora: bool = False
+    only: tuple[str, ...] = ("",)
 
 
 BACKENDS = [
     Backend("transformers", "transformers", "here", "qwen2"),
     Backend("vllm", "vllm", "here", "qwen2"),
     Backend("actor-transformers", "transformers", "actor", "llama"),
-    Backend("actor-vllm", "vllm", "actor", "llama", lora=True),
+    # what depends on the engine in the actor; the transport is that of actor-transformers
+    Backend("actor-vllm", "vllm", "actor", "llama", lora=True, only=("c01", "c11", "c13", "c17", "c18", "c22")),
     Backend("pool", "transformers", "pool", "qwen2"),
     Backend("remote", "transformers", "server", "qwen2"),
     Backend("lmdeploy", "lmdeploy", "here", "qwen2"),
@@ -119,11 +117,11 @@ class Subject:
 
     def _use_cluster(self):
         """Ray is up before anything is looked at, and stays: its processes are no traces of an engine."""
-        if self.backend.place in ("actor", "pool") and not _cluster:
+        if self.backend.place in ("actor", "pool") and not SHARED_CLUSTER:
             from swift.rollout.engines import cluster
 
-            _cluster.append(cluster.use())
-            atexit.register(_cluster[0].close)
+            SHARED_CLUSTER.append(cluster.use())
+            atexit.register(SHARED_CLUSTER[0].close)
 
     def _start(self):
         if self.backend.place == "here":
@@ -148,21 +146,12 @@ class Subject:
         log = self.logs / f"{name}-{time.monotonic_ns()}.log"
         return actor_engine(self.spec, name=name, log_file=log, uses=cluster.use(), restarts=0)
 
-    def kill(self, victim):
-        """Kill the engine's first process, or the one that holds the model; in a pool those of both engines."""
+    def kill(self):
+        """Kill the process that holds the model; in a pool those of both engines."""
         engines = 2 if self.backend.place == "pool" else 1
         self.traces.look()
         alive = [process for process in self.traces.started if process.is_running()]
-        if victim == "first process":
-            ours = self.backend.place == "server"
-            first = [
-                one
-                for one in alive
-                if (one.ppid() == os.getpid() if ours else "EngineActor" in " ".join(one.cmdline()))
-            ]
-            chosen = first[:engines]
-        else:
-            chosen = sorted(alive, key=lambda one: one.memory_info().rss)[-engines:]
+        chosen = sorted(alive, key=lambda one: one.memory_info().rss)[-engines:]
         assert len(chosen) == engines
         for process in chosen:
             process.kill()
@@ -171,7 +160,7 @@ class Subject:
         self.version = max(self.version, self.engine.version) + 1
         return self.version
 
-    def publish(self, model):
+    def sync(self, model):
         """Bring a model's weights to the engine."""
         from swift.rollout.weights.policy import PolicyWeights
 
@@ -190,7 +179,7 @@ class Subject:
             if self._engine.capabilities.lora:
                 self._engine.drop_adapter()
             if self._engine.version not in (0, self.whole):
-                self.publish(self.model)
+                self.sync(self.model)
                 self.whole = self._engine.version
         except EngineError:
             self.close()
@@ -244,107 +233,6 @@ class Server:
             self.process.kill()
             self.process.wait(GONE_LIMIT_S)
             pytest.fail(f"the server does not end on SIGTERM within {GONE_LIMIT_S} s")
-
-
-@dataclass
-class Traces:
-    """What an engine's start added to this machine: processes, listening ports, shared memory, sockets in folders.
-
-    Only what belongs to processes of this test counts; other tests run beside it.
-    """
-
-    started: list = field(default_factory=list)
-    ports: set = field(default_factory=set)
-    segments: set = field(default_factory=set)
-    sockets: set = field(default_factory=set)
-
-    def __post_init__(self):
-        self._before = {process.pid for process in _tree()}
-        self._ports_before = _ports(_tree())
-        self._segments_before = _segments(_tree())
-        self._sockets_before = _sockets(_tree())
-
-    def look(self):
-        """Note what is there now and was not before."""
-        tree = _tree()
-        known = {process.pid for process in self.started}
-        self.started += [process for process in tree if process.pid not in self._before | known]
-        self.ports |= _ports(tree) - self._ports_before
-        self.segments |= _segments(tree) - self._segments_before
-        self.sockets |= _sockets(tree) - self._sockets_before
-
-    def left(self):
-        """What of it is still there, in words."""
-        alive = [process for process in self.started if process.is_running() and _status(process) != "zombie"]
-        return (
-            [f"process {process.pid}" for process in alive]
-            + [f"port {port}" for port in self.ports & _listening()]
-            + [f"segment {path}" for path in self.segments if Path(path).exists()]
-            + [f"socket {path}" for path in self.sockets if Path(path).exists()]
-        )
-
-    def wait_until_gone(self, limit_s=GONE_LIMIT_S):
-        """What is left after a while; the kernel needs a moment."""
-        deadline = time.monotonic() + limit_s
-        while self.left() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return self.left()
-
-
-_cluster = []
-
-
-def _tree():
-    """This process and its descendants; of the cluster that all cases share, the engines alone."""
-    me = psutil.Process()
-    return [me, *(one for one in me.children(recursive=True) if not _is_shared(one))]
-
-
-def _is_shared(process):
-    if not _cluster:
-        return False
-    from swift.rollout.engines.cluster import MARKER
-
-    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-        name, environment = " ".join(process.cmdline()), process.environ()
-        if name.startswith("ray::"):  # a title may have overwritten the environment
-            return "EngineActor" not in name
-        return environment.get(MARKER) == str(_cluster[0].folder) and "SWIFT_ENGINE" not in environment
-    return True
-
-
-def _status(process):
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.status()
-    return "zombie"
-
-
-def _connections(tree, kind):
-    for process in tree:
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            yield from process.net_connections(kind)
-
-
-def _ports(tree):
-    return {one.laddr.port for one in _connections(tree, "inet") if one.status == psutil.CONN_LISTEN}
-
-
-def _listening():
-    return {one.laddr.port for one in psutil.net_connections("inet") if one.status == psutil.CONN_LISTEN}
-
-
-def _sockets(tree):
-    return {one.laddr for one in _connections(tree, "unix") if one.laddr and not one.laddr.startswith("\0")}
-
-
-def _segments(tree):
-    """Files in /dev/shm that a process of the tree has open or mapped."""
-    found = set()
-    for process in tree:
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, OSError):
-            found |= {one.path for one in process.memory_maps(grouped=False) if one.path.startswith("/dev/shm/")}
-            found |= {one.path for one in process.open_files() if one.path.startswith("/dev/shm/")}
-    return {path for path in found if not path.endswith(" (deleted)")}
 
 
 def with_noise(model, *, seed, scale=0.02, only=""):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+from conformance_checks import LONG, likeliest
 from conformance_parts import BACKENDS, Subject, missing, with_noise
 
 
@@ -29,12 +30,14 @@ def pytest_generate_tests(metafunc):
     """Every case runs on the engines of this process, the cases marked `transport` on all backends."""
     if "shared_subject" not in metafunc.fixturenames:
         return
+    case = metafunc.function.__name__.removeprefix("test_")
     everywhere = getattr(metafunc.function, "transport", False)
-    first = metafunc.function.__name__.startswith("test_c01")  # says once which backends cannot run here
     chosen = [
         pytest.param(backend, id=backend.name, marks=() if backend.name == "transformers" else pytest.mark.slow)
         for backend in BACKENDS
-        if (everywhere or backend.place == "here") and (first or missing(backend) is None)
+        if (everywhere or backend.place == "here") and case.startswith(backend.only)
+        # the first case says which backends cannot run here
+        if case.startswith("c01") or missing(backend) is None
     ]
     metafunc.parametrize("shared_subject", chosen, indirect=True, scope="session")
 
@@ -62,3 +65,14 @@ def subject(shared_subject):
     """The backend, with the weights it was built with."""
     yield shared_subject
     shared_subject.make_whole()
+
+
+@pytest.fixture(scope="session")
+def endless(shared_subject):
+    """A prompt whose likeliest completion of LONG tokens has no end token."""
+    model, eos = shared_subject.model, shared_subject.eos
+    for start in range(40, 80):
+        prompt = [start, 41, 42, 43]
+        if eos not in likeliest(model, prompt, LONG, until=eos):
+            return prompt
+    pytest.fail("every greedy completion ends; change the model")

@@ -358,10 +358,9 @@ def test_bytes_that_change_on_the_way_are_found(start, monkeypatch):
     whole = object_store.parcel_of
 
     def damaged(bucket):
-        entries, arrays = whole(bucket)
-        changed = [array.copy() for array in arrays]
-        changed[0][1] ^= 1
-        return entries, changed
+        changed = [(info, array.copy()) for info, array in whole(bucket)]
+        changed[0][1][1] ^= 1
+        return changed
 
     monkeypatch.setattr(object_store, "parcel_of", damaged)
     with pytest.raises(SyncFailed, match="digest"):

@@ -192,7 +192,7 @@ one.close()
     ("mode", "settings", "flag"),
     [
         ("dedicated", {"weight_transport": "http"}, "--weight_transport: http"),
-        ("server", {"weight_transport": "ipc"}, "--weight_transport: ipc"),
+        ("server", {"weight_transport": "object_store"}, "--weight_transport: object_store"),
         ("colocate", {"weight_transport": "broadcast"}, "--weight_transport: broadcast"),
         ("server", {"ray_address": "auto"}, "--ray_address: auto"),
         ("dedicated", {"ray_address": "10.0.0.1:6379"}, "--ray_token_file"),
@@ -206,7 +206,7 @@ def test_what_does_not_fit_the_placement_is_refused(mode, settings, flag):
 @pytest.mark.parametrize(
     ("mode", "way"),
     [
-        ("dedicated", "object_store"), ("dedicated", "broadcast"), ("dedicated", "ipc"), ("server", "disk"),
+        ("dedicated", "object_store"), ("dedicated", "broadcast"), ("server", "disk"),
         ("server", "http"), ("server", "broadcast"), ("colocate", "auto"),
     ],
 )  # fmt: skip

@@ -167,21 +167,6 @@ def test_what_is_paused_in_flight_goes_on_after_jobs(made):
     assert len(box.wait(1)["g/0"].token_ids) > 1
 
 
-def test_a_pause_lets_what_runs_finish_and_holds_the_rest(made):
-    queue = made(ScriptedEngine(step_s=0.02))
-    first = Box(queue, some(4))
-    until(lambda: queue.load[0] == 4)
-    paused = queue.pause()
-    second = Box(queue, some(4))
-    paused.result(LIMIT_S)
-    assert len(first.wait(4)) == 4
-    time.sleep(0.1)
-    assert queue.paused
-    assert second.look() == []
-    queue.resume()
-    second.wait(4)
-
-
 def test_a_pause_that_fails_leaves_nothing_paused(made):
     class Unwilling(ScriptedEngine):
         def pause(self, mode="wait"):

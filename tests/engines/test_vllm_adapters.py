@@ -67,7 +67,7 @@ def change(model, seed):
 
 
 def folders_of(engine):
-    return [Path(one.folder) for one in engine._adapters.held]
+    return [Path(one.request.lora_path) for one in engine._adapters.held]
 
 
 def test_slow_adapters_on_a_cpu_are_announced_once(made):

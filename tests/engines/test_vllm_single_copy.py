@@ -22,7 +22,7 @@ from swift.models.tiny import build_tiny
 from swift.rollout.engines.spec import build_engine
 from swift.rollout.engines.vllm.single_copy import NotShareable, SingleCopy
 from swift.rollout.weights.policy import LiveWeights, PolicyWeights
-from swift.rollout.weights.publisher import WeightPublisher
+from swift.rollout.weights.sync import WeightSync
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 PAD = 320
@@ -358,10 +358,8 @@ def model(engine):
     return made
 
 
-def publisher(engine, model, **settings):
-    return WeightPublisher(
-        engine, source=lambda: PolicyWeights(model), live=LiveWeights(model), ranks=OneRank(), **settings
-    )
+def weight_sync(engine, model, **settings):
+    return WeightSync(engine, source=lambda: PolicyWeights(model), live=LiveWeights(model), ranks=OneRank(), **settings)
 
 
 def engine_weights(engine):
@@ -382,12 +380,12 @@ def train(model, step):
 
 @pytest.mark.slow
 def test_ten_syncs_of_one_copy_leave_no_drift_through_sleep_and_a_rebuild(engine, model):
-    made = publisher(engine, model)
-    made.publish(0)
+    made = weight_sync(engine, model)
+    made.sync(0)
     for step in range(1, 11):
         if step == 4:
             engine.rebuild()
-            made.publish(step - 1)
+            made.sync(step - 1)
         if step > 7:
             engine.sleep(1 + step % 2)
         train(model, step)
@@ -405,8 +403,8 @@ def test_ten_syncs_of_one_copy_leave_no_drift_through_sleep_and_a_rebuild(engine
 
 @pytest.mark.slow
 def test_parameters_that_move_are_copied_from_then_on_and_that_is_said_once(engine, model, caplog):
-    made = publisher(engine, model)
-    made.publish(0)
+    made = weight_sync(engine, model)
+    made.sync(0)
     model.model.norm.weight.data = model.model.norm.weight.data.clone()
     for step in (1, 2, 3):
         train(model, step)
@@ -421,24 +419,24 @@ def test_parameters_that_move_are_copied_from_then_on_and_that_is_said_once(engi
 
 @pytest.mark.slow
 def test_one_copy_is_not_written_nor_taken_while_requests_run_or_the_cache_is_not_reset(engine, model, monkeypatch):
-    made = publisher(engine, model)
-    made.publish(0)
+    made = weight_sync(engine, model)
+    made.sync(0)
     with pytest.raises(EngineError, match="the trainer's own memory; separate them"):
         engine.load_weights(PolicyWeights(model), 5)
     engine.submit(request("busy", tokens=3))
     with pytest.raises(EngineError, match="1 requests are outstanding"):
-        made.publish(1)
+        made.sync(1)
     assert [one.request_id for one in engine.stream()] == ["busy"]
     monkeypatch.setattr(engine._llm, "reset_prefix_cache", lambda **_: False)
     with pytest.raises(EngineError, match="the prefix cache was not reset"):
-        made.publish(1)
+        made.sync(1)
     assert not engine.health().alive
     assert engine.version == 1
 
 
 @pytest.mark.slow
 def test_older_weights_are_kept_where_syncs_are_rarer_than_steps(engine, model):
-    made = publisher(engine, model, interval=2)
+    made = weight_sync(engine, model, interval=2)
     made.update(0)
     before = engine_weights(engine)
     train(model, 1)

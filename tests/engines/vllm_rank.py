@@ -1,6 +1,6 @@
 """One of two ranks under torchrun, run by `test_vllm_ranks.py`: engines beside a trainer's own process group.
 
-vllm_rank.py own|split FOLDER        an engine for each rank | one engine over both
+vllm_rank.py FOLDER        first an engine for each rank, then one engine over both
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ def summed(rank):
     return value.item()
 
 
-def main(mode, folder):
-    dist.init_process_group("gloo")
+def facts_of(mode, folder):
     rank, local = dist.get_rank(), os.environ["LOCAL_WORLD_SIZE"]
     split = mode == "split"
     engine = build_engine(spec_of(folder, tensor_parallel_size=2 if split else 1, in_ranks=split))
-    model, facts = model_of(folder), {"rank": rank, "sums": [summed(rank)], "drifts": []}
+    model, facts = model_of(folder), {"rank": rank, "mode": mode, "sums": [summed(rank)], "drifts": []}
     wanted = requests(4) if split else requests(8)[4 * rank : 4 * rank + 4]
-    for version in range(1, 4):
+    for version in range(1, 3):
         nudge(model, seed=version)
         facts["digest"] = engine.load_weights(PolicyWeights(model), version).digest
         facts["drifts"].append(drift(engine, model, wanted))
@@ -48,8 +47,14 @@ def main(mode, folder):
     engine.close()
     facts["sums"].append(summed(rank))
     facts["environment_kept"] = os.environ["LOCAL_WORLD_SIZE"] == local
+    return facts
+
+
+def main(folder):
+    dist.init_process_group("gloo")
+    found = [facts_of(mode, folder) for mode in ("own", "split")]
     dist.destroy_process_group()
-    print("FACTS" + json.dumps(facts), flush=True)
+    print("FACTS" + json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

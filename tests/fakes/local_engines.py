@@ -93,7 +93,7 @@ class LocalTransport(Transport):
         with contextlib.suppress(EngineDead):
             self.queue.abort_update(update).result(60)
 
-    def send_bucket(self, update, index, way, payload, timeout_s):
+    def send_bucket(self, update, way, payload, timeout_s):
         self.queue.send_bucket(update, lambda missing: payload).result(60)
         return lambda: None
 
@@ -101,7 +101,7 @@ class LocalTransport(Transport):
         return "object_store"
 
     def payload(self, way, bucket, version):
-        return Bucket([(name, tensor.clone()) for name, tensor in bucket.tensors], bucket.staged)
+        return Bucket([(name, tensor.clone()) for name, tensor in bucket.tensors], bucket.made)
 
     def address(self):
         return "127.0.0.1"

@@ -16,7 +16,8 @@ import torch
 
 from swift.errors import EngineDead, SyncFailed
 from swift.rollout.engines.base import Capabilities, EngineCounters, InferenceEngine
-from swift.rollout.weights.base import Ack, Bucket, StreamDigest, TensorInfo, WeightUpdate
+from swift.rollout.weights.base import Ack, Bucket, TensorInfo, WeightUpdate
+from swift.rollout.weights.digest import StreamDigest
 from swift.types import Completion
 
 VOCABULARY = 199

@@ -13,12 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from scripted_engine import CountingSource, two_layers
+from threaded_ranks import ThreadedMailbox, on_ranks
 
 from swift.rollout.collector import RolloutCollector
 from swift.rollout.pipeline import PipelineConfig, PipelineState, RolloutPipeline
 from swift.rollout.saved_state import decode, encode
 from swift.rollout.scheduler import RolloutScheduler
-from swift.rollout.weights.publisher import WeightPublisher
+from swift.rollout.weights.sync import WeightSync
 from swift.types import GroupScores, Prompt, SamplingParams, TrainerProgress
 
 
@@ -72,7 +73,6 @@ class SlowScorer:
         self.pool = ThreadPoolExecutor(2)
         self.submitted = []
         """(group id, monotonic seconds)."""
-        self.judged = []
 
     def submit(self, group, progress):
         self.submitted.append((group.group_id, time.monotonic()))
@@ -94,7 +94,7 @@ class SlowScorer:
         return list(scores)
 
     def end_batch(self, groups=None):
-        self.judged.append([group.group_id for group in groups or []])
+        pass
 
     def drain_metrics(self, groups=None):
         return {"rewards/hash/mean": float(len(groups or []))}
@@ -114,7 +114,7 @@ class Step:
 
 
 class SmallRun:
-    """A run of `windows` x `iterations` optimizer steps per round; units hold `groups` groups of G = 2.
+    """A run of `windows` x `iterations` optimizer steps per round; batches hold `groups` groups of G = 2.
 
     depth, interval, in_flight: as in the settings of a run. dynamic: `max_resample_times` of dynamic sampling, or
     None. source: makes the weight source of a value.
@@ -148,7 +148,7 @@ class SmallRun:
         collector = RolloutCollector(
             engine, SamplingParams(max_tokens), 7, str, self.scorer, self.ranks, share, mailbox=mailbox
         )
-        self.publisher = WeightPublisher(
+        self.weight_sync = WeightSync(
             engine, source=lambda: CountingSource(two_layers(self.value)), interval=interval, ranks=self.ranks
         )
         config = PipelineConfig(
@@ -167,27 +167,27 @@ class SmallRun:
         self.scheduler = RolloutScheduler(
             NumberedPrompts(prompts), groups_per_batch=groups, batches_per_epoch=None, reroll=reroll
         )
-        self.published = []
-        self._note_publications()
+        self.synced = []
+        self._note_syncs()
         self.pipeline = RolloutPipeline(
             self.scheduler,
             collector,
             config,
             timer=lambda phase: contextlib.nullcontext(),
             observer=self.rounds.append,
-            publisher=self.publisher,
+            weight_sync=self.weight_sync,
             replay=replay,
         )
 
-    def _note_publications(self):
-        publish = self.publisher.publish
+    def _note_syncs(self):
+        sync = self.weight_sync.sync
 
         def noted(step):
-            ack = publish(step)
-            self.published.append(step)
+            ack = sync(step)
+            self.synced.append(step)
             return ack
 
-        self.publisher.publish = noted
+        self.weight_sync.sync = noted
 
     @property
     def step(self):
@@ -202,14 +202,14 @@ class SmallRun:
             self._one_step(next(windows), pause)
         return self
 
-    def _one_step(self, unit, pause):
+    def _one_step(self, batch, pause):
         time.sleep(pause())
         parts = []
-        for part in unit.arriving or ():
-            parts.append([unit.samples[i].group for i in part.samples])
+        for part in batch.arriving or ():
+            parts.append([batch.samples[i].group for i in part.samples])
             time.sleep(pause())
         self.parts.append(parts)
-        samples = [unit.samples[i] for i in unit.global_batch(unit.global_batch_index)]
+        samples = [batch.samples[i] for i in batch.global_batch(batch.global_batch_index)]
         staleness = self.pipeline.staleness(self.step)
         text = repr([(self.value, s.token_ids.tolist(), s.advantage) for s in samples])
         self.value = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=3).digest()) / 64
@@ -244,3 +244,22 @@ class SmallRun:
         if self.engine is not None:
             self.engine.close()
         self.scorer.pool.shutdown()
+
+
+def data(run):
+    """What each step of a run was trained on and came to."""
+    return [(step.tokens, step.versions, step.value) for step in run.steps]
+
+
+def on_two_ranks(settings, work):
+    """`work(run)` on each of two ranks with a mailbox; `settings(rank)` are those of its run, the engine among them."""
+    channels = {}
+
+    def rank(ranks):
+        run = SmallRun(ranks=ranks, mailbox=ThreadedMailbox(channels), **settings(ranks.rank))
+        try:
+            return work(run)
+        finally:
+            run.close()
+
+    return on_ranks(2, rank)

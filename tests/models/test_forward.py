@@ -5,17 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swift.models.forward import (
-    TokenSequence,
-    choose_attention,
-    enable_packed_attention,
-    is_packed,
-    pack,
-    packed_logits,
-    packing_obstacle,
-    padded_logits,
-)
-from swift.models.segment_spans import Variant
+from swift.models.attention.choice import choose_attention, packing_obstacle
+from swift.models.attention.interface import enable_packed_attention, is_packed
+from swift.models.attention.spans import Variant
+from swift.models.forward import TokenSequence, pack, packed_logits, padded_logits
 
 SEQUENCES = [
     TokenSequence([5, 6, 7, 8], [10, 11, 12]),
@@ -126,14 +119,14 @@ def test_windows_soft_caps_and_sinks_are_packed_too(small_model, arch, settings,
 
 
 def test_rows_may_be_computed_in_parts(small_model, monkeypatch):
-    from swift.models import segment_rows
+    from swift.models.attention import rows
 
     model = small_model("gemma2", sliding_window=4)
     assert choose_attention(model) is None
     whole = packed_logits(model, pack(LONG))
     expected = {name: gradient.clone() for name, gradient in gradients(model, whole).items()}
     model.zero_grad()
-    monkeypatch.setattr(segment_rows, "SCORES", 1)
+    monkeypatch.setattr(rows, "SCORES", 1)
     parts = packed_logits(model, pack(LONG))
     assert (parts - whole).abs().max() < 1e-6
     for name, gradient in gradients(model, parts).items():
@@ -142,17 +135,17 @@ def test_rows_may_be_computed_in_parts(small_model, monkeypatch):
 
 def test_a_soft_cap_is_never_left_out(small_model, monkeypatch):
     """Whichever way the model takes: transformers' sdpa would leave it out."""
-    from swift.models import forward
+    from swift.models.attention import choice
 
     model = small_model("gemma2", attn_logit_softcapping=2.0).eval()
     assert model.config._attn_implementation == "sdpa"
-    monkeypatch.setattr(forward, "packing_obstacle", lambda model: "not today")
+    monkeypatch.setattr(choice, "packing_obstacle", lambda model: "not today")
     assert choose_attention(model) == "not today"
     assert model.config._attn_implementation == "eager"
 
 
 def test_a_model_that_packing_breaks_keeps_its_own_attention(nano_folder, monkeypatch):
-    from swift.models.segments import SegmentLayout
+    from swift.models.attention.layout import SegmentLayout
 
     def breaks(*states):
         raise RuntimeError("view size is not compatible")
@@ -177,14 +170,15 @@ def test_attention_is_contiguous_as_models_expect(small_model):
 
 
 def test_a_window_wider_than_every_sequence_is_none(small_model, monkeypatch):
-    from swift.models.segments import SegmentLayout
+    from swift.models.attention import layout
 
     model = small_model("mistral", sliding_window=21)
     assert choose_attention(model) is None
-    tokens = pack(LONG)
+    tokens, asked = pack(LONG), []
     assert tokens.layout.longest == 12 + 8
-    monkeypatch.setattr(SegmentLayout, "_rows", None)  # what layers with a window of their own ask
+    monkeypatch.setattr(layout, "kernel_for", lambda *_: asked.append("plain") or "rows")
     packed_logits(model, tokens)
+    assert asked == ["plain"] * model.config.num_hidden_layers
 
 
 @pytest.mark.parametrize("arch", ["deepseek_v3", "gpt_neox", "mixtral"])

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from swift.errors import ConfigError
 from swift.models.arguments import ModelArguments
-from swift.models.policy import load_for_inference, load_policy, pick_dtype, trainable_counts
+from swift.models.policy import load_for_inference, load_policy, pick_dtype
 
 
 def lora(model: str, **settings) -> ModelArguments:
@@ -17,6 +17,12 @@ def lora(model: str, **settings) -> ModelArguments:
 
 def full(model: str, **settings) -> ModelArguments:
     return ModelArguments(model=model, tuner_type="full", **settings)
+
+
+def trainable_counts(model) -> tuple[int, int]:
+    """Numbers of trainable and of all parameters."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return sum(size for size, trained in sizes if trained), sum(size for size, _ in sizes)
 
 
 def edited_config(model: str, folder: Path, **values) -> str:
@@ -175,29 +181,26 @@ def test_a_torn_weight_file_is_a_one_line_error(qwen2, tmp_path):
     assert len(error.value.problems) == 1
 
 
-def test_weights_of_another_shape_are_a_one_line_error(qwen2, tmp_path):
-    model = edited_config(qwen2, tmp_path / "m", intermediate_size=64)
-    with pytest.raises(ConfigError, match="--model: "):
-        load_policy(full(model))
-
-
-def test_repository_code_needs_the_flag(qwen2, tmp_path):
-    model = edited_config(
-        qwen2, tmp_path / "m", model_type="my_own_model", auto_map={"AutoConfig": "configuration_mine.MyConfig"}
-    )
-    with pytest.raises(ConfigError, match=r"needs Python code from its repository.*--trust_remote_code true"):
-        load_policy(full(model))
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"intermediate_size": 64}, "--model: "),
+        ({"model_type": "qwen99"}, r"--model: .*qwen99"),
+        (
+            {"model_type": "my_own_model", "auto_map": {"AutoConfig": "configuration_mine.MyConfig"}},
+            r"needs Python code from its repository.*--trust_remote_code true",
+        ),
+    ],
+)
+def test_what_a_config_asks_for_and_cannot_be_loaded_is_named(qwen2, tmp_path, values, message):
+    with pytest.raises(ConfigError, match=message):
+        load_policy(full(edited_config(qwen2, tmp_path / "m", **values)))
 
 
 def test_repository_code_does_not_run_without_the_flag(qwen2, tmp_path):
     model = edited_config(qwen2, tmp_path / "m", auto_map={"AutoModelForCausalLM": "modeling_mine.Mine"})
     (tmp_path / "m" / "modeling_mine.py").write_text("raise SystemExit('repository code ran')")
     assert load_policy(full(model)).config.model_type == "qwen2"
-
-
-def test_an_unknown_architecture_is_named(qwen2, tmp_path):
-    with pytest.raises(ConfigError, match=r"--model: .*qwen99"):
-        load_policy(full(edited_config(qwen2, tmp_path / "m", model_type="qwen99")))
 
 
 def test_model_type_overrides_detection(qwen2, tmp_path):

@@ -11,10 +11,12 @@ from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from swift.models.forward import TokenSequence, choose_attention, is_packed, pack, packed_logits, padded_logits
+from swift.models.attention.choice import choose_attention
+from swift.models.attention.interface import is_packed
+from swift.models.forward import TokenSequence, pack, packed_logits, padded_logits
 from swift.models.scoring import prepare_scoring, score_tokens, scores_itself
-from swift.rl import linear_logprobs, logit_blocks
-from swift.rl.logprobs import selected_logprobs_and_entropy
+from swift.rl import linear_logprobs
+from swift.rl.logprobs import selected_logprobs
 
 SEQUENCES = [
     TokenSequence([5, 6, 7, 8], [10, 11, 12]),
@@ -27,7 +29,7 @@ TARGETS = torch.tensor([token for one in SEQUENCES for token in one.completion_i
 
 def from_logits(model):
     logits = packed_logits(model, pack(SEQUENCES)) if is_packed(model) else padded_logits(model, SEQUENCES)
-    return selected_logprobs_and_entropy(logits, TARGETS, temperature=0.9)
+    return selected_logprobs(logits, TARGETS, temperature=0.9)
 
 
 def itself(model, entropy="gradient"):
@@ -148,7 +150,7 @@ def test_the_vocabulary_is_in_no_tensor_but_the_weights(small_model, entropy, mo
     model = small_model("llama", vocab_size=500, num_hidden_layers=1, sliding_window=None)
     choose_attention(model)
     assert prepare_scoring(model) is None
-    monkeypatch.setattr(logit_blocks, "CPU_BLOCK_ELEMENTS", 2**13)
+    monkeypatch.setattr(linear_logprobs, "CPU_BLOCK_ELEMENTS", 2**13)
     monkeypatch.setattr(linear_logprobs, "KEEP_BYTES", 0)
     shapes = set()
 

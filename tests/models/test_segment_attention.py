@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swift.models.segment_rows import SegmentRows
-from swift.models.segment_spans import GroupSpans, Span
-from swift.models.segments import SegmentLayout, flex_obstacle, kernel_for
+from swift.models.attention.layout import SegmentLayout, flex_obstacle, kernel_for
+from swift.models.attention.rows import SegmentRows
+from swift.models.attention.spans import GroupSpans, Span
 
 
 def layout(*groups):
@@ -76,9 +76,20 @@ def with_gradients(output, given):
 def test_each_segment_sees_its_prompt_and_itself(groups, heads):
     chosen, num_tokens = layout(*groups)
     given = states(num_tokens, heads)
-    found = with_gradients(chosen.using("rows").attend(*given, 0.3), given)
+    found = with_gradients(chosen.attend(*given, 0.3, kernel="rows"), given)
     expected = with_gradients(dense(chosen, *given, 0.3), given)
     assert found[0].shape == (1, num_tokens, heads[0], heads[3])
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("groups", LAYOUTS.values(), ids=LAYOUTS)
+def test_flash_attention_sees_the_same(groups, heads, fake_flash):
+    chosen, num_tokens = layout(*groups)
+    given = states(num_tokens, heads)
+    found = with_gradients(chosen.attend(*given, 0.3, kernel="flash"), given)
+    expected = with_gradients(dense(chosen, *given, 0.3), given)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
@@ -88,27 +99,29 @@ def test_each_segment_sees_its_prompt_and_itself(groups, heads):
 def test_flex_attention_sees_the_same(groups):
     chosen, num_tokens = layout(*groups)
     given = [one.detach().float() for one in states(num_tokens, HEADS["grouped"])]
-    found = chosen.using("flex").attend(*given, None)  # uncompiled: its definition
+    found = chosen.attend(*given, None, kernel="flex")  # uncompiled: its definition
     torch.testing.assert_close(found, dense(chosen, *given, None), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_is_used_only_where_a_trial_agrees(monkeypatch):
     cpu, heads = torch.device("cpu"), (4, 2, 16, 16)
-    assert flex_obstacle(cpu, torch.float32, heads, backward=False) is None
     assert "does not support backward on CPU" in str(flex_obstacle(cpu, torch.float32, heads))
     assert "not tried in float64" in str(flex_obstacle(cpu, torch.float64, heads))
 
-    from swift.models import segment_flex
+    from swift.models.attention.flex import FlexSegments
 
-    monkeypatch.setattr(
-        segment_flex.FlexSegments, "attend", lambda self, query, key, value, scale: query.transpose(1, 2)
-    )
-    assert "differs from masked SDPA" in str(flex_obstacle(cpu, torch.float32, heads, backward=False))
+    def off_by(gap):
+        return lambda self, *states: (1 + gap) * SegmentRows(self.groups, "cpu").attend(*states)
+
+    monkeypatch.setattr(FlexSegments, "__init__", lambda self, groups, device: setattr(self, "groups", groups))
+    monkeypatch.setattr(FlexSegments, "attend", off_by(1e-4))
+    assert flex_obstacle(cpu, torch.float32, heads) is None
+    monkeypatch.setattr(FlexSegments, "attend", off_by(1e-2))
+    assert "differs from masked SDPA" in str(flex_obstacle(cpu, torch.float32, heads))
 
 
 def test_a_gpu_without_a_working_flex_attention_says_so_and_uses_masked_sdpa(monkeypatch, caplog):
-    from swift.models import segments
+    from swift.models.attention import layout as segments
 
     outcomes = {"broken": "FlexAttention fails here (RuntimeError: no compiler)", "fine": None}
     for outcome, kernel in (("broken", "rows"), ("fine", "flex")):
@@ -119,22 +132,6 @@ def test_a_gpu_without_a_working_flex_attention_says_so_and_uses_masked_sdpa(mon
     kernel_for.cache_clear()
     for device in ("cpu", "mps"):
         assert kernel_for(torch.device(device), torch.float32, (4, 2, 16, 16)) == "rows"
-
-
-def blocks(*groups):
-    """Rows, prompt keys and steps of each block."""
-    made = SegmentRows(layout(*groups)[0].groups, "cpu")._blocks
-    return [(block.own_index.shape[0], block.num_before, block.longest) for block in made]
-
-
-def test_segments_of_similar_size_are_computed_together():
-    prompts, completions = blocks((16, 20, 20, 20), (14, 20, 19, 18), (16, 20, 20))
-    assert (prompts, completions) == ((3, 0, 16), (8, 16, 20))
-
-
-def test_segments_whose_lengths_differ_much_are_not_padded():
-    made = blocks((100, 60, 60, 60), (3, 60, 60, 60))
-    assert made == [(1, 0, 3), (1, 0, 100), (3, 3, 60), (3, 100, 60)]
 
 
 @pytest.mark.parametrize("groups", LAYOUTS.values(), ids=LAYOUTS)

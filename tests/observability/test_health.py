@@ -32,16 +32,12 @@ def test_one_step_with_spread_starts_the_count_again():
     assert len(monitor.update(40, DEAD)) == 1
 
 
-def test_steps_without_rewards_neither_count_nor_reset():
+def test_a_lasting_trouble_is_repeated_seldom_and_steps_without_rewards_neither_count_nor_reset():
     monitor = HealthMonitor()
-    run(monitor, DEAD, range(1, 20))
-    assert monitor.update(20, {"loss": 0.0}) == []
-    assert len(monitor.update(21, DEAD)) == 1
-
-
-def test_a_lasting_trouble_is_repeated_seldom():
-    lines = run(HealthMonitor(), DEAD, range(1, 401))
-    assert [line.split(":")[0] for line in lines] == ["step 20", "step 80", "step 320"]
+    lines = [
+        line for step in range(1, 401) for line in monitor.update(2 * step, DEAD) + monitor.update(0, {"loss": 0.0})
+    ]
+    assert [line.split(":")[0] for line in lines] == ["step 40", "step 160", "step 640"]
 
 
 def test_the_reward_functions_own_diagnosis_and_other_causes_are_shown():

@@ -42,22 +42,14 @@ def test_figures_of_a_cpu_are_those_of_the_system():
     assert freed_between(after, measure(torch.device("cpu"))) > 50 * MIB
 
 
-def test_the_limit_of_a_control_group_counts(monkeypatch, tmp_path):
-    import psutil
-
-    def answer(path):
-        return {"memory.max": 300 * MIB, "memory.current": 100 * MIB}[path.name]
-
-    monkeypatch.setattr(memory, "_number", answer)
-    assert memory._main_memory_free() == min(200 * MIB, psutil.virtual_memory().available)
-
-
-def test_an_unlimited_control_group_is_no_number(tmp_path):
+def test_the_limit_of_a_control_group_counts_unless_it_has_none(monkeypatch, tmp_path):
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    unlimited = measure(torch.device("cpu")).free
+    (tmp_path / "memory.max").write_text("2097152\n")
+    (tmp_path / "memory.current").write_text("1048576\n")
+    assert measure(torch.device("cpu")).free == MIB
     (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("123\n")
-    assert memory._number(tmp_path / "memory.max") is None
-    assert memory._number(tmp_path / "memory.current") == 123
-    assert memory._number(tmp_path / "absent") is None
+    assert unlimited > MIB < measure(torch.device("cpu")).free
 
 
 def test_a_device_is_judged_by_what_anybody_could_have():

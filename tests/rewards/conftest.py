@@ -31,19 +31,18 @@ def make_args(**values):
     defaults = {
         "reward_funcs": [],
         "reward_model": [],
-        "reward_weights": None,
+        "reward_weights": [],
         "external_plugins": [],
         "reward_timeout": 5.0,
         "reward_workers": 2,
-        "cosine_min_len_value_wrong": -0.5,
-        "cosine_max_len_value_wrong": 0.0,
-        "cosine_min_len_value_correct": 1.0,
-        "cosine_max_len_value_correct": 0.5,
-        "cosine_max_len": None,
-        "repetition_n_grams": 3,
-        "repetition_max_penalty": -1.0,
-        "soft_max_length": None,
         "soft_cache_length": None,
+        "gold_column": None,
+        "tokenizer": None,
+        "completions": None,
+        "min_gold": 0.0,
+        "json": False,
+        "seed": 42,
+        "max_completion_length": 512,
     }
     return SimpleNamespace(**{**defaults, **values})
 
@@ -78,7 +77,7 @@ def plugin(tmp_path):
 @pytest.fixture
 def pipeline(tmp_path, plugin):
     """Builds pipelines from the source of a plugin; closes them at the end."""
-    from swift.rewards import RewardPipeline
+    from swift.rewards.pipeline import RewardPipeline
 
     built = []
 

@@ -141,27 +141,23 @@ def test_react_format(text, score):
 LENGTHS = [0, 25, 50, 75, 100, 200]
 
 
-def of_length(count):
-    return [list(range(count))]
-
-
-@pytest.mark.parametrize(("n", "value"), [*zip(LENGTHS, [1.0, 0.9268, 0.75, 0.5732, 0.5, 0.5], strict=True)])
-def test_cosine_of_a_right_answer(n, value):
-    cosine = CosineReward(max_completion_length=100)
-    assert cosine([r"\boxed{1}"], ["1"], of_length(n))[0] == pytest.approx(value, abs=5e-5)
-
-
-@pytest.mark.parametrize(("n", "value"), [*zip(LENGTHS, [-0.5, -0.4268, -0.25, -0.0732, 0, 0], strict=True)])
-def test_cosine_of_a_wrong_answer(n, value):
-    cosine = CosineReward(cosine_max_len=100)
-    assert cosine([r"\boxed{2}"], ["1"], of_length(n))[0] == pytest.approx(value, abs=5e-5)
+def of_lengths(*counts):
+    return [list(range(count)) for count in counts]
 
 
 @pytest.mark.parametrize(
-    ("n", "value"), [*zip(LENGTHS, [0, 0, 0, 0, -1, -1], strict=True), (80, 0), (85, -0.25), (90, -0.5)]
+    ("answer", "values"),
+    [("1", [1.0, 0.9268, 0.75, 0.5732, 0.5, 0.5]), ("2", [-0.5, -0.4268, -0.25, -0.0732, 0, 0])],
 )
-def test_soft_overlong(n, value):
-    assert SoftOverlong(soft_max_length=100, soft_cache_length=20)([""], of_length(n)) == [value]
+def test_cosine_of_a_right_and_of_a_wrong_answer(answer, values):
+    for cosine in (CosineReward(max_completion_length=100), CosineReward(cosine_max_len=100)):
+        found = cosine([rf"\boxed{{{answer}}}"] * 6, ["1"] * 6, of_lengths(*LENGTHS))
+        assert found == pytest.approx(values, abs=5e-5)
+
+
+def test_soft_overlong():
+    found = SoftOverlong(soft_max_length=100, soft_cache_length=20)([""] * 9, of_lengths(*LENGTHS, 80, 85, 90))
+    assert found == [0, 0, 0, 0, -1, -1, 0, -0.25, -0.5]
 
 
 def test_soft_overlong_takes_the_longest_completion_as_default_and_words_without_tokens():
@@ -170,7 +166,7 @@ def test_soft_overlong_takes_the_longest_completion_as_default_and_words_without
 
 @pytest.mark.parametrize("cache", [None, 0, 100, 101, -5])
 def test_soft_overlong_refuses_an_impossible_ramp_and_shows_both_values(cache):
-    with pytest.raises(ConfigError, match=rf"{cache}.*100"):
+    with pytest.raises(ConfigError, match=rf"{str(cache).lower()}.*100"):
         SoftOverlong(soft_max_length=100, soft_cache_length=cache)
 
 

@@ -15,7 +15,7 @@ PLUGIN = str(ROOT / "examples" / "train" / "grpo" / "plugin" / "plugin.py")
 
 @pytest.fixture
 def rewards(arguments):
-    from swift.rewards import RewardPipeline
+    from swift.rewards.pipeline import RewardPipeline
 
     built = []
 
@@ -29,44 +29,35 @@ def rewards(arguments):
         pipeline.close()
 
 
-def test_length_rewards(rewards, group, progress):
-    asked = group(["a b", "x" * 1025])
-    (scores,) = rewards("dummy", "short_answer").score([asked], progress)
-    assert scores.values == [[0.0, 0.8], [1.0, 0.9]]
+COUNTDOWN = {
+    "(25 - 5) * 3": 1.0,
+    "3 * (25 - 5) = 60": 1.0,
+    "25 * 3 - 15": 0.1,
+    "60": 0.1,
+    "25 / (5 - 5)": 0.0,
+    "__import__('os')": 0.0,
+    "2 ** 99": 0.0,
+    "(" * 500: 0.0,
+}
 
 
-def test_formatted_accuracy_pays_little_for_the_form_alone(rewards, group, progress):
-    texts = ["<think>a</think><answer>4</answer>", "<think>a</think><answer>5</answer>", r"\boxed{4}"]
-    (scores,) = rewards("formatted_accuracy").score([group(texts, solution="4")], progress)
-    assert scores.values == [[1.0], [0.1], [0.0]]
+def test_the_examples_pay_what_their_comments_say(rewards, group, progress):
+    names = ["dummy", "short_answer", "formatted_accuracy", "countdown", "diversity"]
+    pipeline = rewards(*names)
+    columns = {"solution": None, "target": None, "nums": None}
 
+    def score(name, texts, **values):
+        [scores] = pipeline.score([group(texts, **{**columns, **values})], progress)
+        return [row[names.index(name)] for row in scores.values]
 
-@pytest.mark.parametrize(
-    ("answer", "score"),
-    [
-        ("(25 - 5) * 3", 1.0),
-        ("3 * (25 - 5) = 60", 1.0),
-        ("25 * 3 - 15", 0.1),
-        ("60", 0.1),
-        ("25 / (5 - 5)", 0.0),
-        ("__import__('os')", 0.0),
-        ("2 ** 99", 0.0),
-        ("(" * 500, 0.0),
-    ],
-)
-def test_countdown(rewards, group, progress, answer, score):
-    asked = group([f"<answer>{answer}</answer>"], target=60, nums=[3, 5, 25])
-    assert rewards("countdown").score([asked], progress)[0].values == [[score]]
-
-
-def test_countdown_does_not_apply_to_rows_of_other_tasks(rewards, group, progress):
-    asked = group(["<answer>1</answer>"], target=None, nums=None)
-    assert rewards("countdown").score([asked], progress)[0].values == [[None]]
-
-
-def test_diversity_is_the_share_of_words_of_ones_own(rewards, group, progress):
-    (scores,) = rewards("diversity").score([group(["a b", "a c d e", ""])], progress)
-    assert scores.values == [[0.5], [0.75], [0.0]]
+    texts = ["a b", "x" * 1025]
+    assert (score("dummy", texts), score("short_answer", texts)) == ([0.0, 1.0], [0.8, 0.9])
+    assert score("diversity", ["a b", "a c d e", ""]) == [0.5, 0.75, 0.0]
+    form = "<think>a</think><answer>{}</answer>"
+    assert score("formatted_accuracy", [form.format(4), form.format(5), r"\boxed{4}"], solution="4") == [1.0, 0.1, 0.0]
+    texts = [f"<answer>{answer}</answer>" for answer in COUNTDOWN]
+    assert score("countdown", texts, target=60, nums=[3, 5, 25]) == list(COUNTDOWN.values())
+    assert score("countdown", texts[:1]) == [None]  # a row of another task
 
 
 class Server(BaseHTTPRequestHandler):
@@ -83,7 +74,7 @@ class Server(BaseHTTPRequestHandler):
         pass
 
 
-def test_the_judge_grades_over_http(rewards, group, progress, monkeypatch):
+def test_the_judge_grades_over_http_and_does_not_apply_without_a_server(rewards, group, progress, monkeypatch):
     server = HTTPServer(("127.0.0.1", 0), Server)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{server.server_port}/v1")
@@ -93,10 +84,7 @@ def test_the_judge_grades_over_http(rewards, group, progress, monkeypatch):
         server.shutdown()
         server.server_close()
     assert scores.values == [[0.8], [None]]
-
-
-def test_the_judge_does_not_apply_without_a_server(rewards, group, progress, monkeypatch):
-    monkeypatch.delenv("JUDGE_URL", raising=False)
+    monkeypatch.delenv("JUDGE_URL")
     (scores,) = rewards("judge").score([group(["a"])], progress)
     assert scores.excluded == ["no_reward"]
 

@@ -9,6 +9,7 @@ import pytest
 
 from swift.errors import ConfigError
 from swift.models.tiny import build_tiny, build_tiny_reward_model
+from swift.rewards.arguments import RewardArguments
 from swift.rewards.models import RewardModels, batches, find_reward_models, load_reward_models
 
 
@@ -19,6 +20,7 @@ def folder(tmp_path_factory):
 
 def model_args(*models, **values):
     defaults = {"torch_dtype": "float32", "use_hf": False, "trust_remote_code": False}
+    defaults |= {"reward_model_revision": [], "reward_adapters": []}
     return SimpleNamespace(reward_model=[str(model) for model in models], **{**defaults, **values})
 
 
@@ -87,7 +89,7 @@ def test_a_template_without_an_end_token_gets_one(folder):
 
 
 def test_models_come_after_functions_and_share_the_weights(folder, group, progress, arguments):
-    from swift.rewards import RewardPipeline
+    from swift.rewards.pipeline import RewardPipeline
 
     args = arguments(reward_funcs=["format"], reward_model=[str(folder)], reward_weights=[1.0, 0.5])
     models = load_reward_models(model_args(folder), device="cpu")
@@ -102,7 +104,7 @@ def test_models_come_after_functions_and_share_the_weights(folder, group, progre
 
 
 def test_a_run_may_have_models_only(folder, group, progress, arguments):
-    from swift.rewards import RewardPipeline
+    from swift.rewards.pipeline import RewardPipeline
 
     models = load_reward_models(model_args(folder), device="cpu")
     args = arguments(reward_model=[str(folder)])
@@ -113,7 +115,7 @@ def test_a_run_may_have_models_only(folder, group, progress, arguments):
 
 
 def test_a_value_that_is_not_finite_excludes_its_sample(group, progress, arguments):
-    from swift.rewards import RewardPipeline
+    from swift.rewards.pipeline import RewardPipeline
 
     class Broken(RewardModels):
         def __init__(self):
@@ -153,7 +155,8 @@ def test_more_than_one_label_is_refused(folder, tmp_path):
 
 def test_missing_folders_and_wrong_counts_are_refused(folder, tmp_path):
     assert "no such folder" in refused(model_args(tmp_path / "nothing"))[0]
-    assert "give one per model" in refused(model_args(folder, reward_model_revision=["a", "b"]))[0]
+    (line,) = RewardArguments(reward_model=["x"], reward_model_revision=["a", "b"]).problems()
+    assert "one per --reward_model" in line
 
 
 def test_an_adapter_brings_its_own_head(tmp_path, group):

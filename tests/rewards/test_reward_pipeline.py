@@ -7,8 +7,10 @@ import math
 
 import pytest
 
+from swift.arguments import parse
 from swift.errors import ConfigError, RewardError
 from swift.rewards import total
+from swift.rewards.arguments import RewardArguments
 from swift.rewards.workers import worker_share
 from swift.types import GroupScores, Prompt
 
@@ -82,9 +84,9 @@ def test_a_sample_is_kept_when_another_function_applies(pipeline, group, progres
     with caplog.at_level(logging.WARNING):
         rewards = pipeline(["partial", "static", "instance"], VARIOUS)
     assert caplog.text.count("called as a static method") == 1
-    (scores,) = rewards.score([group(["skip", "a"])], progress)
-    assert scores.values == [[None, 3.0, 4.0], [1.0, 3.0, 4.0]]
-    assert scores.excluded == [None, None]
+    (scores, nothing) = rewards.score([group(["skip", "a"]), group([], group_id="g1")], progress)
+    assert scores == GroupScores([[None, 3.0, 4.0], [1.0, 3.0, 4.0]], [None, None])
+    assert nothing == GroupScores(values=[], excluded=[])
 
 
 FLAKY = """
@@ -157,23 +159,15 @@ def test_a_wrong_length_counts_as_a_failed_call(pipeline, group, progress, caplo
 
 
 def test_three_dead_batches_in_a_row_end_the_run(pipeline, group, progress):
-    rewards = pipeline(["dead", "same"], FLAKY)
-    for number in range(2):
-        groups = [group(["a", "b"], group_id=f"g{number}")]
-        rewards.score(groups, progress)
-        rewards.end_batch(groups)
-    with pytest.raises(RewardError, match=r"dead.*3 generation"):
-        groups = [group(["a", "b"], group_id="g9")]
-        rewards.score(groups, progress)
-        rewards.end_batch(groups)
-
-
-def test_a_good_batch_in_between_resets_the_count(pipeline, group, progress):
-    rewards = pipeline(["flaky"], FLAKY)
+    rewards = pipeline(["flaky", "same"], FLAKY)
     for number, text in enumerate(["bad", "bad", "ok", "bad", "bad"]):
         rewards.score([group([text], group_id=f"g{number}")], progress)
         rewards.end_batch()
         rewards.drain_metrics()
+    with pytest.raises(RewardError, match=r"flaky.*3 generation"):
+        groups = [group(["bad", "bad"], group_id="g9")]
+        rewards.score(groups, progress)
+        rewards.end_batch(groups)
 
 
 def test_twenty_batches_of_equal_rewards_earn_a_warning_with_the_cause(pipeline, group, progress, caplog):
@@ -228,11 +222,6 @@ orms["level"] = Batch
     assert [item.values for item in scores] == [[[4.0]], [[None]]]
 
 
-def test_a_group_without_completions_is_scored_with_nothing(pipeline, group, progress):
-    (scores,) = pipeline(["same"], FLAKY).score([group([])], progress)
-    assert scores == GroupScores(values=[], excluded=[])
-
-
 def test_functions_do_not_see_each_others_changes_to_their_arguments(pipeline, group, progress):
     source = """
 def greedy(completions, solution, **kwargs):
@@ -255,41 +244,38 @@ def test_an_unknown_name_shows_the_nearest_and_all_names(pipeline):
         assert name in line
 
 
-@pytest.mark.parametrize("name", ["toolbench", "math"])
-def test_functions_of_the_sampler_point_to_accuracy(pipeline, name):
-    assert "use accuracy" in config_problems(lambda: pipeline([name]))[0]
-
-
-def test_a_name_given_twice_and_no_name_at_all_are_errors(pipeline):
-    assert "given twice" in config_problems(lambda: pipeline(["format", "format"]))[0]
-    assert "--reward_model" in config_problems(lambda: pipeline([]))[0]
-
-
-def test_weights_are_one_per_reward(pipeline):
-    (line,) = config_problems(lambda: pipeline(["accuracy", "format"], reward_weights=[1, 1, 1]))
+def test_weights_are_one_per_reward_and_there_is_one(pipeline):
+    (line,) = RewardArguments(reward_funcs=["accuracy", "format"], reward_weights=[1, 1, 1]).problems()
     assert "need 2: accuracy format" in line
+    assert "--reward_model" in next(RewardArguments().problems())
     assert pipeline(["accuracy", "format"], reward_weights=[1, 2]).weights == [1.0, 2.0]
 
 
-def test_soft_overlong_without_its_ramp_is_refused_before_anything_starts(pipeline):
-    (line,) = config_problems(lambda: pipeline(["soft_overlong"]))
-    assert "soft_cache_length" in line
-    assert "100" in line
+def parsed(*words):
+    return parse("rlhf", ["--rlhf_type", "grpo", "--model", "m", "--dataset", "d", *words], {}).args
+
+
+def test_reward_functions_declare_flags_of_their_own(plugin):
+    source = '''
+from dataclasses import dataclass
+from swift.flags import flag
+@dataclass(kw_only=True)
+class Own:
+    margin: float = flag(0.5, above=0)
+    """Margin."""
+@orms.register("mine", parameters=Own)
+class Mine(ORM):
+    pass
+orms["cosine"] = Mine
+'''
+    assert parsed("--reward_funcs", "cosine", "--cosine_max_len", "7").cosine_max_len == 7
+    own = ["--reward_funcs", "cosine", "mine", "--margin", "2", "--external_plugins", plugin(source)]
+    args = parsed(*own, "--cosine_max_len", "7")  # who replaces a built-in keeps its flags
+    assert (args.reward_funcs, args.margin, args.cosine_max_len) == (["cosine", "mine"], 2.0, 7)
 
 
 def rows(count=3, **columns):
     return [Prompt(f"p{index}", [{"role": "user", "content": "q"}], [], dict(columns)) for index in range(count)]
-
-
-def test_self_check_refuses_missing_columns_before_calling_anything(pipeline):
-    rewards = pipeline(["accuracy"])
-    (line,) = config_problems(lambda: rewards.self_check(rows(answer="4")))
-    assert """--columns '{"answer":"solution"}'""" in line
-
-
-def test_self_check_refuses_reserved_columns(pipeline):
-    rewards = pipeline(["format"])
-    assert "finish_reason" in config_problems(lambda: rewards.self_check(rows(finish_reason="x")))[0]
 
 
 def test_self_check_refuses_a_data_set_without_any_gold(pipeline):
@@ -304,15 +290,14 @@ def test_self_check_refuses_a_broken_contract_with_file_and_line(pipeline):
         pipeline(["short"], FLAKY).self_check(rows())
 
 
-def test_self_check_warns_about_functions_that_fail_on_everything(pipeline, caplog):
+def test_self_check_refuses_a_function_that_fails_on_every_ground_truth(pipeline, caplog):
+    rewards = pipeline(["dead", "same"], FLAKY)
     with caplog.at_level(logging.WARNING):
-        pipeline(["dead", "same"], FLAKY).self_check(rows())
+        rewards.self_check(rows())
     assert "dead failed on all 3 start-up calls" in caplog.text
-
-
-def test_self_check_refuses_a_function_that_fails_on_every_ground_truth(pipeline):
+    assert "rewards/same/mean" not in rewards.drain_metrics()
     with pytest.raises(RewardError, match=r"dead: fails on every ground truth .* RuntimeError: always"):
-        pipeline(["dead", "same"], FLAKY).self_check(rows(solution="4"))
+        rewards.self_check(rows(solution="4"))
 
 
 def test_self_check_accepts_a_function_that_fails_on_empty_texts_only(pipeline, caplog):
@@ -326,12 +311,6 @@ orms["strict"] = strict
     assert "strict failed on all 3 start-up calls: exception: IndexError" in caplog.text
 
 
-def test_self_check_leaves_no_trace_in_the_metrics(pipeline):
-    rewards = pipeline(["same"], FLAKY)
-    rewards.self_check(rows())
-    assert "rewards/same/mean" not in rewards.drain_metrics()
-
-
 def test_workers_are_shared_by_the_processes_of_a_node(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert [worker_share(count) for count in (1, 8, 10)] == [1, 2, 2]
@@ -339,8 +318,7 @@ def test_workers_are_shared_by_the_processes_of_a_node(monkeypatch):
 
 
 def test_plugins_read_the_resolved_arguments_by_canonical_name_and_alias(plugin, group, progress):
-    from swift.rewards import RewardPipeline
-    from swift.rewards.arguments import RewardArguments
+    from swift.rewards.pipeline import RewardPipeline
 
     source = """
 class Reads(ORM):

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 
-from swift.data.arguments import DataArguments
+from swift.arguments.modes import RewardTestArguments
 from swift.errors import ConfigError
 from swift.rewards import reward_test
-from swift.rewards.adversarial import ADVERSARIAL_KINDS, adversarial_texts
-from swift.rewards.arguments import RewardArguments
-from swift.rewards.selfcheck import truth_forms, truth_of
+from swift.rewards.adversarial import adversarial_texts
+from swift.rewards.selfcheck import truth_of
 from swift.types import Prompt
 
 
@@ -24,17 +22,9 @@ def prompts(*golds, column="solution"):
     ]
 
 
-def test_gold_answers_are_written_in_three_forms():
-    assert truth_forms("4") == {
-        "plain": "4",
-        "boxed": r"\boxed{4}",
-        "tagged": "<think>The answer is 4.</think><answer>4</answer>",
-    }
-
-
 def test_every_adversarial_kind_has_its_text():
     texts = adversarial_texts("what?", "4", "5")
-    assert tuple(texts) == ADVERSARIAL_KINDS
+    assert len(texts) == 13
     assert texts["echoed question"] == "what?"
     assert len(texts["100,000 characters"]) >= 99_990
     assert "another row's truth" not in adversarial_texts("what?", "4", None)
@@ -116,39 +106,25 @@ def test_the_report_is_a_table(monkeypatch, arguments, capsys):
     assert form.split()[0] == "format"
 
 
-def test_the_report_can_be_json(monkeypatch, arguments, capsys):
-    code, out = run_mode(monkeypatch, arguments, prompts("4"), capsys, reward_funcs=["accuracy"], json=True)
-    report = json.loads(out)
-    assert (report["exit_code"], code) == (0, 0)
-    assert report["functions"][0]["gold_mean"] == 1.0
-
-
-def test_an_old_run_is_scored_again(monkeypatch, arguments, capsys, tmp_path):
+def test_an_old_run_is_scored_again_without_a_dataset_too(capsys, tmp_path):
     lines = [
-        {"prompt_id": "p0", "completion": r"\boxed{4}"},
+        {"prompt_id": "p0", "completion": r"\boxed{4}", "columns": {"solution": "4"}},
         {"prompt_id": "gone", "prompt": "q", "completion": r"\boxed{5}", "columns": {"solution": "6"}},
     ]
     path = tmp_path / "completions.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)) + "\n")
-    values = {"reward_funcs": ["accuracy"], "completions": str(path), "json": True}
-    _, out = run_mode(monkeypatch, arguments, prompts("4"), capsys, **values)
-    assert json.loads(out)["functions"][0]["given_mean"] == 0.5
-
-
-@dataclass
-class ModeArguments(RewardArguments, DataArguments):
-    rows: int = 20
-    gold_column: str = "solution"
-    completions: str | None = None
-    tokenizer: str | None = None
-    min_gold: float = 0.0
-    json: bool = True
+    args = RewardTestArguments(reward_funcs=["accuracy"], completions=str(path), json=True)
+    assert reward_test.run(SimpleNamespace(args=args)) == 0
+    assert json.loads(capsys.readouterr().out)["functions"][0]["given_mean"] == 0.5
+    assert reward_test.read_completions(str(path), prompts("7"))[0][0].columns == {"solution": "7"}  # that of its row
 
 
 def test_the_mode_reads_rows_and_completions_from_files(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"question": f"{n}+1?", "solution": str(n + 1)}) + "\n" for n in range(30)))
-    args = ModeArguments(dataset=[str(path)], reward_funcs=["accuracy", "format"], rows=3, min_gold=1.0)
+    args = RewardTestArguments(
+        json=True, dataset=[str(path)], reward_funcs=["accuracy", "format"], rows=3, min_gold=1.0
+    )
     assert reward_test.run(SimpleNamespace(args=args)) == 0
     report = json.loads(capsys.readouterr().out)
     assert [item["rows"] for item in report["functions"]] == [3, 3]
@@ -159,15 +135,15 @@ def test_an_unknown_gold_column_shows_the_nearest(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"question": "1+1?", "result": "2"}) + "\n")
     with pytest.raises(ConfigError, match=r"reslut.*nearest: result"):
-        reward_test.load_prompts(ModeArguments(dataset=[str(path)], gold_column="reslut"))
+        reward_test.load_prompts(RewardTestArguments(dataset=[str(path)], gold_column="reslut"))
 
 
 @pytest.mark.parametrize("content", ["{", '{"text": "x"}', "[1]"])
-def test_a_wrong_completions_file_names_file_and_line(arguments, tmp_path, content):
+def test_a_wrong_completions_file_names_file_and_line(tmp_path, content):
     path = tmp_path / "completions.jsonl"
     path.write_text('{"completion": "x"}\n' + content)
     with pytest.raises(ConfigError, match=r"completions.jsonl:2"):
-        reward_test.read_completions(arguments(completions=str(path)), [])
+        reward_test.read_completions(str(path), [])
 
 
 def test_the_gold_column_decides_else_solution_else_answer():
@@ -192,9 +168,3 @@ def test_lengths_are_tokens_when_a_tokenizer_is_given(arguments, tmp_path):
     report = reward_test.examine(args, prompts("123456"))
     assert report.functions[0].gold_max == -0.5  # six digits are six tokens of this tokenizer
     assert report.notes == [f"lengths are tokens of {folder}"]
-
-
-def test_quantiles_are_entries_of_the_sample():
-    assert reward_test.quantile([1.0, 2.0, 3.0, 4.0], 0.5) == 2.0
-    assert reward_test.quantile([1.0, 2.0, 3.0, 4.0], 0.99) == 4.0
-    assert reward_test.quantile([], 0.5) is None

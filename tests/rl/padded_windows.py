@@ -15,8 +15,7 @@ LENGTH, MAX_COMPLETION_LENGTH = 6, 8
 class Window:
     """Padded float64 tensors [S, LENGTH] of S sequences, and their advantages [S].
 
-    `sampler` holds NaN where the engine could not score a token. `token_weights` and `sequence_weights` are weights of
-    a correction that no formula made.
+    `sampler` holds NaN where the engine could not score a token.
     """
 
     policy: Tensor
@@ -27,8 +26,6 @@ class Window:
     advantages: Tensor
     completion_mask: Tensor
     tool_mask: Tensor
-    token_weights: Tensor
-    sequence_weights: Tensor
 
     @property
     def mask(self) -> Tensor:
@@ -61,9 +58,8 @@ def make_window(seed: int, filtered: list[int], *, sequences: int = 6, unscored:
     tool_mask = (torch.rand(sequences, LENGTH, generator=generator, dtype=torch.float64) < 0.8).long()
     tool_mask[:, 0] = 1
     tool_mask[filtered] = 0
-    mask = completion_mask * tool_mask
     policy = -random(sequences, LENGTH).abs() - 0.05
-    log_weights = 0.5 * random(sequences, LENGTH)
+    random(sequences, LENGTH)  # the windows stay those that reach every branch
     old = policy + 0.3 * random(sequences, LENGTH)
     ref = policy + 0.3 * random(sequences, LENGTH)
     advantages = random(sequences)
@@ -80,8 +76,6 @@ def make_window(seed: int, filtered: list[int], *, sequences: int = 6, unscored:
         advantages=advantages,
         completion_mask=completion_mask,
         tool_mask=tool_mask,
-        token_weights=torch.where(mask.bool(), log_weights.exp(), 1.0),
-        sequence_weights=log_weights[:, :1].exp(),
     )
 
 

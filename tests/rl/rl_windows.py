@@ -1,13 +1,14 @@
-"""Windows of sequences for the tests of losses: build one, cut it anyhow, get the loss and every gradient."""
+"""Global batches (windows) for the tests of losses: build one, cut it anyhow, get the loss and every gradient."""
 
 from dataclasses import dataclass, replace
 
 import torch
 
+from swift.rl.advantages import compute_advantages
+from swift.rl.global_batch import BatchCounts, count_batch, nominal_batch_tokens
 from swift.rl.losses import LossConfig, get_loss, sequence_weights, token_weights
 from swift.rl.objective import LossOutput, SamplerCorrection, policy_loss
-from swift.rl.segments import sequence_index, spread
-from swift.rl.window import WindowCounts, count_window, nominal_batch_tokens, nominal_batches
+from swift.rl.segments import at_tokens, sequence_index
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,8 @@ def run_window(
     cut: list[list[int]] | None = None,
     nominal_size: int | None = None,
     max_completion_length: int = 8,
-    per_sequence_weight: bool = False,
     dtype: torch.dtype = torch.float64,
-    counts: WindowCounts | None = None,
+    counts: BatchCounts | None = None,
 ) -> Result:
     """The window's loss and the gradient of every log-prob, computed in the micro-batches of `cut`.
 
@@ -55,12 +55,12 @@ def run_window(
     `counts` replaces the counts of `samples` when these are one rank's part of a larger window.
     """
     trained = [sum(sample.mask_list) for sample in samples]
-    indices = nominal_batches(len(samples), nominal_size or len(samples))
+    nominal_size = nominal_size or len(samples)
     weights = sequence_weights(
         get_loss(config.loss_type),
-        count_window(trained, indices) if counts is None else counts,
+        count_batch(trained, nominal_size) if counts is None else counts,
         trained,
-        nominal_tokens=nominal_batch_tokens(trained, indices),
+        nominal_tokens=nominal_batch_tokens(trained, nominal_size),
         max_completion_length=max_completion_length,
     )
     leaves = [torch.tensor(sample.policy, dtype=dtype, requires_grad=True) for sample in samples]
@@ -72,20 +72,26 @@ def run_window(
         output = policy_loss(
             torch.cat([leaves[i] for i in members]),
             config=config,
-            advantages_T=spread(advantages_S, index_T),
+            advantages_T=at_tokens(advantages_S, index_T),
             mask_T=mask_T,
             token_weights_T=token_weights([weights[i] for i in members], mask_T, index_T),
             sequence_index_T=index_T,
             num_sequences=len(members),
             old_logprobs_T=_pack([samples[i].old for i in members], dtype),
             ref_logprobs_T=_pack([samples[i].ref for i in members], dtype),
-            correction=_correction([samples[i] for i in members], mask_T, index_T, per_sequence_weight),
+            correction=_correction([samples[i] for i in members], mask_T, index_T),
             keep_T=_pack([samples[i].keep for i in members], dtype),
         )
         output.loss.backward()
         outputs.append(output)
     gradients = [leaf.grad.tolist() if leaf.grad is not None else [0.0] * len(leaf) for leaf in leaves]
     return Result(sum(output.loss.item() for output in outputs), gradients, outputs)
+
+
+def group_advantages(rewards_PG, **settings):
+    """Advantages [P, G] of total rewards laid out by group, NaN for excluded samples."""
+    index_S = torch.arange(len(rewards_PG)).repeat_interleave(rewards_PG.shape[1])
+    return compute_advantages(rewards_PG.reshape(-1, 1), index_S, **settings).advantages_S.view(rewards_PG.shape)
 
 
 def means(outputs: list[LossOutput]) -> dict[str, float]:
@@ -105,12 +111,9 @@ def _pack(rows, dtype):
     return torch.tensor([value for row in rows for value in row], dtype=dtype)
 
 
-def _correction(samples, mask_T, index_T, per_sequence):
+def _correction(samples, mask_T, index_T):
     if samples[0].sampler_weight is None:
         return None
     weights_T = _pack([sample.sampler_weight for sample in samples], mask_T.dtype)
-    if per_sequence:
-        firsts = [sample.sampler_weight[0] for sample in samples]
-        return SamplerCorrection(weights_T, torch.tensor(firsts, dtype=mask_T.dtype).log())
     log_S = mask_T.new_zeros(len(samples)).index_add(0, index_T, weights_T.log() * mask_T)
     return SamplerCorrection(weights_T, log_S)

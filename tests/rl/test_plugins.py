@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from rl_windows import Sample, run_window
+from rl_windows import Sample, group_advantages, run_window
 
 from swift.flags import flag
 from swift.plugin import advantages, losses
-from swift.rl.advantages import group_advantages
 from swift.rl.declared import parameters_of
 from swift.rl.estimators import AdvantageEstimator, get_estimator
 from swift.rl.losses import TOKEN_MEAN, Loss, LossConfig, Objective, describe, get_loss, loss_problems

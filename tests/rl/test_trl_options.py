@@ -1,8 +1,7 @@
 """Every loss with every option beside TRL's own methods, run here and now: loss and gradient to 1e-10 in float64.
 
-The fixtures of test_against_trl.py pin the numbers of one release; what is compared here is the whole product of
-options, which is too much to record, and whatever release of TRL is installed. Where the product differs from TRL on
-purpose, a test says by exactly how much.
+The release is the one that requirements/base.txt pins. Where the product differs from TRL on purpose, a test says by
+exactly how much.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from whole_objective import Options, run_ours
 from swift.rl.advantages import compute_advantages
 from swift.rl.correction import sampler_correction, sampler_mismatch
 from swift.rl.entropy import AdaptiveEntropy
+from swift.rl.global_batch import count_batch
 from swift.rl.losses import LossConfig, losses
 from swift.rl.losses.sapo import SAPOParameters
-from swift.rl.window import WindowCounts, count_window, nominal_batches
 
 EXACT = {"rtol": 0, "atol": 1e-10}
 SURROGATES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
@@ -114,7 +113,7 @@ def trl_of(window, case, **run):
 
 @cache
 def kl_runs(window, name, with_old, batch):
-    """TRL with the corrected KL of the token ratio, and without KL; the KL term is muted and weighted by nothing."""
+    """TRL with the corrected KL of the token ratio, and without KL; nothing masks or weighs the KL term."""
     kl = KLS[-1]
     assert kl["use_bias_correction_kl"]
     settings = {"loss_type": name, "importance_sampling_level": "token"}
@@ -217,11 +216,11 @@ def test_the_compared_windows_reach_every_branch():
         outside = (weights == 0) | (weights == bounds["clip_max"]) | (weights == bounds.get("clip_min"))
         inside = ~outside & (weights != 1)
         assert outside.any() and inside.any(), bounds
-    muted = get_off_policy_mask(WINDOW.advantages[:, None], WINDOW.policy, WINDOW.sampler, WINDOW.mask, DELTA)
-    assert set(muted.flatten().tolist()) == {0.0, 1.0} and (WINDOW.advantages > 0).any()
+    masked = get_off_policy_mask(WINDOW.advantages[:, None], WINDOW.policy, WINDOW.sampler, WINDOW.mask, DELTA)
+    assert set(masked.flatten().tolist()) == {0.0, 1.0} and (WINDOW.advantages > 0).any()
     drift = (WINDOW.sampler - WINDOW.policy).nan_to_num(nan=0.0) * WINDOW.mask
     lost = WINDOW.advantages < 0
-    assert ((drift.sum(1) > DELTA) & lost & muted.squeeze(1).bool()).any(), "the mean and the sum of a drift differ"
+    assert ((drift.sum(1) > DELTA) & lost & masked.squeeze(1).bool()).any(), "the mean and the sum of a drift differ"
     assert not torch.equal(gradient(delta=DELTA), base)
     assert not torch.equal(gradient(quantile=0.5), base)
     for shape in (CLIPS[0], CLIPS[2]):
@@ -251,7 +250,7 @@ def test_two_ranks_make_the_gradient_of_one_window(name):
     theirs = [
         run_loss(half, settings, batch=2, num_processes=2, num_items=float(sum(window.trained))) for half in halves
     ]
-    counts = sum((count_window(half.trained, nominal_batches(4, 2)) for half in halves), WindowCounts(0, 0, 0, 0))
+    counts = count_batch(window.trained, 2)
     options = Options(loss_config(settings))
     cuts = zip(halves, (4, 1), strict=True)  # the ranks cut their parts differently
     ours = [run_ours(half, options, batch=batch, nominal=2, counts=counts) for half, batch in cuts]

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from swift.rl.correction import off_policy_sequence_mask, sampler_correction, sampler_mismatch
 from swift.rl.entropy import entropy_bonus, top_entropy_threshold
+from swift.rl.global_batch import BatchCounts, count_batch, nominal_batch_tokens
 from swift.rl.losses import LossConfig, get_loss, sequence_weights, token_weights
 from swift.rl.objective import policy_loss
-from swift.rl.segments import sequence_index, spread
-from swift.rl.window import WindowCounts, count_window, nominal_batch_tokens, nominal_batches
+from swift.rl.segments import at_tokens, sequence_index
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def run_ours(
     *,
     batch: int = 3,
     nominal: int | None = None,
-    counts: WindowCounts | None = None,
+    counts: BatchCounts | None = None,
     max_completion_length: int = MAX_COMPLETION_LENGTH,
 ) -> Outcome:
     """The window in micro-batches of `batch` sequences, laid out as TRL's `run_loss` lays out its own.
@@ -48,12 +48,12 @@ def run_ours(
     rank's part.
     """
     trained = window.trained
-    indices = nominal_batches(len(window), nominal or batch)
+    nominal = nominal or batch
     weights = sequence_weights(
         get_loss(options.loss.loss_type),
-        count_window(trained, indices) if counts is None else counts,
+        count_batch(trained, nominal) if counts is None else counts,
         trained,
-        nominal_tokens=nominal_batch_tokens(trained, indices),
+        nominal_tokens=nominal_batch_tokens(trained, nominal),
         max_completion_length=max_completion_length,
     )
     kept = window.mask.bool()
@@ -70,7 +70,7 @@ def run_ours(
         policy_T, keep_T = policy[rows][real], kept[rows][real].double()
         old_T, sampler_T = (values[rows][real] for values in (window.old, window.sampler))
         old_T = old_T if options.with_old else policy_T.detach()
-        advantages_T = spread(window.advantages[rows], index_T)
+        advantages_T = at_tokens(window.advantages[rows], index_T)
         output = policy_loss(
             policy_T,
             config=options.loss,
@@ -89,7 +89,7 @@ def run_ours(
                 mask_T,
                 keep_T=keep_T,
                 coefficient=options.entropy_coefficient,
-                num_window_tokens=float(kept.sum()),
+                num_tokens=float(kept.sum()),
             )
         loss.backward()
         total += loss.item()

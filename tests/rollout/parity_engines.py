@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from swift.models.forward import TokenSequence, choose_attention, pack, packed_logits
+from swift.models.attention.choice import choose_attention
+from swift.models.forward import TokenSequence, pack, packed_logits
 from swift.rl.logprobs import selected_logprobs
 from swift.rollout.engines.base import Ack, Capabilities, EngineCounters, InferenceEngine, WeightUpdate
 from swift.rollout.weights.policy import PolicyWeights, adapter_weights
-from swift.rollout.weights.publisher import WeightPublisher
+from swift.rollout.weights.sync import WeightSync
 from swift.types import Completion, Prompt, SamplingParams
 
 FAULTS = (
@@ -193,19 +194,19 @@ def load(folder, dtype=torch.float32):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
 
 
-def scorer(model, temperature):
-    """What `GRPOTrainer.score` computes."""
+def scorer(model):
+    """What the trainer's `score` computes."""
 
-    def score(sequences: list[TokenSequence]):
+    def score(sequences: list[TokenSequence], temperature: float):
         choose_attention(model)
         tokens = pack(sequences)
-        return selected_logprobs(packed_logits(model, tokens), tokens.target_ids, temperature=temperature)
+        return selected_logprobs(packed_logits(model, tokens), tokens.target_ids, temperature=temperature)[0]
 
     return score
 
 
-def publisher_for(engine, model, *, adapter=False):
-    return WeightPublisher(
+def weight_sync_for(engine, model, *, adapter=False):
+    return WeightSync(
         engine,
         source=lambda: PolicyWeights(model),
         adapter=(lambda: adapter_weights(model)) if adapter else None,

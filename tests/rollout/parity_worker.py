@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from parity_engines import END, FAULTS, SAMPLING, SmallEngine, load, scorer, some_prompts
 
-from swift.models.forward import choose_attention
+from swift.models.attention.choice import choose_attention
 from swift.rollout.parity import ParityCheck
 from swift.rollout.weights.policy import PolicyWeights
-from swift.rollout.weights.publisher import WeightPublisher
+from swift.rollout.weights.sync import WeightSync
 
 
 class Ranks:
@@ -80,12 +80,12 @@ def main(folder, way, fault, output):
         with torch.no_grad():
             inner.model.norm.weight.mul_(1.5)
     ranks = Ranks()
-    publisher = WeightPublisher(engine, source=lambda: PolicyWeights(model), ranks=ranks)
+    weight_sync = WeightSync(engine, source=lambda: PolicyWeights(model), ranks=ranks)
     check = ParityCheck(
         engine,
-        score=scorer(inner, SAMPLING.temperature),
+        score=scorer(inner),
         model=model,
-        publisher=publisher,
+        weight_sync=weight_sync,
         prompts=some_prompts(),
         sampling=SAMPLING,
         ranks=ranks,

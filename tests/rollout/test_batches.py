@@ -1,4 +1,4 @@
-"""From groups to a unit: estimators, KL in the reward, masks, and what fills slots that teach nothing."""
+"""From groups to a rollout batch: estimators, KL in the reward, masks, and what fills slots that teach nothing."""
 
 import pytest
 
@@ -23,10 +23,11 @@ def group(index, values, *, excluded=(), cut=(), lengths=None):
 
 
 def maker(**settings):
-    replay = settings.pop("replay", None)
-    kl_of = settings.pop("kl_of", None)
+    replay, kl_of = settings.pop("replay", None), settings.pop("kl_of", None)
     defaults = {"num_generations": 4, "generation_batches": 1, "num_global_batches": 1, "num_iterations": 1}
-    return BatchMaker(BatchConfig(**{**defaults, "reward_weights": [1.0], **settings}), replay=replay, kl_of=kl_of)
+    made = BatchMaker(BatchConfig(**{**defaults, "reward_weights": [1.0], **settings}), replay=replay)
+    made.kl_of = kl_of
+    return made
 
 
 def advantages(made):
@@ -62,7 +63,7 @@ def test_gdpo_normalises_each_reward_on_its_own():
     assert advantages(made) == pytest.approx(expected, abs=1e-6)
 
 
-def test_batches_of_a_unit_have_statistics_of_their_own():
+def test_generation_batches_of_a_rollout_batch_have_statistics_of_their_own():
     made = maker(scale_rewards="batch", generation_batches=2).make(HALF, 0)
     assert advantages(made) == pytest.approx([1.4997, *[-0.4999] * 3, 0, 0, 0, 0], abs=1e-4)
 
@@ -123,14 +124,14 @@ def test_groups_without_a_trained_token_count_as_excluded():
 
 def test_slots_that_teach_nothing_are_filled_with_the_best_of_earlier_groups():
     replay = ReplayBuffer(1, max_age=3, seed=0)
-    units = maker(replay=replay)
+    batches = maker(replay=replay)
     weak = group(0, [[0.1], [0.0], [0.0], [0.0]])
     strong = group(1, [[1.0], [0.0], [0.0], [0.0]])
-    assert units.make([weak, strong], 0).replayed == {}
+    assert batches.make([weak, strong], 0).replayed == {}
     equal = [group(2, [[0.5]] * 4), group(3, [[0.5]] * 4)]
-    made = units.make(equal, 2)
+    made = batches.make(equal, 2)
     assert {slot: entry.group_id for slot, entry in made.replayed.items()} == {0: "g1"}
     assert advantages(made) == pytest.approx([1.4997, *[-0.4999] * 3, 0, 0, 0, 0], abs=1e-4)
     assert made.metrics == {"replay/groups": 1.0, "replay/size": 1.0, "replay/age": 2.0}
     assert (made.trained, made.excluded) == (1, 0)
-    assert units.make(equal, 4).replayed == {}, "too old"
+    assert batches.make(equal, 4).replayed == {}, "too old"

@@ -56,27 +56,24 @@ def alone(groups, generations=2):
 # --- who samples what ---------------------------------------------------------------------------------------------
 
 
-def test_engines_take_whole_groups_where_these_divide_evenly():
-    engines = [ScriptedEngine(), ScriptedEngine()]
-    ends = on_ranks(2, lambda ranks: run(collector(ranks, engines[ranks.rank]), 4)[0])
-    assert [prompts_of(engine) for engine in engines] == [["p0", "p1"], ["p2", "p3"]]
-    assert ends == [alone(4)] * 2
+@pytest.mark.parametrize(
+    ("groups", "generations", "shares"),
+    [
+        (4, 2, [{"p0": 2, "p1": 2}, {"p2": 2, "p3": 2}]),
+        (3, 4, [{"p0": 4, "p1": 2}, {"p1": 2, "p2": 4}]),
+        (1, 2, [{"p0": 1}, {"p0": 1}, {}]),
+    ],
+)
+def test_each_engine_samples_a_consecutive_part_and_rank_0_scores_each_group_once(groups, generations, shares):
+    engines, scorer = [ScriptedEngine() for _ in shares], SlowScorer()
 
+    def work(ranks):
+        made = collector(ranks, engines[ranks.rank], scorer=scorer if ranks.rank == 0 else None)
+        return run(made, groups, generations)[0]
 
-def test_groups_that_do_not_divide_are_split_by_completions():
-    engines = [ScriptedEngine(), ScriptedEngine()]
-    ends = on_ranks(2, lambda ranks: run(collector(ranks, engines[ranks.rank]), 3, generations=4)[0])
-    assert [Counter(name.split("-")[0] for name in asked(engine)) for engine in engines] == [
-        {"p0": 4, "p1": 2}, {"p1": 2, "p2": 4},
-    ]  # fmt: skip
-    assert ends == [alone(3, 4)] * 2
-
-
-def test_more_engines_than_completions_leave_some_idle():
-    engines = [ScriptedEngine() for _ in range(3)]
-    ends = on_ranks(3, lambda ranks: run(collector(ranks, engines[ranks.rank]), 1)[0])
-    assert [len(asked(engine)) for engine in engines] == [1, 1, 0]
-    assert ends == [alone(1)] * 3
+    assert on_ranks(len(shares), work) == [alone(groups, generations)] * len(shares)
+    assert [Counter(name.split("-")[0] for name in asked(engine)) for engine in engines] == shares
+    assert sorted(group for group, _ in scorer.submitted) == [f"p{i}-0" for i in range(groups)]
 
 
 def test_ranks_of_one_engine_sample_the_same_and_one_of_them_reports():
@@ -109,28 +106,19 @@ def test_one_engine_per_node_serves_ranks_that_have_none():
     assert [len(asked(engine)) for engine in engines.values()] == [4, 4]
 
 
-def test_every_sample_has_a_seed_of_its_own_that_depends_on_nothing_else():
-    def seeds(ranks):
+def test_every_sample_has_a_seed_of_its_own_that_depends_on_nothing_else_and_evaluation_has_others():
+    def seeds(ranks, launched=None, namespace=""):
         made = collector(ranks, ScriptedEngine())
-        current = made.prepare(LaunchLog(launches=launches(4)), num_generations=3, progress=TrainerProgress(5, 9, 0.0))
+        log, progress = LaunchLog(launches=launched or launches(4)), TrainerProgress(5, 9, 0.0)
+        current = made.prepare(log, num_generations=3, progress=progress, seed_namespace=namespace)
         return {request.request_id: request.sampling.seed for request in current.due()}
 
     one = on_ranks(1, seeds)[0]
     first, second = on_ranks(2, seeds)
     assert first | second == one
-    assert len(set(one.values())) == 12
-
-
-def test_evaluation_has_seeds_of_its_own():
-    made = collector(OneRank(), ScriptedEngine())
-    prompts = NumberedPrompts().prompts[:2]
-
-    def seeds(space):
-        log, progress = LaunchLog(launches=launches_of(prompts)), TrainerProgress(0, 9, 0.0)
-        current = made.prepare(log, num_generations=1, progress=progress, seed_namespace=space)
-        return {request.sampling.seed for request in current.due()}
-
-    assert len(seeds("") | seeds("eval:")) == 4
+    evaluated = seeds(OneRank(), launches_of(NumberedPrompts().prompts[:4]), "eval:")
+    assert evaluated.keys() == one.keys()
+    assert len({*one.values(), *evaluated.values()}) == 24
 
 
 # --- scoring ------------------------------------------------------------------------------------------------------
@@ -182,16 +170,6 @@ def test_rank_0_scores_its_own_groups_early_and_those_of_others_when_they_arrive
     assert early == {"p0-0", "p1-0"}, "its own groups wait for the other engine"
     assert set(scorers[0].delivered) == {"p0-0", "p1-0", "p2-0", "p3-0"}
     assert scorers[1].submitted == []
-
-
-def test_a_group_that_two_engines_share_is_scored_once_and_whole():
-    scorer = SlowScorer()
-
-    def work(ranks):
-        return run(collector(ranks, ScriptedEngine(), scorer=scorer if ranks.rank == 0 else None), 3, 4)[0]
-
-    assert on_ranks(2, work) == [alone(3, 4)] * 2
-    assert sorted(group for group, _ in scorer.submitted) == ["p0-0", "p1-0", "p2-0"]
 
 
 def test_functions_of_the_whole_batch_see_it_at_once():

@@ -8,22 +8,20 @@ import random
 import numpy as np
 import pytest
 import torch
-from parity_engines import END, SAMPLING, Alone, SmallEngine, load, plain, publisher_for, scorer, some_prompts
+from parity_engines import END, SAMPLING, Alone, SmallEngine, load, plain, scorer, some_prompts, weight_sync_for
 
 from swift.errors import NumericError
 from swift.rollout.engines.transformers import TransformersEngine
 from swift.rollout.parity import ParityCheck
-from swift.rollout.weights.publisher import REHEARSAL
+from swift.rollout.weights.sync import REHEARSAL
 
 
 def make_check(engine, model, *, adapter=False, sampling=SAMPLING, prompts=None, **options):
-    temperature = sampling.temperature
     return ParityCheck(
         engine,
-        score=scorer(model, temperature),
-        unscaled=scorer(model, 1.0),
+        score=scorer(model),
         model=model,
-        publisher=publisher_for(engine, model, adapter=adapter),
+        weight_sync=weight_sync_for(engine, model, adapter=adapter),
         prompts=some_prompts() if prompts is None else prompts,
         sampling=sampling,
         ranks=Alone(),
@@ -94,13 +92,13 @@ def test_a_fault_of_the_second_sync_alone_is_refused_too(nano_folders, fault):
     model = load(nano_folders["qwen2"])
     engine = SmallEngine(model)
     check = make_check(engine, model)
-    refresh = check.publisher.refresh
+    refresh = check.weight_sync.refresh
 
     def faulty():
         engine.fault = fault
         return refresh()
 
-    check.publisher.refresh = faulty
+    check.weight_sync.refresh = faulty
     assert check.run().error().startswith("--parity_check: restored: ")
 
 
@@ -171,7 +169,7 @@ def test_the_trainer_is_the_same_bit_for_bit_afterwards(nano_folders, kind):
         model = Wrapped(base)
     model.train()
     check = make_check(engine, model, adapter=kind == "adapter")
-    check._score = scorer(base if kind == "wrapped" else model, SAMPLING.temperature)
+    check._score = scorer(base if kind == "wrapped" else model)
     before, state, storage = bits(model), random_state(), [one.data_ptr() for one in model.parameters()]
     report = check.run()
     assert report.verdict == "pass", report.line()
@@ -179,7 +177,7 @@ def test_the_trainer_is_the_same_bit_for_bit_afterwards(nano_folders, kind):
     assert [one.data_ptr() for one in model.parameters()] == storage
     assert random_state() == state
     assert all(module.training for module in model.modules() if isinstance(module, torch.nn.Linear))
-    assert engine.version == check.publisher.version == 0
+    assert engine.version == check.weight_sync.version == 0
 
 
 class Wrapped(torch.nn.Module):
@@ -206,17 +204,7 @@ def test_a_check_that_fails_in_the_middle_leaves_the_weights_as_they_were(nano_f
     with pytest.raises(SyncFailed, match="planted"):
         check.run()
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    assert check.publisher._lost  # the next update sends the weights again
-
-
-def test_the_run_can_go_on_publishing_from_version_one(nano_folders):
-    model = load(nano_folders["llama"])
-    engine = SmallEngine(model)
-    check = make_check(engine, model)
-    check.run()
-    check.publisher.publish(1)
-    assert engine.version == 1
-    assert check.now().verdict == "pass"
+    assert check.weight_sync._lost  # the next update sends the weights again
 
 
 # --- later in the run ----------------------------------------------------------------------------------------------
@@ -231,7 +219,7 @@ def test_a_check_in_the_run_sees_weights_that_did_not_arrive(nano_folders):
         for one in model.parameters():
             one.mul_(1.05)
     engine.fault = "stale_weights"
-    check.publisher.publish(1)
+    check.weight_sync.sync(1)
     report = check.now()
     assert [stage.name for stage in report.stages] == ["now"]
     with pytest.raises(NumericError, match="--parity_check: now: max"):

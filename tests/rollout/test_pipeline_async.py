@@ -6,25 +6,10 @@ from collections import Counter
 
 import pytest
 from scripted_engine import ScriptedEngine, lost
-from small_runs import SlowScorer, SmallRun
+from small_runs import SlowScorer
 
 from swift.errors import EngineDead, EngineError, RewardError, SyncFailed
 from swift.types import TrainerProgress
-
-
-@pytest.fixture
-def run():
-    """Makes runs and ends them."""
-    made = []
-
-    def make(engine=None, **settings):
-        made.append(SmallRun(engine or ScriptedEngine(), **settings))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-        assert one.engine.overlaps == [], "two threads were in the engine at the same time"
 
 
 def versions(step):
@@ -45,42 +30,24 @@ def seen(run):
 # --- which weights ------------------------------------------------------------------------------------------------
 
 
-def test_a_synchronous_run_samples_every_round_with_the_weights_of_now(run):
-    steps = run().train(5).steps
-    assert [versions(step) for step in steps] == [{0}, {1}, {2}, {3}, {4}]
-    assert {step.staleness["off_policy/max"] for step in steps} == {0.0}
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_round_uses_the_weights_of_as_many_steps_before_as_rounds_are_sampled_ahead(run, depth):
+    made = run(depth=depth).train(6)
+    assert [versions(step) for step in made.steps] == [{max(0, step - depth)} for step in range(6)]
+    assert [step.staleness["off_policy/max"] for step in made.steps] == [min(step, depth) for step in range(6)]
+    assert made.synced == [1, 2, 3, 4, 5]
 
 
-def test_one_round_ahead_uses_the_weights_of_the_start_of_the_step_before(run):
-    made = run(depth=1).train(5)
-    assert [versions(step) for step in made.steps] == [{0}, {0}, {1}, {2}, {3}]
-    assert made.published == [1, 2, 3, 4]
-    assert [step.staleness["off_policy/max"] for step in made.steps] == [0, 1, 1, 1, 1]
-
-
-def test_two_rounds_ahead_use_the_weights_of_two_steps_before(run):
-    made = run(depth=2).train(6)
-    assert [versions(step) for step in made.steps] == [{0}, {0}, {0}, {1}, {2}, {3}]
-    assert [step.staleness["off_policy/max"] for step in made.steps] == [0, 1, 2, 2, 2, 2]
-
-
-def test_the_first_round_is_sampled_before_anything_else_is_asked_for(run):
-    engine = ScriptedEngine()
-    run(engine, depth=2).train(1)
-    asked = [event[1] for event in engine.events if event[0] == "submit"]
-    assert asked[:4] == ["p0-0/0", "p0-0/1", "p1-0/0", "p1-0/1"]
-
-
-def test_an_interval_of_five_publishes_after_steps_5_10_and_15_whatever_a_unit_feeds(run):
+def test_an_interval_of_five_syncs_after_steps_5_10_and_15_whatever_a_batch_feeds(run):
     for windows, iterations in [(1, 1), (2, 1), (1, 2)]:
         made = run(interval=5, windows=windows, iterations=iterations).train(17)
-        assert made.published == [5, 10, 15]
-        assert made.publisher.version == 3
+        assert made.synced == [5, 10, 15]
+        assert made.weight_sync.version == 3
 
 
-def test_ahead_of_training_weights_change_at_the_start_of_a_unit(run):
+def test_ahead_of_training_weights_change_at_the_start_of_a_batch(run):
     made = run(depth=1, interval=5, windows=2).train(20)
-    assert made.published == [6, 12, 18]
+    assert made.synced == [6, 12, 18]
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -113,20 +80,11 @@ def texts(run):
     return [completion.text for scored in run.rounds for group in scored.groups for completion in group.completions]
 
 
-def test_weights_sampled_with_are_the_weights_that_were_published(run):
-    """The scripted tokens depend on the weights: the rounds of a run that publishes nothing new differ."""
+def test_weights_sampled_with_are_the_weights_that_were_synced(run):
+    """The scripted tokens depend on the weights: the rounds of a run without weight syncs differ."""
     fresh, stale = run().train(4), run(interval=10).train(4)
     assert fresh.steps[0].tokens == stale.steps[0].tokens
     assert fresh.steps[1].tokens != stale.steps[1].tokens
-
-
-def test_generation_goes_on_while_the_trainer_trains(run):
-    engine = ScriptedEngine(step_s=0.01)  # 14 steps at most: 0.1 s and more
-    made = run(engine, depth=1).train(1)
-    time.sleep(0.4)
-    began = time.monotonic()
-    made.train(2)
-    assert time.monotonic() - began < 0.1
 
 
 @pytest.mark.slow
@@ -153,14 +111,6 @@ def test_one_round_ahead_hides_nearly_all_that_can_be_hidden(run):
     assert any(efficiency() > 0.85 for _ in range(3)), "measured again where others disturb"
 
 
-def test_finished_groups_are_scored_while_others_are_sampled(run):
-    scorer = SlowScorer()
-    made = run(ScriptedEngine(step_s=0.01), depth=1, groups=6, scorer=scorer)
-    made.train(2)
-    moments = [moment for group, moment in scorer.submitted if group in {"p6-0", "p0-1", "p1-1", "p2-1", "p3-1"}]
-    assert max(moments) - min(moments) > 0.03
-
-
 # --- every prompt once --------------------------------------------------------------------------------------------
 
 
@@ -182,7 +132,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(run, settings, at):
     resumed = run(**settings).load(checkpoint).train(at + 6)
     assert [s.tokens for s in resumed.steps] == [s.tokens for s in straight.steps[at:]]
     assert seen(resumed) == seen(straight)[at:]
-    assert resumed.publisher.state_dict() == straight.publisher.state_dict()
+    assert resumed.weight_sync.state_dict() == straight.weight_sync.state_dict()
     whole = [g.launch_index for r in straight.rounds for g in r.groups]
     assert whole == sorted(set(whole))
     resumed_groups = [g.launch_index for r in resumed.rounds for g in r.groups]
@@ -200,7 +150,7 @@ def test_a_checkpoint_holds_the_rounds_on_their_way_and_a_resume_samples_none_of
     assert not again & saved
 
 
-def test_taking_a_checkpoint_changes_nothing_where_every_step_publishes(run):
+def test_taking_a_checkpoint_changes_nothing_where_every_step_syncs(run):
     plain = run(depth=1).train(6)
     saving = run(depth=1)
     for step in range(1, 7):
@@ -252,11 +202,12 @@ def test_rewards_that_break_ahead_leave_a_checkpoint_from_which_nothing_is_lost(
     assert launched == list(range(18))
 
 
-def test_a_checkpoint_in_front_of_a_broken_round_is_still_made(run):
+def test_in_front_of_a_broken_round_a_checkpoint_is_still_made_and_evaluation_goes_well(run):
     broken = RewardError("--reward_funcs: hash: failed on every sample")
     failing = run(depth=2, scorer=SlowScorer(fail_at="p1-1", failure=broken)).train(3)
     state = failing.save()
     assert len(state["pipeline"].ahead) == 1, "the whole round is kept, the broken one left out"
+    assert failing.pipeline.evaluate(failing.scheduler.source.prompts[2:5], progress(failing))
     with pytest.raises(RewardError):
         failing.train(9)
     assert failing.step == 4
@@ -265,16 +216,7 @@ def test_a_checkpoint_in_front_of_a_broken_round_is_still_made(run):
     assert launched == list(range(18))
 
 
-def test_evaluation_in_front_of_a_broken_round_goes_well(run):
-    broken = RewardError("--reward_funcs: hash: failed on every sample")
-    failing = run(depth=2, scorer=SlowScorer(fail_at="p1-1", failure=broken)).train(3)
-    assert failing.pipeline.evaluate(failing.scheduler.source.prompts[2:5], progress(failing))
-    with pytest.raises(RewardError):
-        failing.train(9)
-    assert failing.step == 4
-
-
-def test_weights_that_do_not_arrive_stop_the_run_with_the_unit_still_to_train(run):
+def test_weights_that_do_not_arrive_stop_the_run_with_the_batch_still_to_train(run):
     engine = ScriptedEngine(update_failures=[None, None, ("commit", lost()), ("commit", lost())])
     made = run(engine, depth=1).train(2)
     with pytest.raises(SyncFailed):
@@ -284,16 +226,6 @@ def test_weights_that_do_not_arrive_stop_the_run_with_the_unit_still_to_train(ru
     healed = run(depth=1).load({"pipeline": state, "value": made.value, "step": 2}).train(5)
     launched = [g.launch_index for r in [*made.rounds, *healed.rounds] for g in r.groups]
     assert launched == list(range(10))
-
-
-def test_the_thread_is_gone_after_close_even_in_the_middle_of_a_round(run):
-    made = run(depth=1).train(1)
-    made.engine.step_s = lambda: 0.1
-    made.train(2)
-    began = time.monotonic()
-    made.pipeline.close()
-    assert time.monotonic() - began < 3
-    assert not made.pipeline._thread._thread.is_alive()
 
 
 @pytest.mark.parametrize("reason", ["error", "abort"])
@@ -311,15 +243,17 @@ def test_what_the_engine_gave_up_is_left_out_with_its_reason(run, depth, reason)
     assert made.steps[0].staleness == {"off_policy/mean": 0.0, "off_policy/max": 0.0}
 
 
-def test_a_completion_without_tokens_is_not_as_old_as_the_run(run):
-    made = run(ScriptedEngine(), depth=1).train(6)
-    unit = made.pipeline.batch
-    unit.position = 0
-    age = made.pipeline.staleness(5)["off_policy/max"]
-    unit.samples[0].versions, unit.samples[0].trained = [], unit.samples[0].trained[:0]
-    assert made.pipeline.staleness(5)["off_policy/max"] == age == 1
-    unit.samples[1].versions, unit.samples[1].trained = [(0, 0, 3)], unit.samples[1].trained & False
-    assert made.pipeline.staleness(5)["off_policy/max"] == 1, "nobody trains on it, so its age says nothing"
+def test_ages_count_each_trained_token_with_the_version_that_sampled_it(run):
+    made = run(depth=1).train(4)
+    batch, step_of = made.pipeline.batch, made.weight_sync.step_of
+    batch.position = 0
+    for sample in batch.samples:
+        sample.versions = [(1, 0, 1), (3, 1, 4)]
+    assert (step_of(1), step_of(3)) == (1, 3)
+    assert made.pipeline.staleness(5) == {"off_policy/mean": (4 + 3 * 2) / 4, "off_policy/max": 4.0}
+    batch.samples[0].versions, batch.samples[0].trained = [], batch.samples[0].trained[:0]
+    batch.samples[1].versions, batch.samples[1].trained = [(0, 0, 3)], batch.samples[1].trained & False
+    assert made.pipeline.staleness(5)["off_policy/max"] == 4.0, "no age without tokens, or where nobody trains on them"
 
 
 # --- weights that change in mid-flight ----------------------------------------------------------------------------
@@ -338,16 +272,6 @@ def test_with_in_flight_updates_completions_carry_every_version_that_sampled_the
     events = [event[0] for event in engine.events if event[0] in ("pause", "update", "resume")]
     held = [events[i + 1 : i + 3] for i, name in enumerate(events) if name == "pause"]
     assert held and all(pair == ["update", "resume"] for pair in held)
-
-
-def test_with_in_flight_updates_the_mean_age_counts_each_token_with_its_own_version(run):
-    made = run(depth=1).train(4)
-    unit, step_of = made.pipeline.batch, made.publisher.step_of
-    unit.position = 0
-    for sample in unit.samples:
-        sample.versions = [(1, 0, 1), (3, 1, 4)]
-    assert (step_of(1), step_of(3)) == (1, 3)
-    assert made.pipeline.staleness(5) == {"off_policy/mean": (4 + 3 * 2) / 4, "off_policy/max": 4.0}
 
 
 def test_an_engine_that_cannot_be_paused_ends_the_run(run):

@@ -79,7 +79,7 @@ def test_on_a_cpu_plain_vllm_is_colocate():
 @pytest.mark.parametrize("extra", [{"async_generate": True}, {"vllm_mode": "dedicated"}])
 def test_on_a_cpu_dedicated_adds_a_device_for_the_engine(extra):
     made = placed(cores=[0, 1], **extra)
-    assert (made.mode, made.num_devices, made.engines) == ("dedicated", 2, (("cpu:1",),))
+    assert (made.mode, made.engines) == ("dedicated", (("cpu:1",),))
     assert made.cores == ((0,), (1,))
 
 
@@ -127,17 +127,11 @@ def test_sleeping_acts_in_colocate_only():
         ({"accelerators": 2, "local_ranks": 3}, "NPROC_PER_NODE: 3: more than the 2 visible cuda devices"),
         (
             {"accelerators": 8, "local_ranks": 7, "vllm_device": ["cuda:9"]},
-            "--vllm_device: cuda:9: no such device; valid: cuda:0..cuda:7",
+            "--vllm_device: cuda:9: no such device; valid: cuda:0..7",
         ),
         ({"accelerators": 8, "local_ranks": 7, "vllm_device": ["cuda:0"]}, "cuda:0 belongs to a training process"),
-        (
-            {"accelerators": 8, "local_ranks": 7, "vllm_device": ["cuda:6", "cuda:7"]},
-            "2 devices for num_infer_workers=1",
-        ),
-        (
-            {"accelerators": 4, "local_ranks": 2, "num_infer_workers": 2, "vllm_device": ["cuda:3", "cuda:3"]},
-            "named twice",
-        ),
+        ({"accelerators": 8, "local_ranks": 7, "vllm_device": ["cuda:6", "cuda:7"]}, "2 devices for num_infer_workers"),
+        ({"accelerators": 4, "num_infer_workers": 2, "local_ranks": 2, "vllm_device": ["cuda:3"] * 2}, "named twice"),
         ({"accelerators": 2, "local_ranks": 2, "vllm_device": ["cuda:1", "cuda:0"]}, "its own device"),
         (
             {"accelerators": 8, "local_ranks": 8, "vllm_mode": "colocate", "num_infer_workers": 1},

@@ -11,7 +11,7 @@ from swift.rollout.saved_state import decode, encode
 def sample(value=1):
     return TrainSample(
         0, np.array([1, 2]), np.array([value]), np.array([-1.0], dtype=np.float32), np.array([True]), 0.5,
-        versions=[(2, 0, 1)],
+        versions=[(2, 0, 1)], old_logprobs=np.array([-2.0]), ref_logprobs=np.array([-3.0]),
     )  # fmt: skip
 
 
@@ -47,10 +47,13 @@ def test_draws_follow_the_scores():
     assert first.count("g1") / len(first) == pytest.approx(0.75, abs=0.03)
 
 
-def test_without_recomputing_the_samplers_log_probs_are_the_old_ones():
-    buffer = filled([1.0], recompute=False)
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_drawn_sample_keeps_its_advantage_and_nothing_that_depends_on_an_older_policy(recompute):
+    buffer = filled([1.0], recompute=recompute)
     [entry] = buffer.draw(1, 1)
-    assert buffer.samples_of(entry, 0)[0].old_logprobs.tolist() == [-1.0]
+    [replayed] = buffer.samples_of(entry, 4)
+    assert (replayed.group, replayed.advantage, replayed.ref_logprobs) == (4, 0.5, None)
+    assert replayed.old_logprobs is None if recompute else replayed.old_logprobs.tolist() == [-1.0]
 
 
 def through_files(state):

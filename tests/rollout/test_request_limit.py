@@ -1,15 +1,17 @@
 """Requests of an engine in this process that take too long: once more, then out of training, and counted."""
 
 import time
+from contextlib import nullcontext
 
 import pytest
 from scripted_engine import ScriptedEngine
+from small_runs import OneRank, SlowScorer
 
 from swift.errors import EngineError
 from swift.rollout.collector import RolloutCollector, launches_of
 from swift.rollout.engines.transformers import TransformersEngine
 from swift.rollout.request_limit import RequestClock
-from swift.types import Completion, GroupScores, Prompt, Request, SamplingParams, TrainerProgress
+from swift.types import Completion, Prompt, Request, SamplingParams, TrainerProgress
 
 
 class Endless(ScriptedEngine):
@@ -124,49 +126,21 @@ def test_a_model_in_this_process_is_bounded_as_well(nano_folder):
         "g/0": "length", "g/1": "error", "g/2": "length", "g/3": "length",
     }  # fmt: skip
     assert late == 2
-    assert not engine._outstanding
-
-
-class Scorer:
-    needs_whole_batch = False
-
-    def submit(self, group, progress):
-        from concurrent.futures import Future
-
-        future = Future()
-        future.set_result(GroupScores([[1.0] for _ in group.completions], [None] * len(group.completions)))
-        return future
-
-    def add_model_scores(self, groups, scores):
-        return list(scores)
-
-    def end_batch(self, groups=None):
-        pass
-
-    def drain_metrics(self, groups=None):
-        return {}
+    assert engine.info()["outstanding"] == 0
 
 
 def test_a_round_leaves_what_was_given_up_out_and_counts():
-    from contextlib import nullcontext
-
-    from swift.trainers.distributed import Collectives
-
-    engine = Endless(endless=["g0/1"], step_s=0.01)
-    moved = []
-    collector = RolloutCollector(
-        engine, SamplingParams(20), 7, str, Scorer(), Collectives(), request_s=0.5, progress=lambda: moved.append(1)
+    moved, settings = (
+        [],
+        {"num_generations": 4, "progress": TrainerProgress(0, 1, 0.0), "timer": lambda _: nullcontext()},
     )
     launches = launches_of([Prompt("p", [], [1, 2, 3])])
-    engine.endless = {f"{launches[0].group_id}/1"}
-    ((group,), metrics) = collector.run(
-        launches, num_generations=4, progress=TrainerProgress(0, 1, 0.0), timer=lambda phase: nullcontext()
+    engine = Endless(endless=[f"{launches[0].group_id}/1"], step_s=0.01)
+    collector = RolloutCollector(
+        engine, SamplingParams(20), 7, str, SlowScorer(), OneRank(), request_s=0.5, progress=lambda: moved.append(1)
     )
+    ((group,), metrics) = collector.run(launches, **settings)
     assert group.scores.excluded == [None, "engine: error", None, None]
-    assert metrics["health/rollout_timeouts"] == 2
-    assert len(moved) == 4
+    assert (metrics["health/rollout_timeouts"], len(moved)) == (2, 4)
     engine.endless = set()
-    _, metrics = collector.run(
-        launches, num_generations=4, progress=TrainerProgress(0, 1, 0.0), timer=lambda phase: nullcontext()
-    )
-    assert "health/rollout_timeouts" not in metrics
+    assert "health/rollout_timeouts" not in collector.run(launches, **settings)[1]

@@ -9,14 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 from scripted_engine import VOCABULARY, ScriptedEngine
-from small_runs import OneRank, SlowScorer
 
 from swift.errors import ConfigError, EngineDead, EngineError, Unsupported
 from swift.plugin import rollout_funcs
-from swift.rollout.collector import RolloutCollector
 from swift.rollout.rollout_function import RolloutFunctionEngine, load_rollout_func
-from swift.rollout.scheduler import Launch, LaunchLog
-from swift.types import Prompt, Request, SamplingParams, TrainerProgress
+from swift.types import Prompt, Request, SamplingParams
 
 SAMPLING = SamplingParams(max_new_tokens=8)
 PROMPTS = [
@@ -155,6 +152,7 @@ def test_trls_prompt_ids_are_accepted_where_they_are_those_of_the_prompt():
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
+        ([], "returned list; return a dict"),
         ({"completion_ids": None}, "returned no completion_ids; return a dict with both"),
         ({"logprobs": None}, "returned no logprobs (the log-prob of each token under the sampler"),
         ({"completion_ids": [[5]]}, "completion_ids has 1 entries where 4 are wanted (2 prompts x 2 completions"),
@@ -177,15 +175,11 @@ def test_trls_prompt_ids_are_accepted_where_they_are_those_of_the_prompt():
     ],
 )
 def test_a_wrong_result_is_an_error_that_names_the_place(entries, said):
+    function = fixed(**entries) if isinstance(entries, dict) else lambda prompts, rollout: entries
     with pytest.raises(EngineError) as raised:
-        run(wrap(fixed(**entries)))
+        run(wrap(function))
     assert str(raised.value).startswith("--rollout_func: mine: ")
     assert said in str(raised.value)
-
-
-def test_something_else_than_a_dict_is_an_error():
-    with pytest.raises(EngineError, match="mine: returned list; return a dict"):
-        run(wrap(lambda prompts, rollout: []))
 
 
 # --- failures and time --------------------------------------------------------------------------------------
@@ -200,9 +194,8 @@ def test_an_exception_carries_its_place_in_the_function():
 
 
 def test_an_error_of_the_engine_stays_what_it_is():
-    engine = ScriptedEngine(fail_after=1)
     with pytest.raises(EngineDead, match="scripted: it died"):
-        run(wrap(passing, engine=engine))
+        run(wrap(passing, engine=ScriptedEngine(fail_after=1)))
 
 
 def test_a_call_over_its_time_ends_its_completions_with_error_and_the_next_one_goes_on():
@@ -291,18 +284,6 @@ def test_a_call_cannot_be_kept_over_a_change_of_weights():
     release.set()
     thread.join()
     assert not engine.capabilities.in_flight_updates
-
-
-def test_through_the_collector_a_round_is_scored_with_its_columns():
-    scorer = SlowScorer()
-    engine = wrap(fixed(tries=[1, 2, 3, 4]))
-    collector = RolloutCollector(engine, SAMPLING, 7, str, scorer, OneRank())
-    launches = [Launch(i, 0, prompt, 0) for i, prompt in enumerate(PROMPTS)]
-    current = collector.prepare(LaunchLog(launches=launches), num_generations=2, progress=TrainerProgress(0, 1, 0.0))
-    collector.sample(current)
-    groups = collector.finish(current, timer=lambda name: threading.Lock()).groups
-    assert [[one.columns["tries"] for one in group.completions] for group in groups] == [[1, 2], [3, 4]]
-    assert len(scorer.submitted) == 2
 
 
 def test_reward_functions_get_the_columns_of_a_completion_beside_those_of_its_row():

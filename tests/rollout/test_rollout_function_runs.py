@@ -9,8 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from scripted_engine import VOCABULARY, ScriptedEngine
-from small_runs import SlowScorer, SmallRun
-from threaded_ranks import ThreadedMailbox, on_ranks
+from small_runs import SlowScorer, data, on_two_ranks
 
 from swift.errors import EngineError
 from swift.rollout.rollout_function import RolloutFunctionEngine
@@ -21,6 +20,9 @@ TOKENIZER = SimpleNamespace(decode=lambda ids, **_: str(ids))
 
 def equal(group):
     return group.launch_index % 3 == 0
+
+
+SETTINGS = {"groups": 4, "prompts": 50, "equal": equal}
 
 
 def passing(prompts, rollout):
@@ -35,32 +37,17 @@ def wrap(function=passing):
     )  # fmt: skip
 
 
-@pytest.fixture
-def run():
-    made = []
-
-    def make(engine, **settings):
-        made.append(SmallRun(engine, scorer=SlowScorer(equal=equal), **{"groups": 4, "prompts": 50, **settings}))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-
-
-def data(small):
-    return [(step.tokens, step.versions, step.value) for step in small.steps]
-
-
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("dynamic", [None, 3])
-def test_a_function_that_passes_everything_on_trains_what_the_engine_alone_would(run, dynamic, depth):
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_function_that_passes_everything_on_trains_what_the_engine_would_also_after_a_resume(run, at, dynamic, depth):
     settings = {"dynamic": dynamic, "depth": depth}
-    plain = run(ScriptedEngine(), **settings).train(5, max_steps=5)
-    passed = run(wrap(), **settings).train(5, max_steps=5)
-    assert data(passed) == data(plain)
-    assert passed.scheduler.dropped == plain.scheduler.dropped
-    assert (passed.scheduler.dropped > 0) == (dynamic is not None)
+    plain = run(ScriptedEngine(), **settings).train(6, max_steps=6)
+    first = run(wrap(), **settings).train(at, max_steps=6)
+    second = run(wrap(), **settings).load(first.save()).train(6, max_steps=6)
+    assert data(first) + data(second) == data(plain)
+    assert second.scheduler.dropped == plain.scheduler.dropped
+    assert (plain.scheduler.dropped > 0) == (dynamic is not None)
 
 
 def test_groups_that_are_replaced_come_in_calls_of_their_own(run):
@@ -71,20 +58,9 @@ def test_groups_that_are_replaced_come_in_calls_of_their_own(run):
         return passing(prompts, rollout)
 
     small = run(wrap(noting), dynamic=3).train(1, max_steps=1)
-    assert calls[0] == 4, "the last unit of a run launches no surplus"
+    assert calls[0] == 4, "the last batch of a run launches no surplus"
     assert len(calls) > 1
     assert sum(calls) == small.scheduler.launched
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("dynamic", [None, 3])
-@pytest.mark.parametrize("at", [1, 3])
-def test_a_resumed_run_trains_on_the_same_completions(run, at, dynamic, depth):
-    settings = {"dynamic": dynamic, "depth": depth}
-    whole = run(wrap(), **settings).train(6, max_steps=6)
-    first = run(wrap(), **settings).train(at, max_steps=6)
-    second = run(wrap(), **settings).load(first.save()).train(6, max_steps=6)
-    assert data(first) + data(second) == data(whole)
 
 
 def test_columns_of_completions_survive_a_checkpoint(run):
@@ -98,19 +74,13 @@ def test_columns_of_completions_survive_a_checkpoint(run):
 
 
 def test_two_ranks_with_a_function_each_train_on_what_one_does(run):
-    alone, channels = run(wrap(), dynamic=3).train(4, max_steps=4), {}
+    alone = run(wrap(), dynamic=3).train(4, max_steps=4)
 
-    def rank(ranks):
-        small = SmallRun(
-            wrap(), ranks=ranks, share=EngineShare(ranks.rank, 2), scorer=SlowScorer(equal=equal), dynamic=3, groups=4,
-            prompts=50, mailbox=ThreadedMailbox(channels),
-        )  # fmt: skip
-        try:
-            return data(small.train(4, max_steps=4))
-        finally:
-            small.close()
+    def settings(rank):
+        own = {"engine": wrap(), "share": EngineShare(rank, 2), "scorer": SlowScorer(equal=equal)}
+        return {**own, "dynamic": 3, "groups": 4, "prompts": 50}
 
-    assert on_ranks(2, rank) == [data(alone)] * 2
+    assert on_two_ranks(settings, lambda small: data(small.train(4, max_steps=4))) == [data(alone)] * 2
 
 
 def test_a_function_that_fails_on_a_replacement_ends_the_run_with_its_line(run):

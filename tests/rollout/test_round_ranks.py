@@ -7,12 +7,11 @@ import time
 
 import pytest
 from scripted_engine import ScriptedEngine
-from small_runs import SlowScorer, SmallRun
-from threaded_ranks import ThreadedMailbox, on_ranks
+from small_runs import SlowScorer, on_two_ranks
 
 from swift.errors import EngineError
 from swift.rollout.round import EngineShare
-from swift.trainers.supervision.stall import StallWatch
+from swift.trainers.supervision.watchdog import Watchdog
 
 LIMIT_S = 1.0
 
@@ -45,29 +44,23 @@ class RefusingScorer(SlowScorer):
         return super().submit(group, progress)
 
 
-def settings(ranks, channels, **more):
-    return {
-        "ranks": ranks, "dynamic": 3, "groups": 4, "prompts": 50, "mailbox": ThreadedMailbox(channels), **more,
-    }  # fmt: skip
+SETTINGS = {"dynamic": 3, "groups": 4, "prompts": 50}
 
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("scorer", [SlowScorer, RefusingScorer])
 @pytest.mark.parametrize("fail_at", ["p0-0", "p5-0"])
 def test_a_scorer_that_fails_ends_all_ranks_of_a_shared_engine_alike(scorer, fail_at, depth):
-    channels, held, meeting = {}, {}, threading.Barrier(2, timeout=10)
+    held, meeting = {}, threading.Barrier(2, timeout=10)
 
-    def rank(ranks):
-        engine = PartOfAnEngine(meeting, held, ranks.rank)
-        failing = scorer(equal=equal, fail_at=fail_at, failure=EngineError("reward: broken"))
-        share = EngineShare(0, 1, reports=ranks.rank == 0, lockstep=True)
-        small = SmallRun(engine, scorer=failing, share=share, depth=depth, **settings(ranks, channels))
-        try:
-            small.train(9)
-        finally:
-            small.close()
+    def settings(rank):
+        return {
+            "engine": PartOfAnEngine(meeting, held, rank), "share": EngineShare(reports=rank == 0, lockstep=True),
+            "scorer": scorer(equal=equal, fail_at=fail_at, failure=EngineError("reward: broken")), "depth": depth,
+            **SETTINGS,
+        }  # fmt: skip
 
-    ends = on_ranks(2, rank)
+    ends = on_two_ranks(settings, lambda small: small.train(9))
     assert [str(end) for end in ends] == ["reward: broken"] * 2
     assert not meeting.broken, "a rank left the engine in the middle of a step"
 
@@ -76,42 +69,37 @@ def test_a_scorer_that_fails_ends_all_ranks_of_a_shared_engine_alike(scorer, fai
 
 
 def watched_run(folder, engines):
-    """Two ranks with an engine each; rank 0 has a stall watch, rank 1 none that could see anything.
+    """Two ranks with an engine each; rank 0 has a watchdog, rank 1 none that could see anything.
 
     So it is on a rank whose main thread waits in a collective while another one samples.
 
     Returns:
         what the watch said, and how the ranks ended.
     """
-    channels, said = {}, []
+    said = []
 
     def ended(error):
         said.append(str(error))
         engines[1].abort()
 
-    def rank(ranks):
-        engine = engines[ranks.rank]
-        small = SmallRun(
-            engine,
-            scorer=SlowScorer(equal=equal),
-            share=EngineShare(ranks.rank, 2),
-            **settings(ranks, channels),
-        )
-        collector = small.pipeline.collector
-        if ranks.rank == 1:
+    def settings(rank):
+        return {"engine": engines[rank], "share": EngineShare(rank, 2), "scorer": SlowScorer(equal=equal), **SETTINGS}
+
+    def work(small):
+        collector, engine = small.pipeline.collector, small.engine
+        if collector.collectives.rank == 1:
             collector.activity = lambda: (engine.delivered, [len(row.tokens) for row in engine._outstanding.values()])
-        else:
-            watch = StallWatch(LIMIT_S, log_file=folder / "log", tick_s=0.05, end=ended, awaits=collector.awaited)
-            collector.activity, collector.on_heartbeat, collector.progress = watch.pulse, watch.heard, watch.touch
-            watch.start()
+            small.train(1, max_steps=1)
+            return
+        watch = Watchdog(LIMIT_S, log_file=folder / "log", tick_s=0.05, end=ended, remarks=[collector.awaited])
+        collector.activity, collector.on_heartbeat, collector.progress = watch.activity, watch.on_heartbeat, watch.touch
+        watch.start()
         try:
             small.train(1, max_steps=1)
         finally:
-            small.close()
-            if ranks.rank == 0:
-                watch.stop()
+            watch.stop()
 
-    return said, on_ranks(2, rank)
+    return said, on_two_ranks(settings, work)
 
 
 def test_an_engine_that_stands_still_is_noticed_and_named_by_those_who_wait_for_it(tmp_path):

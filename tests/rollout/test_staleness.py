@@ -47,8 +47,8 @@ def test_the_bound_is_tight(depth, updates, interval):
 def oldest_possible(depth, updates, interval):
     """The oldest token of a long run, counted out.
 
-    Asked for at the start of a unit with the weights of the last publication, trained on `depth` units later. With
-    rounds on their way weights change at the start of a unit only, otherwise after every step.
+    Asked for at the start of a batch with the weights of the last publication, trained on `depth` batches later. With
+    rounds on their way weights change at the start of a batch only, otherwise after every step.
     """
     oldest, last = 0, 0
     for step in range(0, 400 * updates, updates):

@@ -4,36 +4,18 @@ import random
 
 import pytest
 from scripted_engine import ScriptedEngine
-from small_runs import SlowScorer, SmallRun
-from threaded_ranks import ThreadedMailbox, on_ranks
+from small_runs import SlowScorer, data, on_two_ranks
 
 from swift.errors import EngineDead, EngineError
 from swift.rollout.replay import ReplayBuffer
 from swift.rollout.round import EngineShare
 
-
-@pytest.fixture
-def run():
-    made = []
-
-    def make(engine=None, *, equal=lambda group: group.launch_index % 5 == 1, delay=lambda: 0.0, **settings):
-        scorer = settings.pop("scorer", None) or SlowScorer(delay=delay, equal=equal)
-        settings = {"streaming": 1, "groups": 6, "prompts": 50, **settings}
-        made.append(SmallRun(engine or ScriptedEngine(), scorer=scorer, **settings))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+SETTINGS = {"streaming": 1, "groups": 6, "prompts": 50, "equal": lambda group: group.launch_index % 5 == 1}
 
 
 def groups_of(step):
     """The completions of each group of a step, in any order."""
     return sorted(tuple(map(tuple, step.tokens[i : i + 2])) for i in range(0, len(step.tokens), 2))
-
-
-def data(small):
-    return [(step.tokens, step.versions) for step in small.steps]
 
 
 @pytest.mark.parametrize("dynamic", [None, 3])
@@ -70,8 +52,8 @@ def test_training_begins_before_sampling_has_ended(run):
     engine = ScriptedEngine(step_s=0.01)
     small = run(engine)
     delivered = []
-    unit = next(small.pipeline.steps(small_progress))
-    for _ in unit.arriving:
+    batch = next(small.pipeline.steps(small_progress))
+    for _ in batch.arriving:
         delivered.append(engine.delivered)
     assert delivered[0] < 12 and delivered[-1] == 12
 
@@ -118,22 +100,16 @@ def test_scores_that_cannot_be_had_end_the_step(run):
 
 @pytest.mark.parametrize("dynamic", [None, 3])
 def test_two_ranks_train_on_the_same_parts_as_one(run, dynamic):
-    alone = run(dynamic=dynamic, equal=lambda group: group.launch_index % 5 == 1).train(4)
-    channels = {}
+    alone = run(dynamic=dynamic).train(4)
 
-    def rank(ranks):
-        share = EngineShare(0, 1) if ranks.rank == 0 else None
-        small = SmallRun(
-            ScriptedEngine() if share else None, ranks=ranks, share=share, streaming=1, groups=6, prompts=50,
-            scorer=SlowScorer(equal=lambda group: group.launch_index % 5 == 1), dynamic=dynamic,
-            mailbox=ThreadedMailbox(channels),
-        )  # fmt: skip
-        try:
-            small.train(4)
-            return data(small), small.parts
-        finally:
-            small.close()
+    def settings(rank):
+        engine, share = (ScriptedEngine(), EngineShare()) if rank == 0 else (None, None)
+        scorer = SlowScorer(equal=SETTINGS["equal"])
+        return {
+            "engine": engine, "share": share, "scorer": scorer, "streaming": 1, "groups": 6, "prompts": 50,
+            "dynamic": dynamic,
+        }  # fmt: skip
 
-    for end in on_ranks(2, rank):
+    for end in on_two_ranks(settings, lambda small: (data(small.train(4)), small.parts)):
         assert not isinstance(end, Exception), end
         assert end == (data(alone), alone.parts)

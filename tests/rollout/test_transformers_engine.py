@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from swift.errors import ConfigError
-from swift.models.forward import Span, TokenSequence, padded_logits
+from swift.models.attention.spans import Span
+from swift.models.forward import TokenSequence, padded_logits
 from swift.rollout.engines.base import EngineCounters
 from swift.rollout.engines.transformers import TransformersEngine
 from swift.rollout.engines.transformers.cache import RowCache

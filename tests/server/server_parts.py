@@ -22,7 +22,7 @@ from swift.rollout.engines.pool import EnginePool
 from swift.rollout.engines.remote import server_engine
 from swift.rollout.engines.spec import EngineSpec, build_engine
 from swift.rollout.engines.transport import Timeouts
-from swift.rollout.server.run import WebServer
+from swift.rollout.server.process import WebServer
 from swift.rollout.server.service import Service, Settings
 from swift.types import Request, SamplingParams
 
@@ -36,7 +36,7 @@ QUICK = Timeouts(server_s=60, poll_s=0.2, heartbeat_s=1.0)
 class LocalServer:
     """A server on a free port of this process: the application, a thread of uvicorn, one engine."""
 
-    def __init__(self, model, *, key=None, weights_folder=None, max_model_len=512):
+    def __init__(self, model, *, key=None, weights_folder=None, max_model_len=512, port=0):
         self.model, self.key = str(model), key
         template = load_template(read_tokenizer(self.model), self.model)
         engine = build_engine(
@@ -53,7 +53,7 @@ class LocalServer:
                 weights_folder=weights_folder,
             ),
         )  # fmt: skip
-        self.listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        self.listener = socket.create_server(("127.0.0.1", port), backlog=2048)
         self.port = self.listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.uvicorn = WebServer(self.service, "", lambda error: None)
@@ -72,6 +72,11 @@ class LocalServer:
         self.uvicorn.should_exit = True
         self.thread.join(END_LIMIT_S)
         self.service.close()
+
+    def kill(self):
+        """Cut off all connections; nothing of it is left in memory."""
+        self.uvicorn.force_exit = True
+        self.stop()
 
 
 def client_of(server, **options):

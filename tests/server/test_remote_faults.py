@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import psutil
 import pytest
-from server_parts import KEY, PROMPT, Server, ask, gap, link_to, load, run, spec_of, with_noise
+from server_parts import KEY, PROMPT, LocalServer, Server, ask, gap, link_to, load, run, spec_of, with_noise
 
 from swift.errors import EngineDead, EngineError, RequestRefused
 from swift.rollout.engines import dispatch, remote, wire
@@ -24,7 +24,7 @@ PATIENT = Timeouts(server_s=120.0, poll_s=0.2, reply_s=5.0, heartbeat_s=1.0)
 
 @pytest.fixture
 def own_server(nano_folders, tmp_path):
-    """A server that a test may kill; the last one that is noted is ended."""
+    """A server process that a test may kill."""
     made = []
 
     def start(*words, **options):
@@ -39,6 +39,21 @@ def own_server(nano_folders, tmp_path):
         assert one.left() == []
 
 
+@pytest.fixture
+def local_server(nano_folders):
+    """A server of this process that a test may kill."""
+    made = []
+
+    def start(**options):
+        made.append(LocalServer(nano_folders["llama"], key=KEY, **options))
+        return made[-1]
+
+    yield start
+    for one in made:
+        if one.thread.is_alive():
+            one.kill()
+
+
 def many(count=24):
     return [ask(f"g{i // 4}/{i}", [*PROMPT, i // 4], seed=i, max_new_tokens=200) for i in range(count)]
 
@@ -47,55 +62,53 @@ def tokens(completions):
     return {one.request_id: one.token_ids for one in completions}
 
 
-@pytest.mark.slow
-def test_a_server_that_is_restarted_samples_with_the_published_weights_and_each_request_once(own_server):
-    server = own_server()
-    model = with_noise(load(server.model), 7)
-    engine = server.engine(timeouts=PATIENT)
-    engine.load_weights(PolicyWeights(model), 1)
-    expected = tokens(run(engine, many()))
-    done, port = [], server.port
-    starting = []
+def stream_and(engine, at, act):
+    """All of `many`; `act` is called once `at` have come."""
+    done = []
     for request in many():
         engine.submit(request)
     for completion in engine.stream():
         done.append(completion)
-        if len(done) == 3:
-            server.kill()
-            thread = threading.Thread(target=lambda: starting.append(own_server(port=port)))
-            thread.start()
-    thread.join()
-    assert len(done) == len(expected)
+        if len(done) == at:
+            act()
+    assert len(done) == len(many())
+    return done
+
+
+def test_a_restarted_server_gets_weights_and_adapter_again_and_each_request_once(local_server):
+    from test_rollout_weights import adapted
+
+    server = local_server()
+    model = with_noise(load(server.model), 7)
+    engine, port = server.engine(timeouts=PATIENT), server.port
+    engine.load_weights(PolicyWeights(model), 1)
+    expected = tokens(run(engine, many()))
+    starting = []
+
+    def restart():
+        server.kill()
+        starting.append(threading.Thread(target=lambda: starting.append(local_server(port=port))))
+        starting[0].start()
+
+    done = stream_and(engine, 3, restart)
+    starting[0].join()
     assert tokens(done) == expected
-    for completion in done:
-        assert completion.versions == [(1, 0, len(completion.token_ids))]
-    assert engine.counters.restarts == 1
-    assert engine.health().version == 1
-    # between two batches, too
-    starting[0].kill()
-    again = own_server(port=port)
+    assert all(one.versions == [(1, 0, len(one.token_ids))] for one in done)
+    assert (engine.counters.restarts, engine.health().version) == (1, 1)
+    starting[1].kill()  # between two batches, too
+    again = local_server(port=port)
     assert tokens(run(engine, many())) == expected
     one = run(engine, [ask("x", seed=3)])[0]
     assert gap(model, PROMPT, one.token_ids, one.logprobs) < 1e-5
     assert again.client().get("/info").json()["version"] == 1
-    engine.close()
-
-
-@pytest.mark.slow
-def test_a_restarted_server_gets_the_adapter_again_and_new_weights_find_it(own_server):
-    from test_rollout_weights import adapted
-
-    server = own_server()
-    engine, model = server.engine(timeouts=PATIENT), load(server.model)
     policy, adapter = adapted(model, seed=3)
     engine.load_adapter(adapter, 4)
-    port = server.port
-    server.kill()
-    server = own_server(port=port)
+    again.kill()
+    again = local_server(port=port)
     one = run(engine, [ask("a", seed=1)])[0]
     assert gap(policy, PROMPT, one.token_ids, one.logprobs) < 1e-5
-    server.kill()
-    own_server(port=port)
+    again.kill()
+    local_server(port=port)
     engine.load_weights(PolicyWeights(with_noise(model, 2)), 5)  # the first call to the new server
     one = run(engine, [ask("a", seed=1)])[0]
     assert gap(model, PROMPT, one.token_ids, one.logprobs) < 1e-5
@@ -104,21 +117,13 @@ def test_a_restarted_server_gets_the_adapter_again_and_new_weights_find_it(own_s
 
 @pytest.mark.slow
 def test_an_engine_that_dies_behind_the_server_is_replaced_there(own_server):
-    server = own_server()
+    server = own_server("--vllm_data_parallel_size", "2")
     model = with_noise(load(server.model), 7)
     engine = server.engine(timeouts=PATIENT)
     engine.load_weights(PolicyWeights(model), 1)
     expected = tokens(run(engine, many()))
     worker = max(server.family, key=lambda one: one.memory_info().rss)
-    done = []
-    for request in many():
-        engine.submit(request)
-    for completion in engine.stream():
-        done.append(completion)
-        if len(done) == 3:
-            worker.kill()
-    assert tokens(done) == expected
-    assert len(done) == len(expected)
+    assert tokens(stream_and(engine, 3, worker.kill)) == expected
     assert engine.counters.restarts == 1
     # one that dies while nobody asks: /health names it, and it is replaced
     victim = max(psutil.Process(server.process.pid).children(recursive=True), key=lambda one: one.memory_info().rss)
@@ -144,16 +149,12 @@ def test_a_server_that_hangs_is_given_up_in_a_bounded_time_and_one_that_comes_ba
     server = own_server()
     engine = server.engine(timeouts=PATIENT)
     expected = tokens(run(engine, many()))
-    done = []
-    for request in many():
-        engine.submit(request)
-    for completion in engine.stream():
-        done.append(completion)
-        if len(done) == 2:
-            os.kill(server.process.pid, signal.SIGSTOP)
-            threading.Timer(8.0, os.kill, (server.process.pid, signal.SIGCONT)).start()
-    assert tokens(done) == expected
-    assert len(done) == len(expected)
+
+    def hang_for_a_while():
+        os.kill(server.process.pid, signal.SIGSTOP)
+        threading.Timer(8.0, os.kill, (server.process.pid, signal.SIGCONT)).start()
+
+    assert tokens(stream_and(engine, 2, hang_for_a_while)) == expected
     (link,) = engine.engines
     link.timeouts = link.transport.timeouts = SHORT
     for request in many():
@@ -169,38 +170,10 @@ def test_a_server_that_hangs_is_given_up_in_a_bounded_time_and_one_that_comes_ba
     engine.close()
 
 
-@pytest.mark.slow
-def test_a_pool_of_servers_goes_on_with_those_that_are_left(own_server):
-    one, two = own_server(), own_server()
-    model = with_noise(load(one.model), 7)
-    pool = EnginePool([link_to(server, timeouts=SHORT, run_id="pool") for server in (one, two)])
-    pool.load_weights(PolicyWeights(model), 1)
-    expected = tokens(run(pool, many()))
-    done = []
-    for request in many():
-        pool.submit(request)
-    for completion in pool.stream():
-        done.append(completion)
-        if len(done) == 2:
-            one.kill()
-    assert tokens(done) == expected
-    assert len(done) == len(expected)
-    with_noise(model, 8)
-    pool.load_weights(PolicyWeights(model), 2)
-    last = run(pool, [ask("x", seed=3)])[0]
-    assert gap(model, PROMPT, last.token_ids, last.logprobs) < 1e-5
-    assert one.url in pool.health().detail
-    two.kill()
-    with pytest.raises(EngineDead):
-        run(pool, many())
-    pool.close()
-
-
-@pytest.mark.slow
-def test_the_files_of_a_pool_outlive_the_server_that_is_given_up(own_server, tmp_path):
+def test_a_pool_of_servers_goes_on_with_those_that_are_left(local_server, tmp_path):
     folder = tmp_path / "weights"
     folder.mkdir()
-    one, two = (own_server("--weights_folder", str(folder)) for _ in range(2))
+    one, two = (local_server(weights_folder=folder) for _ in range(2))
     model = load(one.model)
     pool = EnginePool([link_to(server, timeouts=PATIENT, run_id="pool") for server in (one, two)])
     for version in range(1, 4):
@@ -208,14 +181,21 @@ def test_the_files_of_a_pool_outlive_the_server_that_is_given_up(own_server, tmp
     expected = tokens(run(pool, many()))
     first = pool.engines[0]
     first.timeouts = first.transport.timeouts = SHORT
-    one.kill()
-    assert tokens(run(pool, many())) == expected
+    assert tokens(stream_and(pool, 2, one.kill)) == expected
     assert len(pool.engines) == 1
-    port = two.port
-    two.kill()
-    own_server("--weights_folder", str(folder), port=port)
+    assert one.url in pool.health().detail
+    two.kill()  # the files of the pool outlive the server that was given up
+    two = local_server(weights_folder=folder, port=two.port)
     assert tokens(run(pool, many())) == expected
-    assert pool.engines[0].transport.weights_folder == folder
+    assert pool.engines[0].sent_by == "disk"
+    pool.load_weights(PolicyWeights(with_noise(model, 8)), 4)
+    last = run(pool, [ask("x", seed=3)])[0]
+    assert gap(model, PROMPT, last.token_ids, last.logprobs) < 1e-5
+    rest = pool.engines[0]
+    rest.timeouts = rest.transport.timeouts = SHORT
+    two.kill()
+    with pytest.raises(EngineDead):
+        run(pool, many())
     pool.close()
     assert not list(folder.glob("run-*"))
 
@@ -364,11 +344,6 @@ def alone_is_left(pool, server):
         assert len(run(pool, many(8))) == 8
 
 
-def beside(server, url):
-    """A pool of a fake and of the server itself."""
-    return EnginePool([server_engine(url, spec=spec_of(server.model), timeouts=SHORT), link_to(server)])
-
-
 def always_500(handler, _):
     handler.answer(500, b"oops")
 
@@ -383,42 +358,28 @@ def test_failures_without_progress_are_bounded(server, fake, no_backoff):
     engine.close()
 
 
-def test_a_pool_quarantines_a_failing_server(server, fake, no_backoff):
-    _, url = fake(always_500)
-    pool = beside(server, url)
-    done = run(pool, many(8))
-    assert len(done) == 8
-    alone_is_left(pool, server)
-    assert url in pool.health().detail
-    pool.close()
+HELD = {"message": "server: held by run x", "type": "", "code": 409, "kind": "held", "expires_in_s": 50.0}
 
 
-def test_a_pool_quarantines_a_server_that_came_back_as_another(server, fake, no_backoff):
-    def other(handler, body):
-        one.info = {**one.info, "boot_id": "another", "dtype": "bfloat16"}
+@pytest.mark.parametrize(
+    ("info", "held", "said"),
+    [
+        ({}, None, "HTTP 500"),
+        ({"boot_id": "another", "dtype": "bfloat16"}, None, "it computes in bfloat16"),
+        ({"run_id": "x"}, json.dumps({"error": HELD}).encode(), "held by run x"),
+    ],
+    ids=["fails", "came back as another", "taken by another run"],
+)
+def test_a_pool_quarantines_a_server_that_cannot_be_used(server, fake, no_backoff, info, held, said):
+    def changed(handler, body):
+        one.held, one.info = held, {**one.info, **info}
         always_500(handler, body)
 
-    one, url = fake(other)
-    pool = beside(server, url)
+    one, url = fake(changed)
+    pool = EnginePool([server_engine(url, spec=spec_of(server.model), timeouts=SHORT), link_to(server)])
     assert len(run(pool, many(8))) == 8
     alone_is_left(pool, server)
-    assert "it computes in bfloat16" in pool.health().detail
-    pool.close()
-
-
-def test_a_pool_quarantines_a_server_that_another_run_has_taken(server, fake, no_backoff):
-    held = {"message": "server: held by run x", "type": "", "code": 409, "kind": "held", "expires_in_s": 50.0}
-
-    def taken(handler, body):
-        one.held = json.dumps({"error": held}).encode()
-        one.info = {**one.info, "run_id": "x"}
-        handler.answer(409, one.held)
-
-    one, url = fake(taken)
-    pool = beside(server, url)
-    assert len(run(pool, many(8))) == 8
-    alone_is_left(pool, server)
-    assert "held by run x" in pool.health().detail
+    assert url in pool.health().detail and said in pool.health().detail
     pool.close()
 
 

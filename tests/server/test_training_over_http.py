@@ -65,34 +65,41 @@ def sampled(output):
     )
 
 
-def finish(process, output):
+def finish(process, output, way):
+    """It trained on what was sampled, with weights that came this way."""
     code = process.wait(LIMIT_S)
     assert code == 0, (output.parent / f"{output.name}.log").read_text()[-3000:]
+    (log,) = output.glob("logs/attempt-*/rank-0.log")
+    assert f"gets them by {way}: " in log.read_text()
     logs = rows(output, "logging.jsonl")
     assert max(row["mismatch/logp_abs_diff_max"] for row in logs if "mismatch/logp_abs_diff_max" in row) < 1e-5
     return logs
 
 
-def test_a_restarted_server_and_a_second_one_change_nothing(material, tmp_path):
-    servers = [Server(material[0], tmp_path, key=KEY)]
+def test_a_restarted_server_a_second_one_and_the_weight_transport_change_nothing(material, tmp_path):
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    servers = [Server(material[0], tmp_path, "--weights_folder", str(folder), key=KEY)]
+    by = "--weight_transport"
     try:
         quiet = tmp_path / "quiet"
-        finish(start(material, quiet, [servers[0].url]), quiet)
+        finish(start(material, quiet, [servers[0].url], by, "broadcast"), quiet, "broadcast")
         disturbed = tmp_path / "disturbed"
-        process = start(material, disturbed, [servers[0].url], "--log_completions", "true")
+        process = start(material, disturbed, [servers[0].url], by, "http")
         deadline = time.monotonic() + LIMIT_S
         while len(rows(disturbed, "logging.jsonl")) < 1:
             assert time.monotonic() < deadline
             assert process.poll() is None, (tmp_path / "disturbed.log").read_text()[-3000:]
             time.sleep(0.02)
         servers[0].kill()
-        servers.append(Server(material[0], tmp_path, port=servers[0].port, key=KEY))
-        logs = finish(process, disturbed)
+        more = ("--weights_folder", str(folder))
+        servers.append(Server(material[0], tmp_path, *more, port=servers[0].port, key=KEY))
+        logs = finish(process, disturbed, "http")
         assert sampled(disturbed) == sampled(quiet)
         assert max(row.get("health/engine_restarts", 0) for row in logs) == 1
-        servers.append(Server(material[0], tmp_path, key=KEY))
+        servers.append(Server(material[0], tmp_path, *more, key=KEY))
         both = tmp_path / "both"
-        finish(start(material, both, [servers[1].url, servers[2].url]), both)
+        finish(start(material, both, [servers[1].url, servers[2].url], by, "disk"), both, "disk")
         assert sampled(both) == sampled(quiet)
         for server in servers[1:]:
             with server.client() as http:

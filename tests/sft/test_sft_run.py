@@ -70,18 +70,25 @@ def test_the_run_folder_has_the_files_of_every_mode(sft_argv):
     assert (run_dir / "images" / "optimization.png").is_file()
 
 
-def test_rows_over_max_length_are_left_out_and_the_plan_is_printed(sft_argv, tmp_path, capsys):
+def test_rows_over_max_length_are_left_out_and_the_plan_is_that_of_the_rest(sft_argv, tmp_path, capsys):
     data = tmp_path / "mixed.jsonl"
     chats = [[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a" * n}] for n in (1, 1, 500)]
     data.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    sft(
-        sft_argv(
-            "--dataset", str(data), "--max_length", "100", "--per_device_train_batch_size", "1", "--max_steps", "2"
-        )
-    )
+    flags = ("--dataset", str(data), "--max_length", "100", "--per_device_train_batch_size", "1", "--dry_run", "true")
+    assert rehearse_sft(parse("sft", sft_argv(*flags), {})) == 0
     printed = capsys.readouterr().out
     assert "train: left out 1 rows: 1 (longer than max_length)" in printed
     assert "plan: 2 rows; 1 per device x 1 processes x 1 accumulation steps = 1 rows per step" in printed
+    assert not (tmp_path / "out").exists(), "a dry run writes nothing"
+
+
+def test_a_dry_run_reads_exchanges_with_the_training_template_as_a_run_does(sft_argv, tmp_path, capsys):
+    turns = [("user", "2+3?"), ("assistant", "<think>\n2 and 3\n</think>\n\n5"), ("user", "4+4?"), ("assistant", "8")]
+    data = tmp_path / "exchanges.jsonl"
+    data.write_text(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}) + "\n")
+    flags = ("--dataset", str(data), "--template", "qwen3", "--per_device_train_batch_size", "1")
+    assert rehearse_sft(parse("sft", sft_argv(*flags), {})) == 0
+    assert "train: 1 rows" in capsys.readouterr().out
 
 
 def test_the_plan_counts_the_steps_that_the_trainer_makes(sft_argv, capsys):
@@ -127,25 +134,15 @@ def test_a_resumed_run_ends_with_the_weights_and_logs_of_an_uninterrupted_one(sf
     assert [row["reason"] for row in rows(run_dir / "attempts.jsonl")] == ["done", "done"]
 
 
-def test_resuming_from_last_and_from_nothing(sft_argv):
+def test_resuming_from_last_from_nothing_and_with_other_batches(sft_argv):
     with pytest.raises(ConfigError, match="--resume_from_checkpoint"):
         sft(sft_argv("--resume_from_checkpoint", "last"))
     run_dir = sft(sft_argv("--save_steps", "3", "--max_steps", "3"))
-    assert sft(sft_argv("--resume_from_checkpoint", "last", "--max_steps", "4")) == run_dir
-    assert (run_dir / "checkpoint-4").is_dir()
-
-
-def test_a_resumed_run_may_not_change_its_batches(sft_argv):
-    run_dir = sft(sft_argv("--max_steps", "2"))
-    changed = sft_argv("--per_device_train_batch_size", "4", "--resume_from_checkpoint", str(run_dir / "checkpoint-2"))
+    changed = sft_argv("--per_device_train_batch_size", "4", "--resume_from_checkpoint", str(run_dir / "checkpoint-3"))
     with pytest.raises(ConfigError, match=r"--per_device_train_batch_size: 4: .*made with 8"):
         sft(changed)
-
-
-def test_a_dry_run_writes_nothing(sft_argv, tmp_path, capsys):
-    assert rehearse_sft(parse("sft", sft_argv("--dry_run", "true"), {})) == 0
-    assert "plan: 64 rows" in capsys.readouterr().out
-    assert not (tmp_path / "out").exists()
+    assert sft(sft_argv("--resume_from_checkpoint", "last", "--max_steps", "4")) == run_dir
+    assert (run_dir / "checkpoint-4").is_dir()
 
 
 def test_a_start_that_fails_leaves_no_folder(sft_argv, tmp_path):
@@ -155,10 +152,10 @@ def test_a_start_that_fails_leaves_no_folder(sft_argv, tmp_path):
 
 
 def test_a_signal_ends_the_run_with_a_checkpoint_that_can_be_resumed(sft_argv, tmp_path, monkeypatch):
-    from swift.trainers import sft_callbacks
+    from swift.trainers import sft_trainer
 
     straight = losses(sft(sft_argv("--logging_steps", "1")))
-    original = sft_callbacks.StopOnSignal.on_step_end
+    original = sft_trainer.StopOnSignal.on_step_end
 
     def interrupt(self, args, state, control, **kwargs):
         if state.global_step == 3:
@@ -166,7 +163,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_that_can_be_resumed(sft_argv, t
             time.sleep(0.01)
         return original(self, args, state, control, **kwargs)
 
-    monkeypatch.setattr(sft_callbacks.StopOnSignal, "on_step_end", interrupt)
+    monkeypatch.setattr(sft_trainer.StopOnSignal, "on_step_end", interrupt)
     with pytest.raises(Interrupted, match=r"SIGTERM.*checkpoint-3 is saved.*--resume_from_checkpoint") as caught:
         sft(sft_argv("--logging_steps", "1"))
     assert caught.value.exit_code == 75

@@ -123,8 +123,16 @@ def _as_main(words: list[str]) -> int:
     return code
 
 
-def run_ranks(words: list[str], folder: Path, *, count: int = 2, limit_s: float = 300, **variables: object) -> None:
-    """Run `python <words>` once per rank of a group of processes; fails with what those wrote that failed.
+def run_ranks(
+    words: list[str],
+    folder: Path,
+    *,
+    count: int = 2,
+    limit_s: float = 300,
+    cwd: Path | None = None,
+    **variables: object,
+) -> list[str]:
+    """Run `python <words>` once per rank of a group of processes; what each wrote. Fails where one failed.
 
     They find each other by the variables of torchrun; `{rank}` in a word becomes the rank.
     """
@@ -132,14 +140,14 @@ def run_ranks(words: list[str], folder: Path, *, count: int = 2, limit_s: float 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    shared |= {"OMP_NUM_THREADS": 1, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | variables
+    shared = {"OMP_NUM_THREADS": 1, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables}
+    shared |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     programs = []
     for rank in range(count):
         place = {**shared, "RANK": rank, "LOCAL_RANK": rank}
         env = {**os.environ, **{name: str(value) for name, value in place.items()}}
         own = [str(word).replace("{rank}", str(rank)) for word in words]
-        programs.append(Program(own, env=env, output=folder / f"rank-{rank}.log"))
+        programs.append(Program(own, env=env, cwd=cwd, output=folder / f"rank-{rank}.log"))
     try:
         codes = [program.wait(limit_s) for program in programs]
     finally:
@@ -147,3 +155,4 @@ def run_ranks(words: list[str], folder: Path, *, count: int = 2, limit_s: float 
             program.kill()
     texts = [program.communicate()[0] for program in programs]
     assert not any(codes), "\n".join(text[-3000:] for text in texts)
+    return texts

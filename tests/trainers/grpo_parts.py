@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
 
 from swift.observability.metrics import MetricStore
 from swift.rl.losses import LossConfig
 from swift.rollout.collector import RolloutCollector
 from swift.rollout.engines.transformers import TransformersEngine
+from swift.rollout.phase import SyncPhase
 from swift.rollout.pipeline import PipelineConfig, RolloutPipeline
 from swift.rollout.scheduler import RolloutScheduler
-from swift.rollout.weights.publisher import WeightPublisher
+from swift.rollout.weights.policy import PolicyWeights, adapter_weights
+from swift.rollout.weights.sync import WeightSync
 from swift.trainers.distributed import Collectives
 from swift.trainers.grpo.callbacks import PipelineCallback
 from swift.trainers.grpo.settings import GRPOSettings
 from swift.trainers.grpo.trainer import GRPOTrainer
+from swift.trainers.memory.colocate import ColocateCycle
+from swift.trainers.memory.offload import model_tensors, optimizer_tensors
 from swift.types import GroupScores, Prompt, SamplingParams
 
 END = 262  # never sampled by these tests' rewards; completions end at their length
@@ -112,10 +119,10 @@ def make_trainer(
     reward=all_different,
     loss=None,
     generations=4,
-    window=8,
-    windows=1,
+    global_batch=8,
+    num_global_batches=1,
     iterations=1,
-    slice_size=8,
+    max_samples=8,
     per_device=8,
     max_tokens=8,
     prompts=8,
@@ -130,14 +137,12 @@ def make_trainer(
     eos=(),
     **arguments,
 ):
-    """A trainer whose window has `window` completions; `arguments` go to TrainingArguments.
+    """A trainer whose global batch has `global_batch` completions; `arguments` go to TrainingArguments.
 
     `engine` has weights of its own, which are published to it every `interval` steps; without it the model samples
     itself. `depth`: rounds sampled ahead on a thread. `settings`: more of `GRPOSettings`.
     """
     from transformers import AutoModelForCausalLM, TrainingArguments
-
-    from swift.rollout.weights.policy import PolicyWeights
 
     model = model if model is not None else AutoModelForCausalLM.from_pretrained(folder)
     collectives = Collectives()
@@ -147,13 +152,13 @@ def make_trainer(
     distribution = SamplingParams(max_tokens, temperature=1.0, **(sampling or {}))
     collector = RolloutCollector(engine, distribution, 42, str, scorer or Scorer(reward), collectives)
     scheduler = RolloutScheduler(
-        Prompts(prompts), groups_per_batch=window * windows // generations, batches_per_epoch=None
+        Prompts(prompts), groups_per_batch=global_batch * num_global_batches // generations, batches_per_epoch=None
     )
     config = PipelineConfig(
         num_generations=generations,
         num_generations_eval=generations,
         generation_batches=1,
-        num_global_batches=windows,
+        num_global_batches=num_global_batches,
         num_iterations=iterations,
         reward_weights=[1.0],
         overlong_filter=overlong_filter,
@@ -165,10 +170,12 @@ def make_trainer(
         if scored.split == "train":
             metrics.add_many(scored.metrics)
 
-    publisher = WeightPublisher(
+    weight_sync = WeightSync(
         engine, source=lambda: PolicyWeights(model), interval=interval, ranks=collectives, timer=metrics.timer
     )
-    pipeline = RolloutPipeline(scheduler, collector, config, timer=metrics.timer, observer=observe, publisher=publisher)
+    pipeline = RolloutPipeline(
+        scheduler, collector, config, timer=metrics.timer, observer=observe, weight_sync=weight_sync
+    )
     options = {
         "max_steps": 2,
         "learning_rate": 1e-3,
@@ -191,7 +198,7 @@ def make_trainer(
                 "temperature": 1.0,
                 "max_completion_length": max_tokens,
                 "per_device": per_device,
-                "max_samples": slice_size,
+                "max_samples": max_samples,
                 **(settings or {}),
             }
         ),
@@ -209,13 +216,74 @@ def make_trainer(
 
 
 def gradients_of_one_step(trainer):
-    """Gradients after one window, before clipping or an update."""
+    """Gradients after one global batch, before clipping or an update."""
     trainer.create_optimizer()
-    unit = next(trainer.pipeline.steps(trainer.progress))
-    trainer.training_step(trainer.model, unit)
+    batch = next(trainer.pipeline.steps(trainer.progress))
+    trainer.training_step(trainer.model, batch)
     return {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
 
 
 def logs_of(trainer):
     """Training log rows."""
     return [row for row in trainer.state.log_history if "loss" in row]
+
+
+def colocate(trainer, engine, flags, *, batches=None, adapters=False):
+    """Sample with an engine that has weights of its own; with `flags`, engine and trainer take turns.
+
+    `batches`: groups of layers that a weight sync gathers at a time. `adapters`: only they are sent.
+
+    Returns:
+        what is noted while it samples: bytes of model and optimizer on the device, and lines of the log.
+    """
+    for tensor in (*trainer.model.parameters(), *trainer.model.buffers()):
+        tensor.data = tensor.data.clone()  # what is mapped from a file cannot be released
+    weight_sync = WeightSync(
+        engine,
+        source=lambda: PolicyWeights(trainer.model, move_model_batches=batches),
+        adapter=(lambda: adapter_weights(trainer.model)) if adapters else None,
+        ranks=trainer.collectives,
+    )
+    pipeline = trainer.pipeline
+    pipeline.collector.engine, pipeline.weight_sync = engine, weight_sync
+    pipeline.collector.around = contextlib.nullcontext
+    noted = {"seen": [], "lines": []}
+    if flags is None:
+        pipeline.phase = SyncPhase(weight_sync)
+        return noted
+    cycle = ColocateCycle(
+        engine,
+        weight_sync,
+        **flags,
+        log=noted["lines"].append,
+        metrics=trainer.metrics,
+        ranks=trainer.collectives,
+        device=torch.device("cpu"),
+        copies_on_host=True,
+    )
+    cycle.attach(trainer.model, lambda: trainer.optimizer)
+
+    @contextlib.contextmanager
+    def phase(step, *, current=False):
+        with cycle(step, current=current):
+            noted["seen"].append(sizes(trainer))
+            yield
+
+    pipeline.phase = phase
+    return noted
+
+
+def sizes(trainer):
+    """Bytes of model and optimizer that are on the device."""
+
+    def held(tensors):
+        plain = [local(tensor) for tensor in tensors]
+        return {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in plain}
+
+    model, optimizer = held(model_tensors(trainer.model)), held(optimizer_tensors(trainer.optimizer))
+    return [sum(model.values()), sum(size for key, size in optimizer.items() if key not in model)]
+
+
+def local(tensor):
+    """A rank's own part."""
+    return getattr(tensor, "_local_tensor", tensor)

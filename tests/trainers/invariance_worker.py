@@ -24,7 +24,8 @@ import torch.distributed as dist
 from grpo_parts import make_trainer
 from preloaded import run_ranks
 
-from swift.models.forward import TokenSequence, enable_packed_attention, pack
+from swift.models.attention.interface import enable_packed_attention
+from swift.models.forward import TokenSequence, pack
 from swift.rl.losses import LossConfig, losses
 from swift.rollout.samples import RolloutBatch, TrainSample
 from swift.trainers.checkpoint import read_state, write_state
@@ -41,33 +42,33 @@ FLAT = (1, 12, 13, 14, 15)
 """Samples with an advantage of 0: one, and a whole group."""
 NOMINAL = 4
 """Completions of a nominal micro-batch."""
-LIMITED = ("first update", "second iteration", "second window", "top entropy", "with KL")
+LIMITED = ("first update", "second iteration", "second global batch", "top entropy", "with KL")
 """Situations of dapo and bnpo that are cut by a limit of tokens too."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is computed: the loss, fields of GRPOSettings, and which update on the unit is looked at, the last.
+    """What is computed: the loss, fields of GRPOSettings, and which update on the rollout batch is looked at, the last.
 
-    `start` is the first update that is made: 0 is that on a fresh rollout, a later one finds the unit's old log-probs.
+    `start` is the first update that is made: 0 is that on a fresh rollout, a later one finds its old log-probs.
     Between two updates every weight moves.
     """
 
     loss: LossConfig
     fields: dict = field(default_factory=dict)
-    windows: int = 1
+    num_global_batches: int = 1
     iterations: int = 1
     start: int = 0
 
     @property
     def moves(self) -> bool:
         """Whether the weights move before the update that is looked at."""
-        return self.windows * self.iterations - self.start > 1
+        return self.num_global_batches * self.iterations - self.start > 1
 
     @property
     def num_useful(self) -> int:
-        """Samples of the (last) window that a forward pass has to see."""
-        first = SAMPLES - SAMPLES // self.windows
+        """Samples of the (last) global batch that a forward pass has to see."""
+        first = SAMPLES - SAMPLES // self.num_global_batches
         idle = [i for i in FILTERED if i >= first]
         entropy = self.fields.get("entropy", EntropySettings())
         if not self.loss.beta and not entropy.has_bonus:
@@ -91,7 +92,7 @@ def loss_of(name: str, **changes) -> LossConfig:
 
 
 def settings() -> dict[str, Setting]:
-    """Every loss in four situations, and the options that look at the whole window."""
+    """Every loss in four situations, and the options that look at the whole global batch."""
     made = {}
     later = {"iterations": 2, "start": 1}
     correction = {"correction": CorrectionSettings(mode="token_truncate", threshold=1.2), "off_policy_delta": 0.02}
@@ -110,12 +111,12 @@ def settings() -> dict[str, Setting]:
     made["dapo, entropy bonus"] = Setting(dapo, {"entropy": EntropySettings(coefficient=0.01)}, **later)
     made["dapo, top entropy"] = Setting(dapo, {"entropy": EntropySettings(coefficient=0.01, quantile=0.4)}, **later)
     made["dapo, second iteration"] = Setting(dapo, iterations=2)
-    made["dapo, second window"] = Setting(dapo, windows=2)
+    made["dapo, second global batch"] = Setting(dapo, num_global_batches=2)
     return made
 
 
 def rollout(trainer) -> RolloutBatch:
-    """A frozen unit: ragged completions, cut by tool calls, of prompts of several lengths, on a policy that moved."""
+    """A frozen rollout batch: ragged completions, cut by tool calls, of several prompt lengths; a moved policy."""
     random = np.random.default_rng(7)
     samples = []
     for number in range(SAMPLES):
@@ -170,29 +171,31 @@ class Bench:
     def _count(self):
         self.passes += 1
 
-    def gradient(self, unit: RolloutBatch, setting: Setting, layout: Layout, *, nominal: int = NOMINAL) -> torch.Tensor:
+    def gradient(
+        self, batch: RolloutBatch, setting: Setting, layout: Layout, *, nominal: int = NOMINAL
+    ) -> torch.Tensor:
         """All parameters' gradients as one float64 vector; `passes` is how many passes made it."""
         trainer, before = self.trainer, self.trainer.settings
         share = -(-setting.num_useful // self.ranks)
-        slice_size = math.ceil(share / layout.passes) if layout.passes else None
-        fields = {"loss": setting.loss, "per_device": nominal, "max_samples": slice_size, "max_tokens": layout.tokens}
-        trainer.settings = replace(before, **fields, **setting.fields)
-        unit = deepcopy(unit)
-        unit.num_global_batches, unit.num_iterations = setting.windows, setting.iterations
+        max_samples = math.ceil(share / layout.passes) if layout.passes else None
+        fields = {"loss": setting.loss, "per_device": nominal, "max_samples": max_samples, "max_tokens": layout.tokens}
+        trainer.logprobs.settings = replace(before, **fields, **setting.fields)
+        batch = deepcopy(batch)
+        batch.num_global_batches, batch.num_iterations = setting.num_global_batches, setting.iterations
         if setting.start == 0:
-            for sample in unit.samples:
+            for sample in batch.samples:
                 sample.old_logprobs = None
         weights = [parameter.detach().clone() for parameter in trainer.model.parameters()]
         with laid_out(trainer.model, layout.kind):
-            for position in range(setting.start, unit.updates_per_rollout):
+            for position in range(setting.start, batch.updates_per_rollout):
                 if position > setting.start:
                     self._move(weights)
-                unit.position = position
+                batch.position = position
                 self.model.zero_grad(set_to_none=True)
                 self.passes = 0
-                trainer.training_step(self.model, unit)
+                trainer.training_step(self.model, batch)
         self._set(weights)
-        trainer.settings = before
+        trainer.logprobs.settings = before
         return torch.cat([parameter.grad.flatten().double() for parameter in trainer.model.parameters()])
 
     def _move(self, weights):
@@ -227,10 +230,10 @@ def laid_out(model, kind):
             enable_packed_attention(model)
 
 
-def measure(bench: Bench, unit: RolloutBatch, layouts: list[Layout], names: Collection[str] | None = None) -> dict:
+def measure(bench: Bench, batch: RolloutBatch, layouts: list[Layout], names: Collection[str] | None = None) -> dict:
     """Gradient and passes of every setting (or of those with these names) and layout."""
     return {
-        (name, layout.passes, layout.kind): (bench.gradient(unit, setting, layout), bench.passes)
+        (name, layout.passes, layout.kind): (bench.gradient(batch, setting, layout), bench.passes)
         for name, setting in settings().items()
         if names is None or name in names
         for layout in layouts
@@ -245,13 +248,13 @@ def limited(name: str) -> bool:
 
 
 def on_two_ranks(
-    folder: Path, model: str, unit: RolloutBatch, layouts: list[Layout], names: Collection[str] | None = None
+    folder: Path, model: str, batch: RolloutBatch, layouts: list[Layout], names: Collection[str] | None = None
 ) -> dict:
     """`measure` in two processes."""
     folder.mkdir()
     layouts = [[layout.passes, layout.kind, layout.tokens] for layout in layouts]
     task = {"model": str(model), "layouts": layouts, "names": names and list(names)}
-    write_state(folder, unit)
+    write_state(folder, batch)
     (folder / "task.json").write_text(json.dumps(task))
     run_ranks([__file__, folder, "{rank}"], folder)
     return torch.load(folder / "found")

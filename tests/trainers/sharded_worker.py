@@ -1,10 +1,11 @@
-"""One process of runs on spread parameters: `python sharded_worker.py <tasks.json>`, with torchrun's variables.
+"""One process of runs on sharded parameters: `python sharded_worker.py <tasks.json>`, with torchrun's variables.
 
 Each task is a run of its own; rank 0 writes what came out of all with torch.save. `launch` starts the processes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -17,17 +18,20 @@ from typing import Any
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
+from grpo_parts import colocate, local
 from preloaded import run_ranks
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from swift.models.reference import AdapterOffReference, FrozenReference, StartAdapterReference
 from swift.models.sharded import gathered
-from swift.models.spread_sampling import sampling_from
+from swift.models.sharded_sampling import sampling_from
 from swift.rl.entropy import AdaptiveEntropy
+from swift.rollout.engines.spec import EngineSpec, build_engine
 from swift.rollout.weights.base import TensorInfo
 from swift.rollout.weights.policy import PolicyWeights, adapter_weights
 from swift.trainers.grpo.callbacks import EveryFewSteps
 from swift.trainers.grpo.entropy import EntropySettings
+from swift.trainers.memory.offload import optimizer_tensors
 from swift.trainers.parallel.sharding import sharding_options
 from swift.trainers.session import join_processes
 
@@ -80,7 +84,7 @@ def load(task: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def build(task: dict[str, Any]) -> Any:
-    """A GRPO trainer on the task's model and way of spreading it."""
+    """A GRPO trainer on the task's model and way of sharding it."""
     from grpo_parts import LateScorer, make_trainer
 
     from swift.rl.losses import LossConfig
@@ -120,11 +124,11 @@ def build(task: dict[str, Any]) -> Any:
 
 
 def report_reference(trainer: Any, seen: threading.Event) -> None:
-    """Tell rewards when the reference has looked at a unit."""
+    """Tell rewards when the reference has scored a rollout batch."""
     refer = trainer.pipeline.batches.refer
 
-    def told(unit: Any) -> None:
-        refer(unit)
+    def told(batch: Any) -> None:
+        refer(batch)
         seen.set()
 
     trainer.pipeline.batches.refer = told
@@ -142,7 +146,7 @@ def objective(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def around(trainer: Any, *, gather: bool) -> None:
-    """Sampling from spread parameters, as the run itself sets it up."""
+    """Sampling from sharded parameters, as the run itself sets it up."""
     collector = trainer.pipeline.collector
     collector.engine.eos_token_ids = list(range(0, 256, 9))  # so that ranks decode for different numbers of steps
     collector.around = lambda: sampling_from(trainer.model, gather=gather, any_rank=trainer.collectives.any)
@@ -157,14 +161,14 @@ def reward(completion: Any, prompt: Any, flat: list[str]) -> float:
 
 def poison(trainer: Any, step: int) -> None:
     """Make the policy's log-probs not finite in one step, on rank 0 only."""
-    original = trainer.logprobs.of
+    original = trainer.logprobs.scores
 
-    def poisoned(model: Any, batch: Any) -> Any:
-        values = original(model, batch)
+    def poisoned(*args: Any) -> Any:
+        values, entropy = original(*args)
         now = torch.is_grad_enabled() and trainer.state.global_step == step and trainer.collectives.is_main
-        return values * float("nan") if now else values
+        return (values * float("nan") if now else values), entropy
 
-    trainer.logprobs.of = poisoned
+    trainer.logprobs.scores = poisoned
 
 
 def whole_state(model: Any) -> dict[str, torch.Tensor]:
@@ -176,25 +180,34 @@ def whole_state(model: Any) -> dict[str, torch.Tensor]:
 
 
 def train(task: dict[str, Any]) -> dict[str, Any]:
-    """Train; logs, weights, and what would be published."""
+    """Train; logs, weights, and what a weight sync would send."""
     unset_hf_deepspeed_config()  # of the task before: models would be loaded in pieces
+    # as in a run, the engine comes first: once ZeRO-3 is set up it would shard the engine's weights too
+    own = EngineSpec(model=task["model"], backend="transformers", eos_token_ids=()) if "cycle" in task else None
+    engine = build_engine(own) if own is not None else None
     trainer = build(task)
+    turns = colocate(trainer, engine, task["cycle"]) if engine is not None else {}
     if task.get("resume"):
         trainer.load_pipeline_state(Path(task["resume"]))
-    trainer.train(resume_from_checkpoint=task.get("resume"))
+    with contextlib.closing(engine) if engine is not None else contextlib.nullcontext():
+        trainer.train(resume_from_checkpoint=task.get("resume"))
+    held = [local(tensor).detach().clone() for tensor in optimizer_tensors(trainer.optimizer)]
+    turns |= {"optimizer": held, "random": torch.get_rng_state()} if engine is not None else {}
     source = PolicyWeights(trainer.model_wrapped, bucket_bytes=1)
     hashes = trainer.collectives.all_gather(source.order_hash())
-    published = {name: tensor.clone() for bucket in source.buckets() for name, tensor in bucket.tensors}
-    assert [TensorInfo.of(name, tensor) for name, tensor in published.items()] == list(source.manifest())
+    synced = {name: tensor.clone() for bucket in source.buckets() for name, tensor in bucket.tensors}
+    assert [TensorInfo.of(name, tensor) for name, tensor in synced.items()] == list(source.manifest())
     assert len(set(hashes)) == 1
     adapter = adapter_weights(trainer.model_wrapped).tensors if task.get("policy", "full") != "full" else {}
     return {
         "logs": [row for row in trainer.state.log_history if "loss" in row],
         "state": whole_state(trainer.model_wrapped),
-        "published": published,
+        "synced": synced,
         "adapter": adapter,
         "reference": reference_weights(trainer),
         "controller": asdict(controller) if (controller := trainer.entropy.controller) is not None else None,
+        "ranks": trainer.collectives.all_gather(turns),
+        "tokens": [list(c.token_ids) for one in trainer.rounds for group in one.groups for c in group.completions],
         "lengths": [len(c.token_ids) for one in trainer.rounds for group in one.groups for c in group.completions],
     }
 

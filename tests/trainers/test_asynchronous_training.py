@@ -80,7 +80,7 @@ def assert_equal_runs(one, other):
 
 SETTINGS = [
     pytest.param({"depth": 1}, id="one-ahead"),
-    pytest.param({"depth": 2, "windows": 2, "interval": 3}, id="two-ahead"),
+    pytest.param({"depth": 2, "num_global_batches": 2, "interval": 3}, id="two-ahead"),
 ]
 
 
@@ -116,7 +116,9 @@ def test_without_anything_ahead_an_engine_of_its_own_trains_like_the_model_itsel
     ]
 
 
-@pytest.mark.parametrize(("settings", "at"), [({"depth": 1}, 2), ({"depth": 2, "windows": 2, "interval": 3}, 3)])
+@pytest.mark.parametrize(
+    ("settings", "at"), [({"depth": 1}, 2), ({"depth": 2, "num_global_batches": 2, "interval": 3}, 3)]
+)
 def test_a_run_that_is_killed_and_resumed_is_the_run_that_was_not(train, tmp_path, settings, at):
     straight = train(name="straight", save_strategy="steps", save_steps=at, **settings)
     straight.train()

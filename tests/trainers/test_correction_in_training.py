@@ -10,15 +10,15 @@ from swift.trainers.grpo.settings import CorrectionSettings
 
 
 def gradients(folder, output_dir, *, shift, comparable=True, **correction):
-    """Gradients of one window whose sampler log-probs are all moved by `shift`."""
+    """Gradients of one global batch whose sampler log-probs are all moved by `shift`."""
     trainer = make_trainer(folder, output_dir)
     settings = CorrectionSettings(**correction)
-    trainer.settings = replace(trainer.settings, correction=settings, comparable_sampling=comparable)
+    trainer.logprobs.settings = replace(trainer.settings, correction=settings, comparable_sampling=comparable)
     trainer.create_optimizer()
-    unit = next(trainer.pipeline.steps(trainer.progress))
-    for sample in unit.samples:
+    batch = next(trainer.pipeline.steps(trainer.progress))
+    for sample in batch.samples:
         sample.sampler_logprobs = sample.sampler_logprobs + shift
-    trainer.training_step(trainer.model, unit)
+    trainer.training_step(trainer.model, batch)
     return {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
 
 
@@ -49,7 +49,7 @@ def test_truncated_sampling_is_corrected_too_and_said_to_be_biased(nano_folders,
     biased = gradients(nano_folders["qwen2"], tmp_path / "truncated", comparable=False, **settings)
     assert all((biased[name] == corrected[name]).all() for name in corrected)
     trainer = make_trainer(nano_folders["qwen2"], tmp_path / "logged")
-    trainer.settings = replace(trainer.settings, comparable_sampling=False)
+    trainer.logprobs.settings = replace(trainer.settings, comparable_sampling=False)
     trainer.create_optimizer()
     trainer.training_step(trainer.model, next(trainer.pipeline.steps(trainer.progress)))
     values = trainer.metrics.commit(1)
@@ -60,5 +60,5 @@ def test_truncated_sampling_is_corrected_too_and_said_to_be_biased(nano_folders,
 def test_log_probs_at_another_temperature_correct_nothing(nano_folders, tmp_path):
     trainer = make_trainer(nano_folders["qwen2"], tmp_path)
     settings = CorrectionSettings(mode="token_truncate")
-    trainer.settings = replace(trainer.settings, correction=settings, correctable_sampling=False)
+    trainer.logprobs.settings = replace(trainer.settings, correction=settings, correctable_sampling=False)
     assert trainer.step.correction(None, None) is None

@@ -2,7 +2,7 @@
 
 The rollout is ragged, holds tokens that are not trained, samples without a trained token and samples without advantage,
 and its policy has moved since. Differences are relative to the norm of the gradient that one pass over the whole packed
-window makes; in fp32 they are rounding, and in float64 they are gone.
+global batch makes; in fp32 they are rounding, and in float64 they are gone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from invariance_worker import (
 )
 
 from swift.models.forward import TokenSequence, pack, packed_logits
-from swift.rl.logprobs import selected_logprobs_and_entropy
+from swift.rl.logprobs import selected_logprobs
 from swift.rl.losses import losses
 from swift.rollout.samples import RolloutBatch
 from swift.trainers.grpo.entropy import EntropySettings
@@ -62,13 +62,13 @@ def bench(nano_folders, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def unit(bench):
+def batch(bench):
     return rollout(bench.trainer)
 
 
 @pytest.fixture(scope="module")
-def single(bench, unit):
-    return measure(bench, unit, [*CUTS, ALONE, *PADDED, *BY_TOKENS])
+def single(bench, batch):
+    return measure(bench, batch, [*CUTS, ALONE, *PADDED, *BY_TOKENS])
 
 
 @pytest.fixture(scope="module")
@@ -78,14 +78,14 @@ def exact(nano_folders, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def double(exact, unit):
-    return measure(exact, unit, [WHOLE, Layout(8), ALONE, PADDED[1]])
+def double(exact, batch):
+    return measure(exact, batch, [WHOLE, Layout(8), ALONE, PADDED[1]])
 
 
 @pytest.fixture(scope="module")
-def two_ranks(nano_folders, unit, tmp_path_factory):
+def two_ranks(nano_folders, batch, tmp_path_factory):
     return on_two_ranks(
-        tmp_path_factory.mktemp("ranks") / "two", nano_folders["qwen2"], unit, [*CUTS, PADDED[1], *BY_TOKENS]
+        tmp_path_factory.mktemp("ranks") / "two", nano_folders["qwen2"], batch, [*CUTS, PADDED[1], *BY_TOKENS]
     )
 
 
@@ -130,10 +130,10 @@ def other(request, nano_folders, tmp_path_factory):
     """Another architecture in one process and in two."""
     folder = nano_folders[request.param]
     bench = Bench(folder, tmp_path_factory.mktemp(request.param))
-    unit = rollout(bench.trainer)
-    alone = measure(bench, unit, [*CUTS, ALONE, *PADDED], OF_OTHERS)
+    batch = rollout(bench.trainer)
+    alone = measure(bench, batch, [*CUTS, ALONE, *PADDED], OF_OTHERS)
     place = tmp_path_factory.mktemp("ranks") / request.param
-    return alone, on_two_ranks(place, folder, unit, [*CUTS, PADDED[1]], OF_OTHERS)
+    return alone, on_two_ranks(place, folder, batch, [*CUTS, PADDED[1]], OF_OTHERS)
 
 
 @pytest.mark.parametrize("name", OF_OTHERS)
@@ -166,40 +166,38 @@ def test_vespo_amplifies_the_rounding_of_log_probs_by_its_kernel_and_no_more(sin
 
 
 @pytest.mark.parametrize("name", [name for name in SETTINGS if not SETTINGS[name].moves])
-def test_it_is_the_gradient_of_the_objective_on_paper(exact, unit, double, name):
+def test_it_is_the_gradient_of_the_objective_on_paper(exact, batch, double, name):
     """Log-probs go through `swift.rl` as in the tests of TRL's numbers, and its gradients through the model.
 
     The trainer keeps weights and advantages in fp32, the rest is float64 on both sides.
     """
-    on_paper = gradient_on_paper(exact, unit, SETTINGS[name])
+    on_paper = gradient_on_paper(exact, batch, SETTINGS[name])
     assert relative(whole(double, name), on_paper) < 2e-7
 
 
-def gradient_on_paper(bench, unit, setting):
+def gradient_on_paper(bench, batch, setting):
     model = bench.trainer.model
-    sequences = [TokenSequence(one.prompt_ids.tolist(), one.token_ids.tolist()) for one in unit.samples]
+    sequences = [TokenSequence(one.prompt_ids.tolist(), one.token_ids.tolist()) for one in batch.samples]
     tokens = pack(sequences)
     model.zero_grad(set_to_none=True)
-    policy_N, entropy_N = selected_logprobs_and_entropy(packed_logits(model, tokens), tokens.target_ids)
+    policy_N, entropy_N = selected_logprobs(packed_logits(model, tokens), tokens.target_ids)
     real = torch.tensor([[t < len(one.completion_ids) for t in range(LONGEST)] for one in sequences])
 
     def padded(values_N):
         return torch.zeros(real.shape, dtype=values_N.dtype).masked_scatter(real, values_N)
 
     def joined(name):
-        return padded(torch.cat([torch.from_numpy(getattr(one, name)).double() for one in unit.samples]))
+        return padded(torch.cat([torch.from_numpy(getattr(one, name)).double() for one in batch.samples]))
 
-    window = Window(
+    padded_window = Window(
         policy=padded(policy_N.detach()),
         old=joined("old_logprobs"),
         ref=joined("ref_logprobs"),
         sampler=joined("sampler_logprobs"),
         entropies=padded(entropy_N.detach()),
-        advantages=torch.tensor([one.advantage for one in unit.samples], dtype=torch.float64),
+        advantages=torch.tensor([one.advantage for one in batch.samples], dtype=torch.float64),
         completion_mask=real.long(),
         tool_mask=joined("trained").long(),
-        token_weights=torch.ones(real.shape),
-        sequence_weights=torch.ones(len(real), 1),
     )
     correction, entropy = setting.fields.get("correction"), setting.fields.get("entropy", EntropySettings())
     options = Options(
@@ -211,7 +209,7 @@ def gradient_on_paper(bench, unit, setting):
         quantile=entropy.quantile,
         entropy_coefficient=entropy.coefficient,
     )
-    ours = run_ours(window, options, batch=SAMPLES, nominal=NOMINAL, max_completion_length=LONGEST)
+    ours = run_ours(padded_window, options, batch=SAMPLES, nominal=NOMINAL, max_completion_length=LONGEST)
     torch.autograd.backward([policy_N, entropy_N], [ours.gradient[real], ours.entropy_gradient[real]])
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
@@ -219,7 +217,7 @@ def gradient_on_paper(bench, unit, setting):
 def test_the_gradients_come_from_as_many_passes_as_named(single, two_ranks):
     for found in (single, two_ranks):
         assert [found["dapo, first update", layout.passes, layout.kind][1] for layout in CUTS] == [1, 2, 4, 8]
-    for name, one, two in (("dapo, first update", 5, 3), ("dapo, with KL", 6, 3), ("dapo, second window", 2, 1)):
+    for name, one, two in (("dapo, first update", 5, 3), ("dapo, with KL", 6, 3), ("dapo, second global batch", 2, 1)):
         assert [found[name, 0, "shared"][1] for found in (single, two_ranks)] == [one, two]
     # 21 samples over two ranks: 11 and 10, where the second rank's last pass is one over a filler
     assert two_ranks["dapo, with KL", 8, "shared"][1] == 6
@@ -238,11 +236,11 @@ def test_situations_differ_from_each_other(single):
 
 
 @pytest.mark.parametrize("start", [0, 1])
-def test_bnpo_is_the_mean_of_its_nominal_micro_batches_and_follows_them_alone(bench, unit, start):
-    """Each nominal micro-batch as a window of its own has the token mean of dapo; bnpo is their mean."""
+def test_bnpo_is_the_mean_of_its_nominal_micro_batches_and_follows_them_alone(bench, batch, start):
+    """Each nominal micro-batch as a global batch of its own has the token mean of dapo; bnpo is their mean."""
 
     def part(first, count):
-        return RolloutBatch(unit.samples[first : first + count], num_global_batches=1, num_iterations=1)
+        return RolloutBatch(batch.samples[first : first + count], num_global_batches=1, num_iterations=1)
 
     def gradient(name, samples, nominal, passes=1):
         setting = Setting(loss_of(name), iterations=1 + start, start=start)
@@ -256,7 +254,7 @@ def test_bnpo_is_the_mean_of_its_nominal_micro_batches_and_follows_them_alone(be
         ]
         means = sum(gradient("dapo", part(first, nominal), nominal) for first in informative)
         for passes in (1, 4):
-            by_size[nominal] = gradient("bnpo", unit, nominal, passes)
+            by_size[nominal] = gradient("bnpo", batch, nominal, passes)
             assert relative(by_size[nominal], means / len(starts)) < FP32
     assert relative(by_size[NOMINAL], by_size[8]) > 1e-3 < relative(by_size[8], by_size[SAMPLES])
-    assert relative(by_size[SAMPLES], gradient("dapo", unit, NOMINAL)) < FP32
+    assert relative(by_size[SAMPLES], gradient("dapo", batch, NOMINAL)) < FP32

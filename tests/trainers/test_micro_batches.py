@@ -1,4 +1,4 @@
-"""Cutting a window: every completion once, within limits, evenly over ranks and passes, and the same everywhere."""
+"""Cutting a global batch: every completion once, within limits, evenly over ranks and micro-batches, and repeatable."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swift.rollout.samples import TrainSample
-from swift.trainers.micro_batches import Limits, Work, micro_batch_tokens, plan_micro_batches
+from swift.trainers.micro_batches import Limits, Work, plan_micro_batches
 
 
 def sample(prompt, prompt_tokens, completion_tokens):
@@ -31,6 +31,16 @@ def groups(*lengths, prompt_tokens=10):
     return [sample(g, prompt_tokens, n) for g, group in enumerate(lengths) for n in group]
 
 
+def micro_batch_tokens(samples, micro_batch, *, packed=True):
+    """Tokens that the model is run over."""
+    prompts = [samples[i].prompt_ids for i in micro_batch]
+    own = [samples[i].token_ids.size - 1 for i in micro_batch]
+    if not packed:
+        return len(own) * max((prompt.size + n for prompt, n in zip(prompts, own, strict=True)), default=0)
+    new = [i for i, prompt in enumerate(prompts) if i == 0 or not np.array_equal(prompt, prompts[i - 1])]
+    return sum(own) + sum(prompts[i].size for i in new)
+
+
 NO_LIMITS = Limits()
 
 
@@ -42,7 +52,7 @@ def plan(samples, *, world_size=1, limits=NO_LIMITS, useful=None, **named):
 
 
 @st.composite
-def windows(draw):
+def batches(draw):
     """Samples of several prompts, some of them equal, and which are useful."""
     samples = []
     for _ in range(draw(st.integers(1, 7))):
@@ -53,8 +63,8 @@ def windows(draw):
 
 
 limits_ = st.builds(Limits, st.one_of(st.none(), st.integers(1, 9)), st.one_of(st.none(), st.integers(1, 300)))
-given_window = given(
-    window=windows(),
+given_batch = given(
+    batch=batches(),
     world_size=st.integers(1, 5),
     limits=limits_,
     packed=st.booleans(),
@@ -63,9 +73,9 @@ given_window = given(
 
 
 @settings(max_examples=100, deadline=None)
-@given_window
-def test_useful_samples_are_computed_once_in_passes_within_the_limits(window, world_size, limits, packed, work):
-    samples, useful = window
+@given_batch
+def test_useful_samples_are_computed_once_in_passes_within_the_limits(batch, world_size, limits, packed, work):
+    samples, useful = batch
     made = plan(samples, world_size=world_size, limits=limits, useful=useful, packed=packed, work=work)
     computed = Counter(i for parts in made.micro_batches for part in parts for i in part)
     assert computed == Counter(i for i, wanted in enumerate(useful) if wanted)
@@ -87,9 +97,9 @@ def test_useful_samples_are_computed_once_in_passes_within_the_limits(window, wo
 
 
 @settings(max_examples=100, deadline=None)
-@given_window
-def test_a_plan_follows_from_its_input_alone(window, world_size, limits, packed, work):
-    samples, useful = window
+@given_batch
+def test_a_plan_follows_from_its_input_alone(batch, world_size, limits, packed, work):
+    samples, useful = batch
     copies = [deepcopy(one) for one in samples]  # as a resumed run has them
 
     def made(ones):
@@ -99,9 +109,9 @@ def test_a_plan_follows_from_its_input_alone(window, world_size, limits, packed,
 
 
 @settings(max_examples=100, deadline=None)
-@given(window=windows(), world_size=st.integers(1, 5))
-def test_no_rank_has_more_than_the_mean_and_one_prompt_with_its_completions(window, world_size):
-    samples, _ = window
+@given(batch=batches(), world_size=st.integers(1, 5))
+def test_no_rank_has_more_than_the_mean_and_one_prompt_with_its_completions(batch, world_size):
+    samples, _ = batch
     made = plan(samples, world_size=world_size)
     prompts = {}
     for i, one in enumerate(samples):
@@ -128,13 +138,6 @@ def _splits(samples, made):
         for prompt in {samples[i].prompt_ids.tobytes() for i in part}
     )
     return sum(count - 1 for count in times.values())
-
-
-def test_a_pass_counts_each_prompt_once_and_no_last_token():
-    samples = groups([5, 1, 3], [2], prompt_tokens=10)
-    assert micro_batch_tokens(samples, [0, 1, 2, 3]) == 10 + 4 + 0 + 2 + 10 + 1
-    assert micro_batch_tokens(samples, [0, 1, 2, 3], packed=False) == 4 * (10 + 4)
-    assert micro_batch_tokens(samples, []) == 0
 
 
 def test_groups_stay_together_where_they_fit():
@@ -199,6 +202,6 @@ def test_rows_of_similar_length_share_a_pass_where_rows_are_padded():
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_a_window_without_useful_samples_has_no_pass(world_size):
+def test_a_global_batch_without_useful_samples_has_no_pass(world_size):
     made = plan(groups([3, 4]), world_size=world_size, useful=[False, False], limits=Limits(4, 100))
     assert made.micro_batches == [[]] * world_size

@@ -1,16 +1,13 @@
 """Tensors leave and come back: memory is released, bits and identities stay. Here host and device are the same."""
 
 import copy
-import itertools
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from swift.errors import ResourceError
-from swift.trainers.memory.offload import HostSlabs, Offloader, arrange, model_tensors, optimizer_tensors, ran_out
+from swift.trainers.memory.offload import HostBuffer, Offloader, model_tensors, optimizer_tensors, ran_out
 from swift.trainers.optimizers.master_weights import keep_master_weights
 
 CPU = torch.device("cpu")
@@ -51,22 +48,25 @@ def train(model, optimizer, steps):
 
 def test_what_leaves_has_no_memory_and_comes_back_bit_for_bit():
     model = TiedPair()
-    before = copy.deepcopy(model.state_dict())
+    model(torch.arange(4)).sum().backward()
+    before, gradient = copy.deepcopy(model.state_dict()), model.body.weight.grad.clone()
     offloader = moved(model)
     size = offloader.resident_bytes()
-    assert size == 4 * (42 + 36 + 6 + 12) + 3, "each storage counts once"
+    assert size == 4 * (2 * (42 + 36 + 6) + 12) + 3, "each storage and each gradient counts once"
     assert offloader.leave() == size
-    assert released(model.parameters()) and released(model.buffers())
+    assert released(model.parameters()) and released(model.buffers()) and released([model.body.weight.grad])
     assert offloader.resident_bytes() == 0 and offloader.away
     assert offloader.come_back() == size
     assert not offloader.away and offloader.resident_bytes() == size
+    assert torch.equal(model.body.weight.grad, gradient)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
 
 
-def test_parameters_stay_the_same_objects_and_hooks_of_their_gradients_stay_too():
+def test_objects_hooks_of_gradients_tied_weights_views_and_strides_stay():
     model = TiedPair()
     identities = [id(parameter) for parameter in model.parameters()]
+    alias = model.embedding.weight.detach()[0]  # that nobody told us about
     node = model.body.weight.view_as(model.body.weight).grad_fn.next_functions[0][0]
     seen = []
     node.register_hook(lambda *_: seen.append("reduced"))
@@ -74,18 +74,10 @@ def test_parameters_stay_the_same_objects_and_hooks_of_their_gradients_stay_too(
     offloader.leave()
     offloader.come_back()
     assert [id(parameter) for parameter in model.parameters()] == identities
-    model(torch.arange(3)).sum().backward()
-    assert seen == ["reduced"], "DDP would no longer average this gradient"
-
-
-def test_tied_weights_views_and_strides_stay():
-    model = TiedPair()
-    alias = model.embedding.weight.detach()[0]  # that nobody told us about
-    offloader = moved(model)
-    offloader.leave()
-    offloader.come_back()
     assert model.head.weight is model.embedding.weight
     assert model.turned.stride() == (1, 4) and model.turned[1].tolist() == [1.0, 5.0, 9.0]
+    model(torch.arange(3)).sum().backward()
+    assert seen == ["reduced"], "DDP would no longer average this gradient"
     with torch.no_grad():
         model.embedding.weight.fill_(3.0)
     assert model.part.eq(3).all() and alias.eq(3).all()
@@ -105,17 +97,6 @@ def test_copies_can_be_read_while_the_parameters_are_away(dtype):
     assert torch.equal(copies[id(model.part)], before["embedding.weight"][2:5, ::2])
     offloader.come_back()
     assert offloader.copies() == {}
-
-
-def test_gradients_leave_with_their_parameters():
-    model = TiedPair()
-    model(torch.arange(4)).sum().backward()
-    before = model.body.weight.grad.clone()
-    offloader = moved(model)
-    offloader.leave()
-    assert released([model.body.weight.grad, model.embedding.weight.grad])
-    offloader.come_back()
-    assert torch.equal(model.body.weight.grad, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -151,9 +132,10 @@ def test_training_goes_on_as_if_nothing_had_left(dtype, which):
 def test_the_optimizers_state_leaves_without_the_model():
     model = TiedPair(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters())
+    offloader = Offloader(lambda: optimizer_tensors(optimizer), CPU, keep=lambda: model_tensors(model))
+    assert offloader.leave() == 0 and not offloader.away, "there is no state yet"
     keep_master_weights(optimizer)
     train(model, optimizer, 1)
-    offloader = Offloader(lambda: optimizer_tensors(optimizer), CPU, keep=lambda: model_tensors(model))
     numbers = 42 + 36 + 6
     assert offloader.leave() == numbers * 3 * 4 + 3 * 4, "two moments, a master and a step each"
     assert not released(model.parameters())
@@ -181,18 +163,6 @@ def test_wrapped_optimizers_are_looked_into():
     assert list(optimizer_tensors(None)) == []
 
 
-def test_states_that_appear_later_leave_the_next_time():
-    model = TiedPair()
-    optimizer = torch.optim.AdamW(model.parameters())
-    offloader = Offloader(lambda: optimizer_tensors(optimizer), CPU, keep=lambda: model_tensors(model))
-    assert offloader.leave() == 0 and not offloader.away
-    offloader.come_back()
-    train(model, optimizer, 1)
-    assert offloader.leave() == (42 + 36 + 6) * 2 * 4 + 3 * 4
-    offloader.come_back()
-    train(model, optimizer, 1)
-
-
 def test_half_a_return_can_be_finished(monkeypatch):
     model = TiedPair()
     before = copy.deepcopy(model.state_dict())
@@ -218,7 +188,7 @@ def test_half_a_return_can_be_finished(monkeypatch):
 def test_a_host_without_room_leaves_everything_in_place(monkeypatch):
     model = TiedPair()
     offloader = moved(model)
-    monkeypatch.setattr("swift.trainers.memory.offload.ALIGNMENT", 1 << 60)
+    monkeypatch.setattr("swift.trainers.memory.offload.ALIGNMENT", 1 << 60)  # bytes that no host has
     with pytest.raises(ResourceError, match=r"no room for .* MiB of the trainer; --offload_optimizer false"):
         offloader.leave()
     assert not offloader.away and offloader.come_back() == 0
@@ -237,71 +207,20 @@ def test_tensors_elsewhere_and_memory_that_is_not_ours_stay(tmp_path):
     assert mine.tolist() == [1.0] * 3
 
 
-def test_host_memory_is_used_again():
-    slabs = HostSlabs(pin=False)
-    sizes = [5, 100, 1 << 20, 64]
-    first = slabs.take(sizes)
-    held = slabs.nbytes
-    assert held == 64 + 128 + (1 << 20) + 64, "what they take, up to alignment"
-    assert [one.numel() for one in first] == sizes
-    assert all(one.storage_offset() % 64 == 0 for one in first)
-    for number, one in enumerate(first):
-        one.fill_(number)
-    assert [int(one.max()) for one in first] == [int(one.min()) for one in first] == [0, 1, 2, 3], "they overlap"
-    again = slabs.take(sizes)
-    assert slabs.nbytes == held
-    assert [one.data_ptr() for one in again] == [one.data_ptr() for one in first]
-    slabs.take([*sizes, 1000])
-    assert slabs.nbytes == held + 1024, "only what is missing is added"
-
-
-ALL_SIZES = st.lists(st.integers(1, 5000), max_size=40)
-
-
-@given(before=ALL_SIZES, sizes=ALL_SIZES, slab_bytes=st.sampled_from([64, 1000, 1 << 12, 1 << 20]))
-def test_the_arrangement_wastes_nothing_that_it_could_use(before, sizes, slab_bytes):
-    _, slabs = arrange(before, [], slab_bytes=slab_bytes)
-    places, new = arrange(sizes, slabs, slab_bytes=slab_bytes)
-    rounded = [-(-size // 64) * 64 for size in sizes]
-    held = [*slabs, *new]
-    for slab, size in enumerate(held):
-        inside = sorted((start, n) for (one, start), n in zip(places, rounded, strict=True) if one == slab)
-        assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(inside)), "they overlap"
-        assert not inside or sum(inside[-1]) <= size
-        if slab >= len(slabs):
-            assert sum(n for _, n in inside) == size, "a new slab is full"
-            assert size <= slab_bytes or len(inside) == 1
-    placed = list(zip((slab for slab, _ in places), rounded, strict=True))
-    there = [n for slab, n in placed if slab < len(slabs)]
-    added = [n for slab, n in placed if slab >= len(slabs)]
-    assert sum(new) == sum(rounded) - sum(there)
-    assert arrange(sizes, held, slab_bytes=slab_bytes)[1] == []
-    free = [size - sum(n for one, n in placed if one == slab) for slab, size in enumerate(slabs)]
-    assert not added or min(added) > max(free, default=0), "something new would have fitted into what is there"
-
-
-@given(sizes=ALL_SIZES, slab_bytes=st.sampled_from([64, 1000, 1 << 12]))
-def test_the_same_tensors_find_the_same_places_again(sizes, slab_bytes):
-    places, slabs = arrange(sizes, [], slab_bytes=slab_bytes)
-    assert arrange(sizes, slabs, slab_bytes=slab_bytes) == (places, [])
-
-
-def test_what_powers_of_two_would_cost():
-    """A 1.2 GB embedding and three flat partitions of 5 GiB: torch would lock 26 GiB for them."""
-    sizes = [1_200_000_000, *[5 << 30] * 3]
-    _, slabs = arrange(sizes, [])
-    assert sum(slabs) == sum(sizes)
-    assert sum(1 << (size - 1).bit_length() for size in slabs) == 26 << 30
+def test_host_memory_is_used_again_and_grows_to_what_is_asked_for():
+    host = HostBuffer(CPU)
+    first = host.take(100)
+    assert host.take(64).data_ptr() == host.take(100).data_ptr() == first.data_ptr()
+    assert [host.take(n).numel() for n in (0, 64, 100, 5000)] == [0, 64, 100, 5000]
 
 
 class Locker:
     """The part of CUDA's runtime that locks memory."""
 
-    def __init__(self, refuses=False):
-        self.refuses, self.locked, self.calls = refuses, {}, []
+    def __init__(self):
+        self.refuses, self.locked = False, {}
 
     def cudaHostRegister(self, address, nbytes, flags):  # noqa: N802
-        self.calls.append((nbytes, flags))
         if self.refuses:
             return 712
         assert address % 4096 == 0, "a page of somebody else"
@@ -316,64 +235,29 @@ class Locker:
 @pytest.fixture
 def cuda(monkeypatch):
     locker = Locker()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: locker)
-    monkeypatch.setattr("swift.trainers.memory.offload._forget_error", lambda: locker.calls.append("forgotten"))
     return locker
 
 
-def test_exactly_what_is_needed_is_locked_and_unlocked_at_the_end(cuda):
-    slabs = HostSlabs(pin=True)
-    first, second = slabs.take([100_000, 77])
-    first.fill_(1), second.fill_(2)
-    assert cuda.calls == [(100_032 + 128, 1)]
-    assert list(cuda.locked) == [first.data_ptr()]
-    assert slabs.nbytes == 100_160
-    slabs.take([100_000, 77])
-    assert len(cuda.calls) == 1
-    del slabs
-    assert cuda.locked == {}
-    assert (int(first.max()), int(second.min())) == (1, 2), "still there for whoever holds it"
+def test_exactly_what_is_needed_is_locked_and_unlocked_before_it_is_released(cuda):
+    host = HostBuffer(torch.device("cuda"))
+    first = host.take(100_000)
+    host.take(77)
+    assert cuda.locked == {first.data_ptr(): 100_000}
+    second = host.take(200_000).fill_(2)
+    assert cuda.locked == {second.data_ptr(): 200_000}
+    del host
+    assert cuda.locked == {} and int(second.min()) == 2, "still there for whoever holds it"
 
 
-def refuse_pinned(monkeypatch):
-    empty = torch.empty
+def test_host_memory_that_cannot_be_locked_is_taken_unlocked(cuda, monkeypatch, caplog):
+    def next_kernel(*_, device):
+        raise RuntimeError("CUDA error: of the call before")
 
-    def refuse(*size, pin_memory=False, **options):
-        if pin_memory:
-            raise RuntimeError("CUDA error: cannot lock")
-        return empty(*size, **options)
-
-    monkeypatch.setattr(torch, "empty", refuse)
-
-
-def test_where_ours_cannot_be_locked_torch_locks_its_own(cuda, monkeypatch):
-    cuda.refuses, asked, empty = True, [], torch.empty
-
-    def pinned(*size, pin_memory=False, **options):
-        asked.append((*size, pin_memory))
-        return empty(*size, **options)
-
-    monkeypatch.setattr(torch, "empty", pinned)
-    slabs = HostSlabs(pin=True)
-    assert slabs.take([3])[0].numel() == 3
-    assert asked == [(64, True)]
-    assert cuda.calls == [(64, 1), "forgotten"]
-    assert slabs.pin and cuda.locked == {}
-
-
-@pytest.mark.parametrize("available", [True, False])
-def test_host_memory_that_cannot_be_locked_is_taken_unlocked(cuda, monkeypatch, caplog, available):
+    monkeypatch.setattr(torch, "zeros", next_kernel)
     cuda.refuses = True
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
-    refuse_pinned(monkeypatch)
-    slabs = HostSlabs(pin=True)
-    assert slabs.take([3])[0].numel() == 3
-    assert "cannot lock; moving through ordinary host memory" in caplog.text
-    calls = [(64, 1), "forgotten"] if available else []
-    assert cuda.calls == calls
-    slabs.take([3, 500])
-    assert cuda.calls == calls, "it is not tried again"
+    assert HostBuffer(torch.device("cuda")).take(3).numel() == 3
+    assert "CUDA error 712: host memory cannot be locked" in caplog.text and cuda.locked == {}
 
 
 def test_distributed_tensors_leave_with_their_local_part(tmp_path):

@@ -10,7 +10,6 @@ from grpo_parts import LateScorer, Scorer, all_different, logs_of, make_trainer
 
 from swift.models.reference import FrozenReference
 from swift.rl.losses import LossConfig
-from swift.trainers.grpo.reward_kl import RewardKL
 
 
 class Watched(FrozenReference):
@@ -38,13 +37,13 @@ def trained(folder, tmp_path, *, late, reward=all_different, in_reward=False, wh
     reference = Watched(AutoModelForCausalLM.from_pretrained(folder))
     scorer = LateScorer(reward, reference.seen, needs_whole_batch=whole) if late else Scorer(reward)
     trainer = make_trainer(
-        folder, tmp_path / str(late), reference=reference, scorer=scorer, max_steps=3, slice_size=2,
+        folder, tmp_path / str(late), reference=reference, scorer=scorer, max_steps=3, max_samples=2,
         loss=LossConfig(beta=0.0 if in_reward else 0.5), **settings,
     )  # fmt: skip
     reference.runs = 0
     if in_reward:
         trainer.pipeline.batches.config = replaced(trainer.pipeline.batches.config, reward_kl=0.5)
-        trainer.pipeline.batches.kl_of = RewardKL(trainer)
+        trainer.pipeline.batches.kl_of = trainer.reward_kl
     trainer.train()
     return trainer, scorer, reference
 
@@ -57,7 +56,7 @@ def replaced(config, **changes):
 
 CASES = [
     pytest.param({}, id="loss"),
-    pytest.param({"windows": 3}, id="windows"),
+    pytest.param({"num_global_batches": 3}, id="num_global_batches"),
     pytest.param({"depth": 1}, id="one-ahead"),
     pytest.param({"whole": True}, id="whole-batch"),
     pytest.param({"in_reward": True}, id="reward"),
@@ -86,9 +85,9 @@ def test_what_a_replay_buffer_may_stand_in_for_is_not_passed_over(nano_folders, 
     from swift.rollout.replay import ReplayBuffer
 
     trainer = make_trainer(nano_folders["qwen2"], tmp_path, loss=LossConfig(beta=0.5), reference=watched(nano_folders))
-    assert trainer.pipeline.batches.can_begin
+    assert trainer.pipeline.batches.refers_early
     trainer.pipeline.batches.replay = ReplayBuffer(4, max_age=4, seed=0, recompute=False)
-    assert not trainer.pipeline.batches.can_begin
+    assert not trainer.pipeline.batches.refers_early
 
 
 def watched(folders):

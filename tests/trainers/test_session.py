@@ -1,6 +1,7 @@
 """What every training mode does around its trainer."""
 
 import errno
+import gc
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,8 @@ import pytest
 
 from swift.errors import Interrupted, ResourceError
 from swift.observability.files import disk_full_is_an_error
+from swift.startup import collector_resting
+from swift.trainers import session
 from swift.trainers.distributed import Collectives
 from swift.trainers.session import SignalTrap, Start, resume_command, tensorboard_callback
 
@@ -34,10 +37,10 @@ def test_the_resume_command_is_the_command_with_the_checkpoint(monkeypatch, give
 def test_without_a_checkpoint_the_command_is_repeated(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["swift", "rlhf", "--seed", "1"])
     trap = SignalTrap()
-    trap.check("rlhf", Collectives(), Start())
+    trap.check("rlhf", Collectives(), Start({}))
     trap.caught = "SIGTERM"
     with pytest.raises(Interrupted, match=r"there is no checkpoint yet; start again: .*swift rlhf --seed 1$"):
-        trap.check("rlhf", Collectives(), Start())
+        trap.check("rlhf", Collectives(), Start({}))
 
 
 def test_each_run_of_a_process_has_its_own_tensorboard_folder(tmp_path):
@@ -72,3 +75,40 @@ def test_equal_lora_runs_write_equal_configs(nano_folders):
     policy = load_policy(ModelArguments(model=str(nano_folders["qwen2"]), tuner_type="lora", lora_dropout=0.0))
     targets = policy.peft_config["default"].target_modules
     assert targets == sorted(targets)
+
+
+def test_the_garbage_collector_rests_while_a_run_loads_and_works_again_afterwards():
+    try:
+        before = gc.get_freeze_count()
+        with collector_resting():
+            loaded = [[i] for i in range(100)]
+            assert not gc.isenabled()
+        assert gc.isenabled() and gc.get_freeze_count() >= before + len(loaded), "later rounds look at what was loaded"
+        with pytest.raises(ValueError, match="no model"), collector_resting():
+            raise ValueError("no model")
+        assert gc.isenabled()
+        gc.disable()
+        with collector_resting():
+            pass
+        assert not gc.isenabled(), "one that was off stays off"
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def test_a_missing_package_is_named_with_the_way_out(monkeypatch):
+    monkeypatch.setattr(session.importlib.util, "find_spec", lambda name: None)
+    args = SimpleNamespace(
+        deepspeed=None,
+        fsdp=None,
+        load_best_model_at_end=False,
+        report_to=["wandb"],
+        optim="adamw_8bit",
+        attn_impl="sdpa",
+    )
+    with pytest.raises(ResourceError) as caught:
+        session.require_packages(args)
+    assert caught.value.problems == [
+        "--report_to: wandb: needs the package wandb, which is not installed; install it, or leave the name out",
+        "--optim: adamw_8bit: needs the package bitsandbytes, which is not installed; install it, or use --optim adamw",
+    ]

@@ -11,7 +11,8 @@ from grpo_parts import gradients_of_one_step, make_trainer
 from torch import nn
 
 from swift.models.activation_memory import ModelShape, activation_bytes
-from swift.models.forward import TokenSequence, enable_packed_attention, pack, packed_logits
+from swift.models.attention.interface import enable_packed_attention
+from swift.models.forward import TokenSequence, pack, packed_logits
 from swift.models.tiny import SHAPES, build_tiny
 from swift.rollout.samples import TrainSample
 from swift.trainers import token_budget
@@ -30,7 +31,7 @@ class Ranks:
 
 
 def passes_of(trainer):
-    """(completions, tokens) of each forward pass of one window."""
+    """(completions, tokens) of each forward pass of one global batch."""
     made = []
     original = trainer.logprobs.policy
 
@@ -47,30 +48,27 @@ def difference(a, b):
     return total / sum(float(gradient.norm() ** 2) for gradient in b.values()) ** 0.5
 
 
-def test_a_limit_of_tokens_makes_passes_larger_than_the_device_batch_or_smaller(nano_folders, tmp_path):
+def test_a_limit_of_tokens_makes_micro_batches_larger_than_the_device_batch_or_smaller(nano_folders, tmp_path):
     """Two prompts of 3 and 4 tokens with four completions of 8: 31 and 32 tokens."""
     folder = nano_folders["qwen2"]
-    expected, by_samples = passes_of(make_trainer(folder, tmp_path, per_device=2, slice_size=2))
+    expected, by_samples = passes_of(make_trainer(folder, tmp_path, per_device=2, max_samples=2))
     assert [samples for samples, _ in by_samples] == [2, 2, 2, 2]
     for tokens, found in ((63, [(8, 63)]), (40, [(4, 32), (4, 31)]), (18, [(2, 18), (2, 18), (2, 17), (2, 17)])):
-        trainer = make_trainer(folder, tmp_path, per_device=2, slice_size=None, settings={"max_tokens": tokens})
+        trainer = make_trainer(folder, tmp_path, per_device=2, max_samples=None, settings={"max_tokens": tokens})
+        trainer.planner.budget = lambda **_: pytest.fail("memory was measured")
         gradients, passes = passes_of(trainer)
-        assert passes == found
+        assert passes == found and trainer.planner.fitting_tokens is None
         assert difference(gradients, expected) < 1e-6
-
-
-def test_both_limits_hold(nano_folders, tmp_path):
-    trainer = make_trainer(nano_folders["qwen2"], tmp_path, slice_size=3, settings={"max_tokens": 18})
-    assert max(samples for samples, _ in passes_of(trainer)[1]) == 2
-    trainer = make_trainer(nano_folders["qwen2"], tmp_path, slice_size=3, settings={"max_tokens": 63})
-    assert max(samples for samples, _ in passes_of(trainer)[1]) == 3
+    for tokens, most in ((18, 2), (63, 3)):
+        trainer = make_trainer(folder, tmp_path, max_samples=3, settings={"max_tokens": tokens})
+        assert max(samples for samples, _ in passes_of(trainer)[1]) == most, "both limits hold"
 
 
 def test_free_memory_is_the_budget_where_none_is_given(nano_folders, tmp_path):
     folder = nano_folders["qwen2"]
-    expected, whole = passes_of(make_trainer(folder, tmp_path, per_device=1, slice_size=None))
+    expected, whole = passes_of(make_trainer(folder, tmp_path, per_device=1, max_samples=None))
     assert [samples for samples, _ in whole] == [8], "memory for all, whatever the device batch is"
-    trainer = make_trainer(folder, tmp_path, slice_size=None)
+    trainer = make_trainer(folder, tmp_path, max_samples=None)
     trainer.planner.budget = lambda **_: 20
     gradients, cut = passes_of(trainer)
     assert [samples for samples, _ in cut] == [2, 2, 2, 2]
@@ -117,7 +115,7 @@ def test_on_a_cpu_activations_are_bounded(nano_folders, monkeypatch):
 
 
 def test_completions_above_the_limit_are_said_once(nano_folders, tmp_path):
-    trainer = make_trainer(nano_folders["qwen2"], tmp_path, slice_size=None, settings={"max_tokens": 10})
+    trainer = make_trainer(nano_folders["qwen2"], tmp_path, max_samples=None, settings={"max_tokens": 10})
     said = []
     trainer.planner._say = said.append
     _, passes = passes_of(trainer)
@@ -134,16 +132,11 @@ def planner(folder, ranks=None):
     return MicroBatchPlanner(model, ranks or Ranks(), device=torch.device("cpu"), say=lambda line: None)
 
 
-def test_ranks_agree_on_what_fits_on_the_smallest(nano_folders):
-    made = planner(nano_folders["qwen2"], Ranks(700, 900))
-    made.budget = lambda **_: 1000
-    made.measure(whole_logits=False, has_state=True)
-    assert made.fitting_tokens == 700
-
-
-@pytest.mark.parametrize(("now", "kept"), [(1000, 900), (500, 900), (449, 449)])
-def test_a_resumed_run_keeps_its_limit_unless_far_less_fits(nano_folders, now, kept):
-    made = planner(nano_folders["qwen2"])
+@pytest.mark.parametrize(
+    ("now", "others", "kept"), [(1000, [], 900), (500, [], 900), (449, [], 449), (1000, [300], 300)]
+)
+def test_a_resumed_run_keeps_its_limit_unless_far_less_fits_on_some_rank(nano_folders, now, others, kept):
+    made = planner(nano_folders["qwen2"], Ranks(*others))
     made.fitting_tokens = 900
     made.budget = lambda **_: now
     made.measure(whole_logits=False, has_state=True)
@@ -164,13 +157,6 @@ def test_the_limit_is_in_the_state_of_the_run(nano_folders, tmp_path):
     resumed = make_trainer(nano_folders["qwen2"], tmp_path / "again")
     resumed.load_pipeline_state(tmp_path / "checkpoint-1")
     assert resumed.planner.fitting_tokens == found
-
-
-def test_an_explicit_limit_is_not_measured(nano_folders, tmp_path):
-    trainer = make_trainer(nano_folders["qwen2"], tmp_path, slice_size=None, settings={"max_tokens": 100})
-    trainer.planner.budget = lambda **_: pytest.fail("memory was measured")
-    gradients_of_one_step(trainer)
-    assert trainer.planner.fitting_tokens is None
 
 
 def test_what_fits_leaves_room_for_gradients_optimizer_and_surprises():

@@ -5,59 +5,54 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from swift.plugin.registry import ORM
+from swift.plugin.registry import ORM, orms
 
-_FORMAT = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
-_STRICT = re.compile(r"<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
+_FORMAT = re.compile(r"<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
 _REACT = re.compile(r"<think>.*?</think>\s*Action:.*?Action Input:.*", re.DOTALL)
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
-def _with_opening(completions: list[str], opened: list[bool] | None) -> list[str]:
-    """The texts with the `<think>` that the prompt's template wrote in front of them, where it did."""
-    if opened is None:
-        return completions
-    return ["<think>" + text if flag else text for text, flag in zip(completions, opened, strict=True)]
+class _PatternReward(ORM):
+    """1.0 for a text that `matches`. `prompt_opens_think`: per sample, whether the prompt ended with `<think>`."""
+
+    def __call__(
+        self, completions: list[str], prompt_opens_think: list[bool] | None = None, **kwargs: Any
+    ) -> list[float]:
+        """One reward per completion."""
+        opened = prompt_opens_think or [False] * len(completions)
+        texts = ["<think>" + text if flag else text for text, flag in zip(completions, opened, strict=True)]
+        return [float(self.matches(text)) for text in texts]
+
+    def matches(self, text: str) -> bool:
+        raise NotImplementedError
 
 
-class Format(ORM):
+@orms.register("format")
+class Format(_PatternReward):
     """1.0 for `<think>...</think>`, optional whitespace, `<answer>...</answer>`, then only whitespace.
 
-    Empty blocks and tags repeated inside a block pass. `prompt_opens_think` says per sample whether the
-    prompt itself ended with `<think>`.
+    Empty blocks and tags repeated inside a block pass.
     """
 
-    def __call__(
-        self, completions: list[str], prompt_opens_think: list[bool] | None = None, **kwargs: Any
-    ) -> list[float]:
-        """One reward per completion."""
-        texts = _with_opening(completions, prompt_opens_think)
-        return [float(_FORMAT.fullmatch(text) is not None) for text in texts]
+    def matches(self, text: str) -> bool:
+        """Whether the text has the form."""
+        return _FORMAT.fullmatch(text) is not None
 
 
-class FormatStrict(ORM):
+@orms.register("format_strict")
+class FormatStrict(_PatternReward):
     """As `Format`, with each of the four tags exactly once and no blank block."""
 
-    def __call__(
-        self, completions: list[str], prompt_opens_think: list[bool] | None = None, **kwargs: Any
-    ) -> list[float]:
-        """One reward per completion."""
-        return [float(_is_strict(text)) for text in _with_opening(completions, prompt_opens_think)]
+    def matches(self, text: str) -> bool:
+        """Whether the text has the form."""
+        match = _FORMAT.fullmatch(text)
+        return match is not None and all(text.count(tag) == 1 for tag in _TAGS) and all(map(str.strip, match.groups()))
 
 
-class ReActFormat(ORM):
+@orms.register("react_format")
+class ReActFormat(_PatternReward):
     """1.0 if the text starts with `<think>...</think>`, then `Action:` ... `Action Input:` ..."""
 
-    def __call__(
-        self, completions: list[str], prompt_opens_think: list[bool] | None = None, **kwargs: Any
-    ) -> list[float]:
-        """One reward per completion."""
-        texts = _with_opening(completions, prompt_opens_think)
-        return [float(_REACT.match(text) is not None) for text in texts]
-
-
-def _is_strict(text: str) -> bool:
-    if any(text.count(tag) != 1 for tag in _TAGS):
-        return False
-    match = _STRICT.fullmatch(text)
-    return match is not None and all(block.strip() for block in match.groups())
+    def matches(self, text: str) -> bool:
+        """Whether the text has the form."""
+        return _REACT.match(text) is not None

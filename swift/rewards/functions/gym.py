@@ -6,11 +6,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from swift.data.procedural import scorer_entry
-from swift.plugin.registry import ORM
+from swift.plugin.registry import ORM, orms
 from swift.rewards.functions.text import answer_block
 
+_COMPARES_TUPLES = frozenset({"arc_agi", "rearc"})
+"""Tasks whose scorers compare parts of the metadata with tuples, which JSON has turned into lists."""
 
+
+@orms.register("reasoning_gym")
 class ReasoningGym(ORM):
     """The library's own score (usually 0 to 1) for the row's task, which `metadata` names.
 
@@ -35,7 +38,9 @@ class ReasoningGym(ORM):
         block = answer_block(completion)
         answer = (completion if block is None else block).strip()
         scorer = self._scorer(metadata["source_dataset"])
-        return float(scorer(answer=answer, entry=scorer_entry({"answer": truth, "metadata": dict(metadata)})))
+        if metadata["source_dataset"] in _COMPARES_TUPLES:
+            metadata = {key: _tuples(value) for key, value in metadata.items()}
+        return float(scorer(answer=answer, entry={"question": "", "answer": truth, "metadata": dict(metadata)}))
 
     def _scorer(self, task: str) -> Any:
         if task not in self._scorers:
@@ -53,3 +58,7 @@ def _as_mapping(metadata: Any) -> Mapping[str, Any] | None:
         except ValueError:
             return None
     return metadata if isinstance(metadata, Mapping) else None
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from swift.plugin.registry import ORM
+from swift.flags import flag
+from swift.plugin.registry import ORM, orms
 
 # Scripts written without spaces: Chinese characters, Hiragana, Katakana (also half width).
-_WORD = re.compile(
-    r"[\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003134f]"
-    r"|[^\s\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff66-\uff9f"
-    r"\U00020000-\U0003134f]+"
-)
+_SCRIPTS = r"\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003134f"
+_WORD = re.compile(rf"[{_SCRIPTS}]|[^\s{_SCRIPTS}]+")
+
+
+@dataclass(kw_only=True)
+class RepetitionParameters:
+    """Settings of the reward."""
+
+    GROUP: ClassVar[str] = "Reward"
+
+    repetition_n_grams: int = flag(3, at_least=1, everyday=False)
+    """repetition: words per n-gram."""
+
+    repetition_max_penalty: float = flag(-1.0, at_most=0, everyday=False)
+    """repetition: reward of a text that only repeats itself."""
 
 
 def words(text: str) -> list[str]:
@@ -20,13 +32,9 @@ def words(text: str) -> list[str]:
     return _WORD.findall(text.lower())
 
 
+@orms.register("repetition", parameters=RepetitionParameters)
 class RepetitionPenalty(ORM):
-    """p (1 - distinct N-grams / N-grams); 0 for a text of fewer than N words.
-
-    Args:
-        repetition_n_grams: N, in words.
-        repetition_max_penalty: p, the value approached by a text that only repeats itself.
-    """
+    """p (1 - distinct N-grams / N-grams), p = `repetition_max_penalty`; 0 for a text of fewer than N words."""
 
     def __init__(self, repetition_n_grams: int = 3, repetition_max_penalty: float = -1.0) -> None:
         super().__init__()

@@ -1,9 +1,10 @@
-r"""Finding the answer inside a text: `<answer>` blocks, `\boxed{}`, and the string form of an answer."""
+r"""What rewards read in a text: `<answer>` blocks, `\boxed{}`, the string form of an answer, lengths."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
+from typing import Any
 
 _WRAPPERS = (("\\boxed{", "}"), ("\\text{", "}"), ("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 
@@ -72,3 +73,9 @@ def _unwrap(text: str) -> str:
             continue
         return inner
     return text
+
+
+def lengths(completions: list[str], response_token_ids: list[Any] | None) -> list[int]:
+    """Generated tokens of each completion, the end token included; words where a text has no tokens."""
+    ids = response_token_ids or [None] * len(completions)
+    return [len(text.split() if own is None else own) for text, own in zip(completions, ids, strict=True)]

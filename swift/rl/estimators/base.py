@@ -35,7 +35,8 @@ class AdvantageEstimator:
 
     name, paper: as logged. centre: `(rewards_S, groups, parameters)` -> the centred value of each reward, [S] float64;
         rewards are NaN for excluded samples, and so are their centred values.
-    default_scale: what divides the centred value where `--scale_rewards` is not given.
+    summary: for the help. default_scale: what divides the centred value where `--scale_rewards` is not given.
+    kl_in_reward: whether the KL is in the reward where `--kl_in_reward` is not given.
     scales_centred: a batch's standard deviation is that of the centred values, not of the rewards.
     parameters: a dataclass of settings of its own (`swift.flags.flag`), given to `centre`; None for none.
     """
@@ -46,6 +47,8 @@ class AdvantageEstimator:
     default_scale: Scale = "group"
     scales_centred: bool = False
     parameters: type | None = None
+    kl_in_reward: bool = False
+    summary: str = ""
 
 
 def get_estimator(name: str) -> AdvantageEstimator:

@@ -17,4 +17,4 @@ def centre(rewards_S: Tensor, groups: GroupStatistics, parameters: Any) -> Tenso
     return groups.centred(rewards_S)
 
 
-advantages["grpo"] = AdvantageEstimator("grpo", "arXiv:2402.03300", centre)
+advantages["grpo"] = AdvantageEstimator("grpo", "arXiv:2402.03300", centre, summary="the mean of the group")

@@ -18,4 +18,6 @@ def centre(rewards_S: Tensor, groups: GroupStatistics, parameters: Any) -> Tenso
     return groups.centred(rewards_S) * count_S / (count_S - 1).clamp(min=1)
 
 
-advantages["rloo"] = AdvantageEstimator("rloo", "arXiv:2402.14740", centre, default_scale="none")
+advantages["rloo"] = AdvantageEstimator(
+    "rloo", "arXiv:2402.14740", centre, default_scale="none", kl_in_reward=True, summary="the mean of the others"
+)

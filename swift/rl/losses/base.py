@@ -1,10 +1,10 @@
 """What a loss is: an objective at each token, and one normaliser.
 
-    window loss = sum over all tokens t of  m_t * share_i(t) / Z * f_t
+    loss of a global batch = sum over all tokens t of  m_t * share_i(t) / Z * f_t
 
-`f_t` is the objective (with its stop-gradients). `share_i` depends on the sequence of the token alone and
-`Z` on the window alone; both follow from data masks, so they are known before any forward. A loss is one
-small file that registers one `Loss`; a user's plugin does the same:
+`f_t` is the objective (with its stop-gradients). `share_i` depends on the sequence of the token alone and `Z` on the
+global batch alone; both follow from data masks, so they are known before any forward. A loss is one small file that
+registers one `Loss`; a user's plugin does the same:
 
     from swift.plugin import losses
     from swift.rl.losses import TOKEN_MEAN, Loss, Objective
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from swift.plugin.registry import losses
 from swift.rl.declared import find, parameters_of
@@ -29,10 +29,9 @@ from swift.rl.declared import find, parameters_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from swift.rl.window import WindowCounts
+    from swift.rl.global_batch import BatchCounts
 
 Level = Literal["token", "sequence", "sequence_token"]
-LEVELS: tuple[str, ...] = get_args(Level)
 
 CLIP_SETTINGS = ("epsilon", "epsilon_high", "delta", "importance_sampling_level")
 """Settings that several losses share; `Loss.settings` names those that one reads."""
@@ -50,10 +49,11 @@ def _ratio_bounds(config: LossConfig) -> str:
 class Loss:
     """One policy loss.
 
-    name, paper: as logged. objective: per token, from `TokenInputs` and the settings. normaliser: the weight of each.
-    default_level: of its ratio. folds_sampler_weight: the objective uses `sampler_log_weight_S` itself, so that the
-        result must not be multiplied by the sampler weight again.
-    settings: which of `CLIP_SETTINGS` it reads; the others have no effect, and `delta` is refused.
+    name, paper: as logged. summary: for the help. objective: per token, from `TokenInputs` and the settings.
+    normaliser: the weight of each.
+    default_level: of its ratio.
+    applies_sampler_weight: the objective uses `sampler_log_weight_S` itself, so its result is not weighted again.
+    settings: which of `CLIP_SETTINGS` it reads; the others have no effect, which is noted, and `delta` is refused.
     parameters: a dataclass of settings of its own (`swift.flags.flag`), which `config.parameters` holds; None for none.
     problems: what is wrong with values of the settings, one line each, beginning with the setting's name.
     bounds: how the ratio acts, in words.
@@ -64,20 +64,22 @@ class Loss:
     objective: Callable[[TokenInputs, LossConfig], Objective]
     normaliser: Normaliser
     default_level: Level = "token"
-    folds_sampler_weight: bool = False
+    applies_sampler_weight: bool = False
     settings: tuple[str, ...] = ("importance_sampling_level",)
     parameters: type | None = None
     problems: Callable[[Any], Iterator[str]] = _no_problems
     bounds: Callable[[LossConfig], str] = _ratio_bounds
+    summary: str = ""
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Those of `CLIP_SETTINGS` that have no effect."""
+        return tuple(name for name in CLIP_SETTINGS if name not in self.settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossConfig:
-    """The settings of a policy loss; plain numbers, checked at construction.
-
-    Raises:
-        ValueError: a value is out of its range, or two of them contradict each other.
-    """
+    """The settings of a policy loss; plain numbers. A ValueError names settings that the loss refuses."""
 
     loss_type: str = "dapo"
     """Name in `losses`."""
@@ -105,14 +107,6 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         loss = get_loss(self.loss_type)
-        if self.importance_sampling_level is not None and self.importance_sampling_level not in LEVELS:
-            raise ValueError(
-                f"importance_sampling_level: {self.importance_sampling_level}: unknown; valid: {', '.join(LEVELS)}"
-            )
-        if self.epsilon < 0 or (self.epsilon_high is not None and self.epsilon_high < 0):
-            raise ValueError(f"epsilon, epsilon_high: {self.epsilon}, {self.epsilon_high}: must be >= 0")
-        if self.beta < 0:
-            raise ValueError(f"beta: {self.beta}: must be >= 0")
         for problem in loss_problems(self):
             raise ValueError(problem)
         if self.parameters is None and loss.parameters is not None:
@@ -145,15 +139,13 @@ class LossConfig:
 
 @dataclass(frozen=True, slots=True)
 class TokenInputs:
-    """What an objective sees of a micro-batch; everything [T] unless the suffix says otherwise.
+    """What an objective sees of a micro-batch.
 
     policy_logprobs_T: current policy, with gradient.
     log_ratio_T: token log-ratio to the old policy, 0 where the mask is 0, with gradient.
     ratio_T: ratio of the configured level, with gradient.
     advantages_T, mask_T: advantage and data mask (floating 0 or 1).
-    sequence_index_T, num_sequences: the packing.
-    sampler_log_weight_S: log of the sampler correction of each sequence, for objectives that fold it in
-        themselves (vespo); None without correction.
+    sampler_log_weight_S: log of the sampler correction, for objectives that apply it (vespo); None without correction.
     """
 
     policy_logprobs_T: Tensor
@@ -179,16 +171,16 @@ class Normaliser:
     """The weight of a token: `share(T_i, N_nominal) / total(counts, max_completion_length)`.
 
     share: of a sequence with T_i > 0 trained tokens in a nominal micro-batch of N_nominal trained tokens.
-    total: Z of the window; it is all that a late, exact count of the window changes.
+    total: Z of the global batch; it is all that a late, exact count changes.
     """
 
     formula: str
     share: Callable[[int, int], float]
-    total: Callable[[WindowCounts, int], float]
+    total: Callable[[BatchCounts, int], float]
 
 
 TOKEN_MEAN = Normaliser("sum m f / N", lambda length, nominal: 1.0, lambda counts, limit: counts.num_tokens)
-"""Every trained token of the window weighs the same."""
+"""Every trained token of the global batch weighs the same."""
 
 SEQUENCE_MEAN = Normaliser(
     "(1/B) sum_i sum_t m f / T_i",
@@ -228,18 +220,18 @@ def describe(config: LossConfig) -> str:
 
 def sequence_weights(
     loss: Loss,
-    counts: WindowCounts,
+    counts: BatchCounts,
     trained_tokens: Sequence[int],
     *,
     nominal_tokens: Sequence[int] | None = None,
     max_completion_length: int | None = None,
 ) -> list[float]:
-    """`share_i / Z` of some sequences of the window; 0 for a sequence without trained tokens.
+    """`share_i / Z` of some sequences of the global batch; 0 for a sequence without trained tokens.
 
     Args:
         loss: the loss.
-        counts: counts of the whole window, all ranks.
-        trained_tokens: T_i of the sequences asked for (any part of the window).
+        counts: of the whole global batch, all ranks.
+        trained_tokens: T_i of the sequences asked for.
         nominal_tokens: trained tokens of the nominal micro-batch of each (bnpo); None means T_i.
         max_completion_length: longest completion in tokens (dr_grpo); None where the loss needs none.
 

@@ -16,4 +16,5 @@ register_surrogate(
         lambda length, nominal: 1.0 / nominal,
         lambda counts, limit: counts.num_nominal_batches,
     ),
+    summary="token mean of each micro-batch",
 )

@@ -39,4 +39,5 @@ losses["cispo"] = Loss(
     settings=("epsilon_high", "importance_sampling_level"),
     problems=problems,
     bounds=lambda config: f"{config.level} ratio, capped at {config.clip_high:g}",
+    summary="REINFORCE with a capped ratio",
 )

@@ -15,4 +15,5 @@ register_surrogate(
         lambda length, nominal: 1.0,
         lambda counts, limit: counts.num_sequences * limit,
     ),
+    summary="sum / (completions x max_completion_length)",
 )

@@ -3,4 +3,4 @@
 from swift.rl.losses.base import SEQUENCE_MEAN
 from swift.rl.losses.surrogate import register_surrogate
 
-register_surrogate("grpo", "arXiv:2402.03300", SEQUENCE_MEAN)
+register_surrogate("grpo", "arXiv:2402.03300", SEQUENCE_MEAN, summary="mean of sequence means")

@@ -3,4 +3,6 @@
 from swift.rl.losses.base import SEQUENCE_MEAN
 from swift.rl.losses.surrogate import register_surrogate
 
-register_surrogate("gspo", "arXiv:2507.18071", SEQUENCE_MEAN, default_level="sequence")
+register_surrogate(
+    "gspo", "arXiv:2507.18071", SEQUENCE_MEAN, summary="grpo with one ratio per sequence", default_level="sequence"
+)

@@ -12,4 +12,5 @@ register_surrogate(
         lambda counts, limit: counts.num_trained_sequences,
     ),
     default_level="sequence",
+    summary="gspo with sequences weighted by length",
 )

@@ -19,11 +19,11 @@ class SAPOParameters:
 
     GROUP: ClassVar[str] = "Objective"
 
-    tau_pos: float = flag(1.0, above=0, everyday=False, needs="loss_type=sapo")
-    """sapo: temperature of the gate where the advantage is positive."""
+    tau_pos: float = flag(1.0, above=0, everyday=False)
+    """Temperature of the gate where the advantage is positive."""
 
-    tau_neg: float = flag(1.05, above=0, everyday=False, needs="loss_type=sapo")
-    """sapo: temperature of the gate elsewhere."""
+    tau_neg: float = flag(1.05, above=0, everyday=False)
+    """Temperature of the gate elsewhere."""
 
 
 def objective(inputs: TokenInputs, config: LossConfig) -> Objective:
@@ -41,4 +41,12 @@ def bounds(config: LossConfig) -> str:
     return f"{config.level} ratio, gated with temperatures {gate.tau_pos:g} and {gate.tau_neg:g}"
 
 
-losses["sapo"] = Loss("sapo", "arXiv:2511.20347", objective, SEQUENCE_MEAN, parameters=SAPOParameters, bounds=bounds)
+losses["sapo"] = Loss(
+    "sapo",
+    "arXiv:2511.20347",
+    objective,
+    SEQUENCE_MEAN,
+    parameters=SAPOParameters,
+    bounds=bounds,
+    summary="a smooth gate in place of the clip",
+)

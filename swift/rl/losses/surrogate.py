@@ -14,13 +14,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def register_surrogate(name: str, paper: str, normaliser: Normaliser, *, default_level: Level = "token") -> None:
+def register_surrogate(
+    name: str, paper: str, normaliser: Normaliser, *, summary: str, default_level: Level = "token"
+) -> None:
     """Register a loss with the clipped surrogate as its objective."""
     losses[name] = Loss(
         name,
         paper,
         surrogate,
         normaliser,
+        summary=summary,
         default_level=default_level,
         settings=CLIP_SETTINGS,
         problems=clip_problems,

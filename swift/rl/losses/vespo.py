@@ -44,7 +44,8 @@ losses["vespo"] = Loss(
     "arXiv:2602.10693",
     objective,
     TOKEN_MEAN,
-    folds_sampler_weight=True,
+    applies_sampler_weight=True,
     settings=(),
     bounds=lambda config: "ratio of whole sequences, weighted by a gamma kernel",
+    summary="REINFORCE weighted by a kernel of the sequence ratio",
 )

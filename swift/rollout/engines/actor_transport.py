@@ -26,7 +26,7 @@ from swift.rollout.engines.client import EngineClient
 from swift.rollout.engines.ray_actor import GROUPS, MARKER, EngineActor
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.engines.transport import Late, Lost, Timeouts, Transport
-from swift.rollout.weights import cuda_ipc, object_store
+from swift.rollout.weights import object_store
 from swift.rollout.weights.base import Bucket
 from swift.types import Request
 
@@ -81,7 +81,7 @@ class ActorTransport(Transport):
 
     life: _Life
     restartable = True
-    ways = ("object_store", "broadcast", "ipc")
+    ways = ("object_store", "broadcast")
     stored = "object_store"
 
     def __init__(
@@ -273,25 +273,16 @@ class ActorTransport(Transport):
     def choose(self, bucket: Bucket) -> str:
         """The shortest way from where the trainer's tensors lie."""
         first = bucket.tensors[0][1].device if bucket.tensors else None
-        if first is None or first.type != "cuda" or not all(one.startswith("cuda") for one in self.devices):
-            return "object_store"
-        return "ipc" if list(self.devices) == [f"cuda:{first.index or 0}"] else "broadcast"
+        on_gpus = first is not None and first.type == "cuda" and all(one.startswith("cuda") for one in self.devices)
+        return "broadcast" if on_gpus else "object_store"
 
     def payload(self, way: str, bucket: Bucket, version: int) -> Any:
         """See `Transport.payload`."""
-        return object_store.put(bucket) if way == "object_store" else cuda_ipc.header_for(bucket)
+        return object_store.put(bucket)
 
-    def send_bucket(self, update: int, index: int, way: str, payload: Any, timeout_s: float) -> Callable[[], Any]:
+    def send_bucket(self, update: int, way: str, payload: Any, timeout_s: float) -> Callable[[], Any]:
         """See `Transport.send_bucket`."""
-        wait = self.start_call("bucket", timeout_s, update=update, way=way, payload=payload)
-        if way != "ipc":
-            return wait
-
-        def wait_and_release() -> None:
-            wait()
-            cuda_ipc.release()
-
-        return wait_and_release
+        return self.start_call("bucket", timeout_s, update=update, way=way, payload=payload)
 
     def abort_update(self, update: int) -> None:
         """See `Transport.abort_update`."""

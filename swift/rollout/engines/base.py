@@ -18,7 +18,7 @@ What is loaded is in one of three states, and the errors say which: asleep (`Eng
 One thread at a time calls an engine; only `abort`, `pause("keep")`, `health`, `info` and `close` may come from
 another, `pause` also in the middle of a `stream`, which it ends. No call waits without a bound. What an engine can do
 it says in its `Capabilities`; callers never ask for its name.
-`tests/engines/test_conformance.py` holds every backend to this text.
+`tests/engines/test_conformance_*.py` holds every backend to this text.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Capabilities:
     name: of the backend, for people. logprob_support: "full" is log-softmax(logits / T) over the vocabulary,
     "truncated" renormalises after top-k, top-p, min-p and penalties (equal to "full" when none is on), "raw" is at
     temperature 1. seeded: equal seeds give equal samples. shares_weights: reads the trainer's own parameters, so that
-    publishing copies nothing. transports: ways in which it takes weights, best first. sleep_levels: those that
+    a weight sync copies nothing. transports: ways in which it takes weights, best first. sleep_levels: those that
     release memory. kv_release: whether sleeping gives the KV cache back. dtype: of its weights. guided: holds
     completions to a regular expression. sampling_fields: what of `SamplingParams.unusual` it takes.
     """
@@ -139,7 +139,7 @@ class InferenceEngine(ABC):
 
         Raises:
             PromptTooLong: the prompt leaves no room for one token; the engine stays usable.
-            EngineAsleep: between `sleep` and a full `wake`, and after level 2 until weights were published.
+            EngineAsleep: between `sleep` and a full `wake`, and after level 2 until weights were sent.
             SyncFailed: its weights are void.
             EngineDead: it cannot be used any more.
             RequestRefused: an empty prompt, or one with ids that are no tokens; the engine stays usable.
@@ -298,7 +298,7 @@ class InferenceEngine(ABC):
     def share(self, live: Live) -> str:
         """Let the trainer's parameters be the engine's own memory from now on; both hold the same bits now.
 
-        For an engine that never samples while the trainer changes its weights. Otherwise publishing goes on as before.
+        For an engine that never samples while the trainer changes its weights. Otherwise weight syncs go on as before.
 
         Args:
             live: not empty.
@@ -353,7 +353,7 @@ class InferenceEngine(ABC):
     # --- memory -----------------------------------------------------------------------------------------------
 
     def sleep(self, level: SleepLevel) -> SleepReport:
-        """Release memory: 0 nothing, 1 keeps the weights on the host, 2 drops them (publish before sampling again).
+        """Release memory: 0 nothing, 1 keeps the weights on the host, 2 drops them (sync before sampling again).
 
         Asleep already: goes deeper, or does nothing. An engine that is made for adapters (`EngineSpec.lora`) keeps its
         base weights at level 2 and says so, because nobody would send them again.

@@ -78,12 +78,13 @@ class EngineClient:
         self.void = self.asleep = ""
         self.replacing = False
         self.broadcaster: BroadcastSender | None = None
+        self.sent_by = ""  # way of the last weights
         self._replacing = threading.RLock()
         self._before = EngineCounters()  # of the lives that are over
         self._capabilities: Capabilities | None = None
         self._kept: Kept | None = None
         self._adapter: tuple[int, AdapterWeights] | None = None
-        self._published = False
+        self._synced = False
         self._slept: tuple[SleepLevel, set[Tag]] = (0, set())
         self._paused = False
         self._closed = False
@@ -176,7 +177,7 @@ class EngineClient:
         self._paused = False
         if self.void:
             return
-        if self._published and self._kept is None and self._adapter is None:
+        if self._synced and self._kept is None and self._adapter is None:
             raise self.die(f"its weights of version {self.version} were not kept for a restart")
         if self._kept is not None:
             self.asleep = self._kept.send(self.transport, self.name, self.timeouts.sync_s)
@@ -220,7 +221,7 @@ class EngineClient:
     def weights_arrived(self, kept: Kept, asleep: str) -> None:
         """For `ClientUpdate`: they are valid again."""
         self._kept = kept if self.keeps_weights else None
-        self._adapter, self._published = None, True
+        self._adapter, self._synced = None, True
         self.void, self.asleep = "", asleep
         level, tags = self._slept
         if level == 2:  # what it dropped is there again
@@ -230,7 +231,7 @@ class EngineClient:
     def rebuild(self) -> None:
         """See `InferenceEngine.rebuild`; outstanding requests stay so, and begin anew."""
         self._kept = self._adapter = None
-        self._published = self._paused = False
+        self._synced = self._paused = False
         self.version, self.void, self.asleep, self._slept = 0, "", "", (0, set())
         self.call("rebuild", self.timeouts.start_s)
 
@@ -244,7 +245,7 @@ class EngineClient:
             self.recover(life, str(lost))
             raise SyncFailed(f"weights: adapter version {version} for {self.name}: its engine {lost}") from lost
         self.version = version
-        self._published = True
+        self._synced = True
         if self.keeps_weights:
             copies = {name: tensor.detach().clone() for name, tensor in adapter.tensors.items()}
             self._adapter = (version, replace(adapter, tensors=copies))

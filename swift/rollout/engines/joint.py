@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from swift.errors import SwiftError
 from swift.rollout.engines.base import Ack, Capabilities, TensorInfo, WeightUpdate
 from swift.rollout.weights.base import Bucket
-from swift.rollout.weights.sending import share_broadcast
+from swift.rollout.weights.sending import join_broadcast
 
 if TYPE_CHECKING:
     from swift.rollout.engines.pool import EnginePool
@@ -18,19 +19,28 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+def outcome_of(work: Callable[[], T]) -> T | Exception:
+    """What it returns or raises."""
+    try:
+        return work()
+    except Exception as error:  # the caller raises it once the others are done
+        return error
+
+
 def in_parallel(work: Sequence[Callable[[], T]]) -> list[T | Exception]:
     """What each of them returns or raises, in order."""
+    if len(work) < 2:
+        return [outcome_of(one) for one in work]
+    with ThreadPoolExecutor(len(work), thread_name_prefix="engine") as threads:
+        return list(threads.map(outcome_of, work))
 
-    def outcome(one: Callable[[], T]) -> T | Exception:
-        try:
-            return one()
-        except Exception as error:  # the caller raises it once the others are done
-            return error
 
-    if len(work) == 1:
-        return [outcome(work[0])]
-    with ThreadPoolExecutor(max(1, len(work)), thread_name_prefix="engine") as threads:
-        return list(threads.map(outcome, work))
+def settled(outcomes: Sequence[T | Exception]) -> list[T]:
+    """What all returned; raises the first failure among them."""
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+    return outcomes  # type: ignore[return-value]
 
 
 def common_capabilities(each: Sequence[Capabilities]) -> Capabilities:
@@ -83,25 +93,15 @@ class PoolUpdate(WeightUpdate):
         super().__init__(pool.capabilities.name, manifest, version)
         self._pool, self._updates = pool, updates
 
-    def send(self, bucket: Bucket) -> None:
-        """Deliver a bucket to all; its checksums are computed once. See `WeightUpdate.send`."""
-        bucket.checksums()  # before threads ask for them
-        super().send(bucket)
-
     def _deliver(self, bucket: Bucket) -> None:
+        """Begin with every engine, then wait for each."""
         if self.sent == len(bucket.tensors):
-            share_broadcast(self._updates, bucket)
-        self._everywhere(lambda update: update.send(bucket))
+            join_broadcast(self._updates, bucket)
+        waits = settled([outcome_of(partial(update.start, bucket)) for update in self._updates])
+        settled([outcome_of(wait) for wait in waits if wait is not None])
 
     def _finish(self) -> Ack:
-        return joint_ack(self._everywhere(lambda update: update.commit()))
-
-    def _everywhere(self, work: Callable[[WeightUpdate], T]) -> list[T]:
-        outcomes = in_parallel([lambda update=update: work(update) for update in self._updates])  # type: ignore[misc]
-        for outcome in outcomes:
-            if isinstance(outcome, Exception):
-                raise outcome
-        return outcomes  # type: ignore[return-value]
+        return joint_ack(settled(in_parallel([update.commit for update in self._updates])))
 
     def commit(self) -> Ack:
         """All engines switch; see `WeightUpdate.commit`."""

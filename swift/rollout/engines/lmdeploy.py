@@ -1,9 +1,7 @@
 """LMDeploy's PyTorch engine behind the engine contract; GPUs only.
 
-Requests are handed to LMDeploy's engine below its text layer: ids in, ids out, so that nothing is detokenised and no
-end token is added that was not asked for. Each is a coroutine on the event loop of LMDeploy's own thread:
-
-    submit -> coroutine: session, handle, tokens as they come -> queue -> stream
+Requests are handed to LMDeploy's engine below its text layer: ids in, ids out. Each is a coroutine on the event loop of
+LMDeploy's own thread, which puts its completion into the queue that `stream` reads.
 
 Log-probs are at temperature 1 ("raw"). `update_params` takes a bucket as CUDA IPC handles, one set for each
 tensor-parallel rank; it confirms nothing, and a failure leaves half of it in the model. So names and shapes are checked
@@ -20,11 +18,11 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
-import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,11 +30,13 @@ import torch
 from torch import Tensor
 
 from swift.errors import EngineDead, EngineError, SwiftError, SyncFailed, first_line
+from swift.models.tokenizer import read_tokenizer
 from swift.rollout.engines import lmdeploy_api as api_
 from swift.rollout.engines.base import ALL_TAGS, Capabilities, EngineCounters, PauseMode, SleepLevel, Tag
-from swift.rollout.engines.expected_weights import ExpectedWeights, merged_adapters, model_config
+from swift.rollout.engines.expected_weights import ExpectedWeights, few, merged_adapters, model_config
 from swift.rollout.engines.life import EngineLife
 from swift.rollout.engines.lmdeploy_api import require
+from swift.rollout.engines.process import same_environment
 from swift.rollout.engines.running import Running
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.engines.stopping import ends_with_stop
@@ -54,21 +54,12 @@ QUIET_UPDATES = 3
 class _Running(Running):
     """A request on its way. `session` is LMDeploy's, once it has one."""
 
-    ends: frozenset[int] = frozenset()
-    room: int = 0
     aborted: bool = False
-    reason: FinishReason | None = None
     session: Any = None
 
 
 def build(spec: EngineSpec) -> LMDeployEngine:
-    """Makes the engine.
-
-    Raises:
-        ResourceError: the package, a GPU or a 16-bit type is missing.
-        ConfigError: arguments or a model that LMDeploy refuses.
-        EngineError: LMDeploy failed to start.
-    """
+    """Makes the engine; see `LMDeployEngine`."""
     return LMDeployEngine(spec)
 
 
@@ -77,6 +68,11 @@ class LMDeployEngine(EngineLife):
 
     Args:
         spec: the engine.
+
+    Raises:
+        ResourceError: the package, a GPU or a 16-bit type is missing.
+        ConfigError: arguments or a model that LMDeploy refuses.
+        EngineError: LMDeploy failed to start.
     """
 
     name = "lmdeploy"
@@ -85,14 +81,15 @@ class LMDeployEngine(EngineLife):
         api_.check_spec(spec)
         self.spec = spec
         self.counters = EngineCounters()
-        self.version = 0
         self._api = api_.load_api()
         self._lock = threading.Lock()
         self._ready: queue.SimpleQueue[Completion] = queue.SimpleQueue()
         self._pipeline: Any = None
-        self._tokenizer: Any = None
         self._reset()
-        self._expected = ExpectedWeights.of_model(spec.model, model_config(spec))
+        self._tokenizer = read_tokenizer(spec.model, trust_remote_code=spec.trust_remote_code)
+        config = model_config(spec)
+        self.vocab_size = config.get_text_config().vocab_size
+        self._expected = ExpectedWeights.of_model(spec.model, config)
         try:
             self._open()
         except BaseException:
@@ -102,28 +99,28 @@ class LMDeployEngine(EngineLife):
 
     def _reset(self) -> None:
         """The state of an engine that has just been made."""
+        self._reset_life()
+        self.version = 0
         self._running: dict[str, _Running] = {}
         self._moved = time.monotonic()  # when the last token came
-        self._reset_life()
         self._update: _Update | None = None
-        self._probed: tuple[list[int], list[float]] | None = None
-        self._digest, self._quiet = "", 0
+        self._probed: tuple[str, Any] = "", None  # weights and sample of the last probe
+        self._quiet = 0  # probes in a row that did not show a change of weights
         self._unconfirmed = ""  # digest of an update that no probe could follow yet
 
     # --- start and end ----------------------------------------------------------------------------------------
 
     def _open(self) -> None:
         """Start LMDeploy with the weights of the folder, then bring those of the spec's adapters in."""
-        config = api_.engine_config(self._api, self.spec)
+        spec = self.spec
+        config = api_.engine_config(self._api, spec)
+        remote = spec.trust_remote_code
         start = functools.partial(
-            self._api.Pipeline,
-            self.spec.model,
-            backend_config=config,
-            log_level="ERROR",
-            trust_remote_code=self.spec.trust_remote_code,
+            self._api.Pipeline, spec.model, backend_config=config, log_level="ERROR", trust_remote_code=remote
         )
         try:
-            with api_.visible_devices(self.spec):  # Ray gives its workers what is visible when it starts
+            # Ray gives its workers what is visible when it starts
+            with same_environment({"CUDA_VISIBLE_DEVICES": api_.visible_devices(spec)}):
                 self._pipeline = _bounded(start, START_S, "start of the engine")
         except SwiftError:
             raise
@@ -138,9 +135,9 @@ class LMDeployEngine(EngineLife):
             seeded=True,
             shares_weights=False,
             max_model_len=min(int(limit) for limit in limits if limit),
-            dtype=self.spec.dtype,
-            devices=self.spec.devices,
-            tensor_parallel_size=self.spec.tensor_parallel_size,
+            dtype=spec.dtype,
+            devices=spec.devices,
+            tensor_parallel_size=spec.tensor_parallel_size,
             sleep_levels=(0, 1, 2),
             kv_release=True,
             transports=("cuda_ipc",),
@@ -148,12 +145,11 @@ class LMDeployEngine(EngineLife):
             sampling_fields=api_.SAMPLING_FIELDS,
             extra={"lmdeploy": self._api.version},
         )
-        if self.spec.adapters:
-            self.load_weights(merged_adapters(self.spec), 0)
+        if spec.adapters:
+            self.load_weights(merged_adapters(spec), 0)
 
     @property
     def _engine(self) -> Any:
-        """LMDeploy's AsyncEngine."""
         return self._pipeline.async_engine
 
     def rebuild(self) -> None:
@@ -161,7 +157,6 @@ class LMDeployEngine(EngineLife):
         self._check_alive()
         try:
             self._shut()
-            self.version = 0
             self._open()
         except SwiftError as error:
             self._dead = f"it could not be made again ({error})"
@@ -195,8 +190,7 @@ class LMDeployEngine(EngineLife):
                 f"--temperature: {request.sampling.temperature}: LMDeploy takes at most {api_.HIGHEST_TEMPERATURE}; "
                 "use a lower one, or another engine"
             )
-        ends = frozenset((*self.spec.eos_token_ids, *request.sampling.stop_token_ids))
-        running = _Running(request, ends=ends, room=self.room(request))
+        running = _Running(request)
         with self._lock:
             if request.request_id in self._running:
                 raise EngineError(f"request: {request.request_id}: submitted twice; ids must differ while in flight")
@@ -225,7 +219,7 @@ class LMDeployEngine(EngineLife):
     async def _sample(self, running: _Running) -> FinishReason:
         """Tokens of one request, as they come."""
         engine, request = self._engine, running.request
-        config = api_.generation_config(self._api, request.sampling, running.room, self.spec.eos_token_ids)
+        config = api_.generation_config(self._api, request.sampling, self.room(request), self.spec.eos_token_ids)
         running.session = engine.session_mgr.get()
         reason: FinishReason | None = None
         try:
@@ -249,40 +243,23 @@ class LMDeployEngine(EngineLife):
 
     def _take(self, running: _Running, output: Any) -> FinishReason | None:
         """Add what came; the reason when that ends the request."""
-        status, types, name = output.status, self._api.ResponseType, running.request.request_id
+        status, types, request = output.status, self._api.ResponseType, running.request
         if status not in (types.SUCCESS, types.FINISH, types.CANCEL):
-            raise EngineError(f"request: {name}: LMDeploy answers {status.name}")
+            raise EngineError(f"request: {request.request_id}: LMDeploy answers {status.name}")
         rows = output.logprobs or []
+        if status != types.CANCEL and len(rows) < len(output.token_ids):
+            raise EngineError(f"request: {request.request_id}: tokens came without log-probs")
         for token, row in zip(output.token_ids, rows, strict=False):
-            if running.reason is not None:
-                break
             if token not in row:
-                raise EngineError(f"request: {name}: token {token} came without its log-prob")
+                raise EngineError(f"request: {request.request_id}: token {token} came without its log-prob")
             running.add([int(token)], [min(float(row[token]), 0.0)], self.version)
             self._moved = time.monotonic()
-            if self._hits_stop_word(running):
+            if ends_with_stop(running.token_ids, request.sampling.stop, self._tokenizer):
                 return "stop"
-            if token in running.ends:
-                running.reason = "stop"
-            elif len(running.token_ids) >= running.room:
-                running.reason = "length"
-        if running.reason is not None:
-            return running.reason if status != types.SUCCESS else None
-        if status == types.CANCEL or running.aborted:
-            return "abort"
-        if len(rows) < len(output.token_ids):
-            raise EngineError(f"request: {name}: tokens came without log-probs")
-        # finished by itself before the limit: the KV cache is full, which is a limit too
-        return "length" if status == types.FINISH else None
-
-    def _hits_stop_word(self, running: _Running) -> bool:
-        words = running.request.sampling.stop
-        if words and self._tokenizer is None:
-            from transformers import AutoTokenizer
-
-            remote = self.spec.trust_remote_code
-            self._tokenizer = AutoTokenizer.from_pretrained(self.spec.model, trust_remote_code=remote)
-        return ends_with_stop(running.token_ids, words, self._tokenizer)
+        if status == types.FINISH:  # a full KV cache is a limit, too
+            ends = {*self.spec.eos_token_ids, *request.sampling.stop_token_ids}
+            return "stop" if running.token_ids and running.token_ids[-1] in ends else "length"
+        return "abort" if status == types.CANCEL or running.aborted else None
 
     def stream(self) -> Iterator[Completion]:
         """See `InferenceEngine.stream`."""
@@ -350,8 +327,7 @@ class LMDeployEngine(EngineLife):
         """See `InferenceEngine.begin_update`."""
         self._check_takes("new weights")
         if problems := self._expected.check(manifest):
-            more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-            raise SyncFailed(f"weights: version {version} for lmdeploy: {'; '.join(problems[:3])}{more}")
+            raise SyncFailed(f"weights: version {version} for lmdeploy: {few(problems)}")
         self._update = _Update(self, manifest, version)
         return self._update
 
@@ -361,66 +337,31 @@ class LMDeployEngine(EngineLife):
     def _loaded_version(self) -> int | None:
         return self._update.version if self._update is not None and self._update.sent else None
 
-    def take_bucket(self, bucket: Bucket, *, last: bool) -> None:
-        """Hand a bucket of an update to LMDeploy."""
-        dtype = torch_dtype(self.spec.dtype)
-        # the handles are valid as long as these tensors live: until the call has returned
-        copies = [{name: placed(one, device, dtype) for name, one in bucket.tensors} for device in self.spec.devices]
-        handles = [self._api.serialize_state_dict(one) for one in copies]
-        request = self._api.UpdateParamsRequest(
-            serialized_named_tensors=handles if len(handles) > 1 else handles[0], finished=last
-        )
-        _bounded(lambda: self._engine.engine.update_params(request), SYNC_S, "update_params", SyncFailed)
-
-    def end_update(self, version: int, digest: str) -> str:
-        """All tensors are there: sample with them, now or as soon as the KV cache is awake; a note for the Ack."""
-        self._dropped = False
-        if self._asleep:
-            self._unconfirmed, note = digest, "confirmed by a probe at the next wake"
-        else:
-            note = self._probe(digest, version)
-        self.version, self._update = version, None
-        return note
-
-    def give_up_update(self, *, sent: bool) -> None:
-        """An update ends without a commit."""
-        self._update = None
-        if sent:
-            self._invalidate("an update was given up; the model may be half updated")
-
     def reset_caches(self) -> None:
         """See `InferenceEngine.reset_caches`: nothing of a prompt outlives its request, as prefix caching is off."""
         self._check_alive()
 
-    def _probe(self, digest: str, version: int) -> str:
-        """Sample a fixed request after an update; returns a note, or "".
-
-        Raises:
-            SyncFailed: log-probs that no model has, or the same ones after several updates that changed the weights.
-        """
+    def _confirm(self, version: int, digest: str) -> str:
+        """Sample a fixed request after an update; a note, or "". Raises SyncFailed when the weights did not arrive."""
         where = f"weights: version {version} for lmdeploy"
         sampling = SamplingParams(max_new_tokens=PROBE_TOKENS, temperature=1.0, seed=1)
-        running = _Running(Request("probe", list(range(8)), sampling), room=PROBE_TOKENS)
+        running = _Running(Request("probe", list(range(8)), sampling))
         try:
             reason = self._wait_for(self._sample(running), SYNC_S, "probe")
         except EngineDead:
             raise
         except Exception as error:
             raise SyncFailed(f"{where}: the probe after the update failed ({first_line(error)})") from error
-        values = running.logprobs
-        if reason not in ("stop", "length") or not values or not all(-math.inf < one <= 1e-5 for one in values):
-            raise SyncFailed(
-                f"{where}: the engine samples nonsense after the update ({reason}, log-probs {values[:3]})"
-            )
-        found, former = (running.token_ids, values), self._probed
-        stuck = former == found and digest != self._digest
-        self._probed, self._digest, self._quiet = found, digest, self._quiet + 1 if stuck else 0
+        if reason not in ("stop", "length") or not running.logprobs:
+            raise SyncFailed(f"{where}: the probe after the update ended with {reason!r}")
+        former, self._probed = self._probed, (digest, (running.token_ids, running.logprobs))
+        self._quiet = self._quiet + 1 if former[1] == self._probed[1] and former[0] != digest else 0
         if self._quiet >= QUIET_UPDATES:
             raise SyncFailed(
-                f"{where}: {self._quiet} updates in a row with changed weights left all {len(values)} log-probs of the "
-                "probe as they were, so they do not arrive"
+                f"{where}: {self._quiet} updates in a row with changed weights left all {len(running.logprobs)} "
+                "log-probs of the probe as they were, so they do not arrive"
             )
-        return "the log-probs of the probe did not change" if stuck else ""
+        return "the log-probs of the probe did not change" if self._quiet else ""
 
     # --- memory -----------------------------------------------------------------------------------------------
 
@@ -447,7 +388,7 @@ class LMDeployEngine(EngineLife):
         digest, self._unconfirmed = self._unconfirmed, ""
         if digest and not self._dropped:
             try:
-                self._probe(digest, self.version)
+                self._confirm(self.version, digest)
             except SyncFailed as error:
                 self._invalidate(str(error))
                 raise
@@ -455,18 +396,18 @@ class LMDeployEngine(EngineLife):
 
     # --- LMDeploy's loop ----------------------------------------------------------------------------------------
 
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(work, self._pipeline.internal_thread.loop)
 
     def _wait_for(self, work: Coroutine[Any, Any, Any], seconds: float, what: str) -> Any:
         """Run a coroutine on LMDeploy's loop; the engine is dead if it takes longer."""
         future = self._spawn(work)
-        try:
-            return future.result(seconds)
-        except concurrent.futures.TimeoutError as error:
+        done, _ = concurrent.futures.wait([future], seconds)
+        if not done:
             future.cancel()
             self._dead = f"{what} did not end within {seconds:.0f} s"
-            raise EngineDead(f"engine: lmdeploy: {self._dead}") from error
+            raise EngineDead(f"engine: lmdeploy: {self._dead}")
+        return future.result()
 
 
 class _Update(WeightUpdate):
@@ -478,20 +419,32 @@ class _Update(WeightUpdate):
         self._started = time.monotonic()
 
     def _deliver(self, bucket: Bucket) -> None:
+        engine, spec, last = self._engine, self._engine.spec, self.sent == len(self.manifest)
+        dtype = torch_dtype(spec.dtype)
         try:
-            self._engine.take_bucket(bucket, last=self.sent == len(self.manifest))
+            # the handles are valid as long as these tensors live: until the call has returned
+            copies = [{name: placed(one, device, dtype) for name, one in bucket.tensors} for device in spec.devices]
+            handles = [engine._api.serialize_state_dict(one) for one in copies]
+            request = engine._api.UpdateParamsRequest(
+                serialized_named_tensors=handles if len(handles) > 1 else handles[0], finished=last
+            )
+            _bounded(lambda: engine._engine.engine.update_params(request), SYNC_S, "update_params", SyncFailed)
         except SyncFailed:
             raise
         except Exception as error:
-            raise SyncFailed(
-                f"weights: version {self.version} for lmdeploy: update_params failed ({type(error).__name__}: {error})"
-            ) from error
+            line = f"update_params failed ({type(error).__name__}: {error})"
+            raise SyncFailed(f"weights: version {self.version} for lmdeploy: {line}") from error
 
     def _finish(self) -> Ack:
-        digest = self.digest.hexdigest()
-        note = self._engine.end_update(self.version, digest)
+        engine, digest = self._engine, self.digest.hexdigest()
+        engine._dropped = False
+        if engine._asleep:  # nothing can be sampled before the KV cache is awake
+            engine._unconfirmed, note = digest, "confirmed by a probe at the next wake"
+        else:
+            note = engine._confirm(self.version, digest)
+        engine.version, engine._update = self.version, None
         self._open = False
-        rounded = any(info.dtype != self._engine.spec.dtype for info in self.manifest)
+        rounded = any(info.dtype != engine.spec.dtype for info in self.manifest)
         seconds = time.monotonic() - self._started
         return Ack(self.version, self.sent, self.sent_bytes, digest, seconds=seconds, rounded=rounded, note=note)
 
@@ -499,7 +452,9 @@ class _Update(WeightUpdate):
         """See `WeightUpdate.abort`."""
         if self._open:
             self._open = False
-            self._engine.give_up_update(sent=self.sent > 0)
+            self._engine._update = None
+            if self.sent:
+                self._engine._invalidate("an update was given up; the model may be half updated")
 
 
 def placed(tensor: Tensor, device: str, dtype: torch.dtype) -> Tensor:
@@ -509,27 +464,20 @@ def placed(tensor: Tensor, device: str, dtype: torch.dtype) -> Tensor:
 
 
 def _bounded(call: Callable[[], Any], seconds: float, what: str, error_type: type[SwiftError] = EngineDead) -> Any:
-    """A call on a thread of its own, waited for at most this long; a call that hangs is left behind.
-
-    Raises:
-        SwiftError: `error_type`, when it took too long; else what the call raised.
-    """
-    box: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+    """A call on a thread of its own, waited for at most this long; a call that hangs is left behind."""
+    future: Future[Any] = Future()
 
     def run() -> None:
         try:
-            box.put((call(), None))
+            future.set_result(call())
         except BaseException as error:
-            box.put((None, error))
+            future.set_exception(error)
 
     threading.Thread(target=run, name=f"lmdeploy {what}", daemon=True).start()
-    try:
-        value, error = box.get(timeout=seconds)
-    except queue.Empty:
-        raise error_type(f"engine: lmdeploy: {what} did not end within {seconds:.0f} s") from None
-    if error is not None:
-        raise error
-    return value
+    done, _ = concurrent.futures.wait([future], seconds)
+    if not done:
+        raise error_type(f"engine: lmdeploy: {what} did not end within {seconds:.0f} s")
+    return future.result()
 
 
 __all__ = ["LMDeployEngine", "build", "require"]

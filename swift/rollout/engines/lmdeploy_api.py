@@ -6,11 +6,9 @@ weights. Prefix caching is off, because LMDeploy has no call that empties the ca
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import os
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,11 +35,7 @@ SAMPLING_FIELDS = ("min_tokens", "bad_token_ids", "repetition_ngram_size", "repe
 
 
 def require() -> None:
-    """Checks that LMDeploy can run here, before any weights are loaded.
-
-    Raises:
-        ResourceError: the package or a GPU is missing, or it is another version.
-    """
+    """Raises ResourceError when LMDeploy cannot run here, before any weights are loaded."""
     install = f"pip install 'lmdeploy=={SUPPORTED}.*'"
     if importlib.util.find_spec("lmdeploy") is None:
         raise ResourceError(
@@ -59,11 +53,7 @@ def require() -> None:
 
 
 def load_api() -> SimpleNamespace:
-    """Import LMDeploy: everything in `SYMBOLS`, and its `version`.
-
-    Raises:
-        ResourceError: it cannot run here, another version, or a symbol that this version lacks.
-    """
+    """Import everything in `SYMBOLS`, beside the `version`; raises ResourceError for what is not there."""
     require()
     found = SimpleNamespace(version=_version())
     for name, place in SYMBOLS.items():
@@ -109,11 +99,7 @@ def check_spec(spec: EngineSpec) -> None:
 
 
 def device_indexes(spec: EngineSpec) -> list[int]:
-    """`("cuda:2", "cuda:3")` -> [2, 3].
-
-    Raises:
-        ResourceError: a device that is no NVIDIA GPU.
-    """
+    """`("cuda:2", "cuda:3")` -> [2, 3]; raises ResourceError for a device that is no NVIDIA GPU."""
     for device in spec.devices:
         if device.partition(":")[0] != "cuda":
             raise ResourceError(f"--lmdeploy_device: {device}: LMDeploy runs on NVIDIA GPUs only; {INSTEAD}")
@@ -121,11 +107,7 @@ def device_indexes(spec: EngineSpec) -> list[int]:
 
 
 def engine_config(api: SimpleNamespace, spec: EngineSpec) -> Any:
-    """LMDeploy's configuration; the spec's `engine_kwargs` come last and win.
-
-    Raises:
-        ConfigError: arguments that LMDeploy refuses.
-    """
+    """LMDeploy's configuration; the spec's `engine_kwargs` come last. Raises ConfigError for what it refuses."""
     arguments = {
         "dtype": spec.dtype,
         "tp": spec.tensor_parallel_size,
@@ -176,17 +158,8 @@ def generation_config(api: SimpleNamespace, sampling: SamplingParams, room: int,
     )
 
 
-@contextlib.contextmanager
-def visible_devices(spec: EngineSpec) -> Iterator[None]:
-    """Processes that start inside the block see the engine's GPUs alone, counted as this process counts its own."""
-    name = "CUDA_VISIBLE_DEVICES"
-    former = os.environ.get(name)
+def visible_devices(spec: EngineSpec) -> str:
+    """CUDA_VISIBLE_DEVICES of processes that see the engine's GPUs alone, counted as this process counts its own."""
+    former = os.environ.get("CUDA_VISIBLE_DEVICES")
     own = former.split(",") if former else None
-    os.environ[name] = ",".join(own[index].strip() if own else str(index) for index in device_indexes(spec))
-    try:
-        yield
-    finally:
-        if former is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = former
+    return ",".join(own[index].strip() if own else str(index) for index in device_indexes(spec))

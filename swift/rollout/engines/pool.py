@@ -100,7 +100,7 @@ class EnginePool(InferenceEngine):
         self._check_valid()
         for client in self._dispatch.clients:
             if client.asleep:
-                raise EngineAsleep(f"{client.name}: {client.asleep}; wake it, and publish what it dropped")
+                raise EngineAsleep(f"{client.name}: {client.asleep}; wake it, and send what it dropped")
         with self._dispatch.changed:
             self._dispatch.table.add(request)
             self._dispatch.changed.notify_all()
@@ -298,7 +298,7 @@ class EnginePool(InferenceEngine):
 
     def _check_valid(self) -> None:
         if void := self.void:
-            raise SyncFailed(f"engine: its weights are void: {void}; publish again, or rebuild it")
+            raise SyncFailed(f"engine: its weights are void: {void}; sync again, or rebuild it")
 
     def _check_at_rest(self, what: str) -> None:
         self._check_open()

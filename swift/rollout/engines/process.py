@@ -11,11 +11,23 @@ import contextlib
 import gc
 import os
 import random
+import sys
+import threading
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+
+STACK_FRAMES = 4
+
+
+def stack_of(thread: threading.Thread | None) -> str:
+    """The innermost calls of a thread, in one line; of the main thread with None."""
+    frame = sys._current_frames().get((thread or threading.main_thread()).ident or 0)
+    where = [f"{one.name} ({Path(one.filename).name}:{one.lineno})" for one in traceback.extract_stack(frame)]
+    return " < ".join(reversed(where[-STACK_FRAMES:]))
 
 
 @contextlib.contextmanager

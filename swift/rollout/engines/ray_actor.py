@@ -15,7 +15,6 @@ import logging
 import os
 import shutil
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
@@ -26,9 +25,10 @@ from swift.errors import EngineError, SwiftError, SyncFailed
 from swift.rollout.engines import cluster, guard
 from swift.rollout.engines.base import Capabilities, Health
 from swift.rollout.engines.completion_stream import Arrival, CompletionStream, Failure
+from swift.rollout.engines.process import stack_of
 from swift.rollout.engines.request_queue import RequestQueue
 from swift.rollout.engines.spec import EngineSpec, build_engine
-from swift.rollout.weights import cuda_ipc, object_store
+from swift.rollout.weights import object_store
 from swift.rollout.weights.base import Ack, Bucket
 from swift.startup import collector_resting
 from swift.types import Request
@@ -40,7 +40,6 @@ LAUNCH_VARIABLES = (
 """torchrun's: they describe the trainer's ranks, of which an engine is none."""
 MARKER = "SWIFT_ENGINE"
 """Variable that all processes of one life have."""
-STACK_FRAMES = 4
 GROUPS = {"inbox": 1, "control": 6, "events": 1, "work": 1}
 """Concurrency groups of the actor, and how many calls of each run at once."""
 
@@ -167,12 +166,8 @@ class EngineActor:
     @_in_group("control")
     def stacks(self) -> str:
         """Where the engine's thread is."""
-        frames = sys._current_frames()
-        names = {thread.name: thread.ident for thread in threading.enumerate()}
         faulthandler.dump_traceback(all_threads=True)
-        frame = frames.get(names.get("request queue") or threading.main_thread().ident or 0)
-        where = [f"{one.name} ({Path(one.filename).name}:{one.lineno})" for one in traceback.extract_stack(frame)]
-        return "its thread is in " + " < ".join(reversed(where[-STACK_FRAMES:]))
+        return "its thread is in " + stack_of(self._queue.thread if self._queue is not None else None)
 
     @_in_group("control")
     def connect(self, invitation: dict[str, Any]) -> None:
@@ -213,14 +208,10 @@ class EngineActor:
     def bucket(self, update: int, way: str, payload: Any) -> None:
         """The next bucket."""
         self._live.send_bucket(update, lambda _: Bucket(self._received(way, payload))).result()
-        if way == "ipc":
-            cuda_ipc.release()
 
     def _received(self, way: str, payload: Any) -> Any:
         if way == "object_store":
             return object_store.tensors_of(payload)
-        if way == "ipc":
-            return cuda_ipc.receive(payload)
         if way == "broadcast" and self._broadcast is not None:
             return self._broadcast.receive(payload)
         raise SyncFailed(f"weights: transport {way}: is not connected")

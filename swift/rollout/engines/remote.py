@@ -5,7 +5,7 @@
     a server that is gone is waited for; then it gets the present weights, and its requests again
 
 Every POST names the version it counts on, so that a restarted server never samples with its base weights for a
-run that has published others. Failures without any progress in between are bounded; after that the engine is dead.
+run that has sent others. Failures without any progress in between are bounded; after that the engine is dead.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.engines.transport import Event, Lost, Returned, Timeouts, Transport
 from swift.rollout.weights import disk
 from swift.rollout.weights.base import Bucket
-from swift.rollout.weights.packing import staged
 from swift.types import Completion, Request
 
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0)
@@ -92,7 +91,7 @@ class HttpTransport(ServerLease, Transport):
         self._base = EngineCounters()
         self._failures = 0
         self._readings: set[_Reading] = set()
-        self._writer: disk.VersionWriter | None = None
+        self._writing: int | None = None  # version
         self._ending = threading.Event()
         self._beating: threading.Thread | None = None
 
@@ -267,13 +266,13 @@ class HttpTransport(ServerLease, Transport):
         if name == "info":
             return {"engine": "remote", "state": self._get("GET", "/info", timeout_s)}
         if name == "sleep":
-            said = self._get("POST", "/sleep", timeout_s, params={"mode": "wait", **fields})
+            said = self._get("POST", "/sleep", timeout_s, params=fields)
             return {"result": SleepReport(said["freed_bytes"], said["note"]), **said}
         if name == "wake":
             said = self._get("POST", "/wake_up", timeout_s, params=fields)
             return {"result": said["fully_awake"], **said}
         path, body = {
-            "pause": ("/pause?mode=keep", None),
+            "pause": ("/pause", None),
             "resume": ("/resume", None),
             "drop_adapter": ("/v1/unload_lora_adapter", {}),
             "reset_caches": ("/reset_prefix_cache", None),
@@ -305,42 +304,32 @@ class HttpTransport(ServerLease, Transport):
     def payload(self, way: str, bucket: Bucket, version: int) -> Any:
         """See `Transport.payload`."""
         if way == "http":
-            return staged(bucket, "safetensors", lambda: disk.as_bytes(bucket.tensors))
+            return bucket.once("safetensors", lambda: disk.as_bytes(bucket.tensors))
         if self.files is None:
             raise SyncFailed(
                 f"weights: {self.name}: --weight_transport disk: it has no weights folder that is seen here"
             )
         files = self.files
-        writer = self._writer = files.writer(version)
-        return staged(bucket, f"disk {files.folder}", lambda: writer.add(bucket))
+        self._writing = version
+        return bucket.once(f"disk {files.path}", lambda: files.add(bucket, version))
 
-    def send_bucket(self, update: int, index: int, way: str, payload: Any, timeout_s: float) -> Callable[[], Any]:
-        """See `Transport.send_bucket`."""
+    def send_bucket(self, update: int, way: str, payload: Any, timeout_s: float) -> Callable[[], Any]:
+        """See `Transport.send_bucket`; on a thread of its own."""
         if way == "http":
-            self._upload("/weights/bucket", {"update": update}, payload)
-            return lambda: None
+            return self._aside(lambda: self._upload("/weights/bucket", {"update": update}, payload), timeout_s)
         body = {"update": update, **({"broadcast": payload} if way == "broadcast" else payload)}
-
-        def send() -> Any:
-            return self._get("POST", "/weights/bucket", self.timeouts.sync_s, json=body)
-
-        if way == "broadcast":
-            return self._aside(send, timeout_s)
-        send()
-        return lambda: None
+        return self._aside(lambda: self._get("POST", "/weights/bucket", self.timeouts.sync_s, json=body), timeout_s)
 
     def abort_update(self, update: int) -> None:
         """See `Transport.abort_update`."""
         with contextlib.suppress(Lost, SwiftError):
             self._get("POST", "/weights/abort", self.timeouts.reply_s, json={"update": update})
 
-    def update_ended(self, manifest: Sequence[TensorInfo] | None) -> None:
+    def update_ended(self, *, complete: bool) -> None:
         """Files that were written are complete, or given up."""
-        writer, self._writer = self._writer, None
-        if writer is not None and manifest is not None:
-            writer.finish(manifest)
-        elif writer is not None:
-            writer.abandon()
+        version, self._writing = self._writing, None
+        if self.files is not None and version is not None:
+            self.files.update_ended(version, complete=complete)
 
     def address(self) -> str:
         """The address of this host that the server reaches."""

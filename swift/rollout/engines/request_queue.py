@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 from swift.errors import EngineDead, EngineError, RequestRefused, SwiftError, SyncFailed
 from swift.rollout.engines.base import Health, InferenceEngine
 from swift.rollout.engines.completion_stream import Arrival, CompletionStream, Failure, QueueFull
+from swift.rollout.engines.process import stack_of
 from swift.rollout.engines.requests import RequestTable
 from swift.rollout.weights.base import Ack, Bucket, TensorInfo, WeightUpdate
 from swift.types import Request
@@ -78,8 +79,11 @@ class RequestQueue:
         self._interrupting = False  # one is being carried out
         self._update: _Update | None = None
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="request queue", daemon=True)
-        self._thread.start()
+        self._working: Any = None  # the job that runs
+        self._seen: Any = None  # signs of progress
+        self._seen_at = 0.0
+        self.thread = threading.Thread(target=self._run, name="request queue", daemon=True)
+        self.thread.start()
 
     # --- requests ---------------------------------------------------------------------------------------------
 
@@ -150,6 +154,10 @@ class RequestQueue:
             done.append((self._streams.pop(one.request_id), replace(one, request_id=_own_id(one.request_id))))
         return done
 
+    def _all(self) -> list[str]:
+        """Everything that waits or runs, forgotten by the table."""
+        return [*self._table.remove(ENGINE), *self._table.remove(None)]
+
     def _failed(self, names: Iterable[str], error: Exception) -> list[tuple[CompletionStream, Arrival]]:
         """The failure of requests that the table has forgotten, for each stream; as `_done`."""
         assert isinstance(error, SwiftError), "failures of other kinds are deaths"
@@ -177,13 +185,6 @@ class RequestQueue:
     def paused(self) -> bool:
         """Whether nothing is submitted until `resume`."""
         return self._paused
-
-    def pause(self) -> Future[None]:
-        """Submit nothing until `resume`; the future ends when nothing runs any more. `abort` first to hurry."""
-        with self._changed:
-            self._check_alive()
-            self._paused = True
-        return self.do(lambda engine: None)
 
     def pause_in_flight(self) -> None:
         """Stop sampling between two tokens, keeping what runs for `resume`; jobs can run meanwhile.
@@ -338,10 +339,12 @@ class RequestQueue:
                 continue
             work, future = job
             if future.set_running_or_notify_cancel():
+                self._working = future
                 try:
                     future.set_result(work(self.engine))
                 except BaseException as error:  # belongs to whoever waits for the job
                     future.set_exception(error)
+                self._working = None
 
     @property
     def _job_is_due(self) -> bool:
@@ -450,6 +453,26 @@ class RequestQueue:
         if self.dead is not None:
             raise self.dead
 
+    def check_progress(self, stall_s: float, job_s: float) -> None:
+        """To be called every second or so.
+
+        Raises:
+            EngineDead: samples run and nothing has moved for `stall_s`, or one job has run for `job_s`.
+        """
+        counters, now = self.engine.counters, time.monotonic()
+        signs = (self._working, self._table.count(ENGINE), counters.decode_steps, counters.prefill_tokens)
+        idle = self._working is None and (not self._table.count(ENGINE) or self._kept)
+        if idle or signs != self._seen:
+            self._seen, self._seen_at = signs, now
+        limit_s = stall_s if self._working is None else job_s
+        if now - self._seen_at > limit_s:
+            where = stack_of(self.thread)
+            error = self._die(EngineDead(f"engine: no progress for {limit_s:g} s; its thread is in {where}"))
+            with self._changed:
+                failed = self._failed(self._all(), error)
+            _put(failed)
+            raise error
+
     def health(self) -> Health:
         """The engine's, as far as it is alive."""
         if self.dead is not None or self._closed:
@@ -463,14 +486,14 @@ class RequestQueue:
             if self._closed:
                 return
             self._closed = True
-            failed = self._failed([*self._table.remove(ENGINE), *self._table.remove(None)], error)
+            failed = self._failed(self._all(), error)
             jobs = list(self._jobs)
             self._jobs.clear()
             self._changed.notify_all()
         _put(failed)
         _fail_jobs(jobs, error)
         self.engine.close()
-        self._thread.join(CLOSE_S)
+        self.thread.join(CLOSE_S)
 
 
 def _own_id(name: str) -> str:

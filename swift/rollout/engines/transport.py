@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swift.rollout.engines.base import Capabilities, EngineCounters, Health, TensorInfo
+from swift.rollout.engines.base import Capabilities, EngineCounters, Health
 from swift.rollout.engines.completion_stream import Failure
 from swift.rollout.weights.base import Bucket
 from swift.types import Completion, Request
@@ -110,7 +110,7 @@ class Transport(ABC):
         """Give an update up; never raises."""
 
     @abstractmethod
-    def send_bucket(self, update: int, index: int, way: str, payload: Any, timeout_s: float) -> Callable[[], Any]:
+    def send_bucket(self, update: int, way: str, payload: Any, timeout_s: float) -> Callable[[], Any]:
         """Start to send a bucket; the result waits for its arrival and raises as `call`."""
 
     @abstractmethod
@@ -125,8 +125,8 @@ class Transport(ABC):
     def address(self) -> str:
         """This host as the engine reaches it."""
 
-    def update_ended(self, manifest: Sequence[TensorInfo] | None) -> None:  # noqa: B027 - most have nothing to end
-        """After the commit of an update, or with None after its abort."""
+    def update_ended(self, *, complete: bool) -> None:  # noqa: B027 - most have nothing to end
+        """After the commit of an update, or its abort."""
 
     @abstractmethod
     def replace(self, how: str, *, version: int, valid: bool) -> int | None:

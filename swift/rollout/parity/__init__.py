@@ -11,7 +11,6 @@ shows in the second or third.
 `check` runs the stages, `noise` chooses and makes the noise, `tolerance` measures and judges.
 """
 
-from swift.rollout.parity.check import ParityCheck, ParityReport, Publisher, Stage
-from swift.rollout.parity.tolerance import Gaps, Limits, Sample, Verdict, limits_for
+from swift.rollout.parity.check import ParityCheck, ParityReport
 
-__all__ = ["Gaps", "Limits", "ParityCheck", "ParityReport", "Publisher", "Sample", "Stage", "Verdict", "limits_for"]
+__all__ = ["ParityCheck", "ParityReport"]

@@ -9,24 +9,24 @@ weights. The engine is left with the true weights, synced under the version of t
 from __future__ import annotations
 
 import contextlib
-import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from swift.errors import NumericError, SwiftError
 from swift.models.forward import TokenSequence
-from swift.rollout.engines.base import Ack, Capabilities, InferenceEngine
+from swift.rollout.engines.base import Capabilities, InferenceEngine
+from swift.rollout.engines.process import same_randomness
 from swift.rollout.parity.noise import make_noise
 from swift.rollout.parity.tolerance import Gaps, Limits, Sample, Verdict, contract_faults, limits_for, measure
 from swift.rollout.seeds import sample_seed
 from swift.rollout.weights.base import dtype_name
-from swift.rollout.weights.publisher import REHEARSAL
+from swift.rollout.weights.sync import REHEARSAL, Ranks, WeightSync
 from swift.types import Prompt, Request, SamplingParams
 
 PROMPTS, SAMPLES, TOKENS = 8, 2, 32
@@ -36,44 +36,15 @@ LONG_PROMPT = 160
 STOP_IDS = 64
 """How many tokens count as end tokens in the samples that are there to end."""
 AS_LOADED, NOISY, RESTORED, NOW = "as loaded", "with noise", "restored", "now"
-ORDER: dict[Verdict, int] = {"pass": 0, "warn": 1, "refuse": 2}
+ORDER: tuple[Verdict, ...] = ("pass", "warn", "refuse")
 
-Score = Callable[[Sequence[TokenSequence]], Tensor]
-"""The trainer's log-probs [N] of all completion tokens, without gradient."""
-
-
-class Ranks(Protocol):
-    """The collective that the check needs; see `swift.trainers.distributed`."""
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Values of all ranks, everywhere."""
-        ...
-
-
-class Publisher(Protocol):
-    """How weights get to the engine; see `WeightPublisher`."""
-
-    version: int
-
-    def rehearse(self) -> Ack | None:
-        """Send the weights of now under a number that is no version."""
-        ...
-
-    def refresh(self) -> Ack | None:
-        """Send the weights of now under the present version."""
-        ...
-
-    def separate(self) -> None:
-        """Give engine and trainer memory of their own, until the next sync."""
-        ...
+Score = Callable[[Sequence[TokenSequence], float], Tensor]
+"""The trainer's log-probs [N] of all completion tokens at a temperature, without gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Outcome of one stage on the rank where it was worst.
-
-    problem: why it is refused or warned about, "" when it passed.
-    """
+    """Outcome of one stage on the rank where it was worst. problem: why it did not pass, or ""."""
 
     name: str
     version: int
@@ -84,7 +55,7 @@ class Stage:
     @property
     def badness(self) -> tuple[int, float]:
         """Orders stages: the worst is the largest."""
-        return ORDER[self.verdict], self.gaps.maximum
+        return ORDER.index(self.verdict), self.gaps.maximum
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,15 +82,14 @@ class ParityReport:
 
     def line(self) -> str:
         """One readable line."""
-        tokens = sum(stage.gaps.tokens for stage in self.stages)
-        top = max((stage.gaps for stage in self.stages), key=lambda gaps: gaps.maximum)
-        mean = sum(stage.gaps.mean * stage.gaps.tokens for stage in self.stages) / max(tokens, 1)
+        gaps = [stage.gaps for stage in self.stages]
+        tokens, top = sum(one.tokens for one in gaps), max(gaps, key=lambda one: one.maximum)
+        mean = sum(one.mean * one.tokens for one in gaps) / max(tokens, 1)
         versions = ", ".join("rehearsal" if stage.version == REHEARSAL else str(stage.version) for stage in self.stages)
         return (
             f"parity: engine against trainer over {tokens} tokens ({', '.join(stage.name for stage in self.stages)}): "
-            f"max |logp difference| {top.maximum:.1e}, mean {mean:.1e}, "
-            f"p99 {max(stage.gaps.p99 for stage in self.stages):.1e}, "
-            f"k3 {max(stage.gaps.k3 for stage in self.stages):.1e}{_place(top)}; {self._types()}; versions {versions}"
+            f"max |logp difference| {top.maximum:.1e}, mean {mean:.1e}, p99 {max(one.p99 for one in gaps):.1e}, "
+            f"k3 {max(one.k3 for one in gaps):.1e}{top.place}; {self._types}; versions {versions}"
             + (f"; {self.note}" if self.note else "")
         )
 
@@ -137,10 +107,11 @@ class ParityReport:
         values = f": {worst.engine:.4g}, the trainer's {worst.trainer:.4g}" if worst else ""
         return (
             f"--parity_check: {stage.name}: {stage.problem}: engine and trainer disagree by more than rounding "
-            f"explains ({self.limits.row}; {self._types()}){_place(stage.gaps)}{values}; see docs/parity_check.md, or "
+            f"explains ({self.limits.row}; {self._types}){stage.gaps.place}{values}; see docs/parity_check.md, or "
             "--parity_check warn to continue with wrong ratios"
         )
 
+    @property
     def _types(self) -> str:
         return f"trainer {self.dtypes[0]}, {self.engine} {self.dtypes[1]}"
 
@@ -150,28 +121,20 @@ class ParityReport:
             raise NumericError(error)
 
 
-def _place(gaps: Gaps) -> str:
-    """The worst token, in words."""
-    worst = gaps.worst
-    return f"; worst at prompt {worst.prompt}, token {worst.position} (id {worst.token_id})" if worst else ""
-
-
 class ParityCheck:
     """Compares an engine with the trainer.
 
     Args:
         engine: this rank's engine, or None.
-        score: the trainer's log-probs at the sampling temperature; makes one forward pass.
+        score: the trainer's log-probs at a temperature; makes one forward pass.
         model: the policy as the trainer holds it, wrappers and all.
-        publisher: sends weights to the engines, on all ranks together.
+        weight_sync: sends weights to the engines, on all ranks together.
         prompts: the first of the data set.
         sampling: the training distribution; truncation, penalties and stop words are left out, as they change the
             engine's distribution on purpose.
         ranks: the collectives.
         end_token_ids: tokens that end every completion.
-        unscaled: like `score` at temperature 1; needed for engines that return raw log-probs.
         adapter_only: only the LoRA adapter is synced.
-        quantised: the trainer's weights are quantised.
         around: entered by every rank around sampling (a sharded policy needs it).
         seed: of samples and noise.
     """
@@ -182,28 +145,24 @@ class ParityCheck:
         *,
         score: Score,
         model: nn.Module,
-        publisher: Publisher,
+        weight_sync: WeightSync,
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
         ranks: Ranks,
         end_token_ids: Collection[int] = (),
-        unscaled: Score | None = None,
         adapter_only: bool = False,
-        quantised: bool = False,
         around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
         seed: int = 0,
     ) -> None:
-        self.engine, self.model, self.publisher, self.ranks = engine, model, publisher, ranks
+        self.engine, self.model, self.weight_sync, self.ranks = engine, model, weight_sync, ranks
         self.end_token_ids = frozenset(end_token_ids)
         self.adapter_only, self.around, self.seed = adapter_only, around, seed
         self.capabilities: Capabilities = self._first(engine.capabilities if engine is not None else None)
-        raw = self.capabilities.logprob_support == "raw" and sampling.temperature != 1.0
-        if raw and unscaled is None:
-            raise ValueError("an engine with raw log-probs can only be compared with unscaled ones")
-        self._score = unscaled if raw and unscaled is not None else score
+        self._score = score
+        self._temperature = 1.0 if self.capabilities.logprob_support == "raw" else sampling.temperature
         parameter = next(one for one in model.parameters() if one.dtype.is_floating_point)
         self.dtypes = dtype_name(parameter.dtype), self.capabilities.dtype
-        quantised = quantised or bool(self.capabilities.extra.get("quantization"))
+        quantised = bool(self.capabilities.extra.get("quantization"))
         self.limits = limits_for(*self.dtypes, parameter.device.type, quantised=quantised)
         self._requests = self._make_requests(prompts, sampling)
         self._ended = True
@@ -214,7 +173,7 @@ class ParityCheck:
         Raises:
             SyncFailed, EngineDead: the engine could not be sampled from, or did not take the weights; on every rank.
         """
-        with self._undisturbed():
+        with same_randomness():
             stages = [self._compare(AS_LOADED, self._version(), ends=True)]
             if stages[0].verdict == "refuse":
                 return self._report(stages)
@@ -223,23 +182,22 @@ class ParityCheck:
                 with noise.applied():
                     stages.append(self._compare(NOISY, self._version(), requests=self._requests[::SAMPLES]))
                 return self._report(stages)
-            self.publisher.separate()  # the noise stands in for parameters that are put aside meanwhile
+            self.weight_sync.separate()  # the noise stands in for parameters that are put aside meanwhile
             with noise.applied():
-                self.publisher.rehearse()
+                self.weight_sync.rehearse()
                 stages.append(self._compare(NOISY, REHEARSAL))
-            self.publisher.refresh()
+            self.weight_sync.refresh()
             if stages[1].verdict != "refuse":
-                stages.append(self._compare(RESTORED, self.publisher.version))
+                stages.append(self._compare(RESTORED, self.weight_sync.version))
             return self._report(stages)
 
     def now(self) -> ParityReport:
-        """The engine as it is against the trainer as it is, on the same prompts as ever. Collective.
+        """The engine as it is against the trainer as it is, with nothing in flight. Collective.
 
-        The prompts are those of every check, so a cache with keys and values of older weights shows. To be called when
-        the engine has the trainer's present weights, and nothing else is in flight.
+        The prompts are those of every check, so a cache with keys and values of older weights shows.
         """
-        with self._undisturbed():
-            return self._report([self._compare(NOW, self.publisher.version)])
+        with same_randomness():
+            return self._report([self._compare(NOW, self.weight_sync.version)])
 
     def _compare(
         self, name: str, version: int, *, ends: bool = False, requests: Sequence[Request] | None = None
@@ -270,9 +228,7 @@ class ParityCheck:
             if self.engine is not None:
                 try:
                     done = {one.request_id: one for one in self.engine.generate(requests)}
-                    mine = [
-                        Sample(one, int(one.request_id.partition("/")[0]), done[one.request_id]) for one in requests
-                    ]
+                    mine = [Sample(one, int(one.request_id.split("/")[0]), done[one.request_id]) for one in requests]
                 except SwiftError as error:
                     failure = error
         offers = self.ranks.all_gather((mine, failure))
@@ -314,7 +270,7 @@ class ParityCheck:
         self.model.eval()
         try:
             with torch.no_grad():
-                return self._score(sequences).detach().double().cpu()
+                return self._score(sequences, self._temperature).detach().double().cpu()
         finally:
             self.model.train(was_training)
 
@@ -330,20 +286,6 @@ class ParityCheck:
     def _report(self, stages: Sequence[Stage]) -> ParityReport:
         note = "" if self._ended else "no sample ended by itself, so end tokens are unchecked"
         return ParityReport(tuple(stages), self.dtypes, self.capabilities.name, self.limits, note)
-
-    @contextlib.contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        """Random number generators are as before after the block: a run with and without the check is the same."""
-        import numpy as np
-
-        python, arrays = random.getstate(), np.random.get_state()
-        own = {one.device.index or 0 for one in self.model.parameters() if one.device.type == "cuda"}
-        with torch.random.fork_rng(devices=sorted(own)):
-            try:
-                yield
-            finally:
-                random.setstate(python)
-                np.random.set_state(arrays)
 
 
 _FILLER = TokenSequence([0], [0])

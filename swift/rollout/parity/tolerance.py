@@ -16,9 +16,9 @@ of the 23 bits of a float32, which is why it counts as 16 bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -68,6 +68,12 @@ class Gaps:
     k3: float = 0.0
     worst: Worst | None = None
 
+    @property
+    def place(self) -> str:
+        """The worst token, in words."""
+        one = self.worst
+        return f"; worst at prompt {one.prompt}, token {one.position} (id {one.token_id})" if one else ""
+
 
 def measure(samples: Sequence[Sample], trainer_N: Tensor) -> Gaps:
     """Compare the trainer's log-probs [N], N > 0, with the engine's; one that is not finite makes an infinite gap."""
@@ -103,71 +109,54 @@ def contract_faults(samples: Sequence[Sample], *, end_token_ids: Collection[int]
 
 def _faults(one: Sample, ends: set[int], limit: int, version: int) -> Iterator[tuple[str, str]]:
     done, ids = one.completion, one.completion.token_ids
-    if done.finish_reason not in ("stop", "length"):
-        yield "reason", f"a completion ended with {done.finish_reason!r}"
+    reason = done.finish_reason
+    if reason not in ("stop", "length"):
+        yield "reason", f"a completion ended with {reason!r}"
         return
     if len(ids) != len(done.logprobs):
         yield "count", f"{len(ids)} tokens came with {len(done.logprobs)} log-probs"
     if not all(math.isfinite(value) and value <= POSITIVE_SLACK for value in done.logprobs):
         yield "value", "a log-prob is not finite or above 0"
-    yield from _end_faults(done, ends | set(one.request.sampling.stop_token_ids))
+    if ends:  # the token that ends a completion belongs to it, once, and nothing follows
+        ends = ends | set(one.request.sampling.stop_token_ids)
+        early = next((i for i, token in enumerate(ids[:-1]) if token in ends), None)
+        if reason == "stop" and (not ids or ids[-1] not in ends):
+            yield "end", "finish reason 'stop', but the end token is missing"
+        elif early is not None:
+            again = "is followed by another" if ids[early + 1] in ends else "is not the last token"
+            yield "end", f"the end token {ids[early]} {again}"
+        elif reason == "length" and ids and ids[-1] in ends:
+            yield "end", "finish reason 'length' with an end token in last place"
     room = min(one.request.sampling.max_new_tokens, limit - len(one.request.prompt_ids))
-    if len(ids) > room or (done.finish_reason == "length" and len(ids) < room):
-        yield "length", f"{len(ids)} tokens with finish reason {done.finish_reason!r} where {room} are the limit"
+    if len(ids) > room or (reason == "length" and len(ids) < room):
+        yield "length", f"{len(ids)} tokens with finish reason {reason!r} where {room} are the limit"
     other = next((span[0] for span in done.versions if span[0] != version), None)
     if other is not None:
         yield "version", f"tokens are marked with version {other} where {version} was synced"
 
 
-def _end_faults(done: Completion, ends: set[int]) -> Iterator[tuple[str, str]]:
-    """The token that ends a completion belongs to it, once, and nothing follows."""
-    if not ends:
-        return
-    ids = done.token_ids
-    if done.finish_reason == "stop" and (not ids or ids[-1] not in ends):
-        yield "end", "finish reason 'stop', but the end token is missing"
-    early = next((i for i, token in enumerate(ids[:-1]) if token in ends), None)
-    if early is not None:
-        again = "is followed by another" if ids[early + 1] in ends else "is not the last token"
-        yield "end", f"the end token {ids[early]} {again}"
-    elif done.finish_reason == "length" and ids and ids[-1] in ends:
-        yield "end", "finish reason 'length' with an end token in last place"
-
-
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """One row of the table; None is not judged. `row` names it."""
+    """One row of the table: its name, and each measure with the most that passes and that is not refused."""
 
     row: str
-    pass_max: float | None = None
-    refuse_max: float | None = None
-    pass_mean: float | None = None
-    refuse_mean: float | None = None
-    pass_k3: float | None = None
-    refuse_k3: float | None = None
+    measures: Mapping[str, tuple[float, float]]
 
     def judge(self, gaps: Gaps) -> tuple[Verdict, str]:
         """The verdict on a stage, and the first measure over its limit: "max 2.3e+00 above 1e-04"."""
-        refused = _above(gaps, self.refuse_max, self.refuse_mean, self.refuse_k3)
-        if refused:
-            return "refuse", refused
-        warned = _above(gaps, self.pass_max, self.pass_mean, self.pass_k3)
-        return ("warn" if warned else "pass"), warned
+        values = {"max": gaps.maximum, "mean": gaps.mean, "k3": gaps.k3}
+        for place, verdict in ((1, "refuse"), (0, "warn")):
+            for name, limits in self.measures.items():
+                if not values[name] <= limits[place]:  # a NaN is above every limit
+                    return cast(Verdict, verdict), f"{name} {values[name]:.1e} above {limits[place]:.0e}"
+        return "pass", ""
 
 
-def _above(gaps: Gaps, *limits: float | None) -> str:
-    measures = (("max", gaps.maximum), ("mean", gaps.mean), ("k3", gaps.k3))
-    for (name, value), limit in zip(measures, limits, strict=True):
-        if limit is not None and not value <= limit:  # a NaN is above every limit
-            return f"{name} {value:.1e} above {limit:.0e}"
-    return ""
-
-
-FLOAT32_CPU = Limits("float32 on CPU", pass_max=1e-5, refuse_max=1e-4)
-FLOAT32_GPU = Limits("float32 on GPU", pass_max=1e-4, refuse_max=1e-3)
-MIXED = Limits("16 bits on CPU or mixed types", pass_mean=1e-2, refuse_mean=5e-2, pass_k3=1e-4, refuse_k3=1e-3)
-HALF_GPU = Limits("16 bits on GPU", pass_mean=2e-2, refuse_mean=5e-2, pass_k3=1e-3, refuse_k3=1e-2)
-QUANTISED = Limits("quantised", pass_k3=math.inf, refuse_k3=0.1)
+FLOAT32_CPU = Limits("float32 on CPU", {"max": (1e-5, 1e-4)})
+FLOAT32_GPU = Limits("float32 on GPU", {"max": (1e-4, 1e-3)})
+MIXED = Limits("16 bits on CPU or mixed types", {"mean": (1e-2, 5e-2), "k3": (1e-4, 1e-3)})
+HALF_GPU = Limits("16 bits on GPU", {"mean": (2e-2, 5e-2), "k3": (1e-3, 1e-2)})
+QUANTISED = Limits("quantised", {"k3": (math.inf, 0.1)})
 
 
 def limits_for(trainer: str, engine: str, device: str, *, tf32: bool | None = None, quantised: bool = False) -> Limits:

@@ -5,7 +5,7 @@
     service   what the routes share: the request queue of the engines, health, what is loaded
     infer     sampling for trainers, facts          openai, shapes   OpenAI's API and the plain /generate
     weights   whole models and adapters             control          lease, pause, sleep, caches
-    run       the process around it
+    run       plan and engines                      process    socket, signals, a new process
 
 `swift.rollout.engines.request_queue` is the queue, `swift.rollout.engines.wire` the shapes that both ends know, and
 `swift.rollout.engines.remote` the other end.

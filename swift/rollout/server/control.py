@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query
 from fastapi.responses import Response
 from msgspec import Meta, Struct
 
-from swift.rollout.engines.base import ALL_TAGS, PauseMode
+from swift.rollout.engines.base import ALL_TAGS
 from swift.rollout.server.access import json_body, json_response
 from swift.rollout.server.infer import RunId
 from swift.rollout.server.service import Service
@@ -62,19 +62,9 @@ def _sampling(routes: APIRouter, service: Service) -> None:
     queue = service.queue
 
     @routes.post("/pause")
-    async def pause(run: RunId = None, mode: Annotated[PauseMode, Query()] = "abort") -> Response:
+    async def pause(run: RunId = None) -> Response:
         service.authorize(run)
-        if mode == "keep":
-            await asyncio.to_thread(queue.pause_in_flight)
-        else:
-            paused = queue.pause()
-            if mode == "abort":
-                queue.abort()
-            try:
-                await service.job(paused)
-            except BaseException:
-                queue.resume()
-                raise
+        await asyncio.to_thread(queue.pause_in_flight)
         return json_response({"status": "paused"})
 
     @routes.post("/resume")
@@ -99,19 +89,14 @@ def _memory(routes: APIRouter, service: Service) -> None:
     queue = service.queue
 
     @routes.post("/reset_prefix_cache")
-    @routes.post("/reset_prefix_cache/")
     async def reset_prefix_cache(run: RunId = None) -> Response:
         service.authorize(run)
         await service.job(await asyncio.to_thread(queue.reset_caches))
         return json_response({"success": True})
 
     @routes.post("/sleep")
-    async def sleep(
-        run: RunId = None, level: Annotated[int, Query(ge=0, le=2)] = 1, mode: Annotated[PauseMode, Query()] = "abort"
-    ) -> Response:
+    async def sleep(run: RunId = None, level: Annotated[int, Query(ge=0, le=2)] = 1) -> Response:
         service.authorize(run)
-        if mode == "abort":
-            queue.abort()
         report = await service.do(lambda engine: engine.sleep(level))  # type: ignore[arg-type]
         return json_response({**asdict(report), **await asyncio.to_thread(service.state)})
 
@@ -121,8 +106,3 @@ def _memory(routes: APIRouter, service: Service) -> None:
         wanted: Any = list(ALL_TAGS) if tags is None else tags
         fully = await service.do(lambda engine: engine.wake(wanted))
         return json_response({"fully_awake": fully, **await asyncio.to_thread(service.state)})
-
-    @routes.get("/is_sleeping")
-    async def is_sleeping() -> Response:
-        state = await asyncio.to_thread(service.state)
-        return json_response({"is_sleeping": bool(state["asleep"]), "detail": state["asleep"]})

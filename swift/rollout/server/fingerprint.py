@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from swift.rollout.engines.base import InferenceEngine
-from swift.rollout.weights.base import StreamDigest
+from swift.rollout.weights.digest import digest_of
 from swift.types import Request, SamplingParams
 
 TOKENS = 16
@@ -28,9 +28,7 @@ class Fingerprint:
     @property
     def digest(self) -> str:
         """A name for these weights while no update has given them another."""
-        stream = StreamDigest()
-        stream.add("fingerprint", torch.tensor(self.token_ids))
-        return stream.hexdigest()
+        return digest_of([("fingerprint", torch.tensor(self.token_ids))])
 
     def difference(self, other: Fingerprint, dtype: str) -> str:
         """How the weights differ, in words; "" when they do not. Only float32 must take the same path to its end."""

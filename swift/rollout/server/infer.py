@@ -1,4 +1,4 @@
-"""Sampling for trainers, and the facts that everybody may look at: /infer/, /health, /info, /version."""
+"""Sampling for trainers, and the facts that everybody may look at: /infer/, /health, /info."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from fastapi import APIRouter, Header
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
-import swift
 from swift.errors import EngineDead
 from swift.rollout.engines import wire
 from swift.rollout.engines.completion_stream import Arrival
@@ -27,7 +26,6 @@ def router(service: Service) -> APIRouter:
     routes = APIRouter()
     _facts(routes, service)
 
-    @routes.post("/infer")
     @routes.post("/infer/")
     async def infer(body: Annotated[wire.InferRequest, json_body(wire.InferRequest)], run: RunId = None) -> Response:
         requests = await asyncio.to_thread(_requests, service, body)
@@ -57,16 +55,6 @@ def _facts(routes: APIRouter, service: Service) -> None:
     async def info() -> Response:
         return json_response(await asyncio.to_thread(service.info))
 
-    @routes.get("/version")
-    async def version() -> Response:
-        return json_response({"version": swift.__version__, "protocol": wire.PROTOCOL})
-
-    @routes.get("/get_world_size")
-    @routes.get("/get_world_size/")
-    async def world_size() -> Response:
-        settings = service.settings
-        return json_response({"world_size": settings.tensor_parallel_size * settings.data_parallel_size})
-
 
 def _requests(service: Service, body: wire.InferRequest) -> list[Request]:
     limits = service.settings.limits
@@ -88,7 +76,7 @@ def _check_version(service: Service, expected: int | None) -> None:
         raise Refused(
             412,
             "version",
-            f"weights: version {service.engine.version} is loaded; version {expected} was counted on: publish it first",
+            f"weights: version {service.engine.version} is loaded; version {expected} was counted on: sync it first",
             version=service.engine.version,
         )
 

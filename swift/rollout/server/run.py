@@ -1,8 +1,11 @@
-"""The process of `swift rollout`: plan, engines in Ray actors, a port, and an end that leaves nothing behind.
+"""The process of `swift rollout`: plan, engines, a port, and an end that leaves nothing behind.
 
-The port is taken before a model is loaded and listens only when everything is there. SIGTERM and SIGINT stop the
-listening, give what runs `DRAIN_S` seconds, and end the engines; a second one does not wait. If this process is killed,
-its engines end by themselves.
+The port is taken before a model is loaded and listens only when everything is there. If this process is killed, its
+engines end by themselves.
+
+One engine runs in this process. If it hangs or fails for good, nothing but a new process helps: this one becomes it, at
+most `--engine_restarts` times an hour, and trainers send their weights and requests again. Several engines are Ray
+actors, which are replaced one by one.
 """
 
 from __future__ import annotations
@@ -11,41 +14,32 @@ import contextlib
 import importlib
 import logging
 import os
+import secrets
 import shutil
-import signal
-import socket
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import torch
-import uvicorn
-
-from swift.errors import ConfigError, EngineDead, ResourceError
+from swift.devices import allowed_cores, count_accelerators
+from swift.errors import ConfigError
 from swift.models import context_length, load_chat
 from swift.models.policy import load_config
 from swift.models.source import locate
 from swift.models.template import Template
-from swift.rollout.engines.client import EngineClient
+from swift.rollout.engines import guard
+from swift.rollout.engines.base import InferenceEngine
 from swift.rollout.engines.guided import require as require_guidance
 from swift.rollout.engines.pool import EnginePool
-from swift.rollout.engines.spec import EngineSpec, factory, spec_from
+from swift.rollout.engines.spec import EngineSpec, build_engine, factory, spec_from
 from swift.rollout.engines.transport import Timeouts
 from swift.rollout.placement import PlacementRequest, place
-from swift.rollout.server.app import make_app
+from swift.rollout.server.process import MARKER, Signals, Stopped, bind, listen, may_start_again, start_again
 from swift.rollout.server.service import Service, Settings
+from swift.startup import collector_resting
 from swift.types import SamplingParams
-
-DRAIN_S = 10
-"""How long requests in flight may take to end after a signal."""
-HEAD_BYTES = 64 << 10
-"""Longest request line and headers together."""
-CONNECTIONS = 4096
-"""Connections at the same time; further ones are answered 503."""
 
 SAMPLING = {
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
@@ -71,10 +65,6 @@ class Plan:
         wide = f", tensor parallel {width}" if width > 1 else ""
         model = f"{self.settings.model} in {self.settings.dtype}, {self.specs[0].backend}"
         return [f"server: {model}, {engines} on {devices}{wide}", *self.notes]
-
-
-class Stopped(BaseException):
-    """A signal came before the server was up; no library's `except Exception` keeps it."""
 
 
 def check(args: Any, given: Collection[str]) -> Plan:
@@ -117,6 +107,7 @@ def check(args: Any, given: Collection[str]) -> Plan:
         defaults=_sampling_defaults(args, given),
         api_key=args.api_key,
         weights_folder=folder,
+        stall_s=args.stall_timeout,
     )
     spec = spec_from(
         args,
@@ -130,6 +121,13 @@ def check(args: Any, given: Collection[str]) -> Plan:
     return Plan(settings, template, specs, tuple(notes))
 
 
+def run(resolved: Any) -> int:
+    """`swift rollout`: checks the resolved settings and serves."""
+    with collector_resting():
+        plan = check(resolved.args, resolved.given)
+    return serve(resolved.args, plan)
+
+
 def serve(args: Any, plan: Plan) -> int:
     """Until a signal comes; returns the exit code.
 
@@ -141,14 +139,17 @@ def serve(args: Any, plan: Plan) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
     for line in plan.lines():
         print(f"swift: {line}", file=sys.stderr, flush=True)
-    logs = Path(tempfile.mkdtemp(prefix="swift-rollout-"))
     with contextlib.ExitStack() as stack:
-        stack.callback(shutil.rmtree, logs, ignore_errors=True)
         listener = stack.enter_context(contextlib.closing(bind(args.host, args.port)))
-        signals = stack.enter_context(_Signals())
+        signals = stack.enter_context(Signals())
         try:
-            service = _start(args, plan, logs, stack)
-            _listen(service, listener, args.host, signals)
+            service = _start(args, plan, stack)
+            ended = listen(service, listener, args.host, signals)
+            if ended is not None and len(plan.specs) == 1 and may_start_again(args.engine_restarts):
+                print(f"swift: {ended.error}; the server starts again", file=sys.stderr, flush=True)
+                start_again(ended.listener)
+            if ended is not None:
+                raise ended.error
         except Stopped:
             print("swift: stopped before it was ready", file=sys.stderr)
         finally:
@@ -156,150 +157,48 @@ def serve(args: Any, plan: Plan) -> int:
     return 0
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """The socket that will listen.
-
-    Raises:
-        ResourceError: somebody else has the port.
-        ConfigError: no such address here.
-    """
-    try:
-        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as error:
-        raise ConfigError(f"--host: {host}: no such address ({error.strerror}); use 127.0.0.1 or 0.0.0.0") from error
-    made = socket.socket(family, kind, number)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        made.bind(address)
-    except OSError as error:
-        made.close()
-        raise _taken(host, port, error) from error
-    return made
-
-
-def _taken(host: str, port: int, error: OSError) -> ResourceError:
-    return ResourceError(
-        f"--port: {port}: cannot be used on {host} ({error.strerror}); use another one, or 0 for a free one"
-    )
-
-
-def _start(args: Any, plan: Plan, logs: Path, stack: contextlib.ExitStack) -> Service:
-    from swift.rollout.engines import cluster
-    from swift.rollout.engines.actor_transport import actor_engine
-
-    timeouts = Timeouts(request_s=args.rollout_timeout, stall_s=args.stall_timeout)
-    workers: list[EngineClient] = []
-    for index, spec in enumerate(plan.specs):
-        worker = actor_engine(
-            spec,
-            name=f"engine {index} ({', '.join(spec.devices)})",
-            log_file=logs / f"engine-{index}.log",
-            uses=cluster.use(store_bytes=cluster.store_bytes(spec)),
-            timeouts=timeouts,
-            restarts=args.engine_restarts,
-        )
-        stack.callback(worker.close)
-        workers.append(worker)
-    pool = EnginePool(workers)
-    stack.callback(pool.close)
-    _ = pool.capabilities  # once the engines are there
-    service = Service(pool, plan.template, plan.settings)
+def _start(args: Any, plan: Plan, stack: contextlib.ExitStack) -> Service:
+    """One engine runs in this process, several in Ray actors."""
+    engine = _in_actors(args, plan, stack) if len(plan.specs) > 1 else _in_this_process(plan.specs[0], stack)
+    stack.callback(engine.close)
+    service = Service(engine, plan.template, plan.settings)
     stack.callback(service.close)
     return service
 
 
-def _listen(service: Service, listener: socket.socket, host: str, signals: _Signals) -> None:
-    port = listener.getsockname()[1]
-    shown = f"[{host}]" if ":" in host else host
-    ended: list[EngineDead] = []
-
-    def give_up(error: EngineDead) -> None:
-        ended.append(error)
-        server.should_exit = True
-
-    server = WebServer(service, f"ready http://{shown}:{port} model={service.settings.model} weight_version=0", give_up)
-    try:
-        listener.listen(server.config.backlog)
-    except OSError as error:  # a server that was started at the same time was faster
-        raise _taken(host, port, error) from error
-    signals.server = server
-    server.run([listener])
-    if ended:
-        raise ended[0]
+def _in_this_process(spec: EngineSpec, stack: contextlib.ExitStack) -> InferenceEngine:
+    """A guard ends the processes of its tensor-parallel parts with this one."""
+    if spec.tensor_parallel_size > 1:
+        marker = secrets.token_hex(8)
+        os.environ[MARKER] = marker
+        stack.callback(guard.start(f"{MARKER}={marker}").kill)
+    with collector_resting():
+        return build_engine(spec)
 
 
-class WebServer(uvicorn.Server):
-    """Prints `ready` when it listens, and leaves signals to `_Signals`.
+def _in_actors(args: Any, plan: Plan, stack: contextlib.ExitStack) -> InferenceEngine:
+    from swift.rollout.engines import cluster
+    from swift.rollout.engines.actor_transport import actor_engine
 
-    Args:
-        service: what it serves.
-        ready: the line.
-        give_up: see `make_app`.
-    """
-
-    def __init__(self, service: Service, ready: str, give_up: Callable[[EngineDead], None]) -> None:
-        super().__init__(
-            uvicorn.Config(
-                make_app(service, give_up),
-                http="h11",  # bounds the length of a request's head
-                h11_max_incomplete_event_size=HEAD_BYTES,
-                limit_concurrency=CONNECTIONS,
-                log_level="warning",
-                access_log=False,
-                lifespan="on",
-                timeout_graceful_shutdown=DRAIN_S,
-                timeout_keep_alive=75,
-                server_header=False,
+    logs = Path(tempfile.mkdtemp(prefix="swift-rollout-"))
+    stack.callback(shutil.rmtree, logs, ignore_errors=True)
+    timeouts = Timeouts(request_s=args.rollout_timeout, stall_s=args.stall_timeout)
+    workers = []
+    for index, spec in enumerate(plan.specs):
+        workers.append(
+            actor_engine(
+                spec,
+                name=f"engine {index} ({', '.join(spec.devices)})",
+                log_file=logs / f"engine-{index}.log",
+                uses=cluster.use(store_bytes=cluster.store_bytes(spec)),
+                timeouts=timeouts,
+                restarts=args.engine_restarts,
             )
         )
-        self._ready = ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Say so once it listens."""
-        await super().startup(sockets)
-        print(self._ready, flush=True)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
-        """Leave them alone."""
-        yield
-
-    def stop(self) -> None:
-        """First drain, then do not wait."""
-        self.force_exit = self.should_exit
-        self.should_exit = True
-
-
-class _Signals(contextlib.AbstractContextManager["_Signals"]):
-    """What SIGTERM and SIGINT do: before the server is up they end the start, then they end the serving.
-
-    Attributes:
-        server: once it runs.
-        closing: the way out is not interrupted.
-    """
-
-    def __init__(self) -> None:
-        self.server: WebServer | None = None
-        self.closing = False
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> _Signals:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._before[number] = signal.signal(number, self._came)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _came(self, number: int, frame: FrameType | None) -> None:
-        if self.closing:
-            return
-        if self.server is not None:
-            self.server.stop()
-            return
-        self.closing = True
-        raise Stopped
+        stack.callback(workers[-1].close)
+    pool = EnginePool(workers)
+    _ = pool.capabilities  # once the engines are there
+    return pool
 
 
 def _require(args: Any) -> None:
@@ -323,10 +222,7 @@ def _weights_folder(given: str | None) -> Path | None:
 
 def _devices(args: Any, width: int, count: int) -> tuple[list[tuple[tuple[str, ...], tuple[int, ...]]], list[str]]:
     """Devices and cores of each engine; TP x DP must fit."""
-    accelerators, kind = 0, "cpu"
-    if torch.accelerator.is_available():
-        current = torch.accelerator.current_accelerator()
-        accelerators, kind = torch.accelerator.device_count(), current.type if current is not None else "cuda"
+    accelerators, kind = count_accelerators()
     available = accelerators or args.cpu_devices or width * count
     if width * count > available:
         raise ConfigError(
@@ -339,7 +235,7 @@ def _devices(args: Any, width: int, count: int) -> tuple[list[tuple[tuple[str, .
             local_ranks=0,
             accelerators=accelerators,
             accelerator_kind=kind,
-            cores=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0],
+            cores=allowed_cores(),
             cpu_devices=None if accelerators else width * count,
             vllm_mode="dedicated",
             num_infer_workers=width * count,

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 
@@ -46,7 +47,8 @@ class Settings:
 
     model: name under which clients know it. folder: where it lies. stop_token_ids: end a completion unless a client
     says otherwise. defaults: sampling settings for what a request leaves out. weights_folder: below which paths may be
-    named. sync_s: bound on one job. drain_s: how long a job waits for what runs.
+    named. sync_s: bound on one job. drain_s: how long a job waits for what runs. stall_s: without any progress for so
+    long the engines are given up.
     """
 
     model: str
@@ -61,6 +63,7 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     sync_s: float = 600.0
     drain_s: float = 600.0
+    stall_s: float = 300.0
 
 
 class Service:
@@ -92,6 +95,9 @@ class Service:
         self._look: asyncio.Task[tuple[bool, dict[str, Any]]] | None = None
         self._look_of, self._looked_at = -1, 0.0
         self._jobs = 0
+        device = engine.capabilities.devices[0]
+        if device.startswith("cuda:") and settings.tensor_parallel_size == settings.data_parallel_size == 1:
+            self.queue.do(lambda engine: torch.cuda.set_device(device))  # torch has one for each thread
         self.probe = self._place_probe()
         prompt = template.tokenizer("A fingerprint of these weights:", add_special_tokens=True)["input_ids"]
         self._take_fingerprint = lambda engine: take_fingerprint(engine, list(prompt))
@@ -338,6 +344,8 @@ class Service:
             try:
                 if self.queue.dead is not None:
                     return self.queue.dead
+                if self.settings.data_parallel_size == 1:  # several watch themselves, one by one
+                    self.queue.check_progress(self.settings.stall_s, self.settings.sync_s)
                 _ = self.engine.engines
             except EngineDead as error:
                 return error

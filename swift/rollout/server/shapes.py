@@ -63,8 +63,7 @@ Shape = TypeVar("Shape", bound=Struct)
 class Sampling(Struct, kw_only=True):
     """What the routes have in common; None is the server's default.
 
-    guided_regex, structured_outputs_regex: a regular expression, as older vLLM and TRL spell it.
-    structured_outputs: vLLM's own, of which every engine that guides takes {"regex": ...}.
+    structured_outputs: of vLLM; every engine that guides takes {"regex": ...}.
     """
 
     model: str | None = None
@@ -78,8 +77,6 @@ class Sampling(Struct, kw_only=True):
     presence_penalty: float | None = None
     min_tokens: int | None = None
     structured_outputs: dict[str, Any] | None = None
-    structured_outputs_regex: str | None = None
-    guided_regex: str | None = None
     max_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -239,25 +236,13 @@ def _seeded(sampling: SamplingParams, seed: int, index: int) -> SamplingParams:
 
 
 def _guidance(wanted: Sampling) -> dict[str, Any]:
-    """Fields of `SamplingParams` for the regular expression that a client gave under one of its names.
-
-    Raises:
-        Refused: two names with different expressions.
-    """
+    """Fields of `SamplingParams` for `structured_outputs`."""
     own = {name: value for name, value in (wanted.structured_outputs or {}).items() if value is not None}
-    named = {
-        "structured_outputs": own.get("regex"),
-        "structured_outputs_regex": wanted.structured_outputs_regex,
-        "guided_regex": wanted.guided_regex,
-    }
-    given = {name: regex for name, regex in named.items() if regex is not None}
-    if not all(isinstance(regex, str) for regex in given.values()):
+    if "regex" not in own:
+        return {"extra": {"structured_outputs": own}} if own else {}
+    if not isinstance(own["regex"], str):
         raise field_error("structured_outputs: regex: is no text")
-    if len(set(given.values())) > 1:
-        raise field_error(f"{', '.join(given)}: different expressions for one completion; give one")
-    if given:
-        return {"regex": next(iter(given.values()))}
-    return {"extra": {"structured_outputs": own}} if own else {}
+    return {"regex": own["regex"]}
 
 
 def token_ids(given: object) -> list[int]:

@@ -2,6 +2,7 @@
 
     trainer model -> PolicyWeights (gather, merge, engine-facing names) -> buckets -> transport -> engine -> Ack
 
-`base` holds the words of that sentence, `policy` reads the trainer's model, `publisher` decides when and checks the
-answers; a file per transport carries the bytes.
+`base` holds the words of that sentence and `digest` the proof, `policy` reads the trainer's model, `sync` decides when
+and repeats what failed; `sending` is the trainer's end for engines elsewhere, and a file per transport carries the
+bytes: `object_store`, `broadcast` (over `packing`), `disk`.
 """

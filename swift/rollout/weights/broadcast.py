@@ -2,14 +2,7 @@
 
 The group is made of the trainer (rank 0) and the engines, apart from torch.distributed's default group on both sides: a
 store on a free port and a bare process group object. It is made at the first update and again whenever the
-engines are no longer the same processes. Several engines take part in one broadcast: each is served by a thread
-of the trainer, and the last thread to arrive does what is to be done once.
-
-    thread of engine 1 --announce--+
-                                   +-- last one: broadcast --+-- wait for the receipt of one's own engine
-    thread of engine 2 --announce--+
-
-Every wait is bounded. A failure breaks the round for all of them, and the group with it.
+engines are no longer the same processes. Every wait is bounded. A failure ends the group.
 """
 
 from __future__ import annotations
@@ -18,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -26,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from swift.errors import SyncFailed
-from swift.rollout.weights.base import Bucket
-from swift.rollout.weights.packing import Entry, pack, staged, unpack
+from swift.errors import SyncFailed, first_line
+from swift.rollout.weights.base import Bucket, Wait
+from swift.rollout.weights.packing import pack, unpack
 
 GroupBackend = Literal["gloo", "nccl"]
 SOURCE = 0
@@ -39,9 +32,6 @@ ABORT_S = 10.0
 """How long NCCL may take to abort a group."""
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """Variable that says what torch does when a collective fails; 0 is nothing."""
-
-Wait = Callable[[], object]
-"""Waits for one engine's receipt; raises what went wrong there."""
 
 
 class BroadcastGroup:
@@ -87,7 +77,7 @@ class BroadcastGroup:
                 self._connect(prefixed, rank, size)
         except (RuntimeError, ValueError, SyncFailed) as error:
             self.close()
-            raise SyncFailed(f"weights: {backend} group of {size}: rank {rank}: {_first_line(error)}") from error
+            raise SyncFailed(f"weights: {backend} group of {size}: rank {rank}: {first_line(error)}") from error
 
     def _connect(self, store: dist.Store, rank: int, size: int) -> None:
         """Make the communicator (NCCL), which has no bound of its own once it has begun.
@@ -129,7 +119,7 @@ class BroadcastGroup:
                 self._broadcast_nccl(flat, options)
         except RuntimeError as error:
             self.close()
-            raise SyncFailed(f"weights: {self._backend} broadcast: {_first_line(error)}") from error
+            raise SyncFailed(f"weights: {self._backend} broadcast: {first_line(error)}") from error
         except SyncFailed:
             self.close()
             raise
@@ -145,6 +135,11 @@ class BroadcastGroup:
                 if time.monotonic() > deadline:
                     raise SyncFailed(f"weights: nccl broadcast of {flat.numel()} bytes: {self.timeout_s:g} s passed")
                 time.sleep(POLL_S)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing has failed so far."""
+        return self._group is not None
 
     def close(self) -> None:
         """Leave; never waits for the others."""
@@ -184,7 +179,6 @@ class BroadcastSender:
     """The trainer's end.
 
     Args:
-        receivers: engines that take part in every round.
         backend: see `BroadcastGroup`.
         device: of the trainer's tensors.
         timeout_s: bound on each wait.
@@ -193,136 +187,75 @@ class BroadcastSender:
 
     def __init__(
         self,
-        receivers: int,
         *,
         backend: GroupBackend = "gloo",
-        device: torch.device | None = None,
+        device: torch.device | str = "cpu",
         timeout_s: float = 60.0,
         host: str = "127.0.0.1",
     ) -> None:
         self.backend: GroupBackend = backend
-        self.device = device if device is not None else torch.device("cpu")
+        self.device = torch.device(device)
         self.timeout_s = timeout_s
         self.host = host
-        self.receivers = receivers
-        self._size = receivers + 1
-        self._lock = threading.Lock()
-        self._rounds = threading.Barrier(receivers, action=self._act)
-        self._todo: Callable[[], None] = lambda: None
-        self._here: dict[Hashable, Hashable] = {}
-        self._members: dict[Hashable, Hashable] = {}
+        self.members: dict[str, object] = {}
         self._store: dist.TCPStore | None = None
         self._group: BroadcastGroup | None = None
-        self._why = ""
 
-    def connect(self, member: Hashable, incarnation: Hashable, invite: Callable[[dict[str, Any]], Wait]) -> None:
-        """Make sure that this engine is in the group; called by the thread of every engine before an update.
+    def connect(self, members: Mapping[str, object], invite: Callable[[str, dict[str, Any]], Wait]) -> None:
+        """Make sure that these engines, and no others, are in the group.
 
         Args:
-            member: which engine.
-            incarnation: changes when the engine is another process than before.
-            invite: tells the engine how to join (JSON-safe) and returns at once.
+            members: by name; the value is another one when the engine is another process than before.
+            invite: tells an engine how to join (JSON-safe) and returns at once.
 
         Raises:
             SyncFailed: the group could not be made.
         """
-        with self._lock:
-            if self._rounds.broken:
-                self._forget()
-                self._rounds.reset()
-            self._here[member] = incarnation
-        self._meet(self._prepare)
-        if self._group is not None:
+        if self._group is not None and self._group.is_open and self.members == members:
             return
-        receipt = invite(self._invitation(member))
-        self._meet(self._found)
-        receipt()
+        self.close()
+        size = len(members) + 1
+        self._store = _store(self.host, size, self.timeout_s)
+        place = {"host": self.host, "port": self._store.port}
+        more = {"size": size, "backend": self.backend, "timeout_s": self.timeout_s}
+        waits = [invite(name, {**place, "rank": rank, **more}) for rank, name in enumerate(members, SOURCE + 1)]
+        self._group = BroadcastGroup(
+            self._store, SOURCE, size, backend=self.backend, device=self.device, timeout_s=self.timeout_s,
+            host=self.host,
+        )  # fmt: skip
+        for wait in waits:
+            wait()
+        self.members = dict(members)
 
-    def transmit(self, bucket: Bucket, announce: Callable[[dict[str, Any]], Wait]) -> Any:
-        """Send a bucket; called by the thread of every engine.
+    def transmit(self, bucket: Bucket, announce: Callable[[dict[str, Any]], Wait]) -> Wait:
+        """Send a bucket to one engine of the group; whoever waits first sends it to all that it was announced to.
 
         Args:
-            bucket: the same in all threads.
+            bucket: the same for every engine.
             announce: tells the engine what comes (JSON-safe) and returns at once.
 
         Returns:
-            what the engine's receipt says.
-
-        Raises:
-            SyncFailed: it did not arrive at one of the engines.
+            Waits until the engine has it; raises SyncFailed.
         """
-        flat, entries = staged(bucket, "broadcast", lambda: pack(bucket, self.device))
-        receipt = announce({"entries": [list(entry) for entry in entries], "size": flat.numel()})
-        self._meet(lambda: self._broadcast(flat))
-        return receipt()
+        flat, entries = bucket.once("broadcast", lambda: pack(bucket, self.device))
+        arrived = announce({"entries": [list(entry) for entry in entries], "size": flat.numel()})
 
-    def fail(self, why: str) -> None:
-        """An engine cannot take part: nobody waits for it any longer."""
-        with self._lock:
-            self._why = self._why or why
-        self._rounds.abort()
+        def wait() -> object:
+            bucket.once("broadcast was sent", lambda: self._broadcast(flat))
+            return arrived()
 
-    def close(self) -> None:
-        """End the group."""
-        with self._lock:
-            self._forget()
-
-    def _meet(self, todo: Callable[[], None]) -> None:
-        self._todo = todo  # the same in every thread of a round
-        try:
-            self._rounds.wait(3 * self.timeout_s)
-        except threading.BrokenBarrierError as error:
-            why = self._why or "another engine did not come"
-            raise SyncFailed(f"weights: {self.backend} broadcast: {why}") from error
-
-    def _act(self) -> None:
-        try:
-            self._todo()
-        except SyncFailed as error:
-            self._why = self._why or error.problems[0]
-            raise
-
-    def _prepare(self) -> None:
-        """Keep the group if its members are those that are here, else make a place to meet."""
-        here, self._here = self._here, {}
-        if self._group is not None and here == self._members:
-            return
-        self._forget()
-        self._members = here
-        self._store = _store(self.host, self._size, self.timeout_s)
-
-    def _invitation(self, member: Hashable) -> dict[str, Any]:
-        assert self._store is not None
-        return {
-            "host": self.host,
-            "port": self._store.port,
-            "rank": 1 + sorted(self._members, key=repr).index(member),
-            "size": self._size,
-            "backend": self.backend,
-            "timeout_s": self.timeout_s,
-        }
-
-    def _found(self) -> None:
-        assert self._store is not None
-        self._group = BroadcastGroup(
-            self._store,
-            SOURCE,
-            self._size,
-            backend=self.backend,
-            device=self.device,
-            timeout_s=self.timeout_s,
-            host=self.host,
-        )
+        return wait
 
     def _broadcast(self, flat: Tensor) -> None:
         if self._group is None:
             raise SyncFailed(f"weights: {self.backend} broadcast: its group is gone")
         self._group.broadcast(flat)
 
-    def _forget(self) -> None:
+    def close(self) -> None:
+        """End the group: an engine that waits in it fails."""
         if self._group is not None:
             self._group.close()
-        self._group, self._store, self._members, self._here, self._why = None, None, {}, {}, ""
+        self._group, self._store, self.members = None, None, {}
 
 
 def _store(host: str, size: int, timeout_s: float) -> dist.TCPStore:
@@ -363,7 +296,7 @@ class BroadcastReceiver:
             )
         except RuntimeError as error:
             raise SyncFailed(
-                f"weights: store at {invitation['host']}:{invitation['port']}: {_first_line(error)}"
+                f"weights: store at {invitation['host']}:{invitation['port']}: {first_line(error)}"
             ) from error
         self._group = BroadcastGroup(
             store,
@@ -378,15 +311,10 @@ class BroadcastReceiver:
 
     def receive(self, header: dict[str, Any]) -> list[tuple[str, Tensor]]:
         """Take part in one broadcast; the tensors are views of one buffer."""
-        entries: list[Entry] = [(name, dtype, tuple(shape), at) for name, dtype, shape, at in header["entries"]]
         flat = torch.empty(int(header["size"]), dtype=torch.uint8, device=self.device)
         self._group.broadcast(flat)
-        return unpack(flat, entries)
+        return unpack(flat, header["entries"])
 
     def close(self) -> None:
         """Leave the group."""
         self._group.close()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

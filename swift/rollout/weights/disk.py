@@ -1,7 +1,6 @@
-"""Weights as safetensors files on a disk that trainer and engine share, and safetensors as bytes for the wire.
+"""Weights as safetensors: files on a disk that trainer and engine share, and bytes for the wire.
 
     <folder>/<run>/v0000007/bucket-0001.safetensors ...      written beside, synced, renamed: a name is a whole file
-    <folder>/<run>/v0000007/manifest.json                    once all buckets are there
 
 The writer keeps the last two versions of a run. The reader takes paths below one folder only, with links resolved, and
 reads plain tensors: nothing in these files can run code.
@@ -14,61 +13,41 @@ import os
 import shutil
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, save
 from torch import Tensor
 
 from swift.errors import ConfigError, ResourceError, SyncFailed
-from swift.rollout.weights.base import AdapterWeights, Bucket, StreamDigest, TensorInfo
+from swift.rollout.weights.base import AdapterWeights, Bucket, TensorInfo
+from swift.rollout.weights.packing import memory_of
 
 KEPT_VERSIONS = 2
 """Versions of a run that stay on disk: the present one, and the one that an engine may still be reading."""
 
-NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
-"""The format's names of types."""
 
-ALIGNMENT = 8
-"""The header is padded to this, so that tensors can be read where they lie."""
+# --- bytes ------------------------------------------------------------------------------------------------------------
 
 
-# --- the format -----------------------------------------------------------------------------------------------------
-
-
-def encoded(
-    tensors: Sequence[tuple[str, Tensor]], metadata: dict[str, str] | None = None
-) -> Iterator[bytes | memoryview]:
-    """The parts of a safetensors file, in order. Tied tensors are written under each of their names.
+def as_bytes(tensors: Sequence[tuple[str, Tensor]], metadata: dict[str, str] | None = None) -> bytes:
+    """A safetensors file in memory. Tied tensors are written under each of their names.
 
     Raises:
         SyncFailed: a type that the format does not have.
     """
-    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    end = 0
+    seen: set[Any] = set()
+    apart: dict[str, Tensor] = {}
     for name, tensor in tensors:
-        kind = NAMES.get(tensor.dtype)
-        if kind is None:
-            raise SyncFailed(f"weights: {name}: safetensors has no type for {tensor.dtype}")
-        size = tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [end, end + size]}
-        end += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
-    yield struct.pack("<Q", len(text)) + text
-    for _, tensor in tensors:
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        yield flat.cpu().numpy().data
-
-
-def as_bytes(tensors: Sequence[tuple[str, Tensor]], metadata: dict[str, str] | None = None) -> bytes:
-    """A safetensors file in memory."""
-    return b"".join(encoded(tensors, metadata))
+        memory = memory_of(name, tensor)
+        apart[name] = tensor.detach().clone() if memory in seen else tensor.detach().cpu().contiguous()
+        seen.add(memory)
+    try:
+        return save(apart, metadata)
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise SyncFailed(f"weights: cannot be written as safetensors ({error})") from error
 
 
 def from_bytes(data: bytes | bytearray, what: str) -> dict[str, Tensor]:
@@ -77,87 +56,20 @@ def from_bytes(data: bytes | bytearray, what: str) -> dict[str, Tensor]:
     Raises:
         SyncFailed: it is none.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
     try:
         return load(bytes(data))
     except (SafetensorError, ValueError, KeyError) as error:
         raise SyncFailed(f"weights: {what}: is no safetensors file ({error})") from error
 
 
-def metadata_of(data: bytes | bytearray | memoryview) -> dict[str, str]:
+def metadata_of(data: bytes | bytearray) -> dict[str, str]:
     """The `__metadata__` of a safetensors file in memory; {} when there is none."""
     (length,) = struct.unpack("<Q", bytes(data[:8]))
     found = json.loads(bytes(data[8 : 8 + length])).get("__metadata__")
     return found if isinstance(found, dict) else {}
 
 
-def digest_of(tensors: Sequence[tuple[str, Tensor]], checksums: dict[str, int] | None = None) -> str:
-    """Digest over names and bytes in order; `checksums` are those that are known already."""
-    stream = StreamDigest()
-    for name, tensor in tensors:
-        stream.add(name, tensor, (checksums or {}).get(name))
-    return stream.hexdigest()
-
-
-# --- writing --------------------------------------------------------------------------------------------------------
-
-
-class VersionWriter:
-    """One version of the weights on its way to the disk; threads of several updates may share it.
-
-    Args:
-        folder: that both sides see.
-        run: id of the run; a folder of its own.
-        version: of the policy.
-
-    Raises:
-        ResourceError: the folder cannot be written.
-    """
-
-    def __init__(self, folder: Path, run: str, version: int) -> None:
-        self.root = folder / run
-        self.path = self.root / f"v{version:07d}"
-        self.version = version
-        self.over = False
-        self._entries: list[dict[str, str]] = []
-        self._lock = threading.Lock()
-        with _writing(self.path):
-            shutil.rmtree(self.path, ignore_errors=True)
-            self.path.mkdir(parents=True)
-
-    def add(self, bucket: Bucket) -> dict[str, str]:
-        """Write a bucket; returns its path below the folder and its digest, once the disk has it."""
-        with self._lock:
-            name = f"bucket-{len(self._entries) + 1:04d}.safetensors"
-            with _writing(self.path / name):
-                write_whole(self.path / name, encoded(bucket.tensors))
-            entry = {
-                "path": str((self.path / name).relative_to(self.root.parent)),
-                "digest": digest_of(bucket.tensors, bucket.staged.get("checksums")),
-            }
-            self._entries.append(entry)
-            return entry
-
-    def finish(self, manifest: Sequence[TensorInfo]) -> None:
-        """All buckets are there: say so once, and forget the versions before the last ones."""
-        listed = [[info.name, info.dtype, list(info.shape)] for info in manifest]
-        with self._lock:
-            if self.over:
-                return
-            text = json.dumps({"version": self.version, "buckets": self._entries, "manifest": listed})
-            with _writing(self.path / "manifest.json"):
-                write_whole(self.path / "manifest.json", [text.encode()])
-            _forget_old(self.root)
-            self.over = True
-
-    def abandon(self) -> None:
-        """It will not be finished; one that is stays, for the servers that have confirmed it."""
-        with self._lock:
-            if not self.over:
-                self.over = True
-                shutil.rmtree(self.path, ignore_errors=True)
+# --- writing ----------------------------------------------------------------------------------------------------------
 
 
 class RunFolder:
@@ -169,57 +81,69 @@ class RunFolder:
     """
 
     def __init__(self, folder: Path, run: str) -> None:
-        self.folder, self.run = folder, run
+        self.folder, self.path = folder, folder / run
         self.users = 0
-        self._writer: VersionWriter | None = None
+        self._written: list[str] = []  # buckets of the version that is being written
+        self._complete: list[str] = []
 
-    def writer(self, version: int) -> VersionWriter:
-        """Of the update to this version, the same for every server that takes part in it.
+    def add(self, bucket: Bucket, version: int) -> dict[str, str]:
+        """Write a bucket; returns its path below the folder and its digest, once the disk has it.
 
         Raises:
             ResourceError: the folder cannot be written.
         """
-        with _sharing:
-            if self._writer is None or self._writer.over or self._writer.version != version:
-                self._writer = VersionWriter(self.folder, self.run, version)
-            return self._writer
+        name = f"v{version:07d}"
+        if not self._written or not self._written[0].startswith(f"{name}/"):
+            self._written = []
+        self._written.append(f"{name}/bucket-{len(self._written) + 1:04d}.safetensors")
+        path = self.path / self._written[-1]
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, as_bytes(bucket.tensors))
+        except OSError as error:
+            raise ResourceError(
+                f"weights: {path}: cannot be written ({error.strerror}); free some space, or use another folder"
+            ) from error
+        return {"path": str(path.relative_to(self.folder)), "digest": bucket.digest()}
+
+    def update_ended(self, version: int, *, complete: bool) -> None:
+        """A server has all of a version, or gave it up; what is older than the last complete ones is removed."""
+        name = f"v{version:07d}"
+        self._written = []
+        if not complete:
+            return
+        self._complete = [*(one for one in self._complete if one != name), name][-KEPT_VERSIONS:]
+        for path in self.path.iterdir():
+            if path.name not in self._complete:
+                shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
         """The last one to close removes the files: the others may have to send them again."""
         with _sharing:
             self.users -= 1
             if self.users == 0:
-                del _runs[self.folder, self.run]
-                shutil.rmtree(self.folder / self.run, ignore_errors=True)
+                del _runs[self.path]
+                shutil.rmtree(self.path, ignore_errors=True)
 
 
-_runs: dict[tuple[Path, str], RunFolder] = {}
+_runs: dict[Path, RunFolder] = {}
 _sharing = threading.Lock()
 
 
 def open_run(folder: Path, run: str) -> RunFolder:
     """The files of a run, shared within this process; every call needs a `close` of its own."""
-    key = (folder.resolve(), run)
+    folder = folder.resolve()
     with _sharing:
-        shared = _runs.setdefault(key, RunFolder(*key))
+        shared = _runs.setdefault(folder / run, RunFolder(folder, run))
         shared.users += 1
         return shared
 
 
-def _forget_old(root: Path) -> None:
-    """Keep the newest versions that are whole; what was never finished is older than they are, or in progress."""
-    manifests = sorted(root.glob("v*/manifest.json"), key=lambda path: path.stat().st_mtime_ns)
-    whole = [path.parent for path in manifests]  # by time: rehearsals have high numbers
-    for path in whole[:-KEPT_VERSIONS]:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def write_whole(path: Path, parts: Iterator[bytes | memoryview] | Sequence[bytes]) -> None:
+def write_whole(path: Path, content: bytes) -> None:
     """A file that has its name only once the disk has all of it."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
-        for part in parts:
-            file.write(part)
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
@@ -230,23 +154,7 @@ def write_whole(path: Path, parts: Iterator[bytes | memoryview] | Sequence[bytes
         os.close(descriptor)
 
 
-class _writing:  # noqa: N801 - reads as a statement
-    """Turns what the disk refuses into one line."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError):
-            raise ResourceError(
-                f"weights: {self.path}: cannot be written ({error.strerror}); free some space, or use another folder"
-            ) from error
-
-
-# --- reading --------------------------------------------------------------------------------------------------------
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def inside(folder: Path | None, name: str) -> Path:
@@ -277,18 +185,14 @@ def read_bucket(path: Path, wanted: Sequence[TensorInfo], digest: str | None) ->
     Raises:
         SyncFailed: it holds something else.
     """
-    from safetensors import SafetensorError, safe_open
-
     try:
         with safe_open(path, framework="pt") as file:
-            held = set(file.keys())
-            tensors = [(info.name, file.get_tensor(info.name)) for info in wanted if info.name in held]
+            bucket = in_order({name: file.get_tensor(name) for name in file.keys()}, path.name, wanted)  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise SyncFailed(f"weights: {path.name}: cannot be read ({error})") from error
-    check_order(path.name, held, [name for name, _ in tensors], wanted)
-    if digest is not None and digest_of(tensors) != digest:
-        raise SyncFailed(f"weights: {path.name}: its content has digest {digest_of(tensors)}; announced was {digest}")
-    return Bucket(tensors)
+    if digest is not None and bucket.digest() != digest:
+        raise SyncFailed(f"weights: {path.name}: its content has digest {bucket.digest()}; announced was {digest}")
+    return bucket
 
 
 def in_order(tensors: dict[str, Tensor], what: str, wanted: Sequence[TensorInfo]) -> Bucket:
@@ -297,20 +201,14 @@ def in_order(tensors: dict[str, Tensor], what: str, wanted: Sequence[TensorInfo]
     Raises:
         SyncFailed: it is not what the manifest has next.
     """
-    ordered = [(info.name, tensors[info.name]) for info in wanted if info.name in tensors]
-    check_order(what, set(tensors), [name for name, _ in ordered], wanted)
-    return Bucket(ordered)
-
-
-def check_order(what: str, held: set[str], found: Sequence[str], wanted: Sequence[TensorInfo]) -> None:
-    """Raises SyncFailed unless a file holds exactly the next tensors of the manifest."""
-    strangers = sorted(held - set(found))
+    following = [info.name for info in wanted[: len(tensors)]]
+    strangers = sorted(tensors.keys() - {info.name for info in wanted})
     if strangers:
         raise SyncFailed(f"weights: {what}: {strangers[0]}: is not expected, or came already")
-    following = [info.name for info in wanted[: len(found)]]
-    missing = [name for name in following if name not in held]
+    missing = [name for name in following if name not in tensors]
     if missing:
         raise SyncFailed(f"weights: {what}: {missing[0]}: is missing; the manifest has it before what came")
+    return Bucket([(name, tensors[name]) for name in following])
 
 
 def read_adapter_folder(path: Path) -> AdapterWeights:
@@ -327,5 +225,4 @@ def read_adapter_folder(path: Path) -> AdapterWeights:
         parsed = json.loads(config.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"adapter: {path.name}: adapter_config.json: is not valid JSON ({error})") from error
-    tensors = from_bytes(weights.read_bytes(), f"{path.name}/{weights.name}")
-    return AdapterWeights(parsed, tensors)
+    return AdapterWeights(parsed, from_bytes(weights.read_bytes(), f"{path.name}/{weights.name}"))

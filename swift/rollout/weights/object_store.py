@@ -13,43 +13,39 @@ import torch
 from torch import Tensor
 
 from swift.rollout.weights.base import Bucket, TensorInfo, torch_dtype
-from swift.rollout.weights.packing import staged
+from swift.rollout.weights.packing import memory_of
 
-Parcel = tuple[list[tuple[str, str, tuple[int, ...], int]], list[np.ndarray]]
-"""Name, dtype name, shape and place in the list for each tensor; bytes, once for tensors that are the same memory."""
+Parcel = list[tuple[TensorInfo, np.ndarray]]
+"""Each tensor and its bytes; one array for tensors that are the same memory, which pickle writes once."""
 
 
 def put(bucket: Bucket) -> Any:
     """A reference to the bucket in the store; made once for all engines."""
     import ray
 
-    return staged(bucket, "object_store", lambda: ray.put(parcel_of(bucket)))
+    return bucket.once("object_store", lambda: ray.put(parcel_of(bucket)))
 
 
 def parcel_of(bucket: Bucket) -> Parcel:
     """The bucket as arrays of bytes, views of tensors in main memory."""
-    entries: list[tuple[str, str, tuple[int, ...], int]] = []
-    arrays: list[np.ndarray] = []
-    places: dict[tuple[Any, ...], int] = {}
+    arrays: dict[tuple[Any, ...], np.ndarray] = {}
+    parcel = []
     for name, tensor in bucket.tensors:
-        info = TensorInfo.of(name, tensor)
-        memory = (tensor.data_ptr(), info.dtype, info.shape, tensor.stride()) if tensor.numel() else (name,)
-        if memory not in places:
-            places[memory] = len(arrays)
-            arrays.append(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-        entries.append((name, info.dtype, info.shape, places[memory]))
-    return entries, arrays
+        memory = memory_of(name, tensor)
+        if memory not in arrays:
+            arrays[memory] = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        parcel.append((TensorInfo.of(name, tensor), arrays[memory]))
+    return parcel
 
 
 def tensors_of(parcel: Parcel) -> list[tuple[str, Tensor]]:
     """The tensors as views of the store; nobody may write to them."""
-    entries, arrays = parcel
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that they cannot be written to
-        flat = [torch.from_numpy(array) for array in arrays]
-    return [(name, _typed(flat[place], dtype, shape)) for name, dtype, shape, place in entries]
+        return [(info.name, _typed(torch.from_numpy(array), info)) for info, array in parcel]
 
 
-def _typed(raw: Tensor, dtype: str, shape: tuple[int, ...]) -> Tensor:
+def _typed(raw: Tensor, info: TensorInfo) -> Tensor:
     """The tensor that bytes are of; none of an empty one can be viewed."""
-    return raw.view(torch_dtype(dtype)).view(shape) if raw.numel() else torch.empty(shape, dtype=torch_dtype(dtype))
+    dtype = torch_dtype(info.dtype)
+    return raw.view(dtype).view(info.shape) if raw.numel() else torch.empty(info.shape, dtype=dtype)

@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 class PipelineCallback(TrainerCallback):
     """Books each step with the pipeline and turns a caught signal into a checkpoint and a clean end.
 
-    Args:
-        trainer: whose pipeline is booked.
-        stop_requested: whether this process was asked to stop.
-        epoch: the position in the data set, in epochs.
+    stop_requested: whether this process was asked to stop. epoch: the position in the data set, in epochs.
     """
 
     def __init__(self, trainer: GRPOTrainer, *, stop_requested: Callable[[], bool], epoch: Callable[[], float]) -> None:
@@ -46,12 +43,7 @@ class PipelineCallback(TrainerCallback):
 
 
 class EveryFewSteps(TrainerCallback):
-    """Does something after every `interval` optimizer steps, on all ranks.
-
-    Args:
-        interval: in steps.
-        work: called with the number of steps done.
-    """
+    """Calls `work` with the number of steps done after every `interval` optimizer steps, on all ranks."""
 
     def __init__(self, interval: int, work: Callable[[int], None]) -> None:
         self.interval = interval

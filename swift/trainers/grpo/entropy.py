@@ -1,4 +1,4 @@
-"""Entropy over one global batch: how much the bonus weighs, and which tokens are uncertain enough to train on.
+"""Entropy over one global batch: the weight of the bonus, and the most uncertain tokens.
 
 Entropy is computed only where a setting asks for it, from the logits of the policy's own forward pass. What needs the
 whole global batch before its first backward pass (the threshold of the top entropies) comes from that forward pass
@@ -8,7 +8,7 @@ alone where one micro-batch holds the whole global batch, else from a pass witho
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from swift.rl.entropy import AdaptiveEntropy, top_entropy_threshold
+from swift.rl.linear_logprobs import Entropy
 from swift.rollout.samples import RolloutBatch
 from swift.trainers.grpo.micro_batch import split_by_sample
 
@@ -48,9 +49,11 @@ class EntropySettings:
         return self.quantile < 1
 
     @property
-    def observed(self) -> bool:
-        """Whether a forward pass has to compute it."""
-        return self.log or self.has_bonus or self.selects
+    def kind(self) -> Entropy:
+        """What a forward pass of the policy computes of it."""
+        if self.has_bonus:
+            return "gradient"
+        return "value" if self.log or self.selects else "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +66,6 @@ class TopEntropy:
     threshold: float
     keep: dict[int, np.ndarray]
     num_tokens: int
-
-
-def top_entropy(entropies: Mapping[int, np.ndarray], trained: Mapping[int, np.ndarray], quantile: float) -> TopEntropy:
-    """Choose the most uncertain trained tokens of a global batch (arXiv:2506.01939).
-
-    Args:
-        entropies: of every token, by sample: all samples of the global batch that have some trained.
-        trained: the data mask of each.
-        quantile: share to keep; ties at the threshold are kept.
-    """
-    order = sorted(entropies)
-    every = np.concatenate([entropies[i][trained[i]] for i in order])
-    threshold = top_entropy_threshold(torch.from_numpy(every), quantile)
-    keep = {i: entropies[i] >= np.float32(threshold) for i in order}
-    return TopEntropy(threshold, keep, sum(int((keep[i] & trained[i]).sum()) for i in order))
 
 
 def controller_state(controller: AdaptiveEntropy | None) -> dict[str, Any] | None:
@@ -101,25 +89,20 @@ def restored_controller(start: AdaptiveEntropy | None, state: dict[str, Any] | N
 
 
 class EntropyControl:
-    """What the step asks about entropy: the bonus's weight, and the mask of the top entropies.
-
-    Args:
-        settings: what the entropy is for, as it is now.
-        logprobs: computes it.
+    """The bonus's weight, and the mask of the top entropies.
 
     Attributes:
         controller: steers the coefficient; None where it is fixed.
     """
 
-    def __init__(self, settings: Callable[[], EntropySettings], logprobs: LogProbs) -> None:
-        self._settings = settings
+    def __init__(self, logprobs: LogProbs) -> None:
         self.logprobs = logprobs
-        self.controller = settings().adaptive
+        self.controller = self.settings.adaptive
 
     @property
     def settings(self) -> EntropySettings:
-        """What the entropy is for."""
-        return self._settings()
+        """Those of the step."""
+        return self.logprobs.settings.entropy
 
     @property
     def coefficient(self) -> float:
@@ -129,8 +112,8 @@ class EntropyControl:
     def look_ahead(self, batch: RolloutBatch, chosen: Sequence[int], policy: nn.Module) -> TopEntropy | None:
         """The mask of the top entropies of a global batch, as far as it has to be known before its first micro-batch.
 
-        All trained tokens have a say in the threshold, those without advantage too. Where one micro-batch holds them
-        all, the mask is made from its own entropies.
+        All trained tokens count for the threshold, those without advantage too. Where one micro-batch holds them all,
+        the mask is made from its own entropies.
         """
         if not self.settings.selects:
             return None
@@ -140,22 +123,29 @@ class EntropyControl:
             return None
         policy.eval()
         mine: dict[int, np.ndarray] = {}
-        for one, held in logprobs.own_micro_batches(batch, plan, lambda i: True):
+        for one, held in logprobs.own_micro_batches(batch.samples, plan, lambda sample: True):
             with torch.no_grad():
-                _, entropy_N = logprobs.with_entropy(policy, one)
-            if held:
-                mine |= dict(zip(held, split_by_sample(entropy_N, one.samples), strict=True))
-            logprobs.on_progress()
+                _, entropy_N = logprobs.scores(policy, one, "value")
+            assert entropy_N is not None
+            mine |= dict(zip(held, split_by_sample(entropy_N, one.samples), strict=False))  # none of a filler
         policy.train()
-        entropies = {i: values for part in logprobs.collectives.all_gather(mine) for i, values in part.items()}
+        entropies = {i: values for of_rank in logprobs.collectives.all_gather(mine) for i, values in of_rank.items()}
         return self.choose(batch, entropies)
 
     def choose(self, batch: RolloutBatch, entropies: dict[int, np.ndarray]) -> TopEntropy:
-        """The mask from the entropies of all samples of a global batch."""
-        return top_entropy(entropies, {i: batch.samples[i].trained for i in entropies}, self.settings.quantile)
+        """The most uncertain tokens (arXiv:2506.01939), from the entropies of all samples of a global batch.
+
+        Ties at the threshold are kept.
+        """
+        order = sorted(entropies)
+        trained = {i: batch.samples[i].trained for i in order}
+        every = np.concatenate([entropies[i][trained[i]] for i in order])
+        threshold = top_entropy_threshold(torch.from_numpy(every), self.settings.quantile)
+        keep = {i: entropies[i] >= np.float32(threshold) for i in order}
+        return TopEntropy(threshold, keep, sum(int((keep[i] & trained[i]).sum()) for i in order))
 
     def steer(self, total: float, count: float) -> None:
-        """Let the controller see the sum and number of this rank's entropies of an update; collective."""
+        """Update the controller from the sum and number of this rank's entropies of an update; collective."""
         if self.controller is None:
             return
         total, count = self.logprobs.collectives.sum([total, count])

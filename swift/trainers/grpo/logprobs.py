@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from swift.errors import NumericError
-from swift.models.forward import TokenSequence, is_packed, pack
+from swift.models.attention.interface import is_packed
+from swift.models.forward import TokenSequence, pack
 from swift.models.scoring import score_tokens
+from swift.rl.kl import sequence_k1
 from swift.rl.linear_logprobs import Entropy
 from swift.rollout.samples import RolloutBatch, TrainSample
 from swift.trainers.distributed import Collectives
@@ -30,23 +32,14 @@ if TYPE_CHECKING:
 class LogProbs:
     """Scores samples with the models of one trainer.
 
-    Args:
-        settings: of the step, as they are now.
-        collectives: the data-parallel ranks.
-        planner: cuts global batches into micro-batches.
-        reference: the KL reference, or none.
-        policy: gives the policy without what wraps it for training.
-        device: where tensors go.
-        on_progress: called after each micro-batch.
-
-    Attributes:
-        in_step: the model is sharded, so every rank has to make the same number of forward passes.
+    policy: gives the policy without what wraps it for training. on_progress: called after each micro-batch.
+    in_step: the model is sharded, so every rank has to make the same number of forward passes.
     """
 
     def __init__(
         self,
         *,
-        settings: Callable[[], GRPOSettings],
+        settings: GRPOSettings,
         collectives: Collectives,
         planner: MicroBatchPlanner,
         reference: ReferenceModel | None,
@@ -54,19 +47,14 @@ class LogProbs:
         device: torch.device,
         on_progress: Callable[[], None],
     ) -> None:
-        self._settings = settings
+        self.settings = settings
         self.collectives = collectives
         self.planner = planner
         self.reference = reference
-        self._policy_module = policy
+        self._policy = policy
         self.device = device
         self.on_progress = on_progress
         self.in_step = False
-
-    @property
-    def settings(self) -> GRPOSettings:
-        """Those of the step."""
-        return self._settings()
 
     # --- micro-batches ----------------------------------------------------------------------------------------
 
@@ -99,58 +87,38 @@ class LogProbs:
         return self.collectives.world_size == 1 and len(plan.micro_batches[0]) == 1
 
     def own_micro_batches(
-        self, batch: RolloutBatch, plan: MicroBatchPlan, wanted: Callable[[int], bool]
+        self, samples: Sequence[TrainSample], plan: MicroBatchPlan, wanted: Callable[[TrainSample], bool]
     ) -> Iterator[tuple[MicroBatch, list[int]]]:
-        """This rank's micro-batches of a plan with something wanted in them, and what each holds.
+        """This rank's micro-batches of a plan that hold a wanted sample, and the indices of what each holds.
 
         With a sharded model there is one in each turn in which any rank has one, if need be over a filler.
         """
-        needs = {i for rank in plan.micro_batches for one in rank for i in one if wanted(i)}
+        needs = {i for rank in plan.micro_batches for one in rank for i in one if wanted(samples[i])}
         for turn, held in enumerate(plan.micro_batches[self.collectives.rank]):
-            if not needs.isdisjoint(held):
-                mine = held
-            elif self.in_step and any(not needs.isdisjoint(rank[turn]) for rank in plan.micro_batches):
-                mine = []
-            else:
-                continue
-            samples = [batch.samples[i] for i in mine or [plan.first]]
-            yield self.collate(samples, [0.0] * len(samples)), mine
+            mine = held if not needs.isdisjoint(held) else []
+            if mine or (self.in_step and any(not needs.isdisjoint(rank[turn]) for rank in plan.micro_batches)):
+                chosen = [samples[i] for i in mine or [plan.first]]
+                yield self.collate(chosen, [0.0] * len(chosen)), mine
+                self.on_progress()
 
     # --- forward passes ---------------------------------------------------------------------------------------
 
     def policy(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """Log-prob and, where a setting asks for it, entropy of each completion token [N] from one forward pass."""
-        if self.settings.entropy.observed:
-            return self.with_entropy(model, batch)
-        return self.of(model, batch), None
+        return self.scores(model, batch, self.settings.entropy.kind)
 
-    def of(self, model: nn.Module, batch: MicroBatch) -> Tensor:
-        """Log-prob of each completion token [N] at the sampling temperature, fp32."""
-        return self._scores(model, batch, "none")[0]
-
-    def with_entropy(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """The same with the entropy of the tempered distribution, which has a gradient where the bonus needs one."""
-        logprobs_N, entropy_N = self._scores(model, batch, "gradient" if self.settings.entropy.has_bonus else "value")
-        assert entropy_N is not None, "an entropy that was asked for"
-        return logprobs_N, entropy_N
-
-    def _scores(self, model: nn.Module, batch: MicroBatch, entropy: Entropy) -> tuple[Tensor, Tensor | None]:
+    def scores(self, model: nn.Module, batch: MicroBatch, entropy: Entropy = "none") -> tuple[Tensor, Tensor | None]:
+        """Log-prob of each completion token and entropy of its distribution [N] at the sampling temperature, fp32."""
         tokens = batch.tokens if is_packed(model) else batch.sequences()
         return score_tokens(model, tokens, temperature=self.settings.temperature, entropy=entropy, device=self.device)
 
+    @torch.no_grad()
     def score(self, sequences: Sequence[TokenSequence], *, temperature: float | None = None) -> Tensor:
-        """The trainer's log-probs [N] of all completion tokens, without gradient; for checks.
-
-        Args:
-            sequences: prompts with their completions.
-            temperature: None means that of sampling.
-        """
-        model = self._policy_module()
+        """The trainer's log-probs [N] of all completion tokens, without gradient; by default at that of sampling."""
+        model = self._policy()
         tokens = pack(sequences, device=self.device) if is_packed(model) else sequences
-        with torch.no_grad():
-            return score_tokens(
-                model, tokens, temperature=temperature or self.settings.temperature, device=self.device
-            )[0]
+        temperature = temperature or self.settings.temperature
+        return score_tokens(model, tokens, temperature=temperature, device=self.device)[0]
 
     # --- old log-probs ----------------------------------------------------------------------------------------
 
@@ -161,21 +129,20 @@ class LogProbs:
         if self.settings.old_logprobs == "sampler":
             take_sampler_logprobs(batch.samples)
             return
-        model = self._policy_module()
+        model = self._policy()
         model.eval()
         for number in range(0 if self.settings.keep_dropout else 1, batch.num_global_batches):
             chosen = batch.global_batch(number)
             # the plan is that of the training passes, so that a rank fills what it will need
             plan = self.plan(batch.samples, chosen, self.useful(batch, chosen))
-            for one, held in self.own_micro_batches(batch, plan, lambda i: batch.samples[i].old_logprobs is None):
+            for one, held in self.own_micro_batches(batch.samples, plan, lambda sample: sample.old_logprobs is None):
                 with torch.no_grad():
-                    logprobs_N = self.of(model, one)
+                    logprobs_N, _ = self.scores(model, one)
                 if held:
                     remember(one, logprobs_N)
-                self.on_progress()
         model.train()
 
-    def check_old(self, batch: RolloutBatch, held: Sequence[int], *, step: int) -> None:
+    def check_old(self, batch: RolloutBatch, held: Sequence[int]) -> None:
         """Only the first update after a rollout may take the policy itself for the old one.
 
         Raises:
@@ -186,8 +153,8 @@ class LogProbs:
         missing = [i for i in held if batch.samples[i].old_logprobs is None]
         if missing:
             raise NumericError(
-                f"old log-probs: rank {self.collectives.rank} has none for {len(missing)} of {len(held)} samples of "
-                f"step {step} (update {batch.position + 1} of their rollout); this is a bug"
+                f"old log-probs: rank {self.collectives.rank} has none for {len(missing)} of {len(held)} samples in "
+                f"update {batch.position + 1} of their rollout; this is a bug"
             )
 
     def share_old(self, batch: RolloutBatch) -> None:
@@ -213,9 +180,8 @@ class LogProbs:
         for number in range(batch.num_global_batches):
             chosen = batch.global_batch(number)
             plan = self.plan(batch.samples, chosen, [batch.samples[i].num_trained > 0 for i in chosen])
-            for one, held in self.own_micro_batches(batch, plan, lambda i: batch.samples[i].ref_logprobs is None):
+            for one, held in self.own_micro_batches(batch.samples, plan, lambda sample: sample.ref_logprobs is None):
                 self.ensure_reference(one, keep=bool(held))
-                self.on_progress()
 
     def ensure_reference(self, batch: MicroBatch, *, keep: bool) -> None:
         """Fill in the reference's log-probs; with `keep`, on the rank that owns the samples, for later visits too."""
@@ -224,17 +190,36 @@ class LogProbs:
         missing = batch.ref_logprobs_N is None
         if not (self.collectives.any(missing) if self.in_step else missing):
             return
-        batch.ref_logprobs_N = self.of_reference(batch)
+        batch.ref_logprobs_N = self._of_reference(batch)
         if not keep or not missing:
             return
         for sample, values in zip(batch.samples, split_by_sample(batch.ref_logprobs_N, batch.samples), strict=True):
             sample.ref_logprobs = values
 
-    def of_reference(self, batch: MicroBatch) -> Tensor:
+    def reward_kl(self, samples: Sequence[TrainSample]) -> list[float]:
+        """`sum_t m (lp_s - lp_r)` of each sample in nats, the on-policy k1 estimate; 0 without a trained token.
+
+        Collective: ranks share the samples, and every rank learns all sums, because it computes all advantages.
+        """
+        plan = self.plan(samples, range(len(samples)), [sample.num_trained > 0 for sample in samples])
+        mine: dict[int, float] = {}
+        for one, held in self.own_micro_batches(samples, plan, lambda sample: True):
+            k1_S = sequence_k1(
+                one.sampler_logprobs_N,
+                self._of_reference(one),
+                mask_T=one.mask_N,
+                sequence_index_T=one.tokens.sequence_index,
+                num_sequences=one.tokens.num_sequences,
+            )
+            mine |= dict(zip(held, k1_S.tolist(), strict=False))
+        sums = {i: value for of_rank in self.collectives.all_gather(mine) for i, value in of_rank.items()}
+        return [sums.get(i, 0.0) for i in range(len(samples))]
+
+    def _of_reference(self, batch: MicroBatch) -> Tensor:
         """The reference's log-probs [N], without gradient."""
         assert self.reference is not None, "a KL without a reference"
         with self.reference.active() as module, torch.no_grad():
-            return self.of(module, batch)
+            return self.scores(module, batch)[0]
 
 
 def remember(batch: MicroBatch, logprobs_N: Tensor) -> None:
@@ -247,7 +232,7 @@ def remember(batch: MicroBatch, logprobs_N: Tensor) -> None:
 
 
 def take_sampler_logprobs(samples: Sequence[TrainSample]) -> None:
-    """Let what the sampler recorded stand in for old log-probs, except where samples bring theirs."""
+    """Use the rollout engine's log-probs as old log-probs, except where samples bring theirs."""
     for sample in samples:
         if sample.old_logprobs is None:
             sample.old_logprobs = sample.sampler_logprobs

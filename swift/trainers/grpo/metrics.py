@@ -11,7 +11,7 @@ from torch import Tensor
 from swift.observability.metrics import extreme, kind_of
 from swift.rl.correction import effective_sample_size, mismatch_statistics
 from swift.rl.objective import LossOutput
-from swift.rl.segments import spread
+from swift.rl.segments import at_tokens
 from swift.rollout.samples import RolloutBatch
 from swift.trainers.distributed import Collectives
 from swift.trainers.grpo.micro_batch import MicroBatch
@@ -74,7 +74,7 @@ def observe(
     if settings.correctable_sampling:
         _observe_sampler(report, batch, policy_logprobs_N, settings)
     if settings.log_offpolicy:
-        advantages_N = spread(batch.advantages_S, batch.tokens.sequence_index)
+        advantages_N = at_tokens(batch.advantages_S, batch.tokens.sequence_index)
         for name, chosen_N in (("positive", advantages_N > 0), ("negative", advantages_N < 0)):
             values = policy_logprobs_N[batch.mask_N & chosen_N]
             report.add(f"logp/{name}_advantage_mean", float(values.double().sum()), values.numel())
@@ -110,7 +110,7 @@ def summarise(
     reports = collectives.gather(report)
     if reports is None:
         return {}
-    for other in reports[1:] if collectives.is_main else []:
+    for other in reports[1:]:
         report.merge(other)
     loss_total, _ = report.sums.pop("loss")
     values = {"loss": loss_total, **report.values()}

@@ -42,48 +42,41 @@ class MicroBatch:
 
     def sequences(self) -> list[TokenSequence]:
         """The token ids, one entry per sample."""
-        return [TokenSequence(s.prompt_ids.tolist(), s.token_ids.tolist()) for s in self.samples]
+        return _sequences(self.samples)
 
 
-def collate(
-    samples: Sequence[TrainSample],
-    weights_S: Sequence[float],
-    *,
-    device: torch.device | str,
-) -> MicroBatch:
-    """Pack samples and lay their numbers out token by token.
+def collate(samples: Sequence[TrainSample], weights_S: Sequence[float], *, device: torch.device | str) -> MicroBatch:
+    """Pack S samples, those of a group next to each other, and lay their numbers out token by token.
 
-    Args:
-        samples: S samples, those of a group next to each other.
-        weights_S: loss weight of each trained token of a sample.
-        device: where the tensors go.
+    `weights_S` is the loss weight of each trained token of a sample.
     """
-    tokens = pack([TokenSequence(s.prompt_ids.tolist(), s.token_ids.tolist()) for s in samples], device=device)
 
     def join(parts: Sequence[np.ndarray]) -> Tensor:
         return torch.from_numpy(np.concatenate(parts)).to(device)
 
-    def join_old() -> Tensor | None:
-        if all(sample.old_logprobs is None for sample in samples):
-            return None
-        unknown = [np.full(sample.token_ids.size, np.nan, dtype=np.float32) for sample in samples]
-        return join([u if s.old_logprobs is None else s.old_logprobs for s, u in zip(samples, unknown, strict=True)])
-
+    old = [sample.old_logprobs for sample in samples]
+    unknown = [np.full(sample.token_ids.size, np.nan, dtype=np.float32) for sample in samples]
     references = [sample.ref_logprobs for sample in samples if sample.ref_logprobs is not None]
-
     mask_N = join([sample.trained for sample in samples])
     lengths = torch.tensor([sample.token_ids.size for sample in samples])
     weights_N = torch.tensor(list(weights_S), dtype=torch.float32).repeat_interleave(lengths).to(device)
-    return MicroBatch(
+    batch = MicroBatch(
         samples=list(samples),
-        tokens=tokens,
+        tokens=pack(_sequences(samples), device=device),
         advantages_S=torch.tensor([s.advantage for s in samples], dtype=torch.float32, device=device),
         weights_N=weights_N * mask_N,
         mask_N=mask_N,
         sampler_logprobs_N=join([sample.sampler_logprobs for sample in samples]),
-        old_logprobs_N=join_old(),
+        old_logprobs_N=None,
         ref_logprobs_N=join(references) if len(references) == len(samples) else None,
     )
+    if any(one is not None for one in old):
+        batch.old_logprobs_N = join([u if one is None else one for one, u in zip(old, unknown, strict=True)])
+    return batch
+
+
+def _sequences(samples: Sequence[TrainSample]) -> list[TokenSequence]:
+    return [TokenSequence(sample.prompt_ids.tolist(), sample.token_ids.tolist()) for sample in samples]
 
 
 def split_by_sample(values_N: Tensor, samples: Sequence[TrainSample]) -> list[np.ndarray]:

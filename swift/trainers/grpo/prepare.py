@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError
 from swift.trainers.grpo.arguments import loss_settings
+from swift.trainers.session import own_device
 from swift.types import Prompt
 
 if TYPE_CHECKING:
-    import torch
-
-    from swift.data import PromptDataset, PromptSource
+    from swift.data.prompts import PromptDataset
+    from swift.data.source import PromptSource
     from swift.models.template import Template
-    from swift.rewards import RewardPipeline
+    from swift.rewards.pipeline import RewardPipeline
     from swift.rollout.arithmetic import BatchPlan
     from swift.rollout.placement import Placement
     from swift.rollout.rollout_function import RolloutFunc
     from swift.trainers.distributed import Collectives
     from swift.trainers.session import Start
-    from swift.trainers.supervision.heartbeat import RankWatch
+    from swift.trainers.supervision.heartbeat import Heartbeat
+
+
+CHECKED_ROWS = 64
+"""First prompts that checks look at."""
 
 
 @dataclass(slots=True)
@@ -40,27 +43,45 @@ class Parts:
     placement: Placement
     prefetch_depth: int
     lines: list[str]
-    rollout_func: RolloutFunc | None = None
-    rank_watch: RankWatch | None = None
+    rollout_func: RolloutFunc | None
+    heartbeat: Heartbeat
 
 
-def prepare(args: Any, collectives: Collectives, start: Start, placement: Placement) -> Parts:
-    """Everything that needs no weights: template, data, rewards, batch arithmetic."""
-    from swift.data import load_prompts, open_prompts
+def prepare(
+    args: Any,
+    collectives: Collectives,
+    start: Start,
+    placement: Placement,
+    *,
+    world_size: int | None = None,
+    load_reward_models: bool = True,
+) -> Parts:
+    """Everything that needs no weights but those of reward models: template, data, rewards, batch arithmetic.
+
+    A dry run plans for `world_size` processes without starting them.
+
+    Raises:
+        ConfigError, ResourceError: settings, data or rewards cannot be used.
+    """
+    from swift.data.prompts import load_prompts
+    from swift.data.source import open_prompts
     from swift.models import load_chat
-    from swift.rewards import RewardPipeline
-    from swift.rewards.models import load_reward_models
+    from swift.rewards import models
+    from swift.rewards.pipeline import RewardPipeline
     from swift.trainers.engines import require_backend
     from swift.trainers.grpo.checks import check_run
+    from swift.trainers.supervision.heartbeat import Heartbeat
 
     template = load_chat(args)
+    loads = load_reward_models and collectives.is_main
+    reward_models = models.load_reward_models(args, device=own_device()) if loads else None
     rewards = RewardPipeline(
         args,
         seed=args.seed,
         max_completion_length=args.max_completion_length,
         decode=lambda ids: template.decode(ids, skip_special_tokens=False),
         tokenizer_path=template.tokenizer.name_or_path,
-        reward_models=load_reward_models(args, device=own_device()) if collectives.is_main else None,
+        reward_models=reward_models,
     )
     limits = {
         "tokenize": template.encode_prompt,
@@ -73,33 +94,34 @@ def prepare(args: Any, collectives: Collectives, start: Start, placement: Placem
 
     source = open_source()
     looked_at = open_source() if args.streaming else source
-    first = first_prompts(looked_at, 64)
+    first = _first_prompts(looked_at, CHECKED_ROWS)
     has_eval = bool(args.val_dataset) or args.split_dataset_ratio > 0
     eval_prompts = load_prompts(args, split="val", **limits) if has_eval else None
-    plan = plan_run(args, collectives.world_size, source.size)
+    plan = _plan_run(args, world_size or collectives.world_size, source.size)
     lines = [*source.report.lines(), *(eval_prompts.report.lines() if eval_prompts is not None else [])]
     lines = list(dict.fromkeys(lines))  # one mapping line when both data sets have the same columns
     check_run(args, placement.mode, rewards, plan)
-    depth = prefetch_depth(args, plan)
+    depth = _prefetch_depth(args, plan)
     require_backend(args)
-    function = find_rollout_func(args, placement)
     return Parts(
         args, collectives, template, source, first, eval_prompts, rewards, plan, start, placement, depth, lines,
-        rollout_func=function,
+        rollout_func=_find_rollout_func(args, placement),
+        heartbeat=Heartbeat(collectives),
     )  # fmt: skip
 
 
-def find_rollout_func(args: Any, placement: Placement) -> RolloutFunc | None:
-    """The function of `--rollout_func`, if one is given.
-
-    Raises:
-        ConfigError: it cannot be found, or ranks that hold parts of one engine would have to call it in step.
-    """
+def _find_rollout_func(args: Any, placement: Placement) -> RolloutFunc | None:
+    """The function of `--rollout_func`, if one is given and may be called by each rank for itself."""
     from swift.rollout.rollout_function import load_rollout_func
+    from swift.trainers.parallel.deepspeed import stage_of
 
     if args.rollout_func is None:
         return None
-    require_whole_weights(args)
+    if placement.mode == "in_process" and stage_of(args) == 3:
+        raise ConfigError(
+            f"--rollout_func: {args.rollout_func}: each rank calls it with its own prompts, and stage 3 of --deepspeed "
+            f"{args.deepspeed} samples on all ranks in step; --use_vllm true, --vllm_mode dedicated, or stage 2"
+        )
     if placement.mode == "colocate" and placement.tensor_parallel_size > 1:
         raise ConfigError(
             f"--vllm_tensor_parallel_size: {placement.tensor_parallel_size}: in colocate the ranks of an engine sample "
@@ -108,23 +130,7 @@ def find_rollout_func(args: Any, placement: Placement) -> RolloutFunc | None:
     return load_rollout_func(args.rollout_func)
 
 
-def require_whole_weights(args: Any) -> None:
-    """Refuses a rollout function on weights that a DeepSpeed file spreads; presets are told by their names before.
-
-    Raises:
-        ConfigError: the trainer's own model samples, and the file's stage is 3.
-    """
-    from swift.rollout.placement import has_own_engine
-    from swift.trainers.parallel.deepspeed import stage_of
-
-    if args.rollout_func is not None and not has_own_engine(args) and stage_of(args) == 3:
-        raise ConfigError(
-            f"--rollout_func: {args.rollout_func}: each rank calls it with its own prompts, and stage 3 of --deepspeed "
-            f"{args.deepspeed} samples on all ranks in step; --use_vllm true, --vllm_mode dedicated, or stage 2"
-        )
-
-
-def prefetch_depth(args: Any, plan: BatchPlan) -> int:
+def _prefetch_depth(args: Any, plan: BatchPlan) -> int:
     """How many generation batches may be sampled ahead: `--prefetch_depth` as far as `--max_staleness` allows.
 
     Raises:
@@ -157,7 +163,7 @@ def prefetch_depth(args: Any, plan: BatchPlan) -> int:
     return depth
 
 
-def first_prompts(source: PromptSource, count: int) -> list[Prompt]:
+def _first_prompts(source: PromptSource, count: int) -> list[Prompt]:
     """The first prompts, for checks: a data set is only looked at, a stream is drawn from."""
     dataset = getattr(source, "dataset", None)
     if dataset is None:
@@ -166,18 +172,31 @@ def first_prompts(source: PromptSource, count: int) -> list[Prompt]:
 
 
 def max_prompt_length(args: Any) -> int | None:
-    """`--max_length`: the longest prompt in tokens; by default what the context leaves beside the completion.
+    """`--max_length`: the longest prompt in tokens; by default what the model's context leaves beside the completion.
 
     Raises:
-        ConfigError: the completion alone fills the context.
+        ConfigError: the completion fills the context, alone or with `--max_length`.
     """
     from swift.models.policy import context_length
-    from swift.trainers.grpo.checks import prompt_limit
 
-    return prompt_limit(args, context_length(args))
+    context, completion, longest = context_length(args), args.max_completion_length, args.max_length
+    if context is None:
+        return None if longest is None else int(longest)
+    room = context - completion
+    if room < 1:
+        raise ConfigError(
+            f"--max_completion_length: {completion}: leaves no room for a prompt in the model's context of {context} "
+            f"tokens; use at most {context - 1}"
+        )
+    if longest is not None and longest > room:
+        raise ConfigError(
+            f"--max_length: {longest}: with --max_completion_length {completion} it exceeds the model's context of "
+            f"{context} tokens; use at most {room}"
+        )
+    return int(longest or room)
 
 
-def plan_run(args: Any, world_size: int, num_rows: int | None) -> BatchPlan:
+def _plan_run(args: Any, world_size: int, num_rows: int | None) -> BatchPlan:
     """The batch arithmetic of the run.
 
     Raises:
@@ -185,20 +204,13 @@ def plan_run(args: Any, world_size: int, num_rows: int | None) -> BatchPlan:
     """
     from swift.rollout.arithmetic import plan_batches
 
-    return plan_batches(
-        per_device_train_batch_size=args.per_device_train_batch_size,
-        world_size=world_size,
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
-        num_generations=args.num_generations,
-        steps_per_generation=args.steps_per_generation,
-        generation_batch_size=args.generation_batch_size,
-        num_iterations=args.num_iterations,
-        mini_batch_size=args.mini_batch_size,
-        max_tokens_per_micro_batch=args.max_tokens_per_micro_batch,
-        num_rows=num_rows,
-        num_train_epochs=args.num_train_epochs,
-        max_steps=args.max_steps,
-    )
+    names = (
+        "per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "steps_per_generation",
+        "generation_batch_size", "num_iterations", "mini_batch_size", "max_tokens_per_micro_batch", "num_train_epochs",
+        "max_steps",
+    )  # fmt: skip
+    settings = {name: getattr(args, name) for name in names}
+    return plan_batches(**settings, world_size=world_size, num_rows=num_rows)
 
 
 def batch_line(args: Any, plan: BatchPlan) -> str:
@@ -215,15 +227,6 @@ def batch_line(args: Any, plan: BatchPlan) -> str:
 def goes_on_over_epochs(args: Any) -> bool:
     """Whether batches do not end with an epoch: they draw as many rows as it takes, or put displaced ones off."""
     return bool(args.dynamic_sample or args.reroll_start_fraction < 1)
-
-
-def own_device() -> torch.device:
-    """The device of this process."""
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
 
 
 def plan_lines(parts: Parts) -> list[str]:

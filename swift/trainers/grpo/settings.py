@@ -35,7 +35,7 @@ class GRPOSettings:
     correction: weights for tokens that another policy sampled. log_offpolicy: log more about it than the ratios, which
         are logged wherever they are correctable.
     off_policy_delta: mask sequences of negative advantage that have drifted further than this; None is off.
-    old_logprobs: what the ratio compares the policy with: the trainer's log-probs at the start of the unit, or those
+    old_logprobs: what the ratio compares the policy with: the trainer's log-probs at the start of the batch, or those
         that the sampler recorded (the ratio of the Atropos example trainer), for which no forward pass is needed.
     entropy: bonus, choice of tokens, logs.
     """

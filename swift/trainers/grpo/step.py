@@ -18,12 +18,11 @@ from torch import Tensor, nn
 
 from swift.rl.correction import off_policy_sequence_mask, sampler_correction, sampler_mismatch
 from swift.rl.entropy import entropy_bonus
+from swift.rl.global_batch import BatchCounts, count_batch, nominal_batch_tokens
 from swift.rl.losses import get_loss, sequence_weights
 from swift.rl.objective import SamplerCorrection, policy_loss
-from swift.rl.segments import spread
-from swift.rl.window import WindowCounts, count_window, nominal_batch_tokens, nominal_batches
+from swift.rl.segments import at_tokens
 from swift.rollout.samples import Arrival, RolloutBatch, TrainSample
-from swift.trainers.distributed import Collectives
 from swift.trainers.grpo.entropy import EntropyControl, TopEntropy
 from swift.trainers.grpo.logprobs import LogProbs, remember, take_sampler_logprobs
 from swift.trainers.grpo.metrics import StepMetrics, observe
@@ -39,19 +38,18 @@ class _Shared:
     """What the micro-batches of one optimizer step share.
 
     weights: loss weight of each trained token, by sample. filler: a sample for ranks that have none left.
-    coefficient: weight of the entropy bonus. top: the mask of a global batch that was looked at before; None leaves it
-    to the one micro-batch that holds it all. num_tokens: trained tokens. number: of the step, from 1. entropy_sum,
-    entropy_count: over the tokens that the bonus acts on, so far.
+    coefficient: weight of the entropy bonus. top: the mask of the top entropies; None leaves it to the one micro-batch
+    that holds the global batch. num_tokens: trained tokens. entropy_sum, entropy_count: over the tokens that the bonus
+    acts on, so far.
     """
 
     batch: RolloutBatch
     weights: dict[int, float]
     filler: int
     report: StepMetrics
-    coefficient: float
-    top: TopEntropy | None
     num_tokens: int
-    number: int
+    coefficient: float = 0.0
+    top: TopEntropy | None = None
     entropy_sum: float = 0.0
     entropy_count: float = 0.0
 
@@ -59,31 +57,21 @@ class _Shared:
 class GlobalBatchStep:
     """Makes the gradients of one optimizer step.
 
-    Args:
-        settings: of the step, as they are now.
-        logprobs: scores samples and cuts them into micro-batches.
-        entropy: its bonus and choice of tokens.
-        accelerator: of the trainer.
-        sequences: completions of a full global batch, for one whose samples are still arriving.
-        timer: times phases.
-
-    Attributes:
-        deepspeed: drives its engine; None without.
-        fsdp: FSDP2 shards the model.
+    sequences: completions of a full global batch, for one whose samples are still arriving. timer: times phases.
+    deepspeed: drives its engine; None without. fsdp: FSDP2 shards the model.
     """
 
     def __init__(
         self,
         *,
-        settings: Callable[[], GRPOSettings],
         logprobs: LogProbs,
         entropy: EntropyControl,
         accelerator: Accelerator,
         sequences: Callable[[], int],
         timer: Callable[[str], contextlib.AbstractContextManager[None]],
     ) -> None:
-        self._settings = settings
         self.logprobs = logprobs
+        self.collectives = logprobs.collectives
         self.entropy = entropy
         self.accelerator = accelerator
         self._sequences = sequences
@@ -93,15 +81,10 @@ class GlobalBatchStep:
 
     @property
     def settings(self) -> GRPOSettings:
-        """Those of the trainer."""
-        return self._settings()
+        """Those of the step."""
+        return self.logprobs.settings
 
-    @property
-    def collectives(self) -> Collectives:
-        """The data-parallel ranks."""
-        return self.logprobs.collectives
-
-    def run(self, model: nn.Module, policy: nn.Module, batch: RolloutBatch, report: StepMetrics, number: int) -> Tensor:
+    def run(self, model: nn.Module, policy: nn.Module, batch: RolloutBatch, report: StepMetrics) -> Tensor:
         """Forward and backward of the next global batch; gradients are complete when it returns.
 
         Args:
@@ -109,45 +92,38 @@ class GlobalBatchStep:
             policy: the same, unwrapped.
             batch: the rollout batch.
             report: gets what there is to log.
-            number: of the step, from 1.
 
         Returns:
             this rank's share of the loss times the number of ranks (their mean is the loss).
         """
         model.train()
         if batch.arriving is not None:
-            return self._arriving(model, batch, batch.arriving, report, number)
+            return self._arriving(model, batch, batch.arriving, report)
         with self._timer("train"):
-            return self._whole(model, policy, batch, report, number)
+            return self._whole(model, policy, batch, report)
 
-    def _whole(
-        self, model: nn.Module, policy: nn.Module, batch: RolloutBatch, report: StepMetrics, number: int
-    ) -> Tensor:
+    def _whole(self, model: nn.Module, policy: nn.Module, batch: RolloutBatch, report: StepMetrics) -> Tensor:
         if self.deepspeed is not None:
             self.deepspeed.begin()
         self.logprobs.prepare_old(batch)
         chosen = batch.global_batch(batch.global_batch_index)
-        weights = dict(zip(chosen, self._weights([batch.samples[i] for i in chosen]), strict=True))
+        samples = [batch.samples[i] for i in chosen]
         useful = self.logprobs.useful(batch, chosen)
-        loss = torch.zeros((), device=self.logprobs.device)
         if not any(useful):  # no gradient at all: the optimizer leaves every weight alone
             report.add("health/steps_without_signal", 1.0, 1.0)
-            return loss
+            return torch.zeros((), device=self.logprobs.device)
         top = self.entropy.look_ahead(batch, chosen, policy)
         plan = self.logprobs.plan(batch.samples, chosen, useful)
         shared = _Shared(
             batch,
-            weights,
+            dict(zip(chosen, self._weights(samples), strict=True)),
             filler=plan.first,
             report=report,
+            num_tokens=sum(sample.num_trained for sample in samples),
             coefficient=self.entropy.coefficient,
             top=top,
-            num_tokens=sum(batch.samples[i].num_trained for i in chosen),
-            number=number,
         )
-        own = plan.micro_batches[self.collectives.rank]
-        for turn, held in enumerate(own):
-            loss += self._micro_batch(model, shared, held, last=turn == len(own) - 1)
+        loss = self._micro_batches(model, shared, plan.micro_batches[self.collectives.rank], last=True)
         if self.deepspeed is not None:
             self.deepspeed.step()
         if self.settings.entropy.has_bonus:
@@ -156,10 +132,22 @@ class GlobalBatchStep:
             self.entropy.steer(shared.entropy_sum, shared.entropy_count)
         return loss
 
+    def _weights(self, samples: Sequence[TrainSample]) -> list[float]:
+        """The loss weight of each trained token of each sample, exact over the whole global batch."""
+        tokens = [sample.num_trained for sample in samples]
+        nominal = self.settings.per_device
+        return sequence_weights(
+            get_loss(self.settings.loss.loss_type),
+            count_batch(tokens, nominal),
+            tokens,
+            nominal_tokens=nominal_batch_tokens(tokens, nominal),
+            max_completion_length=self.settings.max_completion_length,
+        )
+
     # --- a global batch that is still being sampled -------------------------------------------------------------
 
     def _arriving(
-        self, model: nn.Module, batch: RolloutBatch, arrivals: Iterator[Arrival], report: StepMetrics, number: int
+        self, model: nn.Module, batch: RolloutBatch, arrivals: Iterator[Arrival], report: StepMetrics
     ) -> Tensor:
         """The same for a global batch whose samples are still being sampled: its counts are known at the end only.
 
@@ -169,13 +157,13 @@ class GlobalBatchStep:
         loss, ran = torch.zeros((), device=self.logprobs.device), False
         for arrival in arrivals:
             with self._timer("train"):
-                share, has_run = self._arrival(model, batch, arrival, report, number, ran=ran)
+                share, has_run = self._arrival(model, batch, arrival, report, ran=ran)
             loss, ran = loss + share, ran or has_run
         if not ran:
             report.add("health/steps_without_signal", 1.0, 1.0)
             return loss
         total, limit = get_loss(self.settings.loss.loss_type).normaliser.total, self.settings.max_completion_length
-        exact = total(count_window([sample.num_trained for sample in batch.samples]), limit)
+        exact = total(count_batch([sample.num_trained for sample in batch.samples]), limit)
         factor = total(self._fullest(), limit) / exact
         for parameter in model.parameters():
             if parameter.grad is not None:
@@ -184,21 +172,14 @@ class GlobalBatchStep:
             self.logprobs.share_old(batch)
         return loss * factor
 
-    def _fullest(self) -> WindowCounts:
+    def _fullest(self) -> BatchCounts:
         """The counts of a global batch full of the longest completions."""
-        return count_window([self.settings.max_completion_length] * self._sequences())
+        return count_batch([self.settings.max_completion_length] * self._sequences())
 
     def _arrival(
-        self,
-        model: nn.Module,
-        batch: RolloutBatch,
-        arrival: Arrival,
-        report: StepMetrics,
-        number: int,
-        *,
-        ran: bool,
+        self, model: nn.Module, batch: RolloutBatch, arrival: Arrival, report: StepMetrics, *, ran: bool
     ) -> tuple[Tensor, bool]:
-        """Some of its samples: their loss, and whether any pass was made; `ran`: one was before."""
+        """Some of its samples: their loss, and whether this rank computed anything; `ran`: it did before."""
         samples = [batch.samples[i] for i in arrival.samples]
         if self.settings.old_logprobs == "sampler":
             take_sampler_logprobs(samples)
@@ -209,36 +190,37 @@ class GlobalBatchStep:
             tokens,
             max_completion_length=self.settings.max_completion_length,
         )
+        useful = [weight > 0 and self.logprobs.contributes(one) for weight, one in zip(weights, samples, strict=True)]
+        own = self.logprobs.plan(batch.samples, arrival.samples, useful).micro_batches[self.collectives.rank]
+        if arrival.last and ran and not own and self.collectives.active:
+            own = [[]]  # brings the ranks' gradients together
         shared = _Shared(
             batch,
             dict(zip(arrival.samples, weights, strict=True)),
             filler=next((i for i, one in enumerate(batch.samples) if one.num_trained), 0),
             report=report,
-            coefficient=0.0,
-            top=None,
             num_tokens=sum(tokens),
-            number=number,
         )
-        useful = [weight > 0 and self.logprobs.contributes(one) for weight, one in zip(weights, samples, strict=True)]
-        own = self.logprobs.plan(batch.samples, arrival.samples, useful).micro_batches[self.collectives.rank]
-        if arrival.last and ran and not own and self.collectives.active:
-            own = [[]]  # the pass that brings the ranks' gradients together
+        return self._micro_batches(model, shared, own, last=arrival.last), bool(own)
+
+    # --- micro-batches ------------------------------------------------------------------------------------------
+
+    def _micro_batches(self, model: nn.Module, shared: _Shared, own: Sequence[list[int]], *, last: bool) -> Tensor:
+        """All of this rank; their loss. `last`: the gradients of the ranks meet after the last of them."""
         loss = torch.zeros((), device=self.logprobs.device)
         for turn, held in enumerate(own):
-            loss += self._micro_batch(model, shared, held, last=arrival.last and turn == len(own) - 1)
-        return loss, bool(own)
-
-    # --- one micro-batch ----------------------------------------------------------------------------------------
+            loss += self._micro_batch(model, shared, held, last=last and turn == len(own) - 1)
+        return loss
 
     def _micro_batch(self, model: nn.Module, shared: _Shared, held: Sequence[int], *, last: bool) -> Tensor:
-        """One forward/backward pass; a rank with nothing left passes over the filler with weight 0."""
+        """Forward and backward of one; a rank with nothing left computes the filler with weight 0."""
         samples = [shared.batch.samples[i] for i in held or [shared.filler]]
-        self.logprobs.check_old(shared.batch, held, step=shared.number)
+        self.logprobs.check_old(shared.batch, held)
         batch = self.logprobs.collate(samples, [shared.weights[i] for i in held] or [0.0])
         if not held:
             batch.mask_N = torch.zeros_like(batch.mask_N)
         self.logprobs.ensure_reference(batch, keep=bool(held))
-        with self._gathers_only_last(model, last):
+        with self._gradients_meet(model, last):
             policy_logprobs_N, entropy_N = self.logprobs.policy(model, batch)
             loss, output = self._loss(shared, held, batch, policy_logprobs_N, entropy_N)
             loss = loss * self.collectives.world_size
@@ -254,6 +236,14 @@ class GlobalBatchStep:
             observe(shared.report, batch, policy_logprobs_N, output, self.settings, fresh=fresh)
         return loss.detach()
 
+    def _gradients_meet(self, model: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Gradients of the ranks meet after the last micro-batch."""
+        # DeepSpeed's boundary says the same; FSDP without a reduction would keep the gradients of the whole model on
+        # every rank, and sum them in the type of the computation
+        if last or self.deepspeed is not None or self.fsdp:
+            return contextlib.nullcontext()
+        return self.accelerator.no_sync(model)
+
     def _loss(
         self,
         shared: _Shared,
@@ -264,10 +254,11 @@ class GlobalBatchStep:
     ) -> tuple[Tensor, Any]:
         """The loss with its entropy bonus, and what the policy loss returned."""
         top_N, num_top_tokens = self._top_mask(shared, held, batch, entropy_N)
+        drift_N = self._off_policy_mask(shared.report, batch, policy_logprobs_N)
         output = policy_loss(
             policy_logprobs_N,
             config=self.settings.loss,
-            advantages_T=spread(batch.advantages_S, batch.tokens.sequence_index),
+            advantages_T=at_tokens(batch.advantages_S, batch.tokens.sequence_index),
             mask_T=batch.mask_N,
             token_weights_T=batch.weights_N,
             sequence_index_T=batch.tokens.sequence_index,
@@ -275,7 +266,7 @@ class GlobalBatchStep:
             old_logprobs_T=batch.old_or(policy_logprobs_N),
             ref_logprobs_T=batch.ref_logprobs_N,
             correction=self.correction(batch, policy_logprobs_N),
-            keep_T=_product(top_N, self._off_policy_mask(shared.report, batch, policy_logprobs_N)),
+            keep_T=drift_N if top_N is None else top_N if drift_N is None else top_N * drift_N,
             entropy_T=entropy_N,
         )
         if entropy_N is None or not self.settings.entropy.has_bonus:
@@ -284,7 +275,7 @@ class GlobalBatchStep:
             entropy_N,
             batch.mask_N,
             coefficient=shared.coefficient,
-            num_window_tokens=num_top_tokens,
+            num_tokens=num_top_tokens,
             keep_T=top_N,
         )
         values = entropy_N.detach()[batch.mask_N if top_N is None else batch.mask_N & top_N]
@@ -314,9 +305,8 @@ class GlobalBatchStep:
         settings = self.settings.correction
         if settings.mode == "none" or not self.settings.correctable_sampling:
             return None
-        eta_N = sampler_mismatch(batch.old_or(policy_logprobs_N), batch.sampler_logprobs_N, batch.mask_N)
         return sampler_correction(
-            eta_N,
+            sampler_mismatch(batch.old_or(policy_logprobs_N), batch.sampler_logprobs_N, batch.mask_N),
             mask_T=batch.mask_N,
             sequence_index_T=batch.tokens.sequence_index,
             num_sequences=batch.tokens.num_sequences,
@@ -333,7 +323,7 @@ class GlobalBatchStep:
             return None
         recorded = self.settings.correctable_sampling  # else the nearest is the policy at the rollout batch's start
         keep_N = off_policy_sequence_mask(
-            spread(batch.advantages_S, batch.tokens.sequence_index),
+            at_tokens(batch.advantages_S, batch.tokens.sequence_index),
             policy_logprobs_N,
             batch.sampler_logprobs_N if recorded else batch.old_or(policy_logprobs_N),
             mask_T=batch.mask_N,
@@ -344,37 +334,3 @@ class GlobalBatchStep:
         masked = ((keep_N == 0) & batch.mask_N).sum()
         report.add("off_policy_mask/muted_frac", float(masked), float(batch.mask_N.sum()))
         return keep_N
-
-    # --- around it ----------------------------------------------------------------------------------------------
-
-    def _weights(self, samples: Sequence[TrainSample]) -> list[float]:
-        """The loss weight of each trained token of each sample, exact over the whole global batch."""
-        tokens = [sample.num_trained for sample in samples]
-        nominal = nominal_batches(len(samples), self.settings.per_device)
-        counts = count_window(tokens, nominal)
-        if not counts.trains:
-            return [0.0] * len(samples)
-        return sequence_weights(
-            get_loss(self.settings.loss.loss_type),
-            counts,
-            tokens,
-            nominal_tokens=nominal_batch_tokens(tokens, nominal),
-            max_completion_length=self.settings.max_completion_length,
-        )
-
-    def _gathers_only_last(self, model: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Gradients of the ranks meet after the last micro-batch."""
-        # DeepSpeed's boundary says the same; FSDP without a reduction would keep the gradients of the whole model on
-        # every rank, and sum them in the type of the computation
-        if last or self.deepspeed is not None or self.fsdp:
-            return contextlib.nullcontext()
-        return self.accelerator.no_sync(model)
-
-
-def _product(*masks: Tensor | None) -> Tensor | None:
-    """The product of the forward masks that are on."""
-    product = None
-    for mask in masks:
-        if mask is not None:
-            product = mask if product is None else product * mask
-    return product

@@ -32,11 +32,11 @@ import torch
 from torch import Tensor, nn
 
 from swift.errors import NumericError, RewardError
-from swift.models.forward import choose_attention
+from swift.models.attention.choice import choose_attention
 from swift.models.scoring import prepare_scoring
-from swift.models.sharded import is_spread
+from swift.models.sharded import is_sharded
 from swift.rollout.pipeline import PipelineState, RolloutPipeline
-from swift.rollout.samples import RolloutBatch
+from swift.rollout.samples import RolloutBatch, TrainSample
 from swift.trainers.atomic_trainer import AtomicTrainer
 from swift.trainers.checkpoint import read_state, write_state
 from swift.trainers.distributed import Collectives
@@ -73,21 +73,18 @@ class TrainerState(msgspec.Struct):
 
 
 class GRPOTrainer(AtomicTrainer):
-    """Trains a policy on what a rollout pipeline brings.
+    """Trains a policy on what a rollout pipeline brings; besides Trainer's arguments it takes
 
     Args:
-        model: the policy, unwrapped.
-        args: transformers' arguments with gradient_accumulation_steps 1 and max_steps > 0.
-        settings: loss and batch settings.
+        settings: of loss and batches.
         pipeline: where rollout batches come from.
         collectives: the data-parallel ranks.
         metrics: collects what each step reports (rank 0 logs it).
         reference: the KL reference; needed when `settings.loss.beta` > 0.
         eval_prompts: held-out prompts, or none.
-        checkpoint_extras: called with the staging folder on rank 0 before a checkpoint is committed.
-        save_total_limit: most checkpoints that stay.
         report: what is shown and written (rank 0 only); brought to the disk before a checkpoint counts.
         on_progress: called after each micro-batch.
+        trainer_arguments: of `AtomicTrainer` and Trainer; gradient_accumulation_steps is 1 and max_steps > 0.
     """
 
     def __init__(
@@ -99,17 +96,13 @@ class GRPOTrainer(AtomicTrainer):
         metrics: MetricStore,
         reference: ReferenceModel | None = None,
         eval_prompts: Sequence[Prompt] = (),
-        checkpoint_extras: Callable[[Path], None] = lambda folder: None,
         report: RunReport | None = None,
-        save_total_limit: int | None = None,
         on_progress: Callable[[], None] = lambda: None,
         **trainer_arguments: Any,
     ) -> None:
-        self.settings = settings
         self.pipeline = pipeline
         self.reference = reference
         self.eval_prompts = list(eval_prompts)
-        self.checkpoint_extras = checkpoint_extras
         self.report = report
         self.interrupted = False
         self._reference_moved = False
@@ -117,7 +110,6 @@ class GRPOTrainer(AtomicTrainer):
         super().__init__(
             collectives=collectives,
             metrics=metrics,
-            save_total_limit=save_total_limit,
             eval_dataset=self.eval_prompts or None,
             **trainer_arguments,
         )
@@ -128,7 +120,7 @@ class GRPOTrainer(AtomicTrainer):
         self._whole_logits = prepare_scoring(self.model)
         self.planner = MicroBatchPlanner(self.model, collectives, device=self.args.device, say=self._say)
         self.logprobs = LogProbs(
-            settings=lambda: self.settings,
+            settings=settings,
             collectives=collectives,
             planner=self.planner,
             reference=reference,
@@ -136,9 +128,8 @@ class GRPOTrainer(AtomicTrainer):
             device=self.args.device,
             on_progress=on_progress,
         )
-        self.entropy = EntropyControl(lambda: self.settings.entropy, self.logprobs)
+        self.entropy = EntropyControl(self.logprobs)
         self.step = GlobalBatchStep(
-            settings=lambda: self.settings,
             logprobs=self.logprobs,
             entropy=self.entropy,
             accelerator=self.accelerator,
@@ -152,6 +143,11 @@ class GRPOTrainer(AtomicTrainer):
         if self._whole_logits is not None:
             self._say(f"log-probs: from whole logits ({self._whole_logits}), which takes more memory")
 
+    @property
+    def settings(self) -> GRPOSettings:
+        """Of the step."""
+        return self.logprobs.settings
+
     def _unwrapped(self) -> nn.Module:
         """The policy without what wraps it for training."""
         if self.model_wrapped is self.model:  # accelerate looks for DeepSpeed at every call, which takes milliseconds
@@ -163,7 +159,7 @@ class GRPOTrainer(AtomicTrainer):
 
     def get_train_dataloader(self) -> Any:
         """One item per optimizer step, without end; max_steps ends the run."""
-        return _RolloutBatches(lambda: self.pipeline.steps(self.progress))
+        return self.pipeline.steps(self.progress)
 
     def progress(self) -> TrainerProgress:
         """What reward functions see as `trainer_state`."""
@@ -198,7 +194,7 @@ class GRPOTrainer(AtomicTrainer):
         prepared = super()._prepare_for_training(*args, **kwargs)
         self.step.deepspeed = DeepSpeedSteps(self.model_wrapped) if self.is_deepspeed_enabled else None
         self.step.fsdp = self.is_fsdp_enabled
-        self.logprobs.in_step = is_spread(self.model)
+        self.logprobs.in_step = is_sharded(self.model)
         return prepared
 
     # --- one optimizer step -----------------------------------------------------------------------------------
@@ -210,7 +206,7 @@ class GRPOTrainer(AtomicTrainer):
             state = self.optimizer is not None and bool(self.optimizer.state)
             self.planner.measure(whole_logits=self._whole_logits is not None, has_state=state)
         with self._saved_before_reward_errors():
-            loss = self.step.run(model, self._unwrapped(), inputs, report, self.state.global_step + 1)
+            loss = self.step.run(model, self._unwrapped(), inputs, report)
         self.metrics.add_many(summarise(report, float(loss), inputs, self.settings, self.collectives))
         return loss
 
@@ -218,6 +214,14 @@ class GRPOTrainer(AtomicTrainer):
         """Fill in the reference's log-probs while rewards are computed; collective."""
         with self.metrics.timer("train"):
             self.logprobs.refer(batch)
+
+    def reward_kl(self, samples: Sequence[TrainSample]) -> list[float]:
+        """The KL that `--kl_in_reward` subtracts from rewards, as RLOO (arXiv:2402.14740) and REINFORCE++ have it.
+
+        See `LogProbs.reward_kl`; collective.
+        """
+        with self.metrics.timer("reference"):
+            return self.logprobs.reward_kl(samples)
 
     def _say(self, line: str) -> None:
         if self.report is not None:
@@ -292,12 +296,10 @@ class GRPOTrainer(AtomicTrainer):
         super().log(logs, start_time)
 
     def add_to_checkpoint(self, folder: Path, state: TrainerState) -> None:
-        """What a checkpoint holds beyond Trainer's files; rank 0 only."""
-        self.state.save_to_json(str(folder / "trainer_state.json"))
+        """Write it, and bring to the disk what was reported so far; rank 0 only."""
         write_state(folder, state)
         if self._reference_moved and self.reference is not None and not self.args.save_only_model:
             torch.save(self.reference.state(), folder / REFERENCE_STATE)
-        self.checkpoint_extras(folder)
         if self.report is not None:
             self.report.on_save()
 
@@ -336,13 +338,3 @@ class GRPOTrainer(AtomicTrainer):
             self._reference_moved = True
         if self.report is not None and state.report is not None:
             self.report.load_state_dict(state.report)
-
-
-class _RolloutBatches:
-    """What Trainer takes for a data loader; it has no length, so max_steps alone ends the run."""
-
-    def __init__(self, make: Callable[[], Iterator[RolloutBatch]]) -> None:
-        self._make = make
-
-    def __iter__(self) -> Iterator[RolloutBatch]:
-        return self._make()

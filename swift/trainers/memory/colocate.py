@@ -1,51 +1,47 @@
-"""Trainer and engine take turns on one device: who holds its memory when, and how it changes hands.
+"""Colocation: trainer and engine take turns on the memory of one device.
 
     train            generate                                             train
     ------------ 1 2 3 ----- 4 ----- 5 ---------- 6 ---------- 7 ----- 8 ------------
-    trainer      out                                                   back
+    trainer      offloaded                                              back
     engine           weights | synced | KV cache | sampling | asleep
 
     1  the optimizer's state, then the model move to the host          --offload_optimizer, --offload_model
     2  garbage and the device's cache are released                     --gc_collect_after_offload
     3  the engine's weights wake                                       --sleep_level >= 1
-    4  new weights are published, from the host copies if they moved   when due; always after level 2
-    5  the KV cache wakes; now the engine is whole
+    4  weight sync, from the host copies if the model moved            when due; always after level 2
+    5  the KV cache wakes; now the engine is complete
     6  the block runs: it samples
     7  the engine sleeps                                               --sleep_level >= 1
     8  model, then optimizer state come back; random states are those of before
 
-Training does not notice: whatever the flags, every tensor has the same bits and every random generator stands where it
-stood. Inside the block the generators have a state of their own, which depends on the seed and the step only, so
-what is drawn there neither disturbs training nor repeats itself.
+Training is not affected: whatever the flags, every tensor has the same bits and every random generator the same state
+as without them. Inside the block the generators are seeded from the run's seed and the step alone.
 
-If anything fails, the trainer is put together again before the error travels on, so that a checkpoint can be saved.
-Errors of one rank are raised on all of them.
-
-A policy that is spread over ranks (ZeRO-3, FSDP2) is gathered on its device, so its model leaves after step 4 instead
-of in step 1. On a CPU nothing moves: the host is the device. Where the engine samples with the trainer's own weights,
-the model stays too.
+After any failure the trainer is restored before the error travels on, so that a checkpoint can be saved. Errors of one
+rank are raised on all of them. A sharded policy (ZeRO-3, FSDP2) is gathered on its device, so its model leaves after
+step 4 instead of in step 1. On a CPU nothing moves: the host is the device. Where the engine samples with the trainer's
+own weights, the model stays too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
 import logging
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import nn
+from transformers import set_seed
 
 from swift.errors import ConfigError, EngineDead, ResourceError, SwiftError, end_process
-from swift.models.sharded import is_spread, reading_from
+from swift.models.sharded import is_sharded, reading_from
 from swift.observability.memory import (
     MIB,
     Holders,
@@ -55,12 +51,13 @@ from swift.observability.memory import (
     memory_line,
     too_little,
 )
+from swift.rollout.seeds import sample_seed
 from swift.trainers.memory.offload import Offloader, model_tensors, optimizer_tensors, ran_out
 
 if TYPE_CHECKING:
     from swift.observability.metrics import MetricStore
     from swift.rollout.engines.base import InferenceEngine, SleepLevel
-    from swift.rollout.weights.publisher import WeightPublisher
+    from swift.rollout.weights.sync import WeightSync
     from swift.trainers.distributed import Collectives
 
 logger = logging.getLogger(__name__)
@@ -71,13 +68,9 @@ SLEEP_WAKE_S = 60.0
 
 @dataclass(slots=True)
 class _Turn:
-    """One change of hands that has not ended.
-
-    freed, expected: bytes of the trainer. short: memory that should be free was not.
-    """
+    """One turn of the engine. freed, expected: bytes of the trainer. short: memory that should be free was not."""
 
     step: int
-    random: RandomStates
     trainer_stays: bool
     freed: int = 0
     expected: int = 0
@@ -88,18 +81,9 @@ class _Turn:
 class ColocateCycle:
     """The `GenerationPhase` of an engine in the trainer's process; see the module's docstring.
 
-    Args:
-        engine: this rank's.
-        publisher: brings weights to it.
-        sleep_level: how deep the engine sleeps while the trainer works.
-        offload_model, offload_optimizer: what leaves the device while the engine works.
-        gc_collect_after_offload: collect garbage and release the device's cache then.
-        log: takes the memory lines and remarks.
-        metrics: takes `memory/...` and `health/memory_not_freed`.
-        ranks: the collectives.
-        device: of both.
-        warn: takes warnings; by default they go to the log.
-        copies_on_host: move tensors even where host and device are the same memory, for tests.
+    log: takes the memory lines and remarks. metrics: takes `memory/...` and `health/memory_not_freed`. warn: takes
+    warnings. copies_on_host: move tensors even where host and device are the same memory, for tests. notes: what the
+    flags do not do here, one line each.
 
     Raises:
         ConfigError: the engine cannot sleep that deep.
@@ -108,7 +92,7 @@ class ColocateCycle:
     def __init__(
         self,
         engine: InferenceEngine,
-        publisher: WeightPublisher,
+        weight_sync: WeightSync,
         *,
         sleep_level: SleepLevel,
         offload_model: bool,
@@ -127,18 +111,18 @@ class ColocateCycle:
                 f"--sleep_level: {sleep_level}: the {can.name} engine of this run cannot sleep so; valid: "
                 + ", ".join(map(str, sorted({0, *can.sleep_levels})))
             )
-        self.engine, self.publisher = engine, publisher
+        self.engine, self.weight_sync = engine, weight_sync
         self.sleep_level: SleepLevel = sleep_level
         self.device, self.ranks, self.metrics = device, ranks, metrics
-        self.notes = _notes(device, can.name, can.shares_weights, offload_model, offload_optimizer, copies_on_host)
-        """What the flags do not do here, one line each; whoever owns the console shows them."""
         moves = device.type != "cpu" or copies_on_host
+        flags = {"model": offload_model, "optimizer": offload_optimizer}
+        self.notes = _notes(can.name, [name for name, on in flags.items() if on], moves, can.shares_weights)
         self._offload_model = offload_model and moves and not can.shares_weights
         self._offload_optimizer = offload_optimizer and moves
         self._collects = gc_collect_after_offload
         self._log, self._warn = log, warn or logger.warning
         self._model = self._optimizer = Offloader(tuple, device)
-        self._spread: Callable[[], bool] = lambda: False
+        self._sharded: Callable[[], bool] = lambda: False
         self._turn: _Turn | None = None
         self._asleep = False
         self._lost = False
@@ -151,12 +135,9 @@ class ColocateCycle:
         *,
         beside: Sequence[nn.Module] = (),
     ) -> None:
-        """Say whose memory it is.
+        """Set whose memory it is: the unwrapped policy's and its optimizer's, as soon as there is one.
 
-        Args:
-            model: the policy, not wrapped.
-            optimizer_of: gives its optimizer, or None as long as there is none.
-            beside: frozen models that are used in training only, such as a KL reference; they move with the policy.
+        `beside` are frozen models that are used in training only, such as a KL reference.
         """
 
         def of_models() -> Iterator[torch.Tensor]:
@@ -165,15 +146,13 @@ class ColocateCycle:
 
         self._model = Offloader(of_models, self.device)
         self._optimizer = Offloader(lambda: optimizer_tensors(optimizer_of()), self.device, keep=of_models)
-        self._spread = lambda: is_spread(model)
-
-    # --- the phases ---------------------------------------------------------------------------------------------
+        self._sharded = lambda: is_sharded(model)
 
     @contextlib.contextmanager
     def __call__(self, step: int, *, current: bool = False, trainer_stays: bool = False) -> Iterator[None]:
         """Collective context in which the engine may sample; see `GenerationPhase`.
 
-        Inside another one the engine has the device already: only weights are looked after.
+        Inside another one the engine has the device already: only weights are synced.
 
         Args:
             step: optimizer steps done.
@@ -181,101 +160,94 @@ class ColocateCycle:
             trainer_stays: nothing is offloaded, for checks that need both at once.
 
         Raises:
-            EngineError: the engine failed; on every rank. The trainer is whole.
+            EngineError: the engine failed; on every rank. The trainer is restored.
             ResourceError: memory did not suffice for the one or the other.
         """
         if self._turn is not None:
-            self._publish_again(step, current)
+            self._sync_again(step, current)
             yield
             return
-        self._turn = _Turn(step, RandomStates.of_now(self.device), trainer_stays)
-        try:
-            self._begin(self._turn, current)
-            yield
-        except BaseException:
-            self._end(failed=True)
-            raise
-        self._end(failed=False)
+        turn = self._turn = _Turn(step, trainer_stays)
+        with _generators_kept(self.device):
+            try:
+                self._begin(turn, current)
+                set_seed(sample_seed(torch.initial_seed(), f"rank {self.ranks.rank}", step, int(current)) % 2**32)
+                yield
+            except BaseException:
+                self._end(turn, failed=True)
+                raise
+            self._end(turn, failed=False)
 
     def rest(self) -> None:
         """Let an engine that was just built, or looked at, sleep until its first phase; collective."""
         if self._turn is None and self.sleep_level and not self._asleep:
-            with self.ranks.together(), self.metrics.timer("memory"):
+            with self._memory_step():
                 self._sleep(None)
 
     def _begin(self, turn: _Turn, current: bool) -> None:
         """Steps 1 to 5."""
         self.ranks.barrier()
         self._record(turn, "before", 0)
-        late = self._spread()
-        with self.ranks.together(), self.metrics.timer("memory"):
-            if self._offload_optimizer and not turn.trainer_stays:
-                self._leave(turn, self._optimizer)
-            if self._offload_model and not turn.trainer_stays and not late:
-                self._leave(turn, self._model)
-            self._release(turn)
+        models = [self._model] if self._offload_model and not turn.trainer_stays else []
+        first = [self._optimizer] if self._offload_optimizer and not turn.trainer_stays else []
+        late = self._sharded()
+        with self._memory_step():
+            self._offload(turn, first if late else [*first, *models])
             self._wake("weights")
-        self._publish(turn.step, current)
-        with self.ranks.together(), self.metrics.timer("memory"):
-            if self._offload_model and not turn.trainer_stays and late:
-                self._leave(turn, self._model)
-                self._release(turn)
+        self._sync(turn.step, current)
+        with self._memory_step():
+            if late:
+                self._offload(turn, models)
             self._wake("kv_cache")
         self._asleep = False
-        turn.short = self._judge("trainer", turn.freed, turn.expected)
+        turn.short = self._not_freed("trainer", turn.freed, turn.expected)
         self._record(turn, "generate", turn.freed)
-        RandomStates.install(_digest(torch.initial_seed(), self.ranks.rank, turn.step, current), self.device)
 
-    def _end(self, *, failed: bool) -> None:
+    def _end(self, turn: _Turn, *, failed: bool) -> None:
         """Steps 7 and 8; after a failure without the other ranks, who may be elsewhere."""
-        turn, self._turn = self._turn, None
-        assert turn is not None
-        together: AbstractContextManager[None] = contextlib.nullcontext() if failed else self.ranks.together()
-        try:
-            with together, self.metrics.timer("memory"):
-                freed = 0
-                try:
-                    freed = self._sleep_if_it_can(turn) if failed else self._sleep(turn)
-                finally:
-                    self._come_back()
-            self._record(turn, "after", freed)
-            if not failed:
-                self._report(turn, freed)
-        finally:
-            turn.random.restore()
+        self._turn = None
+        freed = 0
+        with self.metrics.timer("memory") if failed else self._memory_step():
+            try:
+                freed = self._sleep_or_close(turn) if failed else self._sleep(turn)
+            finally:
+                self._come_back()
+        self._record(turn, "after", freed)
+        if not failed:
+            self._report(turn, freed)
 
-    def _publish(self, step: int, current: bool) -> None:
+    @contextlib.contextmanager
+    def _memory_step(self) -> Iterator[None]:
+        with self.ranks.together(), self.metrics.timer("memory"):
+            yield
+
+    def _sync(self, step: int, current: bool) -> None:
         """Step 4."""
         with reading_from(self._model.copies()):
-            self.publisher.update(step, current=current, lost=self._lost)
+            self.weight_sync.update(step, current=current, lost=self._lost)
         self._lost = False
 
-    def _publish_again(self, step: int, current: bool) -> None:
-        """The same in a phase that has begun; a spread model has to be on its device for it."""
-        if not (self._model.away and self._spread()):
-            self._publish(step, current)
-        elif step != self.publisher.last_step:
-            with self.ranks.together(), self.metrics.timer("memory"):
+    def _sync_again(self, step: int, current: bool) -> None:
+        """The same in a phase that has begun; a sharded model has to be on its device for it."""
+        if not (self._model.away and self._sharded()):
+            self._sync(step, current)
+        elif step != self.weight_sync.last_step:
+            with self._memory_step():
                 self._model.come_back()
-            self._publish(step, current)
-            with self.ranks.together(), self.metrics.timer("memory"):
+            self._sync(step, current)
+            with self._memory_step():
                 self._model.leave()
 
     # --- the trainer's memory -----------------------------------------------------------------------------------
 
-    def _leave(self, turn: _Turn, owner: Offloader) -> None:
+    def _offload(self, turn: _Turn, owners: Sequence[Offloader]) -> None:
+        """Steps 1 and 2."""
         before = measure(self.device)
-        turn.expected += owner.resident_bytes()
-        owner.leave()
-        turn.freed += freed_between(before, measure(self.device))
-
-    def _release(self, turn: _Turn) -> None:
-        """Step 2."""
-        if not self._collects:
-            return
-        before = measure(self.device)
-        gc.collect()
-        _empty_cache(self.device)
+        for owner in owners:
+            turn.expected += owner.resident_bytes()
+            owner.leave()
+        if self._collects:
+            _collect_garbage(self.device)
         turn.freed += freed_between(before, measure(self.device))
 
     def _come_back(self) -> None:
@@ -284,27 +256,26 @@ class ColocateCycle:
             try:
                 owner.come_back()
             except ResourceError:
-                gc.collect()
-                _empty_cache(self.device)
+                _collect_garbage(self.device)
                 owner.come_back()
 
     # --- the engine's memory ------------------------------------------------------------------------------------
 
     def _wake(self, tag: str) -> None:
-        """Steps 3 and 5; after the second one the engine must be whole."""
+        """Steps 3 and 5; after the second one the engine must be complete."""
         if not self.sleep_level:
             return
         name = self.engine.capabilities.name
         try:
             with _bounded(f"engine: {name}: wake({tag})"):
-                whole = self.engine.wake(["weights"] if tag == "weights" else ["kv_cache"])
+                complete = self.engine.wake(["weights"] if tag == "weights" else ["kv_cache"])
         except SwiftError:
             raise
         except Exception as error:
             if not ran_out(error):
                 raise EngineDead(f"engine: {name}: wake({tag}) failed ({type(error).__name__}: {error})") from error
             raise ResourceError(self._no_room(tag)) from error
-        if tag == "kv_cache" and not whole:
+        if tag == "kv_cache" and not complete:
             raise EngineDead(f"engine: {name}: not fully awake after its weights and its KV cache were woken")
 
     def _no_room(self, tag: str) -> str:
@@ -318,7 +289,7 @@ class ColocateCycle:
         )
 
     def _sleep(self, turn: _Turn | None) -> int:
-        """Step 7; returns the bytes freed. What a failed round left under way ends first, delivered to nobody."""
+        """Step 7; returns the bytes freed. Requests that a failed round left are aborted first."""
         if not self.sleep_level:
             return 0
         name = self.engine.capabilities.name
@@ -330,16 +301,18 @@ class ColocateCycle:
             report = self.engine.sleep(self.sleep_level)
         self._asleep = True
         self._lost = self._lost or self.sleep_level == 2
-        if report.note:
-            self._tell(f"engine: {name}: {report.note}")
+        note = f"engine: {name}: {report.note}"
+        if report.note and note not in self._told:
+            self._told.add(note)
+            self._log(note)
         # pages that were never written take no main memory, so there nothing can be expected
-        short = self._judge("engine", report.freed_bytes, sum(held.values()) if self.device.type != "cpu" else 0)
+        short = self._not_freed("engine", report.freed_bytes, sum(held.values()) if self.device.type != "cpu" else 0)
         if turn is not None:
             turn.short |= short
         return report.freed_bytes
 
-    def _sleep_if_it_can(self, turn: _Turn) -> int:
-        """Step 7 after a failure, whose error is the one to show: an engine that cannot sleep ends, for its memory."""
+    def _sleep_or_close(self, turn: _Turn) -> int:
+        """Step 7 after a failure, whose error is the one to show: an engine that cannot sleep is closed."""
         name = f"engine: {self.engine.capabilities.name}"
         try:
             return self._sleep(turn)
@@ -351,7 +324,7 @@ class ColocateCycle:
                 self.engine.close()
         except Exception as error:
             self._log(f"{name}: not closed after a failure ({error})")
-        _empty_cache(self.device)
+        _collect_garbage(self.device)
         return freed_between(before, measure(self.device))
 
     # --- figures ------------------------------------------------------------------------------------------------
@@ -360,18 +333,15 @@ class ColocateCycle:
         """One line of the log."""
         figures = measure(self.device)
         turn.figures.append(figures)
-        self._log(memory_line(turn.step, phase, figures, self._holders(), freed))
-
-    def _holders(self) -> Holders:
         try:
             engine = self.engine.memory()
         except SwiftError:
-            engine = {}  # a broken engine does not say; its own error is on its way
-        return Holders(
-            self._model.resident_bytes(), self._optimizer.resident_bytes(), engine.get("weights"), engine.get("kv")
-        )
+            engine = {}  # of a broken engine, whose own error is on its way
+        trainer, optimizer = self._model.resident_bytes(), self._optimizer.resident_bytes()
+        holders = Holders(trainer, optimizer, engine.get("weights"), engine.get("kv"))
+        self._log(memory_line(turn.step, phase, figures, holders, freed))
 
-    def _judge(self, who: str, freed: int, expected: int) -> bool:
+    def _not_freed(self, who: str, freed: int, expected: int) -> bool:
         """Whether memory that should be free is not; one warning."""
         if not too_little(freed, expected):
             return False
@@ -400,85 +370,45 @@ class ColocateCycle:
             values["memory/reserved_mib_max"] = max(one.reserved or 0 for one in seen)
         self.metrics.add_many({name: value / MIB for name, value in values.items()})
 
-    def _tell(self, line: str) -> None:
-        """A remark, once."""
-        if line not in self._told:
-            self._told.add(line)
-            self._log(line)
 
-
-@dataclass(frozen=True, slots=True)
-class RandomStates:
-    """Python's, NumPy's and torch's generators, that of the device included."""
-
-    python: Any
-    numpy: Any
-    host: torch.Tensor
-    device: tuple[torch.device, torch.Tensor] | None
-
-    @classmethod
-    def of_now(cls, device: torch.device) -> RandomStates:
-        """Their states."""
-        own = (device, torch.cuda.get_rng_state(device)) if _has_generator(device) else None
-        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), own)
-
-    @staticmethod
-    def install(seed: int, device: torch.device) -> None:
-        """Seed them all."""
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.default_generator.manual_seed(seed)
-        if _has_generator(device):
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
-
-    def restore(self) -> None:
-        """They go on as if nothing had been drawn since."""
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-        torch.set_rng_state(self.host)
-        if self.device is not None:
-            torch.cuda.set_rng_state(self.device[1], self.device[0])
-
-
-def _has_generator(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_initialized()
-
-
-def _digest(*values: object) -> int:
-    """A seed below 2^63."""
-    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "big") >> 1
+@contextlib.contextmanager
+def _generators_kept(device: torch.device) -> Iterator[None]:
+    """Python's, NumPy's and torch's generators continue afterwards as if nothing had been drawn inside."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices, kind = ([device], device.type) if device.type != "cpu" else ([], "cuda")
+    with torch.random.fork_rng(devices, device_type=kind):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
 
 
 @contextlib.contextmanager
 def _bounded(what: str) -> Iterator[None]:
     """End the process when the block takes longer than `SLEEP_WAKE_S`."""
     error = EngineDead(f"{what}: no end after {SLEEP_WAKE_S:.0f} s; the engine hangs")
-    watch = threading.Timer(SLEEP_WAKE_S, partial(end_process, error))
-    watch.daemon = True
-    watch.start()
+    timer = threading.Timer(SLEEP_WAKE_S, partial(end_process, error))
+    timer.daemon = True
+    timer.start()
     try:
         yield
     finally:
-        watch.cancel()
+        timer.cancel()
 
 
-def _empty_cache(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    elif device.type != "cpu":
+def _collect_garbage(device: torch.device) -> None:
+    gc.collect()
+    if device.type != "cpu":
         torch.accelerator.empty_cache()
 
 
-def _notes(
-    device: torch.device, engine: str, shares: bool, offload_model: bool, offload_optimizer: bool, copies: bool
-) -> list[str]:
-    """What the offload flags do not do here."""
-    given = [name for name, on in (("model", offload_model), ("optimizer", offload_optimizer)) if on]
-    if given and device.type == "cpu" and not copies:
+def _notes(engine: str, given: Sequence[str], moves: bool, shares_weights: bool) -> list[str]:
+    """What the offload flags (`model`, `optimizer`) do not do here."""
+    if given and not moves:
         flags = ", ".join(f"--offload_{name}" for name in given)
         return [f"{flags}: true: moves nothing on a CPU, where host and device are the same memory"]
-    if offload_model and shares:
+    if "model" in given and shares_weights:
         return [
             f"--offload_model: true: the model stays, because the {engine} engine samples with the trainer's own "
             "weights; --use_vllm true has its own"

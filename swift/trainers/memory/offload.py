@@ -1,18 +1,12 @@
-"""Tensors of the trainer that leave their device while an engine uses it, and come back bit for bit.
+"""Offload of the trainer's tensors: they leave their device while an engine uses it, and return bit for bit.
 
-What moves is memory, not tensors: the bytes of each storage are copied to the host and the storage is emptied in place,
-later it is filled again. So nobody who holds a tensor notices: parameters stay the same objects on the same
-device, tied weights and views stay tied, an optimizer's state stays keyed by its parameters, and the hooks by which
-DDP and DeepSpeed gather gradients stay in place (assigning `.data` across devices would drop them). The same holds for
-what is spread over ranks: FSDP2's shards, ZeRO's flat partitions.
+Memory moves, tensors do not: the bytes of each storage are copied to the host and the storage is emptied in place,
+later it is filled again. Parameters stay the same objects on the same device, tied weights and views stay tied,
+optimizer state stays keyed by its parameters, and the gradient hooks of DDP and DeepSpeed stay in place (assigning
+`.data` across devices would drop them). This holds for FSDP2's shards and ZeRO's flat partitions too.
 
-While a tensor is away nothing may read or write it; `copies` gives its bytes on the host instead.
-
-    on device --leave--> away --come_back--> on device       (come_back after half a leave brings back that half)
-
-Host memory is page-locked where there is an accelerator, which makes the copies several times faster, and is kept for
-the next time. It takes what the moved tensors take: it is laid out for all of them together (`arrange`), and locked as
-it is, since torch's own page-locked memory would be rounded up to powers of two.
+While a tensor is away nothing may read or write it; `copies` gives its bytes on the host instead. Host memory is
+page-locked where there is an accelerator, which makes copies several times faster, and is used again the next time.
 """
 
 from __future__ import annotations
@@ -21,9 +15,8 @@ import contextlib
 import logging
 import mmap
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +25,6 @@ from swift.errors import ResourceError
 
 logger = logging.getLogger(__name__)
 
-SLAB_BYTES = 4 << 30
-"""Host memory is taken in slabs of at most this size, or of one larger tensor."""
-PORTABLE = 1
-"""`cudaHostRegisterPortable`: locked for every device of this process."""
 ALIGNMENT = 64
 """Copies begin at multiples of so many bytes, so that they can be read as any type."""
 PARTITIONS = (
@@ -48,12 +37,10 @@ PARTITIONS = (
 OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "alloc_cpu")
 
 
-@dataclass(slots=True)
-class _Absent:
-    """A storage that is away: where it belongs, and its bytes on the host."""
+class _Absent(NamedTuple):
+    """A storage that is away, and its bytes on the host."""
 
     storage: torch.UntypedStorage
-    nbytes: int
     host: Tensor
 
 
@@ -63,8 +50,7 @@ class Offloader:
     Args:
         tensors: names the tensors that the owner has at this moment.
         device: what they are taken from; tensors elsewhere are left alone.
-        keep: names tensors that stay, whoever lists them too.
-        pin: page-locked host memory; None means where `device` is an accelerator.
+        keep: names tensors that stay even if the owner lists them.
     """
 
     def __init__(
@@ -73,12 +59,11 @@ class Offloader:
         device: torch.device,
         *,
         keep: Callable[[], Iterable[Tensor]] = lambda: (),
-        pin: bool | None = None,
     ) -> None:
         self.device = device
         self._tensors = tensors
         self._keep = keep
-        self._slabs = HostSlabs(pin=device.type != "cpu" if pin is None else pin)
+        self._host = HostBuffer(device)
         self._absent: dict[int, _Absent] = {}
 
     @property
@@ -91,41 +76,39 @@ class Offloader:
         """Copy to the host and release the device's memory; returns the bytes that left.
 
         Raises:
-            ResourceError: the host has no room; `come_back` undoes what was done so far.
+            ResourceError: the host has no room; nothing has left.
         """
         assert not self._absent, "already away"
-        kept = {key for key, _ in self._storages(self._keep())}
-        found = [(k, one) for k, one in self._storages(self._tensors()) if k not in kept and one.resizable()]
-        places = self._slabs.take([storage.nbytes() for _, storage in found])
-        leaving: list[tuple[int, _Absent]] = []
-        for (key, storage), host in zip(found, places, strict=True):
+        found = {key: storage for key, storage in self._own_storages() if storage.resizable()}
+        aligned = [-(-storage.nbytes() // ALIGNMENT) * ALIGNMENT for storage in found.values()]
+        leaving = {}
+        for (key, storage), place in zip(found.items(), self._host.take(sum(aligned)).split(aligned), strict=True):
+            host = place[: storage.nbytes()]
             host.copy_(_bytes_of(storage), non_blocking=True)
-            leaving.append((key, _Absent(storage, storage.nbytes(), host)))
+            leaving[key] = _Absent(storage, host)
         _synchronize(self.device)
-        for key, one in leaving:
-            self._absent[key] = one
+        self._absent = leaving
+        for one in leaving.values():
             one.storage.resize_(0)
-        return sum(one.nbytes for _, one in leaving)
+        return sum(one.host.numel() for one in leaving.values())
 
     @torch.no_grad()
     def come_back(self) -> int:
         """Take device memory again and fill it; returns the bytes that came. Nothing to do is fine.
 
         Raises:
-            ResourceError: the device has no room; what is still away can be asked back again.
+            ResourceError: the device has no room; a second call brings back what is still away.
         """
-        total = 0
-        filled = []
+        filled: dict[int, int] = {}
         try:
             for key, one in self._absent.items():
-                one.storage.resize_(one.nbytes)
+                one.storage.resize_(one.host.numel())
                 _bytes_of(one.storage).copy_(one.host, non_blocking=True)
-                filled.append(key)
-                total += one.nbytes
+                filled[key] = one.host.numel()
         except RuntimeError as error:
             if not ran_out(error):
                 raise
-            missing = sum(one.nbytes for key, one in self._absent.items() if key not in filled)
+            missing = sum(one.host.numel() for one in self._absent.values()) - sum(filled.values())
             raise ResourceError(
                 f"memory: {self.device}: {missing >> 20} MiB of the trainer do not fit back beside the engine; use a "
                 "higher --sleep_level, or lower --vllm_gpu_memory_utilization"
@@ -134,7 +117,7 @@ class Offloader:
             _synchronize(self.device)  # before a host copy may be overwritten
             for key in filled:
                 del self._absent[key]
-        return total
+        return sum(filled.values())
 
     def copies(self) -> dict[int, Tensor]:
         """The values of each tensor that is away: its id -> a tensor of equal type, shape and strides on the host.
@@ -147,151 +130,88 @@ class Offloader:
             if absent is not None:
                 first = absent.host.storage_offset() // tensor.element_size() + tensor.storage_offset()
                 view = torch.empty(0, dtype=tensor.dtype)
-                view.set_(absent.host.untyped_storage(), first, tensor.size(), tensor.stride())
-                found[id(tensor)] = view
+                found[id(tensor)] = view.set_(
+                    absent.host.untyped_storage(), first, tensor.size(), tensor.stride()
+                )  # fmt: skip
         return found
 
     def resident_bytes(self) -> int:
         """Bytes that the owner's tensors take on the device now."""
+        return sum(storage.nbytes() for _, storage in self._own_storages())
+
+    def _own_storages(self) -> Iterator[tuple[int, torch.UntypedStorage]]:
         kept = {key for key, _ in self._storages(self._keep())}
-        return sum(storage.nbytes() for key, storage in self._storages(self._tensors()) if key not in kept)
+        return ((key, storage) for key, storage in self._storages(self._tensors()) if key not in kept)
 
     def _storages(self, tensors: Iterable[Tensor]) -> Iterator[tuple[int, torch.UntypedStorage]]:
-        """Each storage once that has memory on the device, in order of the tensors, under a key of its own."""
+        """Each storage that has memory on the device, once, in order of the tensors."""
         seen: set[int] = set()
-        for tensor in tensors:
-            for plain in _unwrapped(tensor):
-                if plain.device.type != self.device.type or plain.layout != torch.strided:
-                    continue
-                if self.device.index is not None and plain.device.index not in (None, self.device.index):
-                    continue
-                storage = plain.untyped_storage()
-                if storage._cdata not in seen and storage.nbytes():
-                    seen.add(storage._cdata)
-                    yield storage._cdata, storage
+        for plain in (plain for tensor in tensors for plain in _unwrapped(tensor)):
+            if plain.device.type != self.device.type or plain.layout != torch.strided:
+                continue
+            if self.device.index is not None and plain.device.index not in (None, self.device.index):
+                continue
+            storage = plain.untyped_storage()
+            if storage._cdata not in seen and storage.nbytes():
+                seen.add(storage._cdata)
+                yield storage._cdata, storage
 
 
-def arrange(
-    sizes: Sequence[int], slabs: Sequence[int], *, slab_bytes: int = SLAB_BYTES
-) -> tuple[list[tuple[int, int]], list[int]]:
-    """Where tensors lie in host memory: the largest first, each in the first slab with room, the rest in new slabs.
+class HostBuffer:
+    """One block of host memory that grows to the most bytes that were asked for.
 
-    Args:
-        sizes: bytes of the tensors.
-        slabs: bytes of the slabs that are there.
-        slab_bytes: most bytes of a new slab that holds more than one tensor.
-
-    Returns:
-        for each tensor (slab, first byte), and the sizes of the new slabs, which follow those that are there. New ones
-        have no byte more than the tensors in them, up to alignment, so the same tensors find the same places again.
-
-    Example:
-        >>> arrange([64, 128, 64], [128])
-        ([(1, 0), (0, 0), (1, 64)], [128])
-    """
-    used = [0] * len(slabs)
-    new: list[int] = []
-    places = [(0, 0)] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda one: -sizes[one]):
-        nbytes = -(-sizes[index] // ALIGNMENT) * ALIGNMENT
-        slab = next((one for one, size in enumerate(slabs) if used[one] + nbytes <= size), None)
-        if slab is not None:
-            places[index] = slab, used[slab]
-            used[slab] += nbytes
-            continue
-        if not new or new[-1] + nbytes > slab_bytes:
-            new.append(0)
-        places[index] = len(slabs) + len(new) - 1, new[-1]
-        new[-1] += nbytes
-    return places, new
-
-
-class HostSlabs:
-    """Host memory that is given out anew at every `take`, and grows when it does not suffice.
-
-    Args:
-        pin: page-locked; where the system refuses, ordinary memory is taken and a warning says so.
+    For a CUDA device it is locked as it is (`cudaHostRegister`): torch's own pinned memory is rounded up to powers of
+    two. If the system refuses, copies go through ordinary memory, with a warning.
     """
 
-    def __init__(self, *, pin: bool) -> None:
-        self.pin = pin
-        self._slabs: list[Tensor] = []
-        self._locked: list[Tensor] = []  # those of them that we locked: to be unlocked before their memory is freed
-        weakref.finalize(self, _unlock, self._locked).atexit = False
+    def __init__(self, device: torch.device) -> None:
+        self._kind = device.type
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._unlock: Callable[[], Any] = lambda: None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(slab.numel() for slab in self._slabs)
-
-    def take(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Consecutive bytes [n], aligned, for each of the sizes; what was given out before is given out again.
+    def take(self, nbytes: int) -> Tensor:
+        """Bytes [nbytes]; the same memory at every call, unless it has to grow.
 
         Raises:
             ResourceError: the host has no room.
         """
-        places, new = arrange(sizes, [slab.numel() for slab in self._slabs], slab_bytes=SLAB_BYTES)
-        for nbytes in new:
-            self._slabs.append(self._new(nbytes))
-        return [self._slabs[slab][start : start + n] for (slab, start), n in zip(places, sizes, strict=True)]
+        if nbytes > self._memory.numel():
+            self._unlock()
+            self._memory = torch.empty(0, dtype=torch.uint8)  # released before more is taken
+            try:
+                self._memory = self._allocate(nbytes)
+            except (RuntimeError, OSError, ValueError, OverflowError) as error:
+                raise ResourceError(
+                    f"memory: host: no room for {nbytes >> 20} MiB of the trainer; --offload_optimizer false, or "
+                    "--offload_model false"
+                ) from error
+        return self._memory[:nbytes]
 
-    def _new(self, nbytes: int) -> Tensor:
-        try:
-            return self._new_locked(nbytes) if self.pin else torch.empty(nbytes, dtype=torch.uint8)
-        except (RuntimeError, OSError, ValueError, OverflowError) as error:
-            raise ResourceError(
-                f"memory: host: no room for {nbytes >> 20} MiB of the trainer; --offload_optimizer false, or "
-                "--offload_model false"
-            ) from error
-
-    def _new_locked(self, nbytes: int) -> Tensor:
-        """Page-locked memory of this very size; torch's own, which is rounded up, where ours cannot be locked."""
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # pages that nobody shares
-        memory.madvise(mmap.MADV_DONTFORK)  # nor a child, whose birth would move what the device writes to
-        pages = torch.frombuffer(memory, dtype=torch.uint8)
-        if _lock(pages):
-            self._locked.append(pages)
-            return pages
-        try:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError as error:
-            self.pin = False
-            logger.warning("offload: %s; moving through ordinary host memory, which is slower", error)
-            return pages
-
-
-def _lock(memory: Tensor) -> bool:
-    """Page-lock memory that is there already; whether that was possible."""
-    if not torch.cuda.is_available():
-        return False
-    failure = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), PORTABLE)
-    if int(failure) == 0:
-        return True
-    _forget_error()
-    return False
-
-
-def _forget_error() -> None:
-    """CUDA reports a failed call once more, to whoever starts the next kernel."""
-    with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device="cuda")
-
-
-def _unlock(locked: Sequence[Tensor]) -> None:
-    for memory in locked:
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+    def _allocate(self, nbytes: int) -> Tensor:
+        if self._kind != "cuda":
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._kind != "cpu")
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages.madvise(mmap.MADV_DONTFORK)  # a child's birth would move what the device writes to
+        memory = torch.frombuffer(pages, dtype=torch.uint8)
+        runtime, portable = torch.cuda.cudart(), 1  # locked for every device of this process
+        if failure := int(runtime.cudaHostRegister(memory.data_ptr(), nbytes, portable)):
+            logger.warning("offload: CUDA error %d: host memory cannot be locked, so moving is slower", failure)
+            with contextlib.suppress(RuntimeError):  # CUDA reports it once more, to whoever starts the next kernel
+                torch.zeros(1, device="cuda")
+            return memory
+        unlock = weakref.finalize(self, runtime.cudaHostUnregister, memory.data_ptr())
+        unlock.atexit = False
+        self._unlock = unlock
+        return memory
 
 
 def model_tensors(model: nn.Module) -> Iterator[Tensor]:
     """Parameters, their gradients and buffers; of ZeRO-3 the partitions too."""
     for tensor in (*model.parameters(), *model.buffers()):
         yield tensor
-        if tensor.grad is not None:
-            yield tensor.grad
-        for name in ("ds_tensor", "ds_secondary_tensor"):
-            partition = getattr(tensor, name, None)
-            if isinstance(partition, Tensor):
-                yield partition
+        yield from _tensors_in(
+            [tensor.grad, *(getattr(tensor, one, None) for one in ("ds_tensor", "ds_secondary_tensor"))]
+        )
 
 
 def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
@@ -306,9 +226,7 @@ def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
         yield from _tensors_in([group["params"] for group in getattr(optimizer, "param_groups", ())])
         for name in PARTITIONS:
             yield from _tensors_in(getattr(optimizer, name, None))
-        state = getattr(optimizer, "state", None)
-        if isinstance(state, Mapping):
-            yield from _tensors_in(list(state.values()))
+        yield from _tensors_in(getattr(optimizer, "state", None))
         optimizer = getattr(optimizer, "optimizer", None)
 
 
@@ -353,7 +271,5 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type != "cpu":
+    if device.type != "cpu":
         torch.accelerator.synchronize(device)

@@ -29,10 +29,6 @@ def is_registered(name: str) -> bool:
 def own_optimizer(args: Any, arguments: TrainingArguments) -> tuple[Callable[..., Optimizer], dict[str, Any]] | None:
     """What Trainer takes as `optimizer_cls_and_kwargs`; None for an optimizer of transformers.
 
-    Args:
-        args: the resolved settings.
-        arguments: those of transformers.
-
     Raises:
         ConfigError: `--optim_args`, which the entry would not see.
     """

@@ -25,12 +25,8 @@ MASTER = "master"
 def keep_master_weights(optimizer: Optimizer, *, on: torch.device | None = None) -> int:
     """Let `optimizer`, which has not stepped yet, update 16-bit weights through float32 masters.
 
-    Args:
-        optimizer: any that updates the `params` of its groups from their `grad`.
-        on: where masters live, for weights of any precision that are elsewhere too; None is beside the weights.
-
-    Returns:
-        how many parameters have a master; 0 leaves the optimizer as it was.
+    With `on`, masters live on that device, and weights of any precision that are elsewhere have one. Returns how many
+    parameters have a master; 0 leaves the optimizer as it was.
     """
     masters: list[tuple[Tensor, Tensor]] = []  # (weight, master)
     for group in optimizer.param_groups:

@@ -16,13 +16,12 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from swift.errors import ConfigError, ResourceError, join_problems, suggest
 from swift.models.sharded import settle_accelerator
-from swift.trainers.parallel.fsdp import dtype_name
 
 _OFFLOAD = {"device": "cpu", "pin_memory": True}
 
@@ -112,6 +111,13 @@ def require_deepspeed(args: Any) -> None:
     deepspeed_config(args)
 
 
+def dtype_name(args: Any) -> str:
+    """The type that weights are computed in: float32, bfloat16 or float16."""
+    from swift.models.policy import pick_dtype
+
+    return str(pick_dtype(args.torch_dtype)).removeprefix("torch.")
+
+
 def stage_of(args: Any) -> int:
     """ZeRO's stage; 0 without `--deepspeed`."""
     return int((deepspeed_config(args) or {}).get("zero_optimization", {}).get("stage", 0))
@@ -167,36 +173,39 @@ def _mistyped(content: Mapping[str, Any]) -> list[str]:
     wrong = [
         f"{key} {json.dumps(content[key])}: not an object"
         for key in objects
-        if key in content and not isinstance(content[key], dict)
+        if not isinstance(content.get(key, {}), dict)
     ]
-    if not wrong:
-        if not isinstance(content.get("optimizer", {}).get("params", {}), dict):
-            wrong.append("optimizer.params: not an object")
-        stage = content.get("zero_optimization", {}).get("stage", 0)
-        if type(stage) is not int or stage not in range(4):
-            wrong.append(f"zero_optimization.stage {json.dumps(stage)}: not a stage; valid: 0, 1, 2, 3")
+    if wrong:
+        return wrong
+    if not isinstance(content.get("optimizer", {}).get("params", {}), dict):
+        wrong.append("optimizer.params: not an object")
+    stage = content.get("zero_optimization", {}).get("stage", 0)
+    if type(stage) is not int or stage not in range(4):
+        wrong.append(f"zero_optimization.stage {json.dumps(stage)}: not a stage; valid: 0, 1, 2, 3")
     return wrong
 
 
 def _problems(given: Mapping[str, Any], args: Any) -> list[str]:
-    def line(key: str, value: Any, wrong: str) -> str:
-        return f"--deepspeed: {args.deepspeed}: {key}{'' if value is None else f' {json.dumps(value)}'}: {wrong}"
+    found = [*_unusable(given), *_conflicts(given, args), *_zero_problems(given.get("zero_optimization", {}), args)]
+    return [f"--deepspeed: {args.deepspeed}: {line}" for line in found]
 
-    found = []
+
+def _unusable(given: Mapping[str, Any]) -> Iterator[str]:
+    """Keys that nothing reads, or that would be a second setting beside a flag."""
     for key in given:
         if key in REPLACED:
-            found.append(line(key, None, f"cannot be used; remove it and use {REPLACED[key]}"))
+            yield f"{key}: cannot be used; remove it and use {REPLACED[key]}"
         elif key not in USABLE:
-            found.append(line(key, None, f"swift cannot use this key; remove it; {suggest(key, USABLE)}"))
-    found += [line(*one) for one in _conflicts(given, args)]
-    found += [line(*one) for one in _optimizer_problems(given)]
-    if int(given.get("zero_optimization", {}).get("stage", 0)) == 0 and dtype_name(args) != "float32":
-        wrong = f"stage 0 loses small updates of {dtype_name(args)} weights; use zero1, or leave --deepspeed out"
-        found.append(line("zero_optimization", None, wrong))
-    return found + [line("zero_optimization", None, wrong) for wrong in _zero_problems(given)]
+            yield f"{key}: swift cannot use this key; remove it; {suggest(key, USABLE)}"
+    optimizer = given.get("optimizer", {"type": "AdamW"})  # one of "auto" values is what --optim adamw is
+    automatic = all(value == "auto" for value in optimizer.get("params", {}).values())
+    if optimizer.get("type") not in ("Adam", "AdamW") or not automatic:
+        yield "optimizer: cannot be used; remove it and use --optim, --learning_rate and --adam_*"
+    if "scheduler" in given:
+        yield "scheduler: cannot be used; remove it and use --lr_scheduler_type and --warmup_ratio"
 
 
-def _conflicts(given: Mapping[str, Any], args: Any) -> list[tuple[str, Any, str]]:
+def _conflicts(given: Mapping[str, Any], args: Any) -> Iterator[str]:
     """Values of a file that say something else than the flags."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     per_device, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
@@ -206,43 +215,29 @@ def _conflicts(given: Mapping[str, Any], args: Any) -> list[tuple[str, Any, str]
         "train_batch_size": (per_device * accumulation * world, "per device x accumulation x processes"),
         "gradient_clipping": (args.max_grad_norm, "--max_grad_norm"),
     }
-    found = [
-        (key, given[key], f'{flag} is {value}; make them equal, or write "auto"')
-        for key, (value, flag) in wanted.items()
-        if key in given and given[key] not in ("auto", value)
-    ]
+    for key, (value, flag) in wanted.items():
+        if given.get(key, "auto") not in ("auto", value):
+            yield f'{key} {json.dumps(given[key])}: {flag} is {value}; make them equal, or write "auto"'
     dtype = dtype_name(args)
     for key, name in (("fp16", "float16"), ("bf16", "bfloat16")):
         enabled = given.get(key, {}).get("enabled", "auto")
         if enabled not in ("auto", dtype == name):
-            found.append((f"{key}.enabled", enabled, f'the weights are {dtype}; write "auto", or use --torch_dtype'))
-    return found
+            shown = json.dumps(enabled)
+            yield f'{key}.enabled {shown}: the weights are {dtype}; write "auto", or use --torch_dtype'
 
 
-def _optimizer_problems(given: Mapping[str, Any]) -> list[tuple[str, Any, str]]:
-    """An optimizer of "auto" values is what --optim adamw is; anything else would be a second setting."""
-    found = []
-    optimizer = given.get("optimizer")
-    if optimizer is not None:
-        automatic = all(value == "auto" for value in optimizer.get("params", {}).values())
-        if optimizer.get("type") not in ("Adam", "AdamW") or not automatic:
-            found.append(("optimizer", None, "cannot be used; remove it and use --optim, --learning_rate and --adam_*"))
-    if "scheduler" in given:
-        found.append(("scheduler", None, "cannot be used; remove it and use --lr_scheduler_type and --warmup_ratio"))
-    return found
-
-
-def _zero_problems(given: Mapping[str, Any]) -> list[str]:
-    zero = given.get("zero_optimization", {})
-    found = []
+def _zero_problems(zero: Mapping[str, Any], args: Any) -> Iterator[str]:
+    dtype, where = dtype_name(args), "zero_optimization: "
+    if int(zero.get("stage", 0)) == 0 and dtype != "float32":
+        yield f"{where}stage 0 loses small updates of {dtype} weights; use zero1, or leave --deepspeed out"
     if zero.get("compute_grad_norm") is False:
-        found.append("compute_grad_norm false: a non-finite gradient would go unnoticed; remove it")
+        yield where + "compute_grad_norm false: a non-finite gradient would go unnoticed; remove it"
     if zero.get("stage3_gather_16bit_weights_on_model_save") is False:
-        found.append("stage3_gather_16bit_weights_on_model_save false: checkpoints would hold no model; remove it")
+        yield where + "stage3_gather_16bit_weights_on_model_save false: checkpoints would hold no model; remove it"
     if zero.get("zenflow"):
-        found.append("zenflow: updates at times of its own; remove it")
+        yield where + "zenflow: updates at times of its own; remove it"
     if importlib.util.find_spec("deepspeed") is None:
-        return found
+        return
     settle_accelerator()
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError
@@ -250,19 +245,14 @@ def _zero_problems(given: Mapping[str, Any]) -> list[str]:
     try:
         DeepSpeedZeroConfig(**{name: value for name, value in zero.items() if value != "auto"})
     except ValidationError as error:
-        found += [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
-    return found
+        yield from (f"{where}{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
 
 
 # --- steps -------------------------------------------------------------------------------------------------------
 
 
 class DeepSpeedSteps:
-    """Backward passes and updates of a DeepSpeed engine, several passes per update.
-
-    Args:
-        engine: what `deepspeed.initialize` made.
-    """
+    """Backward passes and updates of the engine that `deepspeed.initialize` made, several passes per update."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine

@@ -1,25 +1,41 @@
-"""Which way a model is sharded over ranks: `--deepspeed`, `--fsdp`, or not at all."""
+"""How a model is sharded over ranks: `--deepspeed`, torch's FSDP2 (`--fsdp`), or not at all."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
-from swift.errors import ConfigError
-from swift.trainers.parallel.deepspeed import deepspeed_config, make_deepspeed_state, stage_of
-from swift.trainers.parallel.fsdp import dtype_name, fsdp_options
+from swift.errors import join_problems
+from swift.trainers.parallel.deepspeed import (
+    deepspeed_config,
+    dtype_name,
+    make_deepspeed_state,
+    require_deepspeed,
+    stage_of,
+)
 
 
-def require_best_model(args: Any) -> None:
-    """Checks that the best checkpoint could be loaded at the end.
+def require_sharding(args: Any) -> None:
+    """Checks `--deepspeed` and `--fsdp` before anything is loaded.
 
     Raises:
-        ConfigError: it would hold no state that DeepSpeed or FSDP can load.
+        ConfigError: they do not go together with other settings.
+        ResourceError: DeepSpeed is missing.
     """
+    require_deepspeed(args)
+    problems = []
+    if args.fsdp and args.deepspeed:
+        problems.append(f"--fsdp: {args.fsdp}: both shard the model, as does --deepspeed {args.deepspeed}; drop one")
+    if args.fsdp and dtype_name(args) == "float16":
+        problems.append("--torch_dtype: float16: its loss scaling does not go with --fsdp; use --torch_dtype bfloat16")
+    if args.fsdp and args.gradient_checkpointing and args.gradient_checkpointing_kwargs.get("use_reentrant"):
+        problems.append("--gradient_checkpointing_kwargs: use_reentrant: gathers out of order with --fsdp; drop it")
     if (args.deepspeed or args.fsdp) and args.save_only_model and args.load_best_model_at_end:
         way = f"--deepspeed {args.deepspeed}" if args.deepspeed else f"--fsdp {args.fsdp}"
-        raise ConfigError(
+        problems.append(
             f"--load_best_model_at_end: true: {way} cannot load checkpoints of --save_only_model true; drop one"
         )
+    join_problems(problems)
 
 
 def describe(args: Any) -> str:
@@ -35,11 +51,16 @@ def sharding_options(args: Any) -> dict[str, Any]:
     Accelerate's process state is made here, because on CPUs transformers would not offer either.
     """
     config = deepspeed_config(args)
-    if config is None and not args.fsdp:
-        return {}
     if config is not None:
         make_deepspeed_state()
-    way = {"deepspeed": config} if config is not None else fsdp_options(args)
+        way: dict[str, Any] = {"deepspeed": config}
+    elif args.fsdp:
+        _make_fsdp_state()
+        logging.getLogger("transformers.training_args").addFilter(_not_about_checkpointing)
+        # gathers again in the backward pass, or keeps what the forward pass gathered
+        way = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": args.fsdp == "full_shard"}}
+    else:
+        return {}
     dtype = dtype_name(args)
     return {
         **way,
@@ -47,3 +68,20 @@ def sharding_options(args: Any) -> dict[str, Any]:
         "fp16": dtype == "float16",
         "accelerator_config": {"use_configured_state": True},
     }
+
+
+def _not_about_checkpointing(record: logging.LogRecord) -> bool:
+    """Drops a hint at a setting of accelerate that swift does not have."""
+    return "activation_checkpointing" not in record.getMessage()
+
+
+def _make_fsdp_state() -> None:
+    """Make accelerate offer FSDP, on CPUs too."""
+    import torch
+    from accelerate.state import AcceleratorState, DistributedType, PartialState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    if torch.accelerator.is_available():
+        PartialState()
+    else:  # accelerate offers FSDP to several accelerators only; torch's works as well over gloo
+        PartialState(backend="gloo").distributed_type = DistributedType.MULTI_GPU

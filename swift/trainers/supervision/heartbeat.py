@@ -1,15 +1,15 @@
-"""Every rank knows within a minute that another one is gone, whatever the collectives think.
+"""Heartbeats between ranks: every rank learns within a minute that another one is gone.
 
 A rank that is stopped, swapped out or cut off leaves the others in a collective until its time-out, which is half an
 hour for good reasons (a checkpoint on a slow disk). So each rank writes a heartbeat into the rendezvous store from a
-thread of its own, and reads those of the others. A rank whose beat stands still for `SILENT_S`, or that has ended with
-an error, ends this process too, with one line that names it. Time is counted in looks at the beats, not read from a
+thread, and reads those of the others. If a rank's heartbeat stands still for `SILENT_S`, or the rank has ended with an
+error, this process ends too, with one line that names it. Time is counted in looks at the heartbeats, not read from a
 clock: where all processes are suspended together (a container that is paused, a job that is preempted) nobody looks,
 and nobody is lost.
 
     beat   "<count>|<host>|<pid>|<state>"  every BEAT_S    "closed"  it has finished    "failed <line>"  it has failed
 
-`state` says where a rank stands still, if it does (`swift.trainers.supervision.stall`).
+`state` says where a rank stands still, if it does (`swift.trainers.supervision.watchdog`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-from swift.errors import EngineError, Interrupted, end_process
+from swift.errors import EngineError, Interrupted, end_process, first_line
 from swift.trainers.distributed import Collectives
 
 BEAT_S = 5.0
@@ -32,7 +32,7 @@ SILENT_S = 40.0
 STORE_LIMIT_S = 5.0
 
 
-class RankWatch:
+class Heartbeat:
     """Watches the other ranks while it is entered; a no-op in a single process.
 
     Args:
@@ -46,7 +46,7 @@ class RankWatch:
     """
 
     def __init__(self, collectives: Collectives, *, beat_s: float = BEAT_S, silent_s: float = SILENT_S) -> None:
-        self.collectives = collectives
+        self.rank, self.is_main = collectives.rank, collectives.is_main
         self.beat_s = beat_s
         self.silent_s = silent_s
         self.state: Callable[[], str] = str
@@ -54,55 +54,47 @@ class RankWatch:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._store: Any = None
-        self._looks_allowed = silent_s / beat_s
-        self._seen: dict[int, tuple[str, int]] = {}
+        # rank -> its last text, and the looks since it came
+        self._seen = {rank: ("", 0) for rank in range(collectives.world_size) if rank != collectives.rank}
         self._unreached = 0
 
-    def __enter__(self) -> RankWatch:
-        if self.collectives.active and os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"):
-            others = (rank for rank in range(self.collectives.world_size) if rank != self.collectives.rank)
-            self._seen = dict.fromkeys(others, ("", 0))
-            self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
+    def __enter__(self) -> Heartbeat:
+        if self._seen and os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"):
+            self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
             self._thread.start()
-            threading.Thread(target=self._guard, name="rank-watch-guard", daemon=True).start()
+            threading.Thread(target=self._guard, name="heartbeat-guard", daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if self._thread is None:
+        if error is None or isinstance(error, Interrupted | KeyboardInterrupt):
+            self._close("closed", self.silent_s)
+        else:
+            self.tell_failure(first_line(error))
+
+    def tell_failure(self, line: str) -> None:
+        """Say to the others, from any thread, that this rank ends now, and why."""
+        self._close(f"failed {line}", 2 * self.beat_s)
+
+    def standing_still(self) -> str:
+        """The other ranks that said that they stand still too, in one line; "" for none."""
+        states = {rank: (text.split("|", 3) + [""] * 3)[3] for rank, (text, _) in self._seen.items()}
+        return "; ".join(f"so did rank {rank} {state}" for rank, state in states.items() if state)
+
+    def _close(self, text: str, limit_s: float) -> None:
+        """Write the last text; rank 0, which holds the store, stays until the others have written theirs."""
+        if self._thread is None or self._closing.is_set():
             return
         self._closing.set()
         self._thread.join(2 * STORE_LIMIT_S)
         if self._store is None:  # it is gone, and with it those who would read
             return
-        finished = error is None or isinstance(error, Interrupted | KeyboardInterrupt)
-        line = "" if finished else (str(error).splitlines() or [""])[0] or type(error).__name__
-        if self._say("closed" if finished else f"failed {line}") and self.collectives.is_main:
-            self._linger(self.silent_s if finished else 2 * self.beat_s)
-
-    def tell_failure(self, line: str) -> None:
-        """Say to the others, from any thread, that this rank ends now, and why."""
-        if self._thread is None or self._closing.is_set():
+        if not self._say(text) or not self.is_main:
             return
-        self._closing.set()
-        self._thread.join(2 * STORE_LIMIT_S)
-        if self._say(f"failed {line}") and self.collectives.is_main:
-            self._linger(2 * self.beat_s)
-
-    def states(self) -> dict[int, str]:
-        """Where the other ranks said that they stand still, "" where they did not."""
-        texts = {rank: text for rank, (text, _) in self._seen.items()}
-        return {rank: text.split("|", 3)[3] if text.count("|") >= 3 else "" for rank, text in texts.items()}
-
-    def _linger(self, limit_s: float) -> None:
-        """Rank 0 holds the store: it stays until the others have read the end of it, within limits."""
         deadline = time.monotonic() + limit_s
-        others = [rank for rank in range(self.collectives.world_size) if rank != self.collectives.rank]
         while time.monotonic() < deadline:
-            if all(self._read(rank).startswith(("closed", "failed")) for rank in others):
+            if all((self._read(rank) or "").startswith(("closed", "failed")) for rank in self._seen):
                 return
             time.sleep(min(0.1, self.beat_s))
-
-    # --- the thread -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         count = 0
@@ -119,11 +111,11 @@ class RankWatch:
         """A store behind a cut cable does not fail, it is silent: the other thread may hang in it."""
         while not self._closing.wait(self.beat_s):
             self._unreached += 1
-            if self._unreached > self._looks_allowed and self._needs_store():
+            if self._unreached * self.beat_s > self.silent_s and self._needs_store():
                 self._end("rank 0", "cannot be reached")
 
     def _needs_store(self) -> bool:
-        return not self.collectives.is_main and self._seen[0][0] != "closed"
+        return not self.is_main and self._seen[0][0] != "closed"
 
     def _store_is_gone(self) -> bool:
         """Whether nobody listens at its address any more: the kernel refuses at once, a cut cable is silent."""
@@ -136,49 +128,45 @@ class RankWatch:
             return isinstance(error, ConnectionRefusedError)
         return False
 
-    def _say(self, text: str) -> bool:
-        """Write this rank's state; whether the store took it."""
+    def _ask(self, use: Callable[[Any], Any]) -> Any:
+        """What `use` returns of the store; None if it is gone or slow, which torch tells by RuntimeErrors."""
+        import torch.distributed as dist
+
         try:
-            self._connect().set(_key(self.collectives.rank), text)
-        except RuntimeError:  # torch's errors of a store that is gone or slow are all of this type
+            if self._store is None:
+                host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+                self._store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STORE_LIMIT_S))
+            return use(self._store)
+        except RuntimeError:
             self._store = None
-            return False
-        return True
+            return None
 
-    def _connect(self) -> Any:
-        if self._store is None:
-            import torch.distributed as dist
+    def _say(self, text: str) -> bool:
+        """Write this rank's text; whether the store took it."""
+        return bool(self._ask(lambda store: store.set(_key(self.rank), text) or True))
 
-            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            self._store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STORE_LIMIT_S))
-        return self._store
+    def _read(self, rank: int) -> str | None:
+        """The text of a rank, "" before its first; None if the store does not answer."""
+        key = _key(rank)
+        text: str | None = self._ask(lambda store: store.get(key).decode() if store.check([key]) else "")
+        return text
 
     def _look(self) -> bool:
         """Read the beats of the others; whether the store answered."""
         for rank, (last, looks) in self._seen.items():
             text = self._read(rank)
-            if self._store is None:
+            if text is None:
                 return False
-            if text == "closed":
-                self._seen[rank] = (text, 0)
-            elif text.startswith("failed "):
+            if text.startswith("failed "):
                 self._end(f"rank {rank}", f"has failed: {text.removeprefix('failed ')}")
-            elif text != last:
+            elif text == "closed" or text != last:
                 self._seen[rank] = (text, 0)
-            elif looks + 1 <= self._looks_allowed:
+            elif (looks + 1) * self.beat_s <= self.silent_s:
                 self._seen[rank] = (text, looks + 1)
             else:
                 _, host, pid, _ = text.split("|", 3) if text else ("", "?", "?", "")
                 self._end(f"rank {rank}", f"gave no sign of life for {self.silent_s:.0f} s (process {pid} on {host})")
         return True
-
-    def _read(self, rank: int) -> str:
-        try:
-            store = self._connect()
-            return store.get(_key(rank)).decode() if store.check([_key(rank)]) else ""
-        except RuntimeError:
-            self._store = None
-            return self._seen[rank][0]
 
     def _end(self, who: str, what: str) -> None:
         if not self._closing.is_set():

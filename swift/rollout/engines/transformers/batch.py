@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from swift.errors import EngineError
-from swift.models.forward import DecodeLayout, GroupSpans, SegmentLayout, Span
+from swift.models.attention.layout import DecodeLayout, SegmentLayout
+from swift.models.attention.spans import GroupSpans, Span
 from swift.rollout.engines.base import EngineCounters
 from swift.rollout.engines.guided import GuideFactory, allowed_tokens
 from swift.rollout.engines.stopping import ends_with_stop

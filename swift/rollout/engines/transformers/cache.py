@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swift.models.forward import Span
+from swift.models.attention.spans import Span
 
 Layers = list[tuple[Tensor, Tensor]]
 """Keys and values of each layer."""

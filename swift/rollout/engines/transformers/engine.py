@@ -1,6 +1,6 @@
 """The in-process engine: samples with a transformers module, the trainer's own or a copy.
 
-Over the trainer's own module (the default of a run) publishing copies nothing: the weights are read at every step.
+Over the trainer's own module (the default of a run) a weight sync copies nothing: the weights are read at every step.
 Over an own copy (`build`: actors, servers) it takes updates, adapters and sleep like any other engine.
 
 Owns the queue and the loop; `batch` is the arithmetic of a batch; `weights` and `adapter` are how an own copy changes.
@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 from swift.errors import ConfigError, EngineDead, EngineError, RequestRefused, SwiftError, SyncFailed, first_line
-from swift.models.forward import choose_attention
-from swift.models.sharded import is_spread
+from swift.models.attention.choice import choose_attention
+from swift.models.sharded import is_sharded
 from swift.rollout.engines import guided
 from swift.rollout.engines.base import (
     Ack,
@@ -231,7 +231,7 @@ class TransformersEngine(EngineLife):
     def _sampling(self) -> Iterator[None]:
         """The model in evaluation, without gradients; as it was afterwards."""
         if self._run is None:
-            self._spread = is_spread(self.model)
+            self._spread = is_sharded(self.model)
         was_training = self.model.training
         try:
             if was_training:

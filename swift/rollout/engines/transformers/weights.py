@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from swift.errors import SyncFailed
 from swift.models.checkpoint_tensors import CheckpointUnit, checkpoint_units, describe_unit
 from swift.rollout.engines.expected_weights import few, manifest_problems
-from swift.rollout.weights.base import Ack, Bucket, StreamDigest, TensorInfo, WeightUpdate, checksum, torch_dtype
+from swift.rollout.weights.base import Ack, Bucket, TensorInfo, WeightUpdate, torch_dtype
+from swift.rollout.weights.digest import StreamDigest, checksum
 
 
 class InPlaceUpdate(WeightUpdate):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +17,12 @@ from typing import Any
 from swift.errors import SyncFailed, first_line
 from swift.rollout.engines.process import same_randomness
 from swift.rollout.engines.vllm.settings import HELD_ADAPTERS
-from swift.rollout.weights.base import AdapterWeights
+from swift.rollout.engines.vllm.weights import loses_bits
+from swift.rollout.weights.base import Ack, AdapterWeights, dtype_name
 
 
 def save_adapter(adapter: AdapterWeights, folder: Path) -> str:
-    """Write an adapter as peft does and read it back; the digest of what is on disk now.
-
-    Args:
-        adapter: of the trainer; bits are kept.
-        folder: new.
-    """
+    """Write an adapter into a new folder as peft does and read it back; the digest of what is on disk now."""
     from safetensors.torch import load_file, save_file
 
     folder.mkdir(parents=True)
@@ -43,12 +40,10 @@ def adapter_rank(adapter: AdapterWeights) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter:
-    """An adapter that the engine holds. request: vLLM's for it."""
+    """An adapter that the engine holds. request: vLLM's for it, with name, number and folder."""
 
     version: int
-    number: int
     name: str
-    folder: Path
     request: Any
 
 
@@ -66,57 +61,57 @@ class Adapters:
         self.held: list[LoadedAdapter] = []
         self.current: LoadedAdapter | None = None
 
-    def load(self, llm: Any, adapter: AdapterWeights, version: int, *, in_use: Collection[int | None]) -> str:
-        """Load a version and sample with it from now on; the digest of what was written.
+    def load(
+        self, llm: Any, adapter: AdapterWeights, version: int, *, in_use: Collection[int | None], dtype: str
+    ) -> Ack:
+        """Load a version and sample with it from now on.
 
         Args:
             llm: vLLM's engine.
             adapter: of the trainer.
             version: of the policy.
             in_use: versions that kept requests still sample with.
+            dtype: of the engine's weights.
 
         Raises:
             SyncFailed: the former one stays.
         """
-        if self._root is None:
-            self._root = Path(tempfile.mkdtemp(prefix="swift-adapters-"))
+        began = time.monotonic()
+        self._root = self._root or Path(tempfile.mkdtemp(prefix="swift-adapters-"))
         self._count += 1
         name = f"policy-v{version}"
         if any(one.name == name for one in self.held):
             name = f"{name}.{self._count}"
         folder = self._root / f"{self._count}-{name}"
         request = self._make_request(lora_name=name, lora_int_id=self._count, lora_path=str(folder))
-        loaded = LoadedAdapter(version, self._count, name, folder, request)
         try:
             digest = save_adapter(adapter, folder)
             if digest != adapter.digest():
                 raise SyncFailed(f"weights: adapter {name} for vllm: what was written differs from what was sent")
-            self._add(llm, loaded)
-        except BaseException:
+            with same_randomness():
+                llm.add_lora(request)
+            if self._count not in llm.list_loras():
+                raise SyncFailed(f"weights: adapter {name} for vllm: it is not among the loaded ones afterwards")
+        except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)
-            raise
-        self.held.append(loaded)
-        self.current = loaded
+            if not isinstance(error, Exception) or isinstance(error, SyncFailed):
+                raise
+            line = f"{type(error).__name__}: {first_line(error)}"
+            raise SyncFailed(f"weights: adapter {name} for vllm: {line}") from error
+        self.current = LoadedAdapter(version, name, request)
+        self.held.append(self.current)
         for old in self.held[:-HELD_ADAPTERS]:
             if old.version not in in_use:
                 self._remove(llm, old)
-        return digest
-
-    def _add(self, llm: Any, loaded: LoadedAdapter) -> None:
-        try:
-            with same_randomness():
-                llm.add_lora(loaded.request)
-        except Exception as error:
-            raise SyncFailed(
-                f"weights: adapter {loaded.name} for vllm: {type(error).__name__}: {first_line(error)}"
-            ) from error
-        if loaded.number not in llm.list_loras():
-            raise SyncFailed(f"weights: adapter {loaded.name} for vllm: it is not among the loaded ones afterwards")
+        tensors = adapter.tensors.values()
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        rounded = any(loses_bits(dtype_name(tensor.dtype), dtype) for tensor in tensors)
+        return Ack(version, len(tensors), nbytes, digest, time.monotonic() - began, rounded)
 
     def _remove(self, llm: Any, adapter: LoadedAdapter) -> None:
-        llm.remove_lora(adapter.number)
+        llm.remove_lora(adapter.request.lora_int_id)
         self.held.remove(adapter)
-        shutil.rmtree(adapter.folder, ignore_errors=True)
+        shutil.rmtree(adapter.request.lora_path, ignore_errors=True)
 
     def drop(self, llm: Any) -> None:
         """Sample with the base weights again; nothing is held."""

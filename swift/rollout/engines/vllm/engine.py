@@ -7,12 +7,18 @@ truncation. What the trainer has in the same process (random generators, environ
 
 A step samples one token of every running request with one version of the weights, so that versions change between
 tokens only. Requests kept over an update (`pause("keep")`) are prefilled again with the new weights when they go on.
+
+On a CPU vLLM cannot sleep; the KV cache's pages are given back to the system here instead, and weights stay resident.
 """
 
 from __future__ import annotations
 
+import functools
+import gc
 import logging
+import threading
 import time
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -28,42 +34,79 @@ from swift.errors import (
     Unsupported,
     first_line,
 )
-from swift.rollout.engines.base import EngineCounters, PauseMode
-from swift.rollout.engines.expected_weights import merged_adapters
-from swift.rollout.engines.process import same_randomness
-from swift.rollout.engines.running import Running
-from swift.rollout.engines.vllm import settings
-from swift.rollout.engines.vllm.adapters import adapter_rank
-from swift.rollout.engines.vllm.life import VLLMLife
-from swift.rollout.engines.vllm.weights import ReloadUpdate, loses_bits
-from swift.rollout.weights.base import Ack, AdapterWeights, Live, TensorInfo, WeightUpdate, dtype_name
+from swift.rollout.engines.base import EngineCounters, PauseMode, SleepLevel, Tag
+from swift.rollout.engines.expected_weights import ExpectedWeights, few, merged_adapters, model_config
+from swift.rollout.engines.life import EngineLife
+from swift.rollout.engines.process import bind_to_cores, same_randomness
+from swift.rollout.engines.running import Running, RunningRequests
+from swift.rollout.engines.spec import EngineSpec
+from swift.rollout.engines.vllm import settings, start
+from swift.rollout.engines.vllm.adapters import Adapters, adapter_rank
+from swift.rollout.engines.vllm.single_copy import SingleCopy
+from swift.rollout.engines.vllm.versions import load_vllm, shut_down
+from swift.rollout.engines.vllm.weights import ReloadUpdate
+from swift.rollout.weights.base import Ack, AdapterWeights, Live, TensorInfo, WeightUpdate
 from swift.types import Completion, FinishReason, Request, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 """vLLM's finish reasons in our words; any other is an error."""
+RPC_TIMEOUT_S = 300.0
+"""Bound on one call to worker processes, in seconds."""
+CLOSE_S = 10
+"""How long `close` waits for the step in progress, in seconds."""
 
 
-class VLLMEngine(VLLMLife):
+class VLLMEngine(EngineLife):
     """See the module's docstring.
 
     Args:
         spec: the engine.
     """
 
-    def _begin(self) -> None:
-        self._try_out()
-        self._merge_adapters()
-        if self.spec.lora and self._on_cpu:
+    name = "vllm"
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec, self.keeps_base = spec, spec.lora
+        self.counters = EngineCounters()
+        self.version = self._base_version = 0
+        self._vllm = load_vllm()
+        self._on_cpu = bool(self._vllm.platform.is_cpu())
+        self._running = RunningRequests()
+        self._ready: deque[Completion] = deque()
+        self._reset_life()
+        self._update: ReloadUpdate | None = None
+        self._single_copy: SingleCopy | None = None
+        self._parted = ""  # why a single copy ended
+        self._adapters = Adapters(self._vllm.LoRARequest)
+        self._busy = threading.Lock()  # held while vLLM works, so that `close` from another thread waits
+        self._executor = start.executor_of(spec)
+        self._config = model_config(spec)
+        self.vocab_size = self._config.get_text_config().vocab_size
+        bind_to_cores(spec.cores if self._executor != "mp" else ())
+        self._llm: Any = None
+        start.groups.enter()
+        try:
+            self._llm = start.start(self._vllm, spec, self._config, on_cpu=self._on_cpu)
+            obstacle = self._kv_obstacle() if self._on_cpu else ""
+            if obstacle and spec.sleep:
+                logger.warning("vllm: %s", obstacle)
+            self.capabilities = start.capabilities(
+                self._vllm, self._llm, spec, self._config, on_cpu=self._on_cpu, keeps_kv=bool(obstacle)
+            )
+            self._try_out()
+            self._merge_adapters()
+        except BaseException:
+            self.close()
+            raise
+        if spec.lora and self._on_cpu:
             logger.warning("vllm: adapters decode 5 to 10 times slower on a CPU; --vllm_enable_lora false merges them")
 
-    def _try_out(self) -> None:
-        """Sample one token: a model that this device cannot run fails here and not in the first step.
+    # --- start and end ----------------------------------------------------------------------------------------
 
-        Raises:
-            ConfigError: it fails.
-        """
+    def _try_out(self) -> None:
+        """Sample one token: a model that this device cannot run is refused here and not in the first step."""
         try:
             self.submit(Request("trial", [0], SamplingParams(max_new_tokens=1, temperature=0.0)))
             list(self.stream())
@@ -75,22 +118,64 @@ class VLLMEngine(VLLMLife):
             ) from error
         self.counters = EngineCounters()
 
+    def rebuild(self) -> None:
+        """See `InferenceEngine.rebuild`; outstanding requests end with "abort".
+
+        With tensor parallelism over ranks, all ranks call this together.
+        """
+        self._check_alive()
+        self._invalidate("it is being rebuilt")
+        self.abort()
+        self._settle()
+        self.separate()
+        try:
+            self._shut_down()
+            self._llm = start.start(self._vllm, self.spec, self._config, on_cpu=self._on_cpu)
+        except SwiftError as error:
+            self._dead = f"it could not be rebuilt ({first_line(error)})"
+            raise EngineDead(f"engine: vllm: {self._dead}") from error
+        self._reset_life()
+        self._update = None
+        self._adapters.close()
+        self.version = self._base_version = 0
+        self._merge_adapters()
+
+    def _shut_down(self) -> None:
+        """End vLLM's engine; its groups within torch.distributed remain, for `rebuild`."""
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            shut_down(llm)
+        del llm
+        gc.collect()
+
+    def close(self) -> None:
+        """See `InferenceEngine.close`; a process group that was there before the engine stays."""
+        if self._closed:
+            return
+        self._closed = True
+        at_rest = self._busy.acquire(timeout=CLOSE_S)
+        if not at_rest:
+            logger.warning("vllm: closed in the middle of a step that has taken %d s", CLOSE_S)
+        try:
+            self._single_copy = None
+            self._adapters.close()
+            self._running.clear()
+            self._ready.clear()
+            self._shut_down()
+        finally:
+            start.groups.leave(self._vllm.destroy_model_parallel, self._vllm.destroy_distributed_environment)
+            if at_rest:
+                self._busy.release()
+
     # --- sampling ---------------------------------------------------------------------------------------------
 
     def check_length(self, request: Request) -> None:
         """Also refuses what vLLM would, as far as that can be known before it is submitted."""
         super().check_length(request)
-        vocabulary = self._config.get_text_config().vocab_size
-        name = request.request_id
-        if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocabulary:
-            raise RequestRefused(
-                name,
-                f"request: {name}: its prompt has token ids outside of 0..{vocabulary - 1}; tokenize it with the "
-                "model's tokenizer",
-            )
         try:
             self._parameters(request)
         except Exception as error:  # which types these are changes with vLLM
+            name = request.request_id
             raise RequestRefused(name, f"request: {name}: vLLM refuses it ({first_line(error)})") from error
 
     def submit(self, request: Request) -> None:
@@ -114,26 +199,8 @@ class VLLMEngine(VLLMLife):
         self._running.insert(Running(request, None if adapter is None else adapter.version))
 
     def _parameters(self, request: Request) -> Any:
-        """A request's sampling parameters in vLLM's words."""
-        wanted: SamplingParams = request.sampling
-        return self._vllm.SamplingParams(
-            max_tokens=self.room(request),
-            temperature=wanted.temperature,
-            top_p=wanted.top_p,
-            top_k=max(wanted.top_k, 0),
-            min_p=wanted.min_p,
-            repetition_penalty=wanted.repetition_penalty,
-            seed=wanted.seed if wanted.temperature > 0 else None,
-            stop=list(wanted.stop) or None,
-            stop_token_ids=sorted({*self.spec.eos_token_ids, *wanted.stop_token_ids}),
-            ignore_eos=True,  # the model's own; ours are among the stop ids
-            detokenize=bool(wanted.stop),
-            include_stop_str_in_output=True,
-            skip_special_tokens=False,
-            logprobs=0,
-            output_kind=self._vllm.DELTA,
-            **settings.unusual_sampling(self._vllm, wanted),
-        )
+        room, ends = self.room(request), self.spec.eos_token_ids
+        return settings.sampling_parameters(self._vllm, request.sampling, room=room, end_token_ids=ends)
 
     def stream(self) -> Iterator[Completion]:
         """See `InferenceEngine.stream`."""
@@ -149,12 +216,7 @@ class VLLMEngine(VLLMLife):
             self._step()
 
     def _step(self) -> None:
-        """One token of every running request; those that ended with it are ready.
-
-        Raises:
-            EngineDead: vLLM failed.
-            EngineError: what it gave one request is no token; the other requests have theirs.
-        """
+        """One token of every running request; those that ended with it are ready, also when this raises for one."""
         started = time.monotonic()
         try:
             with self._busy, same_randomness():
@@ -220,25 +282,53 @@ class VLLMEngine(VLLMLife):
         """See `InferenceEngine.resume`."""
         self._paused = False
 
+    def _outstanding(self) -> int:
+        self._settle()
+        return len(self._running)
+
+    def _settle(self) -> None:
+        """End the requests that `abort` named: their tokens so far are their completions."""
+        ended = self._running.take_aborted()
+        if ended and not self._invalid and not self._dead:
+            self._llm.abort_request([running.request.request_id for running in ended])
+        self._ready.extend(running.completion("abort") for running in ended)
+
     # --- weights ----------------------------------------------------------------------------------------------
 
-    def begin_update(self, manifest: Sequence[TensorInfo], version: int) -> WeightUpdate:
-        """See `InferenceEngine.begin_update`.
+    @functools.cached_property
+    def _expected(self) -> ExpectedWeights:
+        return ExpectedWeights.of_model(self.spec.model, self._config)
 
-        Raises:
-            EngineError: also when kept requests sample with an adapter, which the update drops.
-            Unsupported: also with LoRA layers, below which vLLM 0.26 cannot replace weights.
-        """
-        self._check_ready()
+    def _loaded_version(self) -> int | None:
+        return self._update.version if self._update is not None and self._update.loading else None
+
+    def _check_takes_weights(self) -> None:
+        """Raises what `begin_update` does when other weights cannot be taken now."""
+        if self.spec.lora and not self._vllm.reloads_under_adapters:
+            raise Unsupported(
+                f"--vllm_enable_lora: true: vLLM {self._vllm.version} cannot replace the weights below LoRA layers; "
+                "send adapters only, install a newer vLLM, or --vllm_enable_lora false"
+            )
+        self._check_takes("new weights")
+        if any(running.pinned is not None for running in self._running.values()):
+            raise EngineError("engine: vllm: kept requests sample with an adapter; drain them before new weights")
+
+    def _check_takes_adapters(self) -> None:
+        if not self.spec.lora:
+            raise self._unsupported("LoRA adapters (--vllm_enable_lora true)")
+        self._check_takes("other adapters")
+
+    def begin_update(self, manifest: Sequence[TensorInfo], version: int) -> WeightUpdate:
+        """See `InferenceEngine.begin_update`; vLLM 0.26 cannot replace weights below LoRA layers."""
+        self._check_takes_weights()
         if self._single_copy is not None:  # writing it could overwrite values that the trainer has put aside
             raise EngineError("engine: vllm: its weights are the trainer's own memory; separate them before an update")
-        expected = self._expect()
-        if problems := expected.check(manifest):
-            raise SyncFailed(f"weights: version {version} for vllm: {_few(problems)}")
+        if problems := self._expected.check(manifest):
+            raise SyncFailed(f"weights: version {version} for vllm: {few(problems)}")
         self._update = ReloadUpdate(
             manifest,
             version,
-            expected=expected,
+            expected=self._expected,
             call=self._call,
             apart=self._executor == "mp",
             dtype=self.capabilities.dtype,
@@ -255,7 +345,7 @@ class VLLMEngine(VLLMLife):
             return "its weights leave the device while it sleeps (--sleep_level)"
         if self.spec.tensor_parallel_size > 1:
             return "its weights are cut for tensor parallelism"
-        made = self._call("swift_share", live, self._expect().tied, self._expect().embedding)[0]
+        made = self._call("swift_share", live, self._expected.tied, self._expected.embedding)[0]
         if isinstance(made, str):
             return made
         self._single_copy = made
@@ -265,7 +355,7 @@ class VLLMEngine(VLLMLife):
         """See `InferenceEngine.take_shared`."""
         if self._single_copy is None:
             return None
-        self._check_ready()
+        self._check_takes_weights()
         began = time.monotonic()
         if not self._single_copy.holds(live):
             self.separate()
@@ -295,62 +385,25 @@ class VLLMEngine(VLLMLife):
         self._dropped = False
         self.version = self._base_version = version
 
-    def rebuild(self) -> None:
-        """See `InferenceEngine.rebuild`; outstanding requests end with "abort".
-
-        With tensor parallelism over ranks, all ranks call this together.
-        """
-        if self._closed:
-            raise EngineDead("engine: vllm: closed: it cannot be rebuilt")
-        self._invalidate("it is being rebuilt")
-        self.abort()
-        self._settle()
-        self.separate()
-        try:
-            self._shut_down()
-            self._llm = self._new_llm()
-        except SwiftError as error:
-            self._dead = f"it could not be rebuilt ({first_line(error)})"
-            raise EngineDead(f"engine: vllm: {self._dead}") from error
-        self._reset_life()
-        self._update = None
-        self._adapters.close()
-        self.version = self._base_version = 0
-        self._merge_adapters()
-
     def load_adapter(self, adapter: AdapterWeights, version: int) -> Ack:
-        """See `InferenceEngine.load_adapter`; requests in flight (paused with "keep") end with the adapter they have.
-
-        Raises:
-            ConfigError: its rank is above `max_lora_rank`.
-            Unsupported: vLLM would ignore a part of it.
-        """
-        self._check_takes_adapters("a new adapter")
+        """See `InferenceEngine.load_adapter`; requests kept by a pause end with the adapter they have."""
+        self._check_takes_adapters()
         rank, limit = adapter_rank(adapter), self.capabilities.max_lora_rank
         if rank > limit:
             raise ConfigError(f"--vllm_max_lora_rank: {limit}: the adapter has rank {rank}; set it to {rank}")
-        if problems := self._expect().check_adapter(adapter):
+        if problems := self._expected.check_adapter(adapter):
             raise Unsupported(
-                f"weights: adapter version {version} for vllm: {_few(problems)}; --vllm_enable_lora false merges it"
+                f"weights: adapter version {version} for vllm: {few(problems)}; --vllm_enable_lora false merges it"
             )
-        began = time.monotonic()
         in_use = {running.pinned for running in self._running.values()}
-        digest = self._adapters.load(self._llm, adapter, version, in_use=in_use)
+        ack = self._adapters.load(self._llm, adapter, version, in_use=in_use, dtype=self.capabilities.dtype)
         self._reset_awake_caches()
         self.version = version
-        tensors = adapter.tensors.values()
-        return Ack(
-            version=version,
-            tensors=len(adapter.tensors),
-            nbytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
-            digest=digest,
-            seconds=time.monotonic() - began,
-            rounded=any(loses_bits(dtype_name(tensor.dtype), self.capabilities.dtype) for tensor in tensors),
-        )
+        return ack
 
     def drop_adapter(self) -> None:
         """See `InferenceEngine.drop_adapter`."""
-        self._check_takes_adapters("the base weights")
+        self._check_takes_adapters()
         self._adapters.drop(self._llm)
         self._reset_awake_caches()
         self.version = self._base_version
@@ -361,7 +414,85 @@ class VLLMEngine(VLLMLife):
             with same_randomness():
                 self.load_weights(merged_adapters(self.spec), 0)
 
+    def reset_caches(self) -> None:
+        """See `InferenceEngine.reset_caches`; requests kept by a pause are computed again when they go on."""
+        self._check_valid()
+        self._llm.reset_mm_cache()
+        self._llm.reset_encoder_cache()
+        if not self._llm.reset_prefix_cache(reset_running_requests=bool(self._running)):
+            raise EngineError("engine: vllm: the prefix cache was not reset: a request still holds a part of it")
 
-def _few(problems: Sequence[str]) -> str:
-    """The first of many, and how many there are more."""
-    return "; ".join(problems[:3]) + (f" (and {len(problems) - 3} more)" if len(problems) > 3 else "")
+    def _reset_awake_caches(self) -> None:
+        """After a change of weights; a cache that sleeps was emptied before."""
+        if "kv_cache" not in self._asleep:
+            self.reset_caches()
+
+    # --- memory -----------------------------------------------------------------------------------------------
+
+    def _fall_asleep(self, level: SleepLevel) -> tuple[int, list[str]]:
+        self.reset_caches()
+        if not self._on_cpu:
+            before = torch.cuda.mem_get_info()[0]
+            self._llm.sleep(level)
+            return torch.cuda.mem_get_info()[0] - before, []
+        obstacle, freed = self._kv_obstacle(), 0
+        if not obstacle:
+            try:
+                freed = sum(self._call("swift_release_kv"))
+            except OSError as error:
+                obstacle = self._kv_obstacle(str(error))
+        notes = [f"weights stay resident ({self._weight_bytes() >> 20} MiB)"] if level == 2 else []
+        return freed, [*([obstacle] if obstacle else []), *notes]
+
+    def _kv_obstacle(self, reason: str = "") -> str:
+        """Why the KV cache cannot be released on a CPU, in one line; "" when it can."""
+        reason = reason or next((reply for reply in self._call("swift_kv_obstacle") if reply), "")
+        size = sum(reply["kv"] for reply in self._call("swift_memory")) >> 20 if reason else 0
+        return f"KV cache of {size} MiB cannot be released: {reason}" if reason else ""
+
+    def _wake_up(self, tag: Tag) -> None:
+        if not self._on_cpu:
+            self._llm.wake_up([tag])
+
+    def memory(self) -> dict[str, int]:
+        """See `InferenceEngine.memory`; on a CPU the pages of the cache that were used since it woke."""
+        if not self.health().alive:
+            return {}
+        gone = not self._on_cpu and "weights" in self._asleep
+        kv = sum(reply["kv_resident"] for reply in self._call("swift_memory"))
+        return {"weights": 0 if gone else self._weight_bytes(), "kv": 0 if "kv_cache" in self._asleep else kv}
+
+    def _weight_bytes(self) -> int:
+        """Bytes of this process's weights in the engine's type; vLLM's parameters do not say once they are repacked."""
+        total = self._expected.numbers * getattr(torch, self.capabilities.dtype).itemsize
+        return total // (self.spec.tensor_parallel_size if self._executor == "external_launcher" else 1)
+
+    # --- watching ---------------------------------------------------------------------------------------------
+
+    def info(self) -> dict[str, Any]:
+        """See `InferenceEngine.info`."""
+        adapter = self._adapters.current
+        facts: dict[str, Any] = {
+            "engine": "vllm",
+            "engine_version": self._vllm.version,
+            "version": self.version,
+            "model": self.spec.model,
+            "dtype": self.capabilities.dtype,
+            "tensor_parallel_size": self.spec.tensor_parallel_size,
+            "max_model_len": self.capabilities.max_model_len,
+            "adapter": adapter.name if adapter is not None else None,
+            "asleep": sorted(self._asleep),
+            "paused": self._paused,
+            "outstanding": len(self._running),
+        }
+        if self.health().alive:
+            scheduler = self._llm.engine_core.engine_core.scheduler
+            facts |= {"running": len(scheduler.running), "waiting": len(scheduler.waiting)}
+        return facts
+
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every worker; their replies."""
+        with self._busy, same_randomness():
+            self._check_alive()
+            replies: list[Any] = self._llm.collective_rpc(method, timeout=RPC_TIMEOUT_S, args=args)
+        return replies

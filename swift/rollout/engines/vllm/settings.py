@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,20 +106,45 @@ def sampling_fields(vllm: SimpleNamespace) -> tuple[str, ...]:
     return (*common, *(name for name in OWN_SAMPLING_FIELDS if name in own))
 
 
-def unusual_sampling(vllm: SimpleNamespace, wanted: SamplingParams) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `SamplingParams` for what most requests do not use.
+def sampling_parameters(
+    vllm: SimpleNamespace, wanted: SamplingParams, *, room: int, end_token_ids: Sequence[int]
+) -> Any:
+    """A request's sampling in vLLM's words; a regular expression beats what `structured_outputs` asks for.
 
-    A regular expression beats what `structured_outputs` asks for.
+    Args:
+        vllm: the installed one.
+        wanted: of the request.
+        room: most new tokens.
+        end_token_ids: end every completion.
 
     Raises:
         TypeError, ValueError: values that vLLM refuses.
     """
-    given: dict[str, Any] = {name: getattr(wanted, name) for name in ("frequency_penalty", "presence_penalty")}
-    given |= {"min_tokens": wanted.min_tokens, **wanted.extra}
-    if "logit_bias" in given:  # the keys of a JSON object are texts
-        given["logit_bias"] = {int(token): float(bias) for token, bias in given["logit_bias"].items()}
-    if "structured_outputs" in given:
-        given["structured_outputs"] = vllm.StructuredOutputsParams(**given["structured_outputs"])
+    extra = dict(wanted.extra)
+    if "logit_bias" in extra:  # the keys of a JSON object are texts
+        extra["logit_bias"] = {int(token): float(bias) for token, bias in extra["logit_bias"].items()}
+    if "structured_outputs" in extra:
+        extra["structured_outputs"] = vllm.StructuredOutputsParams(**extra["structured_outputs"])
     if wanted.regex is not None:
-        given["structured_outputs"] = vllm.StructuredOutputsParams(regex=wanted.regex)
-    return given
+        extra["structured_outputs"] = vllm.StructuredOutputsParams(regex=wanted.regex)
+    return vllm.SamplingParams(
+        max_tokens=room,
+        temperature=wanted.temperature,
+        top_p=wanted.top_p,
+        top_k=max(wanted.top_k, 0),
+        min_p=wanted.min_p,
+        repetition_penalty=wanted.repetition_penalty,
+        frequency_penalty=wanted.frequency_penalty,
+        presence_penalty=wanted.presence_penalty,
+        min_tokens=wanted.min_tokens,
+        seed=wanted.seed if wanted.temperature > 0 else None,
+        stop=list(wanted.stop) or None,
+        stop_token_ids=sorted({*end_token_ids, *wanted.stop_token_ids}),
+        ignore_eos=True,  # the model's own; ours are among the stop ids
+        detokenize=bool(wanted.stop),
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        logprobs=0,
+        output_kind=vllm.DELTA,
+        **extra,
+    )

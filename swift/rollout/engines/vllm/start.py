@@ -3,26 +3,37 @@
 uni                 this process, on one device
 external_launcher   the training ranks together, each of them one tensor-parallel part; all of them call this
 mp                  processes that vLLM starts, one for each tensor-parallel part
+
+The trainer may live in this process, too. Besides what `engines/process.py` undoes, vLLM destroys torch.distributed at
+its end and leaves names of shared memory behind.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
+import logging
 import os
 import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from swift.errors import ConfigError, EngineError, ResourceError, SwiftError, first_line, suggest
+from swift.rollout.engines.base import Capabilities
 from swift.rollout.engines.expected_weights import kv_token_bytes
 from swift.rollout.engines.process import same_environment, same_randomness
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.engines.vllm import settings
-from swift.rollout.engines.vllm.process import available_bytes, default_group_exists
-from swift.rollout.engines.vllm.versions import HINT, quiet_logs
+from swift.rollout.engines.vllm.versions import HINT, check_engine, lora_rank_at_least, quiet_logs
+from swift.rollout.weights.base import dtype_name
+
+logger = logging.getLogger(__name__)
 
 Executor = Literal["uni", "external_launcher", "mp"]
 
@@ -53,7 +64,7 @@ def start(vllm: SimpleNamespace, spec: EngineSpec, config: Any, *, on_cpu: bool)
         on_cpu: what vLLM was built for.
 
     Raises:
-        ResourceError: memory does not suffice.
+        ResourceError: memory does not suffice, or vLLM lacks something that is used.
         ConfigError: arguments or a model that vLLM refuses.
         EngineError: any other failure.
     """
@@ -65,12 +76,45 @@ def start(vllm: SimpleNamespace, spec: EngineSpec, config: Any, *, on_cpu: bool)
                 made = vllm.EngineArgs(**arguments).create_engine_config()
                 if executor == "uni" and spec.devices[0].startswith("cuda:"):  # vLLM takes the first of the machine
                     made.device_config.device = torch.device("cuda", device_indexes(spec, torch.cuda.device_count())[0])
-                return vllm.LLMEngine.from_vllm_config(made, disable_log_stats=True)
+                llm = vllm.LLMEngine.from_vllm_config(made, disable_log_stats=True)
         except SwiftError:
             raise
         except Exception as error:
             gc.collect()
             raise _start_error(spec, error) from error
+    check_engine(llm)
+    # everybody has joined them: without a name they end with the last process that has them, however it ends
+    in_ranks = executor == "external_launcher"
+    remove_segments({SEGMENTS_IN_RANKS} if in_ranks else set(llm.collective_rpc("swift_segments")) - {""})
+    return llm
+
+
+def capabilities(
+    vllm: SimpleNamespace, llm: Any, spec: EngineSpec, config: Any, *, on_cpu: bool, keeps_kv: bool
+) -> Capabilities:
+    """What an engine can do, as vLLM settled it. keeps_kv: the KV cache's memory cannot be released."""
+    model = llm.vllm_config.model_config
+    if spec.max_model_len is None and model.max_model_len < settings.context_limit(spec, config.get_text_config()):
+        logger.warning("vllm: prompt and completion are limited to %d tokens by the KV cache", model.max_model_len)
+    sleeps = on_cpu or spec.sleep
+    return Capabilities(
+        name="vllm",
+        logprob_support="truncated",
+        seeded=True,
+        shares_weights=False,
+        max_model_len=int(model.max_model_len),
+        dtype=dtype_name(model.dtype),
+        devices=spec.devices,
+        tensor_parallel_size=spec.tensor_parallel_size,
+        lora=spec.lora,
+        max_lora_rank=lora_rank_at_least(spec.max_lora_rank) if spec.lora else 0,
+        sleep_levels=(0, 1, 2) if sleeps else (0,),
+        kv_release=sleeps and not keeps_kv,
+        in_flight_updates=True,
+        guided=True,
+        sampling_fields=settings.sampling_fields(vllm),
+        extra={"vllm": vllm.version} | ({"quantization": str(model.quantization)} if model.quantization else {}),
+    )
 
 
 def arguments_for(
@@ -148,3 +192,78 @@ def _start_error(spec: EngineSpec, error: Exception) -> SwiftError:
     if isinstance(error, ValueError | NotImplementedError):
         return ConfigError(f"--model: {spec.model}: vLLM refuses it ({line}); --use_vllm false")
     return EngineError(f"engine: vllm: did not start ({type(error).__name__}: {line})")
+
+
+SEGMENTS_IN_RANKS = "//"
+"""Prefix of the shared-memory names of an engine over training ranks: vLLM takes what follows the colon of `env://`,
+and the variable that it keeps this in is gone once the engine is made."""
+
+
+class SharedGroups:
+    """The groups that vLLM makes in torch.distributed: one set per process, for all engines in it.
+
+    The last engine that leaves removes them; the default group goes with them only if the first engine made it.
+    """
+
+    def __init__(self) -> None:
+        self._engines = 0
+        self._made_default = False
+
+    def enter(self) -> None:
+        """An engine is about to be made."""
+        if self._engines == 0:
+            self._made_default = not default_group_exists()
+        self._engines += 1
+
+    def leave(self, *destroy: Callable[[], None]) -> None:
+        """An engine has ended. destroy: vLLM's functions that remove its groups, and the default group at the end."""
+        self._engines -= 1
+        if self._engines > 0:
+            return
+        default = dist.destroy_process_group
+
+        def destroy_other(group: Any = None) -> None:
+            if group is not None and group is not dist.group.WORLD:
+                default(group)
+
+        if not self._made_default:
+            dist.destroy_process_group = destroy_other
+        try:
+            for step in destroy:
+                step()
+        finally:
+            dist.destroy_process_group = default
+
+
+groups = SharedGroups()
+"""Those of this process."""
+
+
+def default_group_exists() -> bool:
+    """Whether torch.distributed is initialised, by whomever."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def available_bytes() -> int:
+    """Main memory that can be had without swapping, within the limits of the control group."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    root = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # no control group, or "max"
+        limit = int((root / "memory.max").read_text())
+        free = min(free, limit - int((root / "memory.current").read_text()))
+    return max(0, free)
+
+
+def remove_segments(idents: Iterable[str]) -> None:
+    """Unlink the shared memory by which the parts of one engine talk; processes that have mapped it keep it.
+
+    Left to vLLM, the names stay when a process is killed, and those of an engine over training ranks are the same for
+    every run: the next one could not start.
+    """
+    folder = Path("/dev/shm")
+    if folder.is_dir():
+        for ident in idents:
+            for segment in folder.glob(f"{ident.strip('/')}-*cpushm*"):
+                segment.unlink(missing_ok=True)

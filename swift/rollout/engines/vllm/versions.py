@@ -2,13 +2,8 @@
 
 vLLM has no stable interface below its command line. A release that moved a name is refused at the start with that name,
 not in the middle of a run. 0.26 (fits torch 2.11) and 0.32 (CPU build, torch 2.13) are supported, versions between them
-where they have every name. What differs:
-
-    0.26   `wake_up` returns None; a reload keeps LoRA adapters, needs the config set around it, and cannot replace
-           weights below LoRA layers
-    0.32   `wake_up` says whether everything is awake; a reload drops all adapters
-
-The engine keeps its own account of what is awake, sets the config itself and drops adapters with every reload.
+where they have every name. In 0.26 a reload keeps LoRA adapters and cannot replace weights below LoRA layers; in 0.32
+it drops all adapters. The engine keeps its own account of what is awake and drops adapters with every reload.
 """
 
 from __future__ import annotations
@@ -18,8 +13,8 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
-import inspect
 import logging
+import operator
 import os
 import re
 import warnings
@@ -122,16 +117,10 @@ def load_vllm() -> SimpleNamespace:
                 raise ResourceError(
                     f"--use_vllm: true: vLLM {version} does not import ({type(error).__name__}: {error}); {HINT}"
                 ) from error
-            missing += [f"{module}.{path}.{one}" for one in METHODS.get(name, ()) if not _has(owner, f"{path}.{one}")]
-            if not _has(owner, path):
-                missing.append(f"{module}.{path}")
-                continue
-            for part in path.split("."):
-                owner = getattr(owner, part)
-            setattr(found, name, owner)
-    reset = getattr(getattr(found, "LLMEngine", None), "reset_prefix_cache", None)
-    if reset is not None and "reset_running_requests" not in inspect.signature(reset).parameters:
-        missing.append("LLMEngine.reset_prefix_cache(reset_running_requests)")
+            wanted = [path, *(f"{path}.{method}" for method in METHODS.get(name, ()))]
+            missing += [f"{module}.{one}" for one in wanted if not _has(owner, one)]
+            if _has(owner, path):
+                setattr(found, name, operator.attrgetter(path)(owner))
     if missing:
         raise ResourceError(f"--use_vllm: true: vLLM {version} has no {', '.join(missing)}; {HINT}")
     found.reloads_under_adapters = _has(found.BaseLayerWithLoRA, "load_weights")
@@ -156,10 +145,10 @@ def check_engine(llm: Any) -> None:
 
 
 def _has(owner: Any, path: str) -> bool:
-    for name in path.split("."):
-        if not hasattr(owner, name):
-            return False
-        owner = getattr(owner, name)
+    try:
+        operator.attrgetter(path)(owner)
+    except AttributeError:
+        return False
     return True
 
 

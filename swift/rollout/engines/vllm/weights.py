@@ -12,13 +12,13 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from swift.errors import EngineDead, SyncFailed
+from swift.errors import EngineDead, SyncFailed, first_line
 from swift.rollout.engines.expected_weights import ExpectedWeights
 from swift.rollout.weights.base import Ack, Bucket, TensorInfo, WeightUpdate
 
@@ -71,19 +71,16 @@ class ReloadUpdate(WeightUpdate):
             if self._state == "waiting":
                 self._state = "loading"
                 self._call("swift_begin_update")
+            embedding = next((name for name, _ in bucket.tensors if self._expected.is_embedding(name)), None)
+            copies = {self._expected.tied: embedding} if embedding and self._add_head else {}
             if self._apart:
-                self._send_file(bucket)
+                self._send_file(bucket, copies)
             else:
-                self._call("swift_load", bucket.tensors, self._copies(bucket), bucket.checksums())
+                self._call("swift_load", bucket.tensors, copies, bucket.checksums())
         except Exception as error:
             raise self._failure(error) from error
 
-    def _copies(self, bucket: Bucket) -> dict[str, str]:
-        """The tied head -> the embedding, when it does not come by itself and the embedding is in this bucket."""
-        names = [name for name, _ in bucket.tensors if self._expected.is_embedding(name)]
-        return dict.fromkeys([self._expected.tied], names[0]) if names and self._add_head else {}
-
-    def _send_file(self, bucket: Bucket) -> None:
+    def _send_file(self, bucket: Bucket, copies: Mapping[str, str]) -> None:
         from safetensors.torch import save_file
 
         stored: dict[str, Tensor] = {}
@@ -98,28 +95,25 @@ class ReloadUpdate(WeightUpdate):
         os.close(handle)
         try:
             save_file(stored, path)
-            self._call("swift_load_file", path, order, self._copies(bucket))
+            self._call("swift_load_file", path, order, copies)
         finally:
             Path(path).unlink()
 
     def _finish(self) -> Ack:
         try:
-            reply = _agreed(self._call("swift_end_update"))
+            reply, *others = self._call("swift_end_update")
+            if any(other != reply for other in others):
+                raise ValueError(f"the workers disagree: {[reply, *others]}")
             if reply["missing"]:
                 raise ValueError(f"nothing arrived in {', '.join(reply['missing'][:3])}")
             self._done(self.version)
         except Exception as error:
             raise self._failure(error) from error
         self._state = "done"
-        return Ack(
-            version=self.version,
-            tensors=reply["tensors"],
-            nbytes=reply["nbytes"],
-            digest=reply["digest"],
-            seconds=time.monotonic() - self._began,
-            rounded=any(loses_bits(info.dtype, self._dtype) for info in self.manifest),
-            note="the tied head was taken from the embedding" if self._add_head else "",
-        )
+        rounded = any(loses_bits(info.dtype, self._dtype) for info in self.manifest)
+        note = "the tied head was taken from the embedding" if self._add_head else ""
+        seconds = time.monotonic() - self._began
+        return Ack(self.version, reply["tensors"], reply["nbytes"], reply["digest"], seconds, rounded, note)
 
     def abort(self) -> None:
         """See `WeightUpdate`; an update of which nothing was delivered leaves the engine as it was."""
@@ -129,22 +123,12 @@ class ReloadUpdate(WeightUpdate):
             self._state = "given up"
 
     def _failure(self, error: Exception) -> SyncFailed | EngineDead:
-        line = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        line = f"{type(error).__name__}: {first_line(error)}"
         self._state = "given up"
-        self._failed(f"the update to version {self.version} failed ({type(error).__name__}: {line})")
+        self._failed(f"the update to version {self.version} failed ({line})")
         if isinstance(error, SyncFailed | EngineDead):
             return error
-        return SyncFailed(
-            f"weights: version {self.version} for vllm: {type(error).__name__}: {line}; rebuild the engine"
-        )
-
-
-def _agreed(replies: list[dict[str, Any]]) -> dict[str, Any]:
-    """The workers' common reply."""
-    for reply in replies[1:]:
-        if reply != replies[0]:
-            raise ValueError(f"the workers disagree: {replies[0]}, {reply}")
-    return replies[0]
+        return SyncFailed(f"weights: version {self.version} for vllm: {line}; rebuild the engine")
 
 
 def loses_bits(source: str, target: str) -> bool:

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from swift.rollout.engines.vllm.single_copy import NotShareable, SingleCopy
 from swift.rollout.engines.vllm.versions import OF_WORKER, lacking, load_vllm
-from swift.rollout.weights.base import Live, StreamDigest
+from swift.rollout.weights.base import Live
+from swift.rollout.weights.digest import StreamDigest
 
 MADV_DONTNEED = 4
 """Linux: pages are given back at once and read as zeros when touched again."""
@@ -52,14 +53,24 @@ class WorkerExtension:
         copies: Mapping[str, str],
         known: Mapping[str, int] | None = None,
     ) -> None:
-        """Load whole layers.
+        """Load some tensors.
 
         Args:
             tensors: as sent; they are counted and digested while the model takes them.
             copies: further name -> name among `tensors`: a tied head that does not come by itself. Not counted.
             known: checksums by name, where sender and receiver look at the same memory; else they are computed here.
         """
-        loaded = load_part(self, self._swift_counted(tensors, copies, known or {}))
+
+        def counted() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in tensors:
+                self._swift_digest.add(name, tensor, (known or {}).get(name))
+                self._swift_count += 1
+                self._swift_bytes += tensor.numel() * tensor.element_size()
+                yield name, tensor
+            found = dict(tensors)
+            yield from ((new, found[old]) for new, old in copies.items())
+
+        loaded = load_part(self, counted())
         if loaded is None or self._swift_loaded is None:
             self._swift_loaded = None
         else:
@@ -71,17 +82,6 @@ class WorkerExtension:
 
         found = load_file(path)
         self.swift_load([(name, found[place]) for name, place in order], copies)
-
-    def _swift_counted(
-        self, tensors: Sequence[tuple[str, Tensor]], copies: Mapping[str, str], known: Mapping[str, int]
-    ) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in tensors:
-            self._swift_digest.add(name, tensor, known.get(name))
-            self._swift_count += 1
-            self._swift_bytes += tensor.numel() * tensor.element_size()
-            yield name, tensor
-        found = dict(tensors)
-        yield from ((new, found[old]) for new, old in copies.items())
 
     def swift_end_update(self) -> dict[str, Any]:
         """Finish; what was received, and which of the engine's parameters got nothing."""
@@ -113,13 +113,6 @@ class WorkerExtension:
         except NotShareable as error:
             return str(error)
 
-    def swift_memory(self) -> dict[str, int]:
-        """Bytes of the KV cache: `kv` its size, `kv_resident` what of it is in memory now."""
-        kv = self._swift_kv()
-        on_cpu = all(tensor.device.type == "cpu" for tensor in kv_tensors(self.model_runner.kv_caches))
-        size = sum(size for _, size in kv)
-        return {"kv": size, "kv_resident": sum(starmap(pages_in_memory, kv)) if on_cpu else size}
-
     def swift_lacking(self) -> list[str]:
         """What is used of this worker and not there."""
         return lacking(self, OF_WORKER)
@@ -128,15 +121,20 @@ class WorkerExtension:
         """What the names of this worker's shared memory begin with."""
         return os.environ.get("VLLM_DIST_IDENT", "")
 
+    def swift_memory(self) -> dict[str, int]:
+        """Bytes of the KV cache: `kv` its size, `kv_resident` what of it is in memory now."""
+        kv, on_cpu = self._swift_kv()
+        size = sum(size for _, size in kv)
+        return {"kv": size, "kv_resident": sum(starmap(pages_in_memory, kv)) if on_cpu else size}
+
     def swift_kv_obstacle(self) -> str:
         """Why the KV memory cannot be given back by `swift_release_kv`, or ""."""
+        kv, on_cpu = self._swift_kv()
         if sys.platform != "linux":
             return f"{sys.platform} has no MADV_DONTNEED that zeroes pages"
-        if any(tensor.device.type != "cpu" for tensor in kv_tensors(self.model_runner.kv_caches)):
+        if not on_cpu:
             return "it is not in main memory"
-        if not self._swift_kv():
-            return "the engine shows no KV cache"
-        return ""
+        return "" if kv else "the engine shows no KV cache"
 
     def swift_release_kv(self) -> int:
         """Give the pages of the KV cache back to the system; bytes by which this process became smaller.
@@ -144,16 +142,17 @@ class WorkerExtension:
         Nothing may be cached or running. The pages read as zeros afterwards, like a new cache.
         """
         before = resident_bytes()
-        for address, size in self._swift_kv():
+        for address, size in self._swift_kv()[0]:
             start, length = whole_pages(address, size)
             if length and LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_DONTNEED):
                 raise OSError(ctypes.get_errno(), f"madvise of {length} bytes failed")
         return before - resident_bytes()
 
-    def _swift_kv(self) -> list[tuple[int, int]]:
-        """Address and size of each storage of the KV cache; layers often share one."""
-        storages = (tensor.untyped_storage() for tensor in kv_tensors(self.model_runner.kv_caches))
-        return sorted({(storage.data_ptr(), storage.nbytes()) for storage in storages if storage.nbytes()})
+    def _swift_kv(self) -> tuple[list[tuple[int, int]], bool]:
+        """Address and size of each storage of the KV cache (layers often share one); whether all are on the CPU."""
+        tensors = kv_tensors(self.model_runner.kv_caches)
+        storages = {(one.untyped_storage().data_ptr(), one.untyped_storage().nbytes()) for one in tensors}
+        return sorted(one for one in storages if one[1]), all(one.device.type == "cpu" for one in tensors)
 
 
 def load_part(worker: Any, tensors: Iterator[tuple[str, Tensor]]) -> set[str] | None:

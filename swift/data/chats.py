@@ -1,0 +1,64 @@
+"""Rows to be learnt from: a chat that ends with the assistant's answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from swift.data.columns import CHATS, ColumnPlan, text_of
+from swift.data.messages import Message, chat_of, read_messages
+from swift.data.records import RowError
+from swift.errors import ConfigError
+
+PARTNERS = {
+    "query": "response",
+    "prompt": "completion",
+    "question": "answer",
+    "problem": "solution",
+    "instruction": "output",
+}
+"""Prompt columns, and the answer column that usually stands beside each."""
+
+ANSWERS = ("response", "output", "completion", "answer", "solution")
+
+
+class ChatPlan(ColumnPlan):
+    """Prompt and answer. The answer is a column too unless the chat holds it, by preference the prompt's partner."""
+
+    others_are = "other columns"
+    answer: str | None = None
+
+    def choose(self) -> None:
+        """Chooses the answer column."""
+        if self.prompt in CHATS:
+            return
+        renamed = [new for new in self.here.values() if new in ANSWERS]
+        partner = PARTNERS[self.prompt]
+        self.answer = partner if partner in self.names and len(renamed) != 1 else self._only_answer()
+        self.used.append(self.answer)
+
+    def _only_answer(self) -> str:
+        if answer := self.only_one(ANSWERS, "each could be the response", "response"):
+            return answer
+        other = next((name for name in self.names if name != self.prompt), "text")
+        raise ConfigError(
+            f"{self.where}: columns {', '.join(self.names)}: none is a response ({', '.join(ANSWERS)}), and there are "
+            f"no messages; name it: --columns '{json.dumps({other: 'response'})}'"
+        )
+
+    def more_parts(self) -> list[str]:
+        """Where the answer comes from."""
+        return [f"response <- {self.answer}"] if self.answer else []
+
+    def finish(self, messages: list[Message], row: Mapping[str, Any]) -> list[Message]:
+        """The chat with its answer."""
+        if self.answer:
+            value = row.get(self.answer)
+            if value is None:
+                raise RowError(f"no {self.answer}")
+            if isinstance(value, list):
+                messages = messages + read_messages(value, self.answer)
+            else:
+                messages = [*messages, {"role": "assistant", "content": text_of(value, self.answer)}]
+        return chat_of(messages)

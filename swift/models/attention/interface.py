@@ -1,0 +1,68 @@
+"""How a model's layers come to ask a layout: through transformers' own table of attention functions.
+
+A layout travels as `attention_layout` through the layers of any decoder that uses `AttentionInterface`, so no model is
+patched. The name under which packed attention stands in a model's config says which kernel was asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from swift.models.attention.layout import DecodeLayout, Kernel, SegmentLayout
+from swift.models.attention.spans import Variant
+
+KERNEL_OF: dict[str, Kernel | None] = {"swift_segments": None, "swift_block_mask": "flex", "swift_varlen": "flash"}
+"""Names of packed attention; None means the best kernel of the device."""
+
+UNSUPPORTED_EXTRAS = ("position_bias",)
+"""What some layers hand to their attention function and packed attention would leave out."""
+
+
+def _segment_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    attention_layout: SegmentLayout | DecodeLayout | None = None,
+    **extras: Any,
+) -> tuple[Tensor, None]:
+    """The attention function registered with transformers; see `AttentionInterface` for the contract.
+
+    Raises:
+        NotImplementedError: the layer does not pass the layout on, or wants more than a `Variant`.
+    """
+    if attention_layout is None:
+        raise NotImplementedError("its layers do not pass the packed layout on to attention")
+    for name in UNSUPPORTED_EXTRAS:
+        if extras.get(name) is not None:
+            raise NotImplementedError(f"its attention takes {name}")
+    window = extras.get("sliding_window")
+    variant = Variant(window if window and window > 0 else None, extras.get("softcap"), extras.get("s_aux"))
+    kernel = KERNEL_OF[module.config._attn_implementation]
+    return attention_layout.attend(query, key, value, scaling, variant, kernel), None
+
+
+def enable_packed_attention(model: nn.Module, kernel: Kernel | None = None) -> None:
+    """Make `model` (a transformers decoder, possibly under PEFT) take `attention_layout` in its forward."""
+    from transformers import AttentionInterface
+
+    for name in KERNEL_OF:
+        AttentionInterface.register(name, _segment_attention)
+    chosen = next(name for name, one in KERNEL_OF.items() if one == kernel)
+    transformers_model(model).set_attn_implementation(chosen)
+
+
+def is_packed(model: nn.Module) -> bool:
+    """Whether `model` takes packed streams (`packed_logits`); otherwise it takes rows (`padded_logits`)."""
+    return transformers_model(model).config.get_text_config()._attn_implementation in KERNEL_OF
+
+
+def transformers_model(model: nn.Module) -> Any:
+    """The transformers model below wrappers (DDP, PEFT)."""
+    model = getattr(model, "module", model)
+    unwrap = getattr(model, "get_base_model", None)
+    return unwrap() if callable(unwrap) else model

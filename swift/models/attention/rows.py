@@ -1,0 +1,168 @@
+"""Attention of packed segments by masked SDPA: the way of every device that has no better one, and the oracle.
+
+Segments of similar size are gathered into blocks of rows: prompts, padded at their ends, and completions behind a copy
+of their prompt, which is padded at its front:
+
+    prompts        [R, P]        causal
+    completions    [R, P + L]    keys of the prompt, then own keys, causal; padded prompt keys are masked
+
+A block is one SDPA call for all its rows and heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from swift.models.attention.spans import PLAIN, GroupSpans, Span, Variant, attended, in_autocast_type
+
+# T tokens of the stream, R rows of a block, P prompt keys, L steps of the longest row, C = P + L keys
+# H query heads, K key/value heads, D head width, E value width, X heads times width
+
+WASTE = 1.25
+"""A block may compute this many times the scores of its rows; more rows in a call are worth that."""
+
+SCORES = 2**24
+"""Scores that are computed at once where a layer's attention is not plain (64 MiB in fp32)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A segment and the prompt that it sees before itself."""
+
+    prompt: Span | None
+    span: Span
+
+    @property
+    def num_before(self) -> int:
+        """Tokens of the prompt."""
+        return self.prompt.length if self.prompt is not None else 0
+
+    @property
+    def scores(self) -> int:
+        """Of a head."""
+        return self.span.length * (self.num_before + self.span.length)
+
+
+class SegmentRows:
+    """Attention of one layout's segments, block by block."""
+
+    def __init__(self, groups: Sequence[GroupSpans], device: torch.device | str) -> None:
+        prompts = [_Row(None, group.prompt) for group in groups]
+        completions = [_Row(group.prompt, span) for group in groups for span in group.completions if span.length]
+        self._blocks = [_Block(rows, device) for part in (prompts, completions) for rows in _blocks(part)]
+        places = torch.empty(sum(row.span.length for row in prompts + completions), dtype=torch.long)
+        first = 0
+        for block in self._blocks:  # row `places[t]` of all outputs, one block after the other, is token t
+            places[block.own_index[block.real]] = first + block.real.flatten().nonzero()[:, 0]
+            first += block.real.numel()
+        self._places = places.to(device)
+
+    @staticmethod
+    def computes(variant: Variant) -> bool:
+        """Everything."""
+        return True
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, variant: Variant = PLAIN
+    ) -> Tensor:
+        """See `SegmentLayout.attend`."""
+        heads = query.shape[1], key.shape[1]
+        tables_TX = [one[0].transpose(0, 1).flatten(1) for one in in_autocast_type(query, key, value)]
+        parts = [block.attend(*tables_TX, heads=heads, scale=scale, variant=variant) for block in self._blocks]
+        found = torch.cat([part.flatten(0, 1) for part in parts])
+        return nn.functional.embedding(self._places, found).view(1, -1, heads[0], value.shape[3])
+
+
+def _blocks(rows: Sequence[_Row]) -> Iterator[list[_Row]]:
+    """Rows of similar size together."""
+    block: list[_Row] = []
+    needed = longest = before = 0
+    for row in sorted(rows, key=lambda row: (row.num_before, row.span.length)):
+        longest, before = max(longest, row.span.length), max(before, row.num_before)
+        needed += row.scores
+        if block and (len(block) + 1) * longest * (before + longest) > WASTE * needed:
+            yield block
+            block, needed, longest, before = [], row.scores, row.span.length, row.num_before
+        block.append(row)
+    if block:
+        yield block
+
+
+class _Block:
+    """Rows that are computed together; what pads a row's own tokens is its last one, behind all that it computes."""
+
+    def __init__(self, rows: Sequence[_Row], device: torch.device | str) -> None:
+        self.longest = max(row.span.length for row in rows)
+        self.num_before = max(row.num_before for row in rows)
+        steps = torch.arange(self.longest)
+        starts = torch.tensor([row.span.start for row in rows])[:, None]
+        lengths = torch.tensor([row.span.length for row in rows])[:, None]
+        self.real = steps < lengths  # [R, L]
+        self.own_index = starts + torch.minimum(steps, lengths - 1)
+        self._query_index = self._key_index = self.own_index.to(device)
+        self._padded: Tensor | None = None  # [R, 1, 1, P]
+        if self.num_before:
+            stops = torch.tensor([row.prompt.stop for row in rows if row.prompt is not None])[:, None]
+            before = torch.tensor([row.num_before for row in rows])[:, None]
+            distance = torch.arange(self.num_before, 0, -1)
+            self._key_index = torch.cat([stops - torch.minimum(distance, before), self.own_index], 1).to(device)
+            if bool((before < self.num_before).any()):
+                self._padded = (distance > before)[:, None, None].to(device)
+        self._masks: dict[int | None, Tensor] = {}
+
+    def attend(self, *tables_TX: Tensor, heads: tuple[int, int], scale: float | None, variant: Variant) -> Tensor:
+        """[R, L, H x E] from tables of the stream."""
+        compute: Callable[..., Tensor] = partial(self._attend, heads=heads, scale=scale, variant=variant)
+        if variant.is_plain:
+            return compute(*tables_TX, rows=slice(None))
+        num_rows = self._query_index.shape[0]
+        step = max(1, SCORES // (heads[0] * self.longest * (self.num_before + self.longest)))
+        if torch.is_grad_enabled():  # inner results are not kept but made again
+            compute = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
+        return torch.cat([compute(*tables_TX, rows=slice(i, i + step)) for i in range(0, num_rows, step)])
+
+    def _attend(
+        self,
+        query_TX: Tensor,
+        key_TX: Tensor,
+        value_TX: Tensor,
+        *,
+        heads: tuple[int, int],
+        scale: float | None,
+        variant: Variant,
+        rows: slice,
+    ) -> Tensor:
+        def gathered(table: Tensor, index: Tensor, num_heads: int) -> Tensor:
+            states = nn.functional.embedding(index[rows], table)
+            return states.view(*states.shape[:2], num_heads, -1).transpose(1, 2)
+
+        query = gathered(query_TX, self._query_index, heads[0])
+        key, value = (gathered(table, self._key_index, heads[1]) for table in (key_TX, value_TX))
+        if variant.is_plain and not self.num_before:
+            found = nn.functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=scale, enable_gqa=heads[0] != heads[1]
+            )
+        else:
+            if variant.sinks is not None:
+                variant = replace(variant, sinks=variant.sinks[:, None])
+            mask = self._mask(variant.window, query.device)
+            if self._padded is not None:
+                mask = mask & ~nn.functional.pad(self._padded[rows], (0, self.longest))
+            found = attended(query, key, value, mask=mask, scale=scale, variant=variant)
+        return found.transpose(1, 2).flatten(2)
+
+    def _mask(self, window: int | None, device: torch.device) -> Tensor:
+        """[L, P + L]: what each step sees where no prompt is padded."""
+        if window not in self._masks:
+            visible = torch.ones(self.longest, self.num_before + self.longest, dtype=torch.bool, device=device)
+            visible = visible.tril(diagonal=self.num_before)
+            if window is not None:
+                visible = visible.triu(diagonal=self.num_before - window + 1)
+            self._masks[window] = visible
+        return self._masks[window]

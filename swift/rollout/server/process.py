@@ -1,0 +1,194 @@
+"""The web server as a process: its socket, its signals, and how it becomes a new process.
+
+SIGTERM and SIGINT stop the listening, give what runs `DRAIN_S` seconds, and end the engines; a second one does not
+wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, NoReturn
+
+import uvicorn
+
+from swift.errors import ConfigError, EngineDead, ResourceError
+from swift.rollout.engines import guard
+from swift.rollout.server.app import make_app
+from swift.rollout.server.service import Service
+
+DRAIN_S = 10
+"""How long requests in flight may take to end after a signal."""
+HEAD_BYTES = 64 << 10
+"""Longest request line and headers together."""
+CONNECTIONS = 4096
+"""Connections at the same time; further ones are answered 503."""
+RESTART_WINDOW_S = 3600.0
+STARTS, LISTENER_VARIABLE = "SWIFT_ROLLOUT_STARTS", "SWIFT_ROLLOUT_LISTENER"
+"""Variables of a process that follows another: times of such starts, and the socket's descriptor."""
+LISTENER = 3
+"""That descriptor."""
+MARKER = "SWIFT_ENGINE"
+"""Variable of the processes that an engine starts."""
+
+
+class Stopped(BaseException):
+    """A signal came before the server was up; no library's `except Exception` keeps it."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The socket that will listen; that of the process before, if this one follows it.
+
+    Raises:
+        ResourceError: somebody else has the port.
+        ConfigError: no such address here.
+    """
+    inherited = os.environ.pop(LISTENER_VARIABLE, None)
+    if inherited is not None:
+        return socket.socket(fileno=int(inherited))
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"--host: {host}: no such address ({error.strerror}); use 127.0.0.1 or 0.0.0.0") from error
+    made = socket.socket(family, kind, number)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind(address)
+    except OSError as error:
+        made.close()
+        raise _taken(host, port, error) from error
+    return made
+
+
+def _taken(host: str, port: int, error: OSError) -> ResourceError:
+    return ResourceError(
+        f"--port: {port}: cannot be used on {host} ({error.strerror}); use another one, or 0 for a free one"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Why no engine is left, and a copy of the socket: uvicorn closes its own."""
+
+    error: EngineDead
+    listener: socket.socket
+
+
+def listen(service: Service, listener: socket.socket, host: str, signals: Signals) -> Ended | None:
+    """Serve until a signal comes, or no engine is left."""
+    port = listener.getsockname()[1]
+    shown = f"[{host}]" if ":" in host else host
+    ended: list[Ended] = []
+
+    def give_up(error: EngineDead) -> None:
+        ended.append(Ended(error, listener.dup()))
+        server.should_exit = True
+
+    server = WebServer(service, f"ready http://{shown}:{port} model={service.settings.model} weight_version=0", give_up)
+    try:
+        listener.listen(server.config.backlog)
+    except OSError as error:  # a server that was started at the same time was faster
+        raise _taken(host, port, error) from error
+    signals.server = server
+    server.run([listener])
+    return ended[0] if ended else None
+
+
+class WebServer(uvicorn.Server):
+    """Prints `ready` when it listens, and leaves signals to `Signals`.
+
+    Args:
+        service: what it serves.
+        ready: the line.
+        give_up: see `make_app`.
+    """
+
+    def __init__(self, service: Service, ready: str, give_up: Callable[[EngineDead], None]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                make_app(service, give_up),
+                http="h11",  # bounds the length of a request's head
+                h11_max_incomplete_event_size=HEAD_BYTES,
+                limit_concurrency=CONNECTIONS,
+                log_level="warning",
+                access_log=False,
+                lifespan="on",
+                timeout_graceful_shutdown=DRAIN_S,
+                timeout_keep_alive=75,
+                server_header=False,
+            )
+        )
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Say so once it listens."""
+        await super().startup(sockets)
+        print(self._ready, flush=True)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+        """Leave them alone."""
+        yield
+
+    def stop(self) -> None:
+        """First drain, then do not wait."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+class Signals(contextlib.AbstractContextManager["Signals"]):
+    """What SIGTERM and SIGINT do: before the server is up they end the start, then they end the serving.
+
+    Attributes:
+        server: once it runs.
+        closing: the way out is not interrupted.
+    """
+
+    def __init__(self) -> None:
+        self.server: WebServer | None = None
+        self.closing = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Signals:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._came)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _came(self, number: int, frame: FrameType | None) -> None:
+        if self.closing:
+            return
+        if self.server is not None:
+            self.server.stop()
+            return
+        self.closing = True
+        raise Stopped
+
+
+def may_start_again(restarts: int) -> bool:
+    """Whether fewer than `restarts` new starts lie within an hour; counts this one."""
+    now = time.time()
+    before = [float(one) for one in os.environ.get(STARTS, "").split()]
+    recent = [one for one in before if now - one < RESTART_WINDOW_S]
+    os.environ[STARTS] = " ".join(map(str, [*recent, now]))
+    return len(recent) < restarts
+
+
+def start_again(listener: socket.socket) -> NoReturn:
+    """Become a new process of the same command, which goes on listening at this socket; never returns."""
+    marker = os.environ.pop(MARKER, None)
+    if marker is not None:
+        guard.end(f"{MARKER}={marker}".encode())
+    os.environ[LISTENER_VARIABLE] = str(os.dup2(listener.fileno(), LISTENER))
+    os.closerange(LISTENER + 1, os.sysconf("SC_OPEN_MAX"))  # whatever a library has opened without O_CLOEXEC
+    os.execv(sys.executable, [sys.executable, "-m", "swift", *sys.argv[1:]])

@@ -1,0 +1,226 @@
+"""One attempt of a GRPO run: the trainer with everything around it, from prepared parts to the summary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import PrinterCallback
+
+from swift.observability.metrics import MetricStore
+from swift.observability.progress import Progress
+from swift.observability.rank_log import RankLog
+from swift.observability.run_dir import rank_log_file
+from swift.observability.trackers import CompletionTrackers
+from swift.rollout.parity import ParityReport
+from swift.trainers.checkpoint import last_checkpoint
+from swift.trainers.engines import EngineSetup
+from swift.trainers.grpo.arguments import trainer_settings, training_arguments, uncorrected_lines
+from swift.trainers.grpo.build import build_cycle, build_parity, build_pipeline, build_watchdog, build_weight_sync
+from swift.trainers.grpo.callbacks import EveryFewSteps, PipelineCallback
+from swift.trainers.grpo.prepare import Parts, plan_lines, slow_path_lines
+from swift.trainers.grpo.trainer import GRPOTrainer
+from swift.trainers.optimizers.choice import attach_own_optimizer, own_optimizer
+from swift.trainers.reporting import ReportCallback, RunReport
+from swift.trainers.session import SignalTrap, tensorboard_callback
+from swift.trainers.supervision.watchdog import WatchdogCallback
+
+if TYPE_CHECKING:
+    from swift.arguments import Resolved
+
+
+class Attempt:
+    """Builds the trainer and what surrounds it, runs it, and ends with a summary or an interruption.
+
+    `folder` is that of the run, `number` that of this start of it.
+    """
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        parts: Parts,
+        folder: Path,
+        number: int,
+        model: Any,
+        reference: Any,
+        setup: EngineSetup,
+        trap: SignalTrap,
+    ) -> None:
+        self.resolved, self.parts, self.folder, self.setup, self.trap = resolved, parts, folder, setup, trap
+        log_file = rank_log_file(folder, number, parts.collectives.rank)
+        self.metrics = MetricStore()
+        self.rank_log = RankLog(log_file)
+        self.report = self._build_report(number) if parts.collectives.is_main else None
+        self.watchdog = build_watchdog(parts, setup, self.metrics, log_file)
+        self.weight_sync = build_weight_sync(parts, setup, model, self.metrics, self.watchdog)
+        self.cycle = build_cycle(parts, setup, self.weight_sync, self.metrics, self.rank_log.line, self.report)
+        self.trainer = self._build_trainer(model, reference)
+        if self.cycle is not None:
+            beside = [reference.module] if hasattr(reference, "module") else []
+            self.cycle.attach(model, lambda: self.trainer.optimizer, beside=beside)
+        self.parity = build_parity(parts, setup, self.weight_sync, self.trainer)
+
+    def _build_report(self, number: int) -> RunReport:
+        parts, args, folder = self.parts, self.parts.args, self.folder
+        progress = Progress(parts.plan.max_steps, start_step=parts.start.step, record=self.rank_log.line)
+        trackers = None
+        if args.log_completions:
+            trackers = CompletionTrackers(args.report_to, folder / "runs", unique_prompts=args.log_unique_prompts)
+        return RunReport(
+            folder,
+            number,
+            metrics=self.metrics,
+            progress=progress,
+            reward_names=parts.rewards.names,
+            trackers=trackers,
+            diagnosis=parts.rewards.diagnosis,
+        )
+
+    def _build_trainer(self, model: Any, reference: Any) -> GRPOTrainer:
+        parts, args = self.parts, self.parts.args
+        arguments = training_arguments(args, self.folder, parts)
+        pipeline = build_pipeline(
+            parts,
+            self.setup,
+            self.weight_sync,
+            self.cycle,
+            metrics=self.metrics,
+            watchdog=self.watchdog,
+            report=self.report,
+            policy=lambda: self.trainer.model,
+        )
+        trainer = GRPOTrainer(
+            model=model,
+            args=arguments,
+            optimizer_cls_and_kwargs=own_optimizer(args, arguments),
+            processing_class=parts.template.tokenizer,
+            settings=trainer_settings(args, logprob_support=self._logprob_support(), given=self.resolved.given),
+            pipeline=pipeline,
+            collectives=parts.collectives,
+            metrics=self.metrics,
+            reference=reference,
+            eval_prompts=parts.eval_prompts or (),
+            run_settings=parts.start.settings,
+            report=self.report,
+            save_total_limit=args.save_total_limit,
+            on_progress=self.watchdog.touch,
+        )
+        attach_own_optimizer(args, trainer)
+        trainer.remove_callback(PrinterCallback)
+        for callback in self._callbacks(trainer):
+            trainer.add_callback(callback)
+        if args.kl_in_reward and args.beta > 0:
+            pipeline.batches.kl_of = trainer.reward_kl
+        elif args.beta > 0:
+            pipeline.batches.refer = trainer.refer
+        return trainer
+
+    def _callbacks(self, trainer: GRPOTrainer) -> list[Any]:
+        args = self.parts.args
+        callbacks: list[Any] = [
+            WatchdogCallback(self.watchdog),
+            PipelineCallback(trainer, stop_requested=lambda: self.trap.caught is not None, epoch=self._epoch),
+        ]
+        kind, _, interval = args.parity_check.partition(":")
+        if kind == "every":
+            callbacks.append(EveryFewSteps(int(interval), self._check_parity_again))
+        if args.sync_ref_model and args.beta > 0:
+            alpha = args.ref_model_mixup_alpha
+            callbacks.append(EveryFewSteps(args.ref_model_sync_steps, lambda step: trainer.move_reference(alpha)))
+        if self.report is not None:
+            callbacks.append(ReportCallback(self.report))
+        if (board := tensorboard_callback(args, self.folder)) is not None:
+            callbacks.append(board)
+        return callbacks
+
+    def _logprob_support(self) -> str:
+        """What the engines' log-probs mean; ranks without an engine learn it from those with one."""
+        engine = self.setup.engine
+        mine = engine.capabilities.logprob_support if engine is not None else None
+        return next(one for one in self.parts.collectives.all_gather(mine) if one is not None)
+
+    def _epoch(self) -> float:
+        """Passes over the data set so far, by optimizer steps, or by launches where a step draws what it needs.
+
+        0 for a stream.
+        """
+        plan, step = self.parts.plan, self.trainer.state.global_step
+        if plan.num_rows and self.parts.args.dynamic_sample:
+            scheduler = self.trainer.pipeline.scheduler
+            ended = scheduler.trained + scheduler.excluded + scheduler.dropped + len(scheduler.carried)
+            return ended / plan.num_rows
+        if plan.steps_per_epoch:
+            return step / plan.steps_per_epoch
+        if not plan.num_rows:
+            return 0.0
+        # a rollout batch takes several epochs
+        return step * plan.rollout_prompts / (plan.updates_per_rollout * plan.num_rows)
+
+    # --- the run ------------------------------------------------------------------------------------------------
+
+    def say(self, line: str) -> None:
+        """A line that stays on the console, from rank 0."""
+        if self.report is not None:
+            self.report.progress.line(line)
+
+    def run(self) -> None:
+        """Check, train, and end with a summary or an interruption."""
+        parts, checkpoint, trainer = self.parts, self.parts.start.checkpoint, self.trainer
+        try:
+            notes = self.cycle.notes if self.cycle is not None else []
+            slow = [*slow_path_lines(trainer.packing_obstacle), *uncorrected_lines(trainer.settings)]
+            about = [*self.resolved.preset_lines, *plan_lines(parts)]
+            for line in [*parts.lines, *parts.start.notes, *about, *slow, *notes]:
+                self.say(line)
+            if parts.start.step >= parts.plan.max_steps:
+                self.say(f"{checkpoint} is the last of {parts.plan.max_steps} steps; raise --max_steps to go on")
+            else:
+                self._train(checkpoint)
+            if self.report is not None:
+                best = trainer.state.best_model_checkpoint
+                self.say(self.report.finish(best=Path(best) if best else None, last=last_checkpoint(self.folder)))
+        finally:
+            self.watchdog.stop()
+            if self.report is not None:
+                self.report.close()
+            self.rank_log.close()
+            trainer.pipeline.close()
+
+    def _train(self, checkpoint: Path | None) -> None:
+        self.watchdog.start()
+        self._check_parity()
+        self.watchdog.stop()
+        self.trap.check("rlhf", self.parts.collectives, self.parts.start)
+        if checkpoint is not None:
+            self.trainer.load_pipeline_state(checkpoint)
+        self.trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        if self.trainer.interrupted:
+            raise self.trap.interruption("rlhf", self.folder, self.trainer.state.global_step)
+
+    def _check_parity(self) -> None:
+        """Compare rollout engine and trainer in all stages, on the first prompts; print the figures.
+
+        Raises:
+            NumericError: they disagree by more than rounding explains.
+            SyncFailed, EngineDead: weights did not reach an engine.
+        """
+        if self.parts.args.adapters:  # the engine read the base alone
+            self.weight_sync.refresh()
+        if self.parity is not None:
+            self._judge(self.parity.run())
+        if self.cycle is not None:
+            self.cycle.rest()
+
+    def _check_parity_again(self, step: int) -> None:
+        """The short form of the check, with the weights of now; `--parity_check every:N`."""
+        parity = self.parity
+        assert parity is not None
+        self.trainer.pipeline.inspect(step, lambda: self._judge(parity.now()))
+
+    def _judge(self, report: ParityReport) -> None:
+        self.say(report.line())
+        self.metrics.add("mismatch/parity_abs_diff_max", max(stage.gaps.maximum for stage in report.stages))
+        if report.error() and self.parts.args.parity_check != "warn":
+            report.require()
+        if (warning := report.error() or report.warning()) and self.report is not None:
+            self.report.progress.warn(warning)

@@ -1,0 +1,178 @@
+"""TRL's SFTTrainer as `swift sft` uses it: atomic checkpoints, the settings, and its callbacks."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from datasets import Dataset
+from transformers import PrinterCallback, TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+from swift.errors import NumericError
+from swift.models.template import Template
+from swift.observability.jsonl import JsonlWriter
+from swift.observability.metrics import MetricStore
+from swift.trainers.atomic_trainer import AtomicTrainer
+from swift.trainers.distributed import Collectives
+from swift.trainers.optimizers.choice import attach_own_optimizer, own_optimizer
+from swift.trainers.optimizers.master_weights import keep_master_weights
+from swift.trainers.session import on_one_device, tensorboard_callback, training_options
+
+if TYPE_CHECKING:
+    from swift.trainers.session import SignalTrap
+
+NON_FINITE_LIMIT = 3
+"""Log lines in a row with a loss that is no number after which the run ends (exit 6)."""
+
+LOGGED = ("loss", "grad_norm", "learning_rate", "epoch", "mean_token_accuracy", "num_tokens")
+"""What a training line says; evaluation lines say everything that begins with eval_."""
+
+
+class AtomicSFTTrainer(AtomicTrainer, SFTTrainer):
+    """TRL's trainer with checkpoints that are valid or do not exist."""
+
+
+def build_trainer(
+    args: Any,
+    folder: Path,
+    model: Any,
+    template: Template,
+    train: Dataset,
+    val: Dataset | None,
+    callbacks: list[TrainerCallback],
+    *,
+    collectives: Collectives,
+    settings: Mapping[str, Any],
+) -> AtomicSFTTrainer:
+    """The trainer, ready to run; checkpoints go to `folder`."""
+    arguments = on_one_device(SFTConfig(**_options(args, folder, evaluates=val is not None)))
+    trainer = AtomicSFTTrainer(
+        model=model,
+        args=arguments,
+        optimizer_cls_and_kwargs=own_optimizer(args, arguments),
+        train_dataset=train,
+        eval_dataset=val,
+        processing_class=template.tokenizer,
+        callbacks=callbacks,
+        collectives=collectives,
+        metrics=MetricStore(),
+        run_settings=settings,
+        save_total_limit=args.save_total_limit,
+    )
+    attach_own_optimizer(args, trainer)
+    trainer.remove_callback(PrinterCallback)  # `LogLines` speaks instead
+    # fp16's loss scaling needs gradients at the very weights that the optimizer holds; ZeRO and FSDP have own masters
+    if not trainer.args.fp16 and not args.deepspeed and not args.fsdp:
+        trainer.create_optimizer()
+        keep_master_weights(trainer.optimizer)
+    if (board := tensorboard_callback(args, folder)) is not None:
+        trainer.add_callback(board)
+    return trainer
+
+
+def _options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, Any]:
+    """The settings as keyword arguments of SFTConfig."""
+    on_gpu = torch.cuda.is_available()
+    precision = {"bf16": on_gpu and args.torch_dtype == "bfloat16", "fp16": on_gpu and args.torch_dtype == "float16"}
+    return {
+        **training_options(args, folder, evaluates=evaluates),
+        "max_steps": args.max_steps,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        # Rows are tokenised already: with one worker, the default, padding them here is quicker than sending them.
+        "dataloader_num_workers": args.dataloader_num_workers if args.dataloader_num_workers > 1 else 0,
+        **({} if args.deepspeed or args.fsdp else precision),
+        "max_length": None,  # rows over it are left out already, never cut
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+    }
+
+
+class StopOnSignal(TrainerCallback):
+    """Ends the run after the current step, with a checkpoint, when any process was asked to stop."""
+
+    def __init__(self, trap: SignalTrap, collectives: Collectives) -> None:
+        self.trap, self.collectives = trap, collectives
+        self.interrupted = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """After every optimizer step; the last one is always saved, whatever `--save_strategy` says."""
+        stops = self.collectives.any(self.trap.caught is not None)
+        if state.global_step >= state.max_steps:
+            control.should_save = True
+        elif stops:
+            self.interrupted = control.should_save = control.should_training_stop = True
+        return control
+
+
+class LogLines(TrainerCallback):
+    """Writes logging.jsonl (`path`), where `attempt` is the number of this start, and says one line per log step."""
+
+    def __init__(
+        self, path: Path, attempt: int, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.writer, self.attempt, self.say, self.clock = JsonlWriter(path), attempt, say, clock
+        self.first_loss: float | None = None
+        self.last_loss: float | None = None
+        self.last_eval_loss: float | None = None
+        self._started = self._logged = (0.0, 0)  # time and step of the start and of the last log line
+        self._non_finite = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Starts the clocks."""
+        self._started = self._logged = (self.clock(), state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Called on every rank; rank 0 writes. Trainer's closing summary is not a log line.
+
+        Raises:
+            NumericError: the loss stays non-finite.
+        """
+        logs = logs or {}
+        evaluation = {name: value for name, value in logs.items() if name.startswith("eval_")}
+        if "loss" in logs:
+            self._check(float(logs["loss"]), state.global_step)
+        if not state.is_world_process_zero or not ("loss" in logs or evaluation):
+            return
+        values = evaluation or {name: logs[name] for name in LOGGED if name in logs}
+        row = {**values, "step": state.global_step, "max_steps": state.max_steps, "attempt": self.attempt}
+        if evaluation:
+            self.last_eval_loss = logs.get("eval_loss", self.last_eval_loss)
+        else:
+            row["step_time"] = self._step_time(state.global_step)
+            self.last_loss = float(logs["loss"])
+            self.first_loss = self.last_loss if self.first_loss is None else self.first_loss
+        self.writer.write(row)
+        self.say(self._line(row, evaluation=bool(evaluation)))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The file is complete."""
+        self.writer.close()
+
+    def _check(self, loss: float, step: int) -> None:
+        self._non_finite = 0 if math.isfinite(loss) else self._non_finite + 1
+        if self._non_finite >= NON_FINITE_LIMIT:
+            raise NumericError(
+                f"loss: {loss}: not finite in {NON_FINITE_LIMIT} log lines in a row, the last at step {step}; "
+                "lower --learning_rate, or use --torch_dtype float32"
+            )
+
+    def _step_time(self, step: int) -> float:
+        """Seconds per step since the last line."""
+        then, before = self._logged
+        self._logged = (self.clock(), step)
+        return (self._logged[0] - then) / max(1, step - before)
+
+    def _line(self, row: Mapping[str, Any], *, evaluation: bool) -> str:
+        head = f"step {row['step']}/{row['max_steps']}"
+        if evaluation:
+            return f"{head}  evaluation: loss {row.get('eval_loss', math.nan):.4f}"
+        elapsed, done = self.clock() - self._started[0], row["step"] - self._started[1]
+        left = elapsed / max(1, done) * (row["max_steps"] - row["step"])
+        return (
+            f"{head}  loss {row['loss']:.4f}  lr {row['learning_rate']:.2e}  "
+            f"{row['step_time']:.2f} s/step  {left:.0f} s left"
+        )

@@ -1,0 +1,104 @@
+import json
+import math
+import os
+import random
+import signal
+from types import SimpleNamespace
+
+import pytest
+
+from swift.errors import NumericError
+from swift.trainers.distributed import Collectives
+from swift.trainers.session import SignalTrap
+from swift.trainers.sft_trainer import NON_FINITE_LIMIT, LogLines, StopOnSignal
+
+
+def state(step: int, max_steps: int = 10) -> SimpleNamespace:
+    return SimpleNamespace(
+        global_step=step, max_steps=max_steps, is_world_process_zero=True, best_model_checkpoint=None
+    )
+
+
+def control() -> SimpleNamespace:
+    return SimpleNamespace(should_save=False, should_training_stop=False)
+
+
+def test_a_signal_is_noted_and_the_former_handler_returns():
+    before = signal.getsignal(signal.SIGTERM)
+    with SignalTrap() as trap:
+        assert trap.caught is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert trap.caught == "SIGTERM"
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_second_interrupt_from_the_keyboard_is_not_held_back():
+    with SignalTrap() as trap:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert trap.caught == "SIGINT"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_run_stops_after_the_step_of_the_signal_but_is_not_interrupted_at_its_end():
+    trap = SignalTrap()
+    stop = StopOnSignal(trap, Collectives())
+    goes_on = stop.on_step_end(None, state(3), control())
+    assert not goes_on.should_training_stop and not goes_on.should_save
+    trap.caught = "SIGTERM"
+    stopped = stop.on_step_end(None, state(4), control())
+    assert stopped.should_training_stop
+    assert stopped.should_save
+    finished = StopOnSignal(trap, Collectives())
+    assert finished.on_step_end(None, state(10), control()).should_save, "the last step is always saved"
+    assert not finished.interrupted
+
+
+def test_a_log_line_has_the_time_per_step_and_the_time_left(tmp_path):
+    now, said = [0.0], []
+    log = LogLines(tmp_path / "logging.jsonl", attempt=2, say=said.append, clock=lambda: now[0])
+    log.on_train_begin(None, state(0), None)
+    now[0] = 8.0
+    log.on_log(None, state(4), None, {"loss": 1.5, "learning_rate": 1e-3, "grad_norm": 1.0, "epoch": 0.4})
+    log.on_log(None, state(4), None, {"eval_loss": 0.5, "epoch": 0.4})
+    log.on_log(None, state(4), None, {"train_runtime": 8.0, "train_loss": 1.5})
+    log.on_train_end(None, state(4), None)
+    training, evaluation = [json.loads(line) for line in (tmp_path / "logging.jsonl").read_text().splitlines()]
+    assert training["step_time"] == 2.0
+    assert {training["step"], training["max_steps"], training["attempt"]} == {4, 10, 2}
+    assert evaluation["eval_loss"] == 0.5
+    assert "loss" not in evaluation
+    assert said[0] == "step 4/10  loss 1.5000  lr 1.00e-03  2.00 s/step  12 s left"
+
+
+def test_a_loss_that_stays_non_finite_ends_the_run(tmp_path):
+    log = LogLines(tmp_path / "logging.jsonl", attempt=1, say=lambda _: None)
+    bad = {"loss": math.nan, "learning_rate": 1e-3}
+    for step in range(1, NON_FINITE_LIMIT):
+        log.on_log(None, state(step), None, bad)
+    log.on_log(None, state(5), None, {"loss": 1.0, "learning_rate": 1e-3})  # one good line starts the count again
+    for step in range(6, 5 + NON_FINITE_LIMIT):
+        log.on_log(None, state(step), None, bad)
+    with pytest.raises(NumericError, match="lower --learning_rate"):
+        log.on_log(None, state(9), None, bad)
+
+
+def test_the_example_problems_are_worked_correctly():
+    from importlib.util import module_from_spec, spec_from_file_location
+    from pathlib import Path
+
+    path = Path(__file__).parents[2] / "examples" / "train" / "sft" / "make_sums.py"
+    spec = spec_from_file_location("make_sums", path)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.worked_sum(47, 35) == ("7+5=12,4+3+1=8", 82)
+    assert module.worked_difference(52, 17) == ("12-7=5,5-1-1=3", 35)
+    draw = random.Random(0)
+    for _ in range(300):
+        row = module.row(draw)
+        question, answer = (turn["content"] for turn in row["messages"])
+        assert eval(question.rstrip("=")) == int(row["solution"])
+        assert answer.endswith(f"<answer>{row['solution']}</answer>")
+        for step in answer.removeprefix("<think>").split("</think>")[0].split(","):
+            left, right = step.split("=")
+            assert eval(left) == int(right)

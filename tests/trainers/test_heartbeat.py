@@ -1,0 +1,108 @@
+"""A rank that is lost ends the others with one line that names it."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+RANK = """
+import sys, time
+import torch, torch.distributed as dist
+from swift.cli.boundary import guarded
+from swift.trainers.distributed import Collectives
+from swift.trainers.supervision.heartbeat import Heartbeat
+
+def main():
+    dist.init_process_group("gloo")
+    collectives = Collectives()
+    with Heartbeat(collectives, beat_s=0.2, silent_s=2.0):
+        collectives.barrier()
+        time.sleep(0.5)
+        print("ready", flush=True)
+        if sys.argv[1] == "fails" and collectives.rank == 1:
+            raise RuntimeError("the disk is on fire")
+        if sys.argv[1] == "ends":
+            time.sleep(1.5 * collectives.rank)
+            return 0
+        collectives.barrier() if collectives.rank == 0 else time.sleep(60)
+
+sys.exit(guarded(main, debug=lambda: False))
+"""
+
+
+@pytest.fixture
+def two_ranks():
+    """Starts two ranks of the script with a word; ends them after the test."""
+    started = []
+
+    def start(word):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank in range(2):
+            environ = {
+                **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+            }  # fmt: skip
+            environ.pop("SWIFT_EXIT_DIR", None)
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", RANK, word],
+                    env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                )
+            )  # fmt: skip
+        for process in started:
+            assert process.stdout.readline() == "ready\n", process.stderr.read()
+        return started
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_ranks_that_are_suspended_together_go_on_and_one_that_is_stopped_is_named_in_seconds(two_ranks):
+    first, second = ranks = two_ranks("waits")
+    for rank in ranks:
+        rank.send_signal(signal.SIGSTOP)
+    time.sleep(4)  # twice what one of them may be silent
+    for rank in ranks:
+        rank.send_signal(signal.SIGCONT)
+    time.sleep(3)
+    assert [rank.poll() for rank in ranks] == [None, None]
+    second.send_signal(signal.SIGSTOP)
+    started = time.monotonic()
+    _, said = first.communicate(timeout=20)
+    assert time.monotonic() - started < 10
+    assert first.returncode == 4
+    assert "rank 1: gave no sign of life for 2 s" in said
+    assert f"process {second.pid} on" in said
+
+
+def test_a_failed_rank_ends_the_one_that_waits_for_it(two_ranks):
+    first, second = two_ranks("fails")
+    _, said = first.communicate(timeout=20)
+    second.communicate(timeout=20)
+    assert second.returncode == 1
+    assert first.returncode != 0
+    assert "the disk is on fire" in said or "Connection closed by peer" in said
+
+
+def test_the_loss_of_the_first_rank_is_noticed_too(two_ranks):
+    first, second = two_ranks("waits")
+    began = time.monotonic()
+    first.kill()
+    _, said = second.communicate(timeout=30)
+    assert second.returncode == 4
+    assert "rank 0: has ended" in said
+    assert time.monotonic() - began < 5  # of which an interpreter with torch needs most to end
+
+
+def test_a_rank_that_has_finished_is_not_missed(two_ranks):
+    for process in two_ranks("ends"):
+        _, said = process.communicate(timeout=30)
+        assert (process.returncode, "swift: error" in said) == (0, False), said

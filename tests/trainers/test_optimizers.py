@@ -1,0 +1,193 @@
+"""Optimizers: 16-bit weights learn through float32 masters, adamw_cpu is adamw on the host, and all resume exactly."""
+
+from __future__ import annotations
+
+import functools
+from copy import deepcopy
+from types import SimpleNamespace
+from typing import get_args
+
+import pytest
+import torch
+from grpo_parts import make_trainer
+
+from swift.trainers.arguments import Optimizer
+from swift.trainers.optimizers import master_weights
+from swift.trainers.optimizers.adamw_cpu import CPUAdamW
+from swift.trainers.optimizers.choice import own_optimizer
+from swift.trainers.optimizers.master_weights import keep_master_weights
+
+HALF, WHOLE = torch.bfloat16, torch.float32
+
+
+def trained(folder, output_dir, optim, *, dtype=WHOLE, lora=False, steps=5):
+    """Weights and optimizer after real GRPO steps with a schedule and clipping."""
+    model = policy(folder, dtype, lora)
+    trainer = make_trainer(
+        folder, output_dir, model=model, max_steps=steps, warmup_steps=2, lr_scheduler_type="cosine",
+        max_grad_norm=0.05, weight_decay=0.1, adam_beta2=0.95, logging_steps=1, learning_rate=1e-2,
+    )  # fmt: skip
+    trainer.optimizer_cls_and_kwargs = own_optimizer(SimpleNamespace(optim=optim), trainer.args)
+    trainer.train()
+    norms = [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
+    return {name: weight.detach().clone() for name, weight in model.named_parameters()}, trainer.optimizer, norms
+
+
+def policy(folder, dtype, lora):
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    if not lora:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(target_modules="all-linear", r=4))
+
+
+@pytest.mark.parametrize(("dtype", "lora"), [(WHOLE, False), (HALF, False), (WHOLE, True)])
+def test_on_a_cpu_the_numbers_are_those_of_adamw(nano_folders, tmp_path, dtype, lora):
+    folder = nano_folders["qwen2"]
+    expected, plain, norms = trained(folder, tmp_path / "a", "adamw_torch_fused", dtype=dtype, lora=lora)
+    weights, optimizer, same_norms = trained(folder, tmp_path / "b", "adamw_cpu", dtype=dtype, lora=lora)
+    assert isinstance(optimizer.optimizer, CPUAdamW) and not isinstance(plain.optimizer, CPUAdamW)
+    assert min(norms) > 0.05, "every step was clipped"
+    assert same_norms == norms
+    before = dict(policy(folder, dtype, lora).named_parameters())
+    assert any(not torch.equal(weights[name], before[name]) for name in weights)
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def small(make, *, dtype=WHOLE, seed=1):
+    torch.manual_seed(seed)
+    weights = [torch.nn.Parameter(torch.randn(size).to(dtype)) for size in ((7, 5), (64,))]
+    return weights, make([{"params": weights[:1], "weight_decay": 0.1}, {"params": weights[1:], "weight_decay": 0.0}])
+
+
+def steps(weights, optimizer, count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        for weight in weights:
+            weight.grad = torch.randn(weight.shape, generator=generator).to(weight.dtype)
+        optimizer.step()
+        optimizer.zero_grad()
+        for weight in weights:
+            weight.grad = None
+
+
+@pytest.fixture
+def everything_is_elsewhere(monkeypatch):
+    """As on an accelerator: every weight has its master, whatever its precision."""
+    monkeypatch.setattr(master_weights, "_needs_master", lambda weight, on: on is not None)
+
+
+@pytest.mark.usefixtures("everything_is_elsewhere")
+def test_masters_of_float32_weights_change_no_bit():
+    weights, optimizer = small(CPUAdamW)
+    assert all(group["fused"] for group in optimizer.param_groups)
+    held = [weight for group in optimizer.param_groups for weight in group["params"]]
+    assert all(ours is not weight for ours, weight in zip(held, weights, strict=True))
+    expected, plain = small(functools.partial(torch.optim.AdamW, fused=True))
+    steps(weights, optimizer, 5)
+    steps(expected, plain, 5)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(weights, expected, strict=True))
+
+
+def cpu_adamw(groups, fused=True):
+    optimizer = CPUAdamW(groups)
+    for group in optimizer.param_groups:
+        group["fused"] = fused
+    return optimizer
+
+
+def adamw(groups):
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    keep_master_weights(optimizer)
+    return optimizer
+
+
+def adafactor(groups):
+    from transformers import Adafactor
+
+    optimizer = Adafactor(groups, lr=1e-4, scale_parameter=False, relative_step=False)
+    keep_master_weights(optimizer)
+    return optimizer
+
+
+@pytest.mark.usefixtures("everything_is_elsewhere")
+@pytest.mark.parametrize("dtype", [WHOLE, HALF, torch.float16])
+@pytest.mark.parametrize("make", [cpu_adamw, functools.partial(cpu_adamw, fused=None), adamw, adafactor])
+def test_a_saved_state_goes_on_exactly(tmp_path, dtype, make):
+    weights, optimizer = small(make, dtype=dtype)
+    steps(weights, optimizer, 3)
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    saved = deepcopy(weights)
+    steps(weights, optimizer, 40, seed=9)
+    assert all(not torch.equal(now, then) for now, then in zip(weights, saved, strict=True))
+    again, resumed = small(make, dtype=dtype, seed=2)
+    resumed.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    for ours, then in zip(again, saved, strict=True):
+        ours.data.copy_(then)
+    steps(again, resumed, 40, seed=9)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(again, weights, strict=True))
+
+
+@pytest.mark.usefixtures("everything_is_elsewhere")
+def test_weights_that_are_loaded_before_the_first_step_reach_their_masters():
+    weights, optimizer = small(CPUAdamW)
+    expected, plain = small(torch.optim.AdamW)
+    for one in (*weights, *expected):
+        one.data.fill_(3.0)
+    steps(weights, optimizer, 2)
+    steps(expected, plain, 2)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(weights, expected, strict=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+def test_with_an_accelerator_the_state_stays_on_the_host():
+    weights = [torch.nn.Parameter(torch.randn(64, device="cuda", dtype=HALF))]
+    optimizer = CPUAdamW(weights, lr=0.1)
+    before = weights[0].detach().clone()
+    steps([], optimizer, 1)
+    weights[0].grad = torch.ones_like(weights[0])
+    optimizer.step()
+    assert not torch.equal(weights[0], before) and weights[0].device.type == "cuda"
+    tensors = [value for state in optimizer.state.values() for value in state.values()]
+    assert {value.device.type for value in tensors} == {"cpu"}
+
+
+@pytest.mark.parametrize("optim", [name for name in get_args(Optimizer) if name not in ("adamw_8bit", "adamw_cpu")])
+def test_every_optimizer_that_is_offered_trains_a_policy(optim, nano_folders, tmp_path):
+    folder = nano_folders["qwen2"]
+    trainer = make_trainer(folder, tmp_path, optim=optim, learning_rate=0.1, model=policy(folder, HALF, False))
+    before = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
+    trainer.train()
+    assert any(not torch.equal(weight, before[name]) for name, weight in trainer.model.named_parameters())
+
+
+def tiny_step(dtype=HALF):
+    weight = torch.nn.Parameter(torch.full((4,), 0.02, dtype=dtype))
+    return weight, torch.optim.AdamW([weight], lr=1e-5, weight_decay=0.0)
+
+
+def test_small_updates_of_bfloat16_weights_add_up():
+    plain, mastered = tiny_step(), tiny_step()
+    keep_master_weights(mastered[1])
+    start = plain[0].clone()
+    for weight, optimizer in (plain, mastered):
+        for _ in range(100):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+    assert torch.equal(plain[0], start)  # every single update is below half a step of bfloat16
+    assert (start - mastered[0]).float().mean().item() == pytest.approx(1e-3, rel=0.1)
+
+
+def test_a_weight_without_gradient_stays_and_float32_weights_have_no_master():
+    weight, optimizer = tiny_step()
+    keep_master_weights(optimizer)
+    before = weight.clone()
+    optimizer.step()
+    assert torch.equal(weight, before)
+    weight, optimizer = tiny_step(WHOLE)
+    assert keep_master_weights(optimizer) == 0
+    assert optimizer.param_groups[0]["params"][0] is weight
