@@ -254,8 +254,8 @@ class HttpTransport(ServerLease, Transport):
     def call(self, name: str, timeout_s: float, **fields: Any) -> Any:
         """See `Transport.call`."""
         if name == "rebuild":
-            self._drop()
-            return self._take_lease(rebuild=True)
+            self._take_lease(rebuild=True)
+            return self._drop()
         if name == "begin_update":
             return self._begin_update(timeout_s, **fields)
         if name == "load_adapter":
