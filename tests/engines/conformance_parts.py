@@ -126,17 +126,18 @@ class Subject:
     def _start(self):
         if self.backend.place == "here":
             return build_engine(self.spec)
-        if self.backend.place == "actor":
-            return self._actor(self.backend.name)
-        if self.backend.place == "pool":
-            from swift.rollout.engines.pool import EnginePool
-
-            return EnginePool([self._actor("engine 0"), self._actor("engine 1")])
-        from swift.rollout.engines.remote import RemoteEngine
+        from swift.rollout.engines.pool import EnginePool
+        from swift.rollout.engines.remote import server_engine
         from swift.rollout.engines.transport import Timeouts
 
+        if self.backend.place == "actor":
+            return EnginePool([self._actor(self.backend.name)])
+        if self.backend.place == "pool":
+            return EnginePool([self._actor("engine 0"), self._actor("engine 1")])
+
         self._server = Server(self.spec, self.logs / f"{self.backend.name}-{time.monotonic_ns()}.log")
-        return RemoteEngine(self._server.url, spec=self.spec, timeouts=Timeouts(server_s=2.0, poll_s=0.5))
+        timeouts = Timeouts(server_s=2.0, poll_s=0.5)
+        return EnginePool([server_engine(self._server.url, spec=self.spec, timeouts=timeouts)])
 
     def _actor(self, name):
         from swift.rollout.engines import cluster

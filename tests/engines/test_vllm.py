@@ -10,7 +10,6 @@ import os
 import random
 import re
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,6 +27,7 @@ from vllm_parts import (
     requests,
     require_vllm,
     sample,
+    segments,
 )
 from vllm_parts import spec_of as spec
 
@@ -435,7 +435,7 @@ def test_what_cannot_start_is_refused_with_the_flag(folder, tmp_path):
 def test_without_a_limit_the_context_shrinks_to_the_cache_and_closing_leaves_nothing(
     folder, engine, monkeypatch, caplog
 ):
-    segments, children = set(Path("/dev/shm").iterdir()), set(children_of(os.getpid()))
+    shared, children = segments(), set(children_of(os.getpid()))
     monkeypatch.setattr(worker.WorkerExtension, "swift_kv_obstacle", lambda self: "no such system call")
     made = build_engine(spec(folder, sleep=True, max_model_len=None, engine_kwargs={"kv_cache_memory_bytes": 1 << 20}))
     assert 32 <= made.capabilities.max_model_len < 2048
@@ -451,7 +451,7 @@ def test_without_a_limit_the_context_shrinks_to_the_cache_and_closing_leaves_not
     assert made.info()["engine"] == "vllm"
     assert not made._busy.locked()  # a call of another thread ends with the error above instead of waiting
     assert set(children_of(os.getpid())) <= children
-    assert set(Path("/dev/shm").iterdir()) <= segments
+    assert segments() <= shared
     assert len(sample(engine, [request(tokens=2)])["r"].token_ids) == 2  # the other engine goes on
 
 

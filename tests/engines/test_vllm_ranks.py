@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from vllm_parts import LIMIT, children_of, drift, model_of, nudge, require_vllm, sample
+from vllm_parts import LIMIT, children_of, drift, model_of, nudge, require_vllm, sample, segments
 from vllm_parts import requests as some_requests
 from vllm_parts import spec_of as spec
 
@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
 
 
 def test_two_ranks_with_an_engine_each_and_then_with_one_over_both(folder):
-    segments = set(Path("/dev/shm").iterdir())
+    before = segments()
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"),
         *("--rdzv-endpoint=localhost:0", str(HERE / "vllm_rank.py"), str(folder)),
@@ -38,7 +38,7 @@ def test_two_ranks_with_an_engine_each_and_then_with_one_over_both(folder):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert {one for one in Path("/dev/shm").iterdir() if "cpushm" in one.name} <= segments
+    assert segments() <= before
     # two processes write into one pipe, and one's end of line may come after the other's beginning
     printed = [json.JSONDecoder().raw_decode(text.strip())[0] for text in done.stdout.split("FACTS")[1:]]
     facts = {(one["mode"], one["rank"]): one for rank in printed for one in rank}
@@ -61,7 +61,7 @@ def weight_bytes(folder):
 
 @pytest.mark.long
 def test_one_engine_over_processes_of_its_own(folder):
-    segments = set(Path("/dev/shm").iterdir())
+    before = segments()
     engine = build_engine(spec(folder, tensor_parallel_size=2, devices=("cpu:0", "cpu:1")))
     try:
         model = model_of(folder)
@@ -69,15 +69,15 @@ def test_one_engine_over_processes_of_its_own(folder):
             nudge(model, seed=version)
             engine.load_weights(PolicyWeights(model, move_model_batches=2), version)
             assert drift(engine, model) <= LIMIT
-        before = {name: one.token_ids for name, one in sample(engine, some_requests()).items()}
+        tokens = {name: one.token_ids for name, one in sample(engine, some_requests()).items()}
         assert engine.sleep(1).freed_bytes > 0
         engine.wake()
-        assert {name: one.token_ids for name, one in sample(engine, some_requests()).items()} == before
+        assert {name: one.token_ids for name, one in sample(engine, some_requests()).items()} == tokens
         assert len([line for line in children_of(os.getpid()) if "VLLM" in line]) == 2
     finally:
         engine.close()
     assert [line for line in children_of(os.getpid()) if "VLLM" in line] == []
-    assert set(Path("/dev/shm").iterdir()) <= segments
+    assert segments() <= before
 
 
 def test_tensor_parallelism_over_ranks_needs_ranks(folder):

@@ -186,12 +186,13 @@ def thinking(**kwargs):
     return Template(tokenizer, kwargs=kwargs)
 
 
-def test_variables_reach_every_rendering():
-    off, on = thinking(enable_thinking=False), thinking()
+def test_variables_of_the_flag_reach_every_rendering(qwen2, tmp_path):
+    file = tmp_path / "chat.jinja"
+    file.write_text(THINKING)
+    off = load_chat(ModelArguments(model=qwen2, template=str(file), chat_template_kwargs={"enable_thinking": False}))
     assert off.render([USER], add_generation_prompt=True).endswith("assistant\n<think></think>")
-    assert on.render([USER], add_generation_prompt=True).endswith("assistant\n")
-    ids = off.encode_prompt([USER])
-    assert off.decode(ids, skip_special_tokens=False).endswith("<think></think>")
+    assert thinking().render([USER], add_generation_prompt=True).endswith("assistant\n")
+    assert off.decode(off.encode_prompt([USER]), skip_special_tokens=False).endswith("<think></think>")
     assert masked_text(off, [USER, ANSWER]) == "5<|im_end|>"
 
 
@@ -203,19 +204,9 @@ def test_a_rendering_may_have_variables_of_its_own_and_never_those_of_swift():
     assert text.endswith("2+3?<|im_end|><|im_start|>assistant\n")
 
 
-def test_the_flag_reads_the_variables(qwen2, tmp_path):
-    file = tmp_path / "chat.jinja"
-    file.write_text(THINKING)
-    args = ModelArguments(model=qwen2, template=str(file), chat_template_kwargs={"enable_thinking": False})
-    assert load_chat(args).render([USER], add_generation_prompt=True).endswith("<think></think>")
-
-
-def test_a_variable_that_swift_sets_is_refused():
+def test_a_variable_that_swift_sets_is_refused_and_one_that_nothing_reads_is_noted_with_the_nearest(caplog):
     with pytest.raises(ConfigError, match="--chat_template_kwargs: messages: is set by swift itself"):
         thinking(messages=[])
-
-
-def test_a_variable_that_the_template_never_reads_is_noted_with_the_nearest(caplog):
     thinking(enable_thinkng=False)
     assert "enable_thinkng: the chat template does not read it, so it changes nothing; nearest: enable_thinking" in (
         caplog.text

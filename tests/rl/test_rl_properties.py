@@ -13,7 +13,7 @@ from padded_windows import make_window
 from rl_windows import group_advantages
 from whole_objective import Options, run_ours
 
-from swift.rl.advantages import STD_EPSILON, compute_advantages
+from swift.rl.advantages import STD_EPSILON
 from swift.rl.correction import (
     effective_sample_size,
     mismatch_statistics,
@@ -39,12 +39,11 @@ def rows_of(values):
 
 
 @st.composite
-def rewards(draw, *, functions=1):
-    """[P, G, K] in eighths, exact in float64."""
+def rewards(draw):
+    """[P, G] in eighths, exact in float64."""
     size, groups = draw(st.integers(2, 5)), draw(st.integers(1, 4))
-    count = size * groups * functions
-    eighths = draw(st.lists(st.integers(-16, 16), min_size=count, max_size=count))
-    return rows_of(eighths).view(groups, size, functions) / 8
+    eighths = draw(st.lists(st.integers(-16, 16), min_size=size * groups, max_size=size * groups))
+    return rows_of(eighths).view(groups, size) / 8
 
 
 @st.composite
@@ -64,8 +63,7 @@ def streams(draw):
 
 @FEW
 @given(rewards())
-def test_rloo_is_the_distance_to_the_mean_of_the_others_and_the_centred_reward_stretched(values):
-    rewards_PG = values.squeeze(2)
+def test_rloo_is_the_distance_to_the_mean_of_the_others_and_the_centred_reward_stretched(rewards_PG):
     size = rewards_PG.shape[1]
     rloo = group_advantages(rewards_PG, estimator="rloo")
     centred = group_advantages(rewards_PG, scale="none")
@@ -76,26 +74,11 @@ def test_rloo_is_the_distance_to_the_mean_of_the_others_and_the_centred_reward_s
 
 @FEW
 @given(rewards(), st.sampled_from(["group", "batch"]))
-def test_scaled_advantages_do_not_know_the_unit_of_the_reward(values, scale):
+def test_scaled_advantages_do_not_know_the_unit_of_the_reward(rewards_PG, scale):
     """Exactly so but for the epsilon beside the standard deviation, whose share is known."""
-    rewards_PG = values.squeeze(2)
     plain, doubled = group_advantages(rewards_PG, scale=scale), group_advantages(2 * rewards_PG, scale=scale)
     std = rewards_PG.std(1, keepdim=True) if scale == "group" else rewards_PG.std()
     torch.testing.assert_close(doubled * (2 * std + STD_EPSILON), 2 * plain * (std + STD_EPSILON), rtol=0, atol=1e-10)
-
-
-@FEW
-@given(rewards(functions=2))
-def test_gdpo_normalises_each_function_and_then_the_batch(values):
-    groups, size, _ = values.shape
-    index_S = torch.arange(groups).repeat_interleave(size)
-    weights_K = rows_of([1.0, 0.5])
-    result = compute_advantages(values.flatten(0, 1), index_S, weights_K=weights_K, scale="gdpo")
-    normalised = (values - values.mean(1, keepdim=True)) / (values.std(1, keepdim=True) + STD_EPSILON)
-    sums_S = (normalised * weights_K).sum(2).flatten()
-    expected_S = (sums_S - sums_S.mean()) / (sums_S.std() + STD_EPSILON)
-    informs_S = ((values.amax(1) - values.amin(1)) > 0).any(1)[index_S]
-    torch.testing.assert_close(result.advantages_S, torch.where(informs_S, expected_S, 0.0), rtol=0, atol=1e-10)
 
 
 # --- the correction ----------------------------------------------------------------------------------------------

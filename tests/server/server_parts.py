@@ -14,11 +14,12 @@ from types import SimpleNamespace
 import httpx
 import psutil
 import torch
+from local_engines import local_pool
 
 from swift.models.template import load_template
 from swift.models.tokenizer import read_tokenizer
 from swift.rollout.engines.pool import EnginePool
-from swift.rollout.engines.remote import RemoteEngine
+from swift.rollout.engines.remote import server_engine
 from swift.rollout.engines.spec import EngineSpec, build_engine
 from swift.rollout.engines.transport import Timeouts
 from swift.rollout.server.process import WebServer
@@ -65,7 +66,7 @@ class LocalServer:
         return client_of(self, **options)
 
     def engine(self, **options):
-        return engine_of(self, **options)
+        return EnginePool([link_to(self, **options)])
 
     def stop(self):
         self.uvicorn.should_exit = True
@@ -83,9 +84,10 @@ def client_of(server, **options):
     return httpx.Client(base_url=server.url, headers=headers, timeout=60, trust_env=False, **options)
 
 
-def engine_of(server, *, spec=None, timeouts=None, **options):
+def link_to(server, *, spec=None, timeouts=None, **options):
+    """The client of the engine behind a server."""
     spec = spec or spec_of(server.model)
-    return RemoteEngine(server.url, spec=spec, api_key=server.key, timeouts=timeouts or QUICK, **options)
+    return server_engine(server.url, spec=spec, api_key=server.key, timeouts=timeouts or QUICK, **options)
 
 
 class Server:
@@ -129,7 +131,7 @@ class Server:
         return client_of(self, **options)
 
     def engine(self, **options):
-        return engine_of(self, **options)
+        return EnginePool([link_to(self, **options)])
 
     def stop(self):
         """SIGTERM, as people end it; returns the exit code."""
@@ -158,7 +160,7 @@ def scripted_service(engines, folder, **settings):
         decode=lambda ids, skip_special_tokens: "".join(f"<{one}>" for one in ids),
     )
     return Service(
-        EnginePool(engines),
+        local_pool(*engines),
         template,
         Settings(
             **{

@@ -165,7 +165,7 @@ def flex_obstacle(device: torch.device, dtype: torch.dtype, heads: tuple[int, in
     def outcome(kernel: Kernel) -> list[Tensor]:
         query, key, value = (one.clone().requires_grad_() for one in states)
         output = layout.attend(query, key, value, None, kernel=kernel)
-        return [output, *torch.autograd.grad(output.float().square().sum(), (query, key, value))]
+        return [output.detach(), *torch.autograd.grad(output.float().square().sum(), (query, key, value))]
 
     try:
         with torch.autocast(device.type, enabled=False), torch.enable_grad():
