@@ -132,6 +132,7 @@ class EngineClient:
         while True:
             with self._replacing:  # one that is being restored is not disturbed
                 self.check_alive()
+                _ = self.capabilities  # connected
                 life = self.transport.life
             try:
                 done = work()
@@ -152,11 +153,14 @@ class EngineClient:
             while self.transport.life is life:
                 self.replacing = True
                 self.transport.deliver(life, Lost(how))
+                before = self.counters
                 try:
                     restarts = self.transport.replace(how, version=self.version, valid=not self.void)
                     life = self.transport.life
                     if restarts is not None:
-                        self._begin_life(restarts, how)
+                        logger.warning("%s: lost (%s); another one is there", self.name, how)
+                        self._before = before + EngineCounters(restarts=restarts)
+                        self._begin_life()
                 except (Lost, SyncFailed) as again:
                     self.check_alive()
                     life, how = self.transport.life, str(again)
@@ -169,10 +173,8 @@ class EngineClient:
                 finally:
                     self.replacing = False
 
-    def _begin_life(self, restarts: int, how: str) -> None:
+    def _begin_life(self) -> None:
         """Another engine is there: it gets weights, adapter and sleep of the one before."""
-        logger.warning("%s: lost (%s); another one is there", self.name, how)
-        self._before = self.counters + EngineCounters(restarts=restarts)
         self.transport.counters = EngineCounters()
         self._paused = False
         if self.void:
