@@ -11,12 +11,12 @@ import functools
 import gc
 import importlib.util
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 
 import pytest
 from engine_traces import GONE_LIMIT_S, SHARED_CLUSTER, Traces
+from preloaded import Program
 
 from swift.errors import EngineError
 from swift.rollout.engines.spec import EngineSpec, build_engine
@@ -202,14 +202,13 @@ class Server:
 
     def __init__(self, spec, log):
         command = [
-            sys.executable, "-m", "swift", "rollout", "--model", spec.model, "--infer_backend", spec.backend,
+            "-m", "swift", "rollout", "--model", spec.model, "--infer_backend", spec.backend,
             "--host", "127.0.0.1", "--port", "0", "--torch_dtype", spec.dtype,
             "--vllm_max_model_len", str(spec.max_model_len), "--vllm_max_num_seqs", str(spec.max_num_seqs),
             "--vllm_enforce_eager", "true", "--sleep_level", "1", "--engine_restarts", "0",
         ]  # fmt: skip
         self.log = log
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        self.process = Program(command, output=log)
         self.url = self._wait_until_ready()
 
     def _wait_until_ready(self):
