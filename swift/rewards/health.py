@@ -39,7 +39,6 @@ class GroupRecord:
     `seconds` of calls per function name. `counters` holds what the functions counted (ground truths).
     """
 
-    group: RolloutGroup
     scores: GroupScores
     failures: list[Failure] = field(default_factory=list)
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -90,9 +89,9 @@ class RewardHealth:
         self._behaviour = {name: _Behaviour() for name in names}
         self._counters: Counter[str] = Counter()
 
-    def group_done(self, record: GroupRecord) -> None:
+    def group_done(self, group: RolloutGroup, record: GroupRecord) -> None:
         """Explains new kinds of failure, and of ground truths that are missing or no mathematics."""
-        prompt = record.group.prompt
+        prompt = group.prompt
         for _, name, kind, detail in record.failures:
             if self._is_new(name, f"{kind} {detail.split(':')[0]}" if kind == "exception" else kind):
                 logger.warning(

@@ -139,14 +139,14 @@ class RewardPipeline:
         if len(self.names) > len(self._functions) and self._models is None:
             raise RuntimeError("the run names reward models, but this pipeline was built without them")
         records = [self._new_record(group) for group in groups]
-        filled = [record for record in records if record.group.completions]
         whole: Future[None] | None = None
-        if self.needs_whole_batch and filled:
+        if self.needs_whole_batch and any(group.completions for group in groups):
             functions = self._of_scope(whole_batch=True)
-            payload = self._payload([record.group for record in filled], progress)
-            whole = self._pool.submit(self._apply_all([[k] for k in functions], filled, payload))
+            payload = self._payload(groups, progress)
+            whole = self._pool.submit(self._apply_all([[k] for k in functions], records, payload))
         return [
-            self._pool.submit(self._score(record, self._payload([record.group], progress), whole)) for record in records
+            self._pool.submit(self._score(group, record, self._payload([group], progress), whole))
+            for group, record in zip(groups, records, strict=True)
         ]
 
     def score(self, groups: Sequence[RolloutGroup], progress: TrainerProgress) -> list[GroupScores]:
@@ -240,8 +240,7 @@ class RewardPipeline:
         payloads = [self._payload([group], progress) for group in groups]
         futures = {
             self.names[function]: [
-                self._pool.submit(self._call([function], payload, self._group_seed(group)))
-                for group, payload in zip(groups, payloads, strict=True)
+                self._pool.submit(self._call([function], payload, self._call_seed(payload))) for payload in payloads
             ]
             for function in wanted
         }
@@ -249,23 +248,25 @@ class RewardPipeline:
 
     # ---- on the thread of the pool ----------------------------------------------------------------
 
-    async def _score(self, record: GroupRecord, payload: Payload, whole: Future[None] | None) -> GroupScores:
+    async def _score(
+        self, group: RolloutGroup, record: GroupRecord, payload: Payload, whole: Future[None] | None
+    ) -> GroupScores:
         """All functions on one group; `whole` are those that see the whole batch."""
-        if record.group.completions:
+        if group.completions:
             functions = self._of_scope(whole_batch=False)
             quick = [k for k in functions if self.signatures[k].is_built_in]  # they share one task
             plans = [[k] for k in functions if k not in quick] + ([quick] if quick else [])
             await self._apply_all(plans, [record], payload)
         if whole is not None:
             await asyncio.wrap_future(whole)
-        return self._complete(record)
+        return self._complete(group, record)
 
     async def _apply_all(self, plans: list[list[int]], records: Sequence[GroupRecord], payload: Payload) -> None:
         await asyncio.gather(*(self._apply(functions, records, payload) for functions in plans))
 
     async def _apply(self, functions: list[int], records: Sequence[GroupRecord], payload: Payload) -> None:
         """One call of `functions` on whole groups, and the re-runs of those that fail."""
-        seed = self._group_seed(records[0].group)
+        seed = self._call_seed(payload)
         rows = [(record, sample) for record in records for sample in range(len(record.scores.values))]
 
         async def settle(function: int, outcome: Outcome) -> None:
@@ -315,7 +316,7 @@ class RewardPipeline:
             else:
                 record.failures.append(Failure(sample, name, "not_finite", f"returned {value}"))
 
-    def _complete(self, record: GroupRecord) -> GroupScores:
+    def _complete(self, group: RolloutGroup, record: GroupRecord) -> GroupScores:
         scores = record.scores
         record.failures.sort(key=lambda failure: self.names.index(failure.name))
         for failure in reversed(record.failures):  # the first function that failed is the reason
@@ -323,10 +324,10 @@ class RewardPipeline:
         if self._models is None:
             exclude_without_reward(scores)
         with self._records_lock:
-            self._records[record.group.group_id] = record
+            self._records[group.group_id] = record
             if len(self._records) > _KEPT_RECORDS:
                 del self._records[next(iter(self._records))]
-        self._health.group_done(record)
+        self._health.group_done(group, record)
         return scores
 
     # ---- what calls are made of -------------------------------------------------------------------
@@ -337,7 +338,7 @@ class RewardPipeline:
 
     def _new_record(self, group: RolloutGroup) -> GroupRecord:
         values: list[list[float | None]] = [[None] * len(self.names) for _ in group.completions]
-        return GroupRecord(group, GroupScores(values, [None] * len(values)))
+        return GroupRecord(GroupScores(values, [None] * len(values)))
 
     def _payload(self, groups: Sequence[RolloutGroup], progress: TrainerProgress) -> Payload:
         keywords = group_keywords(groups, [self._opens_think(group.prompt) for group in groups])
@@ -350,8 +351,10 @@ class RewardPipeline:
             return False
         return self._decode(list(prompt.token_ids[-_OPENING_TOKENS:])).rstrip().endswith(_THINK)
 
-    def _group_seed(self, group: RolloutGroup) -> int:
-        return call_seed(self._seed, group.prompt.prompt_id, group.group_id)
+    def _call_seed(self, payload: Payload) -> int:
+        """That of the first group."""
+        keywords = payload["keywords"]
+        return call_seed(self._seed, keywords["prompt_id"][0], keywords["group_id"][0])
 
     def _find_records(self, groups: Sequence[RolloutGroup] | None, *, forget: bool = False) -> list[GroupRecord]:
         with self._records_lock:

@@ -65,10 +65,10 @@ class RequestClock:
         """Whether this is how the request ends; otherwise it was submitted again."""
         with self._lock:
             if completion.finish_reason != "abort":
-                self._table.remove(completion.request_id)
+                self._table.remove(HERE, [completion.request_id])
                 return True
             self._table.arrive(HERE, completion)
-            again = self._table.waiting
+            again = self._table.held()
             self._table.send([request.request_id for request in again], HERE, self._now)
         for request in again:
             self.engine.submit(request)

@@ -341,12 +341,12 @@ def _own_limit(args: Any, mode: str) -> float:
 def _servers(spec: EngineSpec, args: Any, placement: Placement) -> InferenceEngine:
     """The servers of `--vllm_server_host`, behind one."""
     from swift.rollout.engines.pool import EnginePool
-    from swift.rollout.engines.remote import RemoteEngine
+    from swift.rollout.engines.remote import server_engine
 
     timeouts, run_id = _timeouts(args), secrets.token_hex(8)
     return EnginePool(
         [
-            RemoteEngine(
+            server_engine(
                 url,
                 spec=spec,
                 api_key=args.vllm_server_api_key,

@@ -100,7 +100,8 @@ def test_nothing_is_left_on_either_node_when_the_driver_is_killed(settings, tmp_
         start_nodes(two, settings, tmp_path, "--max_steps", "100000")
         wait_for_steps(tmp_path, 2)
         assert all(any("ray::EngineActor" in words for words in two.processes(host).values()) for host in (0, 1))
-        driver = next(pid for pid in two.processes(0) if psutil.Process(pid).environ().get("RANK") == "0")
+        trainers = [pid for pid, words in two.processes(0).items() if "-m swift rlhf" in words]
+        driver = next(pid for pid in trainers if psutil.Process(pid).environ().get("RANK") == "0")
         os.kill(driver, signal.SIGKILL)
         deadline = time.monotonic() + 10
         while two.processes() and time.monotonic() < deadline:

@@ -9,6 +9,7 @@ import psutil
 
 from swift.rollout.engines import cluster
 from swift.rollout.engines.actor_transport import actor_engine
+from swift.rollout.engines.pool import EnginePool
 from swift.rollout.engines.ray_actor import MARKER
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.engines.transport import Timeouts
@@ -30,7 +31,7 @@ def scripted_spec(**kwargs):
 
 
 def scripted_engine_in_actor(folder, *, name="engine 0 (cpu:0)", timeouts=None, restarts=3, options=None, **kwargs):
-    return actor_engine(
+    client = actor_engine(
         scripted_spec(**kwargs),
         name=name,
         log_file=folder / "logs" / f"{name.split()[1]}.log",
@@ -39,12 +40,13 @@ def scripted_engine_in_actor(folder, *, name="engine 0 (cpu:0)", timeouts=None, 
         restarts=restarts,
         **(options or {}),
     )
+    return EnginePool([client])
 
 
 def pid_of(engine):
     """The process that hosts the engine now."""
     assert engine.capabilities
-    return engine.transport.life.pid
+    return engine.engines[0].transport.life.pid
 
 
 def requests(count, *, group="g", start=0):

@@ -11,12 +11,12 @@ import functools
 import gc
 import importlib.util
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 
 import pytest
 from engine_traces import GONE_LIMIT_S, SHARED_CLUSTER, Traces
+from preloaded import Program
 
 from swift.errors import EngineError
 from swift.rollout.engines.spec import EngineSpec, build_engine
@@ -126,17 +126,18 @@ class Subject:
     def _start(self):
         if self.backend.place == "here":
             return build_engine(self.spec)
-        if self.backend.place == "actor":
-            return self._actor(self.backend.name)
-        if self.backend.place == "pool":
-            from swift.rollout.engines.pool import EnginePool
-
-            return EnginePool([self._actor("engine 0"), self._actor("engine 1")])
-        from swift.rollout.engines.remote import RemoteEngine
+        from swift.rollout.engines.pool import EnginePool
+        from swift.rollout.engines.remote import server_engine
         from swift.rollout.engines.transport import Timeouts
 
+        if self.backend.place == "actor":
+            return EnginePool([self._actor(self.backend.name)])
+        if self.backend.place == "pool":
+            return EnginePool([self._actor("engine 0"), self._actor("engine 1")])
+
         self._server = Server(self.spec, self.logs / f"{self.backend.name}-{time.monotonic_ns()}.log")
-        return RemoteEngine(self._server.url, spec=self.spec, timeouts=Timeouts(server_s=2.0, poll_s=0.5))
+        timeouts = Timeouts(server_s=2.0, poll_s=0.5)
+        return EnginePool([server_engine(self._server.url, spec=self.spec, timeouts=timeouts)])
 
     def _actor(self, name):
         from swift.rollout.engines import cluster
@@ -201,14 +202,13 @@ class Server:
 
     def __init__(self, spec, log):
         command = [
-            sys.executable, "-m", "swift", "rollout", "--model", spec.model, "--infer_backend", spec.backend,
+            "-m", "swift", "rollout", "--model", spec.model, "--infer_backend", spec.backend,
             "--host", "127.0.0.1", "--port", "0", "--torch_dtype", spec.dtype,
             "--vllm_max_model_len", str(spec.max_model_len), "--vllm_max_num_seqs", str(spec.max_num_seqs),
             "--vllm_enforce_eager", "true", "--sleep_level", "1", "--engine_restarts", "0",
         ]  # fmt: skip
         self.log = log
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        self.process = Program(command, output=log)
         self.url = self._wait_until_ready()
 
     def _wait_until_ready(self):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from conformance_checks import LONG, likeliest
 from conformance_parts import BACKENDS, Subject, missing, with_noise
@@ -49,15 +47,9 @@ def shared_subject(request, engine_folders, tmp_path_factory):
     why = missing(backend)
     if why is not None:
         pytest.skip(f"{backend.name}: {why}")
-    before = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
     one = Subject(backend, engine_folders[backend.arch], tmp_path_factory.mktemp("logs"))
     yield one
     one.close()
-    if before is None:
-        del os.environ["VLLM_CPU_KVCACHE_SPACE"]
-    else:
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = before
 
 
 @pytest.fixture

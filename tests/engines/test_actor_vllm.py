@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from swift.rollout.engines import cluster
 from swift.rollout.engines.actor_transport import actor_engine
+from swift.rollout.engines.pool import EnginePool
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.engines.transport import Timeouts
 from swift.rollout.weights.policy import PolicyWeights
@@ -38,46 +39,63 @@ def changed(folder):
     return model
 
 
-def test_vllm_killed_in_decode_comes_back_with_its_weights_and_every_request_once(
-    engine_folders, tmp_path, monkeypatch
-):
+@pytest.fixture
+def start(engine_folders, tmp_path, monkeypatch):
+    """Makes a vLLM engine in an actor; nothing of it is left afterwards."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    before = family()  # of other tests in this process
-    folder = engine_folders["llama"]
-    core = max(os.sched_getaffinity(0))
-    worker = actor_engine(
-        EngineSpec(
-            backend="vllm", model=str(folder), max_model_len=256, max_num_seqs=8, cores=(core,), enforce_eager=True
-        ),
-        name="engine 0 (cpu:0)",
-        log_file=tmp_path / "log",
-        timeouts=Timeouts(start_s=300),
-        uses=cluster.use(),
-        restarts=1,
-    )
-    try:
-        model = changed(folder)
-        ack = worker.load_weights(PolicyWeights(model), 1)
-        expected = {one.request_id[1:]: one.token_ids for one in worker.generate(greedy("a"))}
-        first, came = pid_of(worker), {}
-        for completion in worker.generate(greedy("b")):
-            assert completion.request_id not in came, "came twice"
-            came[completion.request_id] = completion
-            if len(came) == 3:
-                os.kill(first, signal.SIGKILL)
-        assert {name[1:]: one.token_ids for name, one in came.items()} == expected
-        assert {version for one in came.values() for version, _, _ in one.versions} == {1}
-        assert (worker.counters.restarts, worker.version, ack.version) == (1, 1, 1)
-        assert pid_of(worker) != first
-        assert not alive(first)
-        request = greedy("c")[0]
-        (done,) = worker.generate([request])
-        ids = torch.tensor([[*request.prompt_ids, *done.token_ids]])
-        with torch.no_grad():
-            logits = model(input_ids=ids).logits[0, len(request.prompt_ids) - 1 : -1]
-        ours = logits.log_softmax(-1).gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
-        # greedy requests report the distribution at temperature 1
-        assert float((ours - torch.tensor(done.logprobs)).abs().max()) < 1e-5
-    finally:
+    before, made = family(), []  # of other tests in this process
+
+    def make(**fields):
+        spec = EngineSpec(
+            backend="vllm", model=str(engine_folders["llama"]), max_model_len=256, max_num_seqs=8, enforce_eager=True,
+            **fields,
+        )  # fmt: skip
+        client = actor_engine(
+            spec, name="engine 0 (cpu:0)", log_file=tmp_path / "log", timeouts=Timeouts(start_s=300),
+            uses=cluster.use(), restarts=1,
+        )  # fmt: skip
+        made.append(EnginePool([client]))
+        return made[-1]
+
+    yield make
+    for worker in made:
         worker.close()
     assert wait_for(lambda: set(family()) <= set(before)), family()
+
+
+@torch.no_grad()
+def gap(model, request, done):
+    """Largest difference of log-probs; greedy requests report the distribution at temperature 1."""
+    ids = torch.tensor([[*request.prompt_ids, *done.token_ids]])
+    logits = model(input_ids=ids).logits[0, len(request.prompt_ids) - 1 : -1]
+    ours = logits.log_softmax(-1).gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
+    return float((ours - torch.tensor(done.logprobs)).abs().max())
+
+
+def test_vllm_killed_in_decode_comes_back_with_its_weights_and_every_request_once(engine_folders, start):
+    worker, model = start(cores=(max(os.sched_getaffinity(0)),)), changed(engine_folders["llama"])
+    ack = worker.load_weights(PolicyWeights(model), 1)
+    expected = {one.request_id[1:]: one.token_ids for one in worker.generate(greedy("a"))}
+    first, came = pid_of(worker), {}
+    for completion in worker.generate(greedy("b")):
+        assert completion.request_id not in came, "came twice"
+        came[completion.request_id] = completion
+        if len(came) == 3:
+            os.kill(first, signal.SIGKILL)
+    assert {name[1:]: one.token_ids for name, one in came.items()} == expected
+    assert {version for one in came.values() for version, _, _ in one.versions} == {1}
+    assert (worker.counters.restarts, worker.version, ack.version) == (1, 1, 1)
+    assert pid_of(worker) != first
+    assert not alive(first)
+    (done,) = worker.generate(greedy("c")[:1])
+    assert gap(model, greedy("c")[0], done) < 1e-5
+
+
+@pytest.mark.long
+def test_two_tensor_parallel_ranks_inside_an_actor_sample_with_the_weights_they_are_sent(engine_folders, start):
+    worker, model = start(tensor_parallel_size=2, devices=("cpu:0", "cpu:1")), changed(engine_folders["llama"])
+    assert worker.capabilities.tensor_parallel_size == 2
+    worker.load_weights(PolicyWeights(model), 1)
+    wanted = greedy("a")[:4]
+    done = {one.request_id: one for one in worker.generate(wanted)}
+    assert max(gap(model, request, done[request.request_id]) for request in wanted) < 1e-5

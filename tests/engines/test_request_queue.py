@@ -4,11 +4,11 @@ import threading
 import time
 
 import pytest
+from local_engines import local_pool
 from scripted_engine import CountingSource, ScriptedEngine, lost, two_layers
 
 from swift.errors import EngineDead, EngineError, PromptTooLong, RequestRefused, SyncFailed, Unsupported
 from swift.rollout.engines.completion_stream import Failure, QueueFull
-from swift.rollout.engines.pool import EnginePool
 from swift.rollout.engines.request_queue import RequestQueue
 from swift.types import Request, SamplingParams
 
@@ -42,7 +42,7 @@ def made():
     queues = []
 
     def make(*engines, **options):
-        engine = engines[0] if len(engines) == 1 else EnginePool(engines) if engines else ScriptedEngine()
+        engine = engines[0] if len(engines) == 1 else local_pool(*engines) if engines else ScriptedEngine()
         queues.append(RequestQueue(engine, **options))
         return queues[-1]
 

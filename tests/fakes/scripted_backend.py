@@ -74,7 +74,6 @@ class ScriptedWorker(ScriptedEngine):
         for name in self._told("endless"):
             self._outstanding[name].length = 1 << 30
         ended = super()._step()
-        self._aborting -= {completion.request_id for completion in ended}  # an id may come again
         for completion in ended:
             if plain(completion.request_id) in self.kwargs.get("nan", ()):
                 completion.logprobs[0] = float("nan")

@@ -33,7 +33,7 @@ class ScriptedEngine(InferenceEngine):
         lose, twice: ids that never come, or come twice. spoil: id -> reason with which it ends after two tokens.
         stuck: the stream does nothing until `abort` ("abort") or `close` ("close") is called.
         update_failures: one entry per update, in order: None, or (stage, error) with stage begin, send or commit.
-        shares_weights, tensor_parallel_size: as in `Capabilities`.
+        shares_weights, tensor_parallel_size, lora: as in `Capabilities`.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class ScriptedEngine(InferenceEngine):
         shares_weights=False,
         tensor_parallel_size=1,
         max_model_len=4096,
+        lora=False,
     ):
         self.capabilities = Capabilities(
             name="scripted",
@@ -61,6 +62,7 @@ class ScriptedEngine(InferenceEngine):
             max_model_len=max_model_len,
             tensor_parallel_size=tensor_parallel_size,
             in_flight_updates=True,
+            lora=lora,
         )
         self.counters = EngineCounters()
         self.version = 0
@@ -124,6 +126,7 @@ class ScriptedEngine(InferenceEngine):
             reason = row.reason(self.spoil.get(name)) if name not in self._aborting else "abort"
             if reason is not None:
                 del self._outstanding[name]
+                self._aborting.discard(name)  # an id may come again
                 ended += [row.completion(reason)] * (0 if name in self.lose else 2 if name in self.twice else 1)
         return self.order(ended)
 

@@ -4,8 +4,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -14,11 +12,13 @@ from types import SimpleNamespace
 import httpx
 import psutil
 import torch
+from local_engines import local_pool
+from preloaded import Program
 
 from swift.models.template import load_template
 from swift.models.tokenizer import read_tokenizer
 from swift.rollout.engines.pool import EnginePool
-from swift.rollout.engines.remote import RemoteEngine
+from swift.rollout.engines.remote import server_engine
 from swift.rollout.engines.spec import EngineSpec, build_engine
 from swift.rollout.engines.transport import Timeouts
 from swift.rollout.server.process import WebServer
@@ -65,7 +65,7 @@ class LocalServer:
         return client_of(self, **options)
 
     def engine(self, **options):
-        return engine_of(self, **options)
+        return EnginePool([link_to(self, **options)])
 
     def stop(self):
         self.uvicorn.should_exit = True
@@ -78,14 +78,22 @@ class LocalServer:
         self.stop()
 
 
+def lives(process):
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def client_of(server, **options):
     headers = {"Authorization": f"Bearer {server.key}"} if server.key else {}
     return httpx.Client(base_url=server.url, headers=headers, timeout=60, trust_env=False, **options)
 
 
-def engine_of(server, *, spec=None, timeouts=None, **options):
+def link_to(server, *, spec=None, timeouts=None, **options):
+    """The client of the engine behind a server."""
     spec = spec or spec_of(server.model)
-    return RemoteEngine(server.url, spec=spec, api_key=server.key, timeouts=timeouts or QUICK, **options)
+    return server_engine(server.url, spec=spec, api_key=server.key, timeouts=timeouts or QUICK, **options)
 
 
 class Server:
@@ -97,13 +105,12 @@ class Server:
         self.log = folder / f"server-{time.monotonic_ns()}.log"
         self.key = key
         command = [
-            sys.executable, "-m", "swift", "rollout", "--model", self.model, "--port", str(port), "--torch_dtype",
+            "-m", "swift", "rollout", "--model", self.model, "--port", str(port), "--torch_dtype",
             "float32", *words, *(["--api_key", key] if key else []),
         ]  # fmt: skip
         if "--use_vllm" not in words and "--infer_backend" not in words:
             command += ["--use_vllm", "false"]
-        with self.log.open("wb") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        self.process = Program(command, output=self.log)
         self.url = self.wait_until_ready() if wait else None
 
     def text(self):
@@ -129,7 +136,7 @@ class Server:
         return client_of(self, **options)
 
     def engine(self, **options):
-        return engine_of(self, **options)
+        return EnginePool([link_to(self, **options)])
 
     def stop(self):
         """SIGTERM, as people end it; returns the exit code."""
@@ -145,7 +152,7 @@ class Server:
         """Processes of it that are still there after a while."""
         deadline = time.monotonic() + limit_s
         while True:
-            alive = [one for one in self.family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+            alive = [one for one in self.family if lives(one)]
             if not alive or time.monotonic() > deadline:
                 return alive
             time.sleep(0.05)
@@ -158,7 +165,7 @@ def scripted_service(engines, folder, **settings):
         decode=lambda ids, skip_special_tokens: "".join(f"<{one}>" for one in ids),
     )
     return Service(
-        EnginePool(engines),
+        local_pool(*engines),
         template,
         Settings(
             **{

@@ -67,10 +67,10 @@ def body(content, *, more=False):
 )
 def test_a_client_that_is_gone_before_the_first_byte_leaves_no_request(made, path, content):
     service, app = made(step_s=0.1)
-    began = len(service.engine.engines[0].events)
+    began = len(service.engine.engines[0].transport.engine.events)
     call(app, path, body(json.dumps(content).encode()))
     asyncio.run(asyncio.sleep(0.2))
-    events = service.engine.engines[0].events[began:]
+    events = service.engine.engines[0].transport.engine.events[began:]
     assert [event[0] for event in events] in ([], ["submit", "abort"]), "aborted, if it was begun at all"
 
 

@@ -65,11 +65,11 @@ def test_the_disk_is_taken_where_both_sides_see_the_same_folder(server, weights_
     model = load(server.model)
     for version in (1, 2, 3, 4):
         engine.load_weights(PolicyWeights(with_noise(model, version)), version)
-    kept = sorted(path.name for path in (weights_folder / engine.transport.run_folder).iterdir())
+    kept = sorted(path.name for path in (weights_folder / engine.engines[0].transport.run_folder).iterdir())
     assert kept == ["v0000003", "v0000004"]
     assert not list(weights_folder.rglob("*.partial"))
     engine.close()
-    assert not (weights_folder / engine.transport.run_folder).exists()
+    assert not (weights_folder / engine.engines[0].transport.run_folder).exists()
 
 
 class Cut:
@@ -116,17 +116,17 @@ def test_an_update_that_does_not_fit_is_refused_before_a_byte_travels(server, ht
 
 def test_bytes_that_changed_on_the_way_are_noticed(server, http):
     engine, model = server.engine(weight_transport="http"), load(server.model)
-    whole = engine.transport.payload
+    whole = engine.engines[0].transport.payload
 
     def spoiled(way, bucket, version):
         changed = bytearray(whole(way, bucket, version))
         changed[-1] ^= 1
         return bytes(changed)
 
-    engine.transport.payload = spoiled
+    engine.engines[0].transport.payload = spoiled
     with pytest.raises(SyncFailed, match="digest"):
         engine.load_weights(PolicyWeights(model), 1)
-    engine.transport.payload = whole
+    engine.engines[0].transport.payload = whole
     engine.rebuild()
     assert probe(engine, model) < TOLERANCE
     engine.close()
@@ -134,7 +134,7 @@ def test_bytes_that_changed_on_the_way_are_noticed(server, http):
 
 def test_a_file_that_changed_on_the_disk_is_noticed(server, weights_folder):
     engine, model = server.engine(weight_transport="disk"), load(server.model)
-    whole = engine.transport.payload
+    whole = engine.engines[0].transport.payload
 
     def spoiled(way, bucket, version):
         entry = whole(way, bucket, version)
@@ -144,7 +144,7 @@ def test_a_file_that_changed_on_the_disk_is_noticed(server, weights_folder):
         path.write_bytes(content)
         return entry
 
-    engine.transport.payload = spoiled
+    engine.engines[0].transport.payload = spoiled
     with pytest.raises(SyncFailed, match="announced was"):
         engine.load_weights(PolicyWeights(model), 1)
     engine.close()

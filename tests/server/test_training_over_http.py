@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
+from preloaded import Program
 from server_parts import KEY, Server
 
 pytestmark = pytest.mark.slow
@@ -40,7 +39,7 @@ def material(nano_folders, tmp_path_factory):
 def start(material, output, urls, *words):
     model, folder = material
     command = [
-        sys.executable, "-m", "swift", "rlhf", "--rlhf_type", "grpo", "--model", str(model), "--dataset",
+        "-m", "swift", "rlhf", "--rlhf_type", "grpo", "--model", str(model), "--dataset",
         str(folder / "train.jsonl"), "--external_plugins", str(folder / "odd_over_http.py"), "--reward_funcs", "odd",
         "--num_generations", "4", "--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "1",
         "--max_length", "40", "--max_completion_length", "24", "--learning_rate", "1e-3", "--max_steps", "4",
@@ -50,8 +49,7 @@ def start(material, output, urls, *words):
         *words,
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    with (output.parent / f"{output.name}.log").open("wb") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+    return Program(command, env=environment, output=output.parent / f"{output.name}.log")
 
 
 def rows(output, name):

@@ -46,7 +46,7 @@ class Trainer:
         self.first = copy.deepcopy(self.model.state_dict())
         self.generator = torch.Generator().manual_seed(3)
         spec = EngineSpec(backend="transformers", model=str(folder), max_model_len=64)
-        self.workers = [
+        self.clients = [
             actor_engine(
                 spec,
                 name=f"engine {index} (cpu:{index})",
@@ -57,6 +57,7 @@ class Trainer:
             )
             for index in range(workers)
         ]
+        self.workers = [EnginePool([client]) for client in self.clients]
         self.version = 0
 
     @torch.no_grad()
@@ -105,7 +106,7 @@ def trainer(request, nano_folders, tmp_path_factory):
 @pytest.mark.parametrize("transport", ["object_store", "broadcast"])
 def test_after_each_update_the_sampler_is_the_trainer(trainer, transport):
     (worker,) = trainer.workers
-    worker.weight_transport = transport
+    trainer.clients[0].weight_transport = transport
     for _ in range(UPDATES):
         source = trainer.step()
         assert len(list(source.buckets())) > 1
@@ -118,9 +119,9 @@ def test_after_each_update_the_sampler_is_the_trainer(trainer, transport):
 @pytest.mark.parametrize("transport", ["object_store", "broadcast"])
 def test_a_worker_that_was_replaced_has_the_last_update_and_takes_the_next(trainer, transport):
     (worker,) = trainer.workers
-    worker.weight_transport = transport
+    trainer.clients[0].weight_transport = transport
     worker.load_weights(trainer.step(), trainer.version)
-    os.kill(worker.transport.life.pid, signal.SIGKILL)
+    os.kill(trainer.clients[0].transport.life.pid, signal.SIGKILL)
     assert trainer.gap(worker) <= TOLERANCE  # it was replaced on the way
     worker.load_weights(trainer.step(), trainer.version)
     assert trainer.gap(worker) <= TOLERANCE
@@ -145,7 +146,7 @@ def test_an_adapter_arrives_and_survives_a_restart_with_its_base(trainer):
         follower.version = trainer.version
         worker.load_adapter(adapter_of(tuned), trainer.version)
         assert follower.gap(worker) <= TOLERANCE
-    os.kill(worker.transport.life.pid, signal.SIGKILL)
+    os.kill(trainer.clients[0].transport.life.pid, signal.SIGKILL)
     assert follower.gap(worker) <= TOLERANCE
     worker.drop_adapter()
     trainer.version = worker.version
@@ -165,7 +166,7 @@ def test_weights_and_sleep_survive_a_restart(trainer):
     (worker,) = trainer.workers
     worker.load_weights(trainer.step(), trainer.version)
     worker.sleep(1)
-    os.kill(worker.transport.life.pid, signal.SIGKILL)
+    os.kill(trainer.clients[0].transport.life.pid, signal.SIGKILL)
     with pytest.raises(EngineAsleep, match="asleep"):
         worker.submit(Request("r", [1], SamplingParams(max_new_tokens=1)))
     assert worker.wake() is True
@@ -176,26 +177,26 @@ def test_weights_and_sleep_survive_a_restart(trainer):
 def test_one_broadcast_serves_several_workers_and_is_renewed_when_one_is_replaced(nano_folders, tmp_path):
     one = Trainer(nano_folders["llama"], tmp_path, workers=2)
     try:
-        for worker in one.workers:
-            worker.weight_transport = "broadcast"
-        pool = EnginePool(one.workers)
+        for client in one.clients:
+            client.weight_transport = "broadcast"
+        pool = EnginePool(one.clients)
         pool.load_weights(one.step(), one.version)
-        sender = one.workers[0].broadcaster
-        assert sender is one.workers[1].broadcaster
-        assert list(sender.members) == [worker.name for worker in one.workers]
+        sender = one.clients[0].broadcaster
+        assert sender is one.clients[1].broadcaster
+        assert list(sender.members) == [client.name for client in one.clients]
         first = sender._group
         pool.load_weights(one.step(), one.version)
         assert sender._group is first
-        assert max(one.gap(worker) for worker in one.workers) <= TOLERANCE
+        assert one.gap(pool) <= TOLERANCE
 
-        os.kill(one.workers[1].transport.life.pid, signal.SIGKILL)
-        assert one.gap(one.workers[1]) <= TOLERANCE
+        os.kill(one.clients[1].transport.life.pid, signal.SIGKILL)
+        assert one.gap(pool) <= TOLERANCE
         pool.load_weights(one.step(), one.version)
         assert sender._group is not first
-        assert max(one.gap(worker) for worker in one.workers) <= TOLERANCE
+        assert one.gap(pool) <= TOLERANCE
 
         def fail_in_the_middle(bucket):
-            os.kill(one.workers[0].transport.life.pid, signal.SIGKILL)
+            os.kill(one.clients[0].transport.life.pid, signal.SIGKILL)
             time.sleep(0.5)
             return bucket
 
@@ -209,7 +210,7 @@ def test_one_broadcast_serves_several_workers_and_is_renewed_when_one_is_replace
         assert time.monotonic() - began < 45
         pool.rebuild()
         pool.load_weights(source, one.version)
-        assert max(one.gap(worker) for worker in one.workers) <= TOLERANCE
+        assert one.gap(pool) <= TOLERANCE
     finally:
         one.close()
 

@@ -23,9 +23,9 @@ from swift.errors import EngineDead, SwiftError
 from swift.rollout.engines import cluster, guard
 from swift.rollout.engines.base import Capabilities, EngineCounters, Health
 from swift.rollout.engines.client import EngineClient
-from swift.rollout.engines.ray_actor import GROUPS, MARKER, Arrivals, EngineActor
+from swift.rollout.engines.ray_actor import GROUPS, MARKER, EngineActor
 from swift.rollout.engines.spec import EngineSpec
-from swift.rollout.engines.transport import END, Batch, Deliver, Late, Lost, Timeouts, Transport
+from swift.rollout.engines.transport import Late, Lost, Timeouts, Transport
 from swift.rollout.weights import object_store
 from swift.rollout.weights.base import Bucket
 from swift.types import Request
@@ -34,6 +34,14 @@ RESTART_WINDOW_S = 3600.0
 """`restarts` are counted over so long."""
 LAST_LINES = 6
 HEALTH_S = 5.0
+ENGINE_METHODS = ("load_adapter", "drop_adapter", "sleep", "wake")
+"""Calls that the actor passes on to its engine."""
+TOLERATED = ("health", "info", "pause", "resume")
+"""Calls whose lateness does not end the actor."""
+MEMORY_ADVICE = (
+    "free memory on its node: fewer engines (--num_infer_workers), a smaller cache (--vllm_gpu_memory_utilization, "
+    "VLLM_CPU_KVCACHE_SPACE) or a smaller --vllm_max_model_len"
+)
 
 
 @functools.cache
@@ -46,17 +54,16 @@ def _remote_class() -> Any:
 
 @dataclass(eq=False)
 class _Life:
-    """One actor as the client sees it. here: on this node. lost: how it ended, or "". batches: that it works on."""
+    """One actor as the client sees it. here: on this node. lost: how it ended, or ""."""
 
     actor: Any
-    marker: str
     log_start: int
     started: Any
     pid: int = 0
     here: bool = False
     lost: str = ""
-    batches: dict[int, tuple[Batch, Deliver]] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    oom_kills: int = field(default_factory=lambda: oom_kills())  # noqa: PLW0108 - defined below
 
 
 class ActorTransport(Transport):
@@ -104,15 +111,11 @@ class ActorTransport(Transport):
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         start = self.log_file.stat().st_size if self.log_file.exists() else 0
         spec = replace(self.spec, cores=()) if self.options else self.spec  # cores are those of this node
-        actor = (
-            _remote_class()
-            .options(
-                **{"num_cpus": 0, **self.options},
-                runtime_env={"env_vars": _variables(spec, marker, placed=bool(self.options))},
-            )
-            .remote(_as_actor_sees(spec).to_json(), str(self.log_file), marker)
-        )
-        return _Life(actor, marker, start, actor.start.remote())
+        variables = _variables(spec, marker, placed=bool(self.options))
+        options = {"num_cpus": 0, **self.options, "runtime_env": {"env_vars": variables}}
+        remote = _remote_class().options(**options)
+        actor = remote.remote(_as_actor_sees(spec).to_json(), str(self.log_file), marker)
+        return _Life(actor, start, actor.start.remote())
 
     def connect(self) -> Capabilities:
         """Wait for the engine of the first life."""
@@ -166,11 +169,8 @@ class ActorTransport(Transport):
             if life.lost:
                 return
             life.lost = how
-            waiting = list(life.batches.values())
-            life.batches.clear()
         self._end(life)
-        for batch, deliver in waiting:
-            deliver(batch, Lost(how))
+        self.deliver(life, Lost(how))
 
     def _end(self, life: _Life) -> None:
         import ray
@@ -197,44 +197,28 @@ class ActorTransport(Transport):
                     self._lose(life, f"gave no sign of life for {misses * self.timeouts.heartbeat_s:g} s")
                 continue
             except Exception as error:
-                self._lose(life, _how(error))
+                self._lose(life, how_ended(error, life))
                 return
             misses, pending = 0, None
-            self._arrive(life, arrivals, counters)
+            self._count(life, EngineCounters(**counters), arrived=bool(arrivals))
+            for arrival in arrivals:
+                self.deliver(life, arrival)
 
-    def _arrive(self, life: _Life, arrivals: Arrivals, counters: dict[str, Any]) -> None:
-        seen = EngineCounters(**counters)
-        if self.life is life:
-            if arrivals or (seen.decode_steps, seen.prefill_tokens) != (
-                self.counters.decode_steps, self.counters.prefill_tokens
-            ):  # fmt: skip
-                self.progress_at = time.monotonic()
-            self.counters = seen
-        for number, arrival in arrivals:
-            with life.lock:
-                batch, deliver = life.batches.get(number, (None, None))
-                if arrival is None:
-                    life.batches.pop(number, None)
-            if batch is not None and deliver is not None:
-                deliver(batch, END if arrival is None else arrival)
+    def _count(self, life: _Life, seen: EngineCounters, *, arrived: bool) -> None:
+        if self.life is not life:
+            return
+        before, self.counters = self.counters, seen
+        if arrived or (seen.decode_steps, seen.prefill_tokens) != (before.decode_steps, before.prefill_tokens):
+            self.progress_at = time.monotonic()
 
     # --- calls ------------------------------------------------------------------------------------------------
 
-    def post(self, batch: Batch, requests: Sequence[Request], version: int, deliver: Deliver) -> None:
+    def post(self, life: object, requests: Sequence[Request], version: int) -> None:
         """See `Transport.post`."""
-        life = self.life
-        with life.lock:
-            if life.lost:
-                raise Lost(life.lost)
-            life.batches[batch.number] = (batch, deliver)
-        batch.handle = life
-        life.actor.submit.remote(batch.number, list(requests))
-
-    def drop(self, batch: Batch) -> None:
-        """See `Transport.drop`."""
-        life = batch.handle
-        if life is not None and life.batches.pop(batch.number, None) is not None and not life.lost:
-            life.actor.drop.remote(batch.number)
+        assert isinstance(life, _Life)
+        if life.lost:
+            raise Lost(life.lost)
+        life.actor.submit.remote(list(requests))
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """See `Transport.abort`."""
@@ -251,7 +235,10 @@ class ActorTransport(Transport):
         if life.lost:
             raise Lost(life.lost)
         deadline = time.monotonic() + timeout_s
-        pending = getattr(life.actor, name).remote(**fields)
+        if name in ENGINE_METHODS:
+            pending = life.actor.do.remote(name, **fields)
+        else:
+            pending = getattr(life.actor, name).remote(**fields)
         return lambda: self._result(life, pending, name, max(0.0, deadline - time.monotonic()))
 
     def _result(self, life: _Life, pending: Any, name: str, timeout_s: float) -> Any:
@@ -265,7 +252,7 @@ class ActorTransport(Transport):
                 raise Lost(life.lost) from None
             where = self._stacks_of(life) if name not in ("health", "info") else ""
             late = Late(f"did not answer {name} in time; {where}".rstrip("; "))
-            if name not in ("health", "info", "pause", "resume"):
+            if name not in TOLERATED:
                 self._lose(life, str(late))
             raise late from None
         except RayTaskError as error:
@@ -278,7 +265,7 @@ class ActorTransport(Transport):
             self._lose(life, how)
             raise Lost(how) from None
         except RayError as error:
-            self._lose(life, life.lost or _how(error))
+            self._lose(life, life.lost or how_ended(error, life))
             raise Lost(life.lost) from None
 
     # --- weights ----------------------------------------------------------------------------------------------
@@ -316,13 +303,13 @@ class ActorTransport(Transport):
         """See `Transport.health`."""
         life = self.life
         if life.lost:
-            return Health(False, 0, f"its actor {life.lost}")
+            return Health(False, 0, f"{self.name}: its actor {life.lost}")
         if not life.pid:
             return Health(False, 0, f"{self.name} is starting")
         try:
             state: Health = self.call("health", HEALTH_S)
         except (Lost, SwiftError) as error:
-            return Health(False, 0, f"its actor {error}" if isinstance(error, Lost) else str(error))
+            return Health(False, 0, f"{self.name}: its actor {error}" if isinstance(error, Lost) else str(error))
         return state
 
     def info(self) -> dict[str, Any]:
@@ -363,7 +350,6 @@ class ActorTransport(Transport):
             with contextlib.suppress(Exception):  # it is killed anyway
                 ray.get(life.actor.close.remote(), timeout=self.timeouts.close_s)
         self._lose(life, "is closed")
-        self._end(life)
         self.cluster.close()
 
 
@@ -378,7 +364,7 @@ def actor_engine(
     weight_transport: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> EngineClient:
-    """An engine in an actor of its own, launched at once and waited for when it is first needed.
+    """The client of an engine in an actor of its own, launched at once and waited for when it is first needed.
 
     `uses` is closed with the engine. Weights are kept for a restart if there may be one.
     """
@@ -391,17 +377,17 @@ def actor_engine(
 
 def _variables(spec: EngineSpec, marker: str, *, placed: bool) -> dict[str, str]:
     """The environment of an actor, set before it imports anything. placed: Ray chooses the devices."""
+    cores = len(spec.cores) or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+    inherited = None if spec.cores else os.environ.get("OMP_NUM_THREADS")
     variables = {
         MARKER: marker,
         "PYTHONPATH": os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path),
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "OMP_NUM_THREADS": str(len(spec.cores)) if spec.cores else os.environ.get("OMP_NUM_THREADS", ""),
+        "OMP_NUM_THREADS": inherited or str(cores),
     }
     if not placed:
         variables["CUDA_VISIBLE_DEVICES"] = cluster.visible_devices(spec.devices)
-    if not variables["OMP_NUM_THREADS"]:
-        variables["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
     return variables
 
 
@@ -421,11 +407,20 @@ def _named(error: SwiftError, name: str) -> SwiftError:
     return made
 
 
-def _how(error: BaseException) -> str:
+def oom_kills() -> int:
+    """How many processes the kernel of this machine has killed for want of memory."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/vmstat").read_text().partition("\noom_kill ")[2].split()[0])
+    return 0
+
+
+def how_ended(error: BaseException, life: _Life) -> str:
     """How an actor ended, in words."""
     text = " ".join(str(error).split())
     if "OutOfMemory" in type(error).__name__ or "memory monitor" in text or "running low on memory" in text:
-        return "was killed by Ray's memory monitor, because its node has nearly no memory left"
+        return f"was killed by Ray's memory monitor, because its node has nearly no memory left; {MEMORY_ADVICE}"
+    if life.here and oom_kills() > life.oom_kills:
+        return f"was killed by the kernel, because this machine ran out of memory; {MEMORY_ADVICE}"
     if type(error).__name__ == "ActorDiedError" and "SIGKILL" not in text and "connection error code" not in text:
         return f"ended ({text[:300]})"
     return "ended unexpectedly (killed, out of memory, or crashed)"

@@ -26,7 +26,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any, Literal
 
 from swift.errors import EngineDead, EngineError, PromptTooLong, RequestRefused, Unsupported, suggest
@@ -54,6 +54,12 @@ class EngineCounters:
     decode_steps: int = 0
     generate_s: float = 0.0
     restarts: int = 0
+
+    def __add__(self, other: EngineCounters) -> EngineCounters:
+        return EngineCounters(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, other: EngineCounters) -> EngineCounters:
+        return EngineCounters(*(mine - theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +121,7 @@ class InferenceEngine(ABC):
             at least every `BETWEEN_S` while other processes decode, and once more before the stream ends. It may
             `submit` and `abort`; what it submits joins the stream, also when nothing else is left of it. What it raises
             ends the stream and reaches the caller; requests stay outstanding then, until `abort` and another `stream`.
-            Not called while an engine's process is replaced or its server is found again, nor in the streams that
-            `pause` and a `generate` that is left early need to come to an end.
+            Not called in the streams that `pause` and a `generate` that is left early need to come to an end.
     """
 
     capabilities: Capabilities
@@ -381,8 +386,8 @@ class InferenceEngine(ABC):
         return Health(True, self.version)
 
     @property
-    def engines(self) -> list[InferenceEngine]:
-        """The engines it consists of, without those that are dead for good.
+    def engines(self) -> Sequence[Any]:
+        """The engines it consists of, without those that are dead for good; each has a `health`.
 
         Raises:
             EngineDead: none is left.

@@ -1,54 +1,45 @@
-"""The client of an engine that lives elsewhere: in a Ray actor or behind HTTP.
+"""One engine that lives elsewhere, in a Ray actor or behind HTTP: calls to it, and what it has to be given again.
 
-    submit* -> stream         requests travel in batches; completions come while others are still sampled
-    an engine that is lost    is replaced or found again by its transport; then it gets the present weights, adapter and
-                              sleep state, and its requests again with their ids and seeds
-
-Each request comes back exactly once: a completion counts when it is read from the batch that holds its request. A
-failed weight update is never repeated here: the weights are void until another update is complete, or `rebuild`.
-
-`submit`, `abort`, `pause`, `health`, `info` and `close` may be called while another thread is in `stream`. No wait is
-unbounded; see `Timeouts`.
+An engine that is lost is replaced or found again by its transport; then it gets the present weights, adapter and sleep
+state. `EnginePool` sends it requests, and sends them again after a loss. A failed weight update is never repeated here:
+the weights are void until another update is complete, or `rebuild`. No wait is unbounded; see `Timeouts`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from swift.errors import EngineAsleep, EngineDead, EngineError, RequestRefused, SyncFailed
+from swift.errors import EngineDead, SwiftError, SyncFailed
 from swift.rollout.engines.base import (
     ALL_TAGS,
     Ack,
     AdapterWeights,
-    PauseMode,
+    Capabilities,
+    EngineCounters,
+    Health,
     SleepLevel,
     SleepReport,
     Tag,
     TensorInfo,
     WeightUpdate,
 )
-from swift.rollout.engines.client_lives import EngineLives
-from swift.rollout.engines.completion_stream import Failure
-from swift.rollout.engines.transport import Batch, Busy, Event, Late, Lost
+from swift.rollout.engines.transport import Lost, Timeouts, Transport
+from swift.rollout.weights.broadcast import BroadcastSender
 from swift.rollout.weights.sending import ClientUpdate, Kept
-from swift.types import Completion, Request
+from swift.types import Request
 
-LOOK_S = 1.0
-"""How often a waiting stream checks the time limits of its requests."""
-BATCH = 1024
-"""Largest number of requests in one batch."""
-BATCH_TOKENS = 4_000_000
-"""Largest number of prompt tokens in one batch."""
-BUSY_S = 1.0
-"""Pause after the server reported a full queue."""
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-class EngineClient(EngineLives):
+class EngineClient:
     """See the module's docstring; connects when it is first needed.
 
     Args:
@@ -57,247 +48,183 @@ class EngineClient(EngineLives):
         weight_transport: one of the transport's `ways`; None chooses by devices.
         keeps_weights: keep the last update for a restart; False makes the loss of an engine with weights final.
         end_tokens: ids that end a completion, sent with every request; for engines that may know others.
+
+    Attributes:
+        version: of the policy that it samples with.
+        dead: why it will not come back, or None.
+        void: why its weights belong to no version; "" when they do.
+        asleep: what of it sleeps; "" when nothing does.
+        replacing: it is lost, and about to be there again.
     """
 
-    # --- sampling ---------------------------------------------------------------------------------------------
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        timeouts: Timeouts,
+        weight_transport: str | None = None,
+        keeps_weights: bool = True,
+        end_tokens: Sequence[int] = (),
+    ) -> None:
+        self.transport = transport
+        transport.deliver = lambda life, event: None
+        self.name = transport.name
+        self.timeouts = timeouts
+        self.weight_transport = weight_transport
+        self.keeps_weights = keeps_weights
+        self.end_tokens = frozenset(end_tokens)
+        self.version = 0
+        self.dead: SwiftError | None = None
+        self.void = self.asleep = ""
+        self.replacing = False
+        self.broadcaster: BroadcastSender | None = None
+        self.sent_by = ""  # way of the last weights
+        self._replacing = threading.RLock()
+        self._before = EngineCounters()  # of the lives that are over
+        self._capabilities: Capabilities | None = None
+        self._kept: Kept | None = None
+        self._adapter: tuple[int, AdapterWeights] | None = None
+        self._synced = False
+        self._slept: tuple[SleepLevel, set[Tag]] = (0, set())
+        self._paused = False
+        self._closed = False
 
-    def submit(self, request: Request) -> None:
-        """See `InferenceEngine.submit`; it travels when `stream` is called."""
-        self._check_alive()
-        self.check_length(request)
-        self._check_awake()
-        self._check_valid()
-        with self._changed:
-            self.table.add(request)
-            self._changed.notify_all()
+    @property
+    def capabilities(self) -> Capabilities:
+        """Of the engine; waits until it is there."""
+        with self._replacing:
+            if self._capabilities is None:
+                self.check_alive()
+                try:
+                    self._capabilities = self.transport.connect()
+                except SwiftError as error:
+                    if not self._closed and (self.transport.restartable or isinstance(error, EngineDead)):
+                        self.dead = error  # a server that is held by another run may be free later
+                    raise
+            return self._capabilities
 
-    def stream(self) -> Iterator[Completion]:
-        """See `InferenceEngine.stream`.
+    @property
+    def counters(self) -> EngineCounters:
+        """Sums over the lives of the engine."""
+        return self._before + self.transport.counters
+
+    def post(self, life: object, requests: Sequence[Request]) -> None:
+        """Send requests to this life of the engine. Raises Lost if it is over."""
+        self.transport.post(life, [self._as_sent(one) for one in requests], self.version)
+
+    def _as_sent(self, request: Request) -> Request:
+        stops = tuple(sorted(self.end_tokens.union(request.sampling.stop_token_ids)))
+        sampling = replace(request.sampling, stop_token_ids=stops) if self.end_tokens else request.sampling
+        return replace(request, prompt=None, sampling=sampling)
+
+    # --- an engine that was lost ------------------------------------------------------------------------------
+
+    def call(self, name: str, timeout_s: float, **fields: Any) -> Any:
+        """A call that is repeated on the engine that replaces this one."""
+        return self.guarded(lambda: self.transport.call(name, timeout_s, **fields))
+
+    def guarded(self, work: Callable[[], T]) -> T:
+        """Work that is repeated on the engine that replaces this one.
 
         Raises:
-            EngineDead: the engine is gone.
-            RequestRefused: the engine does not take one request; another `stream` goes on with the rest.
-            EngineError: no progress for `stall_s`; impossible log-probs; what the engine raised.
-            SyncFailed: requests wait, but the weights are void.
+            EngineDead: it is not coming back.
         """
         while True:
-            while self.table.ready:
-                yield self.table.ready.popleft()
-            self._between()
-            if not self.table or (self._paused_at is not None and not self._events):
-                return
-            self._check_alive()
-            self._check_valid()
-            life = self.transport.life
+            with self._replacing:  # one that is being restored is not disturbed
+                self.check_alive()
+                _ = self.capabilities  # connected
+                life = self.transport.life
             try:
-                if self._paused_at is None:
-                    self._post_waiting()
-                    self._await_event()
-                    self._check_clocks()
-                self._read_events()
+                done = work()
             except Lost as lost:
-                self._recover(life, lost)
-            except Busy:
-                self._wait_streaming(BUSY_S)
+                self.recover(life, str(lost))
+            else:
+                self.transport.progress()
+                return done
 
-    def _wait_streaming(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while not self._closed and (left := deadline - time.monotonic()) > 0:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed, self._patience(left))
-            self._between()
+    def recover(self, life: object, how: str) -> None:
+        """Have the engine again, with all it had, unless another thread has seen to it.
 
-    def _post_waiting(self) -> None:
-        while True:
-            with self._changed:
-                chosen = self._next_batch()
-                if not chosen:
-                    return
-                self._numbers += 1
-                batch = Batch(self._numbers)
-                self._touched_at = time.monotonic()
-                self.table.send([one.request_id for one in chosen], batch, self._touched_at)
-                self._batches.add(batch)
-            self.transport.post(batch, [self._with_ends(one) for one in chosen], self.version, self._deliver)
-
-    def _next_batch(self) -> list[Request]:
-        chosen: list[Request] = []
-        tokens, last = 0, None
-        for request in self.table.waiting:
-            same = last is not None and last.prompt_ids == request.prompt_ids
-            tokens += 0 if same else len(request.prompt_ids)
-            if chosen and (len(chosen) >= BATCH or tokens > BATCH_TOKENS):
-                break
-            chosen.append(request)
-            last = request
-        return chosen
-
-    def _with_ends(self, request: Request) -> Request:
-        if not self.end_tokens:
-            return replace(request, prompt=None)
-        stops = tuple(sorted({*request.sampling.stop_token_ids, *self.end_tokens}))
-        return replace(request, prompt=None, sampling=replace(request.sampling, stop_token_ids=stops))
-
-    def _deliver(self, batch: Batch, event: Event) -> None:
-        with self._changed:
-            self._events.append((batch, event))
-            self._changed.notify_all()
-
-    def _await_event(self) -> None:
-        with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._events
-                    or self.table.waiting
-                    or self.table.ready
-                    or self._closed
-                    or self._paused_at is not None
-                ),
-                self._patience(LOOK_S),
-            )
-
-    def _read_events(self) -> None:
-        """Everything that has arrived; stops at the first failure."""
-        while True:
-            with self._changed:
-                if not self._events:
-                    return
-                batch, event = self._events.popleft()
-                if batch in self._batches:
-                    self._take(batch, event)
-
-    def _take(self, batch: Batch, event: Event) -> None:
-        if isinstance(event, Completion):
-            self.transport.progress()
-            try:
-                self.table.arrive(batch, event)
-            except EngineError as error:
-                self._disown()
-                raise EngineError(f"{self.name}: {error.problems[0]}") from None
-        elif isinstance(event, Failure):
-            self._fail(batch, event)
-        else:
-            if isinstance(event, RequestRefused):
-                self.table.remove(event.request_id)
-            self._end(batch)
-            if isinstance(event, Exception):
-                raise event
-
-    def _fail(self, batch: Batch, failure: Failure) -> None:
-        error = failure.error
-        if isinstance(error, EngineDead):
-            raise Lost(f"failed ({error.problems[0].removeprefix(f'{self.name}: ')})")
-        for name in failure.request_ids:
-            self.table.remove(name)
-        if isinstance(error, SyncFailed):
-            self._void = error.problems[0]
-        elif not isinstance(error, EngineAsleep) and len(failure.request_ids) == 1:
-            raise RequestRefused(failure.request_ids[0], *error.problems)
-        raise error
-
-    def _disown(self) -> None:
-        """After a failure nobody waits for the rest: it is aborted and not delivered."""
-        with self._changed:
-            self.table.abort()
-            self._drop_batches()
-            self.table.ready.clear()
-
-    def _check_clocks(self) -> None:
-        now = time.monotonic()
-        with self._changed:
-            late, deaf = self.table.overdue(now)
-        if deaf:
-            problem = f"does not abort request {deaf[0]}; {self.transport.stacks()}".rstrip("; ")
-            raise Lost(problem) if self.transport.restartable else self._die(problem)
-        for names in late.values():
-            self.transport.abort(names)
-        progress_at = max(self.transport.progress_at, self._touched_at)
-        if self._batches and now - progress_at > self.timeouts.stall_s:
-            problem = f"no progress for {self.timeouts.stall_s:g} s: {self.transport.stacks()}".rstrip(": ")
-            raise EngineError(self._die(problem).problems[0])  # the other engines of a pool are not to go on without
-
-    def abort(self, request_ids: Collection[str] | None = None) -> None:
-        """See `InferenceEngine.abort`; from any thread."""
-        with self._changed:
-            told = self.table.abort(request_ids)
-            self._changed.notify_all()
-        for names in told.values():
-            self.transport.abort(names)
-
-    def pause(self, mode: PauseMode = "wait") -> None:
-        """See `InferenceEngine.pause`; "keep" also from another thread than that of `stream`.
-
-        A pause that is not confirmed in time aborts what runs; if that has no effect either, the engine is lost.
+        Raises:
+            EngineDead: it is not coming back.
         """
-        self._check_alive()
-        if mode == "abort":
-            self.abort()
-        if mode in ("abort", "wait"):
-            self._finish()
-        elif self._batches:
-            self._guarded(self._pause_there)
-        with self._changed:
-            self._paused_at = self._paused_at or time.monotonic()
-            self._changed.notify_all()
+        with self._replacing:
+            self.check_alive()
+            while self.transport.life is life:
+                self.replacing = True
+                self.transport.deliver(life, Lost(how))
+                before = self.counters
+                try:
+                    restarts = self.transport.replace(how, version=self.version, valid=not self.void)
+                    life = self.transport.life
+                    if restarts is not None:
+                        logger.warning("%s: lost (%s); another one is there", self.name, how)
+                        self._before = before + EngineCounters(restarts=restarts)
+                        self._begin_life()
+                except (Lost, SyncFailed) as again:
+                    self.check_alive()
+                    life, how = self.transport.life, str(again)
+                except EngineDead as error:
+                    self._check_open()
+                    self.dead = self.dead or error
+                    raise
+                else:
+                    return
+                finally:
+                    self.replacing = False
 
-    def _pause_there(self) -> None:
-        try:
-            self.transport.call("pause", self.timeouts.pause_s)
-        except Late:
-            self.abort()
-            self.transport.call("pause", self.timeouts.pause_s)
-        self._paused_there = True
-
-    def _finish(self) -> None:
-        """Stream to the end, for a later `stream` to deliver."""
-        if self._paused_at is not None:
+    def _begin_life(self) -> None:
+        """Another engine is there: it gets weights, adapter and sleep of the one before."""
+        self.transport.counters = EngineCounters()
+        self._paused = False
+        if self.void:
             return
-        held: list[Completion] = []
-        try:
-            with self._undisturbed():
-                held.extend(self.stream())
-        finally:
-            self.table.ready.extendleft(reversed(held))
+        if self._synced and self._kept is None and self._adapter is None:
+            raise self.die(f"its weights of version {self.version} were not kept for a restart")
+        if self._kept is not None:
+            self.asleep = self._kept.send(self.transport, self.name, self.timeouts.sync_s)
+        if self._adapter is not None:
+            version, adapter = self._adapter
+            self._send_adapter(adapter, version)
+        level, asleep = self._slept
+        if level and (asleep or level == 2):
+            self.asleep = self._there("sleep", level=level)["asleep"]
+            if awake := [tag for tag in ALL_TAGS if tag not in asleep]:
+                self.asleep = self._there("wake", tags=awake)["asleep"]
+
+    def _there(self, name: str, **fields: Any) -> Any:
+        return self.transport.call(name, self.timeouts.sleep_s, **fields)
+
+    # --- in flight --------------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Stop between two tokens, keeping what runs. Raises as `Transport.call`."""
+        self.transport.call("pause", self.timeouts.pause_s)
+        self._paused = True
 
     def resume(self) -> None:
-        """See `InferenceEngine.resume`."""
-        self._check_alive()
-        if self._paused_there:
-            self._guarded(self._resume_there)
-        with self._changed:
-            paused_at, self._paused_at = self._paused_at, None
-            self._touched_at = time.monotonic()
-            if paused_at is not None:
-                self.table.postpone(self._touched_at - paused_at)
-
-    def _resume_there(self) -> None:
-        if self._paused_there:  # an engine that was replaced meanwhile is not paused
-            self.transport.call("resume", self.timeouts.pause_s)
-        self._paused_there = False
+        """Go on after a pause; an engine that was replaced meanwhile is not paused."""
+        self.guarded(lambda: self._paused and self.transport.call("resume", self.timeouts.pause_s))
+        self._paused = False
 
     # --- weights ----------------------------------------------------------------------------------------------
 
     def begin_update(self, manifest: Sequence[TensorInfo], version: int) -> WeightUpdate:
         """See `InferenceEngine.begin_update`."""
-        self._check_alive()
-        self._check_at_rest("new weights")
-        assert self.capabilities is not None
         deadline = time.monotonic() + self.timeouts.sync_s
-        number = self._guarded(
-            lambda: self.transport.call("begin_update", self.timeouts.sync_s, manifest=manifest, version=version)
-        )
+        number = self.call("begin_update", self.timeouts.sync_s, manifest=manifest, version=version)
         return ClientUpdate(self, number, manifest, version, deadline)
 
     def weights_change(self, why: str) -> None:
         """For `ClientUpdate`: the weights there are void from now on, and those kept are out of date."""
-        self._void = why
+        self.void = why
         self._kept = self._adapter = None
 
     def weights_arrived(self, kept: Kept, asleep: str) -> None:
         """For `ClientUpdate`: they are valid again."""
         self._kept = kept if self.keeps_weights else None
         self._adapter, self._synced = None, True
-        self._void, self._asleep = "", asleep
+        self.void, self.asleep = "", asleep
         level, tags = self._slept
         if level == 2:  # what it dropped is there again
             self._slept = (1 if tags else 0, tags)
@@ -305,27 +232,19 @@ class EngineClient(EngineLives):
 
     def rebuild(self) -> None:
         """See `InferenceEngine.rebuild`; outstanding requests stay so, and begin anew."""
-        self._check_alive()
-        assert self.capabilities is not None
-        self._drop_batches()
         self._kept = self._adapter = None
-        self._synced, self._paused_there = False, False
-        self.version, self._void, self._asleep = 0, "", ""
-        self._slept = (0, set())
-        self._guarded(lambda: self.transport.call("rebuild", self.timeouts.start_s))
+        self._synced = self._paused = False
+        self.version, self.void, self.asleep, self._slept = 0, "", "", (0, set())
+        self.call("rebuild", self.timeouts.start_s)
 
     def load_adapter(self, adapter: AdapterWeights, version: int) -> Ack:
         """See `InferenceEngine.load_adapter`."""
-        self._check_alive()
-        self._check_valid()
-        self._check_at_rest("an adapter")
-        if not self.capabilities.lora:
-            raise self._unsupported("LoRA adapters")
+        self.check_alive()
         life = self.transport.life
         try:
             ack = self._send_adapter(adapter, version)
         except Lost as lost:
-            self._recover(life, lost)
+            self.recover(life, str(lost))
             raise SyncFailed(f"weights: adapter version {version} for {self.name}: its engine {lost}") from lost
         self.version = version
         self._synced = True
@@ -334,38 +253,88 @@ class EngineClient(EngineLives):
             self._adapter = (version, replace(adapter, tensors=copies))
         return ack
 
+    def _send_adapter(self, adapter: AdapterWeights, version: int) -> Ack:
+        said = self.transport.call("load_adapter", self.timeouts.sync_s, adapter=adapter, version=version)
+        ack: Ack = said["result"]
+        if (ack.version, ack.tensors, ack.digest) != (version, len(adapter.tensors), adapter.digest()):
+            raise SyncFailed(
+                f"weights: adapter version {version} for {self.name}: it confirms version {ack.version}, digest "
+                f"{ack.digest}; sent was digest {adapter.digest()}"
+            )
+        return ack
+
     def drop_adapter(self) -> None:
         """See `InferenceEngine.drop_adapter`."""
-        self._check_alive()
-        self._check_at_rest("a change of adapter")
-        self.version = self._guarded(lambda: self.transport.call("drop_adapter", self.timeouts.sync_s))["version"]
+        self.version = self.call("drop_adapter", self.timeouts.sync_s)["version"]
         self._adapter = None
 
     def reset_caches(self) -> None:
         """See `InferenceEngine.reset_caches`."""
-        self._check_alive()
-        self._guarded(lambda: self.transport.call("reset_caches", self.timeouts.sync_s))
+        self.call("reset_caches", self.timeouts.sync_s)
 
     # --- memory -----------------------------------------------------------------------------------------------
 
     def sleep(self, level: SleepLevel) -> SleepReport:
         """See `InferenceEngine.sleep`."""
-        self._check_alive()
-        if level == 0:
-            return SleepReport()
-        if self.table:
-            raise EngineError(f"{self.name}: sleep while {len(self.table)} requests are outstanding; abort them")
-        state = self._guarded(lambda: self.transport.call("sleep", self.timeouts.sleep_s, level=level))
-        self._asleep = state["asleep"]
-        self._slept = (max(level, self._slept[0]), set(ALL_TAGS))
-        return SleepReport(state["freed_bytes"], state["note"])
+        said = self.call("sleep", self.timeouts.sleep_s, level=level)
+        self.asleep, self._slept = said["asleep"], (max(level, self._slept[0]), set(ALL_TAGS))
+        report: SleepReport = said["result"]
+        return report
 
-    def wake(self, tags: Sequence[Tag] = ALL_TAGS) -> bool:
+    def wake(self, tags: Sequence[Tag]) -> bool:
         """See `InferenceEngine.wake`."""
-        self._check_alive()
-        state = self._guarded(lambda: self.transport.call("wake", self.timeouts.sleep_s, tags=list(tags)))
-        self._asleep = state["asleep"]
+        said = self.call("wake", self.timeouts.sleep_s, tags=list(tags))
         level, asleep = self._slept
         asleep = asleep - set(tags)
-        self._slept = (level if asleep or level == 2 else 0, asleep)
-        return bool(state["fully_awake"])
+        self.asleep, self._slept = said["asleep"], (level if asleep or level == 2 else 0, asleep)
+        return bool(said["result"])
+
+    # --- watching ---------------------------------------------------------------------------------------------
+
+    def health(self) -> Health:
+        """Asked now; a lost engine that can be replaced is healthy again after that."""
+        if self._closed or self.dead is not None:
+            return Health(False, self.version, self.dead.problems[0] if self.dead is not None else "closed")
+        if self.void:
+            return Health(False, self.version, f"its weights are void: {self.void}")
+        return replace(self.transport.health(), version=self.version)
+
+    def info(self) -> dict[str, Any]:
+        """See `InferenceEngine.info`; what the engine says of itself as far as it answers."""
+        facts: dict[str, Any] = {"name": self.name, "restarts": self.counters.restarts, **self.transport.info()}
+        if self._capabilities is not None and not self._closed and self.dead is None:
+            try:
+                facts |= self.transport.call("info", self.timeouts.connect_s)
+            except (Lost, SwiftError) as error:
+                facts["state"] = str(error)
+        return {**facts, "version": self.version}
+
+    def stacks(self) -> str:
+        """Where the engine's thread is, in one line."""
+        return f"{self.name}: {self.transport.stacks()}"
+
+    def close(self) -> None:
+        """End the engine, or leave it where it is not ours; idempotent."""
+        first, self._closed = not self._closed, True
+        if first:
+            self.transport.close()
+            if self.broadcaster is not None:
+                self.broadcaster.close()
+        self._kept = self._adapter = None
+
+    def die(self, problem: str) -> EngineDead:
+        """Nothing more is expected of this engine."""
+        self.dead = error = EngineDead(f"{self.name}: {problem}")
+        with contextlib.suppress(Lost):
+            self.transport.close()
+        return error
+
+    def check_alive(self) -> None:
+        """Raises EngineDead when it is closed, else what it died of."""
+        self._check_open()
+        if self.dead is not None:
+            raise self.dead
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDead(f"{self.name}: it is closed; make a new one")

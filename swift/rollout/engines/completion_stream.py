@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,11 +47,6 @@ class CompletionStream:
         self._closed = False
 
     @property
-    def outstanding(self) -> int:
-        """Number of requests that have not come back."""
-        return len(self._outstanding)
-
-    @property
     def done(self) -> bool:
         """Whether nothing is outstanding and nothing is left to `take`."""
         with self._changed:
@@ -87,10 +82,8 @@ class CompletionStream:
         if self._outstanding:
             self.abort()
 
-    # --- for the queue ----------------------------------------------------------------------------------------
-
     def expect(self, requests: Sequence[Request]) -> None:
-        """Requests that will come back. Raises RequestRefused for an id that is outstanding."""
+        """For the queue: these will come back. Raises RequestRefused for an id that is outstanding."""
         with self._changed:
             names: set[str] = set()
             for request in requests:
@@ -100,10 +93,11 @@ class CompletionStream:
                 names.add(name)
             self._outstanding |= names
 
-    def put(self, arrival: Arrival, request_ids: Iterable[str]) -> None:
-        """Deliver what came of these requests."""
+    def put(self, arrival: Arrival) -> None:
+        """For the queue: deliver what came of requests."""
+        ids = [arrival.request_id] if isinstance(arrival, Completion) else arrival.request_ids
         with self._changed:
-            self._outstanding.difference_update(request_ids)
+            self._outstanding.difference_update(ids)
             if self._closed:
                 return
             self._arrived.append(arrival)

@@ -1,17 +1,23 @@
-"""Calls to a `swift rollout` server: bounded in time, and errors of the server raised here."""
+"""Calls to a `swift rollout` server: bounded in time, and what its answers mean to the engine at this end."""
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
-from swift.errors import EngineDead, SyncFailed
+from swift.errors import EngineDead, EngineError, SyncFailed
 from swift.rollout.engines import wire
-from swift.rollout.engines.remote_replies import first_line, problem_of
 from swift.rollout.engines.transport import Lost, Timeouts
+
+
+class Busy(Exception):
+    """The queue there is full."""
 
 
 class HttpCalls:
@@ -27,6 +33,9 @@ class HttpCalls:
         if self._ending.is_set():
             raise EngineDead(f"{self.name}: it is closed; make a new one")
 
+    def _bounds(self, timeout_s: float) -> httpx.Timeout:
+        return httpx.Timeout(timeout_s, connect=min(self.timeouts.connect_s, timeout_s))
+
     def _request(self, method: str, path: str, timeout_s: float, **options: Any) -> httpx.Response:
         """One request.
 
@@ -34,7 +43,7 @@ class HttpCalls:
             Lost: no answer.
         """
         try:
-            return self._http.request(method, path, timeout=bounds(timeout_s, self.timeouts), **options)
+            return self._http.request(method, path, timeout=self._bounds(timeout_s), **options)
         except httpx.TimeoutException as error:
             problem = f"no answer to {path.partition('?')[0]} within {timeout_s:g} s"
             raise Lost(problem + (self._in_the_way() if timeout_s > self.timeouts.reply_s else "")) from error
@@ -45,7 +54,7 @@ class HttpCalls:
     def _in_the_way(self) -> str:
         """What a call that is carried out at rest waits for, if that are requests of others."""
         try:
-            reply = self._http.get("/info", timeout=bounds(min(5.0, self.timeouts.reply_s), self.timeouts))
+            reply = self._http.get("/info", timeout=self._bounds(min(5.0, self.timeouts.reply_s)))
             running = dict(reply.json()["running_of"])
         except (httpx.HTTPError, RuntimeError, ValueError, KeyError, TypeError):
             return ""
@@ -74,28 +83,69 @@ class HttpCalls:
 
     def _aside(self, work: Callable[[], Any], timeout_s: float) -> Callable[[], Any]:
         """Begin `work` on a thread; the result waits for it and raises what came of it."""
-        outcome: list[Any] = []
-
-        def run() -> None:
-            try:
-                outcome.append(work())
-            except Exception as error:  # raised in the thread that waits
-                outcome.append(error)
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
+        thread = ThreadPoolExecutor(1)
+        future = thread.submit(work)
+        thread.shutdown(wait=False)
 
         def wait() -> Any:
-            thread.join(timeout_s + self.timeouts.connect_s)
-            if not outcome:
-                raise SyncFailed(f"weights: {self.name}: no answer within {timeout_s:g} s")
-            if isinstance(outcome[0], Exception):
-                raise outcome[0]
-            return outcome[0]
+            try:
+                return future.result(timeout_s + self.timeouts.connect_s)
+            except TimeoutError:
+                raise SyncFailed(f"weights: {self.name}: no answer within {timeout_s:g} s") from None
 
         return wait
 
 
-def bounds(timeout_s: float, timeouts: Timeouts) -> httpx.Timeout:
-    """A call's time limit."""
-    return httpx.Timeout(timeout_s, connect=min(timeouts.connect_s, timeout_s))
+def problem_of(name: str, reply: httpx.Response) -> Exception:
+    """What an answer other than 200 means.
+
+    Args:
+        name: of the server, for messages.
+        reply: read already.
+    """
+    try:
+        body = reply.json()
+    except ValueError:
+        body = None
+    error = wire.error_from_body(body, name)
+    if error is not None:
+        return Lost(str(error)) if isinstance(error, EngineDead) else error
+    said = body.get("error") if isinstance(body, dict) else None
+    message = said.get("message") if isinstance(said, dict) else None
+    if kind_of(reply) in ("no_lease", "held", "version"):
+        return Lost(str(message))
+    if reply.status_code == 429:
+        return Busy(str(message))
+    if reply.status_code == 401:
+        return EngineError(f"{name}: it does not accept the key; give its --api_key as --vllm_server_api_key")
+    if reply.status_code >= 500:
+        return Lost(f"HTTP {reply.status_code}{': ' + str(message) if message else ''}")
+    what = message or f"HTTP {reply.status_code}; is this a `swift rollout` server?"
+    return EngineError(f"{name}: {what}")
+
+
+def kind_of(reply: httpx.Response) -> str:
+    """The word for programs in a refusal; "" without one."""
+    try:
+        return str(reply.json()["error"].get("kind", ""))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return ""
+
+
+def shut(response: httpx.Response) -> None:
+    """End a stream that another thread may be reading: its socket is shut, and that thread sees the end."""
+    stream = response.extensions.get("network_stream")
+    raw = stream.get_extra_info("socket") if stream is not None else None
+    if raw is not None:
+        raw.shutdown(socket.SHUT_RDWR)
+
+
+def without_secrets(url: str) -> str:
+    """A URL for messages, without user and password."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0] or type(error).__name__

@@ -1,72 +1,22 @@
-"""What several engines are as one: common capabilities, one ack, calls on all of them at the same time."""
+"""What several engines are as one: common capabilities, one ack, one update, calls on all of them at the same time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from swift.errors import SyncFailed
-from swift.rollout.engines.base import Ack, Capabilities
+from swift.errors import SwiftError
+from swift.rollout.engines.base import Ack, Capabilities, TensorInfo, WeightUpdate
+from swift.rollout.weights.base import Bucket
+from swift.rollout.weights.sending import join_broadcast
+
+if TYPE_CHECKING:
+    from swift.rollout.engines.pool import EnginePool
 
 T = TypeVar("T")
-
-
-def common_capabilities(all_of_them: Sequence[Capabilities]) -> Capabilities:
-    """What every engine can do."""
-    first = all_of_them[0]
-    support = max((one.logprob_support for one in all_of_them), key=["full", "truncated", "raw"].index)
-    return replace(
-        first,
-        logprob_support=support,
-        seeded=all(one.seeded for one in all_of_them),
-        shares_weights=False,
-        max_model_len=min(one.max_model_len for one in all_of_them),
-        devices=tuple(device for one in all_of_them for device in one.devices),
-        lora=all(one.lora for one in all_of_them),
-        max_lora_rank=min(one.max_lora_rank for one in all_of_them),
-        sleep_levels=tuple(
-            level for level in first.sleep_levels if all(level in one.sleep_levels for one in all_of_them)
-        ),
-        kv_release=all(one.kv_release for one in all_of_them),
-        in_flight_updates=all(one.in_flight_updates for one in all_of_them),
-        transports=tuple(way for way in first.transports if all(way in one.transports for one in all_of_them)),
-        guided=all(one.guided for one in all_of_them),
-        sampling_fields=tuple(
-            name for name in first.sampling_fields if all(name in one.sampling_fields for one in all_of_them)
-        ),
-        extra={**first.extra, "engines": str(len(all_of_them))},
-    )
-
-
-def joint_ack(acks: Sequence[Ack]) -> Ack:
-    """One ack for several equal ones.
-
-    Raises:
-        SyncFailed: the engines confirm different things.
-    """
-    first = acks[0]
-    for ack in acks[1:]:
-        if (ack.version, ack.tensors, ack.nbytes, ack.digest) != (
-            first.version, first.tensors, first.nbytes, first.digest
-        ):  # fmt: skip
-            raise SyncFailed(f"weights: version {first.version}: the engines confirm different things: {first}, {ack}")
-    notes = list(dict.fromkeys(ack.note for ack in acks if ack.note))
-    return replace(
-        first,
-        seconds=max(ack.seconds for ack in acks),
-        rounded=any(ack.rounded for ack in acks),
-        note="; ".join(notes),
-    )
-
-
-def in_parallel(work: Sequence[Callable[[], T]]) -> list[T | Exception]:
-    """What each of them returns or raises, in order."""
-    if len(work) == 1:
-        return [outcome_of(work[0])]
-    with ThreadPoolExecutor(len(work), thread_name_prefix="engine") as threads:
-        return list(threads.map(outcome_of, work))
 
 
 def outcome_of(work: Callable[[], T]) -> T | Exception:
@@ -77,8 +27,93 @@ def outcome_of(work: Callable[[], T]) -> T | Exception:
         return error
 
 
-def first_failure(outcomes: Sequence[object]) -> None:
-    """Raise the first exception among outcomes."""
+def in_parallel(work: Sequence[Callable[[], T]]) -> list[T | Exception]:
+    """What each of them returns or raises, in order."""
+    if len(work) < 2:
+        return [outcome_of(one) for one in work]
+    with ThreadPoolExecutor(len(work), thread_name_prefix="engine") as threads:
+        return list(threads.map(outcome_of, work))
+
+
+def settled(outcomes: Sequence[T | Exception]) -> list[T]:
+    """What all returned; raises the first failure among them."""
     for outcome in outcomes:
         if isinstance(outcome, Exception):
             raise outcome
+    return outcomes  # type: ignore[return-value]
+
+
+def common_capabilities(each: Sequence[Capabilities]) -> Capabilities:
+    """What every engine can do."""
+    first = each[0]
+    all_have = {
+        name: all(getattr(one, name) for one in each)
+        for name in ("seeded", "lora", "kv_release", "in_flight_updates", "guided")
+    }
+    shared = {
+        name: tuple(entry for entry in getattr(first, name) if all(entry in getattr(one, name) for one in each))
+        for name in ("sleep_levels", "transports", "sampling_fields")
+    }
+    facts: dict[str, Any] = {**all_have, **shared}
+    return replace(
+        first,
+        logprob_support=max((one.logprob_support for one in each), key=["full", "truncated", "raw"].index),
+        shares_weights=False,
+        max_model_len=min(one.max_model_len for one in each),
+        max_lora_rank=min(one.max_lora_rank for one in each),
+        devices=tuple(device for one in each for device in one.devices),
+        extra={**first.extra, "engines": str(len(each))},
+        **facts,
+    )
+
+
+def joint_ack(acks: Sequence[Ack]) -> Ack:
+    """One ack for several; each engine has confirmed what was sent to it."""
+    return replace(
+        acks[0],
+        seconds=max(ack.seconds for ack in acks),
+        rounded=any(ack.rounded for ack in acks),
+        note="; ".join(dict.fromkeys(ack.note for ack in acks if ack.note)),
+    )
+
+
+class PoolUpdate(WeightUpdate):
+    """One update on its way to all engines of a pool.
+
+    Args:
+        pool: the receivers.
+        updates: one per engine.
+        manifest: every tensor that will come.
+        version: of the policy.
+    """
+
+    def __init__(
+        self, pool: EnginePool, updates: Sequence[WeightUpdate], manifest: Sequence[TensorInfo], version: int
+    ) -> None:
+        super().__init__(pool.capabilities.name, manifest, version)
+        self._pool, self._updates = pool, updates
+
+    def _deliver(self, bucket: Bucket) -> None:
+        """Begin with every engine, then wait for each."""
+        if self.sent == len(bucket.tensors):
+            join_broadcast(self._updates, bucket)
+        waits = settled([outcome_of(partial(update.start, bucket)) for update in self._updates])
+        settled([outcome_of(wait) for wait in waits if wait is not None])
+
+    def _finish(self) -> Ack:
+        return joint_ack(settled(in_parallel([update.commit for update in self._updates])))
+
+    def commit(self) -> Ack:
+        """All engines switch; see `WeightUpdate.commit`."""
+        try:
+            ack = super().commit()
+        except SwiftError:  # some may have switched
+            self._pool.spoil(f"the update to version {self.version} has not reached every engine")
+            raise
+        self._pool.version = self.version
+        return ack
+
+    def abort(self) -> None:
+        """Give up everywhere."""
+        for update in self._updates:
+            update.abort()

@@ -1,9 +1,9 @@
 """An engine in a Ray actor.
 
-    client --post, abort--> inbox  --+
-    client --call-------->  control  +--> RequestQueue --> the one thread that drives the engine
-    client --call-------->  work   --+
-    client <--events, counters, signs of life-- `take`, a long poll that a thread of the client repeats
+    client --submit, abort--> inbox  --+
+    client --call---------->  control  +--> RequestQueue --> the one thread that drives the engine
+    client --call---------->  work   --+
+    client <--completions, counters, signs of life-- `take`, a long poll that a thread of the client repeats
 
 What the engine started ends with it, because a guard process on its node watches the actor.
 """
@@ -15,7 +15,6 @@ import logging
 import os
 import shutil
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
@@ -25,14 +24,14 @@ from typing import Any
 from swift.errors import EngineError, SwiftError, SyncFailed
 from swift.rollout.engines import cluster, guard
 from swift.rollout.engines.base import Capabilities, Health
-from swift.rollout.engines.completion_stream import CompletionStream, Failure
+from swift.rollout.engines.completion_stream import Arrival, CompletionStream, Failure
 from swift.rollout.engines.process import stack_of
 from swift.rollout.engines.request_queue import RequestQueue
 from swift.rollout.engines.spec import EngineSpec, build_engine
 from swift.rollout.weights import object_store
 from swift.rollout.weights.base import Ack, Bucket
 from swift.startup import collector_resting
-from swift.types import Completion, Request
+from swift.types import Request
 
 LAUNCH_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK",
@@ -41,11 +40,6 @@ LAUNCH_VARIABLES = (
 """torchrun's: they describe the trainer's ranks, of which an engine is none."""
 MARKER = "SWIFT_ENGINE"
 """Variable that all processes of one life have."""
-
-Arrivals = list[tuple[int, Completion | Failure | None]]
-"""What came for which batch; None at the end of a batch."""
-
-
 GROUPS = {"inbox": 1, "control": 6, "events": 1, "work": 1}
 """Concurrency groups of the actor, and how many calls of each run at once."""
 
@@ -93,17 +87,40 @@ class EngineActor:
             os.sched_setaffinity(0, self.spec.cores)
         self._guard = guard.start(f"{MARKER}={marker}")
         self._queue: RequestQueue | None = None
-        self._arrived = threading.Event()
-        self._streams: dict[int, CompletionStream] = {}
+        self._stream: CompletionStream | None = None
         self._broadcast: Any = None
-        self._delivered = 0
+
+    @_in_group("work")
+    def start(self) -> tuple[Capabilities, int, str]:
+        """Build the engine; returns what it can do, the process and its node."""
+        from swift.plugin import load_external_plugins
+
+        try:
+            load_external_plugins(self.spec.plugins)
+            with collector_resting():
+                engine = build_engine(self.spec)
+        except SwiftError:
+            raise
+        except Exception:
+            traceback.print_exc()
+            raise
+        self._queue = RequestQueue(engine)
+        self._stream = self._queue.open()
+        return engine.capabilities, os.getpid(), cluster.this_node()
+
+    @property
+    def _live(self) -> RequestQueue:
+        if self._queue is None:
+            raise EngineError("engine: it has not started")
+        return self._queue
 
     # --- inbox: in the order they were sent -------------------------------------------------------------------
 
     @_in_group("inbox")
-    def submit(self, number: int, requests: list[Request]) -> None:
-        """A batch. A request that the engine does not take fails alone."""
-        stream = self._live.open(notify=self._arrived.set)
+    def submit(self, requests: list[Request]) -> None:
+        """Requests that are to enter one batch. One that the engine does not take fails alone."""
+        stream = self._stream
+        assert stream is not None
         try:
             stream.submit(requests)
         except SwiftError:
@@ -111,38 +128,18 @@ class EngineActor:
                 try:
                     stream.submit([request])
                 except SwiftError as error:
-                    stream.put(Failure([request.request_id], error), [])
-        self._streams[number] = stream
-        self._arrived.set()
+                    stream.put(Failure([request.request_id], error))
 
     @_in_group("inbox")
     def abort(self, request_ids: list[str]) -> None:
         """End requests; they come back with what they have."""
         self._live.abort(ids=request_ids)
 
-    @_in_group("inbox")
-    def drop(self, number: int) -> None:
-        """Nobody waits for a batch any more."""
-        stream = self._streams.pop(number, None)
-        if stream is not None:
-            stream.close()
-
-    # --- events -----------------------------------------------------------------------------------------------
-
     @_in_group("events")
-    def take(self, wait_s: float) -> tuple[Arrivals, dict[str, Any]]:
+    def take(self, wait_s: float) -> tuple[list[Arrival], dict[str, Any]]:
         """What has arrived since the last call, waiting up to `wait_s` for the first of it; and the counters."""
-        self._arrived.wait(wait_s)
-        self._arrived.clear()
-        arrivals: Arrivals = []
-        for number, stream in list(self._streams.items()):
-            arrivals += [(number, one) for one in stream.take()]
-            if stream.done:
-                arrivals.append((number, None))
-                self._streams.pop(number, None)
-        self._delivered += len(arrivals)
-        queue = self._queue
-        return arrivals, asdict(queue.engine.counters) if queue is not None else {}
+        assert self._stream is not None
+        return self._stream.take(wait_s), asdict(self._live.engine.counters)
 
     # --- control ----------------------------------------------------------------------------------------------
 
@@ -203,23 +200,6 @@ class EngineActor:
     # --- work: one after the other, at rest -------------------------------------------------------------------
 
     @_in_group("work")
-    def start(self) -> tuple[Capabilities, int, str]:
-        """Build the engine; returns what it can do, the process and its node."""
-        from swift.plugin import load_external_plugins
-
-        try:
-            load_external_plugins(self.spec.plugins)
-            with collector_resting():
-                engine = build_engine(self.spec)
-        except SwiftError:
-            raise
-        except Exception:
-            traceback.print_exc()
-            raise
-        self._queue = RequestQueue(engine)
-        return engine.capabilities, os.getpid(), cluster.this_node()
-
-    @_in_group("work")
     def begin_update(self, manifest: Any, version: int) -> int:
         """Start a weight update."""
         return self._live.begin_update(manifest, version).result()
@@ -244,21 +224,12 @@ class EngineActor:
 
     @_in_group("work")
     def rebuild(self) -> None:
-        """Make the engine anew."""
-        self._live.abort()
+        """Make the engine anew; whatever it had to sample is forgotten."""
+        assert self._stream is not None
+        self._stream.close()
+        self._stream = self._live.open()
         self._live.resume().result()
         self._live.do(lambda engine: engine.rebuild()).result()
-
-    @_in_group("work")
-    def load_adapter(self, adapter: Any, version: int) -> Ack:
-        """Sample with an adapter."""
-        return self._live.do(lambda engine: engine.load_adapter(adapter, version)).result()
-
-    @_in_group("work")
-    def drop_adapter(self) -> dict[str, Any]:
-        """Sample with the base weights."""
-        self._live.do(lambda engine: engine.drop_adapter()).result()
-        return {"version": self._live.engine.version}
 
     @_in_group("work")
     def reset_caches(self) -> None:
@@ -266,19 +237,7 @@ class EngineActor:
         self._live.reset_caches().result()
 
     @_in_group("work")
-    def sleep(self, level: Any) -> dict[str, Any]:
-        """Release memory."""
-        report = self._live.do(lambda engine: engine.sleep(level)).result()
-        return {**asdict(report), "asleep": self._live.health().detail}
-
-    @_in_group("work")
-    def wake(self, tags: Any) -> dict[str, Any]:
-        """Take memory back."""
-        fully = self._live.do(lambda engine: engine.wake(tags)).result()
-        return {"fully_awake": fully, "asleep": self._live.health().detail}
-
-    @property
-    def _live(self) -> RequestQueue:
-        if self._queue is None:
-            raise EngineError("engine: it has not started")
-        return self._queue
+    def do(self, name: str, **fields: Any) -> dict[str, Any]:
+        """Call a method of the engine; what it returns, and the state after it."""
+        result = self._live.do(lambda engine: getattr(engine, name)(**fields)).result()
+        return {"result": result, "asleep": self._live.health().detail, "version": self._live.engine.version}

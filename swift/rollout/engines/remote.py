@@ -1,10 +1,10 @@
 """The transport to a `swift rollout` server, over HTTP.
 
-    a batch is one POST /infer/; completions come as lines while others are still sampled
+    requests go out in POST /infer/; completions come as lines while others are still sampled
     new weights travel as files where both sides see the same disk, as a broadcast, or over HTTP; the ack counts
     a server that is gone is waited for; then it gets the present weights, and its requests again
 
-Every batch names the version it counts on, so that a restarted server never samples with its base weights for a
+Every POST names the version it counts on, so that a restarted server never samples with its base weights for a
 run that has sent others. Failures without any progress in between are bounded; after that the engine is dead.
 """
 
@@ -15,12 +15,10 @@ import json
 import math
 import os
 import secrets
-import shlex
 import socket
 import threading
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,33 +26,47 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
-from swift.errors import ConfigError, EngineDead, EngineError, SwiftError, SyncFailed
+from swift.errors import ConfigError, EngineDead, EngineError, RequestRefused, SwiftError, SyncFailed
 from swift.rollout.engines import wire
-from swift.rollout.engines.base import Ack, AdapterWeights, Capabilities, EngineCounters, Health, TensorInfo
+from swift.rollout.engines.base import (
+    Ack,
+    AdapterWeights,
+    Capabilities,
+    EngineCounters,
+    Health,
+    SleepReport,
+    TensorInfo,
+)
 from swift.rollout.engines.client import EngineClient
 from swift.rollout.engines.completion_stream import Failure
-from swift.rollout.engines.http_calls import HttpCalls, bounds
-from swift.rollout.engines.remote_replies import first_line, kind_of, problem_of, shut, without_secrets
+from swift.rollout.engines.http_calls import Busy, first_line, problem_of, shut, without_secrets
+from swift.rollout.engines.server_lease import ServerLease
 from swift.rollout.engines.spec import EngineSpec
-from swift.rollout.engines.transport import END, Batch, Deliver, Lost, Timeouts, Transport
+from swift.rollout.engines.transport import Event, Lost, Returned, Timeouts, Transport
 from swift.rollout.weights import disk
 from swift.rollout.weights.base import Bucket
-from swift.types import Request
+from swift.types import Completion, Request
 
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0)
 """Pauses before the next try after a failure of the server; when they are used up, it is given up."""
+BATCH = 1024
+"""Largest number of requests in one POST."""
+BATCH_TOKENS = 4_000_000
+"""Largest number of prompt tokens in one POST."""
 
 
 @dataclass(eq=False, slots=True)
 class _Reading:
-    """The reply to one POST /infer/. closed: nobody reads it any more."""
+    """The reply to one POST /infer/. left: ids that have not come. closed: nobody reads it any more."""
 
+    life: object
+    left: set[str]
     closed: bool = False
     response: httpx.Response | None = None
 
 
-class HttpTransport(HttpCalls, Transport):
-    """See the module's docstring; `RemoteEngine` has the arguments."""
+class HttpTransport(ServerLease, Transport):
+    """See the module's docstring; `server_engine` has the arguments."""
 
     restartable = False
     devices = ("cpu",)
@@ -78,6 +90,7 @@ class HttpTransport(HttpCalls, Transport):
         self._boot = ""
         self._base = EngineCounters()
         self._failures = 0
+        self._readings: set[_Reading] = set()
         self._writing: int | None = None  # version
         self._ending = threading.Event()
         self._beating: threading.Thread | None = None
@@ -129,102 +142,9 @@ class HttpTransport(HttpCalls, Transport):
             self._beating.start()
         return replace(Capabilities(**fields), max_model_len=limit, transports=self.ways, shares_weights=False)
 
-    def _await_server(self) -> None:
-        """Until /health says that it samples.
-
-        Raises:
-            EngineDead: not within `server_s`.
-        """
-        deadline = time.monotonic() + self.timeouts.server_s
-        seen = "no answer"
-        while True:
-            self._check_open()
-            try:
-                reply = self._http.get("/health", timeout=bounds(min(5.0, self.timeouts.reply_s), self.timeouts))
-                state = reply.json() if reply.status_code in (200, 503) else {}
-                if reply.status_code == 200 or state.get("alive") or state.get("void"):
-                    return
-                seen = f"HTTP {reply.status_code} {state.get('detail', '')}".strip()
-            except (httpx.HTTPError, ValueError) as error:
-                seen = first_line(error)
-            if time.monotonic() + self.timeouts.poll_s > deadline:
-                break
-            self._ending.wait(self.timeouts.poll_s)
-        raise EngineDead(
-            f"{self.name}: not healthy within {self.timeouts.server_s:g} s ({seen}); start it with "
-            f"`{self._start_line()}`, or raise --vllm_server_timeout"
-        )
-
-    def _start_line(self) -> str:
-        model = self.spec.model if self.spec is not None else "MODEL"
-        parts = urlsplit(self.url)
-        words = ["swift", "rollout", "--model", model, "--host", parts.hostname or "", "--port", str(parts.port or 80)]
-        local = (parts.hostname or "").startswith("127.") or parts.hostname == "localhost"
-        return shlex.join(words if local else [*words, "--api_key", "KEY"])
-
-    def _take_lease(self, *, rebuild: bool = False) -> None:
-        """Own the server. Whoever holds it is waited for while it seems gone, not while it lives."""
-        me = f"{socket.gethostname()}, process {os.getpid()}"
-        deadline = time.monotonic() + self.timeouts.server_s
-        left: float | None = None
-        while True:
-            body = {"run_id": self.run_id, "name": me, "rebuild": rebuild}
-            reply = self._request("POST", "/reset", self.timeouts.start_s, json=body)
-            if not (reply.status_code == 409 and kind_of(reply) == "held"):
-                self._answer(reply)
-                return
-            now = float(reply.json()["error"]["expires_in_s"])
-            if (left is not None and now > left) or time.monotonic() + self.timeouts.poll_s > deadline:
-                raise EngineError(f"{self.name}: {reply.json()['error']['message']}")
-            left = now
-            self._ending.wait(self.timeouts.poll_s)
-            self._check_open()
-
-    def _check_expected(self, info: dict[str, Any]) -> None:
-        """Raises EngineError when the server is not what this run needs."""
-        if info.get("protocol") != wire.PROTOCOL:
-            raise EngineError(
-                f"{self.name}: it speaks protocol {info.get('protocol')}, this is {wire.PROTOCOL}; use the same "
-                "version of swift on both sides"
-            )
-        if self.spec is None:
-            return
-        mine, theirs = wire.architecture(self.spec.model), info["architecture"]
-        other = [
-            f"{name} {theirs.get(name)} instead of {mine[name]}" for name in mine if theirs.get(name) != mine[name]
-        ]
-        problems = []
-        if other:
-            problems.append(f"it serves {info['model']}, the run has {self.spec.model} ({', '.join(other)})")
-        if info["dtype"] != self.spec.dtype:
-            problems.append(f"it computes in {info['dtype']}, the run in {self.spec.dtype}; give both --torch_dtype")
-        if self.spec.max_model_len is not None and info["max_model_len"] < self.spec.max_model_len:
-            problems.append(
-                f"its --vllm_max_model_len is {info['max_model_len']}, the run needs {self.spec.max_model_len} tokens; "
-                f"start it with --vllm_max_model_len {self.spec.max_model_len}, or lower --max_length here"
-            )
-        if problems:
-            raise EngineError(*(f"{self.name}: {problem}" for problem in problems))
-
-    def _shared_folder(self, info: dict[str, Any]) -> Path | None:
-        """The server's weights folder, if this host sees the very same one."""
-        if not info.get("weights_folder") or not info.get("weights_probe"):
-            return None
-        folder = Path(info["weights_folder"])
-        try:
-            same = (folder / info["weights_probe"]).read_text(encoding="utf-8") == info["boot_id"]
-        except OSError:
-            return None
-        return folder if same and os.access(folder, os.W_OK) else None
-
-    def _beat(self) -> None:
-        """Signs of life that keep the lease while nothing else is sent."""
-        while not self._ending.wait(self.timeouts.heartbeat_s):
-            with contextlib.suppress(httpx.HTTPError, ValueError, RuntimeError):  # whoever needs the server will see
-                self._http.get("/health", timeout=bounds(self.timeouts.reply_s, self.timeouts))
-
     def replace(self, how: str, *, version: int, valid: bool) -> int | None:
         """Find the server again, after a pause; one that was restarted is taken over anew."""
+        self._drop()
         self._failures += 1
         if self._failures > len(BACKOFF_S):
             raise EngineDead(f"{self.name}: failed {self._failures} times without any progress ({how})")
@@ -244,7 +164,7 @@ class HttpTransport(HttpCalls, Transport):
             problem = error.problems[0].removeprefix(f"{self.name}: ")
             raise EngineDead(f"{self.name}: cannot be used again: {problem}") from error
         restarted = info["boot_id"] != self._boot
-        self._boot, self.life = info["boot_id"], object()
+        self._boot = info["boot_id"]
         self._count_from(info["counters"])
         return int(restarted)
 
@@ -256,60 +176,69 @@ class HttpTransport(HttpCalls, Transport):
         """Another server, or the same one for the first time, counts from here on."""
         self.counters, self._base = EngineCounters(), EngineCounters(**said)
 
-    def _count(self, said: dict[str, Any]) -> None:
-        base = asdict(self._base)
-        self.counters = EngineCounters(**{name: value - base[name] for name, value in said.items()})
-
     # --- requests ---------------------------------------------------------------------------------------------
 
-    def post(self, batch: Batch, requests: Sequence[Request], version: int, deliver: Deliver) -> None:
-        """See `Transport.post`; each batch is read by a thread of its own."""
-        batch.handle = _Reading()
-        content = wire.encode(wire.InferRequest.of(requests, version))
-        threading.Thread(
-            target=self._read, args=(batch, content, deliver), name=f"stream of {self.name}", daemon=True
-        ).start()
+    def post(self, life: object, requests: Sequence[Request], version: int) -> None:
+        """See `Transport.post`; each reply is read by a thread of its own."""
+        if life is not self.life:
+            raise Lost("its requests were given up")
+        for part in _parts(requests):
+            reading = _Reading(life, {request.request_id for request in part})
+            self._readings.add(reading)
+            content = wire.encode(wire.InferRequest.of(part, version))
+            name = f"stream of {self.name}"
+            threading.Thread(target=self._read, args=(reading, content), name=name, daemon=True).start()
 
-    def _read(self, batch: Batch, content: bytes, deliver: Deliver) -> None:
-        reading: _Reading = batch.handle
+    def _read(self, reading: _Reading, content: bytes) -> None:
+        for event in self._events(reading, content):
+            if reading.closed:
+                break
+            if isinstance(event, Completion):
+                reading.left.discard(event.request_id)
+            elif isinstance(event, Failure):
+                reading.left.difference_update(event.request_ids)
+            self.deliver(reading.life, event)
+        self._readings.discard(reading)
+
+    def _events(self, reading: _Reading, content: bytes) -> Iterator[Event]:
+        """What comes of the requests of one POST."""
+        headers, timeout = {"Content-Type": "application/json"}, self._bounds(self.timeouts.reply_s)
         try:
-            headers = {"Content-Type": "application/json"}
-            timeout = bounds(self.timeouts.reply_s, self.timeouts)
             with self._http.stream("POST", "/infer/", content=content, headers=headers, timeout=timeout) as reply:
                 reading.response = reply
                 if reply.status_code != 200:
                     reply.read()
-                    deliver(batch, problem_of(self.name, reply))
+                    yield from self._refusal(reading, problem_of(self.name, reply))
                     return
-                for text in reply.iter_lines():
-                    if reading.closed:
+                for text in filter(None, reply.iter_lines()):
+                    line: wire.Line = msgspec.json.decode(text, type=wire.Line)
+                    if isinstance(line, wire.CompletionLine):
+                        yield line.completion
+                    elif isinstance(line, wire.FailedLine):
+                        error = wire.error_from_body({"error": line.error}, self.name)
+                        yield Failure(line.ids, error or EngineDead(f"{self.name}: {line.error.get('message')}"))
+                    elif line.counters:
+                        self.counters = msgspec.convert(line.counters, EngineCounters, strict=False) - self._base
+                    if isinstance(line, wire.EndLine):
+                        yield Returned(list(reading.left))
                         return
-                    if text and self._line(batch, text, deliver):
-                        return
-            deliver(batch, Lost("its stream was cut off"))
+            yield Lost("its stream was cut off")
         except (httpx.HTTPError, httpx.StreamError, ValueError, RuntimeError) as error:
-            deliver(batch, Lost(first_line(error)))
+            yield Lost(first_line(error))
 
-    def _line(self, batch: Batch, text: str, deliver: Deliver) -> bool:
-        """One line of a reply; whether it is the last."""
-        line: wire.Line = msgspec.json.decode(text, type=wire.Line)
-        if isinstance(line, wire.CompletionLine):
-            deliver(batch, line.completion)
-        elif isinstance(line, wire.FailedLine):
-            error = wire.error_from_body({"error": line.error}, self.name)
-            deliver(batch, Failure(line.ids, error or EngineDead(f"{self.name}: {line.error.get('message')}")))
-        else:
-            if line.counters:
-                self._count(line.counters)
-            if isinstance(line, wire.EndLine):
-                deliver(batch, END)
-                return True
-        return False
+    def _refusal(self, reading: _Reading, problem: Exception) -> Iterator[Event]:
+        """Nothing of a POST was taken."""
+        if isinstance(problem, RequestRefused):
+            yield Failure([problem.request_id], problem)
+        if not isinstance(problem, Lost):
+            yield Returned(list(reading.left), busy=isinstance(problem, Busy))
+        if not isinstance(problem, RequestRefused | Busy):
+            yield problem
 
-    def drop(self, batch: Batch) -> None:
-        """The server sees the stream closed, and aborts."""
-        reading: _Reading | None = batch.handle
-        if reading is not None:
+    def _drop(self) -> None:
+        """Nobody waits any more for what is in flight: the server sees the streams closed, and aborts."""
+        self.life = object()
+        for reading in list(self._readings):
             reading.closed = True
             if reading.response is not None:
                 with contextlib.suppress(httpx.HTTPError, RuntimeError, OSError):  # its thread may be in it
@@ -325,7 +254,8 @@ class HttpTransport(HttpCalls, Transport):
     def call(self, name: str, timeout_s: float, **fields: Any) -> Any:
         """See `Transport.call`."""
         if name == "rebuild":
-            return self._take_lease(rebuild=True)
+            self._take_lease(rebuild=True)
+            return self._drop()
         if name == "begin_update":
             return self._begin_update(timeout_s, **fields)
         if name == "load_adapter":
@@ -336,9 +266,11 @@ class HttpTransport(HttpCalls, Transport):
         if name == "info":
             return {"engine": "remote", "state": self._get("GET", "/info", timeout_s)}
         if name == "sleep":
-            return self._get("POST", "/sleep", timeout_s, params=fields)
+            said = self._get("POST", "/sleep", timeout_s, params=fields)
+            return {"result": SleepReport(said["freed_bytes"], said["note"]), **said}
         if name == "wake":
-            return self._get("POST", "/wake_up", timeout_s, params=fields)
+            said = self._get("POST", "/wake_up", timeout_s, params=fields)
+            return {"result": said["fully_awake"], **said}
         path, body = {
             "pause": ("/pause", None),
             "resume": ("/resume", None),
@@ -357,11 +289,11 @@ class HttpTransport(HttpCalls, Transport):
         headers = {"Content-Type": "application/json"}
         return int(self._get("POST", "/weights/begin", timeout_s, content=body, headers=headers)["update"])
 
-    def _load_adapter(self, adapter: AdapterWeights, version: int) -> Ack:
+    def _load_adapter(self, adapter: AdapterWeights, version: int) -> dict[str, Any]:
         metadata = {"adapter_config": json.dumps(adapter.config, default=_plain)}
         data = disk.as_bytes([(name, adapter.tensors[name]) for name in sorted(adapter.tensors)], metadata)
         reply = self._upload("/v1/load_lora_adapter", {"lora_name": f"policy-v{version}", "version": version}, data)
-        return Ack(**reply["ack"])
+        return {"result": Ack(**reply["ack"])}
 
     # --- weights ----------------------------------------------------------------------------------------------
 
@@ -410,7 +342,7 @@ class HttpTransport(HttpCalls, Transport):
     def health(self) -> Health:
         """See `Transport.health`."""
         try:
-            state = self._http.get("/health", timeout=bounds(5.0, self.timeouts)).json()
+            state = self._http.get("/health", timeout=self._bounds(5.0)).json()
             return Health(bool(state["alive"]), 0, str(state["detail"]))
         except (httpx.HTTPError, ValueError, KeyError, RuntimeError) as error:
             return Health(False, 0, f"{self.name}: {first_line(error)}")
@@ -424,9 +356,10 @@ class HttpTransport(HttpCalls, Transport):
         if self._ending.is_set():
             return
         self._ending.set()
+        self._drop()
         if self._boot:
             with contextlib.suppress(httpx.HTTPError):  # a server that is gone has no lease to give back
-                self._http.post("/release", json={"run_id": self.run_id}, timeout=bounds(5.0, self.timeouts))
+                self._http.post("/release", json={"run_id": self.run_id}, timeout=self._bounds(5.0))
         if self._beating is not None and self._beating is not threading.current_thread():
             self._beating.join(self.timeouts.reply_s + self.timeouts.connect_s)
         self._http.close()
@@ -434,8 +367,17 @@ class HttpTransport(HttpCalls, Transport):
             self.files.close()
 
 
-class RemoteEngine(EngineClient):
-    """The engine behind a `swift rollout` server.
+def server_engine(
+    url: str,
+    *,
+    spec: EngineSpec | None = None,
+    api_key: str | None = None,
+    timeouts: Timeouts | None = None,
+    run_id: str | None = None,
+    weight_transport: str | None = None,
+    keeps_weights: bool = True,
+) -> EngineClient:
+    """The client of the engine behind a `swift rollout` server.
 
     Args:
         url: of the server.
@@ -446,28 +388,29 @@ class RemoteEngine(EngineClient):
         weight_transport: "disk", "http" or "broadcast"; None takes the disk where it is shared, and HTTP elsewhere.
         keeps_weights: keep the last update for a server that is restarted; False makes that final.
     """
+    bounds = timeouts or Timeouts()
+    return EngineClient(
+        HttpTransport(url, spec=spec, api_key=api_key, timeouts=bounds, run_id=run_id),
+        timeouts=bounds,
+        weight_transport=weight_transport,
+        keeps_weights=keeps_weights,
+        end_tokens=spec.eos_token_ids if spec is not None else (),
+    )
 
-    transport: HttpTransport
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        spec: EngineSpec | None = None,
-        api_key: str | None = None,
-        timeouts: Timeouts | None = None,
-        run_id: str | None = None,
-        weight_transport: str | None = None,
-        keeps_weights: bool = True,
-    ) -> None:
-        bounds = timeouts or Timeouts()
-        super().__init__(
-            HttpTransport(url, spec=spec, api_key=api_key, timeouts=bounds, run_id=run_id),
-            timeouts=bounds,
-            weight_transport=weight_transport,
-            keeps_weights=keeps_weights,
-            end_tokens=spec.eos_token_ids if spec is not None else (),
-        )
+def _parts(requests: Sequence[Request]) -> Iterator[list[Request]]:
+    """Requests for one POST each; equal prompts in a row count once."""
+    part: list[Request] = []
+    tokens = 0
+    for request in requests:
+        new = 0 if part and part[-1].prompt_ids == request.prompt_ids else len(request.prompt_ids)
+        if part and (len(part) >= BATCH or tokens + new > BATCH_TOKENS):
+            yield part
+            part, tokens, new = [], 0, len(request.prompt_ids)
+        part.append(request)
+        tokens += new
+    if part:
+        yield part
 
 
 def _plain(value: Any) -> Any:

@@ -1,6 +1,6 @@
 """The request queue of one inference engine: any number of clients, and one thread that calls the engine.
 
-    CompletionStream.submit --> queue --> engine.submit, engine.stream --> CompletionStream.take
+    CompletionStream.submit --> table --> engine.submit, engine.stream --> CompletionStream.take
     do(work), weight updates --> jobs --> the same thread, at rest
 
 No transport: the HTTP server and the Ray actor both wrap it. Request ids need to be unique within a `CompletionStream`
@@ -24,10 +24,11 @@ from typing import Any, TypeVar
 
 from swift.errors import EngineDead, EngineError, RequestRefused, SwiftError, SyncFailed
 from swift.rollout.engines.base import Health, InferenceEngine
-from swift.rollout.engines.completion_stream import CompletionStream, Failure, QueueFull
+from swift.rollout.engines.completion_stream import Arrival, CompletionStream, Failure, QueueFull
 from swift.rollout.engines.process import stack_of
+from swift.rollout.engines.requests import RequestTable
 from swift.rollout.weights.base import Ack, Bucket, TensorInfo, WeightUpdate
-from swift.types import Completion, Request
+from swift.types import Request
 
 logger = logging.getLogger(__name__)
 
@@ -35,26 +36,16 @@ RETRY_S = 1.0
 """Pause before the engine is asked again after a failure that lost no request."""
 CLOSE_S = 10.0
 """Longest wait for the thread to end."""
+ENGINE = "engine"
+"""Holder of the requests that run."""
 
 T = TypeVar("T")
-
-
-@dataclass(eq=False, slots=True)
-class _Entry:
-    """A request under the name that the engine knows it by. aborted: perhaps before the engine knew it."""
-
-    stream: CompletionStream
-    request: Request
-    name: str
-    aborted: bool = False
 
 
 @dataclass(eq=False, slots=True)
 class _Update:
     number: int
     update: WeightUpdate
-    manifest: tuple[TensorInfo, ...]
-    delivered: int = 0
     touched_at: float = field(default_factory=time.monotonic)
 
 
@@ -76,8 +67,8 @@ class RequestQueue:
         self.dead: EngineDead | None = None
         self.void = ""
         self._changed = threading.Condition()
-        self._waiting: dict[str, _Entry] = {}
-        self._running: dict[str, _Entry] = {}
+        self._table = RequestTable(retries=False)  # by the names that the engine knows: "<stream>:<id>"
+        self._streams: dict[str, CompletionStream] = {}  # by the same names
         self._jobs: deque[tuple[Callable[[InferenceEngine], Any], Future[Any]]] = deque()
         self._numbers = itertools.count(1)
         self._pausing = threading.Lock()
@@ -108,39 +99,32 @@ class RequestQueue:
     @property
     def load(self) -> tuple[int, int]:
         """Numbers of samples that run, and that wait."""
-        return len(self._running), len(self._waiting)
+        return self._table.count(ENGINE), self._table.count()
 
     @property
     def running_by_owner(self) -> dict[str | None, int]:
         """Number of running samples of each owner."""
         with self._changed:
-            return dict(Counter(entry.stream.owner for entry in self._running.values()))
+            return dict(Counter(self._streams[one.request_id].owner for one in self._table.held(ENGINE)))
 
     def abort(
         self, belongs: Callable[[CompletionStream], bool] = lambda stream: True, ids: Collection[str] | None = None
     ) -> int:
         """End requests of the streams that `belongs` selects, all of them with None; returns their number."""
         wanted = None if ids is None else set(ids)
-
-        def chosen(entries: Iterable[_Entry]) -> list[_Entry]:
-            return [
-                one for one in entries
-                if (wanted is None or one.request.request_id in wanted) and belongs(one.stream)
-            ]  # fmt: skip
-
         with self._changed:
-            waiting, running = chosen(self._waiting.values()), chosen(self._running.values())
-            for entry in running:
-                entry.aborted = True  # the engine does not know it yet if it is being submitted
-            for entry in waiting:
-                del self._waiting[entry.name]
+            names = [
+                name
+                for name, stream in self._streams.items()
+                if belongs(stream) and (wanted is None or _own_id(name) in wanted)
+            ]
+            running = self._table.abort(names).get(ENGINE, [])
+            done = self._done()
             self._changed.notify_all()
-        for entry in waiting:
-            name = entry.request.request_id
-            entry.stream.put(Completion(name, [], [], "abort"), [name])
-        if running:
-            self.engine.abort([entry.name for entry in running])
-        return len(waiting) + len(running)
+        _put(done)
+        if running:  # the engine does not know one that is being submitted; see `_submit_waiting`
+            self.engine.abort(running)
+        return len(names)
 
     def enqueue(self, stream: CompletionStream, requests: Sequence[Request]) -> None:
         """For `CompletionStream.submit`."""
@@ -149,7 +133,7 @@ class RequestQueue:
             self.engine.check_length(request)
         with self._changed:
             self._check_alive()
-            count = len(self._waiting) + len(self._running)
+            count = len(self._table)
             if self.limit is not None and count + len(requests) > self.limit:
                 raise QueueFull(
                     f"queue: {count} samples wait or run and {len(requests)} came: over the limit of {self.limit}; "
@@ -158,8 +142,29 @@ class RequestQueue:
             stream.expect(requests)
             for request in requests:
                 name = f"{stream.number}:{request.request_id}"
-                self._waiting[name] = _Entry(stream, request, name)
+                self._streams[name] = stream
+                self._table.add(replace(request, request_id=name))
             self._changed.notify_all()
+
+    def _done(self) -> list[tuple[CompletionStream, Arrival]]:
+        """What is ready, and whose it is; to be brought there without a lock."""
+        done: list[tuple[CompletionStream, Arrival]] = []
+        while self._table.ready:
+            one = self._table.ready.popleft()
+            done.append((self._streams.pop(one.request_id), replace(one, request_id=_own_id(one.request_id))))
+        return done
+
+    def _all(self) -> list[str]:
+        """Everything that waits or runs, forgotten by the table."""
+        return [*self._table.remove(ENGINE), *self._table.remove(None)]
+
+    def _failed(self, names: Iterable[str], error: Exception) -> list[tuple[CompletionStream, Arrival]]:
+        """The failure of requests that the table has forgotten, for each stream; as `_done`."""
+        assert isinstance(error, SwiftError), "failures of other kinds are deaths"
+        by_stream: dict[CompletionStream, list[str]] = {}
+        for name in names:
+            by_stream.setdefault(self._streams.pop(name), []).append(_own_id(name))
+        return [(stream, Failure(ids, error)) for stream, ids in by_stream.items()]
 
     # --- jobs -------------------------------------------------------------------------------------------------
 
@@ -224,7 +229,7 @@ class RequestQueue:
 
     def reset_caches(self) -> Future[None]:
         """Drop the engine's prefix cache: between two tokens if the engine can pause in flight, else at rest."""
-        in_flight = self._running and not self._paused and self.engine.capabilities.in_flight_updates
+        in_flight = self._table.count(ENGINE) and not self._paused and self.engine.capabilities.in_flight_updates
         if in_flight:
             self.pause_in_flight()
         future = self.do(lambda engine: engine.reset_caches())
@@ -249,8 +254,7 @@ class RequestQueue:
 
         def begin(engine: InferenceEngine) -> int:
             self._end_update(abort=True)
-            update = engine.begin_update(manifest, version)
-            self._update = _Update(next(self._numbers), update, tuple(manifest))
+            self._update = _Update(next(self._numbers), engine.begin_update(manifest, version))
             return self._update.number
 
         return self.do(begin)
@@ -270,7 +274,6 @@ class RequestQueue:
             except BaseException:
                 self._end_update(abort=True)
                 raise
-            current.delivered += len(bucket.tensors)
             current.touched_at = time.monotonic()
 
         return self.do(send)
@@ -308,7 +311,7 @@ class RequestQueue:
         """
         current = self._current(number)
         current.touched_at = time.monotonic()
-        return current.manifest[current.delivered :]
+        return current.update.manifest[current.update.sent :]
 
     def _current(self, number: int) -> _Update:
         if self._update is None or self._update.number != number:
@@ -345,34 +348,44 @@ class RequestQueue:
 
     @property
     def _job_is_due(self) -> bool:
-        return bool(self._jobs) and (not self._running or self._kept)
+        return bool(self._jobs) and (not self._table.count(ENGINE) or self._kept)
 
     @property
     def _may_submit(self) -> bool:
-        return bool(self._waiting) and not (self._paused or self._jobs or self._update or self._closed)
+        return bool(self._table.count()) and not (self._paused or self._jobs or self._update or self._closed)
 
     @property
     def _may_sample(self) -> bool:
-        return not self._kept and self._update is None and (bool(self._running) or self._may_submit)
+        return not self._kept and self._update is None and (bool(self._table.count(ENGINE)) or self._may_submit)
 
     def _submit_waiting(self) -> None:
         """Hand what waits to the engine; its `between_steps` while it samples, so that new requests join the batch."""
-        while True:
+        with self._changed:
+            waiting = self._table.held()
+        for request in waiting:
+            name = request.request_id
             with self._changed:
                 if not self._may_submit:
                     return
-                name = next(iter(self._waiting))
-                entry = self._running[name] = self._waiting.pop(name)
+                if not self._table.waits(request):  # aborted meanwhile
+                    continue
+                self._table.send([name], ENGINE)
             try:
-                self.engine.submit(replace(entry.request, request_id=name))
+                self.engine.submit(request)
             except EngineDead:  # ends the stream, and everything
                 raise
             except SwiftError as error:
-                self._forget(name)
-                self._fail([entry], error)
+                self._refuse(name, error)
                 continue
-            if entry.aborted:
+            if self._table.is_aborted(name):
                 self.engine.abort([name])
+
+    def _refuse(self, name: str, error: SwiftError) -> bool:
+        """One request fails, the others go on; returns whether it ran."""
+        with self._changed:
+            failed = self._failed(self._table.remove(ENGINE, [name]), error)
+        _put(failed)
+        return bool(failed)
 
     def _sample(self) -> None:
         """Until nothing runs, or somebody pauses; failures go to those whom they concern."""
@@ -382,17 +395,13 @@ class RequestQueue:
         try:
             self._submit_waiting()
             for completion in self.engine.stream():
-                entry = self._forget(completion.request_id)
-                if entry is not None:
-                    name = entry.request.request_id
-                    entry.stream.put(replace(completion, request_id=name), [name])
-        except RequestRefused as refused:
-            entry = self._forget(refused.request_id)
-            if entry is not None:  # the others go on
-                self._fail([entry], refused)
-                return
-            error = refused
+                with self._changed:
+                    self._table.arrive(ENGINE, completion)
+                    done = self._done()
+                _put(done)
         except Exception as raised:
+            if isinstance(raised, RequestRefused) and self._refuse(raised.request_id, raised):
+                return
             error = raised
         finally:
             self.engine.between_steps = None  # jobs may stream on their own
@@ -413,15 +422,15 @@ class RequestQueue:
         if error is not None and (isinstance(error, EngineDead) or not isinstance(error, SwiftError)):
             error = self._die(error)
         with self._changed:
-            lost = [entry for name, entry in self._running.items() if self.dead or name not in survivors]
+            running = [one.request_id for one in self._table.held(ENGINE)]
+            lost = self._table.remove(ENGINE, [name for name in running if self.dead or name not in survivors])
             if self.dead is not None:
-                lost += self._waiting.values()
-                self._waiting.clear()
-            for entry in lost:
-                self._running.pop(entry.name, None)
+                lost += self._table.remove(None)
             if error is not None and not lost:  # they wait for valid weights; so does this thread
                 self._changed.wait_for(lambda: self._closed or self._job_is_due, RETRY_S)
-        self._fail(lost, error or EngineError("engine: its stream ended without them; a defect of the engine"))
+            why = error or EngineError("engine: its stream ended without them; a defect of the engine")
+            failed = self._failed(lost, why)
+        _put(failed)
 
     def _die(self, error: Exception) -> EngineDead:
         """The engine cannot go on: whoever waits for a job is told, and nothing is accepted any more."""
@@ -433,31 +442,8 @@ class RequestQueue:
             self.dead = error
             jobs = list(self._jobs)
             self._jobs.clear()
-        for _, future in jobs:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
+        _fail_jobs(jobs, error)
         return error
-
-    def _forget(self, name: str) -> _Entry | None:
-        with self._changed:
-            return self._running.pop(name, None)
-
-    def _let_go(self) -> list[_Entry]:
-        """Everything that waits or runs, forgotten."""
-        with self._changed:
-            left = [*self._waiting.values(), *self._running.values()]
-            self._waiting.clear()
-            self._running.clear()
-            return left
-
-    @staticmethod
-    def _fail(entries: Iterable[_Entry], error: Exception) -> None:
-        by_stream: dict[CompletionStream, list[str]] = {}
-        for entry in entries:
-            by_stream.setdefault(entry.stream, []).append(entry.request.request_id)
-        assert isinstance(error, SwiftError), "failures of other kinds are deaths"
-        for stream, ids in by_stream.items():
-            stream.put(Failure(ids, error), ids)
 
     # --- the state --------------------------------------------------------------------------------------------
 
@@ -474,15 +460,17 @@ class RequestQueue:
             EngineDead: samples run and nothing has moved for `stall_s`, or one job has run for `job_s`.
         """
         counters, now = self.engine.counters, time.monotonic()
-        signs = (self._working, len(self._running), counters.decode_steps, counters.prefill_tokens)
-        idle = self._working is None and (not self._running or self._kept)
+        signs = (self._working, self._table.count(ENGINE), counters.decode_steps, counters.prefill_tokens)
+        idle = self._working is None and (not self._table.count(ENGINE) or self._kept)
         if idle or signs != self._seen:
             self._seen, self._seen_at = signs, now
         limit_s = stall_s if self._working is None else job_s
         if now - self._seen_at > limit_s:
             where = stack_of(self.thread)
             error = self._die(EngineDead(f"engine: no progress for {limit_s:g} s; its thread is in {where}"))
-            self._fail(self._let_go(), error)
+            with self._changed:
+                failed = self._failed(self._all(), error)
+            _put(failed)
             raise error
 
     def health(self) -> Health:
@@ -498,12 +486,27 @@ class RequestQueue:
             if self._closed:
                 return
             self._closed = True
-            left, jobs = self._let_go(), list(self._jobs)
+            failed = self._failed(self._all(), error)
+            jobs = list(self._jobs)
             self._jobs.clear()
             self._changed.notify_all()
-        self._fail(left, error)
-        for _, future in jobs:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
+        _put(failed)
+        _fail_jobs(jobs, error)
         self.engine.close()
         self.thread.join(CLOSE_S)
+
+
+def _own_id(name: str) -> str:
+    """The client's id of a request."""
+    return name.partition(":")[2]
+
+
+def _put(arrivals: Iterable[tuple[CompletionStream, Arrival]]) -> None:
+    for stream, arrival in arrivals:
+        stream.put(arrival)
+
+
+def _fail_jobs(jobs: Iterable[tuple[Any, Future[Any]]], error: EngineDead) -> None:
+    for _, future in jobs:
+        if future.set_running_or_notify_cancel():
+            future.set_exception(error)

@@ -4,9 +4,9 @@
        ^                   |  |
        +--- release -------+  +-- over its time limit --> aborted --> once more, then "error"
 
-A holder is whoever samples a request: a batch on its way, or an engine of a pool. What arrives from another holder
-than the present one is ignored, so a holder that is given up can deliver nothing twice. No clock, thread or engine
-lives here: callers pass `now` and hold a lock of their own. Aborting n requests one by one costs O(n) in total.
+A holder is whoever samples a request: an engine, or one life of an engine that may be replaced. What arrives from
+another holder than the present one is ignored, so a holder that is given up can deliver nothing twice. No clock, thread
+or engine lives here: callers pass `now` and hold a lock of their own. Each call costs O(requests named).
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ class Entry:
     tries: int = 1
     expired_at: float | None = None
     aborted: bool = False
+
+    @property
+    def size(self) -> int:
+        """Tokens of the prompt and of the longest completion."""
+        return len(self.request.prompt_ids) + self.request.sampling.max_new_tokens
 
 
 class RequestTable:
@@ -71,16 +76,17 @@ class RequestTable:
         """Ids of what is outstanding or ready."""
         return {*self._entries, *(completion.request_id for completion in self.ready)}
 
-    @property
-    def waiting(self) -> list[Request]:
-        """Requests without a holder, oldest first."""
-        return [entry.request for entry in self._held.get(None, {}).values()]
+    def held(self, holder: Hashable = None) -> list[Request]:
+        """Requests of a holder, oldest first; with None those that wait for one."""
+        return [entry.request for entry in self._held.get(holder, {}).values()]
+
+    def count(self, holder: Hashable = None) -> int:
+        """Number of requests of a holder; with None of those that wait for one."""
+        return len(self._held.get(holder, ()))
 
     def load(self, holder: Hashable) -> int:
         """Tokens outstanding at one holder: prompts and longest completions."""
         return self._load.get(holder, 0)
-
-    # --- there ------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """A new request; it waits for a holder.
@@ -93,7 +99,7 @@ class RequestTable:
         entry = self._entries[request.request_id] = Entry(request)
         self._hold(entry, None)
 
-    def send(self, request_ids: Iterable[str], holder: Hashable, now: float) -> None:
+    def send(self, request_ids: Iterable[str], holder: Hashable, now: float = 0.0) -> None:
         """Requests go to a holder."""
         for name in request_ids:
             entry = self._entries[name]
@@ -117,64 +123,58 @@ class RequestTable:
                 told.setdefault(entry.holder, []).append(name)
         return told
 
-    # --- back -------------------------------------------------------------------------------------------------
+    def waits(self, request: Request) -> bool:
+        """Whether this very request has no holder."""
+        entry = self._held.get(None, {}).get(request.request_id)
+        return entry is not None and entry.request is request
+
+    def is_aborted(self, request_id: str) -> bool:
+        """Whether it is outstanding and the caller wants it to end."""
+        entry = self._entries.get(request_id)
+        return entry is not None and entry.aborted
 
     def arrive(self, holder: Hashable, completion: Completion) -> bool:
-        """A completion from a holder; returns whether it belongs to a request of this holder.
-
-        Raises:
-            EngineError: its log-probs are impossible; the request is gone.
-        """
+        """A completion from a holder; returns whether it belongs to a request of this holder."""
         entry = self._entries.get(completion.request_id)
         if entry is None or entry.holder != holder:
             return False
         unasked = completion.finish_reason == "abort" and not entry.aborted and self.retries
         if unasked and (entry.expired_at is None or self._comes_again(entry, completion)):
             self._move(entry, None)
-            return True
-        problem = impossible(completion)
-        if problem:
-            self.remove(completion.request_id)
-            raise EngineError(
-                f"request {completion.request_id}: {problem}: the model's output is not finite; look at its weights"
-            )
-        self._end(entry, completion)
+        else:
+            self._end(entry, completion)
         return True
 
-    def release(self, holder: Hashable) -> None:
-        """A holder is gone: its requests wait again, with their ids and seeds; the tokens so far are dropped."""
-        for entry in list(self._held.get(holder, {}).values()):
+    def release(self, holder: Hashable, request_ids: Iterable[str] | None = None) -> None:
+        """A holder gives requests back, all with None: they wait again, with their ids and seeds but no tokens."""
+        held = self._held.get(holder, {})
+        for name in list(held) if request_ids is None else request_ids:
+            entry = held.get(name)
+            if entry is None:
+                continue
             if entry.aborted:
-                self._end(entry, Completion(entry.request.request_id, [], [], "abort"))
+                self._end(entry, Completion(name, [], [], "abort"))
             else:
                 self._move(entry, None)
 
-    def remove(self, request_id: str) -> bool:
-        """Forget a request, which will not come back; returns whether it was outstanding."""
-        entry = self._entries.pop(request_id, None)
-        if entry is not None:
-            self._let_go(entry)
-        return entry is not None
-
-    def remove_all(self, holder: Hashable) -> list[str]:
-        """Forget everything that a holder has; returns the ids."""
-        names = list(self._held.get(holder, {}))
+    def remove(self, holder: Hashable, request_ids: Iterable[str] | None = None) -> list[str]:
+        """Forget requests of a holder that will not come back, all with None; returns the ids of those it had."""
+        held = self._held.get(holder, {})
+        names = [name for name in (list(held) if request_ids is None else request_ids) if name in held]
         for name in names:
-            self.remove(name)
+            self._let_go(self._entries.pop(name))
         return names
 
-    # --- time -------------------------------------------------------------------------------------------------
-
-    def overdue(self, now: float) -> tuple[dict[Hashable, list[str]], list[str]]:
-        """What exceeds its time limit: ids to abort now by holder, and ids whose abort had no effect for `grace_s`."""
+    def overdue(self, now: float) -> tuple[dict[Hashable, list[str]], dict[Hashable, list[str]]]:
+        """What exceeds its time limit, by holder: ids to abort now, and ids whose abort had no effect for `grace_s`."""
         late: dict[Hashable, list[str]] = {}
-        deaf = []
+        deaf: dict[Hashable, list[str]] = {}
         for name, entry in self._entries.items():
             if entry.holder is None:
                 continue
             if entry.expired_at is not None:
                 if now - entry.expired_at > self.grace_s:
-                    deaf.append(name)
+                    deaf.setdefault(entry.holder, []).append(name)
             elif now - entry.sent_at > self.limit_s:
                 entry.expired_at = now
                 late.setdefault(entry.holder, []).append(name)
@@ -184,8 +184,6 @@ class RequestTable:
         """Time limits do not run during a pause."""
         for entry in self._entries.values():
             entry.sent_at += seconds
-
-    # --- inside -----------------------------------------------------------------------------------------------
 
     def _comes_again(self, entry: Entry, completion: Completion) -> bool:
         """Whether an expired request is sampled once more; otherwise it ends as "error" with the tokens it has."""
@@ -198,7 +196,8 @@ class RequestTable:
         return True
 
     def _end(self, entry: Entry, completion: Completion) -> None:
-        self.remove(entry.request.request_id)
+        del self._entries[entry.request.request_id]
+        self._let_go(entry)
         self.ready.append(completion)
 
     def _move(self, entry: Entry, holder: Hashable) -> None:
@@ -208,12 +207,12 @@ class RequestTable:
     def _hold(self, entry: Entry, holder: Hashable) -> None:
         entry.holder = holder
         self._held.setdefault(holder, {})[entry.request.request_id] = entry
-        self._load[holder] = self._load.get(holder, 0) + _size(entry.request)
+        self._load[holder] = self._load.get(holder, 0) + entry.size
 
     def _let_go(self, entry: Entry) -> None:
         held = self._held[entry.holder]
         del held[entry.request.request_id]
-        self._load[entry.holder] -= _size(entry.request)
+        self._load[entry.holder] -= entry.size
         if not held:
             del self._held[entry.holder], self._load[entry.holder]
 
@@ -226,7 +225,3 @@ def impossible(completion: Completion) -> str:
         if not (logprob <= 0 and math.isfinite(logprob)):
             return f"token {place} has log-prob {logprob}"
     return ""
-
-
-def _size(request: Request) -> int:
-    return len(request.prompt_ids) + request.sampling.max_new_tokens

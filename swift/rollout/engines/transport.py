@@ -46,26 +46,18 @@ class Late(Lost):
     """A call was not answered in time."""
 
 
-class Busy(Exception):
-    """The queue there is full."""
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """Requests that were not taken and are to be sent again. busy: after a pause, because the queue there is full."""
+
+    request_ids: list[str]
+    busy: bool = False
 
 
-@dataclass(eq=False, slots=True)
-class Batch:
-    """Requests that travel together; holds them in the table until the transport has delivered `END`.
-
-    handle: of the transport.
-    """
-
-    number: int
-    handle: Any = None
-
-
-END = object()
-"""The last event of a batch."""
-
-Event = Completion | Failure | Exception | object
-Deliver = Callable[[Batch, Event], None]
+Event = Completion | Failure | Returned | Exception
+"""What comes of requests: each comes back in one of the first three, or all that an engine has are `Lost`."""
+Deliver = Callable[[object, Event], None]
+"""Takes an event and the life of the engine that it comes from; from any thread."""
 
 
 class Transport(ABC):
@@ -73,7 +65,8 @@ class Transport(ABC):
 
     Attributes:
         name: of the engine, for messages.
-        life: another object once the engine was replaced by one that lost its state.
+        life: another object once the engine was replaced, or what it had in flight was given up.
+        deliver: takes what comes of requests.
         ways: in which weights travel.
         stored: the way in which an update can be sent again to an engine that was lost.
         devices: of the engine, as this process numbers them.
@@ -84,6 +77,7 @@ class Transport(ABC):
 
     name: str
     life: object
+    deliver: Deliver
     ways: tuple[str, ...]
     stored: str
     devices: tuple[str, ...]
@@ -96,12 +90,8 @@ class Transport(ABC):
         """Wait until the engine is there."""
 
     @abstractmethod
-    def post(self, batch: Batch, requests: Sequence[Request], version: int, deliver: Deliver) -> None:
-        """Send requests; what comes of them is delivered from any thread. Raises Lost."""
-
-    @abstractmethod
-    def drop(self, batch: Batch) -> None:
-        """Nobody waits for this batch any more: what runs of it is aborted. Never raises."""
+    def post(self, life: object, requests: Sequence[Request], version: int) -> None:
+        """Send requests to this life; what comes of them is delivered. Raises Lost if it is over."""
 
     @abstractmethod
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -140,7 +130,7 @@ class Transport(ABC):
 
     @abstractmethod
     def replace(self, how: str, *, version: int, valid: bool) -> int | None:
-        """After a loss: find or make the engine again.
+        """After a loss: find or make the engine again; `life` is another one then.
 
         Returns:
             None if it is the one of before, with its state; else the number of restarts (0 or 1) that this cost it.

@@ -196,7 +196,9 @@ def _in_actors(args: Any, plan: Plan, stack: contextlib.ExitStack) -> InferenceE
             )
         )
         stack.callback(workers[-1].close)
-    return EnginePool(workers)
+    pool = EnginePool(workers)
+    _ = pool.capabilities  # once the engines are there
+    return pool
 
 
 def _require(args: Any) -> None:

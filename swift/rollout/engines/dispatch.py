@@ -1,0 +1,246 @@
+"""Which engine has which request: they are spread over the engines, and those of a lost one go to the others.
+
+A group (consecutive requests "<group>/<sample>" with the same prompt) goes to one engine, which prefills its prompt
+once: the one with the fewest outstanding tokens. Each request comes back exactly once: a completion counts when it
+comes from the engine, and from the life of it, that holds its request in the table. Transports deliver from any thread;
+failures are raised in the thread that reads.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Any
+
+from swift.errors import EngineAsleep, EngineDead, EngineError, RequestRefused, SyncFailed
+from swift.rollout.engines.client import EngineClient
+from swift.rollout.engines.completion_stream import Failure
+from swift.rollout.engines.requests import RequestTable, impossible
+from swift.rollout.engines.transport import Event, Lost, Returned
+from swift.types import Completion, Request
+
+LOOK_S = 1.0
+"""How often time limits are checked."""
+BUSY_S = 1.0
+"""Pause after an engine reported a full queue."""
+
+
+class Dispatch:
+    """See the module's docstring.
+
+    Args:
+        clients: of the engines.
+
+    Attributes:
+        table: the requests.
+        changed: guards it, and is notified of whatever a stream waits for.
+        clients, buried: engines that are alive, as far as anybody looked, and those that are left out.
+        paused_at: monotonic time since which nothing is sent, or None.
+        closed: nothing is waited for any more.
+    """
+
+    def __init__(self, clients: Sequence[EngineClient]) -> None:
+        bounds = clients[0].timeouts
+        self.table = RequestTable(limit_s=bounds.request_s, grace_s=2 * bounds.reply_s)
+        self.changed = threading.Condition(threading.RLock())
+        self.clients = list(clients)
+        self.buried: list[EngineClient] = []
+        self.paused_at: float | None = None
+        self.closed = False
+        self._events: deque[tuple[EngineClient, object, Event]] = deque()
+        self._recovering: set[EngineClient] = set()
+        self._busy_until: dict[EngineClient, float] = {}
+        self._touched_at: dict[EngineClient, float] = {}
+        self._looked_at = 0.0
+        self._last: tuple[Any, EngineClient] | None = None
+        for client in clients:
+            client.transport.deliver = partial(self._deliver, client)
+
+    def alive(self) -> list[EngineClient]:
+        """The engines that are not dead for good; the others are left out from now on.
+
+        Raises:
+            EngineDead: none is left.
+        """
+        with self.changed:
+            dead = [client for client in self.clients if client.dead is not None]
+            self.clients = [client for client in self.clients if client.dead is None]
+            self.buried += dead
+            for client in dead:
+                self.table.release(client.transport.life)
+        for client in dead:
+            client.close()
+        if not self.clients and (last := self.buried[-1].dead) is not None:
+            raise last
+        return self.clients
+
+    def post_waiting(self) -> None:
+        """Requests without an engine go to one."""
+        parcels: dict[EngineClient, tuple[object, list[Request]]] = {}
+        now = time.monotonic()
+        with self.changed:
+            usable = self._usable()
+            for request in self.table.held() if usable else ():
+                client = self._choose(request, usable)
+                life, parcel = parcels.setdefault(client, (client.transport.life, []))
+                self.table.send([request.request_id], life, now)
+                parcel.append(request)
+                self._touched_at[client] = now
+        for client, (life, parcel) in parcels.items():
+            try:
+                client.post(life, parcel)
+            except Lost as lost:
+                self._lost(client, life, lost)
+
+    def _usable(self) -> list[EngineClient]:
+        """Engines that take requests now."""
+        now = time.monotonic()
+        there = [one for one in self.clients if one.dead is None and not one.replacing and one not in self._recovering]
+        return [one for one in there if self._busy_until.get(one, 0.0) <= now]
+
+    def _choose(self, request: Request, usable: list[EngineClient]) -> EngineClient:
+        """The engine of its group, or the one with the least work."""
+        group = (request.request_id.rpartition("/")[0], tuple(request.prompt_ids))
+        if self._last is None or self._last[0] != group or self._last[1] not in usable:
+            self._last = (group, min(usable, key=lambda one: self.table.load(one.transport.life)))
+        return self._last[1]
+
+    def _deliver(self, client: EngineClient, life: object, event: Event) -> None:
+        """For the transports."""
+        with self.changed:
+            self._events.append((client, life, event))
+            self.changed.notify_all()
+
+    def await_event(self, limit_s: float) -> None:
+        """Wait until there is something to do."""
+
+        def something() -> bool:
+            stopped = self.closed or self.paused_at is not None
+            return bool(stopped or self._events or self.table.ready or (self.table.count() and self._usable()))
+
+        with self.changed:
+            self.changed.wait_for(something, limit_s)
+
+    def read_events(self) -> None:
+        """Everything that has arrived; stops at the first failure."""
+        while True:
+            with self.changed:
+                if not self._events:
+                    return
+                client, life, event = self._events.popleft()
+            if isinstance(event, Completion):
+                self._arrive(client, life, event)
+            elif isinstance(event, Failure):
+                self._fail(client, life, event)
+            elif isinstance(event, Returned):
+                with self.changed:
+                    self.table.release(life, event.request_ids)
+                    if event.busy:
+                        self._busy_until[client] = time.monotonic() + BUSY_S
+            elif isinstance(event, Lost):
+                self._lost(client, life, event)
+            elif isinstance(event, EngineDead):
+                self.alive()
+            else:
+                raise event
+
+    def _arrive(self, client: EngineClient, life: object, completion: Completion) -> None:
+        client.transport.progress()
+        problem = impossible(completion)
+        with self.changed:
+            if problem and self.table.remove(life, [completion.request_id]):
+                raise EngineError(
+                    f"{client.name}: request {completion.request_id}: {problem}: the model's output is not finite; "
+                    "look at its weights"
+                )
+            self.table.arrive(life, completion)
+
+    def _fail(self, client: EngineClient, life: object, failure: Failure) -> None:
+        error = failure.error
+        if isinstance(error, EngineDead):
+            self._lost(client, life, Lost(f"failed ({error.problems[0].removeprefix(f'{client.name}: ')})"))
+            return
+        with self.changed:
+            known = self.table.remove(life, failure.request_ids)
+        if isinstance(error, SyncFailed):
+            client.void = error.problems[0]
+        elif not isinstance(error, EngineAsleep) and len(known) == 1:
+            raise RequestRefused(known[0], *error.problems)
+        if known:
+            raise error
+
+    def _lost(self, client: EngineClient, life: object, lost: Lost) -> None:
+        """Its requests wait for an engine; it is replaced, unless it has been."""
+        with self.changed:
+            self.table.release(life)
+            if client.transport.life is not life or client.dead is not None or client in self._recovering:
+                return
+            self._recovering.add(client)
+        work = partial(self._recover, client, life, str(lost))
+        threading.Thread(target=work, name=f"replaces {client.name}", daemon=True).start()
+
+    def _recover(self, client: EngineClient, life: object, how: str) -> None:
+        error: Exception | None = None
+        try:
+            client.recover(life, how)
+        except Exception as raised:  # in the thread that streams
+            error = raised
+        with self.changed:
+            self._recovering.discard(client)
+            self._touched_at[client] = time.monotonic()
+            if error is not None and not self.closed:
+                self._events.append((client, life, error))
+            self.changed.notify_all()
+
+    def check_clocks(self) -> None:
+        """Abort late requests; an engine that does not abort them is lost, one without progress is dead."""
+        now = time.monotonic()
+        if now - self._looked_at < min(LOOK_S, self.table.limit_s / 10):
+            return
+        self._looked_at = now
+        with self.changed:
+            late, deaf = self.table.overdue(now)
+            clients = {client.transport.life: client for client in self.clients}
+        for life, names in late.items():
+            if life in clients:
+                clients[life].transport.abort(names)
+        for life, names in deaf.items():
+            if (client := clients.get(life)) is not None:
+                problem = f"does not abort request {names[0]}; {client.transport.stacks()}".rstrip("; ")
+                if not client.transport.restartable:
+                    client.die(problem)
+                    self.alive()
+                else:
+                    self._lost(client, life, Lost(problem))
+        for life, client in clients.items():
+            progress_at = max(client.transport.progress_at, self._touched_at.get(client, 0.0))
+            if self.table.count(life) and now - progress_at > client.timeouts.stall_s:
+                stacks = client.transport.stacks()
+                problem = f"no progress for {client.timeouts.stall_s:g} s: {stacks}".rstrip(": ")
+                raise EngineError(client.die(problem).problems[0])  # the others are not to go on without
+
+    def abort(self, request_ids: Collection[str] | None = None) -> None:
+        """See `InferenceEngine.abort`; from any thread."""
+        with self.changed:
+            told = self.table.abort(request_ids)
+            clients = {client.transport.life: client for client in self.clients}
+            self.changed.notify_all()
+        for life, names in told.items():
+            if life in clients:
+                clients[life].transport.abort(names)
+
+    def go_on(self) -> None:
+        """The pause is over; time limits did not run meanwhile."""
+        with self.changed:
+            now, paused_at, self.paused_at = time.monotonic(), self.paused_at, None
+            self._touched_at = dict.fromkeys(self.clients, now)
+            if paused_at is not None:
+                self.table.postpone(now - paused_at)
+
+    @property
+    def has_events(self) -> bool:
+        """Whether something has arrived that was not read."""
+        return bool(self._events)
