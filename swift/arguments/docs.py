@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from swift.arguments.help import default_text, type_text
@@ -14,13 +16,13 @@ from swift.flags import Flag, flags_of
 PAGE = Path(__file__).parents[2] / "docs" / "arguments.md"
 ALGORITHMS = PAGE.with_name("algorithms.md")
 PRESETS_BEGIN, PRESETS_END = "<!-- presets: generated -->\n", "<!-- end of presets -->\n"
+_SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
 _HEAD = """# Arguments
 
-This page is generated from the dataclasses by `python -m swift.arguments.docs --write`; a test keeps it current.
-
-[Command line](cli.md) explains the grammar, config files and precedence. A default that is a rule follows from other
-settings or from the machine. A setting without modes is one of `swift rlhf` alone.
+This page is generated: `python -m swift.arguments.docs --write`. [Command line](cli.md) explains the grammar, config
+files and precedence. A default that is a rule follows from other settings or from the machine. Each section names its
+modes; the column *modes* holds exceptions.
 """
 
 
@@ -36,8 +38,18 @@ def with_presets(text: str) -> str:
 
 
 def _section(group: str) -> str:
-    rows = [f"|{'|'.join(_cells(flag, cls, modes))}|" for flag, cls, modes in _settings(group)]
-    return "\n".join([f"## {group}", "", "|flag|type|default|modes|meaning|", "|---|---|---|---|---|", *rows]) + "\n"
+    settings = _settings(group)
+    usual = Counter(tuple(modes) for _, _, modes in settings).most_common(1)[0][0]
+    columns = ["flag", "type", "default", "modes", "meaning"]
+    if all(tuple(modes) == usual for _, _, modes in settings):
+        columns.remove("modes")
+    rows = [_cells(flag, cls, "" if tuple(modes) == usual else _names(modes)) for flag, cls, modes in settings]
+    table = [columns, ["---"] * len(columns), *([row[column] for column in columns] for row in rows)]
+    return "\n".join([f"## {group}", "", f"Modes: {_names(usual)}.", "", *(f"|{'|'.join(row)}|" for row in table), ""])
+
+
+def _names(modes: Sequence[str]) -> str:
+    return "all" if set(modes) == set(MODES) else ", ".join(modes)
 
 
 def _settings(group: str) -> list[tuple[Flag, type, list[str]]]:
@@ -52,12 +64,20 @@ def _settings(group: str) -> list[tuple[Flag, type, list[str]]]:
     return list(rows.values())
 
 
-def _cells(flag: Flag, cls: type, modes: list[str]) -> list[str]:
-    names = f"`--{flag.name}`" + "".join(f"<br>`--{alias}`" for alias in flag.details.aliases)
-    meaning = flag.help + (f" Needs `{flag.needs_text}`." if flag.needs_text else "")
-    kind = ", ".join(map(str, flag.choices)) or type_text(flag) + (f" {flag.valid}" if flag.valid else "")
-    where = "" if modes == ["rlhf"] else "all" if modes == list(MODES) else ", ".join(modes)
-    return [cell.replace("|", "\\|") for cell in (names, kind, default_text(flag, cls), where, meaning)]
+def _cells(flag: Flag, cls: type, modes: str) -> dict[str, str]:
+    cells = {
+        "flag": f"`--{flag.name}`" + "".join(f"<br>`--{alias}`" for alias in flag.details.aliases),
+        "type": ", ".join(map(str, flag.choices)) or type_text(flag) + _range(flag),
+        "default": default_text(flag, cls),
+        "modes": modes,
+        "meaning": flag.help + (f" Needs `{flag.needs_text}`." if flag.needs_text else ""),
+    }
+    return {column: text.replace("|", "\\|") for column, text in cells.items()}
+
+
+def _range(flag: Flag) -> str:
+    bounds = [f"{_SIGNS[name]} {bound:g}" for name, bound in flag.details.bounds.items()]
+    return f" {', '.join(bounds)}" if bounds else ""
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def metavar(flag: Flag) -> str:
 
 def type_text(flag: Flag) -> str:
     """The type in words."""
-    kind = {"bool": "true or false", "int": "int", "float": "float", "str": "text", "dict": "JSON map"}[flag.kind]
+    kind = {"bool": "bool", "int": "int", "float": "float", "str": "text", "dict": "JSON map"}[flag.kind]
     return f"list of {kind}" if flag.is_list else kind
 
 

@@ -51,7 +51,7 @@ class InferArguments(CommonArguments, GenerationArguments, DataArguments, Checkp
 
 @dataclass(kw_only=True)
 class ExportArguments(CommonArguments, CheckpointArguments):
-    """`swift export`: fold a LoRA adapter into its model."""
+    """`swift export`: merge a LoRA adapter into its model."""
 
     merge_lora: bool = flag(False, group="Model")
     """Whether adapters are merged into the weights, as an ordinary model folder."""
@@ -134,7 +134,7 @@ class RolloutServerArguments(CommonArguments, EngineArguments, GenerationArgumen
     """Port to listen on; 0 takes a free one, which the ready line names."""
 
     api_key: str | None = flag(group="Run", unset="no authentication")
-    """Bearer token of clients. SWIFT_API_KEY does the same and is not visible to other users of the machine."""
+    """Bearer token of clients. SWIFT_API_KEY hides it from other users of the machine."""
 
     allow_unauthenticated: bool = flag(False, group="Run", everyday=False)
     """Whether a public address needs no key."""

@@ -56,7 +56,7 @@ presets["grpo"] = Preset(
         "beta": PaperValue(0.04, "section 4.2"),
         "num_iterations": PaperValue(1, "section 4.2"),
     },
-    "epsilon is not stated; the default 0.2 is that of PPO (arXiv:1707.06347). 64 completions per prompt.",
+    "epsilon is not stated; 0.2 is that of PPO (arXiv:1707.06347). 64 completions per prompt.",
 )
 presets["dapo"] = Preset(
     "DAPO",
@@ -71,7 +71,7 @@ presets["dapo"] = Preset(
         "dynamic_sample": PaperValue(True, "section 3.2"),
         "overlong_filter": PaperValue(True, "section 3.4"),
     },
-    "The final run has the reward soft_overlong too (section 3.4), which a preset does not add: "
+    "The final run has the reward soft_overlong too (section 3.4): "
     "`--reward_funcs ... soft_overlong --soft_cache_length C`, in the paper 4096 of 20480 tokens. "
     "16 completions per prompt.",
 )
@@ -97,9 +97,9 @@ presets["gspo"] = Preset(
         "epsilon_high": PaperValue(4e-4, "section 5.1"),
         "advantage_estimator": PaperValue("grpo", "equation 6"),
         "scale_rewards": PaperValue("group", "equation 6"),
-        "beta": PaperValue(0.0, "section 2, where the KL is left out"),
+        "beta": PaperValue(0.0, "section 2"),
     },
-    "Acts only with several updates per rollout: the paper makes four windows of each, "
+    "Acts only with several updates per rollout batch, in the paper four: "
     "`--steps_per_generation` = 4 x `--gradient_accumulation_steps`.",
 )
 presets["cispo"] = Preset(
@@ -124,7 +124,7 @@ presets["sapo"] = Preset(
         "tau_neg": PaperValue(1.05, "section 5"),
         "advantage_estimator": PaperValue("grpo", "section 3"),
         "scale_rewards": PaperValue("group", "section 3"),
-        "beta": PaperValue(0.0, "section 3, an objective without KL"),
+        "beta": PaperValue(0.0, "section 3"),
     },
 )
 presets["luspo"] = Preset(
@@ -137,9 +137,9 @@ presets["luspo"] = Preset(
         "epsilon_high": PaperValue(2.5e-3, "section 5.1"),
         "advantage_estimator": PaperValue("grpo", "section 4"),
         "scale_rewards": PaperValue("group", "section 4"),
-        "beta": PaperValue(0.0, "section 4, an objective without KL"),
+        "beta": PaperValue(0.0, "section 4"),
     },
-    "Acts only with several updates per rollout, as gspo.",
+    "As gspo.",
 )
 presets["vespo"] = Preset(
     "VESPO",
@@ -148,9 +148,9 @@ presets["vespo"] = Preset(
         "loss_type": PaperValue("vespo", "section 3.4"),
         "advantage_estimator": PaperValue("grpo", "section 3.4"),
         "scale_rewards": PaperValue("group", "section 3.4"),
-        "beta": PaperValue(0.0, "section 3.4, an objective without KL"),
+        "beta": PaperValue(0.0, "section 3.4"),
     },
-    "The shape of the kernel, (2, 3) for A >= 0 and (3, 2) below, is that of the paper and fixed.",
+    "The shape of the kernel, (2, 3) for A >= 0 and (3, 2) below, is fixed.",
 )
 presets["rloo"] = Preset(
     "RLOO",
@@ -165,7 +165,7 @@ presets["rloo"] = Preset(
         "kl_in_reward": PaperValue(True, "section 2"),
         "num_iterations": PaperValue(1, "section 2: REINFORCE without ratio or clip"),
     },
-    "With one update per rollout the ratio is 1 and the clip of the loss never acts, as in the paper. "
+    "With one update per rollout batch no clip acts, as in the paper. "
     "2 or 4 completions per prompt.",
 )
 presets["reinforce_plus_plus"] = Preset(
@@ -234,7 +234,10 @@ def table() -> str:
     lines = ["| preset | paper | values, and where the paper has them | beside |", "|---|---|---|---|"]
     for name, preset in presets.items():
         number = preset.paper.removeprefix("arXiv:")
-        values = "; ".join(f"`{key} {item.shown}` ({item.where})" for key, item in preset.values.items())
+        places: dict[str, list[str]] = {}
+        for key, item in preset.values.items():
+            places.setdefault(item.where, []).append(f"`{key} {item.shown}`")
+        values = "; ".join(f"{', '.join(shown)} ({where})" for where, shown in places.items())
         paper = f"{preset.title}, [{number}](https://arxiv.org/abs/{number})"
         lines.append(f"| {name} | {paper} | {values} | {preset.beside} |")
     return "\n".join(lines) + "\n"

@@ -17,8 +17,7 @@ class HubArguments:
     GROUP: ClassVar[str] = "Data"
 
     use_hf: bool = flag(False)
-    """Whether hub ids of models and datasets are looked up on Hugging Face instead of ModelScope. USE_HF=1 does the
-    same."""
+    """Whether hub ids mean Hugging Face instead of ModelScope. USE_HF=1 does the same."""
 
 
 @dataclass(kw_only=True)
@@ -28,35 +27,34 @@ class DataArguments(HubArguments):
     GROUP: ClassVar[str] = "Data"
 
     dataset: list[str] = flag([])
-    """Training data: one or several of `[hf::|ms::]id_or_path[:subset][#n]` or `reasoning_gym:<task>[#n]`. A path is a
-    jsonl, json, csv or parquet file or a folder; `#n` takes n random rows."""
+    """Training data: `[hf::|ms::]id_or_path[:subset][#n]` or `reasoning_gym:<task>[#n]`. A path is a jsonl, json, csv
+    or parquet file or a folder; `#n` takes n random rows."""
 
     val_dataset: list[str] = flag([])
-    """Evaluation data, written like `--dataset`."""
+    """Evaluation data, in the form of `--dataset`."""
 
     split_dataset_ratio: float = flag(0.0, at_least=0, below=1)
-    """Share of the training rows split off for evaluation, written to val_dataset.jsonl. 0.01 if `--eval_steps` is
-    given without evaluation data."""
+    """Share of training rows split off for evaluation. 0.01 if `--eval_steps` is given without evaluation data."""
 
     columns: dict[str, Any] = flag({})
-    """Columns to rename, as JSON such as `{"answer":"solution"}`. Other columns keep their names."""
+    """Columns to rename, as JSON such as `{"answer":"solution"}`."""
 
     system: str | None = flag(unset="the chat template's own")
-    """System prompt: text, or the path of a text file or shipped example. A row's own system prompt has precedence."""
+    """System prompt: text, a text file or a shipped example. A row's own has precedence."""
 
     strict: bool = flag(False)
-    """Whether the first bad row stops the run. false skips and counts bad rows."""
+    """Whether the first bad row stops the run, instead of being skipped and counted."""
 
     dataset_shuffle: bool = flag(True)
-    """Whether rows are visited in random order, new in each epoch. If false, `#n` takes the first n rows."""
+    """Whether each epoch has a new random order. If false, `#n` takes the first n rows."""
 
     interleave_prob: list[float] = flag([], above=0, at_most=1, everyday=False)
-    """Shares of the rows that come from each `--dataset`, adding up to 1. If empty, all rows of all are used."""
+    """Shares of the rows from each `--dataset`, adding up to 1. If empty, all rows are used."""
 
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = flag(
         "first_exhausted", everyday=False, needs="interleave_prob"
     )
-    """End of mixed datasets: when the first has no row left, or when every row was used, shorter datasets repeated."""
+    """End of mixed datasets: when the first is exhausted, or when every row was used and shorter datasets repeated."""
 
     dataset_num_proc: int = flag(1, at_least=1, everyday=False)
     """Number of processes that prepare rows."""

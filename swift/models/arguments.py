@@ -22,10 +22,10 @@ class CheckpointArguments(HubArguments):
     """Branch, tag or commit of a hub model."""
 
     model_type: str | None = flag(everyday=False, unset="read from config.json")
-    """Architecture, in transformers' names, if config.json has another one."""
+    """Architecture in transformers' names, instead of that in config.json."""
 
     template: str | None = flag(unset="the tokenizer's own")
-    """Name of a chat template that replaces the tokenizer's own."""
+    """Name of a chat template."""
 
     chat_template_kwargs: dict[str, Any] = flag({}, everyday=False)
     """Variables of the chat template, as JSON such as `{"enable_thinking": false}`."""
@@ -38,13 +38,13 @@ class CheckpointArguments(HubArguments):
     attn_impl: Literal["sdpa", "eager", "flash_attn", "flex_attention"] = flag(
         "sdpa", aliases=("attn_implementation",), values={"flash_attention_2": "flash_attn"}, everyday=False
     )
-    """Attention kernel. rlhf computes packed rows with each: sdpa is FlexAttention on CUDA where a trial agrees with
-    masked SDPA; flex_attention needs a GPU; flash_attn needs a GPU, its package and 16 bits. eager is used if an
-    architecture has no sdpa or caps its scores."""
+    """Attention kernel. In rlhf, sdpa is FlexAttention on CUDA if a trial agrees with masked SDPA. flex_attention and
+    flash_attn need a GPU; flash_attn also its package and 16 bits. eager is used if an architecture has no sdpa or caps
+    its scores."""
 
     adapters: list[str] = flag([])
-    """Folders of LoRA adapters to start from. LoRA trains one further; otherwise all are merged into the weights, in
-    order."""
+    """Folders of LoRA adapters to start from. LoRA trains a single one further; otherwise all are merged into the
+    weights, in order."""
 
     trust_remote_code: bool = flag(False, everyday=False)
     """Whether Python code of a model's repository may run."""
@@ -55,25 +55,25 @@ class TunerArguments(CheckpointArguments):
     """What of the model is trained."""
 
     tuner_type: Literal["lora", "full"] = flag("lora", aliases=("train_type",))
-    """Trained weights: a low-rank adapter (LoRA, arXiv:2106.09685) or all."""
+    """Trained weights: a LoRA adapter (arXiv:2106.09685) or all."""
 
     lora_rank: int = flag(8, at_least=1, needs="tuner_type=lora")
     """Rank of the LoRA matrices."""
 
     lora_alpha: float = flag(32.0, above=0, needs="tuner_type=lora")
-    """Scale of LoRA: the adapter's output is multiplied by lora_alpha / lora_rank."""
+    """Scale of LoRA: the adapter's output times lora_alpha / lora_rank."""
 
     lora_dropout: float | None = flag(at_least=0, below=1, everyday=False, needs="tuner_type=lora")
     """Dropout before the LoRA matrices."""
 
     target_modules: list[str] = flag(["all-linear"], everyday=False, needs="tuner_type=lora")
-    """Modules with LoRA matrices. all-linear is every linear layer but the output head."""
+    """Modules with LoRA matrices. all-linear excludes the output head."""
 
     modules_to_save: list[str] = flag([], everyday=False, needs="tuner_type=lora")
-    """Modules trained in full and saved beside the adapter, such as embed_tokens."""
+    """Modules trained in full and saved with the adapter, such as embed_tokens."""
 
     gradient_checkpointing: bool = flag(True)
-    """Whether activations are recomputed in the backward pass: less memory, about a third more time."""
+    """Whether the backward pass recomputes activations: less memory, a third more time."""
 
     gradient_checkpointing_kwargs: dict[str, Any] = flag({}, everyday=False, needs="gradient_checkpointing")
     """Options of torch's checkpointing, as JSON such as `{"use_reentrant": false}`."""
@@ -84,5 +84,4 @@ class ModelArguments(TunerArguments):
     """The policy and its reference."""
 
     ref_model: str | None = flag(everyday=False, needs="beta", unset="the policy as it starts")
-    """Model or adapter folder of the KL reference. If not given, LoRA turns its adapter off and full tuning keeps a
-    frozen copy."""
+    """Model or adapter folder of the KL reference."""

@@ -27,8 +27,7 @@ class RewardArguments:
     """Weights of the reward functions and models, in the order given."""
 
     external_plugins: list[str] = flag([], aliases=("custom_register_path",), joins=True)
-    """Python files that register reward functions, losses and other parts. Shipped examples are found from every
-    folder."""
+    """Python files that register reward functions, losses and other parts."""
 
     reward_model_revision: list[str] = flag([], everyday=False)
     """Revision of each reward model."""
@@ -37,7 +36,7 @@ class RewardArguments:
     """LoRA adapter of each reward model."""
 
     reward_timeout: float = flag(30.0, above=0)
-    """Time limit of one call of a reward function, in seconds. Its worker is killed and replaced then."""
+    """Time limit of a call of a reward function, in seconds."""
 
     reward_workers: int | None = flag(at_least=1, aliases=("reward_num_workers",), everyday=False)
     """Number of reward processes per node."""

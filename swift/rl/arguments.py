@@ -20,8 +20,7 @@ class ObjectiveArguments:
     GROUP: ClassVar[str] = "Objective"
 
     preset: Literal["none"] = flag("none", everyday=False, registry="presets")
-    """Paper whose values the objective takes. Every value can be overridden; the plan of a run prints them with their
-    sources."""
+    """Paper whose values the objective takes. Flags override them."""
 
     beta: float = flag(0.04, at_least=0)
     """Weight of the KL to the reference model (k3). 0 needs no reference."""
@@ -33,8 +32,8 @@ class ObjectiveArguments:
     """Lower clip range of the ratio."""
 
     epsilon_high: float | None = flag(at_least=0)
-    """Upper clip range of the ratio; DAPO (arXiv:2503.14476) uses 0.28. For cispo the cap of the ratio itself, at least
-    1 and required (5.0 in arXiv:2510.13786)."""
+    """Upper clip range of the ratio; 0.28 in DAPO (arXiv:2503.14476). For cispo the cap of the ratio, at least 1 and
+    required (5.0 in arXiv:2510.13786)."""
 
     delta: float | None = flag(above=1, everyday=False, unset="off")
     """Cap of the unclipped ratio (two-sided clip, arXiv:2505.07291), above 1 + epsilon_high."""
@@ -47,7 +46,7 @@ class ObjectiveArguments:
 
     scale_rewards: Literal["group", "batch", "none", "gdpo"] | None = flag(values={"true": "group", "false": "none"})
     """Divisor of an advantage: standard deviation of the group, of the batch, or none. gdpo normalises each reward
-    function on its own."""
+    function."""
 
     kl_in_reward: bool | None = flag(needs="beta", everyday=False)
     """Whether the KL is subtracted from the reward instead of added to the loss."""
@@ -56,20 +55,20 @@ class ObjectiveArguments:
     """Level of the ratio: each token, or the sequence."""
 
     overlong_filter: bool = flag(False, aliases=("mask_truncated_completions",))
-    """Whether completions cut at max_completion_length are left out of the loss. Group statistics count them."""
+    """Whether completions cut at max_completion_length are left out of the loss, but not of group statistics."""
 
     dynamic_sample: bool = flag(False)
     """Whether zero-variance groups are replaced by new ones (DAPO)."""
 
     max_resample_times: int = flag(3, at_least=0, everyday=False, needs="dynamic_sample")
-    """Maximum number of extra launches per generation batch, as a multiple of its groups."""
+    """Maximum extra launches per generation batch, as a multiple of its groups."""
 
     log_entropy: bool = flag(False, everyday=False)
     """Whether the policy's entropy at the sampling temperature is logged."""
 
     top_entropy_quantile: float = flag(1.0, above=0, at_most=1, everyday=False)
-    """Share of a step's tokens to train on, those of highest entropy (0.2 in arXiv:2506.01939). Several micro-batches
-    or processes need one more forward pass."""
+    """Share of tokens to train on, those of highest entropy (0.2 in arXiv:2506.01939). May need one more forward
+    pass."""
 
     rollout_importance_sampling_mode: (
         Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None
@@ -78,8 +77,8 @@ class ObjectiveArguments:
     threshold."""
 
     vllm_importance_sampling_correction: bool | None = flag(everyday=False, unset="the mode alone decides")
-    """Whether to correct for differences between engine and trainer. false is `--rollout_importance_sampling_mode
-    none`; true is token_truncate unless a mode is given."""
+    """TRL's switch of the correction. false is `--rollout_importance_sampling_mode none`; true is token_truncate unless
+    a mode is given."""
 
     rollout_importance_sampling_threshold: float = flag(
         2.0,
@@ -101,12 +100,11 @@ class ObjectiveArguments:
     """Length rule of the sequence ratio."""
 
     old_logprobs: Literal["trainer", "sampler"] = flag("trainer", everyday=False)
-    """Source of the old log-probs. trainer: the policy when it starts on a batch (arXiv:2505.24298). sampler: those
-    recorded at sampling; excludes `--rollout_importance_sampling_mode`."""
+    """Source of the old log-probs: the policy when it starts on a batch (arXiv:2505.24298), or those recorded at
+    sampling, which excludes `--rollout_importance_sampling_mode`."""
 
     log_rollout_offpolicy_metrics: bool = flag(False, everyday=False)
-    """Whether log-probs are logged by the sign of the advantage (`logp/...`). The run ends if the engine's are
-    missing."""
+    """Whether log-probs are logged by the sign of the advantage (`logp/...`)."""
 
     off_policy_sequence_mask_delta: float | None = flag(
         aliases=("off_policy_mask_threshold",), everyday=False, unset="off"
@@ -118,13 +116,13 @@ class ObjectiveArguments:
     adapter."""
 
     ref_model_sync_steps: int = flag(512, at_least=1, everyday=False, needs="sync_ref_model")
-    """Number of steps between two moves of the reference model."""
+    """Number of steps between two moves."""
 
     ref_model_mixup_alpha: float = flag(0.6, at_least=0, at_most=1, everyday=False, needs="sync_ref_model")
-    """Share of the policy in the moved reference model."""
+    """Share of the policy in a move."""
 
     kl_bias_correction: bool = flag(False, aliases=("use_bias_correction_kl",), everyday=False)
-    """Whether the KL term is multiplied by the token's ratio, for an unbiased gradient (arXiv:2512.02556)."""
+    """Whether the KL is multiplied by the token's ratio, for an unbiased gradient (arXiv:2512.02556)."""
 
     entropy_coef: float = flag(0.0, at_least=0, everyday=False)
     """Weight of the entropy bonus."""
@@ -169,7 +167,7 @@ class ObjectiveArguments:
     """Minimum number of scored groups to train on."""
 
     skip_zero_advantage_batches: bool = flag(True, group=ASYNCHRONOUS, everyday=False)
-    """Whether completions without advantage skip the forward and backward pass, where that changes nothing."""
+    """Whether completions without advantage skip forward and backward, where that changes nothing."""
 
     replay_buffer_size: int = flag(0, at_least=0, group=ASYNCHRONOUS, everyday=False)
     """Number of groups kept to replace zero-variance groups. 0 is off."""

@@ -23,23 +23,22 @@ class GenerationArguments:
     """Maximum number of new tokens per completion."""
 
     max_length: int | None = flag(at_least=1, unset="the model's context minus max_completion_length")
-    """Maximum prompt length in tokens. `--truncation_strategy` handles longer prompts."""
+    """Maximum prompt length in tokens."""
 
     truncation_strategy: Literal["left", "right", "delete"] = flag("left", everyday=False)
-    """Treatment of prompts over `--max_length`: cut on the left, cut on the right, or leave the row out. All are
-    counted."""
+    """Treatment of prompts over `--max_length`: cut on the left or right, or leave the row out. All are counted."""
 
     temperature: float = flag(0.9, above=0)
-    """Sampling temperature. The loss uses log-probs of logits / temperature too."""
+    """Sampling temperature, also of the log-probs in the loss."""
 
     top_p: float = flag(1.0, above=0, at_most=1)
-    """Share of the probability to sample from. Values below 1 bias the gradient; ms-swift 3.x used 0.9."""
+    """Share of the probability to sample from. Below 1 it biases the gradient; ms-swift 3.x used 0.9."""
 
     top_k: int = flag(-1, at_least=-1)
     """Number of likeliest tokens to sample from; -1 or 0 is off. Biases the gradient; ms-swift 3.x used 50."""
 
     min_p: float = flag(0.0, at_least=0, at_most=1, everyday=False)
-    """Minimum probability of a token, relative to the likeliest one. Biases the gradient."""
+    """Minimum probability of a token relative to the likeliest. Biases the gradient."""
 
     repetition_penalty: float = flag(1.0, above=0, everyday=False)
     """Divisor of the logits of tokens already seen. Biases the gradient."""
@@ -48,8 +47,7 @@ class GenerationArguments:
     """Texts that end a completion, besides the end token."""
 
     generation_kwargs: dict[str, Any] = flag({}, everyday=False)
-    """Further sampling settings, as JSON such as `{"presence_penalty": 0.5, "min_tokens": 8}`. They override their own
-    flags; most bias the gradient."""
+    """Further sampling settings, as JSON such as `{"min_tokens": 8}`. They override flags; most bias the gradient."""
 
     vllm_guided_decoding_regex: str | None = flag(
         aliases=("structured_outputs_regex",), everyday=False, unset="completions are free"
@@ -217,18 +215,17 @@ class SamplingArguments(GenerationArguments):
     """Groups of completions, and how they fill generation batches."""
 
     rollout_func: str | None = flag(everyday=False, unset="the engine samples each completion once")
-    """Function that makes the completions with the engine: a name in `rollout_funcs`, or `path.py:function`."""
+    """Function that makes the completions: a name in `rollout_funcs`, or `path.py:function`."""
 
     num_generations: int = flag(8, at_least=2)
-    """Number of completions per prompt, G in GRPO (arXiv:2402.03300). Divides the global batch:
-    per_device_train_batch_size x processes x gradient_accumulation_steps."""
+    """Number of completions per prompt, G in GRPO (arXiv:2402.03300). Divides the global batch."""
 
     num_generations_eval: int | None = flag(at_least=1, everyday=False)
     """Number of completions per prompt in evaluation."""
 
     steps_per_generation: int | None = flag(at_least=1, group="Optimization", everyday=False)
-    """Number of micro-batches per generation batch, a multiple or divisor of gradient_accumulation_steps. More than
-    that makes several optimizer steps of a batch."""
+    """Number of accumulation steps per generation batch, a multiple or divisor of gradient_accumulation_steps. A
+    multiple makes several optimizer steps of a batch."""
 
     generation_batch_size: int | None = flag(
         at_least=1, group="Optimization", everyday=False, unset="follows from steps_per_generation"
@@ -244,8 +241,7 @@ class SamplingArguments(GenerationArguments):
         everyday=False,
         unset="what fits into memory, at most 16384; on a CPU 1 GiB of activations",
     )
-    """Maximum number of tokens per micro-batch, that is per forward and backward pass, shared prompts counted once.
-    Same gradient."""
+    """Maximum number of tokens per forward and backward pass, shared prompts counted once. Same gradient."""
 
 
 @dataclass(kw_only=True)
@@ -258,14 +254,12 @@ class EngineArguments:
     """Whether vLLM generates. If false, transformers does, in the trainer's process."""
 
     infer_backend: str | None = flag(values={"pt": "transformers"}, everyday=False, registry="backends")
-    """Inference library: transformers, vllm, lmdeploy, or one of a plugin. transformers also serves dedicated and
-    server modes."""
+    """Inference library: transformers, vllm, lmdeploy, or one of a plugin."""
 
     vllm_mode: Literal["colocate", "server", "dedicated"] | None = flag(
         values={"async": "dedicated"}, unset="inferred from devices, NPROC_PER_NODE and num_infer_workers"
     )
-    """Place of the engine: on the trainer's devices, on devices of its own, or behind a server address. Implies
-    `--use_vllm true`."""
+    """Place of the engine: the trainer's devices, devices of its own, or a server. Implies `--use_vllm true`."""
 
     num_infer_workers: int | None = flag(at_least=1, unset="NPROC_PER_NODE if that is the number of devices, else 1")
     """Number of inference devices per node."""
@@ -288,10 +282,10 @@ class EngineArguments:
     """Whether CUDA graphs are off."""
 
     vllm_limit_mm_per_prompt: dict[str, Any] | None = flag(needs="use_vllm", everyday=False)
-    """Number of images and the like per prompt, as JSON for vLLM."""
+    """Number of images and the like per prompt, as JSON."""
 
     vllm_enable_prefix_caching: bool = flag(True, needs="use_vllm", everyday=False)
-    """Whether shared prompt prefixes are cached. Each weight sync clears the cache."""
+    """Whether shared prompt prefixes are cached until the next weight sync."""
 
     vllm_tensor_parallel_size: int = flag(
         1, at_least=1, aliases=("tensor_parallel_size",), needs="use_vllm", everyday=False
@@ -326,8 +320,7 @@ class EngineArguments:
     """Further arguments of vLLM's engine, as JSON; not checked."""
 
     async_generate: bool = flag(False, aliases=("async_prefetch",), everyday=False)
-    """Whether the next batch is sampled while this one trains, with weights one update old. Needs dedicated or server
-    mode."""
+    """Whether the next batch is sampled while this one trains, in dedicated or server mode."""
 
     sleep_level: Literal[0, 1, 2] = flag(
         0, aliases=("vllm_enable_sleep_mode",), values={"true": "1", "false": "0"}, everyday=False
@@ -344,24 +337,24 @@ class EngineArguments:
     """Whether garbage is collected and the device cache emptied after offloading."""
 
     move_model_batches: int | None = flag(at_least=1, everyday=False, unset="all weights in one pass")
-    """Number of layer groups in which weights are sent, and one more for the rest."""
+    """Number of layer groups of a weight sync; the rest is one more."""
 
     ds3_gather_for_generation: bool = flag(True, everyday=False)
-    """Whether ZeRO-3 gathers the weights once per rollout. Required with vLLM."""
+    """Whether ZeRO-3 gathers the weights once per rollout batch. Required with vLLM."""
 
     parity_check: str = flag("start")
-    """Schedule of the comparison of engine and trainer log-probs: start, every:N steps, warn (at the start, never an
+    """Schedule of the comparison of engine and trainer log-probs: start, every:N steps, warn (at the start, without
     error), or off."""
 
     cpu_devices: int | None = flag(at_least=1, everyday=False, unset="as many as are needed")
-    """Number of groups of CPU cores that act as devices if there is no accelerator."""
+    """Number of groups of CPU cores that stand for devices without an accelerator."""
 
     weight_transport: Literal["auto", "object_store", "broadcast", "disk", "http"] = flag("auto", everyday=False)
-    """Transport of weight syncs: object_store or broadcast with `--vllm_mode dedicated`; disk, http or broadcast
-    to servers. auto takes the shortest way between the devices."""
+    """Transport of weight syncs: object_store or broadcast with `--vllm_mode dedicated`; disk, http or broadcast to
+    servers."""
 
     ray_address: str | None = flag(everyday=False, unset="a cluster that ends with the run")
-    """Address of the Ray cluster for dedicated engines: host:port, or auto for the one on this machine."""
+    """Address of an existing Ray cluster for dedicated engines: host:port, or auto for this machine's."""
 
     ray_token_file: str | None = flag(everyday=False, needs="ray_address", unset="made for a cluster of this run")
     """File with the token of the Ray cluster at `--ray_address`."""
@@ -373,7 +366,7 @@ class EngineArguments:
     """Time limit of a request to an engine, in seconds."""
 
     stall_timeout: float = flag(300.0, above=0, everyday=False)
-    """Time without progress after which the run ends and names the stuck component, in seconds."""
+    """Time without progress after which the run ends, in seconds."""
 
     use_lmdeploy: bool = flag(False, everyday=False)
     """Whether LMDeploy generates. Excludes `--use_vllm`."""

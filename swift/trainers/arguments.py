@@ -34,7 +34,7 @@ class OptimizationArguments:
     """Settings of the schedule, as JSON such as `{"num_cycles": 2}`."""
 
     warmup_ratio: float = flag(0.0, at_least=0, at_most=1)
-    """Share of all steps over which the learning rate rises to its peak."""
+    """Share of all steps for warmup."""
 
     warmup_steps: int = flag(0, at_least=0, everyday=False)
     """Number of warmup steps; above 0 it replaces warmup_ratio."""
@@ -48,8 +48,8 @@ class OptimizationArguments:
         everyday=False,
         registry="optimizers",
     )
-    """Optimizer. adamw is adamw_torch_fused. adamw_8bit needs bitsandbytes, adafactor keeps sums of rows and columns,
-    adamw_cpu keeps its state and updates on the host."""
+    """Optimizer. adamw is adamw_torch_fused. adamw_8bit needs bitsandbytes; adamw_cpu keeps state and updates on the
+    host."""
 
     optim_args: str | None = flag(everyday=False, unset="the optimizer's defaults")
     """Further settings of the optimizer, as `name=value,name=value`."""
@@ -67,15 +67,14 @@ class OptimizationArguments:
     """Maximum gradient norm. 0 turns clipping off."""
 
     num_train_epochs: float = flag(3.0, above=0)
-    """Number of passes over the training rows. `--dynamic_sample` draws further rows, which are not counted."""
+    """Number of passes over the training rows, without those that `--dynamic_sample` adds."""
 
     max_steps: int = flag(-1, at_least=-1)
     """Number of optimizer steps; above 0 it replaces num_train_epochs."""
 
     per_device_train_batch_size: int = flag(1, at_least=1)
-    """Number of completions (rows in sft) per process and accumulation step. Memory does not depend on it in rlhf; see
-    max_tokens_per_micro_batch. If not given, rlhf takes the smallest that makes
-    the global batch a multiple of num_generations."""
+    """Number of completions (rows in sft) per process and accumulation step. If not given, rlhf takes the smallest that
+    makes the global batch a multiple of num_generations. max_tokens_per_micro_batch bounds memory."""
 
     per_device_eval_batch_size: int = flag(1, at_least=1)
     """Number of completions (rows in sft) per process and evaluation batch."""
@@ -90,17 +89,17 @@ class OptimizationArguments:
     """DeepSpeed setting: zero0, zero1, zero2, zero3, zero2_offload, zero3_offload or a JSON file."""
 
     fsdp: Literal["full_shard", "shard_grad_op"] | None = flag(everyday=False, unset="off")
-    """FSDP2 setting, which shards weights, gradients and optimizer state. full_shard gathers a layer in each pass,
-    shard_grad_op keeps it from forward to backward."""
+    """FSDP2 setting: weights, gradients and optimizer state are sharded. shard_grad_op keeps gathered layers from
+    forward to backward."""
 
     ddp_timeout: int = flag(1800, at_least=1, everyday=False)
     """Timeout of distributed collectives, in seconds."""
 
     ddp_find_unused_parameters: bool = flag(False, everyday=False)
-    """Whether DDP looks for parameters without gradient in every step."""
+    """Whether DDP searches for parameters without gradient in every step."""
 
     full_determinism: bool = flag(False, everyday=False)
-    """Whether only deterministic kernels are used: reproducible on GPUs, slower."""
+    """Whether to use deterministic kernels only: reproducible on GPUs, slower."""
 
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one line each."""
@@ -126,7 +125,7 @@ class RunArguments:
     """Folder of the runs; each makes `v<N>-<time>` in it."""
 
     add_version: bool = flag(True, everyday=False)
-    """Whether each run gets a new folder. false writes into output_dir itself."""
+    """Whether each run gets a new folder, instead of output_dir itself."""
 
     run_name: str | None = flag(everyday=False, unset="the run's folder")
     """Name of the run in wandb and swanlab."""
@@ -150,7 +149,7 @@ class RunArguments:
     """Maximum number of checkpoints. The oldest is deleted first; the best is kept."""
 
     save_only_model: bool = flag(False, everyday=False)
-    """Whether checkpoints have weights only. They cannot be resumed."""
+    """Whether checkpoints have weights only and cannot be resumed."""
 
     eval_strategy: Literal["no", "steps", "epoch"] = flag("steps", aliases=("evaluation_strategy",))
     """Schedule of evaluation; off without evaluation data."""
@@ -171,7 +170,7 @@ class RunArguments:
     """Checkpoint folder to resume, or `last` for the newest of output_dir."""
 
     dry_run: bool = flag(False)
-    """Whether to check everything, print the plan, and end without loading weights."""
+    """Whether to check everything, print the plan and end, without loading weights."""
 
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one line each."""
