@@ -165,8 +165,7 @@ presets["rloo"] = Preset(
         "kl_in_reward": PaperValue(True, "section 2"),
         "num_iterations": PaperValue(1, "section 2: REINFORCE without ratio or clip"),
     },
-    "With one update per rollout batch no clip acts, as in the paper. "
-    "2 or 4 completions per prompt.",
+    "With one update per rollout batch no clip acts, as in the paper. 2 or 4 completions per prompt.",
 )
 presets["reinforce_plus_plus"] = Preset(
     "REINFORCE++",
