@@ -351,9 +351,9 @@ def test_closing_tells_whoever_waits(made):
 
 def send(queue, value, version=1):
     source = CountingSource(two_layers(value))
-    number = queue.begin_update(source.manifest(), version).result(LIMIT_S)
+    number = queue.updates.begin(source.manifest(), version).result(LIMIT_S)
     for bucket in source.buckets():
-        queue.send_bucket(number, lambda missing, bucket=bucket: bucket).result(LIMIT_S)
+        queue.updates.send(number, lambda missing, bucket=bucket: bucket).result(LIMIT_S)
     return number
 
 
@@ -364,7 +364,7 @@ def test_an_update_replaces_all_weights_and_nothing_is_sampled_meanwhile(made):
     during = Box(queue, some(4))
     time.sleep(0.1)
     assert during.look() == []
-    ack = queue.commit_update(number).result(LIMIT_S)
+    ack = queue.updates.commit(number).result(LIMIT_S)
     assert (ack.version, ack.tensors) == (1, 2)
     after = during.wait(4)
     assert after["g/0"].versions == [(1, 0, len(after["g/0"].token_ids))]
@@ -379,22 +379,22 @@ def test_an_update_in_flight_divides_completions_by_version(made):
     number = send(queue, 2.0)
     queue.resume()  # too early: the update holds the engine
     time.sleep(0.1)
-    queue.commit_update(number).result(LIMIT_S)
+    queue.updates.commit(number).result(LIMIT_S)
     assert [version for version, _, _ in box.wait(1)["g/0"].versions] == [0, 1]
 
 
 def test_a_bucket_that_cannot_be_read_ends_the_update(made):
     queue = made()
-    number = queue.begin_update(CountingSource(two_layers(1.0)).manifest(), 1).result(LIMIT_S)
+    number = queue.updates.begin(CountingSource(two_layers(1.0)).manifest(), 1).result(LIMIT_S)
 
     def unreadable(missing):
         assert [info.name for info in missing] == ["layer.0", "layer.1"]
         raise SyncFailed("weights: cut off, as told")
 
     with pytest.raises(SyncFailed, match="cut off"):
-        queue.send_bucket(number, unreadable).result(LIMIT_S)
+        queue.updates.send(number, unreadable).result(LIMIT_S)
     with pytest.raises(SyncFailed, match="is not open"):
-        queue.commit_update(number).result(LIMIT_S)
+        queue.updates.commit(number).result(LIMIT_S)
     assert ("update aborted", 1) in queue.engine.events
     Box(queue, some(1)).wait(1)
 
@@ -403,21 +403,21 @@ def test_a_commit_that_fails_ends_the_update(made):
     queue = made(ScriptedEngine(update_failures=[("commit", lost())]))
     number = send(queue, 1.0)
     with pytest.raises(SyncFailed):
-        queue.commit_update(number).result(LIMIT_S)
-    assert queue.update_idle_s is None
+        queue.updates.commit(number).result(LIMIT_S)
+    assert queue.updates.idle_s is None
     Box(queue, some(1)).wait(1)
 
 
 def test_an_update_that_was_left_open_is_aborted_by_the_next_or_by_its_number(made):
     queue = made()
     manifest = CountingSource(two_layers(1.0)).manifest()
-    first = queue.begin_update(manifest, 1).result(LIMIT_S)
-    assert queue.update_idle_s < LIMIT_S
-    second = queue.begin_update(manifest, 2).result(LIMIT_S)
-    queue.abort_update(first).result(LIMIT_S)
-    assert queue.update_idle_s is not None
-    queue.abort_update(second).result(LIMIT_S)
-    assert queue.update_idle_s is None
+    first = queue.updates.begin(manifest, 1).result(LIMIT_S)
+    assert queue.updates.idle_s < LIMIT_S
+    second = queue.updates.begin(manifest, 2).result(LIMIT_S)
+    queue.updates.abort(first).result(LIMIT_S)
+    assert queue.updates.idle_s is not None
+    queue.updates.abort(second).result(LIMIT_S)
+    assert queue.updates.idle_s is None
     assert [event for event in queue.engine.events if event[0] == "update aborted"] == [
         ("update aborted", 1), ("update aborted", 2)
     ]  # fmt: skip

@@ -84,17 +84,17 @@ class LocalTransport(Transport):
         self._do("rebuild")
 
     def _begin_update(self, manifest, version):
-        return self.queue.begin_update(manifest, version).result(60)
+        return self.queue.updates.begin(manifest, version).result(60)
 
     def _commit(self, update):
-        return {"ack": self.queue.commit_update(update).result(60), "asleep": ""}
+        return {"ack": self.queue.updates.commit(update).result(60), "asleep": ""}
 
     def abort_update(self, update):
         with contextlib.suppress(EngineDead):
-            self.queue.abort_update(update).result(60)
+            self.queue.updates.abort(update).result(60)
 
     def send_bucket(self, update, way, payload, timeout_s):
-        self.queue.send_bucket(update, lambda missing: payload).result(60)
+        self.queue.updates.send(update, lambda missing: payload).result(60)
         return lambda: None
 
     def choose(self, bucket):

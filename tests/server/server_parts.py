@@ -29,6 +29,8 @@ START_LIMIT_S = 240.0
 END_LIMIT_S = 40.0
 KEY = "a key for tests"
 PROMPT = list(b"The quick brown fox")
+SHORT = Timeouts(server_s=2.0, poll_s=0.2, reply_s=3.0, heartbeat_s=0.5)
+PATIENT = Timeouts(server_s=120.0, poll_s=0.2, reply_s=5.0, heartbeat_s=1.0)
 QUICK = Timeouts(server_s=60, poll_s=0.2, heartbeat_s=1.0)
 
 
@@ -185,6 +187,10 @@ def spec_of(model, **fields):
     return EngineSpec(
         **{"backend": "transformers", "model": str(model), "eos_token_ids": (256,), "max_model_len": 256, **fields}
     )
+
+
+def many(count=24):
+    return [ask(f"g{i // 4}/{i}", [*PROMPT, i // 4], seed=i, max_new_tokens=200) for i in range(count)]
 
 
 def ask(name, prompt=PROMPT, **sampling):

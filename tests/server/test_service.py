@@ -124,9 +124,9 @@ def test_health_of_two_engines_says_why_one_is_gone(made):
 def test_a_whole_model_under_version_0_is_undone_for_the_next_run(made):
     engine = Engine()
     service = made(engine)
-    number = service.queue.begin_update([TensorInfo.of("a", torch.ones(2))], 0).result(LIMIT_S)
-    service.queue.send_bucket(number, lambda missing: Bucket([("a", torch.ones(2))])).result(LIMIT_S)
-    service.weights_arrived(service.queue.commit_update(number).result(LIMIT_S))
+    number = service.queue.updates.begin([TensorInfo.of("a", torch.ones(2))], 0).result(LIMIT_S)
+    service.queue.updates.send(number, lambda missing: Bucket([("a", torch.ones(2))])).result(LIMIT_S)
+    service.weights_arrived(service.queue.updates.commit(number).result(LIMIT_S))
     assert service.engine.version == 0
 
     async def scene():

@@ -185,7 +185,7 @@ class EngineActor:
     @_in_group("control")
     def abort_update(self, update: int) -> None:
         """Give an update up."""
-        self._live.abort_update(update)
+        self._live.updates.abort(update)
 
     @_in_group("control")
     def close(self) -> None:
@@ -202,12 +202,12 @@ class EngineActor:
     @_in_group("work")
     def begin_update(self, manifest: Any, version: int) -> int:
         """Start a weight update."""
-        return self._live.begin_update(manifest, version).result()
+        return self._live.updates.begin(manifest, version).result()
 
     @_in_group("work")
     def bucket(self, update: int, way: str, payload: Any) -> None:
         """The next bucket."""
-        self._live.send_bucket(update, lambda _: Bucket(self._received(way, payload))).result()
+        self._live.updates.send(update, lambda _: Bucket(self._received(way, payload))).result()
 
     def _received(self, way: str, payload: Any) -> Any:
         if way == "object_store":
@@ -219,7 +219,7 @@ class EngineActor:
     @_in_group("work")
     def commit(self, update: int) -> dict[str, Any]:
         """Switch to the new weights."""
-        ack: Ack = self._live.commit_update(update).result()
+        ack: Ack = self._live.updates.commit(update).result()
         return {"ack": ack, "asleep": self._live.health().detail}
 
     @_in_group("work")

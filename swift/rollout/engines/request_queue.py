@@ -19,15 +19,15 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from swift.errors import EngineDead, EngineError, RequestRefused, SwiftError, SyncFailed
+from swift.errors import EngineDead, EngineError, RequestRefused, SwiftError
 from swift.rollout.engines.base import Health, InferenceEngine
 from swift.rollout.engines.completion_stream import Arrival, CompletionStream, Failure, QueueFull
 from swift.rollout.engines.process import stack_of
+from swift.rollout.engines.queue_updates import QueueUpdates
 from swift.rollout.engines.requests import RequestTable
-from swift.rollout.weights.base import Ack, Bucket, TensorInfo, WeightUpdate
 from swift.types import Request
 
 logger = logging.getLogger(__name__)
@@ -42,13 +42,6 @@ ENGINE = "engine"
 T = TypeVar("T")
 
 
-@dataclass(eq=False, slots=True)
-class _Update:
-    number: int
-    update: WeightUpdate
-    touched_at: float = field(default_factory=time.monotonic)
-
-
 class RequestQueue:
     """See the module's docstring; starts its thread.
 
@@ -58,14 +51,14 @@ class RequestQueue:
 
     Attributes:
         dead: why the engine cannot go on, or None.
-        void: why its weights belong to no version since an update failed; "" when they do.
+        updates: its weight updates.
     """
 
     def __init__(self, engine: InferenceEngine, *, limit: int | None = None) -> None:
         self.engine = engine
         self.limit = limit
         self.dead: EngineDead | None = None
-        self.void = ""
+        self.updates = QueueUpdates(self.do, self._update_ended)
         self._changed = threading.Condition()
         self._table = RequestTable(retries=False)  # by the names that the engine knows: "<stream>:<id>"
         self._streams: dict[str, CompletionStream] = {}  # by the same names
@@ -77,7 +70,6 @@ class RequestQueue:
         self._resumes_later = False  # when the open update ends
         self._interrupts = 0  # pauses so far
         self._interrupting = False  # one is being carried out
-        self._update: _Update | None = None
         self._closed = False
         self._working: Any = None  # the job that runs
         self._seen: Any = None  # signs of progress
@@ -220,7 +212,7 @@ class RequestQueue:
         return future
 
     def _resume(self, engine: InferenceEngine) -> None:
-        self._resumes_later = self._update is not None
+        self._resumes_later = self.updates.open
         if self._resumes_later:
             return
         engine.resume()
@@ -237,91 +229,7 @@ class RequestQueue:
             self.resume()
         return future
 
-    # --- weights ----------------------------------------------------------------------------------------------
-
-    @property
-    def update_idle_s(self) -> float | None:
-        """Seconds since the open weight update had its last bucket; None if none is open."""
-        update = self._update
-        return None if update is None else time.monotonic() - update.touched_at
-
-    def begin_update(self, manifest: Sequence[TensorInfo], version: int) -> Future[int]:
-        """Start a weight update, aborting one that was left open; nothing is sampled until it ends.
-
-        Returns:
-            The number of the update, for the calls below. Raises as `InferenceEngine.begin_update`.
-        """
-
-        def begin(engine: InferenceEngine) -> int:
-            self._end_update(abort=True)
-            self._update = _Update(next(self._numbers), engine.begin_update(manifest, version))
-            return self._update.number
-
-        return self.do(begin)
-
-    def send_bucket(self, number: int, read: Callable[[tuple[TensorInfo, ...]], Bucket]) -> Future[None]:
-        """Deliver the next bucket; `read` runs on the engine's thread and gets the tensors that are still missing.
-
-        A failure aborts the update.
-        """
-
-        def send(engine: InferenceEngine) -> None:
-            current = self._current(number)
-            try:
-                bucket = read(self.missing(number))
-                self.void = f"the update to version {current.update.version} has not arrived whole"
-                current.update.send(bucket)
-            except BaseException:
-                self._end_update(abort=True)
-                raise
-            current.touched_at = time.monotonic()
-
-        return self.do(send)
-
-    def commit_update(self, number: int) -> Future[Ack]:
-        """The engine switches to the new weights; a failure aborts the update. See `WeightUpdate.commit`."""
-
-        def commit(engine: InferenceEngine) -> Ack:
-            current = self._current(number)
-            try:
-                ack = current.update.commit()
-            except BaseException:
-                self._end_update(abort=True)
-                raise
-            self._end_update(abort=False)
-            self.void = ""
-            return ack
-
-        return self.do(commit)
-
-    def abort_update(self, number: int | None = None) -> Future[None]:
-        """Give an update up, whichever is open with None; idempotent."""
-
-        def abort(engine: InferenceEngine) -> None:
-            if self._update is not None and number in (None, self._update.number):
-                self._end_update(abort=True)
-
-        return self.do(abort)
-
-    def missing(self, number: int) -> tuple[TensorInfo, ...]:
-        """Tensors of an update that have not arrived. Asking is a sign of life.
-
-        Raises:
-            SyncFailed: it is not open.
-        """
-        current = self._current(number)
-        current.touched_at = time.monotonic()
-        return current.update.manifest[current.update.sent :]
-
-    def _current(self, number: int) -> _Update:
-        if self._update is None or self._update.number != number:
-            raise SyncFailed(f"weights: update {number}: is not open; it ended or expired: begin another")
-        return self._update
-
-    def _end_update(self, *, abort: bool) -> None:
-        ended, self._update = self._update, None
-        if ended is not None and abort:
-            ended.update.abort()
+    def _update_ended(self) -> None:
         if self._resumes_later:
             self._resume(self.engine)
 
@@ -352,11 +260,11 @@ class RequestQueue:
 
     @property
     def _may_submit(self) -> bool:
-        return bool(self._table.count()) and not (self._paused or self._jobs or self._update or self._closed)
+        return bool(self._table.count()) and not (self._paused or self._jobs or self.updates.open or self._closed)
 
     @property
     def _may_sample(self) -> bool:
-        return not self._kept and self._update is None and (bool(self._table.count(ENGINE)) or self._may_submit)
+        return not self._kept and not self.updates.open and (bool(self._table.count(ENGINE)) or self._may_submit)
 
     def _submit_waiting(self) -> None:
         """Hand what waits to the engine; its `between_steps` while it samples, so that new requests join the batch."""

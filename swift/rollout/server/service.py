@@ -181,7 +181,7 @@ class Service:
             "version": self.engine.version,
             "boot_id": self.boot_id,
             "counters": self.counters,
-            "void": bool(self.engine.void or self.queue.void),
+            "void": bool(self.engine.void or self.queue.updates.void),
             "detail": detail,
         }
 
@@ -314,8 +314,8 @@ class Service:
         """Nothing of it runs, and the engines go on."""
         if run_id is not None:
             self.queue.abort(lambda stream: stream.owner == run_id)
-        if self.queue.update_idle_s is not None:
-            await self.job(self.queue.abort_update())
+        if self.queue.updates.idle_s is not None:
+            await self.job(self.queue.updates.abort())
         await self.job(self.queue.resume())
 
     def _restore(self, engine: InferenceEngine) -> None:
@@ -324,7 +324,7 @@ class Service:
         engine.wake()
         if self._weights_came or engine.version != 0 or not engine.health().alive or self.state()["asleep"]:
             engine.rebuild()
-            self._weights_came, self.queue.void = False, ""
+            self._weights_came, self.queue.updates.void = False, ""
         elif engine.capabilities.lora:
             engine.drop_adapter()
         engine.reset_caches()
@@ -350,9 +350,9 @@ class Service:
             except EngineDead as error:
                 return error
             try:
-                if (self.queue.update_idle_s or 0.0) > self.settings.limits.update_idle_s:
+                if (self.queue.updates.idle_s or 0.0) > self.settings.limits.update_idle_s:
                     logger.warning("a weight update fell silent and is aborted")
-                    await self.job(self.queue.abort_update())
+                    await self.job(self.queue.updates.abort())
                 elif self.queue.paused and (silent := self.lease.silent(time.monotonic())) is not None:
                     logger.warning(
                         "run %s (%s) is silent and had paused the engines; they go on", silent.run_id, silent.name

@@ -91,12 +91,12 @@ def _updates(routes: APIRouter, service: Service) -> None:
     async def begin(body: Annotated[wire.BeginUpdate, json_body(wire.BeginUpdate)], run: RunId = None) -> Response:
         service.authorize(run)
         manifest = [_tensor_info(*entry) for entry in body.manifest]
-        return json_response({"update": await service.job(queue.begin_update(manifest, body.version))})
+        return json_response({"update": await service.job(queue.updates.begin(manifest, body.version))})
 
     @routes.post("/weights/commit")
     async def commit(body: Annotated[UpdateRef, json_body(UpdateRef)], run: RunId = None) -> Response:
         service.authorize(run)
-        ack = await service.job(queue.commit_update(body.update))
+        ack = await service.job(queue.updates.commit(body.update))
         service.weights_arrived(ack)
         return json_response({"ack": asdict(ack), **await asyncio.to_thread(service.state)})
 
@@ -105,7 +105,7 @@ def _updates(routes: APIRouter, service: Service) -> None:
         body: Annotated[UpdateRef | None, json_body(UpdateRef, needed=False)] = None, run: RunId = None
     ) -> Response:
         service.authorize(run)
-        await service.job(queue.abort_update(body.update if body is not None else None))
+        await service.job(queue.updates.abort(body.update if body is not None else None))
         return json_response(await asyncio.to_thread(service.state))
 
 
@@ -131,11 +131,11 @@ def _buckets(routes: APIRouter, service: Service) -> None:
         elif update is None:
             raise field_error("update: missing: a safetensors body needs it in its query")
         else:
-            left = sum(info.nbytes for info in queue.missing(update))
-            data = await read_body(http, left + HEADER_ROOM, lambda: queue.missing(update))
+            left = sum(info.nbytes for info in queue.updates.missing(update))
+            data = await read_body(http, left + HEADER_ROOM, lambda: queue.updates.missing(update))
             service.authorize(run)  # another run may have taken the server meanwhile
             await service.job(
-                queue.send_bucket(
+                queue.updates.send(
                     update, lambda missing: disk.in_order(disk.from_bytes(data, "bucket"), "bucket", missing)
                 )
             )
@@ -148,13 +148,13 @@ async def _deliver_named(service: Service, named: NamedBucket) -> None:
     if path is not None and header is None:
         file = disk.inside(service.settings.weights_folder, path)
         await service.job(
-            queue.send_bucket(named.update, lambda missing: disk.read_bucket(file, missing, named.digest))
+            queue.updates.send(named.update, lambda missing: disk.read_bucket(file, missing, named.digest))
         )
     elif header is not None and path is None:
         receiver = service.broadcast
         if receiver is None:
             raise SyncFailed("weights: no broadcast group; POST /weights/connect first")
-        await service.job(queue.send_bucket(named.update, lambda missing: Bucket(receiver.receive(header))))
+        await service.job(queue.updates.send(named.update, lambda missing: Bucket(receiver.receive(header))))
     else:
         raise field_error("bucket: one of path and broadcast is needed")
 
