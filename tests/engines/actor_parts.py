@@ -1,6 +1,8 @@
 """Actors with the scripted backend, and a look at the processes of this test."""
 
 import contextlib
+import os
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -101,3 +103,7 @@ def open_descriptors():
         with contextlib.suppress(FileNotFoundError):  # the one that lists them
             found.append(str(entry.readlink()))
     return sorted(found)
+
+
+def kill(worker, number=signal.SIGKILL):
+    os.kill(pid_of(worker), number)

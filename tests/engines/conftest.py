@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from actor_parts import family, scripted_engine_in_actor, wait_for
 from conformance_checks import LONG, likeliest
 from conformance_parts import BACKENDS, Subject, missing, with_noise
+
+from swift.rollout.engines import cluster
 
 
 @pytest.fixture(scope="session")
@@ -68,3 +71,26 @@ def endless(shared_subject):
         if eos not in likeliest(model, prompt, LONG, until=eos):
             return prompt
     pytest.fail("every greedy completion ends; change the model")
+
+
+@pytest.fixture(scope="module")
+def ray_cluster():
+    """One for all cases of a file."""
+    shared = cluster.use()
+    yield shared
+    shared.close()
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Makes scripted engines in actors and ends them."""
+    made = []
+
+    def make(**kwargs):
+        made.append(scripted_engine_in_actor(tmp_path, **kwargs))
+        return made[-1]
+
+    yield make
+    for worker in made:
+        worker.close()
+    assert wait_for(lambda: not family()), family()

@@ -8,57 +8,26 @@ import threading
 import time
 from pathlib import Path
 
-import psutil
 import pytest
-import torch
 from actor_parts import (
     FAKES,
     alive,
     expected_tokens,
-    family,
-    open_descriptors,
+    kill,
     pid_of,
     requests,
-    scripted_engine_in_actor,
     tokens,
     wait_for,
 )
 from scripted_engine import CountingSource, two_layers
 
-from swift.errors import ConfigError, EngineDead, EngineError, RequestRefused, SyncFailed
-from swift.rollout.engines import actor_transport, cluster
+from swift.errors import EngineDead, EngineError, SyncFailed
+from swift.rollout.engines import actor_transport
 from swift.rollout.weights import object_store
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
 PATHS = os.pathsep.join([*sys.path, str(FAKES), str(Path(__file__).parent)])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_cluster():
-    """One for all cases."""
-    shared = cluster.use()
-    yield shared
-    shared.close()
-
-
-@pytest.fixture
-def start(tmp_path):
-    """Makes scripted engines in actors and ends them."""
-    made = []
-
-    def make(**kwargs):
-        made.append(scripted_engine_in_actor(tmp_path, **kwargs))
-        return made[-1]
-
-    yield make
-    for worker in made:
-        worker.close()
-    assert wait_for(lambda: not family()), family()
-
-
-def kill(worker, number=signal.SIGKILL):
-    os.kill(pid_of(worker), number)
 
 
 def weights_of(tensors):
@@ -398,159 +367,3 @@ def test_half_an_update_leaves_nothing_that_samples(start):
     worker.load_weights(CountingSource(two_layers(4)), 2)
     wanted = requests(3)
     assert tokens(worker.generate(wanted)) == expected_tokens(wanted, weights_of(two_layers(4)))
-
-
-# --- start and end -----------------------------------------------------------------------------------------------
-
-
-def test_what_the_engine_refuses_at_its_start_arrives_as_it_is(start):
-    worker = start(fail="config")
-    with pytest.raises(ConfigError, match="scripted: is refused"):
-        assert worker.capabilities
-    with pytest.raises(ConfigError):
-        worker.submit(requests(1)[0])
-
-
-def test_a_request_that_the_engine_does_not_take_costs_no_other(start):
-    worker = start(step_s=0.02, refuse=["bad/0"])
-    good, (bad,) = requests(12), requests(1, group="bad")
-    for request in good:
-        worker.submit(request)
-    done = []
-    with pytest.raises(RequestRefused, match="is not taken, as told") as caught:
-        for completion in worker.stream():
-            done.append(completion)
-            if len(done) == 1:
-                worker.submit(bad)  # it fits, so it is noticed only when the engine is to take it
-    assert caught.value.request_id == "bad/0"
-    assert tokens([*done, *worker.stream()]) == expected_tokens(good)
-    assert worker.counters.restarts == 0
-
-
-def test_an_engine_that_cannot_be_made_again_is_dead_at_once(start, tmp_path):
-    worker = start(fail=str(tmp_path / "started"), step_s=0.05)
-    stream = worker.generate(requests(8))
-    next(stream)
-    kill(worker)
-    with pytest.raises(EngineDead, match=r"ended unexpectedly .*, and cannot be replaced .*starts only once, as told"):
-        list(stream)
-    with pytest.raises(EngineDead):
-        worker.submit(requests(1, group="later")[0])
-    assert not worker.health().alive
-
-
-def test_a_process_that_ends_at_its_start_is_not_tried_again(start):
-    worker = start(fail="crash")
-    with pytest.raises(EngineDead, match=r"its actor .* while it started; log .*about to crash, as told"):
-        assert worker.capabilities
-    assert worker.counters.restarts == 0
-
-
-def test_a_start_that_takes_too_long_is_ended(start):
-    worker = start(timeouts={"start_s": 0.3})
-    with pytest.raises(EngineDead, match=r"did not start within 0\.3 s"):
-        assert worker.capabilities
-
-
-def test_close_from_another_thread_ends_a_stream_at_once(start):
-    worker = start(step_s=0.05, endless=["g/0", "g/1"])
-    failures = []
-
-    def sample():
-        try:
-            list(worker.generate(requests(4)))
-        except EngineDead as error:
-            failures.append((error, time.monotonic()))
-
-    thread = threading.Thread(target=sample)
-    assert worker.capabilities
-    thread.start()
-    time.sleep(0.5)
-    began = time.monotonic()
-    worker.close()
-    thread.join(10)
-    assert failures
-    assert "closed" in str(failures[0][0])
-    assert failures[0][1] - began < 2.0
-    assert time.monotonic() - began < 5.0
-
-
-def test_close_while_it_starts_is_prompt(start):
-    worker = start()
-    began = time.monotonic()
-    worker.close()
-    assert time.monotonic() - began < 5.0
-    with pytest.raises(EngineDead, match="closed"):
-        worker.submit(requests(1)[0])
-
-
-def test_what_the_engine_started_ends_with_it_however_stubborn(start):
-    worker = start(children=["plain", "stubborn"], timeouts={"close_s": 1.0})
-    assert worker.capabilities
-    children = worker.info()["engines"][0]["children"]
-    assert all(alive(child) for child in children)
-    kill(worker)
-    assert wait_for(lambda: not any(alive(child) for child in children), 10)
-
-
-def test_named_memory_of_what_was_killed_is_removed(start):
-    worker = start(children=["mapped"])
-    assert worker.capabilities
-    (child,) = worker.info()["engines"][0]["children"]
-    segment = Path(f"/dev/shm/psm_swift{child}")
-    assert segment.exists()
-    kill(worker)
-    assert wait_for(lambda: not segment.exists(), 10)
-
-
-def test_five_engines_leave_no_descriptor_no_segment_and_no_process(tmp_path):
-    def once(number):
-        worker = scripted_engine_in_actor(tmp_path, name=f"engine {number}")
-        if number % 5 == 0:
-            worker.load_weights(CountingSource({"a": torch.ones(3, 5)}), 1)
-            kill(worker)
-            assert len(list(worker.generate(requests(2)))) == 2
-        worker.close()
-
-    once(0)  # what is opened once and stays: libraries, caches
-    threads, before, segments = threading.active_count(), open_descriptors(), set(Path("/dev/shm").iterdir())
-    for number in range(1, 6):
-        once(number)
-    after = open_descriptors()
-    assert len(after) <= len(before), set(after) - set(before)
-    assert not [path for path in set(Path("/dev/shm").iterdir()) - segments if "swift" in path.name]
-    assert wait_for(lambda: threading.active_count() <= threads)
-    assert wait_for(lambda: not family())
-
-
-PARENT = """
-import sys, time
-from actor_parts import scripted_engine_in_actor, requests
-from pathlib import Path
-from swift.rollout.engines import cluster
-if __name__ == "__main__":
-    cluster.use()
-    worker = scripted_engine_in_actor(Path(sys.argv[1]), step_s=0.05, endless=["g/0"], children=["plain", "stubborn"],
-                             timeouts={"close_s": 1.0})
-    worker.capabilities
-    print("up", flush=True)
-    list(worker.generate(requests(3)))
-"""
-
-
-def test_when_the_trainer_is_killed_no_process_is_left(tmp_path):
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(tmp_path)], env={**os.environ, "PYTHONPATH": PATHS}, stdout=subprocess.PIPE
-    )
-    try:
-        assert parent.stdout.readline().strip() == b"up"
-        started = [*psutil.Process(parent.pid).children(recursive=True)]
-        assert {"gcs_server", "raylet"} <= {one.name() for one in started}
-        assert len(family(psutil.Process(parent.pid))) >= 3  # the engine and its two children
-    finally:
-        parent.kill()
-        parent.wait(10)
-        parent.stdout.close()
-    assert wait_for(lambda: not any(alive(one.pid) for one in started), 10), [
-        one for one in started if one.is_running()
-    ]
