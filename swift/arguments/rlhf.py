@@ -104,10 +104,10 @@ class RLHFArguments(
         """Ranks that hold parts of one policy sample in step, and a function does as it likes."""
         if self.rollout_func is None:
             return
-        spread = f"--fsdp {self.fsdp}" if self.fsdp else f"--deepspeed {self.deepspeed}"
+        sharding = f"--fsdp {self.fsdp}" if self.fsdp else f"--deepspeed {self.deepspeed}"
         if not has_own_engine(self) and (self.fsdp or (self.deepspeed or "").startswith("zero3")):
             yield (
-                f"--rollout_func: {self.rollout_func}: each rank calls it with its own prompts, and {spread} samples "
+                f"--rollout_func: {self.rollout_func}: each rank calls it with its own prompts, and {sharding} samples "
                 "on all ranks in step; --use_vllm true, --vllm_mode dedicated, or --deepspeed zero2"
             )
         if self.in_flight_updates:
@@ -177,27 +177,27 @@ class RLHFArguments(
             )
 
     def _dynamic_problems(self) -> Iterator[str]:
-        """Groups are judged while others decode, which not everything can."""
+        """Groups are scored while others decode, which not everything can."""
         if not self.dynamic_sample:
             return
         if self.reward_model and self.async_generate:
             yield (
-                f"--dynamic_sample: true: with --async_generate groups are judged while the trainer computes, and "
+                f"--dynamic_sample: true: with --async_generate groups are scored while the trainer computes, and "
                 f"--reward_model {' '.join(self.reward_model)} needs the trainer's process; --async_generate false, "
                 "or a reward function"
             )
         if not self.ds3_gather_for_generation:
             yield (
-                "--dynamic_sample: true: ranks that sample with weights spread over them decode in step, and could not "
+                "--dynamic_sample: true: ranks that sample with sharded weights decode in step, and could not "
                 "replace a group on their own; --ds3_gather_for_generation true"
             )
 
     def _streaming_problems(self) -> Iterator[str]:
-        """What cannot be known before the last group of a window is there, or is not made for parts of one."""
+        """What cannot be known before the last group of a global batch is there, or is not made for parts of one."""
         if not self.streaming_partial_batch:
             return
         batch_scaled = self.advantage_estimator == "reinforce_plus_plus" or self.scale_rewards in ("batch", "gdpo")
-        windows = (self.steps_per_generation or 0) > self.gradient_accumulation_steps
+        several = (self.steps_per_generation or 0) > self.gradient_accumulation_steps
         obstacles = {
             f"--advantage_estimator {self.advantage_estimator} --scale_rewards {self.scale_rewards} needs the rewards "
             "of the whole batch; use --scale_rewards group or none": batch_scaled,
@@ -205,13 +205,13 @@ class RLHFArguments(
             "--kl_in_reward true needs the reference's log-probs before advantages; use --kl_in_reward false": (
                 self.kl_in_reward and self.beta > 0
             ),
-            "--top_entropy_quantile ranks the tokens of the whole window; use 1.0": self.top_entropy_quantile < 1,
-            "an entropy bonus is a mean over the whole window; use --entropy_coef 0 --use_adaptive_entropy false": (
+            "--top_entropy_quantile ranks the tokens of the global batch; use 1.0": self.top_entropy_quantile < 1,
+            "an entropy bonus is a mean over the global batch; use --entropy_coef 0 --use_adaptive_entropy false": (
                 self.entropy_coef > 0 or self.use_adaptive_entropy
             ),
-            "--lora_dropout needs a pass over the window before the first update; use 0": bool(self.lora_dropout),
+            "--lora_dropout needs a pass over the global batch before the first update; use 0": bool(self.lora_dropout),
             "several optimizer steps per generation batch wait for its end anyway; use --steps_per_generation "
-            f"{self.gradient_accumulation_steps}": windows,
+            f"{self.gradient_accumulation_steps}": several,
             "--reward_model needs the trainer's process, which trains; use a reward function": bool(self.reward_model),
             "--deepspeed and --fsdp cut gradients over ranks as they come, before the normaliser is known; use DDP": (
                 bool(self.deepspeed or self.fsdp)

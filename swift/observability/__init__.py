@@ -8,7 +8,7 @@ blocks training and never changes it: nothing here draws a random number or touc
     run_dir          the folder of a run: version, lock, args.json, attempts.jsonl, logs
     rank_log         logs/attempt-<k>/rank-<r>.log
     jsonl            append-only rows that survive a kill, and their reader
-    metrics          typed values of a step, folded into what a log line says; phase timers
+    metrics          typed values of a step, combined into what a log line says; phase timers
     completions_log  completions.jsonl, written in the background
     progress         the bar of a terminal, or one line per log step
     plots            images/*.png

@@ -1,10 +1,10 @@
-"""What an optimizer step measures, folded into what a log line says.
+"""What an optimizer step measures, combined into what a log line says.
 
-Values are typed: a *mean* (weighted), a *max*, a *min* or a *sum*. Within a step, values of one name are folded by
+Values are typed: a *mean* (weighted), a *max*, a *min* or a *sum*. Within a step, values of one name are combined by
 their type; `commit` ends the step and folds its values into the open window, in which means are averaged over the
 steps that had the value, maxima, minima and sums are taken over them; `flush` empties the window.
 
-The state is exact: running totals are plain floats, folded in the order of the calls. So a run that is resumed in the
+The state is exact: running totals are plain floats, added in the order of the calls. So a run that is resumed in the
 middle of a window logs the same numbers as one that was not, except those that measure time (`is_timing`).
 """
 
@@ -45,13 +45,13 @@ def is_timing(name: str) -> bool:
 
 @dataclass(slots=True)
 class _Value:
-    """A folded value: `total` is the sum of value * weight (mean), the sum, the maximum or the minimum."""
+    """A combined value: `total` is the sum of value * weight (mean), the sum, the maximum or the minimum."""
 
     kind: Kind
     total: float
     weight: float
 
-    def fold(self, total: float, weight: float) -> None:
+    def combine(self, total: float, weight: float) -> None:
         if self.kind == "max":
             self.total = extreme(max, self.total, total)
         elif self.kind == "min":
@@ -112,7 +112,7 @@ class MetricStore:
         elif known.kind != kind:
             raise ValueError(f"{name}: is a {known.kind} and cannot be a {kind} too")
         else:
-            known.fold(total, weight)
+            known.combine(total, weight)
 
     # --- time ---------------------------------------------------------------------------------------------------
 

@@ -57,7 +57,7 @@ def run(resolved: Resolved) -> int:
 
 
 def load_engine(args: Any) -> tuple[Template, TransformersEngine]:
-    """Tokenizer, template and the in-process engine for the model of the settings, adapters folded in."""
+    """Tokenizer, template and the in-process engine for the model of the settings, adapters merged."""
     with collector_resting():
         from swift.models import load_chat, load_for_inference
         from swift.rollout.engines.transformers import TransformersEngine

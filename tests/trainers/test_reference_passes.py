@@ -10,6 +10,7 @@ from grpo_parts import LateScorer, Scorer, all_different, logs_of, make_trainer
 
 from swift.models.reference import FrozenReference
 from swift.rl.losses import LossConfig
+from swift.rollout.engines.spec import EngineSpec, build_engine
 
 
 class Watched(FrozenReference):
@@ -36,6 +37,8 @@ def trained(folder, tmp_path, *, late, reward=all_different, in_reward=False, wh
     torch.manual_seed(0)
     reference = Watched(AutoModelForCausalLM.from_pretrained(folder))
     scorer = LateScorer(reward, reference.seen, needs_whole_batch=whole) if late else Scorer(reward)
+    if settings.get("depth"):  # who samples ahead needs weights of its own
+        settings["engine"] = build_engine(EngineSpec(backend="transformers", model=str(folder)))
     trainer = make_trainer(
         folder, tmp_path / str(late), reference=reference, scorer=scorer, max_steps=3, max_samples=2,
         loss=LossConfig(beta=0.0 if in_reward else 0.5), **settings,

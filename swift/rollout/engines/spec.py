@@ -29,7 +29,7 @@ BACKENDS: dict[str, str] = {
 class EngineSpec:
     """One engine.
 
-    model: folder with config, weights and tokenizer. adapters: LoRA folders that are folded in at the start.
+    model: folder with config, weights and tokenizer. adapters: LoRA folders that are merged at the start.
     dtype: torch dtype name. eos_token_ids: end a completion, the only ids that do so by themselves.
     max_model_len: prompt + completion limit in tokens; None takes the model's.
     devices: where it runs, in order of its tensor-parallel ranks (`cuda:3`, `cpu:0`); ("cpu",) leaves the CPU to it.

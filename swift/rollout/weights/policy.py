@@ -40,7 +40,7 @@ class PolicyWeights:
         bucket_bytes: upper size of a bucket, in the types that are sent; a larger layer is a bucket of its own.
 
     Raises:
-        ConfigError: an adapter that cannot be folded into weights.
+        ConfigError: an adapter that cannot be merged into weights.
     """
 
     def __init__(
