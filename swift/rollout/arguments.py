@@ -215,7 +215,7 @@ class SamplingArguments(GenerationArguments):
     """Groups of completions, and how they fill generation batches."""
 
     rollout_func: str | None = flag(everyday=False, unset="the engine samples each completion once")
-    """Function that makes the completions: a name in `rollout_funcs`, or `path.py:function`."""
+    """Function that makes the completions: a name in `rollout_functions`, or `path.py:function`."""
 
     num_generations: int = flag(8, at_least=2)
     """Number of completions per prompt, G in GRPO (arXiv:2402.03300). Divides the global batch."""

@@ -86,7 +86,7 @@ def require_packages(args: Any) -> None:
     if args.attn_impl == "flash_attn":
         if args.torch_dtype == "float32":
             raise ConfigError(
-                "--attn_impl: flash_attn: has 16-bit kernels only; drop --torch_dtype float32, or use --attn_impl sdpa"
+                "--attn_impl: flash_attn: has no kernels for --torch_dtype float32; use bfloat16, or --attn_impl sdpa"
             )
         needs.append(("--attn_impl: flash_attn", "flash_attn", "use --attn_impl sdpa"))
     join_problems(

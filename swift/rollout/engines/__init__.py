@@ -1,1 +1,1 @@
-"""Inference engines: one contract (`base`), one file per backend; only that file imports its backend."""
+"""Inference engines: one contract (`base`), one file or package per backend; only it imports its backend."""

@@ -37,6 +37,7 @@ MARKER = "SWIFT_CLUSTER"
 """Variable that all processes of a cluster of ours have."""
 MIN_STORE_BYTES = 160 << 20
 CLOSE_S = 10.0
+REACH_S = 10.0
 PLACE_S = 60.0
 """How long a joined cluster may take to make room for the engines."""
 
@@ -219,6 +220,9 @@ def _join(address: str, token_file: Path | None) -> Cluster:
         raise ConfigError(f"--ray_token_file: {token_file}: no such file; copy that of the cluster here")
     variables = ray_variables(token_file) if token_file is not None else {}
     try:
+        if address != "auto":  # Ray itself would try for minutes
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host, int(port)), timeout=REACH_S).close()
         with _environment(variables):
             _init(address=address)
     except Exception as error:

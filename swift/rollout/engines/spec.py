@@ -1,7 +1,7 @@
 """Everything that is needed to make an engine, as plain data: it crosses process borders as JSON.
 
 `build_engine` is the one place that knows which backend lives where. Backends are named; a plugin adds its own with
-`swift.plugin.inference_backends["mine"] = factory`, where `factory(spec)` returns an `InferenceEngine`.
+`swift.plugin.backends["mine"] = factory`, where `factory(spec)` returns an `InferenceEngine`.
 """
 
 from __future__ import annotations

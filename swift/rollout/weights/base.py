@@ -1,7 +1,7 @@
 """A weight sync and the proof that it arrived.
 
-An update is `begin(manifest, version)`, buckets, `commit` -> `Ack`. The manifest names every tensor before the first
-byte travels, so that a tensor that is never sent is found by counting, not by luck. Both sides digest names and
+An update is `begin_update(manifest, version)`, buckets, `commit` -> `Ack`. The manifest names every tensor before the
+first byte travels, so that a tensor that is never sent is found by counting, not by luck. Both sides digest names and
 bytes in the order sent; number of tensors, bytes and digest must agree, otherwise `SyncFailed`. Nothing is
 fire-and-forget: without an `Ack` the version has not changed.
 
