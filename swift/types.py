@@ -66,11 +66,6 @@ class SamplingParams:
         """Whether the engine changes logits before it samples."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
-    @property
-    def biased(self) -> bool:
-        """Whether log-probs of the sampler are not those of the policy over the whole vocabulary."""
-        return self.truncates or self.penalises or bool(self.extra)
-
     def unusual(self) -> Iterator[str]:
         """Names of the fields in use that an engine need not have; see `Capabilities.sampling_fields`."""
         for name in ("frequency_penalty", "presence_penalty", "min_tokens"):

@@ -36,14 +36,12 @@ class Advantages:
 
     advantages_S: float64, 0 for excluded samples and uninformative groups.
     rewards_S: total reward of each sample (after `kl_penalty_S`), NaN where excluded.
-    scored_P: scored samples of each group, long.
     mean_P, std_P: of each group's total rewards (ddof 1); mean NaN without a scored sample, std 0 below two.
     informative_P: bool, whether the group has a reward spread to learn from.
     """
 
     advantages_S: Tensor
     rewards_S: Tensor
-    scored_P: Tensor
     mean_P: Tensor
     std_P: Tensor
     informative_P: Tensor
@@ -127,7 +125,6 @@ def compute_advantages(
     return Advantages(
         advantages_S=torch.where(teaches_S, advantages_S, 0.0),
         rewards_S=rewards_S,
-        scored_P=groups.count_P,
         mean_P=groups.mean_P,
         std_P=groups.std_P,
         informative_P=informative_P,

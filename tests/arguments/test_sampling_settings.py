@@ -44,7 +44,7 @@ def test_entries_without_a_flag_reach_the_request():
     sampling = rlhf("--generation_kwargs", words).args.sampling_params()
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.min_tokens) == (0.5, -1, 4)
     assert sampling.stop_token_ids == (3, 4)
-    assert sampling.biased
+    assert sampling.truncates and sampling.penalises
 
 
 def test_fields_of_an_engine_are_taken_for_that_engine_only():
@@ -171,7 +171,7 @@ def test_truncated_sampling_is_noted_with_what_the_engine_knows():
 
 def test_neutral_entries_are_not_called_biased():
     resolved = rlhf("--generation_kwargs", '{"presence_penalty": 0, "stop_token_ids": [3]}')
-    assert not resolved.args.sampling_params().biased
+    assert not resolved.args.sampling_params().penalises
     assert not [note for note in resolved.notes if "biases" in note]
 
 

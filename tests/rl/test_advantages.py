@@ -39,7 +39,7 @@ def test_a_function_that_does_not_apply_is_left_out_of_the_sum_and_a_row_without
     assert total_rewards(values_SK, weights_K).tolist() == pytest.approx([1, 1, math.nan, 0], nan_ok=True)
     result = compute_advantages(values_SK, torch.zeros(4, dtype=torch.long), weights_K=weights_K)
     close(result.advantages_S, [0.577250, 0.577250, 0.0, -1.154501])
-    assert result.scored_P.tolist() == [3]
+    assert result.rewards_S.isnan().tolist() == [False, False, True, False]
 
 
 def test_gdpo_of_two_functions():
@@ -97,7 +97,7 @@ def test_a_batch_of_excluded_samples_gives_zeros():
     for scale in ("group", "batch", "none", "gdpo"):
         result = compute_advantages(values_SK, torch.tensor([0, 0, 1, 1]), scale=scale)
         assert result.advantages_S.tolist() == [0.0] * 4
-        assert result.scored_P.tolist() == [0, 0] and result.std_P.tolist() == [0.0, 0.0]
+        assert result.rewards_S.isnan().all() and result.std_P.tolist() == [0.0, 0.0]
 
 
 def test_a_kl_penalty_lowers_the_reward_before_the_group_is_centred():
@@ -180,5 +180,5 @@ def test_advantages_are_finite_and_each_group_of_a_group_baseline_sums_to_zero(b
     result = compute_advantages(values_SK, index_S, estimator=estimator, scale=scale)
     assert result.advantages_S.isfinite().all()
     if scale != "gdpo":
-        sums_P = torch.zeros(len(result.scored_P), dtype=torch.float64).index_add(0, index_S, result.advantages_S)
+        sums_P = torch.zeros(len(result.std_P), dtype=torch.float64).index_add(0, index_S, result.advantages_S)
         assert sums_P.abs().max() < 1e-9

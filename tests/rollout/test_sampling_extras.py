@@ -211,8 +211,6 @@ def test_an_engine_refuses_fields_that_it_would_ignore(engine):
         ({"repetition_penalty": 1.1}, False, True),
     ],
 )
-def test_what_changes_the_distribution_counts_as_biased(changes, truncates, penalises):
+def test_what_narrows_and_what_changes_the_distribution_is_told_apart(changes, truncates, penalises):
     sampling = replace(PLAIN, **changes)
     assert (sampling.truncates, sampling.penalises) == (truncates, penalises)
-    assert sampling.biased == (truncates or penalises)
-    assert replace(sampling, extra={"logit_bias": {"5": 1.0}}).biased

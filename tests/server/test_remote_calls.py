@@ -166,7 +166,7 @@ def test_a_request_that_the_server_does_not_take_costs_no_other(server, fake, wh
         else:
             del body["requests"][bad]
             error = wire.error_body(RequestRefused("7:bad", "request: 7:bad: is odd"), 500)
-            line = json.dumps({"event": "failed", "ids": ["bad"], "fatal": False, **error}).encode()
+            line = json.dumps({"event": "failed", "ids": ["bad"], **error}).encode()
             handler.answer(200, line + b"\n" + said(body))
 
     one, url = fake(refuse)

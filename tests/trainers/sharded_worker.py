@@ -194,10 +194,11 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
     held = [local(tensor).detach().clone() for tensor in optimizer_tensors(trainer.optimizer)]
     turns |= {"optimizer": held, "random": torch.get_rng_state()} if engine is not None else {}
     source = PolicyWeights(trainer.model_wrapped, bucket_bytes=1)
-    hashes = trainer.collectives.all_gather(source.order_hash())
+    buckets = [[TensorInfo.of(*one) for one in bucket.tensors] for bucket in source.buckets()]
+    orders = trainer.collectives.all_gather(buckets)
     synced = {name: tensor.clone() for bucket in source.buckets() for name, tensor in bucket.tensors}
     assert [TensorInfo.of(name, tensor) for name, tensor in synced.items()] == list(source.manifest())
-    assert len(set(hashes)) == 1
+    assert all(order == buckets for order in orders)
     adapter = adapter_weights(trainer.model_wrapped).tensors if task.get("policy", "full") != "full" else {}
     return {
         "logs": [row for row in trainer.state.log_history if "loss" in row],

@@ -128,7 +128,7 @@ class ActorTransport(Transport):
         except SwiftError:
             self._end(life)
             raise
-        return replace(capabilities, devices=self.spec.devices, transports=self.ways, shares_weights=False)
+        return replace(capabilities, devices=self.spec.devices, shares_weights=False)
 
     def _await_start(self, life: _Life) -> Capabilities:
         capabilities: Capabilities

@@ -69,8 +69,8 @@ class Capabilities:
     name: of the backend, for people. logprob_support: "full" is log-softmax(logits / T) over the vocabulary,
     "truncated" renormalises after top-k, top-p, min-p and penalties (equal to "full" when none is on), "raw" is at
     temperature 1. seeded: equal seeds give equal samples. shares_weights: reads the trainer's own parameters, so that
-    a weight sync copies nothing. transports: ways in which it takes weights, best first. sleep_levels: those that
-    release memory. kv_release: whether sleeping gives the KV cache back. dtype: of its weights. guided: holds
+    a weight sync copies nothing. sleep_levels: those that release memory. kv_release: whether sleeping gives the KV
+    cache back. dtype: of its weights. guided: holds
     completions to a regular expression. sampling_fields: what of `SamplingParams.unusual` it takes.
     """
 
@@ -87,7 +87,6 @@ class Capabilities:
     sleep_levels: tuple[SleepLevel, ...] = (0,)
     kv_release: bool = False
     in_flight_updates: bool = False
-    transports: tuple[str, ...] = ("in_process",)
     guided: bool = False
     sampling_fields: tuple[str, ...] = ()
     extra: dict[str, str] = field(default_factory=dict)

@@ -52,7 +52,7 @@ def common_capabilities(each: Sequence[Capabilities]) -> Capabilities:
     }
     shared = {
         name: tuple(entry for entry in getattr(first, name) if all(entry in getattr(one, name) for one in each))
-        for name in ("sleep_levels", "transports", "sampling_fields")
+        for name in ("sleep_levels", "sampling_fields")
     }
     facts: dict[str, Any] = {**all_have, **shared}
     return replace(

@@ -140,7 +140,6 @@ class LMDeployEngine(EngineLife):
             tensor_parallel_size=spec.tensor_parallel_size,
             sleep_levels=(0, 1, 2),
             kv_release=True,
-            transports=("cuda_ipc",),
             guided=True,
             sampling_fields=api_.SAMPLING_FIELDS,
             extra={"lmdeploy": self._api.version},

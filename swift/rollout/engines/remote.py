@@ -140,7 +140,7 @@ class HttpTransport(ServerLease, Transport):
         if self._beating is None:
             self._beating = threading.Thread(target=self._beat, name=f"lease of {self.name}", daemon=True)
             self._beating.start()
-        return replace(Capabilities(**fields), max_model_len=limit, transports=self.ways, shares_weights=False)
+        return replace(Capabilities(**fields), max_model_len=limit, shares_weights=False)
 
     def replace(self, how: str, *, version: int, valid: bool) -> int | None:
         """Find the server again, after a pause; one that was restarted is taken over anew."""

@@ -72,11 +72,10 @@ class CompletionLine(Struct, tag_field="event", tag="completion"):
 
 
 class FailedLine(Struct, tag_field="event", tag="failed"):
-    """Requests that will not come. fatal: their engine cannot go on."""
+    """Requests that will not come."""
 
     ids: list[str]
     error: dict[str, Any]
-    fatal: bool = False
 
 
 class AliveLine(Struct, tag_field="event", tag="alive"):

@@ -10,7 +10,6 @@ from fastapi import APIRouter, Header
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
-from swift.errors import EngineDead
 from swift.rollout.engines import wire
 from swift.rollout.engines.completion_stream import Arrival
 from swift.rollout.server.access import KNOWN, Refused, check_count, field_error, json_body, json_response
@@ -95,4 +94,4 @@ def _line(arrival: Arrival) -> wire.Line:
     if isinstance(arrival, Completion):
         return wire.CompletionLine(arrival)
     error = wire.error_body(arrival.error, 500)["error"]
-    return wire.FailedLine(arrival.request_ids, error, isinstance(arrival.error, EngineDead))
+    return wire.FailedLine(arrival.request_ids, error)

@@ -3,12 +3,11 @@
     parameters --gather--> whole parameters --merge LoRA--> checkpoint tensors --cast--> engine's type -> Bucket
 
 Each parameter is gathered once per update and freed with its bucket, so the peak is one bucket, not one model. Every
-rank walks through the same buckets; `order_hash` tells whether they would.
+rank walks through the same buckets.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator
 
@@ -92,12 +91,6 @@ class PolicyWeights:
         spread = is_zero3(source) or is_dtensor(source)
         away = source.numel() > 0 and not spread and source.untyped_storage().nbytes() == 0
         return one.identity == (id(source),) and not spread and not away
-
-    def order_hash(self) -> str:
-        """A digest of names, types, shapes and cuts: ranks that differ here must not gather together."""
-        lines = [f"{info.name} {info.dtype} {info.shape}" for info in self.manifest()]
-        cuts = [str(len(group)) for group in self._groups]
-        return hashlib.blake2b("\n".join([*lines, *cuts]).encode(), digest_size=16).hexdigest()
 
     def buckets(self) -> Iterator[Bucket]:
         """The tensors, whole layers together; see `WeightSource.buckets`."""
