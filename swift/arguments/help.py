@@ -10,7 +10,7 @@ from typing import Any
 from swift.arguments import known
 from swift.arguments.derived import load_plugins, rule_texts
 from swift.arguments.layers import normalise, read_command_line
-from swift.arguments.modes import GROUPS
+from swift.arguments.modes import GROUPS, command_of
 from swift.arguments.plugins import plugin_paths, settings_class
 from swift.errors import ConfigError, suggest
 from swift.flags import Flag, flags_of, spellings_of
@@ -26,18 +26,18 @@ def render(mode: str, everyday: bool = True) -> str:
     Raises:
         ConfigError: an unknown mode.
     """
-    cls = settings_class(mode)
+    cls, command = settings_class(mode), command_of(mode)
     flags = [flag for flag in flags_of(cls).values() if not everyday or flag.details.everyday]
-    lines = [_purpose(cls), "", f"usage: swift {mode} [config.yaml] [--flag value ...]"]
+    lines = [_purpose(cls), "", f"usage: swift {command} [config.yaml] [--flag value ...]"]
     for group in GROUPS:
         members = [flag for flag in flags if flag.group == group]
         if members:
             lines += ["", group, *(line for flag in members for line in _entry(flag, cls))]
     lines += [
         "",
-        f"swift {mode} --help-all lists every flag, swift {mode} --help <flag> explains one."
+        f"swift {command} --help-all lists every flag, swift {command} --help <flag> explains one."
         if everyday
-        else f"swift {mode} --help <flag> explains a flag.",
+        else f"swift {command} --help <flag> explains a flag.",
     ]
     return "\n".join(lines) + "\n"
 

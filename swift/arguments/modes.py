@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from swift.arguments.common import GROUPS, CommonArguments, backend_problems, model_missing, training_data_missing
 from swift.arguments.rlhf import RLHFArguments
@@ -14,6 +14,9 @@ from swift.models.arguments import CheckpointArguments, TunerArguments
 from swift.rewards.arguments import RewardArguments
 from swift.rollout.arguments import EngineArguments, GenerationArguments
 from swift.trainers.arguments import OptimizationArguments, RunArguments
+
+if TYPE_CHECKING:
+    from swift.arguments.layers import Given
 
 
 @dataclass(kw_only=True)
@@ -211,6 +214,23 @@ MODES: dict[str, type] = {
     "doctor": DoctorArguments,
     "config-schema": ConfigSchemaArguments,
 }
-"""Mode -> its settings."""
+"""Mode -> its settings; a method of `swift rlhf` beside grpo is a mode of its own, named as its `--rlhf_type`."""
 
-__all__ = ["GROUPS", "MODES"]
+METHODS: tuple[str, ...] = ()
+"""The modes that `swift rlhf --rlhf_type <name>` starts."""
+
+
+def mode_of(command: str, layers: Sequence[Sequence[Given]]) -> str:
+    """The mode of a command: `rlhf` is that of its `--rlhf_type`, from the highest of the layers that has one."""
+    if command == "rlhf":
+        for given in (one for layer in reversed(layers) for one in reversed(layer) if one.spelling == "rlhf_type"):
+            return given.shown if given.shown in METHODS else command
+    return command
+
+
+def command_of(mode: str) -> str:
+    """The words after `swift` that start a mode."""
+    return f"rlhf --rlhf_type {mode}" if mode in METHODS else mode
+
+
+__all__ = ["GROUPS", "METHODS", "MODES", "command_of", "mode_of"]

@@ -14,7 +14,7 @@ from typing import Any
 from swift.arguments import known
 from swift.arguments.derived import Machine, complete, find_plugin
 from swift.arguments.layers import VARIABLES, Given, Layer, read_command_line, read_config, read_environment
-from swift.arguments.modes import MODES
+from swift.arguments.modes import MODES, command_of, mode_of
 from swift.arguments.plugins import plugin_paths, settings_class, unread
 from swift.arguments.presets import plan_lines, values_under
 from swift.arguments.values import convert
@@ -48,6 +48,11 @@ class Resolved:
     config: str | None = None
 
     @property
+    def command(self) -> str:
+        """The word after `swift`."""
+        return command_of(self.mode).partition(" ")[0]
+
+    @property
     def given(self) -> set[str]:
         """Canonical names of the settings that the user wrote, wherever, or chose with a preset."""
         return {name for name, origin in self.provenance.items() if origin["source"] != "default"}
@@ -73,7 +78,7 @@ class Resolved:
 
 
 def parse(mode: str, argv: Sequence[str], environ: Mapping[str, str]) -> Resolved:
-    """The settings of one invocation, `argv` being the words after the mode.
+    """The settings of one invocation, `argv` being the words after the mode; `--rlhf_type` may choose another mode.
 
     Raises:
         ConfigError: with every problem found.
@@ -83,6 +88,7 @@ def parse(mode: str, argv: Sequence[str], environ: Mapping[str, str]) -> Resolve
     environment = {name: value for name, value in file.environment.items() if name not in environ}
     variables = {**environ, **environment}
 
+    mode = mode_of(mode, [file.given, line.given])
     reader = Reader(mode, settings_class(mode))
     reader.problems += line.problems + file.problems
     reader.problems += [
@@ -241,12 +247,13 @@ class Reader:
         where = f"{given.subject}: {shown}"
         elsewhere = [mode for mode in MODES if name in spellings_of(settings_class(mode))]
         if elsewhere and _is_default(settings_class(elsewhere[0]), given):
-            self.notes.append(f"{where}: not used by swift {self.mode}")
+            self.notes.append(f"{where}: not used by swift {command_of(self.mode)}")
         elif elsewhere:
-            self.problems.append(f"{where}: not a flag of swift {self.mode}; a flag of: {', '.join(elsewhere)}")
+            others = ", ".join(map(command_of, elsewhere))
+            self.problems.append(f"{where}: not a flag of swift {command_of(self.mode)}; a flag of: {others}")
         elif not known.is_known(name):
             near = nearest(name, spellings_of(self.cls))
-            fix = f"nearest: {', '.join(near)}" if near else f"see swift {self.mode} --help-all"
+            fix = f"nearest: {', '.join(near)}" if near else f"see swift {command_of(self.mode)} --help-all"
             self.problems.append(f"{where}: unknown flag; {fix}")
         elif known.changes_nothing(name, shown):
             self.notes.append(f"{where}: known in ms-swift; this value changes nothing here")

@@ -13,6 +13,7 @@ from typing import Any
 
 from swift.arguments.derived import load_plugins
 from swift.arguments.help import default_text
+from swift.arguments.modes import command_of
 from swift.arguments.plugins import settings_class
 from swift.arguments.values import BOOLEAN_WORDS
 from swift.flags import Flag, flags_of
@@ -49,7 +50,7 @@ def json_schema(mode: str, external_plugins: Sequence[str] = ()) -> dict[str, An
         properties |= {name.replace("_", "-"): {**same, "deprecated": True} for name in flag.spellings if "_" in name}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": f"swift {mode}",
+        "title": f"swift {command_of(mode)}",
         "description": (cls.__doc__ or "").strip(),
         "type": "object",
         "properties": {**properties, "ENV": _ENV, "_provenance": _PROVENANCE},

@@ -62,6 +62,9 @@ MODES = {
     "config-schema": Mode("print the JSON schema of a mode's flags", "swift.cli.mode:print_schema", first="mode"),
 }
 
+METHODS: dict[str, Mode] = {}
+"""The same for the methods of `swift rlhf` beside grpo."""
+
 
 def start(name: str, words: Sequence[str]) -> int | None:
     """Runs the mode `name` with the words after it; returns the exit code, None for 0.
@@ -69,14 +72,14 @@ def start(name: str, words: Sequence[str]) -> int | None:
     Raises:
         ConfigError: all that is wrong with the settings, before anything heavy is loaded.
     """
-    mode = MODES[name]
     if name != "rollout":  # whose log has times
         show_warnings()
-    if mode.first and words and not words[0].startswith("-"):
+    if (mode := MODES[name]).first and words and not words[0].startswith("-"):
         words = [f"--{mode.first}", *words]
     resolved = resolve(name, words)
     if resolved is None:
         return 0
+    mode = METHODS.get(resolved.mode, mode)
     dry = mode.dry_run is not None and resolved.args.dry_run
     if mode.runs and not dry:
         survive_console("stdout", "stderr")
@@ -117,7 +120,10 @@ def help_wanted(mode: str, words: Sequence[str]) -> str | None:
     if not asked and not {"--help-all", "--help_all"} & set(words):
         return None
     from swift.arguments.help import load_named_plugins, render, render_flag
+    from swift.arguments.layers import read_command_line
+    from swift.arguments.modes import mode_of
 
+    mode = mode_of(mode, [read_command_line(words).given])
     load_named_plugins(mode, words)
     if not asked:
         return render(mode, everyday=False)

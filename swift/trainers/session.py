@@ -243,7 +243,7 @@ def open_run(resolved: Resolved, collectives: Collectives, start: Start) -> Iter
     folder, attempt = collectives.broadcast(opened)
     log = RankLog(rank_log_file(Path(folder), attempt, collectives.rank))
     run = OpenRun(Path(folder), attempt, log, lambda: start.step)
-    note_unfinished(Unfinished(log.path, lambda: run.advice(resolved.mode)))
+    note_unfinished(Unfinished(log.path, lambda: run.advice(resolved.command)))
     for note in resolved.notes:
         log.line(f"swift: {note}")
     code, reason = 0, "done"
