@@ -104,9 +104,11 @@ def test_a_reward_model_serves_grpo_at_once(settings, nano_folders, tmp_path, tu
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", METHODS)
-def test_two_processes_train_the_model_that_one_does(settings, tmp_path, method):
-    flags = ("--dataset_shuffle", "false") if method == "kto" else ()
+@pytest.mark.parametrize(
+    ("method", "flags"),
+    [*((method, ()) for method in METHODS), ("dpo", ("--precompute_ref_log_probs", "true"))],
+)
+def test_two_processes_train_the_model_that_one_does(settings, tmp_path, method, flags):
     alone = settings(method, *flags, "--gradient_accumulation_steps", "2", "--output_dir", str(tmp_path / "one"))
     two = settings(method, *flags, "--output_dir", str(tmp_path / "two"))
     words = [word for name in two.given for word in (f"--{name}", *_words(getattr(two.args, name)))]
