@@ -374,7 +374,6 @@ def test_sleeping_gives_the_kv_cache_back_and_waking_gives_the_same_tokens(engin
     numbers = sum(parameter.numel() for parameter in load(folder).parameters())
     assert engine.memory() == {"weights": 4 * numbers, "kv": 0}
     assert engine.wake()
-    assert engine.memory()["kv"] < 1 << 20
     assert greedy(engine) == before
 
 

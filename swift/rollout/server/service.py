@@ -197,7 +197,7 @@ class Service:
             "version": self.engine.version,
             "boot_id": self.boot_id,
             "counters": self.counters,
-            "void": bool(self.engine.void or self.queue.updates.void),
+            "void": bool(self.engine.void),
             "detail": detail,
         }
 
@@ -354,7 +354,7 @@ class Service:
         engine.wake()
         if self._weights_came or engine.version != 0 or not engine.health().alive or self._asleep():
             engine.rebuild()
-            self._weights_came, self.queue.updates.void = False, ""
+            self._weights_came = False
         elif engine.capabilities.lora:
             engine.drop_adapter()
         engine.reset_caches()

@@ -425,7 +425,7 @@ class VLLMEngine(EngineLife):
     def _kv_obstacle(self, reason: str = "") -> str:
         """Why the KV cache cannot be released on a CPU, in one line; "" when it can."""
         reason = reason or next((reply for reply in self._call("swift_kv_obstacle") if reply), "")
-        size = sum(reply["kv"] for reply in self._call("swift_memory")) >> 20 if reason else 0
+        size = sum(self._call("swift_kv_bytes")) >> 20 if reason else 0
         return f"KV cache of {size} MiB cannot be released: {reason}" if reason else ""
 
     def _wake_up(self, tag: Tag) -> None:
@@ -433,12 +433,11 @@ class VLLMEngine(EngineLife):
             self._llm.wake_up([tag])
 
     def memory(self) -> dict[str, int]:
-        """On a CPU the pages of the cache that were used since it woke."""
         if not self.health().alive:
             return {}
         gone = not self._on_cpu and "weights" in self._asleep
-        kv = sum(reply["kv_resident"] for reply in self._call("swift_memory"))
-        return {"weights": 0 if gone else self._weight_bytes(), "kv": 0 if "kv_cache" in self._asleep else kv}
+        kv = 0 if "kv_cache" in self._asleep else sum(self._call("swift_kv_bytes"))
+        return {"weights": 0 if gone else self._weight_bytes(), "kv": kv}
 
     def _weight_bytes(self) -> int:
         """Bytes of this process's weights in the engine's type; vLLM's parameters do not say once they are repacked."""
