@@ -369,10 +369,13 @@ def test_only_json_and_safetensors_are_read(http):
     reply = http.post("/v1/completions", content=evil, headers={"Content-Type": "application/json"})
     assert refused(reply, 422).startswith("body: ")
     assert refused(http.post("/v1/completions", content=b"{", headers={"Content-Type": "application/json"}), 422)
-    params = {"lora_name": "x", "version": 1}
     headers = {"Content-Type": "application/x-safetensors"}
-    reply = http.post("/v1/load_lora_adapter", params=params, content=evil, headers=headers)
-    assert "no safetensors file" in refused(reply, 409)
+    upload = {"url": "/v1/load_lora_adapter?version=1", "content": evil, "headers": headers}
+    assert "only the run that holds this server" in refused(http.post(**upload), 409)
+    ok(http.post("/reset", json={"run_id": "mine"}))
+    headers["X-Swift-Run"] = "mine"
+    assert "no safetensors file" in refused(http.post(**upload), 409)
+    ok(http.post("/release", json={"run_id": "mine"}))
     assert ok(http.get("/health"))["status"] == "ok"
 
 

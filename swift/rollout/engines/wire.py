@@ -23,7 +23,7 @@ from swift.errors import EngineError, SwiftError, first_line
 from swift.rollout.engines.base import EngineCounters, TensorInfo
 from swift.types import Completion, Request, SamplingParams
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Changes when either side would misunderstand the other."""
 RUN_HEADER = "X-Swift-Run"
 """Id of the run that sends the request."""

@@ -61,12 +61,6 @@ class Invitation(Struct):
     invitation: dict[str, Any]
 
 
-class UnloadAdapter(Struct):
-    """POST /v1/unload_lora_adapter; without a name, whichever is loaded."""
-
-    lora_name: str | None = None
-
-
 def router(service: Service) -> APIRouter:
     """The routes."""
     routes = APIRouter(dependencies=[needs_lease(service)])
@@ -138,24 +132,17 @@ def _adapters(routes: APIRouter, service: Service) -> None:
     """LoRA adapters."""
 
     @routes.post("/v1/load_lora_adapter")
-    async def load_lora_adapter(
-        http: HttpRequest,
-        run: RunId = None,
-        *,
-        lora_name: Annotated[str, Query(min_length=1, max_length=256)],
-        version: Annotated[int | None, Query(ge=0)] = None,
-    ) -> Response:
+    async def load_lora_adapter(http: HttpRequest, version: Annotated[int, Query(ge=0)], run: RunId = None) -> Response:
+        if run is None:  # it would be sampled with under the name of the model
+            raise Refused(409, "no_lease", "adapter: only the run that holds this server sends one; POST /reset first")
         data = await read_body(http, service.settings.limits.adapter_bytes)
         adapter = await asyncio.to_thread(_from_safetensors, data)
         service.authorize(run)  # another run may have taken the server meanwhile
-        ack = await service.load_adapter(lora_name, adapter, version, policy=run is not None)
+        ack = await service.load_adapter(adapter, version)
         return json_response({"ack": asdict(ack), **await service.state()})
 
     @routes.post("/v1/unload_lora_adapter")
-    async def unload_lora_adapter(body: Annotated[UnloadAdapter, json_body(UnloadAdapter)]) -> Response:
-        if body.lora_name not in (None, service.adapter):
-            said = f"lora_name: {body.lora_name}: not loaded; loaded: {service.adapter or 'none'}"
-            raise Refused(404, "adapter", said)
+    async def unload_lora_adapter() -> Response:
         await service.drop_adapter()
         return json_response(await service.state())
 

@@ -17,7 +17,6 @@ import functools
 import gc
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -85,12 +84,9 @@ class VLLMEngine(EngineLife):
         start.groups.enter()
         try:
             self._llm = start.start(self._vllm, spec, self._config, on_cpu=self._on_cpu)
-            obstacle = self._kv_obstacle() if self._on_cpu else ""
-            if obstacle and spec.sleep:
+            if spec.sleep and self._on_cpu and (obstacle := self._kv_obstacle()):
                 logger.warning("vllm: %s", obstacle)
-            self.capabilities = start.capabilities(
-                self._vllm, self._llm, spec, self._config, on_cpu=self._on_cpu, keeps_kv=bool(obstacle)
-            )
+            self.capabilities = start.capabilities(self._vllm, self._llm, spec, self._config, on_cpu=self._on_cpu)
             self._try_out()
             self._merge_adapters()
         except BaseException:
@@ -211,7 +207,6 @@ class VLLMEngine(EngineLife):
 
     def _step(self) -> None:
         """One token of every running request; those that ended with it are ready, also when this raises for one."""
-        started = time.monotonic()
         try:
             with self._busy, same_randomness():
                 self._check_alive()
@@ -221,8 +216,6 @@ class VLLMEngine(EngineLife):
         except Exception as error:
             self._dead = f"a decode step failed ({type(error).__name__}: {first_line(error)})"
             raise EngineDead(f"engine: vllm: {self._dead}; rebuild the engine") from error
-        finally:
-            self.counters.generate_s += time.monotonic() - started
         self.counters.decode_steps += bool(outputs)
         problems = []
         for output in outputs:

@@ -77,14 +77,11 @@ def start(vllm: SimpleNamespace, spec: EngineSpec, config: Any, *, on_cpu: bool)
     return llm
 
 
-def capabilities(
-    vllm: SimpleNamespace, llm: Any, spec: EngineSpec, config: Any, *, on_cpu: bool, keeps_kv: bool
-) -> Capabilities:
-    """What an engine can do, as vLLM settled it. keeps_kv: the KV cache's memory cannot be released."""
+def capabilities(vllm: SimpleNamespace, llm: Any, spec: EngineSpec, config: Any, *, on_cpu: bool) -> Capabilities:
+    """What an engine can do, as vLLM settled it."""
     model = llm.vllm_config.model_config
     if spec.max_model_len is None and model.max_model_len < settings.context_limit(spec, config.get_text_config()):
         logger.warning("vllm: prompt and completion are limited to %d tokens by the KV cache", model.max_model_len)
-    sleeps = on_cpu or spec.sleep
     return Capabilities(
         name="vllm",
         logprob_support="truncated",
@@ -94,8 +91,7 @@ def capabilities(
         devices=spec.devices,
         tensor_parallel_size=spec.tensor_parallel_size,
         lora=spec.lora,
-        sleep_levels=(0, 1, 2) if sleeps else (0,),
-        kv_release=sleeps and not keeps_kv,
+        sleep_levels=(0, 1, 2) if on_cpu or spec.sleep else (0,),
         in_flight_updates=True,
         guided=True,
         sampling_fields=settings.sampling_fields(vllm),

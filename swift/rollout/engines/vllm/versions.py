@@ -1,8 +1,9 @@
 """Which vLLM is installed, and the names of it that are used, looked up at the start.
 
 vLLM has no stable interface below its command line. A release that moved a name is refused at the start with that name.
-0.26 (fits torch 2.11) and 0.32 (CPU build, torch 2.13) are supported, versions between them where they have them all. In 0.26 a reload keeps LoRA adapters and cannot replace weights below LoRA layers; in 0.32
-it drops all adapters. The engine keeps its own account of what is awake and drops adapters with every reload.
+0.26 (fits torch 2.11) and 0.32 (CPU build, torch 2.13) are supported, versions between them where they have them all.
+In 0.26 a reload keeps LoRA adapters and cannot replace weights below LoRA layers; in 0.32 it drops all adapters. The
+engine keeps its own account of what is awake and drops adapters with every reload.
 """
 
 from __future__ import annotations
