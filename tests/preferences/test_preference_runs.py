@@ -60,6 +60,7 @@ def test_evaluation_has_accuracy_and_margin(settings, tmp_path, capsys, method, 
     assert logged(run_dir, accuracy).keys() == {(1, step) for step in (1, 2, 3, 4)}
     out = capsys.readouterr().out
     assert "prompt <- prompt; chosen <- chosen; rejected <- rejected" in out
+    assert (run_dir / "images" / "preference.png").is_file()
     assert "evaluation: loss" in out and "accuracy" in out.split("evaluation: loss")[1]
 
 

@@ -14,10 +14,10 @@ swift rlhf \
     --tuner_type full \
     --beta 0.1 \
     --learning_rate 3e-3 \
-    --max_steps 120 \
+    --max_steps 200 \
     --per_device_train_batch_size 16 \
     --per_device_eval_batch_size 64 \
-    --eval_steps 60 \
+    --eval_steps 100 \
     --logging_steps 20 \
     --output_dir "$out/dpo" \
     "$@"
