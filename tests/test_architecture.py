@@ -53,7 +53,7 @@ MAY_IMPORT = {
 ONLY_HERE = {
     "vllm": ["swift/rollout/engines/"],
     "lmdeploy": ["swift/rollout/engines/"],
-    "trl": ["swift/trainers/sft"],
+    "trl": ["swift/trainers/sft", "swift/trainers/trl/"],
     "deepspeed": ["swift/models/sharded.py", "swift/trainers/parallel/deepspeed.py"],
     "peft": ["swift/models/", "swift/rewards/models.py"],
     "matplotlib": ["swift/observability/plots.py"],

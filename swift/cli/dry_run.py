@@ -53,8 +53,8 @@ def rehearse_rlhf(resolved: Resolved) -> int:
     return 0
 
 
-def rehearse_sft(resolved: Resolved) -> int:
-    """The dry run of `swift sft`; returns 0.
+def rehearse_trl(resolved: Resolved) -> int:
+    """The dry run of a mode with a trainer of TRL or transformers; returns 0.
 
     Raises:
         ConfigError: settings, data or rows.
@@ -62,14 +62,15 @@ def rehearse_sft(resolved: Resolved) -> int:
     from swift.models import load_chat
     from swift.models.policy import check_targets
     from swift.trainers.session import find_start, require_packages
-    from swift.trainers.sft import encode, plan_line
+    from swift.trainers.trl.method import method_of
+    from swift.trainers.trl.run import plan_line
 
     args: Any = resolved.args
     require_packages(args)
     placed = _place(resolved)
     where = [placement.describe(placed), *placed.notes, *find_start(args, resolved.to_json()).notes]
     check_targets(args)
-    train, _, lines = encode(args, load_chat(args))
+    train, _, lines = method_of(resolved.mode).encode(args, load_chat(args))
     plan = plan_line(args, len(train), launcher.world_size(os.environ))
     show(resolved, [*where, plan, *lines])
     return 0

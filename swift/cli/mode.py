@@ -37,6 +37,9 @@ class Mode:
     first: str | None = None
 
 
+TRL = "swift.trainers.trl.run:run", "swift.cli.dry_run:rehearse_trl"
+"""What starts the methods of `swift.trainers.trl.method`, and their dry run."""
+
 MODES = {
     "rlhf": Mode(
         "online RL training (--rlhf_type grpo)",
@@ -45,9 +48,7 @@ MODES = {
         workers=True,
         runs=True,
     ),
-    "sft": Mode(
-        "supervised fine-tuning", "swift.trainers.sft:run", "swift.cli.dry_run:rehearse_sft", workers=True, runs=True
-    ),
+    "sft": Mode("supervised fine-tuning", *TRL, workers=True, runs=True),
     "rollout": Mode(
         "generation server for trainers on other machines",
         "swift.rollout.server.run:run",

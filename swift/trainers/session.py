@@ -1,6 +1,6 @@
 """What every training mode does around its trainer: join processes, find where to start, answer signals, end.
 
-Shared by `sft` and `grpo`; knows no algorithm.
+Shared by `trl` and `grpo`; knows no algorithm.
 """
 
 from __future__ import annotations

@@ -10,12 +10,12 @@ from preloaded import run_ranks
 from safetensors.torch import load_file
 
 from swift.arguments import parse
-from swift.cli.dry_run import rehearse_sft
+from swift.cli.dry_run import rehearse_trl
 from swift.errors import ConfigError, Interrupted, unfinished
 from swift.models.arguments import ModelArguments
 from swift.models.policy import load_for_inference
 from swift.trainers.checkpoint import list_checkpoints, verify
-from swift.trainers.sft import plan_line, run
+from swift.trainers.trl.run import plan_line, run
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,7 +76,7 @@ def test_rows_over_max_length_are_left_out_and_the_plan_is_that_of_the_rest(sft_
     chats = [[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a" * n}] for n in (1, 1, 500)]
     data.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     flags = ("--dataset", str(data), "--max_length", "100", "--per_device_train_batch_size", "1", "--dry_run", "true")
-    assert rehearse_sft(parse("sft", sft_argv(*flags), {})) == 0
+    assert rehearse_trl(parse("sft", sft_argv(*flags), {})) == 0
     printed = capsys.readouterr().out
     assert "train: left out 1 row: 1 (longer than max_length)" in printed
     assert "plan: 2 rows; 1 per device x 1 process x 1 accumulation step = 1 row per step" in printed
@@ -88,7 +88,7 @@ def test_a_dry_run_reads_exchanges_with_the_training_template_as_a_run_does(sft_
     data = tmp_path / "exchanges.jsonl"
     data.write_text(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}) + "\n")
     flags = ("--dataset", str(data), "--template", "qwen3", "--per_device_train_batch_size", "1")
-    assert rehearse_sft(parse("sft", sft_argv(*flags), {})) == 0
+    assert rehearse_trl(parse("sft", sft_argv(*flags), {})) == 0
     assert "train: 1 row," in capsys.readouterr().out
 
 
@@ -136,11 +136,13 @@ def test_a_resumed_run_ends_with_the_weights_and_logs_of_an_uninterrupted_one(sf
 
 
 def test_a_run_that_fails_in_a_step_is_saved_before_it_and_resumed_exactly(sft_argv, tmp_path, monkeypatch):
-    from swift.trainers.sft_trainer import AtomicSFTTrainer
+    from swift.trainers.sft import SFT
+    from swift.trainers.trl.frame import trainer_class
 
     argv = sft_argv("--gradient_accumulation_steps", "2", "--lora_dropout", "0.3", tuner="lora")
     straight = load_file(sft(argv) / "checkpoint-6" / "adapter_model.safetensors")
-    original = AtomicSFTTrainer.compute_loss
+    trainer = trainer_class(SFT)
+    original = trainer.compute_loss
 
     def broken(self, *args, **named):
         loss = original(self, *args, **named)  # and with it dropout draws
@@ -149,7 +151,7 @@ def test_a_run_that_fails_in_a_step_is_saved_before_it_and_resumed_exactly(sft_a
         return loss
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="broken"):
-        patch.setattr(AtomicSFTTrainer, "compute_loss", broken)
+        patch.setattr(trainer, "compute_loss", broken)
         sft(argv)
     run_dir = newest_run(tmp_path / "out")
     assert "checkpoint-3 is its last checkpoint; resume: " in unfinished().advice()
@@ -176,10 +178,10 @@ def test_a_start_that_fails_leaves_no_folder(sft_argv, tmp_path):
 
 
 def test_a_signal_ends_the_run_with_a_checkpoint_that_can_be_resumed(sft_argv, tmp_path, monkeypatch):
-    from swift.trainers import sft_trainer
+    from swift.trainers.trl import callbacks
 
     straight = losses(sft(sft_argv("--logging_steps", "1")))
-    original = sft_trainer.StopOnSignal.on_step_end
+    original = callbacks.StopOnSignal.on_step_end
 
     def interrupt(self, args, state, control, **kwargs):
         if state.global_step == 3:
@@ -187,7 +189,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_that_can_be_resumed(sft_argv, t
             time.sleep(0.01)
         return original(self, args, state, control, **kwargs)
 
-    monkeypatch.setattr(sft_trainer.StopOnSignal, "on_step_end", interrupt)
+    monkeypatch.setattr(callbacks.StopOnSignal, "on_step_end", interrupt)
     with pytest.raises(Interrupted, match=r"SIGTERM.*checkpoint-3 is saved.*--resume_from_checkpoint") as caught:
         sft(sft_argv("--logging_steps", "1"))
     assert caught.value.exit_code == 75

@@ -10,7 +10,7 @@ import pytest
 from swift.errors import NumericError
 from swift.trainers.distributed import Collectives
 from swift.trainers.session import SignalTrap
-from swift.trainers.sft_trainer import NON_FINITE_LIMIT, LogLines, StopOnSignal
+from swift.trainers.trl.callbacks import NON_FINITE_LIMIT, LogLines, StopOnSignal
 
 
 def state(step: int, max_steps: int = 10) -> SimpleNamespace:

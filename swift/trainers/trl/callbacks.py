@@ -1,27 +1,18 @@
-"""TRL's SFTTrainer as `swift sft` uses it: atomic checkpoints, the settings, and its callbacks."""
+"""What `swift` adds to a trainer's steps: the end at a signal, logging.jsonl and the lines of the console."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from datasets import Dataset
-from transformers import PrinterCallback, TrainerCallback
-from trl import SFTConfig, SFTTrainer
+from transformers import TrainerCallback
 
 from swift.errors import NumericError
-from swift.models.template import Template
 from swift.observability.jsonl import JsonlWriter
-from swift.observability.metrics import MetricStore
-from swift.trainers.atomic_trainer import AtomicTrainer
 from swift.trainers.distributed import Collectives
-from swift.trainers.optimizers.choice import attach_own_optimizer, own_optimizer
-from swift.trainers.optimizers.master_weights import keep_master_weights
-from swift.trainers.session import on_one_device, tensorboard_callback, training_options
 
 if TYPE_CHECKING:
     from swift.observability.curves import Curves
@@ -30,66 +21,8 @@ if TYPE_CHECKING:
 NON_FINITE_LIMIT = 3
 """Log lines in a row with a loss that is no number after which the run ends (exit 6)."""
 
-LOGGED = ("loss", "grad_norm", "learning_rate", "epoch", "mean_token_accuracy", "num_tokens")
-"""What a training line says; evaluation lines say everything that begins with eval_."""
-
-
-class AtomicSFTTrainer(AtomicTrainer, SFTTrainer):
-    """TRL's trainer with checkpoints that are valid or do not exist."""
-
-
-def build_trainer(
-    args: Any,
-    folder: Path,
-    model: Any,
-    template: Template,
-    train: Dataset,
-    val: Dataset | None,
-    callbacks: list[TrainerCallback],
-    *,
-    collectives: Collectives,
-    settings: Mapping[str, Any],
-) -> AtomicSFTTrainer:
-    """The trainer, ready to run; checkpoints go to `folder`."""
-    arguments = on_one_device(SFTConfig(**_options(args, folder, evaluates=val is not None)))
-    trainer = AtomicSFTTrainer(
-        model=model,
-        args=arguments,
-        optimizer_cls_and_kwargs=own_optimizer(args, arguments),
-        train_dataset=train,
-        eval_dataset=val,
-        processing_class=template.tokenizer,
-        callbacks=callbacks,
-        collectives=collectives,
-        metrics=MetricStore(),
-        run_settings=settings,
-        save_total_limit=args.save_total_limit,
-    )
-    attach_own_optimizer(args, trainer)
-    trainer.remove_callback(PrinterCallback)  # `LogLines` speaks instead
-    # fp16's loss scaling needs gradients at the very weights that the optimizer holds; ZeRO and FSDP have own masters
-    if not trainer.args.fp16 and not args.deepspeed and not args.fsdp:
-        trainer.create_optimizer()
-        keep_master_weights(trainer.optimizer)
-    if (board := tensorboard_callback(args, folder)) is not None:
-        trainer.add_callback(board)
-    return trainer
-
-
-def _options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, Any]:
-    """The settings as keyword arguments of SFTConfig."""
-    on_gpu = torch.cuda.is_available()
-    precision = {"bf16": on_gpu and args.torch_dtype == "bfloat16", "fp16": on_gpu and args.torch_dtype == "float16"}
-    return {
-        **training_options(args, folder, evaluates=evaluates),
-        "max_steps": args.max_steps,
-        "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        # Rows are tokenised already: with one worker, the default, padding them here is quicker than sending them.
-        "dataloader_num_workers": args.dataloader_num_workers if args.dataloader_num_workers > 1 else 0,
-        **({} if args.deepspeed or args.fsdp else precision),
-        "max_length": None,  # rows over it are left out already, never cut
-        "dataset_kwargs": {"skip_prepare_dataset": True},
-    }
+LOGGED = ("loss", "grad_norm", "learning_rate", "epoch", "num_tokens")
+"""What a training line says of every method; evaluation lines say everything that begins with eval_."""
 
 
 class StopOnSignal(TrainerCallback):
@@ -112,7 +45,8 @@ class StopOnSignal(TrainerCallback):
 class LogLines(TrainerCallback):
     """Writes logging.jsonl (`path`), where `attempt` is the number of this start, and says one line per log step.
 
-    curves: drawn again at saves.
+    curves: drawn again at saves. logged: further metrics of training lines. shown: metrics that the console has beside
+    the loss, with their names there.
     """
 
     def __init__(
@@ -122,8 +56,12 @@ class LogLines(TrainerCallback):
         say: Callable[[str], None],
         curves: Curves | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        logged: Sequence[str] = (),
+        shown: Sequence[tuple[str, str]] = (),
     ) -> None:
         self.writer, self.attempt, self.say, self.curves, self.clock = JsonlWriter(path), attempt, say, curves, clock
+        self.logged, self.shown = (*LOGGED, *logged), shown
         self.first_loss: float | None = None
         self.last_loss: float | None = None
         self.last_eval_loss: float | None = None
@@ -146,7 +84,7 @@ class LogLines(TrainerCallback):
             self._check(float(logs["loss"]), state.global_step)
         if not state.is_world_process_zero or not ("loss" in logs or evaluation):
             return
-        values = evaluation or {name: logs[name] for name in LOGGED if name in logs}
+        values = evaluation or {name: logs[name] for name in self.logged if name in logs}
         row = {**values, "step": state.global_step, "max_steps": state.max_steps, "attempt": self.attempt}
         if evaluation:
             self.last_eval_loss = logs.get("eval_loss", self.last_eval_loss)
@@ -182,11 +120,13 @@ class LogLines(TrainerCallback):
 
     def _line(self, row: Mapping[str, Any], *, evaluation: bool) -> str:
         head = f"step {row['step']}/{row['max_steps']}"
+        prefix = "eval_" if evaluation else ""
+        more = "".join(f"  {word} {row[prefix + name]:.4g}" for name, word in self.shown if prefix + name in row)
         if evaluation:
-            return f"{head}  evaluation: loss {row.get('eval_loss', math.nan):.4f}"
+            return f"{head}  evaluation: loss {row.get('eval_loss', math.nan):.4f}{more}"
         elapsed, done = self.clock() - self._started[0], row["step"] - self._started[1]
         left = elapsed / max(1, done) * (row["max_steps"] - row["step"])
         return (
-            f"{head}  loss {row['loss']:.4f}  lr {row['learning_rate']:.2e}  "
+            f"{head}  loss {row['loss']:.4f}{more}  lr {row['learning_rate']:.2e}  "
             f"{row['step_time']:.2f} s/step  {left:.0f} s left"
         )

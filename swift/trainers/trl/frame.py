@@ -1,0 +1,83 @@
+"""A trainer of TRL or transformers as `swift` uses it: atomic checkpoints, the settings, and its callbacks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import PrinterCallback, TrainerCallback
+
+from swift.models.template import Template
+from swift.observability.metrics import MetricStore
+from swift.trainers.atomic_trainer import AtomicTrainer
+from swift.trainers.distributed import Collectives
+from swift.trainers.optimizers.choice import attach_own_optimizer, own_optimizer
+from swift.trainers.optimizers.master_weights import keep_master_weights
+from swift.trainers.session import on_one_device, tensorboard_callback, training_options
+from swift.trainers.trl.method import Method, named
+
+
+@functools.cache
+def trainer_class(method: Method) -> type[AtomicTrainer]:
+    """The method's trainer with checkpoints that are valid or do not exist."""
+    trainer = named(method.trainer)
+    return type(f"Atomic{trainer.__name__}", (*method.overrides, AtomicTrainer, trainer), {})
+
+
+def build_trainer(
+    method: Method,
+    args: Any,
+    folder: Path,
+    model: Any,
+    template: Template,
+    train: Dataset,
+    val: Dataset | None,
+    callbacks: list[TrainerCallback],
+    *,
+    collectives: Collectives,
+    settings: Mapping[str, Any],
+) -> AtomicTrainer:
+    """The trainer, ready to run; checkpoints go to `folder`."""
+    options = {**_options(args, folder, evaluates=val is not None), **method.options(args)}
+    arguments = on_one_device(named(method.config)(**options))
+    trainer = trainer_class(method)(
+        model=model,
+        args=arguments,
+        train_dataset=train,
+        eval_dataset=val,
+        processing_class=template.tokenizer,
+        callbacks=callbacks,
+        collectives=collectives,
+        metrics=MetricStore(),
+        run_settings=settings,
+        save_total_limit=args.save_total_limit,
+        **method.parts(args, model),
+    )
+    trainer.optimizer_cls_and_kwargs = own_optimizer(args, arguments)  # not every trainer takes it as an argument
+    attach_own_optimizer(args, trainer)
+    trainer.remove_callback(PrinterCallback)  # `LogLines` speaks instead
+    # fp16's loss scaling needs gradients at the very weights that the optimizer holds; ZeRO and FSDP have own masters
+    if not trainer.args.fp16 and not args.deepspeed and not args.fsdp:
+        trainer.create_optimizer()
+        keep_master_weights(trainer.optimizer)
+    if (board := tensorboard_callback(args, folder)) is not None:
+        trainer.add_callback(board)
+    return trainer
+
+
+def _options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, Any]:
+    """The settings as keyword arguments of TrainingArguments."""
+    on_gpu = torch.cuda.is_available()
+    precision = {"bf16": on_gpu and args.torch_dtype == "bfloat16", "fp16": on_gpu and args.torch_dtype == "float16"}
+    return {
+        **training_options(args, folder, evaluates=evaluates),
+        "max_steps": args.max_steps,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        # Rows are tokenised already: with one worker, the default, padding them here is quicker than sending them.
+        "dataloader_num_workers": args.dataloader_num_workers if args.dataloader_num_workers > 1 else 0,
+        **({} if args.deepspeed or args.fsdp else precision),
+    }

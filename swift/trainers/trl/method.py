@@ -1,0 +1,72 @@
+"""What differs between the methods that a trainer of TRL or transformers carries out: one `Method` each.
+
+The frame (`run`, `frame`, `callbacks`) is the same for all: run folder, checkpoints, exact resume, signals, logs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from swift.models.template import Template
+
+
+def _nothing(*_: Any) -> dict[str, Any]:
+    return {}
+
+
+def causal_model(args: Any) -> Any:
+    """The causal language model to train, on this process's device, with the dropout of its config."""
+    from swift.devices import own_device
+    from swift.models import load_policy
+
+    return load_policy(args, device=own_device(), model_dropout=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """A method, as the frame sees it.
+
+    trainer, config: their classes, as `module:name`.
+    encode: from settings and chat template to the training rows, the evaluation rows (None without any), and lines to
+        print about both.
+    load_model: the model to train.
+    options: settings -> keyword arguments of `config` that this method alone has.
+    parts: settings and model -> keyword arguments of `trainer` that this method alone has, such as a reference model.
+    overrides: what replaces methods of `trainer`, in front of it in the order of classes.
+    logged: metrics of its training log lines beside those of every method.
+    shown: metric -> how the console calls it.
+    """
+
+    trainer: str
+    config: str
+    encode: Callable[[Any, Template], tuple[Dataset, Dataset | None, list[str]]]
+    load_model: Callable[[Any], Any] = causal_model
+    options: Callable[[Any], dict[str, Any]] = _nothing
+    parts: Callable[[Any, Any], dict[str, Any]] = _nothing
+    overrides: tuple[type, ...] = ()
+    logged: tuple[str, ...] = ()
+    shown: tuple[tuple[str, str], ...] = ()
+
+
+METHODS = {
+    "sft": "swift.trainers.sft:SFT",
+}
+"""Mode -> where its `Method` is."""
+
+
+def named(place: str) -> Any:
+    """What `module:name` stands for."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def method_of(mode: str) -> Method:
+    """The method that a mode trains with."""
+    method: Method = named(METHODS[mode])
+    return method

@@ -1,0 +1,152 @@
+"""Every mode that trains with a trainer of TRL or transformers: `swift sft`, `swift rlhf --rlhf_type dpo`, and others.
+
+Ours is around the trainer: rows are encoded by the method (`swift.trainers.trl.method`), the model comes from
+`swift.models`, run directory, logs and checkpoints are those of every mode, and a signal ends the run with a checkpoint
+and exit code 75.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swift.errors import counted
+from swift.startup import collector_resting
+from swift.trainers.session import (
+    SignalTrap,
+    find_start,
+    join_processes,
+    open_run,
+    require_packages,
+)
+from swift.trainers.trl.method import Method, method_of
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from swift.arguments import Resolved
+    from swift.models.template import Template
+    from swift.trainers.atomic_trainer import AtomicTrainer
+    from swift.trainers.distributed import Collectives
+    from swift.trainers.session import Start
+    from swift.trainers.trl.callbacks import LogLines
+
+
+def run(resolved: Resolved) -> int:
+    """A mode of `METHODS`; returns the exit code.
+
+    Raises:
+        ConfigError, ResourceError: settings, data, model or checkpoint cannot be used.
+        NumericError: the loss stays non-finite.
+        Interrupted: a signal came; the checkpoint is saved.
+    """
+    args: Any = resolved.args
+    require_packages(args)
+    with collector_resting():
+        from swift.models import load_chat
+
+        method = method_of(resolved.mode)
+        collectives = join_processes(args.ddp_timeout, always=bool(args.deepspeed or args.fsdp))
+        start = find_start(args, resolved.to_json(), collectives.world_size)
+        template = load_chat(args)
+    train, val, lines = method.encode(args, template)
+    lines += [*start.notes, plan_line(args, len(train), collectives.world_size)]
+    with SignalTrap() as trap:
+        _train(resolved, method, collectives, start, template, train, val, lines, trap)
+    return 0
+
+
+def plan_line(args: Any, num_rows: int, world_size: int) -> str:
+    """The batch arithmetic in one line: rows per step, steps per epoch and in all."""
+    per_rank = -(-num_rows // (world_size * args.per_device_train_batch_size))
+    per_epoch = -(-per_rank // args.gradient_accumulation_steps)
+    steps = args.max_steps if args.max_steps > 0 else int(-(-per_epoch * args.num_train_epochs // 1))
+    rows = args.per_device_train_batch_size * world_size * args.gradient_accumulation_steps
+    return (
+        f"plan: {counted(num_rows, 'row')}; {args.per_device_train_batch_size} per device x "
+        f"{counted(world_size, 'process')} x {counted(args.gradient_accumulation_steps, 'accumulation step')} = "
+        f"{counted(rows, 'row')} per step; {counted(per_epoch, 'step')} per epoch, {counted(steps, 'step')}"
+    )
+
+
+def _train(
+    resolved: Resolved,
+    method: Method,
+    collectives: Collectives,
+    start: Start,
+    template: Template,
+    train: Dataset,
+    val: Dataset | None,
+    lines: list[str],
+    trap: SignalTrap,
+) -> None:
+    """Loads the model, opens the run's folder, says `lines`, and trains."""
+    from swift.models.policy import quiet_loading
+    from swift.trainers.supervision.heartbeat import Heartbeat
+
+    args: Any = resolved.args
+    with collector_resting():
+        from swift.observability.curves import Curves
+        from swift.trainers.trl.callbacks import LogLines, StopOnSignal
+        from swift.trainers.trl.frame import build_trainer
+
+        model = _load_model(args, method)  # before the folder: a start that fails leaves nothing behind
+    trap.check(resolved.command, collectives, start)
+    with open_run(resolved, collectives, start) as opened, contextlib.ExitStack() as stack:
+        folder, curves = opened.folder, None
+        if collectives.is_main:
+            curves = stack.enter_context(Curves(folder))
+            for line in (f"run folder: {folder}", *lines):
+                opened.say(line)
+        log = LogLines(
+            folder / "logging.jsonl", opened.attempt, opened.say, curves, logged=method.logged, shown=method.shown
+        )
+        started = time.monotonic()
+        with quiet_loading(), Heartbeat(collectives):
+            stop = StopOnSignal(trap, collectives)
+            trainer = build_trainer(
+                method,
+                args,
+                folder,
+                model,
+                template,
+                train,
+                val,
+                [stop, log],
+                collectives=collectives,
+                settings=start.settings,
+            )
+            opened.steps = lambda: trainer.state.global_step
+            trainer.train(resume_from_checkpoint=str(start.checkpoint) if start.checkpoint else None)
+            if stop.interrupted:
+                raise trap.interruption(resolved.command, folder, trainer.state.global_step)
+        if collectives.is_main:
+            for line in _summary(folder, log, trainer, time.monotonic() - started):
+                opened.say(line)
+
+
+def _load_model(args: Any, method: Method) -> Any:
+    """The model to train, on this process's device; fresh weights depend on `--seed` only."""
+    from transformers import set_seed
+
+    set_seed(args.seed)
+    model = method.load_model(args)
+    model.config.use_cache = False
+    return model
+
+
+def _summary(folder: Path, log: LogLines, trainer: AtomicTrainer, seconds: float) -> list[str]:
+    """The last words of a run: losses, time, and where the model lies."""
+    from swift.trainers.checkpoint import last_checkpoint
+
+    best = trainer.state.best_model_checkpoint
+    lines = [f"done: {counted(trainer.state.global_step, 'step')} in {seconds:.0f} s"]
+    if log.first_loss is not None:
+        lines.append(f"loss: {log.first_loss:.4f} at the start, {log.last_loss:.4f} at the end")
+    if log.last_eval_loss is not None:
+        lines.append(f"evaluation loss: {log.last_eval_loss:.4f}")
+    lines.append(f"run: {folder}")
+    lines.append(f"model: {last_checkpoint(folder)}" + (f" (best: {best})" if best else ""))
+    return lines
