@@ -95,7 +95,7 @@ _VALUES = {
     "tuner_type": "adalora longlora llamapro vera boft fourierft reft adapter ia3 bone lora_llm",
     "loss_type": "real fipo",
 }
-_MODES = _names("pt sample eval deploy app web-ui merge-adapter megatron")
+_MODES = _names("sample eval deploy app web-ui merge-adapter megatron")
 
 
 def is_known(name: str) -> bool:

@@ -68,12 +68,12 @@ class Example:
 class Rows:
     """Rows as dicts: `messages` and the other columns under their own names. `report` tells what was left out.
 
-    sizes: dataset -> its number of rows, in the order of the rows unless they are mixed or split.
+    sizes: names of the datasets and their numbers of rows, in the order of the rows unless they are mixed or split.
     """
 
     examples: list[Example]
     report: DataReport = field(default_factory=DataReport)
-    sizes: dict[str, int] = field(default_factory=dict)
+    sizes: list[tuple[str, int]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -247,7 +247,7 @@ def _load(args: DataArguments, split: Split, purpose: Purpose) -> Rows:
         if split == "val" and spec.kind == "procedural" and "seed" not in spec.options
     ]
     parts: list[list[Example]] = []
-    sizes: dict[str, int] = {}
+    sizes: list[tuple[str, int]] = []
     problems: list[str] = []
     for index, (spec, table, plan) in enumerate(zip(specs, tables, plans, strict=True)):
         records = (table.records[row] for row in _order(spec, len(table.records), args, index))
@@ -258,7 +258,7 @@ def _load(args: DataArguments, split: Split, purpose: Purpose) -> Rows:
         for row in refused:
             report.skip(row)
         parts.append(_oversampled(found, spec, args, index))
-        sizes[spec.text] = len(parts[-1])
+        sizes.append((spec.text, len(parts[-1])))
     join_problems(problems)
     if split == "train" and len(parts) > 1 and args.interleave_prob:
         examples = _mixed(parts, specs, args, report)
