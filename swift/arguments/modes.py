@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from swift.arguments.common import GROUPS, CommonArguments, backend_problems, model_missing
+from swift.arguments.preferences import PREFERENCES
 from swift.arguments.rlhf import RLHFArguments
 from swift.arguments.sft import PTArguments, SFTArguments
 from swift.data.arguments import DataArguments
@@ -178,8 +179,11 @@ class DoctorArguments(CommonArguments):
 class ConfigSchemaArguments(CommonArguments):
     """`swift config-schema`: the JSON schema of a mode's settings."""
 
-    mode: Literal["rlhf", "sft", "pt", "infer", "export", "reward-test", "rollout"] = flag("rlhf", group="Run")
-    """Mode whose settings are described."""
+    mode: Literal[
+        "rlhf", "sft", "pt", "infer", "export", "reward-test", "rollout",
+        "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm",
+    ] = flag("rlhf", group="Run")  # fmt: skip
+    """Mode, or method of rlhf, whose settings are described."""
 
     external_plugins: list[str] = flag([], group="Run", aliases=("custom_register_path",))
     """Python files whose settings are described, too."""
@@ -196,10 +200,11 @@ MODES: dict[str, type] = {
     "rollout": RolloutServerArguments,
     "doctor": DoctorArguments,
     "config-schema": ConfigSchemaArguments,
+    **PREFERENCES,
 }
 """Mode -> its settings; a method of `swift rlhf` beside grpo is a mode of its own, named as its `--rlhf_type`."""
 
-METHODS: tuple[str, ...] = ()
+METHODS: tuple[str, ...] = tuple(PREFERENCES)
 """The modes that `swift rlhf --rlhf_type <name>` starts."""
 
 

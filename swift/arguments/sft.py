@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from swift.arguments.common import CommonArguments, model_missing, training_data_missing
+from swift.arguments.common import CommonArguments, adamw_cpu_problems, model_missing, training_data_missing
 from swift.data.arguments import StreamArguments
 from swift.flags import flag
 from swift.models.arguments import TunerArguments
@@ -54,11 +54,7 @@ class LanguageModelingArguments(
         """What is wrong with these settings, one line each."""
         yield from model_missing(self)
         yield from training_data_missing(self)
-        if self.optim == "adamw_cpu" and self.torch_dtype == "float16":
-            yield (
-                "--optim: adamw_cpu: cannot undo the loss scaling of --torch_dtype float16; "
-                "use --torch_dtype bfloat16, or --optim adamw"
-            )
+        yield from adamw_cpu_problems(self)
         if self.torch_compile and (self.packing or self.padding_free):
             which = "packing" if self.packing else "padding_free"
             yield (

@@ -19,6 +19,7 @@ from swift.data.files import read_local
 from swift.data.hub import load_hub
 from swift.data.interleave import interleave
 from swift.data.messages import Message, is_chat
+from swift.data.pairs import PairPlan, pairs_or_labels
 from swift.data.procedural import read_procedural
 from swift.data.records import BadRow, RawRow, Record, RowError, filled_columns
 from swift.data.report import DataReport, first_few
@@ -33,10 +34,17 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "val"]
 
-Purpose = Literal["prompt", "chat", "text"]
-"""`prompt`: what a completion is sampled for. `chat`: prompt and answer, to be learnt from. `text`: documents."""
+Purpose = Literal["prompt", "chat", "text", "pair", "label"]
+"""`prompt`: what a completion is sampled for. `chat`: prompt and answer, to be learnt from. `text`: documents.
+`pair`, `label`: answers with preferences, see `swift.data.pairs`."""
 
-PLANS: Mapping[str, Callable[..., ColumnPlan]] = {"prompt": ColumnPlan, "chat": chats_or_texts, "text": TextPlan}
+PLANS: Mapping[str, Callable[..., ColumnPlan]] = {
+    "prompt": ColumnPlan,
+    "chat": chats_or_texts,
+    "text": TextPlan,
+    "pair": PairPlan,
+    "label": pairs_or_labels,
+}
 """How rows are read for each purpose."""
 
 _MIX_COUNTER = 2**32 - 2
@@ -101,7 +109,7 @@ def load_rows(args: DataArguments, split: Split, *, purpose: Purpose = "chat") -
         purpose: "chat" gives messages that end with the assistant's answer (supervised training); "text" one
             assistant turn that is a document (pre-training); "prompt" gives messages to be answered, with a final
             assistant turn dropped and `answer` and the like left among the columns (reinforcement learning,
-            reward-test, infer).
+            reward-test, infer); "pair" and "label" give prompts, and their answers in columns (preferences).
 
     Returns:
         at least one row, except for an empty "val".

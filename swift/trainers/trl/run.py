@@ -101,7 +101,7 @@ def _train(
         from swift.trainers.trl.callbacks import LogLines, StopOnSignal
         from swift.trainers.trl.frame import build_trainer
 
-        model = _load_model(args, method)  # before the folder: a start that fails leaves nothing behind
+        model = load_model(args, method)  # before the folder: a start that fails leaves nothing behind
     trap.check(resolved.command, collectives, start)
     with open_run(resolved, collectives, start) as opened, contextlib.ExitStack() as stack:
         folder, curves = opened.folder, None
@@ -136,7 +136,7 @@ def _train(
                 opened.say(line)
 
 
-def _load_model(args: Any, method: Method) -> Any:
+def load_model(args: Any, method: Method) -> Any:
     """The model to train, on this process's device; fresh weights depend on `--seed` only."""
     from transformers import set_seed
 
