@@ -52,7 +52,7 @@ def encode(args: Any, template: Template, *, purpose: Purpose) -> Encoded:
     length = args.max_length or _context(args)
     packing = Packing(args.packing_strategy, length) if args.packing and length else None
     loss = "all" if purpose == "text" else args.loss_tokens
-    cut = purpose == "text" and args.packing and args.packing_strategy != "bfd"  # documents have no end to miss
+    cut = args.packing and args.packing_strategy != "bfd"
     encoder = ChatEncoder(template, None if cut else length, loss)
     tokenised = functools.partial(
         encode_rows, encoder=encoder, num_proc=args.dataset_num_proc, cached=args.load_from_cache_file
