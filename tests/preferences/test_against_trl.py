@@ -1,6 +1,7 @@
 """The first step of each method is that of TRL's own trainer on the same rows."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def bare(method, resolved, folder):
     kind = AutoModelForSequenceClassification if method == "rm" else AutoModelForCausalLM
     torch.manual_seed(args.seed)
     model = kind.from_pretrained(args.model, dtype=torch.float32, **({"num_labels": 1} if method == "rm" else {}))
-    with open(args.dataset[0]) as lines:
+    with Path(args.dataset[0]).open() as lines:
         rows = Dataset.from_list([json.loads(line) for line in lines])
     options = {"train_sampling_strategy": "sequential", "max_length": 512, **options}
     shared = {"output_dir": str(folder), "use_cpu": True, "bf16": False, "report_to": "none", "seed": args.seed}
@@ -62,7 +63,8 @@ def ours(resolved, folder):
     template = load_chat(args)
     train, val, _ = method.encode(args, template)
     model = load_model(args, method)
-    return build_trainer(method, args, folder, model, template, train, val, [], collectives=Collectives(), settings={})
+    more = {"collectives": Collectives(), "settings": {}, "parts": method.parts(args, model)}
+    return build_trainer(method, args, folder, model, template, train, val, [], **more)
 
 
 @pytest.mark.parametrize("method", TRL)

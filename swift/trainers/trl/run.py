@@ -102,6 +102,7 @@ def _train(
         from swift.trainers.trl.frame import build_trainer
 
         model = load_model(args, method)  # before the folder: a start that fails leaves nothing behind
+        parts = method.parts(args, model)
     trap.check(resolved.command, collectives, start)
     with open_run(resolved, collectives, start) as opened, contextlib.ExitStack() as stack:
         folder, curves = opened.folder, None
@@ -126,6 +127,7 @@ def _train(
                 [stop, log],
                 collectives=collectives,
                 settings=start.settings,
+                parts=parts,
             )
             opened.steps = lambda: trainer.state.global_step
             trainer.train(resume_from_checkpoint=str(start.checkpoint) if start.checkpoint else None)
