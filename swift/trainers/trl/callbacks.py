@@ -98,7 +98,7 @@ class LogLines(TrainerCallback):
         values = evaluation or {name: logs[name] for name in self.logged if name in logs}
         row = {**values, "step": state.global_step, "max_steps": state.max_steps, "attempt": self.attempt}
         if evaluation:
-            self.last_eval_losses |= {name: value for name, value in evaluation.items() if name.endswith("_loss")}
+            self.last_eval_losses |= {name: evaluation[name] for name in losses_of(evaluation)}
         else:
             row["step_time"] = self._step_time(state.global_step)
             self.last_loss = float(logs["loss"])
@@ -114,12 +114,6 @@ class LogLines(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The file is complete."""
         self.writer.close()
-
-    @staticmethod
-    def of_which(name: str) -> str:
-        """The dataset in the name of an evaluation's loss, for people; nothing if there is one only."""
-        dataset = name.removeprefix("eval_").removesuffix("loss").rstrip("_")
-        return f" of {dataset}" if dataset else ""
 
     def _check(self, loss: float, step: int) -> None:
         self._non_finite = 0 if math.isfinite(loss) else self._non_finite + 1
@@ -140,11 +134,22 @@ class LogLines(TrainerCallback):
         prefix = "eval_" if evaluation else ""
         more = "".join(f"  {word} {row[prefix + name]:.4g}" for name, word in self.shown if prefix + name in row)
         if evaluation:
-            name = next((name for name in row if name.endswith("_loss")), "eval_loss")
-            return f"{head}  evaluation{self.of_which(name)}: loss {row.get(name, math.nan):.4f}{more}"
+            name = next(iter(losses_of(row)), "eval_loss")
+            return f"{head}  evaluation{of_which(name)}: loss {row.get(name, math.nan):.4f}{more}"
         elapsed, done = self.clock() - self._started[0], row["step"] - self._started[1]
         left = elapsed / max(1, done) * (row["max_steps"] - row["step"])
         return (
             f"{head}  loss {row['loss']:.4f}{more}  lr {row['learning_rate']:.2e}  "
             f"{row['step_time']:.2f} s/step  {left:.0f} s left"
         )
+
+
+def losses_of(evaluation: Mapping[str, Any]) -> list[str]:
+    """Names of the losses of whole evaluations, each of which took some time."""
+    return [n for n in evaluation if n.endswith("loss") and f"{n.removesuffix('loss')}runtime" in evaluation]
+
+
+def of_which(name: str) -> str:
+    """The dataset in the name of an evaluation's loss, for people; nothing if there is one only."""
+    dataset = name.removeprefix("eval_").removesuffix("loss").rstrip("_")
+    return f" of {dataset}" if dataset else ""

@@ -151,12 +151,13 @@ def load_model(args: Any, method: Method) -> Any:
 def _summary(folder: Path, log: LogLines, trainer: AtomicTrainer, seconds: float) -> list[str]:
     """The last words of a run: losses, time, and where the model lies."""
     from swift.trainers.checkpoint import last_checkpoint
+    from swift.trainers.trl.callbacks import of_which
 
     best = trainer.state.best_model_checkpoint
     lines = [f"done: {counted(trainer.state.global_step, 'step')} in {seconds:.0f} s"]
     if log.first_loss is not None:
         lines.append(f"loss: {log.first_loss:.4f} at the start, {log.last_loss:.4f} at the end")
-    lines += [f"evaluation loss{log.of_which(name)}: {loss:.4f}" for name, loss in log.last_eval_losses.items()]
+    lines += [f"evaluation loss{of_which(name)}: {loss:.4f}" for name, loss in log.last_eval_losses.items()]
     lines.append(f"run: {folder}")
     lines.append(f"model: {last_checkpoint(folder)}" + (f" (best: {best})" if best else ""))
     return lines
