@@ -38,6 +38,9 @@ class LanguageModelingArguments(
     padding_free: bool = flag(False, group="Data", everyday=False)
     """Whether a micro-batch is one stream of tokens without padding, as with packing."""
 
+    group_by_length: bool = flag(False, group="Optimization", everyday=False)
+    """Whether a batch has rows of similar length, which saves padding."""
+
     loss_type: Literal["nll", "dft"] = flag("nll", group="Objective", everyday=False)
     """Loss: negative log-likelihood, or that of Dynamic Fine-Tuning (arXiv:2508.05629)."""
 

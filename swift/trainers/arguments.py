@@ -139,9 +139,6 @@ class TrainerArguments:
     torch_compile_mode: str | None = flag(everyday=False, needs="torch_compile", unset="torch's default")
     """Mode of torch.compile, such as max-autotune."""
 
-    group_by_length: bool = flag(False, everyday=False)
-    """Whether a batch has rows of similar length, which saves padding."""
-
     eval_on_start: bool = flag(False, everyday=False, group="Run")
     """Whether the model is evaluated before the first step."""
 

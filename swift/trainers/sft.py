@@ -45,18 +45,20 @@ def encode(args: Any, template: Template, *, purpose: Purpose) -> Encoded:
         import datasets  # noqa: F401  # what encoding needs
 
         from swift.data.loading import load_rows
+        from swift.models.policy import context_length
         from swift.trainers.sft_data import ChatEncoder, encode_rows
         from swift.trainers.sft_stream import RowStream, open_stream
 
         template.training_template = training_template(template)
-    length = args.max_length or _context(args)
+    length = args.max_length or context_length(args)
+    if args.packing and not args.max_length:
+        length = min(length or MOST_PACKED, MOST_PACKED)
     packing = Packing(args.packing_strategy, length) if args.packing and length else None
     loss = "all" if purpose == "text" else args.loss_tokens
     cut = args.packing and args.packing_strategy != "bfd"
     encoder = ChatEncoder(template, None if cut else length, loss)
-    tokenised = functools.partial(
-        encode_rows, encoder=encoder, num_proc=args.dataset_num_proc, cached=args.load_from_cache_file
-    )
+    cached = args.load_from_cache_file and not args.dry_run
+    tokenised = functools.partial(encode_rows, encoder=encoder, num_proc=args.dataset_num_proc, cached=cached)
     if args.streaming:
         train, lines = open_stream(RowStream(args, encoder, purpose), packing)
     else:
@@ -74,7 +76,7 @@ def encode(args: Any, template: Template, *, purpose: Purpose) -> Encoded:
     if watched and len(tables) > 1 and not metric.startswith(tuple(f"{name}_" for name in tables)):
         names = " or ".join(f"{name}_loss" for name in tables)
         raise ConfigError(f"--metric_for_best_model: {metric}: there are several evaluation sets; use {names}")
-    return train, tables.get("val", tables or None), lines
+    return train, tables if len(tables) > 1 else tables.get("val"), lines
 
 
 def parts_of(rows: Rows) -> dict[str, list[dict[str, Any]]]:
@@ -89,13 +91,6 @@ def parts_of(rows: Rows) -> dict[str, list[dict[str, Any]]]:
             name += "_"
         parts[name], every = every[:size], every[size:]
     return parts
-
-
-def _context(args: Any) -> int | None:
-    from swift.models.policy import context_length
-
-    context = context_length(args)
-    return min(context or MOST_PACKED, MOST_PACKED) if args.packing else context
 
 
 def _load_model(args: Any) -> Any:

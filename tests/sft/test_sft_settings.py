@@ -44,17 +44,17 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(sft_argv, flags):
 
 
 def test_several_evaluation_sets_have_their_own_loss_and_accuracy_and_one_can_stop_the_run(sft_argv, sums, tmp_path):
-    other = shutil.copy(sums, tmp_path / "other.jsonl")
+    other = shutil.copy(sums, tmp_path / "val.jsonl")
     flags = ("--eval_steps", "1", "--early_stopping_patience", "2", "--early_stopping_threshold", "9")
-    argv = [*sft_argv(*flags, "--metric_for_best_model", "other_loss"), "--val_dataset", f"{sums}#4", f"{other}#6"]
+    argv = [*sft_argv(*flags, "--metric_for_best_model", "val_loss"), "--val_dataset", f"{sums}#4", f"{other}#6"]
     run_dir = trained("sft", argv)
     evaluations = [row for row in rows(run_dir / "logging.jsonl") if "loss" not in row]
     assert [row["step"] for row in evaluations] == [1, 1, 2, 2, 3, 3], "no improvement by 9 in the second and third"
-    for row, name in zip(evaluations, ("sums", "other") * 3, strict=True):
+    for row, name in zip(evaluations, ("sums", "val") * 3, strict=True):
         assert {f"eval_{name}_loss", f"eval_{name}_mean_token_accuracy"} <= row.keys()
         assert "eval_mean_token_accuracy" not in row
     assert (run_dir / "checkpoint-3").is_dir(), "the last step is saved"
-    with pytest.raises(ConfigError, match=r"--metric_for_best_model: loss: .*use sums_loss or other_loss"):
+    with pytest.raises(ConfigError, match=r"--metric_for_best_model: loss: .*use sums_loss or val_loss"):
         trained("sft", [*sft_argv(*flags), *argv[-3:]])
 
 
