@@ -36,7 +36,6 @@ from swift.rollout.engines.base import (
     EngineCounters,
     Health,
     SleepReport,
-    TensorInfo,
 )
 from swift.rollout.engines.client import EngineClient
 from swift.rollout.engines.completion_stream import Failure
@@ -53,6 +52,12 @@ BATCH = 1024
 """Largest number of requests in one POST."""
 BATCH_TOKENS = 4_000_000
 """Largest number of prompt tokens in one POST."""
+
+PATHS = {
+    "commit": "weights/commit", "connect": "weights/connect", "wake": "wake_up", "reset_caches": "reset_prefix_cache",
+    "drop_adapter": "v1/unload_lora_adapter",
+}  # fmt: skip
+"""Of calls whose routes have other names."""
 
 
 class HttpTransport(ServerCalls, Transport):
@@ -215,36 +220,31 @@ class HttpTransport(ServerCalls, Transport):
     # --- calls ------------------------------------------------------------------------------------------------
 
     def call(self, name: str, timeout_s: float, **fields: Any) -> Any:
-        if name == "rebuild":
-            self._take_lease(rebuild=True)
-            self.life = object()
-            return None
-        if name == "begin_update":
-            return self._begin_update(timeout_s, **fields)
-        if name == "load_adapter":
-            return self._load_adapter(**fields)
-        if name == "commit":
-            reply = self._get("POST", "/weights/commit", timeout_s, json=fields)
-            return {"ack": Ack(**reply["ack"]), "asleep": reply["asleep"]}
-        if name == "sleep":
-            said = self._get("POST", "/sleep", timeout_s, params=fields)
-            return {"result": SleepReport(said["freed_bytes"], said["note"]), **said}
-        if name == "wake":
-            said = self._get("POST", "/wake_up", timeout_s, params=fields)
-            return {"result": said["fully_awake"], **said}
-        if name == "restart":
-            self._restart(timeout_s)
-        if name == "versions":
-            return msgspec.convert(self._get("POST", "/versions", timeout_s, json=fields), wire.VersionsReply).versions
-        path, body = {
-            "pause": ("/pause", None),
-            "resume": ("/resume", None),
-            "drop_adapter": ("/v1/unload_lora_adapter", None),
-            "reset_caches": ("/reset_prefix_cache", None),
-            "connect": ("/weights/connect", fields),
-            "hold": ("/hold", fields),
-        }[name]
-        return self._get("POST", path, timeout_s, json=body)
+        match name:
+            case "rebuild":
+                self._take_lease(rebuild=True)
+                self.life = object()
+                return None
+            case "begin_update":
+                body = wire.encode(wire.BeginUpdate.of(**fields))
+                headers = {"Content-Type": "application/json"}
+                return self._get("POST", "/weights/begin", timeout_s, content=body, headers=headers)["update"]
+            case "load_adapter":
+                return self._load_adapter(**fields)
+            case "restart":
+                self._restart(timeout_s)
+        options = {"params": fields} if name in ("sleep", "wake") else {"json": fields or None}
+        said = self._get("POST", f"/{PATHS.get(name, name)}", timeout_s, **options)
+        match name:
+            case "commit":
+                said["ack"] = Ack(**said["ack"])
+            case "sleep":
+                said["result"] = SleepReport(said["freed_bytes"], said["note"])
+            case "wake":
+                said["result"] = said["fully_awake"]
+            case "versions":
+                return msgspec.convert(said, wire.VersionsReply).versions
+        return said
 
     def start_call(self, name: str, timeout_s: float, **fields: Any) -> Callable[[], Any]:
         """On a thread of its own."""
@@ -258,11 +258,6 @@ class HttpTransport(ServerCalls, Transport):
                 raise EngineError(f"{self.name}: it has not started anew within {timeout_s:g} s")
             self._ending.wait(self.timeouts.poll_s)
         raise Lost("it started anew, as --force_restart wants")
-
-    def _begin_update(self, timeout_s: float, manifest: Sequence[TensorInfo], version: int) -> int:
-        body = wire.encode(wire.BeginUpdate.of(manifest, version))
-        headers = {"Content-Type": "application/json"}
-        return int(self._get("POST", "/weights/begin", timeout_s, content=body, headers=headers)["update"])
 
     def _load_adapter(self, adapter: AdapterWeights, version: int) -> dict[str, Any]:
         metadata = {"adapter_config": json.dumps(adapter.config)}
