@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import secrets
 import socket
 import threading
@@ -39,9 +38,9 @@ from swift.rollout.engines.base import (
 )
 from swift.rollout.engines.client import EngineClient
 from swift.rollout.engines.completion_stream import Failure
-from swift.rollout.engines.server_calls import Busy, ServerCalls, problem_of, without_secrets
+from swift.rollout.engines.server_calls import Busy, ServerCalls, problem_of
 from swift.rollout.engines.spec import EngineSpec
-from swift.rollout.engines.transport import Event, Lost, Returned, Timeouts, Transport
+from swift.rollout.engines.transport import Event, Lost, Returned, Timeouts
 from swift.rollout.weights import disk
 from swift.rollout.weights.base import Bucket
 from swift.types import Completion, Request
@@ -60,7 +59,7 @@ PATHS = {
 """Of calls whose routes have other names."""
 
 
-class HttpTransport(ServerCalls, Transport):
+class HttpTransport(ServerCalls):
     """See the module's docstring; `server_engine` has the arguments."""
 
     restartable = False
@@ -69,24 +68,16 @@ class HttpTransport(ServerCalls, Transport):
     def __init__(
         self, url: str, *, spec: EngineSpec, api_key: str | None, timeouts: Timeouts, run_id: str | None
     ) -> None:
-        self.url = url.rstrip("/")
-        self.name = f"server {without_secrets(self.url)}"
-        self.spec, self.timeouts = spec, timeouts
-        self.run_id = run_id or secrets.token_hex(8)
+        super().__init__(url, spec, api_key, timeouts, run_id or secrets.token_hex(8))
         self.life: object = object()
         self.counters = EngineCounters()
         self.progress_at = math.inf  # a server watches its engines itself
         self.weights_folder: Path | None = None
         self.files: disk.RunFolder | None = None
-        key = api_key or os.environ.get("SWIFT_API_KEY")
-        headers = {wire.RUN_HEADER: self.run_id, **({"Authorization": f"Bearer {key}"} if key else {})}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=8)
-        self._http = httpx.Client(base_url=self.url, headers=headers, trust_env=False, limits=limits)
         self._boot = ""
         self._base = EngineCounters()
         self._failures = 0
         self._writing: int | None = None  # version
-        self._ending = threading.Event()
         self._beating: threading.Thread | None = None
 
     @property
@@ -111,9 +102,7 @@ class HttpTransport(ServerCalls, Transport):
         except Lost as lost:
             raise EngineDead(f"{self.name}: {lost}") from lost
         self._boot = info["boot_id"]
-        fields: dict[str, Any] = {
-            name: tuple(one) if isinstance(one, list) else one for name, one in info["capabilities"].items()
-        }
+        capabilities = msgspec.convert(info["capabilities"], Capabilities)
         limit = min(info["max_model_len"], self.spec.max_model_len or math.inf)
         self.weights_folder = self._shared_folder(info)
         if self.weights_folder is not None and self.files is None:
@@ -122,7 +111,7 @@ class HttpTransport(ServerCalls, Transport):
         if self._beating is None:
             self._beating = threading.Thread(target=self._beat, name=f"lease of {self.name}", daemon=True)
             self._beating.start()
-        return replace(Capabilities(**fields), max_model_len=limit, shares_weights=False)
+        return replace(capabilities, max_model_len=limit, shares_weights=False)
 
     def replace(self, how: str, *, version: int, valid: bool) -> EngineCounters | None:
         """Find the server again, after a pause; one that was restarted is taken over anew."""
