@@ -10,7 +10,7 @@ from swift.arguments.rlhf import MethodArguments
 from swift.data.arguments import DataArguments
 from swift.flags import flag
 from swift.models.arguments import TunerArguments
-from swift.trainers.arguments import OptimizationArguments, RunArguments
+from swift.trainers.arguments import OptimizationArguments, RunArguments, TrainerArguments
 from swift.trainers.preferences.arguments import (
     BetaArguments,
     CPOParameters,
@@ -24,12 +24,21 @@ from swift.trainers.preferences.arguments import (
 
 @dataclass(kw_only=True)
 class PreferenceArguments(
-    CommonArguments, RunArguments, OptimizationArguments, DataArguments, TunerArguments, MethodArguments
+    CommonArguments,
+    RunArguments,
+    TrainerArguments,
+    OptimizationArguments,
+    DataArguments,
+    TunerArguments,
+    MethodArguments,
 ):
     """What all methods that learn from given preferences have."""
 
     max_length: int | None = flag(at_least=1, group="Data", unset="the model's context")
     """Maximum length of prompt and answer together, in tokens. Longer rows are left out and counted."""
+
+    load_from_cache_file: bool = flag(True, group="Data", everyday=False)
+    """Whether tokenised rows of an earlier run with equal rows and settings are used again."""
 
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one line each."""
