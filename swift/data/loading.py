@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +20,7 @@ from swift.data.files import read_local
 from swift.data.hub import load_hub
 from swift.data.interleave import interleave
 from swift.data.messages import Message, is_chat
+from swift.data.pairs import PairPlan, pairs_or_labels
 from swift.data.procedural import read_procedural
 from swift.data.records import BadRow, RawRow, Record, RowError, filled_columns
 from swift.data.report import DataReport, first_few
@@ -33,10 +34,16 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "val"]
 
-Purpose = Literal["prompt", "chat"]
-"""`prompt`: what a completion is sampled for. `chat`: prompt and answer, to be learnt from."""
+Purpose = Literal["prompt", "chat", "pair", "label"]
+"""`prompt`: what a completion is sampled for. `chat`: prompt and answer, to be learnt from. `pair`, `label`: answers
+with preferences, see `swift.data.pairs`."""
 
-PLANS: Mapping[str, type[ColumnPlan]] = {"prompt": ColumnPlan, "chat": ChatPlan}
+PLANS: Mapping[str, Callable[..., ColumnPlan]] = {
+    "prompt": ColumnPlan,
+    "chat": ChatPlan,
+    "pair": PairPlan,
+    "label": pairs_or_labels,
+}
 """How rows are read for each purpose."""
 
 _MIX_COUNTER = 2**32 - 2
@@ -96,7 +103,8 @@ def load_rows(args: DataArguments, split: Split, *, purpose: Purpose = "chat") -
             either the result is empty.
         purpose: "chat" gives messages that end with the assistant's answer (supervised training); "prompt"
             gives messages to be answered, with a final assistant turn dropped and `answer` and the like left
-            among the columns (reinforcement learning, reward-test, infer).
+            among the columns (reinforcement learning, reward-test, infer); "pair" and "label" give prompts, and
+            their answers in columns (preferences).
 
     Returns:
         at least one row, except for an empty "val".
