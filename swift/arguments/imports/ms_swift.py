@@ -16,6 +16,7 @@ TRAINING = ("sft", "rlhf", "pt")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 _SHELL_WORD = re.compile(r"[$`]")
+_COMMENT = re.compile(r"""('[^']*'|"[^"]*")|(?<!\S)#.*""")
 _SUBSTITUTION = re.compile(r"\$\([^()]*\)|`[^`]*`")
 
 RULES: dict[str, Rule] = {
@@ -50,9 +51,10 @@ def read_script(path: str, text: str) -> Script:
     variables: dict[str, str] = {}
     found: list[Script] = []
     others: list[str] = []
-    for line in _SUBSTITUTION.sub(lambda one: shlex.quote(one[0]), text.replace("\\\n", " ")).splitlines():
+    text = _COMMENT.sub(lambda one: one[1] or "", text).replace("\\\n", " ")
+    for line in _SUBSTITUTION.sub(lambda one: shlex.quote(one[0]), text).splitlines():
         try:
-            words = [_expanded(word, variables) for word in shlex.split(line, comments=True)]
+            words = [_expanded(word, variables) for word in shlex.split(line)]
         except ValueError as error:
             raise ConfigError(f"{path}: {line.strip()[:60]}: not a command ({error}); correct its quotes") from error
         words = words[1:] if words[:1] == ["export"] else words
