@@ -132,7 +132,8 @@ MS_SWIFT = {  # path -> variables, mode, flags
     "grpo/internal/rloo.sh": (
         "CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 NPROC_PER_NODE=8",
         "rlhf",
-        "--rlhf_type grpo --model Qwen/Qwen2.5-VL-3B-Instruct --external_plugins swift/examples/train/grpo/plugin/plugin.py"
+        "--rlhf_type grpo --model Qwen/Qwen2.5-VL-3B-Instruct"
+        " --external_plugins swift/examples/train/grpo/plugin/plugin.py"
         " --reward_funcs external_r1v_acc format --use_vllm true --vllm_mode colocate --vllm_gpu_memory_utilization 0.4"
         " --vllm_tensor_parallel_size 1 --vllm_max_model_len 16384 --vllm_enable_lora true --train_type lora"
         " --torch_dtype bfloat16 --dataset 'AI-ModelScope/clevr_cogen_a_train' --overlong_filter false --epsilon 3e-4"
@@ -186,8 +187,8 @@ MS_SWIFT = {  # path -> variables, mode, flags
         "CUDA_VISIBLE_DEVICES=6",
         "rlhf",
         "--rlhf_type dpo --model Qwen/Qwen2.5-7B-Instruct --train_type lora --dataset"
-        f" hjh0119/shareAI-Llama3-DPO-zh-en-emoji --load_from_cache_file true --split_dataset_ratio 0.01 --rpo_alpha 0.1"
-        f" {_SWIFT_EVERYWHERE} --max_length 2048 --dataset_num_proc 4",
+        f" hjh0119/shareAI-Llama3-DPO-zh-en-emoji --load_from_cache_file true --split_dataset_ratio 0.01"
+        f" --rpo_alpha 0.1 {_SWIFT_EVERYWHERE} --max_length 2048 --dataset_num_proc 4",
     ),
     "rlhf/rm.sh": (
         "CUDA_VISIBLE_DEVICES=0,1 NPROC_PER_NODE=2",

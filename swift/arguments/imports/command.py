@@ -112,7 +112,9 @@ def import_file(path: str, method: str | None = None) -> Imported:
     join_problems(file.problems)
     config = {given.spelling: given.raw for given in file.given}
     if "base_model" in config:
-        return _filled("Axolotl", axolotl.mode_of(config), dict(axolotl.flattened(config)), axolotl.RULES, axolotl.defaults)
+        return _filled(
+            "Axolotl", axolotl.mode_of(config), dict(axolotl.flattened(config)), axolotl.RULES, axolotl.defaults
+        )
     if config.get("model") and "model_name_or_path" not in config:
         mode = known_mode(str(config.get("rlhf_type") or method or "sft"), f"{path}: rlhf_type")
         imported = _filled("ms-swift", mode, config, ms_swift.RULES)

@@ -116,41 +116,31 @@ class Renamed:
     values: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self, draft: Draft, key: str, raw: Any) -> None:
+        """See `Rule`."""
         draft.take(key, self.name, self.values.get(show(text_of(raw)).lower(), raw))
 
 
-@dataclass(frozen=True, slots=True)
-class Same:
+def same(why: str, *values: str) -> Rule:
     """Changes nothing here, if the value is one of `values` (or any, without them)."""
 
-    why: str
-    values: tuple[str, ...] = ()
-
-    def __call__(self, draft: Draft, key: str, raw: Any) -> None:
-        if not self.values or show(text_of(raw)).lower() in self.values:
-            draft.same(key, self.why)
+    def rule(draft: Draft, key: str, raw: Any) -> None:
+        text = show(text_of(raw))
+        if not values or text.lower() in values:
+            draft.same(key, why)
         else:
-            draft.lose(key, f"{show(text_of(raw))}: swift: {self.why}")
+            draft.lose(key, f"{text}: swift: {why}")
+
+    return rule
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
+def lost(why: str) -> Rule:
     """No counterpart, and why."""
-
-    why: str
-
-    def __call__(self, draft: Draft, key: str, raw: Any) -> None:
-        draft.lose(key, self.why)
+    return lambda draft, key, raw: draft.lose(key, why)
 
 
-@dataclass(frozen=True, slots=True)
-class Variable:
+def variable(name: str) -> Rule:
     """A variable of the environment."""
-
-    name: str
-
-    def __call__(self, draft: Draft, key: str, raw: Any) -> None:
-        draft.export(key, self.name, raw)
+    return lambda draft, key, raw: draft.export(key, name, raw)
 
 
 def where_true(**settings: str) -> Rule:

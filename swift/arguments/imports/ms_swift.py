@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from swift.arguments.imports.draft import Renamed, Rule, Same
+from swift.arguments.imports.draft import Renamed, Rule, same
 from swift.arguments.imports.trl import take_precision
 from swift.arguments.layers import Given, read_command_line
 from swift.errors import ConfigError
@@ -20,7 +20,7 @@ _COMMENT = re.compile(r"""('[^']*'|"[^"]*")|(?<!\S)#.*""")
 _SUBSTITUTION = re.compile(r"\$\([^()]*\)|`[^`]*`")
 
 RULES: dict[str, Rule] = {
-    "rlhf_type": Same("the method"),
+    "rlhf_type": same("the method"),
     "sft_type": Renamed("tuner_type"),
     "model_id_or_path": Renamed("model"),
     "custom_train_dataset_path": Renamed("dataset"),
@@ -33,7 +33,8 @@ RULES: dict[str, Rule] = {
 @dataclass
 class Script:
     """The one command of a script that trains. `others`: further commands of swift. `shell`: flags whose values only
-    the shell knows."""
+    the shell knows.
+    """
 
     command: str
     given: list[Given]
@@ -65,7 +66,9 @@ def read_script(path: str, text: str) -> Script:
         if not words:
             variables.update(local)
         elif words[0] == "megatron":
-            raise ConfigError(f"{path}: megatron {' '.join(words[1:2])}: Megatron is not supported; give a script of swift")
+            raise ConfigError(
+                f"{path}: megatron {' '.join(words[1:2])}: Megatron is not supported; give a script of swift"
+            )
         elif words[0] == "swift" and words[1:2] and words[1] in TRAINING:
             exported = {name: value for name, value in {**variables, **local}.items() if name.isupper()}
             given = read_command_line(words[2:]).given

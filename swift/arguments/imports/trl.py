@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from swift.arguments.imports.draft import Draft, Lost, Renamed, Rule, Same, Variable, where_true
+from swift.arguments.imports.draft import Draft, Renamed, Rule, lost, same, variable, where_true
 from swift.arguments.values import show
 
 DATASET = {"path", "id", "name", "config", "split", "columns", "weight", "data_files", "data_dir"}
@@ -44,25 +44,14 @@ def _mixture(draft: Draft, key: str, raw: Any) -> None:
         names.append(f"{one.get('path') or one.get('id')}{f':{subset}' if subset and subset != 'default' else ''}")
         for name in {"weight", "data_files", "data_dir"} & set(one):
             if one[name] not in (None, 1.0):
-                draft.lose(f"{place}.{name}", f"{one[name]}: weights are --interleave_prob, files are named in --dataset")
+                draft.lose(
+                    f"{place}.{name}", f"{one[name]}: weights are --interleave_prob, files are named in --dataset"
+                )
         for name in set(one) - DATASET:
             draft.lose(f"{place}.{name}", "unknown to swift")
     draft.take(key, "dataset", list(dict.fromkeys(names)))
     for name in set(raw) - {"datasets"} if isinstance(raw, dict) else ():
         draft.lose(f"{key}.{name}", "see --split_dataset_ratio, --data_seed")
-
-
-def take_rewards(draft: Draft, key: str, raw: Any) -> None:
-    """`reward_funcs`: functions by name or import path; models by hub id, which are `--reward_model`."""
-    given = raw if isinstance(raw, list) else [raw]
-    models = [one for one in given if "/" in one]
-    functions = [one for one in given if "/" not in one]
-    if functions:
-        draft.take(key, "reward_funcs", functions)
-    if models:
-        draft.take(key, "reward_model", models)
-    if models and functions and given != [*functions, *models]:
-        draft.lose(key, "order: weights of functions come first, then those of models; check --reward_weights")
 
 
 def take_precision(dtype: str) -> Rule:
@@ -100,7 +89,7 @@ RULES: dict[str, Rule] = {
     "dataset_config": _subset,
     "dataset_configs": _subset,
     "dataset_train_split": take_split,
-    "dataset_test_split": Lost("evaluation rows are --val_dataset or --split_dataset_ratio"),
+    "dataset_test_split": lost("evaluation rows are --val_dataset or --split_dataset_ratio"),
     "dataset_streaming": Renamed("streaming"),
     "datasets": _mixture,
     "dataset_mixture": _mixture,
@@ -108,23 +97,22 @@ RULES: dict[str, Rule] = {
     "lora_r": Renamed("lora_rank"),
     "lora_target_modules": Renamed("target_modules"),
     "lora_modules_to_save": Renamed("modules_to_save"),
-    "lora_task_type": Same("the task follows from the method"),
+    "lora_task_type": same("the task follows from the method"),
     "use_bnb_nested_quant": Renamed("bnb_4bit_use_double_quant"),
     "torch_dtype": Renamed("torch_dtype", {"auto": "none"}),
     "dtype": Renamed("torch_dtype", {"auto": "none"}),
     "bf16": take_precision("bfloat16"),
     "fp16": take_precision("float16"),
     "max_prompt_length": _prompt_limit,
-    "reward_funcs": take_rewards,
     "top_k": Renamed("top_k", {"0": "-1"}),
     "vllm_max_model_length": Renamed("vllm_max_model_len"),
-    "do_train": Same("a run trains", ("true",)),
-    "do_eval": Same("evaluation follows from --val_dataset and --split_dataset_ratio"),
-    "logging_strategy": Same("a line every --logging_steps", ("steps",)),
-    "overwrite_output_dir": Same("each run has a folder of its own"),
-    "num_processes": Variable("NPROC_PER_NODE"),
-    "log_level": Same("`swift` has one level"),
-    "num_completions_to_print": Lost("completions.jsonl in the run's folder has all"),
+    "do_train": same("a run trains", "true"),
+    "do_eval": same("evaluation follows from --val_dataset and --split_dataset_ratio"),
+    "logging_strategy": same("a line every --logging_steps", "steps"),
+    "overwrite_output_dir": same("each run has a folder of its own"),
+    "num_processes": variable("NPROC_PER_NODE"),
+    "log_level": same("`swift` has one level"),
+    "num_completions_to_print": lost("completions.jsonl in the run's folder has all"),
     "env": lambda draft, key, raw: [draft.export(key, name, value) for name, value in raw.items()],  # type: ignore
 }
 
@@ -136,7 +124,7 @@ _METHODS: dict[str, dict[str, Any]] = {
     "sft": {"learning_rate": 2e-5, "max_length": 1024},
     "gkd": {"learning_rate": 2e-5, "max_length": 1024},
     "rm": {"learning_rate": 1e-4, "max_length": 1024},
-    **dict.fromkeys(("dpo", "kto", "orpo", "cpo"), {"learning_rate": 1e-6, "max_length": 1024}),
+    **{name: {"learning_rate": 1e-6, "max_length": 1024} for name in ("dpo", "kto", "orpo", "cpo")},
 }
 
 
