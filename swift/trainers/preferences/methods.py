@@ -86,8 +86,9 @@ def _encode_verdicts(args: Any, template: Template) -> Encoded:
     if args.dataset_shuffle:
         train = train.shuffle(seed=args.data_seed)
     if args.loss_type == "kto":
+        # of as many rows in evaluation too, whose batches may have one row
         train = with_others_answers(train, args.per_device_train_batch_size)
-        val = val if val is None else with_others_answers(val, args.per_device_eval_batch_size)
+        val = val if val is None else with_others_answers(val, args.per_device_train_batch_size)
     return train, val, lines
 
 

@@ -61,7 +61,7 @@ class AnswerEncoder:
         start = min(_num_shared(alone, whole) for whole in wholes)
         if any(len(whole) == start for whole in wholes):
             return self._left_out(EMPTY)
-        moved = start < len(alone)
+        moved = start < len(alone) and self.layout != "scored pair"
         if self.layout == "labelled pair":
             wholes, start = self._with_ends(wholes, start)
         if self.max_length is not None and max(map(len, wholes)) > self.max_length:
