@@ -62,7 +62,9 @@ _KNOWN = _names(
     quant_bits quant_method quant_n_samples real_tau ref_adapters ref_model_revision ref_model_type response_prefix
     resume_only_model reward_model_type rope_scaling
     save_on_each_node sequence_classification sft_alpha swanlab_exp_name swanlab_mode
-    swanlab_project swanlab_token swanlab_workspace target_parameters target_regex tf32 to_hf to_mcore to_ollama
+    swanlab_project swanlab_token swanlab_workspace target_parameters target_regex
+    teacher_adapters teacher_deepspeed teacher_model_revision
+    teacher_model_server teacher_model_type tf32 to_hf to_mcore to_ollama
     to_peft_format tools_prompt top_entropy torch_empty_cache_steps train_dataset_sample
     train_on_prompt trainable_parameters trainable_parameters_regex truncation unsloth use_cpu use_dora
     use_galore use_q_galore use_ray use_rslora val_dataset_shuffle
@@ -73,7 +75,7 @@ _KNOWN = _names(
     """
 )
 _FAMILIES = (
-    "fipo_", "chord_", "rlsd_", "sdar_", "teacher_", "galore_", "adalora_", "reft_", "llamapro_", "vera_", "boft_",
+    "fipo_", "chord_", "rlsd_", "sdar_", "galore_", "adalora_", "reft_", "llamapro_", "vera_", "boft_",
     "fourier_", "lisa_", "sglang_", "megatron_",
 )  # fmt: skip
 

@@ -241,6 +241,7 @@ def _with_lora(model: Any, source: ModelSource, args: TunerArguments, task: str 
         lora_alpha=args.lora_alpha,
         lora_dropout=args.lora_dropout or 0.0,
         target_modules="all-linear" if targets in ([], ["all-linear"]) else targets,
+        exclude_modules=["score", "classifier"] if task == "TOKEN_CLS" else None,  # heads, trained in full
         modules_to_save=list(args.modules_to_save) or None,
         base_model_name_or_path=str(source.base),
     )

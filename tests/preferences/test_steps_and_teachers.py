@@ -147,14 +147,14 @@ def test_a_process_reward_model_learns_a_rule_and_scores_as_a_reward(prm, tmp_pa
     val = written(tmp_path / "val.jsonl", steps(64, seed=1))
     run_dir = trained(
         prm(
-            *("--val_dataset", str(val), "--max_steps", "300", "--eval_steps", "300", "--save_steps", "300"),
+            *("--val_dataset", str(val), "--max_steps", "600", "--eval_steps", "600", "--save_steps", "600"),
             *("--per_device_train_batch_size", "16", "--per_device_eval_batch_size", "16"),
             rows=1024,
         )
     )
-    assert logged(run_dir, "eval_accuracy")[1, 300] > 0.9 and logged(run_dir, "eval_f1")[1, 300] > 0.9
+    assert logged(run_dir, "eval_accuracy")[1, 600] > 0.9 and logged(run_dir, "eval_f1")[1, 600] > 0.9
     args = SimpleNamespace(
-        reward_model=[str(run_dir / "checkpoint-300")], reward_model_revision=[], reward_adapters=[], use_hf=False,
+        reward_model=[str(run_dir / "checkpoint-600")], reward_model_revision=[], reward_adapters=[], use_hf=False,
         torch_dtype=None, trust_remote_code=False,
     )  # fmt: skip
     (model,) = load_reward_models(args, device="cpu")._models

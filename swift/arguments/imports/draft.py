@@ -42,6 +42,9 @@ class Draft:
         if canonical is None:
             self.lose(key, self._foreign(name, show(text_of(raw))))
             return
+        if is_secret(canonical):
+            self.lose(key, f"a secret; give it with --{canonical}")
+            return
         flag = flags_of(self.cls)[canonical]
         try:
             value = convert(flag, text_of(raw))
