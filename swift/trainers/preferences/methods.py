@@ -32,7 +32,7 @@ def _reward_model(args: Any) -> Any:
     """The model with a new head of one score, or that of a reward model that is trained further."""
     from swift.models import load_policy
 
-    return load_policy(args, device=own_device(), reward_head=True)
+    return load_policy(args, device=own_device(), reward_head="answer")
 
 
 class RowsAsTheyAre:
