@@ -200,7 +200,7 @@ class Reader:
     def lay_preset(self) -> dict[str, str]:
         """Values of the preset under those taken so far; returns setting -> the paper that has the value."""
         method = self.values.get("rlhf_type")
-        implied = method in OF_PRESETS and "preset" not in self.values
+        implied = method in OF_PRESETS and "preset" in self.flags and "preset" not in self.values
         if implied:
             self.values["preset"] = method
         name = self.values.get("preset", "none")
