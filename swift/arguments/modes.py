@@ -6,39 +6,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from swift.arguments.common import (
-    GROUPS,
-    CommonArguments,
-    adamw_cpu_problems,
-    backend_problems,
-    model_missing,
-    training_data_missing,
-)
+from swift.arguments.common import GROUPS, CommonArguments, backend_problems, model_missing
 from swift.arguments.preferences import PREFERENCES
 from swift.arguments.rlhf import RLHFArguments
+from swift.arguments.sft import PTArguments, SFTArguments
 from swift.data.arguments import DataArguments
 from swift.flags import flag
-from swift.models.arguments import CheckpointArguments, TunerArguments
+from swift.models.arguments import CheckpointArguments
 from swift.rewards.arguments import RewardArguments
 from swift.rollout.arguments import EngineArguments, GenerationArguments
-from swift.trainers.arguments import OptimizationArguments, RunArguments
 
 if TYPE_CHECKING:
     from swift.arguments.layers import Given
-
-
-@dataclass(kw_only=True)
-class SFTArguments(CommonArguments, RunArguments, OptimizationArguments, DataArguments, TunerArguments):
-    """`swift sft`: supervised tuning; the loss counts the assistant's turns."""
-
-    max_length: int | None = flag(at_least=1, group="Data", unset="the model's context")
-    """Maximum length of a row in tokens, prompt and answer together. Longer rows are left out and counted."""
-
-    def problems(self) -> Iterator[str]:
-        """What is wrong with these settings, one line each."""
-        yield from model_missing(self)
-        yield from training_data_missing(self)
-        yield from adamw_cpu_problems(self)
 
 
 @dataclass(kw_only=True)
@@ -201,8 +180,9 @@ class ConfigSchemaArguments(CommonArguments):
     """`swift config-schema`: the JSON schema of a mode's settings."""
 
     mode: Literal[
-        "rlhf", "sft", "infer", "export", "reward-test", "rollout", "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm"
-    ] = flag("rlhf", group="Run")
+        "rlhf", "sft", "pt", "infer", "export", "reward-test", "rollout",
+        "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm",
+    ] = flag("rlhf", group="Run")  # fmt: skip
     """Mode, or method of rlhf, whose settings are described."""
 
     external_plugins: list[str] = flag([], group="Run", aliases=("custom_register_path",))
@@ -212,6 +192,7 @@ class ConfigSchemaArguments(CommonArguments):
 MODES: dict[str, type] = {
     "rlhf": RLHFArguments,
     "sft": SFTArguments,
+    "pt": PTArguments,
     "infer": InferArguments,
     "export": ExportArguments,
     "merge-lora": MergeLoraArguments,

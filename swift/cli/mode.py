@@ -49,6 +49,7 @@ MODES = {
         runs=True,
     ),
     "sft": Mode("supervised fine-tuning", *TRL, workers=True, runs=True),
+    "pt": Mode("pre-training on plain text", *TRL, workers=True, runs=True),
     "rollout": Mode(
         "generation server for trainers on other machines",
         "swift.rollout.server.run:run",
