@@ -32,8 +32,8 @@ class LanguageModelingArguments(
     packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = flag(
         "bfd", group="Data", needs="packing", everyday=False
     )
-    """Packing: bfd keeps rows whole (best-fit decreasing). bfd_split cuts those over packing_length. wrapped cuts wherever
-    a packed row is full."""
+    """Packing: bfd keeps rows whole (best-fit decreasing). bfd_split cuts those over packing_length. wrapped cuts
+    wherever a packed row is full."""
 
     packing_length: int | None = flag(at_least=2, group="Data", needs="packing", everyday=False, unset="max_length")
     """Length of packed rows in tokens. With max_length too, rows over that are left out instead of cut."""
