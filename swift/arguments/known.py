@@ -51,7 +51,7 @@ _KNOWN = _names(
     freeze_parameters_ratio freeze_parameters_regex fsdp_config gamma gkd_logits_topk
     hqq_axis ignore_data_skip include_num_input_tokens_seen
     label_smoothing_factor lam liger_loss lisa_activated_layers lisa_step_interval
-    lmbda load_args load_data_args local_repo_path local_rollout_forward_batch_size logging_dir lora_bias lora_dtype
+    load_args load_data_args local_repo_path local_rollout_forward_batch_size logging_dir lora_bias lora_dtype
     lora_ga_batch_size lora_ga_direction lora_ga_iters lora_ga_max_length lora_ga_scale lora_ga_stable_gamma
     lora_modules lorap_lr_ratio max_concurrency max_epochs max_memory max_model_len max_pixels
     merge_device_map metric missing_eos_penalty model_author model_kwargs model_name
@@ -61,8 +61,10 @@ _KNOWN = _names(
     quant_batch_size
     quant_bits quant_method quant_n_samples real_tau ref_adapters ref_model_revision ref_model_type response_prefix
     resume_only_model reward_model_type rope_scaling
-    save_on_each_node seq_kd sequence_classification sft_alpha swanlab_exp_name swanlab_mode
-    swanlab_project swanlab_token swanlab_workspace target_parameters target_regex tf32 to_hf to_mcore to_ollama
+    save_on_each_node sequence_classification sft_alpha swanlab_exp_name swanlab_mode
+    swanlab_project swanlab_token swanlab_workspace target_parameters target_regex
+    teacher_adapters teacher_deepspeed teacher_model_revision
+    teacher_model_server teacher_model_type tf32 to_hf to_mcore to_ollama
     to_peft_format tools_prompt top_entropy torch_empty_cache_steps train_dataset_sample
     train_on_prompt trainable_parameters trainable_parameters_regex truncation unsloth use_cpu use_dora
     use_galore use_q_galore use_ray use_rslora val_dataset_shuffle
@@ -73,7 +75,7 @@ _KNOWN = _names(
     """
 )
 _FAMILIES = (
-    "fipo_", "chord_", "rlsd_", "sdar_", "teacher_", "galore_", "adalora_", "reft_", "llamapro_", "vera_", "boft_",
+    "fipo_", "chord_", "rlsd_", "sdar_", "galore_", "adalora_", "reft_", "llamapro_", "vera_", "boft_",
     "fourier_", "lisa_", "sglang_", "megatron_",
 )  # fmt: skip
 
@@ -90,7 +92,7 @@ _REPLACED = {
 """Known flags -> what to do instead."""
 
 _VALUES = {
-    "rlhf_type": "ppo gkd ebft",
+    "rlhf_type": "ppo ebft",
     "tuner_type": "adalora longlora llamapro vera boft fourierft reft adapter ia3 bone lora_llm",
     "loss_type": "real fipo",
 }

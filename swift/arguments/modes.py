@@ -181,7 +181,7 @@ class ConfigSchemaArguments(CommonArguments):
 
     mode: Literal[
         "rlhf", "sft", "pt", "infer", "export", "reward-test", "rollout",
-        "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm",
+        "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm", "prm", "gkd",
     ] = flag("rlhf", group="Run")  # fmt: skip
     """Mode, or method of rlhf, whose settings are described."""
 

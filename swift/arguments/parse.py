@@ -17,6 +17,7 @@ from swift.arguments.layers import VARIABLES, Given, Layer, read_command_line, r
 from swift.arguments.modes import MODES, command_of, mode_of
 from swift.arguments.plugins import plugin_paths, settings_class, unread
 from swift.arguments.presets import plan_lines, values_under
+from swift.arguments.rlhf import OF_PRESETS
 from swift.arguments.values import convert
 from swift.errors import ConfigError, join_problems, nearest
 from swift.flags import Flag, flags_of, spellings_of
@@ -198,14 +199,19 @@ class Reader:
 
     def lay_preset(self) -> dict[str, str]:
         """Values of the preset under those taken so far; returns setting -> the paper that has the value."""
+        method = self.values.get("rlhf_type")
+        implied = method in OF_PRESETS and "preset" not in self.values
+        if implied:
+            self.values["preset"] = method
         name = self.values.get("preset", "none")
-        if name == "none":
+        if name not in presets:
             return {}
         values = values_under(name, {**dict.fromkeys(self.broken), **self.values})
         for setting, item in values.items():
             self.values[setting] = item.value
             self.origins[setting] = Given(setting, item.shown, "preset", f"preset {name}", f"preset {name}: {setting}")
-        return {setting: presets[name].source(setting) for setting in values}
+        sources = {setting: presets[name].source(setting) for setting in values}
+        return {**sources, "preset": f"that of rlhf_type {method}"} if implied else sources
 
     def with_origin(self, problem: str) -> str:
         """A problem, with a remark where its value is one that the user did not write but chose with a preset."""

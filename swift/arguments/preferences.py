@@ -37,6 +37,9 @@ class PreferenceArguments(
     max_length: int | None = flag(at_least=1, group="Data", unset="the model's context")
     """Maximum length of prompt and answer together, in tokens. Longer rows are left out and counted."""
 
+    load_from_cache_file: bool = flag(True, group="Data", everyday=False)
+    """Whether tokenised rows of an earlier run with equal rows and settings are used again."""
+
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one line each."""
         yield from model_missing(self)
@@ -79,6 +82,55 @@ class RewardModelArguments(RewardParameters, PreferenceArguments):
     """`swift rlhf --rlhf_type rm`: a reward model from pairs."""
 
 
+@dataclass(kw_only=True)
+class ProcessRewardArguments(PreferenceArguments):
+    """`swift rlhf --rlhf_type prm`: a process reward model, from answers whose steps are right or wrong."""
+
+    step_separator: str = flag("\n", group="Data")
+    """Text between two steps of an answer. The model says at its last token whether the step before it is right."""
+
+    train_on_last_step_only: bool = flag(False, group="Objective", everyday=False)
+    """Whether only the last step of an answer is learnt, which makes an outcome reward model."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with these settings, one line each."""
+        if not self.step_separator:
+            yield "--step_separator: '': empty; give the text between steps, such as '\\n'"
+        elif self.step_separator != "\n" and self.tuner_type != "full":
+            yield (
+                f"--step_separator: {self.step_separator!r}: an adapter does not record it for --reward_model; "
+                "use --tuner_type full, or leave it out"
+            )
+
+
+@dataclass(kw_only=True)
+class DistillationArguments(PreferenceArguments):
+    """`swift rlhf --rlhf_type gkd`: generalized knowledge distillation (arXiv:2306.13649)."""
+
+    teacher_model: str | None = flag(group="Model", unset="required")
+    """Folder or hub id of the teacher, which has the model's vocabulary."""
+
+    lmbda: float = flag(0.5, at_least=0, at_most=1, group="Objective")
+    """Share of batches with answers that the model samples itself; the others have those of the data."""
+
+    beta: float = flag(0.5, at_least=0, at_most=1, group="Objective")
+    """Generalized Jensen-Shannon divergence between the forward (0) and the reverse (1) KL."""
+
+    seq_kd: bool = flag(False, group="Objective", everyday=False)
+    """Whether the teacher samples the other answers, instead of those of the data."""
+
+    temperature: float = flag(0.9, above=0, group="Sampling")
+    """Sampling temperature."""
+
+    max_completion_length: int = flag(512, at_least=1, aliases=("max_new_tokens", "response_length"), group="Sampling")
+    """Maximum number of sampled tokens."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with these settings, one line each."""
+        if self.teacher_model is None:
+            yield "--teacher_model: missing: required; give a folder or hub id"
+
+
 PREFERENCES: dict[str, type] = {
     "dpo": DPOArguments,
     "ipo": IPOArguments,
@@ -87,5 +139,7 @@ PREFERENCES: dict[str, type] = {
     "simpo": SimPOArguments,
     "cpo": CPOArguments,
     "rm": RewardModelArguments,
+    "prm": ProcessRewardArguments,
+    "gkd": DistillationArguments,
 }
 """Method -> its settings."""

@@ -27,6 +27,9 @@ from swift.rollout.nemo_gym.arguments import NemoGymArguments
 from swift.rollout.placement import has_own_engine
 from swift.trainers.arguments import OptimizationArguments, RunArguments
 
+OF_PRESETS = ("gdpo", "rloo")
+"""Methods that are grpo with a preset."""
+
 
 @dataclass(kw_only=True)
 class MethodArguments:
@@ -34,8 +37,10 @@ class MethodArguments:
 
     GROUP: ClassVar[str] = "Model"
 
-    rlhf_type: Literal["grpo", "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm"] | None = flag(unset="required")
-    """Algorithm family."""
+    rlhf_type: Literal[
+        "grpo", "gdpo", "rloo", "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm", "prm", "gkd"
+    ] | None = flag(unset="required")  # fmt: skip
+    """Algorithm family. gdpo and rloo are grpo with the preset of that name."""
 
 
 @dataclass(kw_only=True)
@@ -122,6 +127,11 @@ class RLHFArguments(
             yield f"--parity_check: {self.parity_check}: not a choice; valid: start, every:N, warn, off"
 
     def _objective_problems(self) -> Iterator[str]:
+        if self.rlhf_type in OF_PRESETS and self.preset != self.rlhf_type:
+            yield (
+                f"--preset: {self.preset}: contradicts --rlhf_type {self.rlhf_type}, which is a preset too; "
+                "--rlhf_type grpo, or leave --preset out"
+            )
         each_alone = "--scale_rewards: gdpo: normalises each reward function on its own, so there is no sum"
         if self.scale_rewards == "gdpo" and self.advantage_estimator != "grpo":
             yield (

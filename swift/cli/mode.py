@@ -79,6 +79,8 @@ METHODS = {
         "simpo": "simple preference optimization",
         "cpo": "contrastive preference optimization",
         "rm": "reward model",
+        "prm": "process reward model",
+        "gkd": "generalized knowledge distillation",
     }.items()
 }
 """The same for the methods of `swift rlhf` beside grpo."""

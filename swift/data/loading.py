@@ -25,6 +25,7 @@ from swift.data.records import BadRow, RawRow, Record, RowError, filled_columns
 from swift.data.report import DataReport, first_few
 from swift.data.sampler import generator
 from swift.data.spec import DatasetSpec, each, parse_specs
+from swift.data.steps import StepPlan
 from swift.data.system import resolve_system
 from swift.data.texts import TextPlan, chats_or_texts
 from swift.errors import ConfigError, counted, join_problems
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "val"]
 
-Purpose = Literal["prompt", "chat", "text", "pair", "label"]
+Purpose = Literal["prompt", "chat", "text", "pair", "label", "steps"]
 """`prompt`: what a completion is sampled for. `chat`: prompt and answer, to be learnt from. `text`: documents.
-`pair`, `label`: answers with preferences, see `swift.data.pairs`."""
+`pair`, `label`: answers with preferences, see `swift.data.pairs`. `steps`: see `swift.data.steps`."""
 
 PLANS: Mapping[str, Callable[..., ColumnPlan]] = {
     "prompt": ColumnPlan,
@@ -44,6 +45,7 @@ PLANS: Mapping[str, Callable[..., ColumnPlan]] = {
     "text": TextPlan,
     "pair": PairPlan,
     "label": pairs_or_labels,
+    "steps": StepPlan,
 }
 """How rows are read for each purpose."""
 
@@ -109,7 +111,8 @@ def load_rows(args: DataArguments, split: Split, *, purpose: Purpose = "chat") -
         purpose: "chat" gives messages that end with the assistant's answer (supervised training); "text" one
             assistant turn that is a document (pre-training); "prompt" gives messages to be answered, with a final
             assistant turn dropped and `answer` and the like left among the columns (reinforcement learning,
-            reward-test, infer); "pair" and "label" give prompts, and their answers in columns (preferences).
+            reward-test, infer); "pair" and "label" give prompts, and their answers in columns (preferences);
+            "steps" prompts, and the steps of their answers.
 
     Returns:
         at least one row, except for an empty "val".

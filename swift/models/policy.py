@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from swift.errors import ConfigError, ResourceError, first_line, suggest, unusable
 from swift.models.source import ModelSource, locate, read_json
@@ -26,12 +26,22 @@ if TYPE_CHECKING:
     from swift.models.arguments import CheckpointArguments, TunerArguments
 
 
+Head = Literal["answer", "step"]
+HEADS: dict[Head | None, tuple[str, str, int]] = {
+    None: ("AutoModelForCausalLM", "CAUSAL_LM", 0),
+    "answer": ("AutoModelForSequenceClassification", "SEQ_CLS", 1),
+    "step": ("AutoModelForTokenClassification", "TOKEN_CLS", 2),
+}
+"""Head of a model -> class of transformers, task of PEFT, and labels: a score of an answer, or right and wrong of each
+step."""
+
+
 def load_policy(
     args: TunerArguments,
     *,
     device: torch.device | str | None = None,
     model_dropout: bool = False,
-    reward_head: bool = False,
+    reward_head: Head | None = None,
 ) -> nn.Module:
     """The model to train, in training mode; only trainable parameters require a gradient.
 
@@ -39,10 +49,10 @@ def load_policy(
         args: model, dtype, attention and tuner settings.
         device: where the weights go; None leaves them on the CPU.
         model_dropout: keep the dropout rates of the model's config (supervised tuning); off otherwise.
-        reward_head: a head of one score instead of the language model's; a new one where the files have none.
+        reward_head: a head of scores instead of the language model's; a new one where the files have none.
 
     Returns:
-        A transformers causal language model, or sequence classifier, or a `peft.PeftModel` around one.
+        A transformers causal language model, or classifier, or a `peft.PeftModel` around one.
 
     Raises:
         ConfigError: missing or incomplete files, unknown architecture, several start adapters with LoRA.
@@ -55,7 +65,7 @@ def load_policy(
             model = merge_in(model, folder)
         model.requires_grad_(True)
     else:
-        model = _with_lora(model, source, args, "SEQ_CLS" if reward_head else "CAUSAL_LM")
+        model = _with_lora(model, source, args, HEADS[reward_head][1])
     return model.train()
 
 
@@ -74,21 +84,21 @@ def load_base(
     *,
     device: torch.device | str | None = None,
     model_dropout: bool = False,
-    reward_head: bool = False,
+    reward_head: Head | None = None,
 ) -> Any:
     """The causal language model in `folder`, every weight but a new `reward_head` read from its safetensors files.
 
     Raises:
         ConfigError, ResourceError: see `load_policy`; also when the files lack weights of the model.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    import transformers
 
     config = load_config(folder, args)
     if reward_head:
-        config.num_labels = 1
+        config.num_labels = HEADS[reward_head][2]
     if not model_dropout:
         clear_config_dropout(config)
-    kind = AutoModelForSequenceClassification if reward_head else AutoModelForCausalLM
+    kind = getattr(transformers, HEADS[reward_head][0])
     try:
         with quiet_loading(), unusable(f"--model: {folder}: its weights cannot be loaded"):
             model, info = kind.from_pretrained(
@@ -231,6 +241,7 @@ def _with_lora(model: Any, source: ModelSource, args: TunerArguments, task: str 
         lora_alpha=args.lora_alpha,
         lora_dropout=args.lora_dropout or 0.0,
         target_modules="all-linear" if targets in ([], ["all-linear"]) else targets,
+        exclude_modules=["score", "classifier"] if task == "TOKEN_CLS" else None,  # heads, trained in full
         modules_to_save=list(args.modules_to_save) or None,
         base_model_name_or_path=str(source.base),
     )

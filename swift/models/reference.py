@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from swift.models.arguments import ModelArguments
+    from swift.models.arguments import ModelArguments, TunerArguments
 
 
 class ReferenceModel:
@@ -205,7 +205,7 @@ def load_reference(
     device = device if device is not None else next(policy.parameters()).device
     reference: ReferenceModel
     if args.ref_model and args.ref_model != args.model:
-        reference = FrozenReference(_load_other(args.ref_model, args, device))
+        reference = FrozenReference(load_other(args.ref_model, args, device))
     elif args.tuner_type == "full":
         reference = FrozenReference(copy.deepcopy(policy).to(device))
     elif moves or locate(args).adapters:
@@ -217,11 +217,12 @@ def load_reference(
     return reference
 
 
-def _load_other(name: str, args: ModelArguments, device: Any) -> nn.Module:
+def load_other(name: str, args: TunerArguments, device: Any, flag: str = "--ref_model") -> nn.Module:
+    """A model beside the policy, with its adapter merged in if `name` is one; `flag` gave the name."""
     if is_adapter(Path(name)):
         folder = adapter_folder(name)
         return merge_in(load_base(find_base(None, [folder], use_hf=args.use_hf), args, device=device), folder)
-    return load_base(find_folder(name, flag="--ref_model", use_hf=args.use_hf), args, device=device)
+    return load_base(find_folder(name, flag=flag, use_hf=args.use_hf), args, device=device)
 
 
 @contextlib.contextmanager

@@ -62,6 +62,14 @@ def write_plots(rows: Rows, folder: Path) -> list[Path]:
             ("per function" if len(functions) > 1 else "".join(functions.values()), functions, {}),
             ("spread inside groups", {"reward_std": "std", "frac_reward_zero_std": "share of groups without any"}, {}),
         ],
+        "preference": [
+            (
+                "share of pairs in the right order",
+                *_with_evaluation({"rewards/accuracies": "pairs", "accuracy": "pairs"}),
+            ),
+            ("margin", *_with_evaluation({"rewards/margins": "margin", "margin": "margin"})),
+            ("implicit rewards", {f"rewards/{k}": k for k in ("chosen", "rejected")}, {}),
+        ],
         "length": [
             ("completion tokens", {f"completions/{k}_length": k for k in ("max", "mean", "min")}, {}),
             (_CUT_OFF, {"completions/clipped_ratio": "cut off"}, {}),
@@ -84,6 +92,11 @@ def write_plots(rows: Rows, folder: Path) -> list[Path]:
     ]
     time_path = _draw_time(folder / "time.png", train)
     return [*written, time_path] if time_path is not None else written
+
+
+def _with_evaluation(keys: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Log key -> label, and the same of evaluations."""
+    return dict(keys), {f"eval_{key}": "evaluation" for key in keys}
 
 
 def _function_keys(rows: Rows) -> dict[str, str]:

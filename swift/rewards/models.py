@@ -1,4 +1,4 @@
-"""Reward models: sequence-classification heads with one label, asked for a score of prompt + completion.
+"""Reward models, asked for a score of prompt + completion: heads with one label, or process reward models.
 
 They live in the trainer's process, are never trained, and run in evaluation mode without gradients. A chat
 is rendered with the model's own template and tokenizer, exactly as its template writes a finished
@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError, join_problems, unusable
+from swift.models.source import read_json
+from swift.models.step_scores import DEFAULT_SEPARATOR, SEPARATOR, encode_steps, steps_of
 from swift.rewards.catalogue import model_names
 from swift.types import RolloutGroup
 
@@ -65,22 +67,23 @@ def find_reward_models(args: Any) -> list[RewardModelSource]:
 
 
 def _check_head(model: str, folder: Path, adapter: Path | None) -> None:
-    from swift.models.source import read_json
-
     config = read_json(folder / "config.json")
     architecture = (config.get("architectures") or ["unknown"])[0]
-    if adapter is not None and read_json(adapter / "adapter_config.json").get("task_type") == "SEQ_CLS":
+    head, wanted = _head_of(folder, adapter), 1
+    if adapter is not None and head:
         return  # the adapter brings the head; its shape is checked when it is loaded
-    if "ForSequenceClassification" not in architecture and "RewardModel" not in architecture:
+    if head == "step":
+        wanted = 2
+    elif "ForSequenceClassification" not in architecture and "RewardModel" not in architecture:
         raise ConfigError(
             f"--reward_model: {model}: {architecture} has no score head; give a sequence-classification model "
             f"with one label (a causal model cannot score)"
         )
     labels = len(config.get("id2label") or ()) or int(config.get("num_labels") or 2)  # as transformers reads a config
-    if labels != 1:
+    if labels != wanted:
         raise ConfigError(
-            f"--reward_model: {model}: its head has {labels} labels; a reward model needs exactly one "
-            f"(num_labels 1 in config.json)"
+            f"--reward_model: {model}: its head has {labels} labels; a reward model needs exactly {wanted} "
+            f"(num_labels {wanted} in config.json)"
         )
 
 
@@ -134,7 +137,7 @@ class RewardModel:
         # Without a pad token the head reads the last position, so rows cannot share a padded batch.
         max_rows = 1 if self._padding is None else MAX_BATCH_ROWS
         for indexes in batches([len(row) for row in rows], max_rows, MAX_BATCH_TOKENS):
-            values = self._forward([rows[index] for index in indexes])
+            values = self._values([rows[index] for index in indexes], [chats[index] for index in indexes])
             for index, value in zip(indexes, values, strict=True):
                 scores[index] = value
             on_progress()
@@ -148,7 +151,12 @@ class RewardModel:
             ids = ids[-self._max_tokens :]
         return ids
 
-    def _forward(self, rows: Sequence[list[int]]) -> list[float]:
+    def _values(self, rows: Sequence[list[int]], chats: Sequence[Sequence[dict[str, Any]]]) -> list[float]:
+        """The scores of chats, of which `rows` are the token ids."""
+        return [float(value) for value in self._logits(rows)[:, 0].float().cpu()]
+
+    def _logits(self, rows: Sequence[list[int]]) -> torch.Tensor:
+        """Float [rows, 1]; of token classification [rows, tokens, 2]."""
         import torch
 
         width = max(len(row) for row in rows)
@@ -156,20 +164,67 @@ class RewardModel:
         ids = torch.tensor([row + [filler] * (width - len(row)) for row in rows], device=self._device)
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=self._device)
         with torch.inference_mode():
-            logits = self._model(input_ids=ids, attention_mask=mask).logits  # [rows, 1]
-        return [float(value) for value in logits[:, 0].float().cpu()]
+            return self._model(input_ids=ids, attention_mask=mask).logits
+
+
+class ProcessRewardModel(RewardModel):
+    """A model of `swift rlhf --rlhf_type prm`: each step of an answer has a score, the answer that of its worst step.
+
+    The minimum is that of Math-Shepherd (arXiv:2312.08935).
+    """
+
+    def encode(self, chat: Sequence[dict[str, Any]]) -> list[int]:
+        """Token ids of prompt and steps, at most the model's context, cut on the left and counted."""
+        ids = self._steps(chat)[0]
+        self.num_truncated += len(ids) > self._max_tokens
+        return ids[-self._max_tokens :]
+
+    def step_scores(self, chats: Sequence[Sequence[dict[str, Any]]]) -> list[list[float]]:
+        """Probabilities that steps are right, for each chat; those that were cut off are left out."""
+        return [self._by_step([self.encode(chat)], [chat])[0] for chat in chats]
+
+    def _values(self, rows: Sequence[list[int]], chats: Sequence[Sequence[dict[str, Any]]]) -> list[float]:
+        return [min(scores) for scores in self._by_step(rows, chats)]
+
+    def _by_step(self, rows: Sequence[list[int]], chats: Sequence[Sequence[dict[str, Any]]]) -> list[list[float]]:
+        right = self._logits(rows).float().softmax(dim=-1)[..., 1].cpu()
+        scores = []
+        for row, chat, values in zip(rows, chats, right, strict=True):
+            ids, ends = self._steps(chat)
+            cut = len(ids) - len(row)
+            scores.append([float(values[end - cut]) for end in ends if end >= cut])
+        return scores
+
+    def _steps(self, chat: Sequence[dict[str, Any]]) -> tuple[list[int], list[int]]:
+        separator = getattr(self._model.config, SEPARATOR, DEFAULT_SEPARATOR)
+        return encode_steps(self._template, chat[:-1], steps_of(chat[-1]["content"] or "", separator), separator)
+
+
+def judges_steps(source: RewardModelSource) -> bool:
+    """Whether a reward model was trained by `--rlhf_type prm`, in full or as an adapter."""
+    return _head_of(source.folder, source.adapter) == "step"
+
+
+def _head_of(folder: Path, adapter: Path | None) -> str | None:
+    """The name of the head in `HEADS` that files bring; None for another."""
+    task = read_json(adapter / "adapter_config.json").get("task_type") if adapter is not None else None
+    architecture = (read_json(folder / "config.json").get("architectures") or [""])[0]
+    if task == "TOKEN_CLS" or "ForTokenClassification" in architecture:
+        return "step"
+    return "answer" if task == "SEQ_CLS" else None
 
 
 def _load(source: RewardModelSource, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    from transformers import AutoModelForSequenceClassification
+    import transformers
 
-    from swift.models.policy import adapter_errors, quiet_loading
+    from swift.models.policy import HEADS, adapter_errors, quiet_loading
 
+    kind, _, num_labels = HEADS["step" if judges_steps(source) else "answer"]
     with quiet_loading(), unusable(f"--reward_model: {source.folder}: cannot be loaded"):
-        model, info = AutoModelForSequenceClassification.from_pretrained(
+        model, info = getattr(transformers, kind).from_pretrained(
             source.folder,
             dtype=dtype,
-            num_labels=1,
+            num_labels=num_labels,
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=trust_remote_code,
@@ -258,4 +313,7 @@ def load_reward_models(args: Any, *, device: torch.device | str) -> RewardModels
     if not sources:
         return None
     dtype = pick_dtype(args.torch_dtype, device)
-    return RewardModels([RewardModel(one, device, dtype, args.trust_remote_code) for one in sources])
+    kinds = [ProcessRewardModel if judges_steps(one) else RewardModel for one in sources]
+    return RewardModels(
+        [kind(one, device, dtype, args.trust_remote_code) for kind, one in zip(kinds, sources, strict=True)]
+    )

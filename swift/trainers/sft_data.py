@@ -98,15 +98,7 @@ class ChatEncoder:
     @property
     def identity(self) -> str:
         """All that decides what a row becomes, beside the row."""
-        import tokenizers
-        import transformers
-
-        tokenizer, template = self.template.tokenizer, self.template
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        vocabulary = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
-        texts = [tokenizer.chat_template, template.training_template, template.kwargs, template.stop_token_ids]
-        libraries = [transformers.__version__, tokenizers.__version__, ENCODING]
-        return json.dumps([type(tokenizer).__name__, vocabulary, texts, self.max_length, self.loss, libraries])
+        return identity_of(self.template, self.max_length, self.loss)
 
     def _document(self, text: str) -> list[int]:
         ids = list(self.template.tokenizer(text)["input_ids"])
@@ -128,6 +120,19 @@ class ChatEncoder:
         return self.template.encode_chat(
             messages, tools, everything=everything, empty_thoughts="ignore_empty_think" not in self.loss
         )
+
+
+def identity_of(template: Template, *settings: Any) -> str:
+    """All that decides what an encoder with these settings makes of a row."""
+    import tokenizers
+    import transformers
+
+    tokenizer = template.tokenizer
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    vocabulary = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
+    texts = [tokenizer.chat_template, template.training_template, template.kwargs, template.stop_token_ids]
+    libraries = [transformers.__version__, tokenizers.__version__, ENCODING]
+    return json.dumps([type(tokenizer).__name__, vocabulary, texts, *settings, libraries])
 
 
 def encode_rows(
@@ -157,12 +162,12 @@ def encode_rows(
 
     disable_progress_bars()
     chats = [json.dumps([row["messages"], row.get("tools")]) for row in rows]
-    with _cache(chats, encoder) if cached else contextlib.nullcontext() as file:
+    with cache_of(chats, encoder.identity) if cached else contextlib.nullcontext() as file:
         encoded = Dataset.from_dict({"chat": chats}).map(
             encoder.from_json,
             remove_columns=["chat"],
             num_proc=num_proc if num_proc > 1 else None,
-            **_kept_in(file),
+            **kept_in(file),
         )
         problems = list(encoded["problem"])
         kept = encoded.select([index for index, problem in enumerate(problems) if not problem])
@@ -178,14 +183,14 @@ def encode_rows(
         table = kept.select_columns(["input_ids", "labels"])
         if packing is not None:
             place = file.with_name(f"{file.stem}-{packing.strategy}-{packing.length}.arrow") if file else None
-            table = packing(table, _kept_in(place))
+            table = packing(table, kept_in(place))
             report.num_packed = len(table)
     return table, report
 
 
 @contextlib.contextmanager
-def _cache(chats: Sequence[str], encoder: ChatEncoder) -> Iterator[Path]:
-    """The file of these rows, for one process at a time.
+def cache_of(rows: Sequence[str], identity: str) -> Iterator[Path]:
+    """The file of these rows as an encoder of this identity makes them, for one process at a time.
 
     Raises:
         ResourceError: the cache cannot be written.
@@ -193,7 +198,7 @@ def _cache(chats: Sequence[str], encoder: ChatEncoder) -> Iterator[Path]:
     from datasets import config
     from filelock import FileLock
 
-    digest = hashlib.blake2b("\n".join([encoder.identity, *chats]).encode(), digest_size=16).hexdigest()
+    digest = hashlib.blake2b("\n".join([identity, *rows]).encode(), digest_size=16).hexdigest()
     file = Path(config.HF_DATASETS_CACHE) / "swift" / f"{digest}.arrow"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -206,7 +211,7 @@ def _cache(chats: Sequence[str], encoder: ChatEncoder) -> Iterator[Path]:
         ) from error
 
 
-def _kept_in(file: Path | None) -> dict[str, Any]:
+def kept_in(file: Path | None) -> dict[str, Any]:
     """What `Dataset.map` is told so that its result is read from `file`, or written into it."""
     if file is None:
         return {}

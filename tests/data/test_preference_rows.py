@@ -48,6 +48,15 @@ FORMATS = {
         {"prompt": "q", "chosen": [USER, says("good")], "rejected": [USER, says("bad")]},
         PAIR,
     ),
+    "columns of UltraFeedback": (
+        {
+            "prompt": "q",
+            "chosen": [USER, says("good")],
+            "rejected": [USER, says("bad")],
+            "messages": [USER, says("good")],
+        },
+        PAIR,
+    ),
     "whole chats of several turns": (
         {
             "chosen": [SYSTEM, USER, says("same"), OTHER, says("good")],

@@ -1,7 +1,10 @@
-"""Preferences about one-digit sums."""
+"""Preferences about one-digit sums, and runs that learn from them."""
 
 import json
 import random
+from pathlib import Path
+
+from swift.trainers.trl.run import run
 
 
 def sums(count, seed=0):
@@ -27,3 +30,15 @@ def verdicts(count, seed=0):
 def written(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def trained(resolved) -> Path:
+    """Runs the method in this process; the run's folder."""
+    assert run(resolved) == 0
+    folders = Path(resolved.args.output_dir).glob("v*-*")
+    return max(folders, key=lambda path: int(path.name[1:].split("-")[0]))
+
+
+def logged(run_dir, key="loss"):
+    rows = [json.loads(line) for line in (run_dir / "logging.jsonl").read_text().splitlines()]
+    return {(row["attempt"], row["step"]): row[key] for row in rows if key in row}

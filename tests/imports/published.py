@@ -85,6 +85,25 @@ AXOLOTL = {
         "datasets": [{"path": "argilla/distilabel-intel-orca-dpo-pairs", "type": "bradley_terry.chat_template"}],
         "sequence_len": 2048, "micro_batch_size": 2, "warmup_ratio": 0.1, "warmup_steps": None, "tf32": True,
     },
+    "qwen2/prm.yaml": {
+        **_AXOLOTL, **_OLD, "base_model": "Qwen/Qwen2.5-0.5B", "model_type": "AutoModelForTokenClassification",
+        "num_labels": 2, "process_reward_model": True, "chat_template": None, "optimizer": "adamw_torch",
+        "datasets": [{"path": "trl-lib/math_shepherd", "type": "stepwise_supervised"}], "sequence_len": 2048,
+        "micro_batch_size": 8, "val_set_size": 0.0, "output_dir": "./outputs/out",
+    },
+    "gkd/qwen3-0.6B-gkd.yaml": {
+        "base_model": "Qwen/Qwen3-0.6B", "plugins": ["axolotl.integrations.gkd.GKDPlugin"], "gkd_trainer": True,
+        "gkd_teacher": "Qwen/Qwen3-4B", "gkd_lmbda": 1.0, "gkd_beta": 0.5, "gkd_temperature": 0.9,
+        "gkd_max_new_tokens": 256, "chat_template": "qwen3", "sample_packing": False, "train_on_inputs": False,
+        "datasets": [{
+            "path": "mlabonne/FineTome-100k", "type": "chat_template", "split": "train[:2000]",
+            "field_messages": "conversations", "message_property_mappings": {"role": "from", "content": "value"},
+        }],
+        "val_set_size": 0.0, "sequence_len": 2048, "output_dir": "./outputs/gkd-qwen3-out", "micro_batch_size": 1,
+        "gradient_accumulation_steps": 4, "num_epochs": 1, "optimizer": "adamw_torch_fused", "lr_scheduler": "cosine",
+        "learning_rate": 1.0e-5, "bf16": "auto", "gradient_checkpointing": True, "flash_attention": True,
+        "logging_steps": 1, "warmup_ratio": 0.03, "wandb_project": None,
+    },
 }  # fmt: skip
 
 TRL = {

@@ -48,6 +48,8 @@ PUBLISHED = {
             ("llama-3/instruct-dpo-lora-8b.yml", "dpo", {"evals_per_epoch"}),
             ("llama-3/qlora-1b-kto.yaml", "kto", {"eval_max_new_tokens"}),
             ("gemma2/reward-model.yaml", "rm", {"tf32"}),
+            ("qwen2/prm.yaml", "prm", set()),
+            ("gkd/qwen3-0.6B-gkd.yaml", "gkd", {"plugins", "datasets[0].split"}),
         )
     },
     "trl: grpo": (

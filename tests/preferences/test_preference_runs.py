@@ -1,29 +1,15 @@
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from preloaded import run_ranks
 from safetensors.torch import load_file
-from small_pairs import sums, written
+from small_pairs import logged, sums, trained, written
 
+from swift.arguments import parse
 from swift.cli.dry_run import rehearse_trl
-from swift.trainers.trl.run import run
+from swift.trainers.grpo.run import run as run_grpo
 
 METHODS = ("dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm")
 LORA = ("--tuner_type", "lora")
-
-
-def trained(resolved) -> Path:
-    """Runs the method in this process; the run's folder."""
-    assert run(resolved) == 0
-    folders = Path(resolved.args.output_dir).glob("v*-*")
-    return max(folders, key=lambda path: int(path.name[1:].split("-")[0]))
-
-
-def logged(run_dir, key="loss"):
-    rows = [json.loads(line) for line in (run_dir / "logging.jsonl").read_text().splitlines()]
-    return {(row["attempt"], row["step"]): row[key] for row in rows if key in row}
 
 
 def weights(checkpoint):
@@ -44,7 +30,7 @@ def assert_resumes_exactly(settings, method, *flags):
     return run_dir
 
 
-FAST = [("dpo", LORA), ("kto", ()), ("orpo", ()), ("rm", LORA)]
+FAST = [("dpo", LORA), ("kto", ()), ("rm", LORA)]
 REST = [
     *((method, tuner) for method in METHODS for tuner in ((), LORA) if (method, tuner) not in FAST),
     ("dpo", ("--precompute_ref_log_probs", "true")),
@@ -74,6 +60,7 @@ def test_evaluation_has_accuracy_and_margin(settings, tmp_path, capsys, method, 
     assert logged(run_dir, accuracy).keys() == {(1, step) for step in (1, 2, 3, 4)}
     out = capsys.readouterr().out
     assert "prompt <- prompt; chosen <- chosen; rejected <- rejected" in out
+    assert (run_dir / "images" / "preference.png").is_file()
     assert "evaluation: loss" in out and "accuracy" in out.split("evaluation: loss")[1]
 
 
@@ -98,10 +85,31 @@ def test_a_reference_of_its_own_is_compared_with(settings, nano_folders):
     assert abs(logged(trained(other), "rewards/margins")[1, 1]) > 1e-4
 
 
+@pytest.mark.parametrize("tuner", ["full", pytest.param("lora", marks=pytest.mark.long)])
+def test_a_reward_model_serves_grpo_at_once(settings, nano_folders, tmp_path, tuner):
+    trained_model = trained(settings("rm", "--max_steps", "2", "--tuner_type", tuner)) / "checkpoint-2"
+    flags = {
+        "rlhf_type": "grpo",
+        "model": nano_folders["qwen2"],
+        "dataset": tmp_path / "pairs.jsonl",
+        "reward_model": trained_model,
+        "output_dir": tmp_path / "grpo",
+        "max_steps": 1,
+        "num_generations": 2,
+        "max_completion_length": 4,
+        "report_to": "none",
+    }
+    assert run_grpo(parse("rlhf", [str(word) for name, one in flags.items() for word in (f"--{name}", one)], {})) == 0
+    (run_dir,) = (tmp_path / "grpo").glob("v0-*")
+    assert logged(run_dir, "reward")[1, 1] != 0
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("method", METHODS)
-def test_two_processes_train_the_model_that_one_does(settings, tmp_path, method):
-    flags = ("--dataset_shuffle", "false") if method == "kto" else ()
+@pytest.mark.parametrize(
+    ("method", "flags"),
+    [*((method, ()) for method in METHODS), ("dpo", ("--precompute_ref_log_probs", "true"))],
+)
+def test_two_processes_train_the_model_that_one_does(settings, tmp_path, method, flags):
     alone = settings(method, *flags, "--gradient_accumulation_steps", "2", "--output_dir", str(tmp_path / "one"))
     two = settings(method, *flags, "--output_dir", str(tmp_path / "two"))
     words = [word for name in two.given for word in (f"--{name}", *_words(getattr(two.args, name)))]

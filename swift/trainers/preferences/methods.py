@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from swift.devices import own_device
 from swift.errors import counted
 from swift.trainers.preferences.reference import ReferenceInCheckpoint, reference_parts
 from swift.trainers.preferences.rows import encoding
-from swift.trainers.trl.method import Method
+from swift.trainers.trl.method import Encoded, Method
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -32,7 +32,7 @@ def _reward_model(args: Any) -> Any:
     """The model with a new head of one score, or that of a reward model that is trained further."""
     from swift.models import load_policy
 
-    return load_policy(args, device=own_device(), reward_head=True)
+    return load_policy(args, device=own_device(), reward_head="answer")
 
 
 class RowsAsTheyAre:
@@ -48,10 +48,9 @@ def _options(*names: str, **fixed: Any) -> Any:
     """Options of a method: settings under the names of its config class, and fixed ones."""
 
     def options(args: Any) -> dict[str, Any]:
-        order = "random" if args.dataset_shuffle else "sequential"
         given = {name: getattr(args, name) for name in names}
         # rows over the limit are left out already, never cut
-        return {"disable_dropout": False, "max_length": None, "train_sampling_strategy": order, **given, **fixed}
+        return {"disable_dropout": False, "max_length": None, **given, **fixed}
 
     return options
 
@@ -77,15 +76,19 @@ ACCURACY = ("rewards/accuracies", "accuracy")
 MARGIN = ("rewards/margins", "margin")
 
 
-def _encode_verdicts(args: Any, template: Template) -> tuple[Dataset, Dataset | None, list[str]]:
+_verdicts = encoding("verdict")
+
+
+def _encode_verdicts(args: Any, template: Template) -> Encoded:
     """Rows for KTO: shuffled here, for its batches keep their order; see `with_others_answers`."""
-    train, val, lines = encoding("verdict")(args, template)
+    train, val, lines = cast("tuple[Dataset, Dataset | None, list[str]]", _verdicts(args, template))
     lines += balance_lines(train["label"], args.desirable_weight, args.undesirable_weight)
     if args.dataset_shuffle:
         train = train.shuffle(seed=args.data_seed)
     if args.loss_type == "kto":
+        # of as many rows in evaluation too, whose batches may have one row
         train = with_others_answers(train, args.per_device_train_batch_size)
-        val = val if val is None else with_others_answers(val, args.per_device_eval_batch_size)
+        val = val if val is None else with_others_answers(val, args.per_device_train_batch_size)
     return train, val, lines
 
 

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset, load_from_disk
 
 from swift.models.checkpoint_tensors import is_peft
 from swift.models.reference import FrozenReference, load_reference
+from swift.observability.files import writing
 from swift.trainers.atomic_trainer import AtomicTrainer
 
 STATE = "reference.pt"
@@ -38,6 +40,17 @@ class ReferenceInCheckpoint(AtomicTrainer):
         if is_peft(self.model):
             # the reference's adapter follows from --model and --adapters
             self.model.save_pretrained = functools.partial(self.model.save_pretrained, selected_adapters=["default"])
+
+    def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
+        """TRL's: rank 0 writes a file beside those of the rows, which the other ranks read; so rows need a folder."""
+        if self.collectives.active:
+            folder = Path(self.args.output_dir) / "reference_logps" / name
+            with self.collectives.together(), writing(folder.parent):
+                if self.collectives.is_main:
+                    dataset.save_to_disk(folder)
+            dataset = load_from_disk(folder)
+        rows: Dataset = super()._precompute_ref_logps(dataset, name, batch_size)  # type: ignore[misc]
+        return rows
 
     def add_to_checkpoint(self, folder: Path, state: Any) -> None:
         """See `AtomicTrainer`."""

@@ -7,6 +7,7 @@ counted are rows that the template refuses, and those longer than `max_length`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,14 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from swift.errors import ConfigError, counted
 from swift.models.template import RefusedChat, Template
+from swift.trainers.sft_data import IGNORED, TOO_LONG, cache_of, identity_of, kept_in
+from swift.trainers.trl.method import Encoded
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
     from swift.data.loading import Example
-
-IGNORED = -100
-"""The label of a token that takes no part in the loss."""
 
 Ids = list[int]
 Layout = Literal["pair", "labelled pair", "verdict", "scored pair"]
@@ -36,7 +36,6 @@ COLUMNS: dict[Layout, tuple[str, ...]] = {
 """Columns of a row. The first and the third split it into prompt and answers, the others hold whole sequences. A
 verdict has its `label` too, and a scored pair may have a `margin`."""
 
-TOO_LONG = "longer than max_length"
 EMPTY = "an empty answer"
 
 
@@ -62,7 +61,7 @@ class AnswerEncoder:
         start = min(_num_shared(alone, whole) for whole in wholes)
         if any(len(whole) == start for whole in wholes):
             return self._left_out(EMPTY)
-        moved = start < len(alone)
+        moved = start < len(alone) and self.layout != "scored pair"
         if self.layout == "labelled pair":
             wholes, start = self._with_ends(wholes, start)
         if self.max_length is not None and max(map(len, wholes)) > self.max_length:
@@ -73,6 +72,11 @@ class AnswerEncoder:
     def from_json(self, row: dict[str, str]) -> dict[str, Any]:
         """The same for a table row whose column `row` is JSON text (Arrow needs one type per column)."""
         return self(*json.loads(row["row"]))
+
+    @property
+    def identity(self) -> str:
+        """All that decides what a row becomes, beside the row."""
+        return identity_of(self.template, self.max_length, self.layout)
 
     def _encode(self, messages: list[dict[str, Any]], tools: Any) -> Ids:
         return self.template.encode_text(self.template.render(messages, tools=tools))
@@ -100,9 +104,16 @@ class AnswerEncoder:
 
 
 def encode_rows(
-    examples: Sequence[Example], encoder: AnswerEncoder, *, num_proc: int = 1, split: str = "train"
+    examples: Sequence[Example],
+    encoder: AnswerEncoder,
+    *,
+    num_proc: int = 1,
+    split: str = "train",
+    cached: bool = False,
 ) -> tuple[Dataset, list[str]]:
     """The rows of examples in their order, one for each rejected answer or verdict, and lines that report on them.
+
+    `num_proc` processes tokenise; `cached` rows are kept for the next run, as those of `swift sft` are.
 
     Raises:
         ConfigError: not a single row can be used.
@@ -112,13 +123,15 @@ def encode_rows(
     disable_progress_bars()
     kinds = {**dict.fromkeys(COLUMNS[encoder.layout], List(Value("int64"))), "num_tokens": Value("int64")}
     given = [(example.origin, *one) for example in examples for one in _answers(example, encoder.layout)]
-    table = Dataset.from_dict({"row": [json.dumps(one[1:4]) for one in given]})
-    encoded = table.map(
-        encoder.from_json,
-        remove_columns=["row"],
-        num_proc=num_proc if num_proc > 1 else None,
-        features=Features({**kinds, "moved": Value("bool"), "problem": Value("string")}),
-    )
+    texts = [json.dumps(one[1:4]) for one in given]
+    with cache_of(texts, encoder.identity) if cached else contextlib.nullcontext() as file:
+        encoded = Dataset.from_dict({"row": texts}).map(
+            encoder.from_json,
+            remove_columns=["row"],
+            num_proc=num_proc if num_proc > 1 else None,
+            features=Features({**kinds, "moved": Value("bool"), "problem": Value("string")}),
+            **kept_in(file),
+        )
     problems = list(encoded["problem"])
     extra = [one[4] for one in given]
     if encoder.layout == "verdict":
@@ -174,26 +187,28 @@ def _num_shared(first: Ids, second: Ids) -> int:
     )
 
 
-Encode = Callable[[Any, Template], "tuple[Dataset, Dataset | None, list[str]]"]
-
-
-def encoding(layout: Layout) -> Encode:
+def encoding(layout: Layout) -> Callable[[Any, Template], Encoded]:
     """What a `Method` encodes its rows with."""
 
-    def encode(args: Any, template: Template) -> tuple[Dataset, Dataset | None, list[str]]:
+    def encode(args: Any, template: Template) -> Encoded:
         from swift.data.loading import load_rows
         from swift.models.policy import context_length
 
         encoder = AnswerEncoder(template, layout, args.max_length or context_length(args))
-        tables: dict[str, Dataset | None] = {"train": None, "val": None}
+        encoded: dict[str, Dataset] = {}
         lines: list[str] = []
         for split in ("train", "val"):
             rows = load_rows(args, split, purpose="label" if layout == "verdict" else "pair")
             lines += rows.report.lines()
             if len(rows):
-                tables[split], more = encode_rows(rows.examples, encoder, num_proc=args.dataset_num_proc, split=split)
+                encoded[split], more = encode_rows(
+                    rows.examples,
+                    encoder,
+                    num_proc=args.dataset_num_proc,
+                    split=split,
+                    cached=args.load_from_cache_file and not args.dry_run,
+                )
                 lines += more
-        assert tables["train"] is not None, "load_rows returns at least one training row"
-        return tables["train"], tables["val"], lines
+        return encoded["train"], encoded.get("val"), lines
 
     return encode

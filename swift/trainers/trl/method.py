@@ -68,6 +68,8 @@ METHODS = {
     "simpo": "swift.trainers.preferences.methods:SIMPO",
     "cpo": "swift.trainers.preferences.methods:CPO",
     "rm": "swift.trainers.preferences.methods:RM",
+    "prm": "swift.trainers.preferences.steps:PRM",
+    "gkd": "swift.trainers.preferences.distillation:GKD",
 }
 """Mode -> where its `Method` is."""
 

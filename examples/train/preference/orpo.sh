@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# ORPO: supervised tuning and an odds ratio of each pair in one stage, without a reference.
+# From nothing, on a CPU in a minute. Run it in the repository's root.
+set -euo pipefail
+out=output/preference
+python examples/tiny/build.py "$out/base" --arch qwen2 --size nano
+python examples/train/preference/make_pairs.py "$out/pairs.jsonl"
+python examples/train/preference/make_pairs.py "$out/held_out.jsonl" --held_out
+swift rlhf \
+    --rlhf_type orpo \
+    --model "$out/base" \
+    --dataset "$out/pairs.jsonl" \
+    --val_dataset "$out/held_out.jsonl" \
+    --tuner_type full \
+    --beta 0.1 \
+    --learning_rate 3e-3 \
+    --max_steps 400 \
+    --per_device_train_batch_size 16 \
+    --per_device_eval_batch_size 64 \
+    --eval_steps 100 \
+    --logging_steps 20 \
+    --output_dir "$out/orpo" \
+    "$@"

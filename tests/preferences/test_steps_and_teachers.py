@@ -1,0 +1,223 @@
+"""Process reward models and distillation: rows, first steps, resume, learning, and wrong inputs."""
+
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from small_pairs import sums, written
+from test_against_trl import first_step, ours
+from test_preference_runs import assert_resumes_exactly, logged, trained
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
+from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+from swift.cli.main import main
+from swift.models import load_chat
+from swift.models.step_scores import steps_of
+from swift.rewards.models import ProcessRewardModel, load_reward_models
+from swift.trainers.preferences.steps import IGNORED, encode, step_metrics
+
+
+def steps(count, seed=0):
+    """Sums in steps, of which about half are right."""
+    draw = random.Random(seed)
+    for _ in range(count):
+        lines, labels = [], []
+        for _ in range(draw.randint(1, 3)):
+            a, b, right = draw.randint(0, 2), draw.randint(0, 2), draw.random() < 0.5
+            lines.append(f"{a}+{b}={a + b if right else a + b + 1}")
+            labels.append(right)
+        yield {"prompt": "add", "completions": lines, "labels": labels}
+
+
+def chats(count):
+    for pair in sums(count):
+        yield {"messages": [*pair["prompt"], *pair["chosen"]]}
+
+
+@pytest.fixture
+def prm(settings):
+    return lambda *flags, rows=32: settings("prm", *flags, rows=steps(rows))
+
+
+@pytest.fixture
+def gkd(settings, nano_folders):
+    return lambda *flags: settings(
+        "gkd", "--teacher_model", str(nano_folders["qwen2"]), "--max_completion_length", "4", *flags, rows=chats(32)
+    )
+
+
+def test_the_label_of_a_step_sits_on_the_separator_after_it(settings):
+    row = {"prompt": "add", "completions": ["1+1=2", "2+2=5"], "labels": [True, False]}
+    args = settings("prm", "--step_separator", "##", rows=[row]).args
+    template = load_chat(args)
+    table, val, _ = encode(args, template)
+    ids, labels = table[0]["input_ids"], table[0]["labels"]
+    at = [index for index, label in enumerate(labels) if label != IGNORED]
+    assert [labels[index] for index in at] == [1, 0] and val is None and at[-1] == len(ids) - 1
+    text = template.tokenizer.decode(ids)
+    assert text.endswith("1+1=2##2+2=5##")
+    assert template.tokenizer.decode(ids[: at[0] + 1]).endswith("1+1=2##")
+    args.train_on_last_step_only = True
+    assert [label for label in encode(args, template)[0][0]["labels"] if label != IGNORED] == [0]
+
+
+def test_steps_are_counted_in_evaluation():
+    labels = np.array([[IGNORED, 1, 0], [0, IGNORED, IGNORED]])
+    found = np.array([[1, 1, 1], [0, 0, 0]])
+    scores = step_metrics(SimpleNamespace(predictions=found, label_ids=labels))
+    assert scores == {"accuracy": pytest.approx(2 / 3), "f1": pytest.approx(2 / 3)}
+    assert steps_of("a\n\nb\n", "\n") == ["a", "b"] and steps_of("", "\n") == [""]
+
+
+def test_the_first_step_of_prm_is_that_of_transformers(prm, tmp_path):
+    resolved = prm("--dataset_shuffle", "false")
+    found, grads = first_step(ours(resolved, tmp_path / "swift"))
+    torch.manual_seed(resolved.args.seed)
+    model = AutoModelForTokenClassification.from_pretrained(resolved.args.model, num_labels=2, dtype=torch.float32)
+    table, _, _ = encode(resolved.args, load_chat(resolved.args))
+    rows = [table[index] for index in range(4)]
+    width = max(len(row["labels"]) for row in rows)
+
+    def filled(key, filler):
+        return torch.tensor([row[key] + [filler] * (width - len(row[key])) for row in rows])
+
+    ids, labels = filled("input_ids", 0), filled("labels", IGNORED)
+    mask = torch.tensor([[1] * len(row["labels"]) + [0] * (width - len(row["labels"])) for row in rows])
+    loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
+    loss.backward()
+    assert found == pytest.approx(loss.item(), abs=1e-6)
+    assert all(torch.allclose(grads[name], p.grad, atol=1e-6) for name, p in model.named_parameters() if name in grads)
+    assert any("score" in name or "classifier" in name for name in grads)
+
+
+def test_the_first_step_of_gkd_is_trls(gkd, tmp_path):
+    resolved = gkd("--dataset_shuffle", "false", "--lmbda", "0", "--temperature", "0.7", "--beta", "0.3")
+    teacher = perturbed(resolved.args.model)
+    trainer = ours(resolved, tmp_path / "swift")
+    trainer.teacher_model.load_state_dict(teacher.state_dict())
+    found, grads = first_step(trainer)
+    with Path(resolved.args.dataset[0]).open() as lines:
+        rows = Dataset.from_list([json.loads(line) for line in lines])
+    config = GKDConfig(
+        output_dir=str(tmp_path / "trl"), use_cpu=True, bf16=False, report_to="none", per_device_train_batch_size=4,
+        gradient_checkpointing=False, lmbda=0.0, beta=0.3, temperature=0.7, max_length=512, seed=resolved.args.seed,
+        train_sampling_strategy="sequential",
+    )  # fmt: skip
+    bare = GKDTrainer(
+        AutoModelForCausalLM.from_pretrained(resolved.args.model, dtype=torch.float32),
+        teacher,
+        args=config,
+        train_dataset=rows,
+        processing_class=AutoTokenizer.from_pretrained(resolved.args.model),
+    )
+    expected, theirs = first_step(bare)
+    assert found == pytest.approx(expected, abs=1e-6) and found > 1e-4
+    assert all(torch.allclose(grads[name], theirs[name], atol=1e-6) for name in theirs)
+
+
+def perturbed(folder):
+    """Another model of the same architecture."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flags", [(), ("--tuner_type", "lora")])
+def test_prm_resumes_exactly(settings, flags):
+    assert_resumes_exactly(lambda method, *more: settings(method, *more, rows=steps(32)), "prm", *flags)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flags", [("--lmbda", "0.5"), ("--lmbda", "0.5", "--seq_kd", "true", "--tuner_type", "lora")])
+def test_gkd_resumes_exactly(gkd, flags):
+    assert_resumes_exactly(lambda method, *more: gkd(*more), "gkd", *flags)
+
+
+@pytest.mark.long
+def test_a_process_reward_model_learns_a_rule_and_scores_as_a_reward(prm, tmp_path):
+    val = written(tmp_path / "val.jsonl", steps(64, seed=1))
+    run_dir = trained(
+        prm(
+            *("--val_dataset", str(val), "--max_steps", "600", "--eval_steps", "600", "--save_steps", "600"),
+            *("--per_device_train_batch_size", "16", "--per_device_eval_batch_size", "16"),
+            rows=1024,
+        )
+    )
+    assert logged(run_dir, "eval_accuracy")[1, 600] > 0.9 and logged(run_dir, "eval_f1")[1, 600] > 0.9
+    args = SimpleNamespace(
+        reward_model=[str(run_dir / "checkpoint-600")], reward_model_revision=[], reward_adapters=[], use_hf=False,
+        torch_dtype=None, trust_remote_code=False,
+    )  # fmt: skip
+    (model,) = load_reward_models(args, device="cpu")._models
+    assert isinstance(model, ProcessRewardModel)
+
+    def chat(text):
+        return [{"role": "user", "content": "add"}, {"role": "assistant", "content": text}]
+
+    good, mixed = chat("1+1=2\n2+0=2"), chat("1+1=2\n2+0=3")
+    by_step = model.step_scores([good, mixed])
+    assert min(by_step[0]) > 0.5 and by_step[1][0] > 0.5 > by_step[1][1]
+    assert model.score([good, mixed]) == pytest.approx([min(one) for one in by_step], abs=1e-5)
+
+
+@pytest.mark.long
+def test_a_student_comes_closer_to_its_teacher(gkd, tmp_path):
+    resolved = gkd("--lmbda", "0.3", "--max_steps", "40")
+    folder = tmp_path / "teacher"
+    perturbed(resolved.args.model).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(resolved.args.model).save_pretrained(folder)
+    resolved.args.teacher_model = str(folder)
+    losses = logged(trained(resolved))
+    assert losses[1, 40] < losses[1, 1] / 2
+
+
+ROW = {"prompt": "p", "completions": ["a", "b"], "labels": [True, False]}
+WRONG = {
+    "no labels": ("prm", [{"prompt": "p", "completions": ["a"]}], (), "no labels"),
+    "no steps": ("prm", [{"prompt": "p", "labels": [True]}], (), "no completions"),
+    "fewer labels": ("prm", [ROW, {**ROW, "labels": [True]}], (), "each step has one label"),
+    "label no truth value": ("prm", [ROW, {**ROW, "labels": [0, 2]}], (), "true or false"),
+    "no step": ("prm", [ROW, {**ROW, "completions": [], "labels": []}], (), "must be lists"),
+    "empty step": ("prm", [ROW, {**ROW, "completions": ["a", " "]}], (), "empty"),
+    "empty separator": ("prm", [ROW], ("--step_separator", ""), "--step_separator"),
+    "separator of an adapter": ("prm", [ROW], ("--step_separator", "##", "--tuner_type", "lora"), "--step_separator"),
+    "too long": ("prm", [ROW], ("--max_length", "3"), "longer than max_length"),
+    "no teacher": ("gkd", list(chats(2)), (), "--teacher_model: missing"),
+    "teacher nowhere": ("gkd", list(chats(2)), ("--teacher_model", "./nowhere"), "--teacher_model"),
+    "share above one": ("gkd", list(chats(2)), ("--teacher_model", "x", "--lmbda", "1.5"), "--lmbda"),
+    "two presets": ("rloo", [{"query": "q"}], ("--preset", "dapo", "--reward_funcs", "format"), "--preset: dapo"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_inputs_are_one_line(nano_folders, tmp_path, capsys, name):
+    method, rows, flags, expected = WRONG[name]
+    data = written(tmp_path / "rows.jsonl", rows)
+    words = ["--rlhf_type", method, "--model", str(nano_folders["qwen2"]), "--dataset", str(data), "--strict", "true"]
+    words += ["--output_dir", str(tmp_path / "out"), "--report_to", "none", *flags]
+    words += [] if "--tuner_type" in flags else ["--tuner_type", "full"]
+    assert main(["rlhf", *words]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("swift: error: ")]
+    assert len(lines) == 1 and expected in lines[0]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("method", "setting"), [("gdpo", "scale_rewards"), ("rloo", "advantage_estimator")])
+def test_gdpo_and_rloo_are_presets_of_grpo(method, setting):
+    from swift.arguments import parse
+
+    words = ["--rlhf_type", method, "--model", "m", "--dataset", "d", "--reward_funcs", "format"]
+    resolved = parse("rlhf", words, {})
+    assert resolved.mode == "rlhf" and getattr(resolved.args, setting) == method
+    assert resolved.preset_lines and resolved.provenance["preset"]["rule"]
+    assert parse("rlhf", [*words, "--beta", "0.5"], {}).args.beta == 0.5
+    assert parse("rlhf", ["--rlhf_type", "grpo", *words[2:]], {}).args.preset == "none"
