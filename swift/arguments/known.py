@@ -57,7 +57,7 @@ _KNOWN = _names(
     merge_device_map metric missing_eos_penalty model_author model_kwargs model_name
     new_special_tokens no_cuda
     norm_bbox num_labels num_mini_batches num_ppo_epochs num_sample_generations offload_teacher_model optimizer
-    optim_target_modules packing_length predict_with_generate problem_type profile
+    optim_target_modules predict_with_generate problem_type profile
     quant_batch_size
     quant_bits quant_method quant_n_samples real_tau ref_adapters ref_model_revision ref_model_type response_prefix
     resume_only_model reward_model_type rope_scaling

@@ -24,16 +24,19 @@ class LanguageModelingArguments(
     max_length: int | None = flag(
         at_least=1, group="Data", unset="the model's context, with packing 2048 tokens at most"
     )
-    """Maximum length of a row in tokens, and the length of packed rows. Longer chats are left out and counted."""
+    """Maximum length of a row in tokens. Longer chats are left out and counted."""
 
     packing: bool = flag(False, group="Data")
-    """Whether rows are put together to rows of max_length tokens. They do not attend to each other."""
+    """Whether rows are put together to rows of packing_length tokens. They do not attend to each other."""
 
     packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = flag(
         "bfd", group="Data", needs="packing", everyday=False
     )
-    """Packing: bfd keeps rows whole (best-fit decreasing). bfd_split cuts those over max_length. wrapped cuts wherever
-    a packed row is full."""
+    """Packing: bfd keeps rows whole (best-fit decreasing). bfd_split cuts those over packing_length. wrapped cuts
+    wherever a packed row is full."""
+
+    packing_length: int | None = flag(at_least=2, group="Data", needs="packing", everyday=False, unset="max_length")
+    """Length of packed rows in tokens. With max_length too, rows over that are left out instead of cut."""
 
     padding_free: bool = flag(False, group="Data", everyday=False)
     """Whether a micro-batch is one stream of tokens without padding, as with packing."""
@@ -68,6 +71,11 @@ class LanguageModelingArguments(
             which = "streaming" if self.streaming else "packing"
             why = "a stream is read in its own order" if self.streaming else "packed rows are equally long"
             yield f"--group_by_length: true: {why}; use --group_by_length false, or --{which} false"
+        if self.packing and (self.max_length or 0) > (self.packing_length or self.max_length or 0):
+            yield (
+                f"--packing_length: {self.packing_length}: shorter than --max_length {self.max_length}; use "
+                f"--max_length {self.packing_length}"
+            )
         if self.packing and self.max_length == 1:
             yield "--max_length: 1: a packed row of one token predicts nothing; use --max_length 2048"
 
@@ -112,12 +120,12 @@ class PTArguments(LanguageModelingArguments):
     """`swift pt`: pre-training on plain text; the loss counts all tokens."""
 
     packing: bool = flag(True, group="Data")
-    """Whether documents are put together to rows of max_length tokens. They do not attend to each other."""
+    """Whether documents are put together to rows of packing_length tokens. They do not attend to each other."""
 
     packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = flag(
         "bfd_split", group="Data", needs="packing", everyday=False
     )
-    """Packing: bfd_split cuts documents over max_length (best-fit decreasing). bfd leaves them out. wrapped cuts
+    """Packing: bfd_split cuts documents over packing_length (best-fit decreasing). bfd leaves them out. wrapped cuts
     wherever a packed row is full."""
 
     def problems(self) -> Iterator[str]:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from swift.data.loading import Purpose, Rows
     from swift.models.template import Template
 
-MOST_PACKED = 2048
-"""Length of packed rows where `--max_length` is not given and the model has a longer context."""
+MOST = 2048
+"""Length of packed rows where no flag gives it and the model has a longer context."""
 
 
 def training_template(template: Template) -> str | None:
@@ -50,12 +50,12 @@ def encode(args: Any, template: Template, *, purpose: Purpose) -> Encoded:
         from swift.trainers.sft_stream import RowStream, open_stream
 
         template.training_template = training_template(template)
-    length = args.max_length or context_length(args)
-    if args.packing and not args.max_length:
-        length = min(length or MOST_PACKED, MOST_PACKED)
-    packing = Packing(args.packing_strategy, length) if args.packing and length else None
+    length, packing = args.max_length or context_length(args), None
+    if args.packing:
+        packing = Packing(args.packing_strategy, args.packing_length or args.max_length or min(length or MOST, MOST))
+        length = min(length or packing.length, packing.length)
     loss = "all" if purpose == "text" else args.loss_tokens
-    cut = args.packing and args.packing_strategy != "bfd"
+    cut = args.packing and args.packing_strategy != "bfd" and not (args.max_length and args.packing_length)
     encoder = ChatEncoder(template, None if cut else length, loss)
     cached = args.load_from_cache_file and not args.dry_run
     tokenised = functools.partial(encode_rows, encoder=encoder, num_proc=args.dataset_num_proc, cached=cached)

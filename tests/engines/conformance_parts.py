@@ -11,19 +11,17 @@ import gc
 import importlib.util
 import os
 import signal
-import subprocess
 import time
 from dataclasses import dataclass
 
-import pytest
-from engine_traces import GONE_LIMIT_S, Traces, shared_cluster
-from preloaded import Program, make_ready
+from engine_traces import Traces, shared_cluster
+from preloaded import make_ready
+from rollout_process import RolloutProcess
 
 from swift.errors import EngineError
 from swift.rollout.engines.spec import EngineSpec, build_engine
 
 MAX_MODEL_LEN = 512
-START_LIMIT_S = 240.0
 
 
 @dataclass(frozen=True)
@@ -133,7 +131,11 @@ class Subject:
         if self.backend.place == "pool":
             return EnginePool([self._actor("engine 0"), self._actor("engine 1")])
 
-        self._server = Server(self.spec, self.logs / f"{self.backend.name}-{time.monotonic_ns()}.log")
+        spec = self.spec
+        self._server = RolloutProcess(
+            spec.model, self.logs, "--infer_backend", spec.backend, "--vllm_max_model_len", str(spec.max_model_len),
+            "--vllm_max_num_seqs", str(spec.max_num_seqs), "--sleep_level", "1", "--engine_restarts", "0",
+        )  # fmt: skip
         timeouts = Timeouts(server_s=2.0, poll_s=0.5)
         return EnginePool([server_engine(self._server.url, spec=self.spec, timeouts=timeouts)])
 
@@ -189,42 +191,5 @@ class Subject:
         finally:
             server, self._server = self._server, None
             if server is not None:
-                server.close()
+                server.stop()
             gc.collect()
-
-
-class Server:
-    """A `swift rollout` process on a free port of this machine."""
-
-    def __init__(self, spec, log):
-        command = [
-            "-m", "swift", "rollout", "--model", spec.model, "--infer_backend", spec.backend,
-            "--host", "127.0.0.1", "--port", "0", "--torch_dtype", spec.dtype,
-            "--vllm_max_model_len", str(spec.max_model_len), "--vllm_max_num_seqs", str(spec.max_num_seqs),
-            "--vllm_enforce_eager", "true", "--sleep_level", "1", "--engine_restarts", "0",
-        ]  # fmt: skip
-        self.log = log
-        self.process = Program(command, output=log)
-        self.url = self._wait_until_ready()
-
-    def _wait_until_ready(self):
-        deadline = time.monotonic() + START_LIMIT_S
-        while time.monotonic() < deadline:
-            text = self.log.read_text(errors="replace")
-            ready = next((line for line in text.splitlines() if line.startswith("ready ")), None)
-            if ready is not None:
-                return ready.split()[1]
-            if self.process.poll() is not None:
-                pytest.fail(f"the server ended with {self.process.returncode}:\n{text[-3000:]}")
-            time.sleep(0.1)
-        self.close()
-        pytest.fail(f"no server after {START_LIMIT_S} s:\n{self.log.read_text(errors='replace')[-3000:]}")
-
-    def close(self):
-        self.process.terminate()
-        try:
-            self.process.wait(GONE_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(GONE_LIMIT_S)
-            pytest.fail(f"the server does not end on SIGTERM within {GONE_LIMIT_S} s")

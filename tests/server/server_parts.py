@@ -1,8 +1,5 @@
 """A `swift rollout` process on a free port, and what tests ask of it."""
 
-import contextlib
-import os
-import signal
 import socket
 import threading
 import time
@@ -10,11 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
-import psutil
 from local_engines import local_pool
 from oracle import PROMPT, ask
-from preloaded import Program
-from processes import alive
+from rollout_process import END_LIMIT_S, RolloutProcess
 from scripted_engine import ScriptedEngine
 
 from swift.models.template import load_template
@@ -26,8 +21,6 @@ from swift.rollout.engines.transport import Timeouts
 from swift.rollout.server.process import WebServer
 from swift.rollout.server.service import Service, Settings
 
-START_LIMIT_S = 240.0
-END_LIMIT_S = 40.0
 KEY = "a key for tests"
 SHORT = Timeouts(server_s=2.0, poll_s=0.2, reply_s=3.0, heartbeat_s=0.5)
 PATIENT = Timeouts(server_s=120.0, poll_s=0.2, reply_s=5.0, heartbeat_s=1.0)
@@ -95,60 +88,8 @@ def link_to(server, *, spec=None, timeouts=None, **options):
     return server_engine(server.url, spec=spec, api_key=server.key, timeouts=timeouts or QUICK, **options)
 
 
-class Server(Reachable):
-    """A server process; its family are its workers."""
-
-    def __init__(self, model, folder, *words, port=0, key=None, wait=True):
-        self.model = str(model)
-        folder.mkdir(parents=True, exist_ok=True)
-        self.log = folder / f"server-{time.monotonic_ns()}.log"
-        self.key = key
-        command = [
-            "-m", "swift", "rollout", "--model", self.model, "--port", str(port), "--torch_dtype",
-            "float32", *words, *(["--api_key", key] if key else []),
-        ]  # fmt: skip
-        if "--use_vllm" not in words and "--infer_backend" not in words:
-            command += ["--use_vllm", "false"]
-        self.process = Program(command, output=self.log)
-        self.url = self.wait_until_ready() if wait else None
-
-    def text(self):
-        return self.log.read_text(errors="replace")
-
-    def wait_until_ready(self):
-        deadline = time.monotonic() + START_LIMIT_S
-        while time.monotonic() < deadline:
-            ready = next((line for line in self.text().splitlines() if line.startswith("ready ")), None)
-            if ready is not None:
-                self.family = psutil.Process(self.process.pid).children(recursive=True)
-                return ready.split()[1]
-            assert self.process.poll() is None, self.text()[-3000:]
-            time.sleep(0.05)
-        self.kill()
-        raise AssertionError(f"not ready after {START_LIMIT_S} s:\n{self.text()[-3000:]}")
-
-    @property
-    def port(self):
-        return int(self.url.rpartition(":")[2])
-
-    def stop(self):
-        """SIGTERM, as people end it; returns the exit code."""
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(END_LIMIT_S)
-
-    def kill(self):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid, signal.SIGKILL)
-        self.process.wait(END_LIMIT_S)
-
-    def left(self, limit_s=20.0):
-        """Processes of it that are still there after a while."""
-        deadline = time.monotonic() + limit_s
-        while True:
-            left = [one for one in self.family if alive(one.pid)]
-            if not left or time.monotonic() > deadline:
-                return left
-            time.sleep(0.05)
+class Server(Reachable, RolloutProcess):
+    """A server process that clients reach."""
 
 
 class Wakeful(ScriptedEngine):

@@ -25,7 +25,9 @@ def trained(mode, argv):
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param("--packing true --max_length 64 --num_train_epochs 2 --max_steps -1", id="packed"),
+        pytest.param(
+            "--packing true --max_length 30 --packing_length 64 --num_train_epochs 2 --max_steps -1", id="packed"
+        ),
         pytest.param("--streaming true --shuffle_buffer_size 7 --max_steps 12", id="stream"),
         pytest.param(
             "--streaming true --packing true --max_length 256 --per_device_train_batch_size 2",
@@ -120,6 +122,7 @@ WRONG = [
     ("sft", "--completion_only_loss true --assistant_only_loss false", "contradicts --assistant_only_loss"),
     ("sft", "--packing true --packing_strategy ffd", "--packing_strategy: ffd: .*bfd"),
     ("sft", "--packing true --max_length 1", "--max_length: 1: a packed row of one token predicts nothing"),
+    ("sft", "--packing true --max_length 64 --packing_length 32", "--packing_length: 32: shorter than --max_length 64"),
     ("sft", "--packing true --torch_compile true", "--torch_compile: true: --packing true"),
     ("sft", "--packing true --group_by_length true", "--group_by_length: true: packed rows are equally long"),
     ("sft", "--streaming true", "--max_steps: -1: a stream has no known end"),
