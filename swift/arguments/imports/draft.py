@@ -43,7 +43,7 @@ class Draft:
             self.lose(key, self._foreign(name, show(text_of(raw))))
             return
         if is_secret(canonical):
-            self.lose(key, f"a secret; give it with --{canonical}")
+            self.lose(key, f"a secret; give --{canonical} on the command line")
             return
         flag = flags_of(self.cls)[canonical]
         try:
