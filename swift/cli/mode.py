@@ -94,12 +94,11 @@ def start(name: str, words: Sequence[str]) -> int | None:
     """
     if name != "rollout":  # whose log has times
         show_warnings()
-    if (mode := MODES[name]).first and words and not words[0].startswith("-"):
-        words = [f"--{mode.first}", *words]
+    words = with_first(name, words)
     resolved = resolve(name, words)
     if resolved is None:
         return 0
-    mode = METHODS.get(resolved.mode, mode)
+    mode = METHODS.get(resolved.mode, MODES[name])
     dry = mode.dry_run is not None and resolved.args.dry_run
     if mode.runs and not dry:
         survive_console("stdout", "stderr")
@@ -118,6 +117,12 @@ def start(name: str, words: Sequence[str]) -> int | None:
         return _call(mode.action, resolved)
     with collector_resting():
         return _call(str(mode.dry_run), resolved)
+
+
+def with_first(name: str, words: Sequence[str]) -> Sequence[str]:
+    """The words after a mode, with the flag that a first one without dashes stands for."""
+    first = MODES[name].first
+    return [f"--{first}", *words] if first and words and not words[0].startswith("-") else words
 
 
 def resolve(mode: str, words: Sequence[str]) -> Resolved | None:

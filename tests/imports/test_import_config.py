@@ -60,7 +60,7 @@ PUBLISHED = {
     "trl: dpo": (
         published.TRL["alignment-handbook/recipes/zephyr-7b-beta/dpo/config_full.yaml"],
         "dpo",
-        {"max_prompt_length", "dataset_mixture[0].split", "dataset_mixture.seed"},
+        {"max_prompt_length", "dataset_mixture[1].split", "dataset_mixture.seed"},
     ),
     "trl: sft": (published.TRL["trl/examples/cli_configs/example_config.yaml"], "sft", set()),
     **{

@@ -22,11 +22,13 @@ def _subset(draft: Draft, key: str, raw: Any) -> None:
 
 
 def take_split(draft: Draft, key: str, split: Any) -> None:
-    """A split of a hub dataset: swift takes `train` of every dataset, unless `split` is a setting."""
-    if split in (None, "train"):
+    """A split of a hub dataset, which is one for all of `--dataset` here."""
+    if split == "train":
         draft.same(key, "train is the split that is read")
+    elif "[" in split:
+        draft.lose(key, f"{split}: a part of a split; --dataset <id>#n takes n random rows")
     else:
-        draft.lose(key, f"{split}: swift reads the split train; save the rows to a file")
+        draft.take(key, "split", split)
 
 
 def _mixture(draft: Draft, key: str, raw: Any) -> None:
@@ -39,7 +41,7 @@ def _mixture(draft: Draft, key: str, raw: Any) -> None:
     for index, one in enumerate(entries):
         place = f"{key}[{index}]"
         subset = one.get("config") or (one.get("name") if "path" in one else None)
-        if one.get("split") not in (None, "train"):
+        if one.get("split"):
             take_split(draft, f"{place}.split", one["split"])
         names.append(f"{one.get('path') or one.get('id')}{f':{subset}' if subset and subset != 'default' else ''}")
         for name in {"weight", "data_files", "data_dir"} & set(one):
