@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from swift.arguments.common import GROUPS, CommonArguments, backend_problems, model_missing, training_data_missing
+from swift.arguments.ebft import EBFTArguments
 from swift.arguments.rlhf import RLHFArguments
 from swift.data.arguments import DataArguments
 from swift.flags import flag
@@ -213,10 +214,11 @@ MODES: dict[str, type] = {
     "rollout": RolloutServerArguments,
     "doctor": DoctorArguments,
     "config-schema": ConfigSchemaArguments,
+    "ebft": EBFTArguments,
 }
 """Mode -> its settings; a method of `swift rlhf` beside grpo is a mode of its own, named as its `--rlhf_type`."""
 
-METHODS: tuple[str, ...] = ()
+METHODS: tuple[str, ...] = ("ebft",)
 """The modes that `swift rlhf --rlhf_type <name>` starts."""
 
 

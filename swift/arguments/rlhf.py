@@ -34,7 +34,7 @@ class MethodArguments:
 
     GROUP: ClassVar[str] = "Model"
 
-    rlhf_type: Literal["grpo"] | None = flag(unset="required")
+    rlhf_type: Literal["grpo", "ebft"] | None = flag(unset="required")
     """Algorithm family."""
 
 
@@ -74,7 +74,7 @@ class RLHFArguments(
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one line each."""
         if self.rlhf_type is None:
-            yield "--rlhf_type: missing: required; valid: grpo"
+            yield "--rlhf_type: missing: required; valid: grpo, ebft"
         yield from model_missing(self)
         if self.rollout_source != "atropos":
             yield from training_data_missing(self)

@@ -63,7 +63,15 @@ MODES = {
     "config-schema": Mode("print the JSON schema of a mode's flags", "swift.cli.mode:print_schema", first="mode"),
 }
 
-METHODS: dict[str, Mode] = {}
+METHODS: dict[str, Mode] = {
+    "ebft": Mode(
+        "energy-based fine-tuning",
+        "swift.trainers.ebft.run:run",
+        "swift.cli.dry_run:rehearse_rlhf",
+        workers=True,
+        runs=True,
+    ),
+}
 """The same for the methods of `swift rlhf` beside grpo."""
 
 

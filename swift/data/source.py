@@ -133,7 +133,7 @@ class StreamingPrompts:
                 continue
             self._drawn += 1
             ids = self._tokenizer.ids(example)
-            if self._tokenizer.too_long(ids):
+            if self._tokenizer.too_long(example, ids):
                 if self._tokenizer.strategy == "delete":
                     self.report.num_deleted += 1
                     continue

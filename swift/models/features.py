@@ -58,7 +58,8 @@ def pool(token_features: Tensor, starts: Tensor, ends: Tensor, method: EmbedMeth
 
     Args:
         token_features: [N, F]; spans may overlap.
-        starts, ends: [S] long, first token of each span and one past its last; a span is not empty.
+        starts: [S] long, first token of each span.
+        ends: [S] long, one past its last; a span is not empty.
         method: last_token; mean_pooling and completion_mean are the mean over the span, which differ in the span that
             they are given; concat: tokens floor(T/4), floor(T/2), floor(3T/4) of T, side by side.
 

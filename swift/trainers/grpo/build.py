@@ -151,6 +151,7 @@ def build_pipeline(run: Attempt) -> RolloutPipeline:
         mailbox=Mailbox() if args.dynamic_sample and ranks.active else None,
         activity=run.watchdog.activity,
         on_heartbeat=run.watchdog.on_heartbeat,
+        max_new_tokens=parts.references.max_new_tokens if parts.references is not None else None,
     )
     run.watchdog.remarks.append(collector.awaited)
     config = PipelineConfig(
@@ -162,7 +163,7 @@ def build_pipeline(run: Attempt) -> RolloutPipeline:
         advantage_estimator=args.advantage_estimator,
         estimator_parameters=parameters_of(get_estimator(args.advantage_estimator), args),
         scale_rewards=args.scale_rewards,
-        reward_weights=parts.rewards.weights,
+        reward_weights=parts.reward_weights,
         overlong_filter=args.overlong_filter,
         reward_kl=args.beta if args.kl_in_reward else 0.0,
         prefetch_depth=parts.prefetch_depth,
