@@ -19,7 +19,7 @@ from torch.nn.functional import normalize
 
 from swift.errors import ConfigError
 from swift.models.attention.choice import choose_attention
-from swift.models.attention.interface import is_packed
+from swift.models.attention.interface import is_packed, transformers_model
 from swift.models.forward import TokenSequence, pack
 from swift.models.reference import ReferenceModel, load_reference
 
@@ -94,7 +94,8 @@ class FeatureNetwork:
         self.model, self.norm, self.method = model, norm, method
         with model.active() as module:
             choose_attention(module)
-            self.layers = feature_layers(fractions, module.config.get_text_config().num_hidden_layers)
+            config = transformers_model(module).config.get_text_config()
+            self.layers = feature_layers(fractions, config.num_hidden_layers)
 
     @contextmanager
     def active(self) -> Iterator[nn.Module]:

@@ -39,8 +39,9 @@ class RolloutCollector:
     around: entered by every rank around sampling, also by one without requests (a sharded policy needs it).
     request_s: bound on each request, for an engine that has none of its own. progress: called for each completion.
     mailbox: messages between the ranks while they sample; needed for dynamic sampling on several. activity: its value
-    changes while this rank gets on. on_heartbeat: called when another rank does, while this one waits for it. max_new_tokens:
-    length limit by prompt; None is that of `sampling`. late: requests that took longer than `request_s`.
+    changes while this rank gets on. on_heartbeat: called when another rank does, while this one waits for it.
+    max_new_tokens: length limit by prompt; None is that of `sampling`. late: requests that took longer than
+    `request_s`.
     """
 
     engine: InferenceEngine | None

@@ -6,13 +6,15 @@ prompt as completions do.
 
 from __future__ import annotations
 
+import json
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from swift.data.prompts import Tokenizer
 from swift.errors import ConfigError
+from swift.trainers.ebft.turns import conversation, remaining_turns
 
 if TYPE_CHECKING:
     from swift.data.loading import Example
@@ -36,27 +38,36 @@ class References:
     template: Template
     max_tokens: int
     multiplier: float | None = None
-    _ids: dict[str, array[int]] = field(default_factory=dict)
+    _rows: dict[str, tuple[array[int], bytes]] = field(default_factory=dict)
 
-    def of(self, columns: Mapping[str, Any]) -> list[int]:
-        """The reference of a row.
+    def of(self, row: Prompt | Example) -> list[int]:
+        """The reference of a row, with its further turns.
 
         Raises:
             ConfigError: there is none.
         """
-        text = columns.get(COLUMN)
+        return self._made(row)[0].tolist()
+
+    def learnt(self, row: Prompt | Example) -> list[bool]:
+        """Which of its tokens the assistant wrote."""
+        return [bool(one) for one in self._made(row)[1]]
+
+    def _made(self, row: Prompt | Example) -> tuple[array[int], bytes]:
+        text, turns = row.columns.get(COLUMN), remaining_turns(row.columns)
         if not isinstance(text, str) or not text:
             raise ConfigError(
                 f"--dataset: {COLUMN}: {'missing' if text is None else 'not a text, or empty'}: EBFT compares "
                 f"completions with it; give each row the text, or name its column: "
                 f"""--columns '{{"answer": "{COLUMN}"}}'"""
             )
-        if text not in self._ids:
-            ids = self.without_stop(self.template.encode_text(text))
+        key = json.dumps([row.messages, text, turns]) if turns else text
+        if key not in self._rows:
+            ids, own = conversation(self.template, row.messages, text, turns)
+            ids = self.without_stop(ids)
             if not ids:
                 raise ConfigError(f"--dataset: {COLUMN}: {text!r}: is nothing but a stop token; give a text")
-            self._ids[text] = array("i", ids)
-        return self._ids[text].tolist()
+            self._rows[key] = array("i", ids), bytes(own[: len(ids)])
+        return self._rows[key]
 
     def without_stop(self, ids: Sequence[int]) -> list[int]:
         """Token ids without a final stop token."""
@@ -66,7 +77,7 @@ class References:
         """Length limit of the completions of a prompt: `min(max_tokens, max(64, floor(multiplier * reference)))`."""
         if self.multiplier is None:
             return self.max_tokens
-        return min(self.max_tokens, max(LEAST_TOKENS, int(self.multiplier * len(self.of(prompt.columns)))))
+        return min(self.max_tokens, max(LEAST_TOKENS, int(self.multiplier * len(self.of(prompt)))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +95,7 @@ class ReferenceTokenizer(Tokenizer):
         """See `Tokenizer`."""
         assert self.references is not None
         try:
-            reference = self.references.of(example.columns)
+            reference = self.references.of(example)
         except ConfigError as error:
             raise ConfigError(*(f"{example.origin}: {problem}" for problem in error.problems)) from error
         return len(reference) > self.references.max_tokens or Tokenizer.too_long(self, example, ids)

@@ -129,10 +129,11 @@ class FeatureRewards:
             return []
         samples = []
         for number, group in enumerate(groups):
-            ids = np.asarray(self.references.of(group.prompt.columns), dtype=np.int32)
-            nothing, all_of_it = np.full(ids.size, np.nan, dtype=np.float32), np.ones(ids.size, dtype=np.bool_)
+            ids = np.asarray(self.references.of(group.prompt), dtype=np.int32)
+            learnt = np.asarray(self.references.learnt(group.prompt), dtype=np.bool_)
+            unknown = np.full(ids.size, np.nan, dtype=np.float32)
             prompt = np.asarray(group.prompt.token_ids, dtype=np.int32)
-            samples.append(TrainSample(number, prompt, ids, nothing, all_of_it, 0.0))
+            samples.append(TrainSample(number, prompt, ids, unknown, learnt, 0.0))
         return samples
 
     def _energies(self, features: Tensor, starred: Sequence[Tensor]) -> Energies:
@@ -169,7 +170,7 @@ class FeatureRewards:
     def _sequences(self, group: RolloutGroup) -> list[TokenSequence]:
         """The reference and the samples without a fault, as they are compared: without a final stop token."""
         prompt = group.prompt.token_ids
-        sequences = [TokenSequence(prompt, self.references.of(group.prompt.columns))]
+        sequences = [TokenSequence(prompt, self.references.of(group.prompt))]
         for one in _usable(group):
             own = one.episode.prompt_ids if one.episode is not None and one.episode.prompt_ids else prompt
             sequences.append(TokenSequence(own, self.references.without_stop(one.token_ids)))

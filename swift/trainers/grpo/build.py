@@ -221,7 +221,7 @@ def _sampling_engine(run: Attempt) -> InferenceEngine | None:
         if isinstance(parts.play, NemoGym):
             parts.play.attach(engine, _vocab_size(args))
         return TrajectoryEngine(
-            engine, parts.template, limits, parts.play, in_use(args, MAKERS)[0], args.rollout_timeout
+            engine, parts.template, limits, parts.play, next(iter(in_use(args, MAKERS)), "rows"), args.rollout_timeout
         )
     if parts.rollout_func is None:
         return engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -116,7 +116,7 @@ def prepare(
     references = None
     tokenizer = Tokenizer(encode, max_prompt_length(args), args.truncation_strategy)
     if hasattr(args, "ebft_mode"):
-        from swift.trainers.ebft.references import ReferenceTokenizer, References
+        from swift.trainers.ebft.references import References, ReferenceTokenizer
 
         multiplier = args.ebft_gt_length_multiplier if args.ebft_adaptive_max_tokens else None
         references = References(template, args.max_completion_length, multiplier)
@@ -144,19 +144,25 @@ def prepare(
         )
     depth, stalest = _prefetch_depth(args, plan)
     require_backend(args)
-    _check_rollouts(args, placement)
+    play = toolbox.play if toolbox is not None else _play_of(args, rewards.names, first)
+    _check_rollouts(args, placement, play)
     return Parts(
         args, collectives, template, source, first, eval_prompts, rewards, plan, start, placement, depth, stalest,
         load_rules(args.health_rules), lines,
         rollout_func=load_rollout_func(args.rollout_func) if args.rollout_func is not None else None,
-        play=toolbox.play if toolbox is not None else _play_of(args, rewards.names),
+        play=play,
         heartbeat=Heartbeat(collectives),
         references=references,
     )  # fmt: skip
 
 
-def _play_of(args: Any, reward_names: list[str]) -> Play | None:
+def _play_of(args: Any, reward_names: list[str], first: Sequence[Prompt]) -> Play | None:
     """What makes completions of the engine's answers, if anything does."""
+    if hasattr(args, "ebft_mode"):
+        from swift.trainers.ebft import turns
+
+        if any(one.columns.get(turns.COLUMN) for one in first):
+            return turns.play
     if args.rollout_source == "nemo_gym":
         from swift.rollout.nemo_gym.start import nemo_gym_of
 
@@ -192,12 +198,12 @@ def _partial_batches(args: Any, mode: str, plan: BatchPlan) -> Iterator[str]:
         )
 
 
-def _check_rollouts(args: Any, placement: Placement) -> None:
+def _check_rollouts(args: Any, placement: Placement, play: Play | None) -> None:
     """Refuses code of the user that makes completions where ranks sample in step."""
     from swift.rollout.arguments import MAKERS, in_use
     from swift.trainers.parallel.deepspeed import stage_of
 
-    given = in_use(args, MAKERS)
+    given = in_use(args, MAKERS) or (["--dataset: remaining_turns"] if play is not None else [])
     if given and placement.mode == "in_process" and stage_of(args) == 3:
         raise ConfigError(
             f"{given[0]}: each rank calls it with its own prompts, and stage 3 of --deepspeed {args.deepspeed} samples "

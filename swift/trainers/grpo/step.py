@@ -160,7 +160,8 @@ class GlobalBatchStep:
             self.logprobs.on_progress()
             loss += share.detach()
             if held:
-                report.add("ebft/ce_loss", -float(logprobs_N.detach().double().sum()), logprobs_N.numel())
+                learnt_N = logprobs_N.detach()[batch.mask_N]
+                report.add("ebft/ce_loss", -float(learnt_N.double().sum()), learnt_N.numel())
         return loss
 
     def _backward(self, loss: Tensor, *, last: bool) -> None:
