@@ -42,13 +42,14 @@ TRL = "swift.trainers.trl.run:run", "swift.cli.dry_run:rehearse_trl"
 
 MODES = {
     "rlhf": Mode(
-        "online RL training (--rlhf_type grpo)",
+        "RL training and preference methods (--rlhf_type grpo, dpo, ...)",
         "swift.trainers.grpo.run:run",
         "swift.cli.dry_run:rehearse_rlhf",
         workers=True,
         runs=True,
     ),
     "sft": Mode("supervised fine-tuning", *TRL, workers=True, runs=True),
+    "pt": Mode("pre-training on plain text", *TRL, workers=True, runs=True),
     "rollout": Mode(
         "generation server for trainers on other machines",
         "swift.rollout.server.run:run",
@@ -63,7 +64,7 @@ MODES = {
     "config-schema": Mode("print the JSON schema of a mode's flags", "swift.cli.mode:print_schema", first="mode"),
 }
 
-METHODS: dict[str, Mode] = {
+METHODS = {
     "ebft": Mode(
         "energy-based fine-tuning",
         "swift.trainers.ebft.run:run",
@@ -71,6 +72,18 @@ METHODS: dict[str, Mode] = {
         workers=True,
         runs=True,
     ),
+}
+METHODS |= {
+    name: Mode(summary, *TRL, workers=True, runs=True)
+    for name, summary in {
+        "dpo": "direct preference optimization",
+        "ipo": "identity preference optimization",
+        "kto": "answers with a verdict each",
+        "orpo": "odds ratio preference optimization",
+        "simpo": "simple preference optimization",
+        "cpo": "contrastive preference optimization",
+        "rm": "reward model",
+    }.items()
 }
 """The same for the methods of `swift rlhf` beside grpo."""
 
