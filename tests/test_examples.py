@@ -190,7 +190,7 @@ def test_the_commands_of_a_page_parse(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_shown_configs(page, tmp_path)
     for words in shown_commands(page):
-        assert parse(words[0], words[1:], {}).mode == words[0]
+        assert parse(words[0], words[1:], {}).command == words[0]
 
 
 def test_the_readme_shows_whole_commands():

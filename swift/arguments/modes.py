@@ -201,12 +201,12 @@ MODES: dict[str, type] = {
     "rollout": RolloutServerArguments,
     "doctor": DoctorArguments,
     "config-schema": ConfigSchemaArguments,
-    **PREFERENCES,
     "ebft": EBFTArguments,
+    **PREFERENCES,
 }
 """Mode -> its settings; a method of `swift rlhf` beside grpo is a mode of its own, named as its `--rlhf_type`."""
 
-METHODS: tuple[str, ...] = (*PREFERENCES, "ebft")
+METHODS: tuple[str, ...] = ("ebft", *PREFERENCES)
 """The modes that `swift rlhf --rlhf_type <name>` starts."""
 
 
