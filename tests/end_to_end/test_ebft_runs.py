@@ -40,7 +40,7 @@ def flags(cli):
 @pytest.mark.parametrize(
     "own",
     [
-        pytest.param({**LORA, "async_generate": "true", "ebft_whitening": "pooled"}, id="lora-ahead"),
+        pytest.param({**LORA, "ebft_whitening": "pooled"}, id="lora"),
         pytest.param({"ebft_whitening": "group", "beta": 0.05}, id="full", marks=LONG),
     ],
 )
@@ -82,6 +82,17 @@ def test_two_ranks_make_the_run_of_one(cli, flags, own):
     two, _, _ = cli.finish("two", variables=TWO, **{**flags, **more, **own, "per_device_train_batch_size": 4})
     assert [row[4] for row in sampled(two)] == [row[4] for row in sampled(one)]
     assert_close(two, one, "loss", "grad_norm", "reward", "ebft/cfm_loss", "ebft/ce_loss", "ebft/alignment")
+
+
+@LONG
+@pytest.mark.parametrize("more", [{"in_flight_updates": "true"}, {"prefetch_depth": 2, "vllm_sync_interval": 2}])
+def test_a_dedicated_engine_samples_ahead(cli, flags, more):
+    ahead = {"vllm_mode": "dedicated", "infer_backend": "transformers", "async_generate": "true", **more}
+    folder, _, _ = cli.finish("ahead", **flags, **ahead)
+    rows = log_rows(folder)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all(row["grad_norm"] > 0 and row["ratio/mean"] == 1 for row in rows)
+    assert rows[-1]["off_policy/max"] >= 1
 
 
 @LONG
