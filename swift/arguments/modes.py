@@ -190,6 +190,25 @@ class ConfigSchemaArguments(CommonArguments):
     """Python files whose settings are described, too."""
 
 
+@dataclass(kw_only=True)
+class ImportConfigArguments(CommonArguments):
+    """`swift import-config`: a configuration of another project as one of ours."""
+
+    file: str | None = flag(group="Run", unset="required")
+    """Configuration of Axolotl (YAML) or TRL (YAML or JSON), or shell script of ms-swift."""
+
+    method: str | None = flag(group="Run", unset="told by the file")
+    """Method of a TRL configuration: sft, grpo, dpo, ..."""
+
+    output: str | None = flag(group="Run", unset="<file>-swift.yaml in the working folder")
+    """File for our configuration; must not exist."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with these settings, one line each."""
+        if self.file is None:
+            yield "--file: missing: required; give the configuration to import"
+
+
 MODES: dict[str, type] = {
     "rlhf": RLHFArguments,
     "sft": SFTArguments,
@@ -202,6 +221,7 @@ MODES: dict[str, type] = {
     "doctor": DoctorArguments,
     "config-schema": ConfigSchemaArguments,
     "ebft": EBFTArguments,
+    "import-config": ImportConfigArguments,
     **PREFERENCES,
 }
 """Mode -> its settings; a method of `swift rlhf` beside grpo is a mode of its own, named as its `--rlhf_type`."""

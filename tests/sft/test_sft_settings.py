@@ -1,5 +1,6 @@
 """Settings of `swift sft` and `swift pt` in runs: streams, packing, evaluation sets, early stopping, the hub."""
 
+import json
 import shutil
 
 import huggingface_hub
@@ -9,6 +10,8 @@ from test_sft_run import losses, newest_run, rows
 
 from swift.arguments import parse
 from swift.errors import ConfigError, ResourceError
+from swift.models.arguments import ModelArguments
+from swift.models.policy import load_for_inference
 from swift.trainers.trl.run import run
 
 
@@ -22,15 +25,18 @@ def trained(mode, argv):
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--packing", "true", "--max_length", "64", "--num_train_epochs", "2", "--max_steps", "-1"),
-        ("--streaming", "true", "--shuffle_buffer_size", "7", "--max_steps", "12"),
-        ("--streaming", "true", "--packing", "true", "--max_length", "256", "--per_device_train_batch_size", "2"),
+        pytest.param("--packing true --max_length 64 --num_train_epochs 2 --max_steps -1", id="packed"),
+        pytest.param("--streaming true --shuffle_buffer_size 7 --max_steps 12", id="stream"),
+        pytest.param(
+            "--streaming true --packing true --max_length 256 --per_device_train_batch_size 2",
+            id="packed stream",
+            marks=pytest.mark.long,
+        ),
     ],
-    ids=["packed", "stream", "packed stream"],
 )
 def test_a_resumed_run_ends_as_an_uninterrupted_one(sft_argv, flags):
     """The stream of 12 steps goes through its 64 rows one and a half times."""
-    argv = sft_argv(*flags, "--save_steps", "3", "--logging_steps", "1", "--neftune_noise_alpha", "5")
+    argv = sft_argv(*flags.split(), "--save_steps", "3", "--logging_steps", "1", "--neftune_noise_alpha", "5")
     run_dir = trained("sft", argv)
     logged = losses(run_dir)
     last = run_dir / f"checkpoint-{logged[-1][0]}"
@@ -45,7 +51,16 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(sft_argv, flags):
 
 def test_several_evaluation_sets_have_their_own_loss_and_accuracy_and_one_can_stop_the_run(sft_argv, sums, tmp_path):
     other = shutil.copy(sums, tmp_path / "val.jsonl")
-    flags = ("--eval_steps", "1", "--early_stopping_patience", "2", "--early_stopping_threshold", "9")
+    flags = (
+        "--eval_steps",
+        "1",
+        "--save_steps",
+        "2",
+        "--early_stopping_patience",
+        "2",
+        "--early_stopping_threshold",
+        "9",
+    )
     argv = [*sft_argv(*flags, "--metric_for_best_model", "val_loss"), "--val_dataset", f"{sums}#4", f"{other}#6"]
     run_dir = trained("sft", argv)
     evaluations = [row for row in rows(run_dir / "logging.jsonl") if "loss" not in row]
@@ -54,6 +69,8 @@ def test_several_evaluation_sets_have_their_own_loss_and_accuracy_and_one_can_st
         assert {f"eval_{name}_loss", f"eval_{name}_mean_token_accuracy"} <= row.keys()
         assert "eval_mean_token_accuracy" not in row
     assert (run_dir / "checkpoint-3").is_dir(), "the last step is saved"
+    resumed = trained("sft", [*argv, "--resume_from_checkpoint", str(run_dir / "checkpoint-2")])
+    assert rows(resumed / "logging.jsonl")[-1]["step"] == 3, "evaluations before the checkpoint count"
     with pytest.raises(ConfigError, match=r"--metric_for_best_model: loss: .*use sums_loss or val_loss"):
         trained("sft", [*sft_argv(*flags), *argv[-3:]])
 
@@ -78,6 +95,20 @@ def test_the_model_is_uploaded_without_what_only_a_resumed_run_needs(sft_argv, m
     assert not [
         name for name in kept if name.startswith(("optimizer", "rng", "scheduler", "trainer", "args", "manifest"))
     ]
+
+
+def test_pre_training_needs_no_chat_template_and_saves_a_model(nano_folders, sft_argv, tmp_path):
+    model = shutil.copytree(nano_folders["qwen2"], tmp_path / "base")
+    (model / "chat_template.jinja").unlink()
+    data = tmp_path / "texts.jsonl"
+    data.write_text("".join(json.dumps({"text": "abc" * n}) + "\n" for n in range(1, 40)))
+    argv = sft_argv("--model", str(model), "--dataset", str(data), "--val_dataset", str(data), "--max_length", "32")
+    run_dir = trained("pt", argv)
+    evaluations = [row["eval_loss"] for row in rows(run_dir / "logging.jsonl") if "eval_loss" in row]
+    assert evaluations and load_for_inference(ModelArguments(model=str(run_dir / "checkpoint-6"))) is not None
+    assert "attn" not in (run_dir / "checkpoint-6" / "config.json").read_text()
+    with pytest.raises(ConfigError, match=r"--template: none: the tokenizer of .* has no chat template"):
+        trained("sft", argv)
 
 
 WRONG = [
