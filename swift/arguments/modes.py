@@ -211,6 +211,7 @@ class ImportConfigArguments(CommonArguments):
 
 MODES: dict[str, type] = {
     "rlhf": RLHFArguments,
+    "ebft": EBFTArguments,
     "sft": SFTArguments,
     "pt": PTArguments,
     "infer": InferArguments,
@@ -220,7 +221,6 @@ MODES: dict[str, type] = {
     "rollout": RolloutServerArguments,
     "doctor": DoctorArguments,
     "config-schema": ConfigSchemaArguments,
-    "ebft": EBFTArguments,
     "import-config": ImportConfigArguments,
     **PREFERENCES,
 }
