@@ -92,7 +92,7 @@ _REPLACED = {
 """Known flags -> what to do instead."""
 
 _VALUES = {
-    "rlhf_type": "ppo ebft",
+    "rlhf_type": "ppo",
     "tuner_type": "adalora longlora llamapro vera boft fourierft reft adapter ia3 bone lora_llm",
     "loss_type": "real fipo",
 }

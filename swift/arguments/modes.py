@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from swift.arguments.common import GROUPS, CommonArguments, backend_problems, model_missing
+from swift.arguments.ebft import EBFTArguments
 from swift.arguments.preferences import PREFERENCES
 from swift.arguments.rlhf import RLHFArguments
 from swift.arguments.sft import PTArguments, SFTArguments
@@ -210,6 +211,7 @@ class ImportConfigArguments(CommonArguments):
 
 MODES: dict[str, type] = {
     "rlhf": RLHFArguments,
+    "ebft": EBFTArguments,
     "sft": SFTArguments,
     "pt": PTArguments,
     "infer": InferArguments,
@@ -224,7 +226,7 @@ MODES: dict[str, type] = {
 }
 """Mode -> its settings; a method of `swift rlhf` beside grpo is a mode of its own, named as its `--rlhf_type`."""
 
-METHODS: tuple[str, ...] = tuple(PREFERENCES)
+METHODS: tuple[str, ...] = ("ebft", *PREFERENCES)
 """The modes that `swift rlhf --rlhf_type <name>` starts."""
 
 

@@ -38,7 +38,7 @@ class MethodArguments:
     GROUP: ClassVar[str] = "Model"
 
     rlhf_type: Literal[
-        "grpo", "gdpo", "rloo", "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm", "prm", "gkd"
+        "grpo", "gdpo", "rloo", "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm", "prm", "gkd", "ebft"
     ] | None = flag(unset="required")  # fmt: skip
     """Algorithm family. gdpo and rloo are grpo with the preset of that name."""
 
