@@ -26,6 +26,7 @@ from swift.data.loading import (
     plan_datasets,
     too_many_bad,
     understood,
+    without_renames,
 )
 from swift.data.placeholder import PlaceholderPrompts
 from swift.data.procedural import read_procedural
@@ -35,6 +36,7 @@ from swift.data.report import DataReport
 from swift.data.sampler import PromptStream, check_same, generator
 from swift.data.spec import DatasetSpec
 from swift.data.system import resolve_system
+from swift.data.transforms import transformed
 from swift.errors import ConfigError, join_problems
 from swift.types import Prompt
 
@@ -108,13 +110,15 @@ class StreamingPrompts:
         self._system, notes = resolve_system(args.system)
         self.report = DataReport(notes=notes)
         self._args, self._tokenizer = args, tokenizer
+        self._transform = getattr(args, "dataset_transform", None)
         self._seed = data_seed(args)
         self._buffer = args.shuffle_buffer_size if args.dataset_shuffle else 0
         self._specs = dataset_specs(args, "train")
         peeked = [list(itertools.islice(self._records(spec), PEEKED_ROWS)) for spec in self._specs]
         check_undamaged(itertools.chain.from_iterable(peeked))
         tables = [Table(rows, *filled_columns(rows)) for rows in peeked]
-        self._plans = plan_datasets(self._specs, tables, args, "prompt", self.report)
+        own = without_renames(args) if self._transform else args
+        self._plans = plan_datasets(self._specs, tables, own, "prompt", self.report)
         for index, rows in enumerate(peeked):
             bad = [one for row in rows if isinstance(one := self._understood(row, index), BadRow)]
             join_problems(too_many_bad(bad, len(rows), self._specs[index], args))
@@ -216,6 +220,10 @@ class StreamingPrompts:
         return understood(record, self._plans[index], self._system)
 
     def _records(self, spec: DatasetSpec) -> Iterator[Record]:
+        rows = self._rows_of(spec)
+        return transformed(rows, self._transform, self._args.columns) if self._transform else rows
+
+    def _rows_of(self, spec: DatasetSpec) -> Iterator[Record]:
         if spec.kind == "local":
             return read_local(spec)
         if spec.kind == "hub":
