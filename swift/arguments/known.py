@@ -19,7 +19,7 @@ _SAME = {
         "true": "freeze_vit freeze_aligner save_safetensors use_chat_template init_weights init_lora_weights "
         "check_model stream train_dataloader_shuffle average_tokens_across_devices enable_flattened_weight_sync "
         "assistant_only_loss completion_only_loss bnb_4bit_use_double_quant",
-        "1": "sequence_parallel_size vllm_pipeline_parallel_size max_batch_size desirable_weight undesirable_weight",
+        "1": "sequence_parallel_size vllm_pipeline_parallel_size max_batch_size",
         "peft": "tuner_backend",
         "causal_lm": "task_type",
     }.items()
@@ -36,7 +36,7 @@ _SPEED = _names(
 
 _REFUSED = _names(
     "loss_scale device_map dataloader_drop_last enable_thinking add_non_thinking_prefix "
-    "context_manager reward_model_plugin hub_strategy log_level f_divergence_type group_size"
+    "context_manager reward_model_plugin hub_strategy log_level group_size"
 )
 """Flags without a value that asks for nothing."""
 
@@ -44,13 +44,13 @@ _KNOWN = _names(
     """
     acc_strategy agent_template aligner_lr
     bbox_format bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_quant_type boft_block_size
-    cached_dataset callbacks center_rewards_coefficient channels cliprange cliprange_value cpo_alpha
+    cached_dataset callbacks channels cliprange cliprange_value
     create_checkpoint_symlink custom_dataset_info dataset_sample ddp_backend deepspeed_autotp_size disable_tqdm
-    discopop_tau download_mode dynamic_sampling early_stop_interval eval_accumulation_steps eval_delay eval_on_start
+    download_mode dynamic_sampling early_stop_interval eval_accumulation_steps eval_delay eval_on_start
     eval_use_evalscope exist_ok fourier_n_frequency freeze_llm freeze_parameters
     freeze_parameters_ratio freeze_parameters_regex fsdp_config gamma gkd_logits_topk group_by_length
     hqq_axis hub_model_id hub_private_repo hub_token ignore_data_skip include_num_input_tokens_seen
-    label_smoothing label_smoothing_factor lam ld_alpha liger_loss lisa_activated_layers lisa_step_interval
+    label_smoothing_factor lam liger_loss lisa_activated_layers lisa_step_interval
     lmbda load_args load_data_args local_repo_path local_rollout_forward_batch_size logging_dir lora_bias lora_dtype
     lora_ga_batch_size lora_ga_direction lora_ga_iters lora_ga_max_length lora_ga_scale lora_ga_stable_gamma
     lora_modules lorap_lr_ratio max_concurrency max_epochs max_memory max_model_len max_pixels
@@ -60,8 +60,8 @@ _KNOWN = _names(
     optim_target_modules packing packing_length padding_free predict_with_generate problem_type profile push_to_hub
     quant_batch_size
     quant_bits quant_method quant_n_samples real_tau ref_adapters ref_model_revision ref_model_type response_prefix
-    resume_only_model reward_model_type rope_scaling router_aux_loss_coef rpo_alpha
-    save_on_each_node seq_kd sequence_classification sft_alpha simpo_gamma swanlab_exp_name swanlab_mode
+    resume_only_model reward_model_type rope_scaling router_aux_loss_coef
+    save_on_each_node seq_kd sequence_classification sft_alpha swanlab_exp_name swanlab_mode
     swanlab_project swanlab_token swanlab_workspace target_parameters target_regex tf32 to_hf to_mcore to_ollama
     to_peft_format tools_prompt top_entropy torch_compile torch_empty_cache_steps train_dataset_sample
     train_on_prompt trainable_parameters trainable_parameters_regex truncation unsloth use_cpu use_dora
@@ -91,7 +91,7 @@ _REPLACED = {
 """Known flags -> what to do instead."""
 
 _VALUES = {
-    "rlhf_type": "dpo orpo simpo kto cpo rm ppo gkd ebft",
+    "rlhf_type": "ppo gkd ebft",
     "tuner_type": "adalora longlora llamapro vera boft fourierft reft adapter ia3 bone lora_llm",
     "loss_type": "real fipo",
 }

@@ -6,7 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from swift.arguments.common import GROUPS, CommonArguments, backend_problems, model_missing, training_data_missing
+from swift.arguments.common import (
+    GROUPS,
+    CommonArguments,
+    adamw_cpu_problems,
+    backend_problems,
+    model_missing,
+    training_data_missing,
+)
+from swift.arguments.preferences import PREFERENCES
 from swift.arguments.rlhf import RLHFArguments
 from swift.data.arguments import DataArguments
 from swift.flags import flag
@@ -30,11 +38,7 @@ class SFTArguments(CommonArguments, RunArguments, OptimizationArguments, DataArg
         """What is wrong with these settings, one line each."""
         yield from model_missing(self)
         yield from training_data_missing(self)
-        if self.optim == "adamw_cpu" and self.torch_dtype == "float16":
-            yield (
-                "--optim: adamw_cpu: cannot undo the loss scaling of --torch_dtype float16; "
-                "use --torch_dtype bfloat16, or --optim adamw"
-            )
+        yield from adamw_cpu_problems(self)
 
 
 @dataclass(kw_only=True)
@@ -196,8 +200,10 @@ class DoctorArguments(CommonArguments):
 class ConfigSchemaArguments(CommonArguments):
     """`swift config-schema`: the JSON schema of a mode's settings."""
 
-    mode: Literal["rlhf", "sft", "infer", "export", "reward-test", "rollout"] = flag("rlhf", group="Run")
-    """Mode whose settings are described."""
+    mode: Literal[
+        "rlhf", "sft", "infer", "export", "reward-test", "rollout", "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm"
+    ] = flag("rlhf", group="Run")
+    """Mode, or method of rlhf, whose settings are described."""
 
     external_plugins: list[str] = flag([], group="Run", aliases=("custom_register_path",))
     """Python files whose settings are described, too."""
@@ -213,10 +219,11 @@ MODES: dict[str, type] = {
     "rollout": RolloutServerArguments,
     "doctor": DoctorArguments,
     "config-schema": ConfigSchemaArguments,
+    **PREFERENCES,
 }
 """Mode -> its settings; a method of `swift rlhf` beside grpo is a mode of its own, named as its `--rlhf_type`."""
 
-METHODS: tuple[str, ...] = ()
+METHODS: tuple[str, ...] = tuple(PREFERENCES)
 """The modes that `swift rlhf --rlhf_type <name>` starts."""
 
 

@@ -42,7 +42,7 @@ TRL = "swift.trainers.trl.run:run", "swift.cli.dry_run:rehearse_trl"
 
 MODES = {
     "rlhf": Mode(
-        "online RL training (--rlhf_type grpo)",
+        "RL training and preference methods (--rlhf_type grpo, dpo, ...)",
         "swift.trainers.grpo.run:run",
         "swift.cli.dry_run:rehearse_rlhf",
         workers=True,
@@ -63,7 +63,18 @@ MODES = {
     "config-schema": Mode("print the JSON schema of a mode's flags", "swift.cli.mode:print_schema", first="mode"),
 }
 
-METHODS: dict[str, Mode] = {}
+METHODS = {
+    name: Mode(summary, *TRL, workers=True, runs=True)
+    for name, summary in {
+        "dpo": "direct preference optimization",
+        "ipo": "identity preference optimization",
+        "kto": "answers with a verdict each",
+        "orpo": "odds ratio preference optimization",
+        "simpo": "simple preference optimization",
+        "cpo": "contrastive preference optimization",
+        "rm": "reward model",
+    }.items()
+}
 """The same for the methods of `swift rlhf` beside grpo."""
 
 

@@ -33,7 +33,7 @@ class CheckpointArguments(HubArguments):
     torch_dtype: Literal["bfloat16", "float16", "float32"] | None = flag(
         aliases=("dtype",), values={"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
     )
-    """Precision of weights and arithmetic. float16 is for sft only."""
+    """Precision of weights and arithmetic. float16 is not for grpo."""
 
     attn_impl: Literal["sdpa", "eager", "flash_attn", "flex_attention"] = flag(
         "sdpa", aliases=("attn_implementation",), values={"flash_attention_2": "flash_attn"}, everyday=False

@@ -39,6 +39,7 @@ OWN_VARIABLES = frozenset(
 
 _GENERATION_TAGS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_END_TOKENS = 2  # an end token and what a template may write behind it, such as a newline
 _PROBE_ANSWER = "a probe answer"
 _PROBE: list[Message] = [
     {"role": "user", "content": "a probe question"},
@@ -117,6 +118,18 @@ class Template:
         """
         self._check_tools(messages, tools)
         return self.encode_text(self.render(messages, add_generation_prompt=True, tools=tools))
+
+    def encode_finished(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
+        """Token ids of a finished chat as reward models read it: as rendered, with an end token where there is none.
+
+        Raises:
+            RefusedChat: see `encode_prompt`.
+        """
+        self._check_tools(messages, tools)
+        ids = self.encode_text(self.render(messages, tools=tools))
+        if not set(ids[-_END_TOKENS:]) & set(self.stop_token_ids):
+            ids.append(int(self.tokenizer.eos_token_id))
+        return ids
 
     def encode_chat(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None

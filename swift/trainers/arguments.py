@@ -73,11 +73,11 @@ class OptimizationArguments:
     """Number of optimizer steps; above 0 it replaces num_train_epochs."""
 
     per_device_train_batch_size: int = flag(1, at_least=1)
-    """Number of completions (rows in sft) per process and accumulation step. By default rlhf takes the smallest that
+    """Number of rows (completions in grpo) per process and accumulation step. By default grpo takes the smallest that
     makes the global batch a multiple of num_generations."""
 
     per_device_eval_batch_size: int = flag(1, at_least=1)
-    """Number of completions (rows in sft) per process and evaluation batch."""
+    """Number of rows (completions in grpo) per process and evaluation batch."""
 
     gradient_accumulation_steps: int = flag(1, at_least=1)
     """Number of micro-batches per optimizer step."""

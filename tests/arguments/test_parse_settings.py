@@ -263,7 +263,7 @@ def test_provenance_names_file_and_line(config):
         ("--num_generations 4", "num_generations_eval", 4, "= num_generations"),
         ("--seed 7", "data_seed", 7, "= seed"),
         ("--epsilon 0.1", "epsilon_high", 0.1, "= epsilon"),
-        ("", "lora_dropout", 0.0, "reinforcement learning"),
+        ("", "lora_dropout", 0.0, "rlhf"),
         ("", "torch_dtype", "float32", "on a CPU"),
         ("", "ref_model", "org/tiny", "= model"),
         ("", "output_dir", "output/tiny", "output/<model name>"),

@@ -40,8 +40,9 @@ def build_trainer(
     *,
     collectives: Collectives,
     settings: Mapping[str, Any],
+    parts: Mapping[str, Any] | None = None,
 ) -> AtomicTrainer:
-    """The trainer, ready to run; checkpoints go to `folder`."""
+    """The trainer, ready to run; checkpoints go to `folder`, `parts` are those of the method."""
     options = {**_options(args, folder, evaluates=val is not None), **method.options(args)}
     arguments = on_one_device(named(method.config)(**options))
     trainer = trainer_class(method)(
@@ -55,7 +56,7 @@ def build_trainer(
         metrics=MetricStore(),
         run_settings=settings,
         save_total_limit=args.save_total_limit,
-        **method.parts(args, model),
+        **(parts or {}),
     )
     trainer.optimizer_cls_and_kwargs = own_optimizer(args, arguments)  # not every trainer takes it as an argument
     attach_own_optimizer(args, trainer)

@@ -56,6 +56,13 @@ class Method:
 
 METHODS = {
     "sft": "swift.trainers.sft:SFT",
+    "dpo": "swift.trainers.preferences.methods:DPO",
+    "ipo": "swift.trainers.preferences.methods:IPO",
+    "kto": "swift.trainers.preferences.methods:KTO",
+    "orpo": "swift.trainers.preferences.methods:ORPO",
+    "simpo": "swift.trainers.preferences.methods:SIMPO",
+    "cpo": "swift.trainers.preferences.methods:CPO",
+    "rm": "swift.trainers.preferences.methods:RM",
 }
 """Mode -> where its `Method` is."""
 

@@ -92,7 +92,8 @@ def _train(
         from swift.trainers.trl.callbacks import LogLines, StopOnSignal
         from swift.trainers.trl.frame import build_trainer
 
-        model = _load_model(args, method)  # before the folder: a start that fails leaves nothing behind
+        model = load_model(args, method)  # before the folder: a start that fails leaves nothing behind
+        parts = method.parts(args, model)
     trap.check(resolved.command, collectives, start)
     with open_run(resolved, collectives, start) as opened, contextlib.ExitStack() as stack:
         folder, curves = opened.folder, None
@@ -117,6 +118,7 @@ def _train(
                 [stop, log],
                 collectives=collectives,
                 settings=start.settings,
+                parts=parts,
             )
             opened.steps = lambda: trainer.state.global_step
             trainer.train(resume_from_checkpoint=str(start.checkpoint) if start.checkpoint else None)
@@ -127,7 +129,7 @@ def _train(
                 opened.say(line)
 
 
-def _load_model(args: Any, method: Method) -> Any:
+def load_model(args: Any, method: Method) -> Any:
     """The model to train, on this process's device; fresh weights depend on `--seed` only."""
     from transformers import set_seed
 
