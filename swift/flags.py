@@ -41,7 +41,8 @@ class Details:
     aliases: other names. values: other words for values, in lower case -> the value. above, at_least, below, at_most:
     bounds of a number, or of each number of a list. group: heading in the help; None means the class's `GROUP`.
     everyday: whether the short help shows it. unset: what a default of None means, in words. needs: without what the
-    setting has no effect: a switch, `name=value|value` of a choice, or `name<number`. joins: values given under
+    setting has no effect: a switch, `name=value|value` of a choice, or `name<number`. strict: then it is refused, which
+    otherwise is noted. joins: values given under
     different aliases are concatenated instead of contradicting each other. registry: name of the registry in
     `swift.plugin.registry` whose entries are choices (too); their attribute `summary`, if any, is part of the help.
     """
@@ -56,6 +57,7 @@ class Details:
     everyday: bool = True
     unset: str | None = None
     needs: str | None = None
+    strict: bool = False
     joins: bool = False
     registry: str | None = None
 

@@ -15,6 +15,7 @@ GROUPS = (
     "Sampling",
     "Environments",
     "Objective",
+    "Energy-based fine-tuning",
     "Asynchronous and data",
     "Reward",
     "Engine",

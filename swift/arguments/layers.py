@@ -12,7 +12,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,6 +34,8 @@ VARIABLES = {
 
 _FLAG = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
 _ONE_DASH = re.compile(r"-[A-Za-z][\w-]+")
+BLOCKS = ("ebft",)
+"""Keys of a config file that hold the settings whose names begin with them, with or without that beginning."""
 MOST_VALUES = 100_000
 """Of a config file, with its aliases expanded."""
 
@@ -129,7 +131,7 @@ def read_config(path: str) -> Layer:
     root = _compose(path)
     file = Layer(path)
     seen: dict[str, int] = {}
-    for key, node in root:
+    for key, node in _without_blocks(root):
         line = key.start_mark.line + 1
         if key.value in seen:
             file.problems.append(
@@ -150,6 +152,20 @@ def read_config(path: str) -> Layer:
             except (ValueError, RecursionError, yaml.YAMLError) as error:
                 file.problems.append(f"{subject}: not a value: {first_line(error)}; put texts in quotes")
     return file
+
+
+def _without_blocks(
+    pairs: Sequence[tuple[yaml.ScalarNode, yaml.Node]],
+) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
+    """The pairs of a map; those of a block with its name before theirs."""
+    for key, node in pairs:
+        if key.value not in BLOCKS or not isinstance(node.value, list) or node.id != "mapping":
+            yield key, node
+            continue
+        for inner, value in node.value:
+            prefix = "" if str(inner.value).startswith(f"{key.value}_") else f"{key.value}_"
+            inner.value = f"{prefix}{inner.value}"
+            yield inner, value
 
 
 def _config_path(word: str, problems: list[str]) -> str | None:

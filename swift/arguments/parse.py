@@ -109,6 +109,7 @@ def parse(mode: str, argv: Sequence[str], environ: Mapping[str, str]) -> Resolve
     reader.problems += [
         reader.with_origin(problem) for problem in _ask(args, "problems") if not reader.already_reported(problem)
     ]
+    reader.problems += _out_of_place(args, reader)
     join_problems(reader.problems)
     return Resolved(
         mode=mode,
@@ -310,6 +311,17 @@ def _without_effect(args: Any, reader: Reader) -> Iterator[str]:
             yield f"{given.subject}: {reader.shown(given)}: no effect without {flag.needs_text}"
         elif name in ignored:
             yield f"{given.subject}: {reader.shown(given)}: no effect with {ignored[name]}, which does not read it"
+
+
+def _out_of_place(args: Any, reader: Reader) -> Iterator[str]:
+    """Settings that the user wrote and that the mode refuses, because another one decides what they would."""
+    replaced: Mapping[str, str] = getattr(args, "REPLACED", {})
+    for name, given in reader.origins.items():
+        flag, where = reader.flags[name], f"{given.subject}: {reader.shown(given)}"
+        if flag.details.strict and not flag.has_effect(args):
+            yield f"{where}: no effect without {flag.needs_text}; leave it out"
+        elif name in replaced and reader.values.get(name) != flag.default:
+            yield f"{where}: not an option of swift {command_of(reader.mode)}; {replaced[name]}"
 
 
 def _provenance(reader: Reader, rules: Mapping[str, str]) -> dict[str, dict[str, str | None]]:

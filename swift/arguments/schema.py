@@ -13,6 +13,7 @@ from typing import Any
 
 from swift.arguments.derived import load_plugins
 from swift.arguments.help import default_text
+from swift.arguments.layers import BLOCKS
 from swift.arguments.modes import command_of
 from swift.arguments.plugins import settings_class
 from swift.arguments.values import BOOLEAN_WORDS
@@ -48,6 +49,12 @@ def json_schema(mode: str, external_plugins: Sequence[str] = ()) -> dict[str, An
         same = {"$ref": f"#/properties/{flag.name}"}
         properties |= dict.fromkeys(flag.details.aliases, same)
         properties |= {name.replace("_", "-"): {**same, "deprecated": True} for name in flag.spellings if "_" in name}
+    for block in BLOCKS:
+        inner = {
+            name.removeprefix(f"{block}_"): one for name, one in properties.items() if name.startswith(f"{block}_")
+        }
+        if inner:
+            properties[block] = {"type": "object", "properties": inner, "additionalProperties": False}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"swift {command_of(mode)}",

@@ -17,6 +17,7 @@ class RewardArguments:
     """Reward functions and reward models. Functions declare settings of their own (`swift.rewards.functions`)."""
 
     GROUP: ClassVar[str] = "Reward"
+    NEEDS_REWARD: ClassVar[bool] = True
 
     reward_funcs: list[str] = flag(
         [], values={f"axolotl.integrations.nemo_gym.rewards.{name}": name for name in AXOLOTL_FUNCTIONS}
@@ -49,7 +50,7 @@ class RewardArguments:
 
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one line each."""
-        if not self.reward_funcs and not self.reward_model:
+        if self.NEEDS_REWARD and not self.reward_funcs and not self.reward_model:
             yield "--reward_funcs: none: nothing to score completions with; give --reward_funcs or --reward_model"
         rewards = [*self.reward_funcs, *self.reward_model]
         if self.reward_weights and len(self.reward_weights) != len(rewards):

@@ -1,0 +1,180 @@
+"""Feature vectors of token sequences from the hidden states of a frozen model: the feature network of EBFT.
+
+`phi` of arXiv:2603.12248: hidden states of a few layers, side by side, each token of unit length, then pooled over a
+span. The network is the policy as the run began (`FeatureNetwork`); nothing here has a gradient.
+
+N tokens of a stream, S spans, F = number of layers x hidden size.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from swift.errors import ConfigError
+from swift.models.attention.choice import choose_attention
+from swift.models.attention.interface import is_packed
+from swift.models.forward import TokenSequence, pack
+from swift.models.reference import ReferenceModel, load_reference
+
+FeatureNorm = Literal["concat", "per_layer"]
+EmbedMethod = Literal["last_token", "mean_pooling", "completion_mean", "concat"]
+
+
+def feature_layers(fractions: Sequence[float], num_layers: int) -> list[int]:
+    """Indices into `hidden_states` (0 are the embeddings): `max(1, min(L, floor(f L)))` of each depth f.
+
+    Example: .25, .5 and .75 of 30 layers are 7, 15 and 22.
+
+    Raises:
+        ValueError: two depths are the same layer.
+    """
+    layers = [max(1, min(num_layers, int(fraction * num_layers))) for fraction in fractions]
+    if len(set(layers)) < len(layers):
+        raise ValueError(f"of {num_layers} layers these are {' '.join(map(str, layers))}")
+    return layers
+
+
+def token_features(hidden_states: Sequence[Tensor], layers: Sequence[int], norm: FeatureNorm = "concat") -> Tensor:
+    """Features [..., F] of each token in fp32 at least, of the model's hidden states [..., H].
+
+    norm: one L2 norm over all layers (`concat`), or one for each layer (`per_layer`).
+    """
+    chosen = [hidden_states[layer] for layer in layers]
+    chosen = [one.to(torch.promote_types(one.dtype, torch.float32)) for one in chosen]
+    if norm == "per_layer":
+        return torch.cat([normalize(one, dim=-1) for one in chosen], dim=-1)
+    return normalize(torch.cat(chosen, dim=-1), dim=-1)
+
+
+def pool(token_features: Tensor, starts: Tensor, ends: Tensor, method: EmbedMethod) -> Tensor:
+    """One vector of each span of a stream.
+
+    Args:
+        token_features: [N, F]; spans may overlap.
+        starts, ends: [S] long, first token of each span and one past its last; a span is not empty.
+        method: last_token; mean_pooling and completion_mean are the mean over the span, which differ in the span that
+            they are given; concat: tokens floor(T/4), floor(T/2), floor(3T/4) of T, side by side.
+
+    Returns:
+        [S, F], or [S, 3 F] with concat.
+    """
+    lengths = ends - starts
+    assert bool((lengths > 0).all()), "an empty span has no features"
+    if method == "last_token":
+        return token_features[ends - 1]
+    if method == "concat":
+        return torch.cat([token_features[starts + quarter * lengths // 4] for quarter in (1, 2, 3)], dim=-1)
+    spans = zip(starts.tolist(), ends.tolist(), strict=True)
+    return torch.stack([token_features[start:end].mean(dim=0) for start, end in spans])
+
+
+class FeatureNetwork:
+    """The policy as a run began, frozen: a LoRA policy without its training, or a copy of a fully tuned one.
+
+    Args:
+        model: gives the module, without gradient and in evaluation mode.
+        fractions: depths of the layers, see `feature_layers`.
+        norm: of a token. method: of pooling.
+
+    Raises:
+        ValueError: see `feature_layers`.
+    """
+
+    def __init__(
+        self, model: ReferenceModel, *, fractions: Sequence[float], norm: FeatureNorm, method: EmbedMethod
+    ) -> None:
+        self.model, self.norm, self.method = model, norm, method
+        with model.active() as module:
+            choose_attention(module)
+            self.layers = feature_layers(fractions, module.config.get_text_config().num_hidden_layers)
+
+    @contextmanager
+    def active(self) -> Iterator[nn.Module]:
+        """The module, inside the block only."""
+        with self.model.active() as module:
+            yield module
+
+    def of_tokens(self, hidden_states: Sequence[Tensor]) -> Tensor:
+        """`token_features` as configured."""
+        return token_features(hidden_states, self.layers, self.norm)
+
+    @torch.no_grad()
+    def of_sequences(self, sequences: Sequence[TokenSequence], *, device: torch.device | str = "cpu") -> Tensor:
+        """Features [S, F] of completions behind their prompts; neighbours with the same prompt share its pass.
+
+        A completion without tokens has the features of the last token of its prompt. One forward pass.
+        """
+        with self.active() as module:
+            of_module = self._packed if is_packed(module) else self._padded
+            return of_module(module, sequences, device)
+
+    def _packed(self, module: nn.Module, sequences: Sequence[TokenSequence], device: torch.device | str) -> Tensor:
+        # one more token, because a stream leaves out the last one of a completion
+        longer = [TokenSequence(one.prompt_ids, [*one.completion_ids, 0]) for one in sequences]
+        tokens = pack(longer, device=device)
+        hidden = module(
+            input_ids=tokens.input_ids,
+            position_ids=tokens.position_ids,
+            attention_layout=tokens.layout,
+            logits_to_keep=tokens.predict_index[:1],
+            output_hidden_states=True,
+            use_cache=False,
+        ).hidden_states
+        features = self.of_tokens([one[0] for one in hidden])
+        spans = [(group.prompt, own) for group in tokens.layout.groups for own in group.completions]
+        if self.method == "mean_pooling":
+            found = [torch.cat([features[one.start : one.stop] for one in pair]).mean(dim=0) for pair in spans]
+            return torch.stack(found)
+        starts = [own.start if own.length else prompt.stop - 1 for prompt, own in spans]
+        ends = [own.stop if own.length else prompt.stop for prompt, own in spans]
+        return pool(features, torch.tensor(starts, device=device), torch.tensor(ends, device=device), self.method)
+
+    def _padded(self, module: nn.Module, sequences: Sequence[TokenSequence], device: torch.device | str) -> Tensor:
+        rows = [[*one.prompt_ids, *one.completion_ids] for one in sequences]
+        width = max(map(len, rows))
+        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
+        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
+        hidden = module(
+            input_ids=ids, attention_mask=mask, output_hidden_states=True, logits_to_keep=1, use_cache=False
+        ).hidden_states
+        features = self.of_tokens([one.flatten(0, 1) for one in hidden])
+        offset = torch.arange(len(rows), device=device) * width
+        ends = offset + torch.tensor([len(row) for row in rows], device=device)
+        first = [0 if self.method == "mean_pooling" else len(one.prompt_ids) for one in sequences]
+        starts = torch.minimum(offset + torch.tensor(first, device=device), ends - 1)
+        return pool(features, starts, ends, self.method)
+
+
+def load_features(
+    args: Any, policy: nn.Module, reference: ReferenceModel | None = None, *, device: torch.device | str | None = None
+) -> FeatureNetwork:
+    """The feature network of a policy that was just loaded and not yet trained or resumed, by `--ebft_...` settings.
+
+    Args:
+        args: with those settings.
+        policy: what `load_policy` returned, not wrapped.
+        reference: the KL reference, which is used if it is the same model.
+        device: of a copy; None means the policy's.
+
+    Raises:
+        ConfigError: the depths of `--ebft_feature_layers` are not different layers.
+    """
+    own = copy.copy(args)
+    own.ref_model = None
+    same = reference is not None and args.ref_model in (None, args.model) and not args.sync_ref_model
+    model = reference if same else load_reference(own, policy, device=device)
+    assert model is not None
+    try:
+        return FeatureNetwork(
+            model, fractions=args.ebft_feature_layers, norm=args.ebft_feature_norm, method=args.ebft_embed_method
+        )
+    except ValueError as error:
+        depths = " ".join(f"{one:g}" for one in args.ebft_feature_layers)
+        raise ConfigError(f"--ebft_feature_layers: {depths}: {error}; give depths that are different layers") from error

@@ -1,0 +1,105 @@
+"""Feature vectors: layers, norms, pooling, and the network that they come from."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import tensor
+from torch.nn.functional import normalize
+
+from swift.errors import ConfigError
+from swift.models.arguments import ModelArguments
+from swift.models.features import feature_layers, load_features, pool, token_features
+from swift.models.forward import TokenSequence
+from swift.models.policy import load_for_inference, load_policy
+
+PROMPT = [70, 71, 72, 73]
+COMPLETIONS = [[80, 81, 82, 83, 84], [85], [], [86, 87, 88]]
+SEQUENCES = [TokenSequence(PROMPT, one) for one in COMPLETIONS] + [TokenSequence([90, 91], [92, 93])]
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "layers"), [(32, [8, 16, 24]), (30, [7, 15, 22]), (28, [7, 14, 21]), (22, [5, 11, 16])]
+)
+def test_depths_are_layers(num_layers, layers):
+    assert feature_layers([0.25, 0.5, 0.75], num_layers) == layers
+
+
+def test_depths_stay_within_the_model_and_apart():
+    assert feature_layers([0.01, 1.0], 4) == [1, 4]
+    with pytest.raises(ValueError, match="of 2 layers these are 1 1"):
+        feature_layers([0.25, 0.5], 2)
+
+
+def test_a_token_has_unit_length_over_all_layers_or_over_each():
+    states = [torch.zeros(1, 2), tensor([[3.0, 4.0]]), tensor([[0.0, 12.0]])]
+    torch.testing.assert_close(token_features(states, [1, 2]), tensor([[3.0, 4.0, 0.0, 12.0]]) / 13)
+    torch.testing.assert_close(token_features(states, [1, 2], "per_layer"), tensor([[0.6, 0.8, 0.0, 1.0]]))
+    assert token_features([one.bfloat16() for one in states], [1]).dtype == torch.float32
+
+
+def test_pooling_by_true_lengths():
+    stream = torch.arange(12.0)[:, None]
+    starts, ends = tensor([0, 4, 2]), tensor([4, 12, 3])
+    assert pool(stream, starts, ends, "last_token").tolist() == [[3.0], [11.0], [2.0]]
+    assert pool(stream, starts, ends, "completion_mean").tolist() == [[1.5], [7.5], [2.0]]
+    assert pool(stream, starts, ends, "mean_pooling").tolist() == [[1.5], [7.5], [2.0]]
+    assert pool(stream, starts, ends, "concat").tolist() == [[1, 2, 3], [6, 8, 10], [2, 2, 2]]
+
+
+def settings(model, tuner="full", **more):
+    args = ModelArguments(model=model, tuner_type=tuner, lora_dropout=0.0)
+    more = {"ebft_feature_layers": [0.5, 1.0], "ebft_feature_norm": "concat", "ebft_embed_method": "last_token", **more}
+    return SimpleNamespace(**vars(args), sync_ref_model=False, **more)
+
+
+def alone(module, sequence, method, layers=(1, 2)):
+    """The same from an ordinary forward pass of one sequence."""
+    ids = [*sequence.prompt_ids, *sequence.completion_ids]
+    with torch.no_grad():
+        hidden = module(input_ids=tensor([ids]), output_hidden_states=True).hidden_states
+    states = normalize(torch.cat([hidden[layer][0] for layer in layers], dim=-1), dim=-1)
+    own = states[len(sequence.prompt_ids) :] if sequence.completion_ids else states[-1:]
+    size = len(own)
+    match method:
+        case "last_token":
+            return states[-1]
+        case "mean_pooling":
+            return states.mean(dim=0)
+        case "completion_mean":
+            return own.mean(dim=0)
+    return torch.cat([own[size // 4], own[size // 2], own[3 * size // 4]])
+
+
+@pytest.mark.parametrize("method", ["last_token", "mean_pooling", "completion_mean", "concat"])
+@pytest.mark.parametrize("packed", [True, False])
+def test_features_are_those_of_each_sequence_alone(qwen2, method, packed, monkeypatch):
+    args = settings(qwen2, ebft_embed_method=method)
+    network = load_features(args, load_policy(args))
+    plain = load_for_inference(args).eval()
+    if not packed:
+        monkeypatch.setattr("swift.models.features.is_packed", lambda module: False)
+        network.model.module = plain
+    found = network.of_sequences(SEQUENCES)
+    wanted = torch.stack([alone(plain, one, method) for one in SEQUENCES])
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("tuner", ["lora", "full"])
+def test_features_stay_while_the_policy_moves(any_model, tuner):
+    args = settings(any_model, tuner)
+    policy = load_policy(args)
+    network = load_features(args, policy)
+    before = network.of_sequences(SEQUENCES)
+    torch.manual_seed(3)
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    assert torch.equal(network.of_sequences(SEQUENCES), before)
+    assert not before.requires_grad
+
+
+def test_depths_that_meet_are_refused(qwen2):
+    args = settings(qwen2, ebft_feature_layers=[0.25, 0.5])
+    with pytest.raises(ConfigError, match="--ebft_feature_layers: 0.25 0.5: of 2 layers these are 1 1"):
+        load_features(args, load_policy(args))
