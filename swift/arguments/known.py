@@ -91,7 +91,7 @@ _REPLACED = {
 """Known flags -> what to do instead."""
 
 _VALUES = {
-    "rlhf_type": "ppo gkd ebft",
+    "rlhf_type": "ppo gkd",
     "tuner_type": "adalora longlora llamapro vera boft fourierft reft adapter ia3 bone lora_llm",
     "loss_type": "real fipo",
 }

@@ -73,6 +73,7 @@ METHODS = {
         "simpo": "simple preference optimization",
         "cpo": "contrastive preference optimization",
         "rm": "reward model",
+        "ebft_strided": "energy-based fine-tuning on documents",
     }.items()
 }
 """The same for the methods of `swift rlhf` beside grpo."""

@@ -20,7 +20,8 @@ FIXED = frozenset(
     {
         "rlhf_type", "model", "model_revision", "model_type", "template", "torch_dtype", "tuner_type",
         "lora_rank", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save", "adapters",
-        "ref_model", "dataset", "columns", "system", "dataset_shuffle", "split_dataset_ratio", "streaming",
+        "ref_model", "dataset", "dataset_transform", "ebft_mode", "ebft_stride", "ebft_context_length",
+        "ebft_generate_max_len", "ebft_min_completion_prefix", "columns", "system", "dataset_shuffle", "split_dataset_ratio", "streaming",
         "shuffle_buffer_size", "interleave_prob", "stopping_strategy", "curriculum_column", "curriculum_order",
         "curriculum_bins", "chat_template_kwargs", "strict", "max_length", "truncation_strategy", "seed", "data_seed",
         "num_generations", "per_device_train_batch_size", "gradient_accumulation_steps",

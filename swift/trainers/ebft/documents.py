@@ -142,7 +142,7 @@ def encode(args: StridedArguments, template: Template) -> tuple[Dataset, Dataset
         args.ebft_stride,
         args.ebft_generate_max_len,
         args.ebft_min_completion_prefix,
-        args.mask_thinking_ce,
+        args.ebft_mask_thinking_ce,
     )
     tables: dict[str, Dataset | None] = {"train": None, "val": None}
     lines: list[str] = []

@@ -196,7 +196,7 @@ class StridedSteps:
 
     def _note(self, phase: str, name: str, total: Tensor | float, weight: float) -> None:
         sums = self._totals[phase].setdefault(name, [0.0, 0.0])
-        sums[0] += float(total)
+        sums[0] += float(total.detach() if isinstance(total, Tensor) else total)
         sums[1] += weight
 
     def _means(self, phase: str) -> dict[str, float]:

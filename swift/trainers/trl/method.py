@@ -63,6 +63,7 @@ METHODS = {
     "simpo": "swift.trainers.preferences.methods:SIMPO",
     "cpo": "swift.trainers.preferences.methods:CPO",
     "rm": "swift.trainers.preferences.methods:RM",
+    "ebft_strided": "swift.trainers.ebft.strided:STRIDED",
 }
 """Mode -> where its `Method` is."""
 
