@@ -27,9 +27,9 @@ class StridedArguments(
 ):
     """Strided EBFT: a mode of its own, because none of the settings of rollouts means anything here."""
 
-    dataset_transform: Literal[
-        "strided", "strided_text", "strided_structured", "strided_chat", "strided_reasoning"
-    ] = flag("strided", group="Data")
+    dataset_transform: Literal["strided", "strided_text", "strided_structured", "strided_chat", "strided_reasoning"] = (
+        flag("strided", group="Data")
+    )
     """Rows as documents: a text, a prompt with its completion, or a chat; strided chooses by the columns."""
 
     max_length: int | None = flag(at_least=2, group="Data", unset="the model's context")

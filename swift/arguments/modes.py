@@ -202,7 +202,20 @@ class ConfigSchemaArguments(CommonArguments):
     """`swift config-schema`: the JSON schema of a mode's settings."""
 
     mode: Literal[
-        "rlhf", "sft", "infer", "export", "reward-test", "rollout", "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm", "ebft_strided"
+        "rlhf",
+        "sft",
+        "infer",
+        "export",
+        "reward-test",
+        "rollout",
+        "dpo",
+        "ipo",
+        "kto",
+        "orpo",
+        "simpo",
+        "cpo",
+        "rm",
+        "ebft_strided",
     ] = flag("rlhf", group="Run")
     """Mode, or method of rlhf, whose settings are described."""
 

@@ -34,7 +34,9 @@ class MethodArguments:
 
     GROUP: ClassVar[str] = "Model"
 
-    rlhf_type: Literal["grpo", "ebft", "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm"] | None = flag(unset="required")
+    rlhf_type: Literal["grpo", "ebft", "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm"] | None = flag(
+        unset="required"
+    )
     """Algorithm family."""
 
 

@@ -101,7 +101,7 @@ def test_the_logprobs_of_a_block_are_those_of_an_ordinary_pass(nano_folders, arc
 
 
 def test_the_cost_is_that_of_the_formulas(policy):
-    packed, _, args = policy
+    packed, _, _ = policy
     assert prepare_scoring(packed) is None
     counted = []
     packed.get_input_embeddings().register_forward_hook(lambda module, given, output: counted.append(given[0].numel()))

@@ -35,7 +35,9 @@ def visible(stream, num_steps, kernel="rows", variant=PLAIN):
     """[T, T] which tokens each token of a stream sees: attention of equal scores to one-hot values."""
     num_tokens = stream.num_document_tokens + num_steps * len(stream.columns)
     states = torch.zeros(1, 1, num_tokens, 8)
-    found = stream.layout(num_steps, "cpu").attend(states, states, torch.eye(num_tokens)[None, None], None, variant, kernel)
+    found = stream.layout(num_steps, "cpu").attend(
+        states, states, torch.eye(num_tokens)[None, None], None, variant, kernel
+    )
     return found[0, :, 0] > 0
 
 

@@ -29,8 +29,8 @@ from swift.trainers.sft_data import TOO_LONG
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from swift.models.template import Template
     from swift.arguments.ebft_strided import StridedArguments
+    from swift.models.template import Template
 
 NO_BLOCK = "no block fits behind the context"
 COLUMNS = ("input_ids", "labels", "anchors", "digest", "problem")
@@ -102,7 +102,9 @@ class DocumentEncoder:
         def before(character: int) -> int:
             """How many tokens it takes to spell so many characters."""
             return bisect_left(
-                range(len(ids) + 1), character, key=lambda n: len(self.template.decode(ids[:n], skip_special_tokens=False))
+                range(len(ids) + 1),
+                character,
+                key=lambda n: len(self.template.decode(ids[:n], skip_special_tokens=False)),
             )
 
         text = self.template.decode(ids, skip_special_tokens=False)

@@ -24,6 +24,7 @@ from swift.models.scoring import ScoreRequest, score_requests
 from swift.models.sharded_sampling import gathered_for_generation
 from swift.rl.energy import energy_advantages, energy_metrics, energy_rewards, whiten
 from swift.rl.linear_logprobs import LogitMap
+from swift.trainers.atomic_trainer import AtomicTrainer
 from swift.trainers.ebft.blocks import (
     Blocks,
     Document,
@@ -52,16 +53,19 @@ tokens."""
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
-    """What micro-batches need to know of all: sampled tokens, cross-entropy tokens, and with pooled whitening the
-    features of all references [N, D]."""  # fmt: skip
+    """What micro-batches need to know of all.
+
+    num_sampled, num_targets: sampled tokens, and those with a cross-entropy. references: [N, D] features of all
+    references with pooled whitening, else empty.
+    """
 
     num_sampled: int
     num_targets: int
     references: Tensor
 
 
-class StridedSteps:
-    """Overrides of a transformers Trainer, in front of `AtomicTrainer`.
+class StridedSteps(AtomicTrainer):
+    """The trainer; what it overrides:
 
     get_batch_samples   counts the global batch
     compute_loss        samples, scores, returns the loss
@@ -100,7 +104,7 @@ class StridedSteps:
         """Trainer's, with the metrics."""
         self._totals["eval"] = {}
         output = super().evaluation_loop(*arguments, metric_key_prefix=metric_key_prefix, **named)
-        output.metrics |= {f"{metric_key_prefix}_{name}": value for name, value in self._means("eval").items()}
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in self._means("eval").items()})
         return output
 
     def log(self, logs: dict[str, float], *arguments: Any) -> None:
