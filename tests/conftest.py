@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if "HF_DATASETS_CACHE" not in os.environ:  # tokenised rows are not left in the user's cache
+    CACHE = tempfile.TemporaryDirectory(prefix="swift-tests-")
+    os.environ["HF_DATASETS_CACHE"] = CACHE.name
 
 import pytest
 

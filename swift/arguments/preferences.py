@@ -10,7 +10,7 @@ from swift.arguments.rlhf import MethodArguments
 from swift.data.arguments import DataArguments
 from swift.flags import flag
 from swift.models.arguments import TunerArguments
-from swift.trainers.arguments import OptimizationArguments, RunArguments
+from swift.trainers.arguments import OptimizationArguments, RunArguments, TrainerArguments
 from swift.trainers.preferences.arguments import (
     BetaArguments,
     CPOParameters,
@@ -24,7 +24,13 @@ from swift.trainers.preferences.arguments import (
 
 @dataclass(kw_only=True)
 class PreferenceArguments(
-    CommonArguments, RunArguments, OptimizationArguments, DataArguments, TunerArguments, MethodArguments
+    CommonArguments,
+    RunArguments,
+    TrainerArguments,
+    OptimizationArguments,
+    DataArguments,
+    TunerArguments,
+    MethodArguments,
 ):
     """What all methods that learn from given preferences have."""
 

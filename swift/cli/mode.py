@@ -49,6 +49,7 @@ MODES = {
         runs=True,
     ),
     "sft": Mode("supervised fine-tuning", *TRL, workers=True, runs=True),
+    "pt": Mode("pre-training on plain text", *TRL, workers=True, runs=True),
     "rollout": Mode(
         "generation server for trainers on other machines",
         "swift.rollout.server.run:run",
@@ -61,6 +62,11 @@ MODES = {
     "merge-lora": Mode("merge an adapter into its base model (= export --merge_lora true)", "swift.models.export:run"),
     "doctor": Mode("health alerts of a run", "swift.observability.doctor:run"),
     "config-schema": Mode("print the JSON schema of a mode's flags", "swift.cli.mode:print_schema", first="mode"),
+    "import-config": Mode(
+        "a configuration of Axolotl, TRL or ms-swift as one of swift",
+        "swift.arguments.imports.command:run",
+        first="file",
+    ),
 }
 
 METHODS = {

@@ -11,11 +11,10 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from swift.data.chats import ChatPlan
 from swift.data.columns import ColumnPlan, check_renames
 from swift.data.documents import DocumentPlan
 from swift.data.files import read_local
@@ -29,6 +28,7 @@ from swift.data.report import DataReport, first_few
 from swift.data.sampler import generator
 from swift.data.spec import DatasetSpec, each, parse_specs
 from swift.data.system import resolve_system
+from swift.data.texts import TextPlan, chats_or_texts
 from swift.data.transforms import transformed
 from swift.errors import ConfigError, counted, join_problems
 
@@ -37,13 +37,14 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "val"]
 
-Purpose = Literal["prompt", "chat", "pair", "label", "document"]
-"""`prompt`: what a completion is sampled for. `chat`: prompt and answer, to be learnt from. `pair`, `label`: answers
-with preferences, see `swift.data.pairs`. `document`: what strided EBFT continues."""
+Purpose = Literal["prompt", "chat", "text", "pair", "label", "document"]
+"""`prompt`: what a completion is sampled for. `chat`: prompt and answer, to be learnt from. `text`: documents.
+`pair`, `label`: answers with preferences, see `swift.data.pairs`. `document`: what strided EBFT continues."""
 
 PLANS: Mapping[str, Callable[..., ColumnPlan]] = {
     "prompt": ColumnPlan,
-    "chat": ChatPlan,
+    "chat": chats_or_texts,
+    "text": TextPlan,
     "pair": PairPlan,
     "label": pairs_or_labels,
     "document": DocumentPlan,
@@ -77,10 +78,14 @@ class Example:
 
 @dataclass(slots=True)
 class Rows:
-    """Rows as dicts: `messages` and the other columns under their own names. `report` tells what was left out."""
+    """Rows as dicts: `messages` and the other columns under their own names. `report` tells what was left out.
+
+    sizes: names of the datasets and their numbers of rows, in the order of the rows unless they are mixed or split.
+    """
 
     examples: list[Example]
     report: DataReport = field(default_factory=DataReport)
+    sizes: list[tuple[str, int]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -105,10 +110,10 @@ def load_rows(args: DataArguments, split: Split, *, purpose: Purpose = "chat") -
         args: the data settings.
         split: "val" means `--val_dataset`, else the part that `--split_dataset_ratio` splits off; without
             either the result is empty.
-        purpose: "chat" gives messages that end with the assistant's answer (supervised training); "prompt"
-            gives messages to be answered, with a final assistant turn dropped and `answer` and the like left
-            among the columns (reinforcement learning, reward-test, infer); "pair" and "label" give prompts, and
-            their answers in columns (preferences).
+        purpose: "chat" gives messages that end with the assistant's answer (supervised training); "text" one
+            assistant turn that is a document (pre-training); "prompt" gives messages to be answered, with a final
+            assistant turn dropped and `answer` and the like left among the columns (reinforcement learning,
+            reward-test, infer); "pair" and "label" give prompts, and their answers in columns (preferences).
 
     Returns:
         at least one row, except for an empty "val".
@@ -244,8 +249,14 @@ def without_renames(args: Any) -> Any:
 
 def dataset_specs(args: DataArguments, split: Split) -> list[DatasetSpec]:
     """What `--dataset` or `--val_dataset` names."""
-    flag, texts = ("--dataset", args.dataset) if split == "train" else ("--val_dataset", args.val_dataset)
-    return parse_specs(texts, use_hf=args.use_hf, flag=flag)
+    if split == "val":
+        return parse_specs(args.val_dataset, use_hf=args.use_hf, flag="--val_dataset")
+    specs = parse_specs(args.dataset, use_hf=args.use_hf)
+    if args.split is None:
+        return specs
+    if all(spec.kind != "hub" for spec in specs):
+        raise ConfigError(f"--split: {args.split}: no --dataset is one of a hub, whose splits it chooses; leave it out")
+    return [replace(spec, split=args.split) for spec in specs]
 
 
 def _load(args: DataArguments, split: Split, purpose: Purpose) -> Rows:
@@ -264,6 +275,7 @@ def _load(args: DataArguments, split: Split, purpose: Purpose) -> Rows:
         if split == "val" and spec.kind == "procedural" and "seed" not in spec.options
     ]
     parts: list[list[Example]] = []
+    sizes: list[tuple[str, int]] = []
     problems: list[str] = []
     for index, (spec, table, plan) in enumerate(zip(specs, tables, plans, strict=True)):
         records = (table.records[row] for row in _order(spec, len(table.records), args, index))
@@ -274,12 +286,13 @@ def _load(args: DataArguments, split: Split, purpose: Purpose) -> Rows:
         for row in refused:
             report.skip(row)
         parts.append(_oversampled(found, spec, args, index))
+        sizes.append((spec.text, len(parts[-1])))
     join_problems(problems)
     if split == "train" and len(parts) > 1 and args.interleave_prob:
         examples = _mixed(parts, specs, args, report)
     else:
         examples = [example for part in parts for example in part]
-    return Rows(examples, report)
+    return Rows(examples, report, sizes)
 
 
 def chat_columns(records: Sequence[Record]) -> list[str]:

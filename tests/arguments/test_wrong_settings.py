@@ -179,7 +179,7 @@ FLAGS = [
         ["--reward_funcs: environment: nothing rewards", "give --rollout_source or --gym_env"],
     ),
     ("--reward_funcs environment --rollout_func f.py:g", ["--reward_funcs: environment: nothing rewards"]),
-    ("--padding_free", ["--padding_free: true: known in ms-swift, not supported here"]),
+    ("--padding_free", ["--padding_free: true: not a flag of swift rlhf; a flag of: sft, pt"]),
     ("--bf16 true", ["--bf16: true:", "--torch_dtype bfloat16"]),
     ("--result_path x.jsonl", ["--result_path: x.jsonl: not a flag of swift rlhf", "infer"]),
     *(
@@ -190,7 +190,7 @@ FLAGS = [
         "--vllm_importance_sampling_correction false --vllm_importance_sampling_mode token_mask",
         ["--vllm_importance_sampling_correction: false: contradicts --rollout_importance_sampling_mode token_mask"],
     ),
-    ("--loss_scale default", ["--loss_scale: default: known in ms-swift, not supported here"]),
+    ("--acc_strategy seq", ["--acc_strategy: seq: known in ms-swift, not supported here"]),
     ("--device_map auto", ["--device_map: auto: known in ms-swift, not supported here"]),
     ("--dataloader_drop_last false", ["--dataloader_drop_last: false: known in ms-swift, not supported here"]),
     ("--vllm_max_model_length 9", ["--vllm_max_model_length: 9: unknown flag", "nearest: vllm_max_model_len"]),
@@ -212,8 +212,7 @@ MODES = [
     ("rlhf", "--rlhf_type grpo --model m --reward_funcs accuracy", "--dataset: missing"),
     ("rlhf", "--rlhf_type grpo --model m --dataset d", "--reward_funcs or --reward_model"),
     ("sft", "--model m", "--dataset: missing"),
-    ("sft", "--model m --dataset d --streaming true", "--streaming: true: not a flag of swift sft; a flag of: rlhf"),
-    ("sft", "--model m --dataset d --packing true", "--packing: true: known in ms-swift, not supported here"),
+    ("sft", "--model m --dataset d --curriculum_column c", "--curriculum_column: c: not a flag of swift sft"),
     (
         "sft",
         "--model m --dataset d --torch_dtype float16 --optim adamw_cpu",
