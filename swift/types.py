@@ -173,10 +173,12 @@ class GroupScores:
     `values[i][k]` is None where function k does not apply to completion i, or failed on it.
     `excluded[i]` is None, or the reason why completion i takes no part in anything: a fault of a reward
     function ("timeout: slow", "exception: accuracy", ...) or "no_reward" when no function applied.
+    `advantages` stand in for those from rewards, one per completion; [] where these count.
     """
 
     values: list[list[float | None]]
     excluded: list[str | None]
+    advantages: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True, frozen=True)

@@ -158,8 +158,10 @@ def _without_blocks(
     pairs: Sequence[tuple[yaml.ScalarNode, yaml.Node]],
 ) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
     """The pairs of a map; those of a block with its name before theirs."""
+    import yaml
+
     for key, node in pairs:
-        if key.value not in BLOCKS or not isinstance(node.value, list) or node.id != "mapping":
+        if key.value not in BLOCKS or not isinstance(node, yaml.MappingNode):
             yield key, node
             continue
         for inner, value in node.value:

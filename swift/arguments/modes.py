@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from swift.arguments.common import GROUPS, CommonArguments, backend_problems, model_missing
+from swift.arguments.ebft import EBFTArguments
 from swift.arguments.ebft_strided import StridedArguments
 from swift.arguments.preferences import PREFERENCES
 from swift.arguments.rlhf import RLHFArguments
@@ -222,11 +223,12 @@ MODES: dict[str, type] = {
     "config-schema": ConfigSchemaArguments,
     "import-config": ImportConfigArguments,
     **PREFERENCES,
+    "ebft": EBFTArguments,
     "ebft_strided": StridedArguments,
 }
 """Mode -> its settings; a method of `swift rlhf` beside grpo is a mode of its own, named as its `--rlhf_type`."""
 
-METHODS: tuple[str, ...] = (*PREFERENCES, "ebft_strided")
+METHODS: tuple[str, ...] = (*PREFERENCES, "ebft", "ebft_strided")
 """The modes that `swift rlhf --rlhf_type <name>` starts."""
 
 

@@ -34,7 +34,7 @@ class MethodArguments:
 
     GROUP: ClassVar[str] = "Model"
 
-    rlhf_type: Literal["grpo", "ebft", "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm"] | None = flag(
+    rlhf_type: Literal["grpo", "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm", "ebft"] | None = flag(
         unset="required"
     )
     """Algorithm family."""

@@ -70,6 +70,15 @@ MODES = {
 }
 
 METHODS = {
+    "ebft": Mode(
+        "energy-based fine-tuning",
+        "swift.trainers.ebft.run:run",
+        "swift.cli.dry_run:rehearse_rlhf",
+        workers=True,
+        runs=True,
+    ),
+}
+METHODS |= {
     name: Mode(summary, *TRL, workers=True, runs=True)
     for name, summary in {
         "dpo": "direct preference optimization",

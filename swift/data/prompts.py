@@ -50,8 +50,13 @@ class Tokenizer:
         except ConfigError as error:
             raise ConfigError(*(f"{example.origin}: {problem}" for problem in error.problems)) from error
 
-    def too_long(self, ids: Sequence[int]) -> bool:
-        """Whether a prompt of these ids is over the limit."""
+    @property
+    def deletes(self) -> bool:
+        """Whether there are rows that are left out for their length."""
+        return self.strategy == "delete" and self.limit is not None
+
+    def too_long(self, example: Example, ids: Sequence[int]) -> bool:
+        """Whether a row is over the limit with a prompt of these ids."""
         return self.limit is not None and len(ids) > self.limit
 
     def cut(self, ids: list[int]) -> list[int]:
@@ -78,7 +83,7 @@ class PromptDataset(Sequence[Prompt]):
         self.examples = rows.examples
         self._tokenizer = tokenizer
         self._ids: list[array[int] | None] = [None] * len(rows.examples)
-        if tokenizer.strategy == "delete" and tokenizer.limit is not None:
+        if tokenizer.deletes:
             self._delete_long(num_proc)
         self._digests = [example.digest for example in self.examples]
 
@@ -89,7 +94,7 @@ class PromptDataset(Sequence[Prompt]):
         example, ids = self.examples[index], self._ids[index]
         if ids is None:
             uncut = self._tokenizer.ids(example)
-            self.report.num_truncated += self._tokenizer.too_long(uncut)
+            self.report.num_truncated += self._tokenizer.too_long(example, uncut)
             ids = self._ids[index] = array("i", self._tokenizer.cut(uncut))
         return Prompt(self._digests[index], example.messages, ids.tolist(), example.columns, example.is_chat)
 
@@ -104,7 +109,8 @@ class PromptDataset(Sequence[Prompt]):
 
     def _delete_long(self, num_proc: int) -> None:
         all_ids = _tokenize_all(self._tokenizer, self.examples, num_proc)
-        kept = [index for index, ids in enumerate(all_ids) if not self._tokenizer.too_long(ids)]
+        pairs = zip(self.examples, all_ids, strict=True)
+        kept = [index for index, (row, ids) in enumerate(pairs) if not self._tokenizer.too_long(row, ids)]
         if all_ids and not kept:
             shortest = min(len(ids) for ids in all_ids)
             raise ConfigError(

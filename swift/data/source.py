@@ -78,7 +78,7 @@ class StreamingPrompts(ExampleStream[Prompt]):
 
     def _prompt(self, example: Example) -> Prompt | None:
         ids = self._tokenizer.ids(example)
-        if self._tokenizer.too_long(ids):
+        if self._tokenizer.too_long(example, ids):
             if self._tokenizer.strategy == "delete":
                 self.report.num_deleted += 1
                 return None

@@ -19,7 +19,7 @@ from torch.nn.functional import normalize
 
 from swift.errors import ConfigError
 from swift.models.attention.choice import choose_attention
-from swift.models.attention.interface import is_packed
+from swift.models.attention.interface import is_packed, transformers_model
 from swift.models.forward import TokenSequence, pack
 from swift.models.reference import ReferenceModel, load_reference
 
@@ -58,7 +58,8 @@ def pool(token_features: Tensor, starts: Tensor, ends: Tensor, method: EmbedMeth
 
     Args:
         token_features: [N, F]; spans may overlap.
-        starts, ends: [S] long, first token of each span and one past its last; a span is not empty.
+        starts: [S] long, first token of each span.
+        ends: [S] long, one past its last; a span is not empty.
         method: last_token; mean_pooling and completion_mean are the mean over the span, which differ in the span that
             they are given; concat: tokens floor(T/4), floor(T/2), floor(3T/4) of T, side by side.
 
@@ -93,7 +94,8 @@ class FeatureNetwork:
         self.model, self.norm, self.method = model, norm, method
         with model.active() as module:
             choose_attention(module)
-            self.layers = feature_layers(fractions, module.config.get_text_config().num_hidden_layers)
+            config = transformers_model(module).config.get_text_config()
+            self.layers = feature_layers(fractions, config.num_hidden_layers)
 
     @contextmanager
     def active(self) -> Iterator[nn.Module]:

@@ -23,7 +23,7 @@ def total(values: Sequence[float | None], weights: Sequence[float]) -> float | N
 def exclude_without_reward(scores: GroupScores) -> GroupScores:
     """Marks the samples to which no function applied; other exclusions keep their reason."""
     for index, row in enumerate(scores.values):
-        if scores.excluded[index] is None and all(value is None for value in row):
+        if row and scores.excluded[index] is None and all(value is None for value in row):
             scores.excluded[index] = NO_REWARD
     return scores
 

@@ -127,7 +127,8 @@ def whiten(
     """Whitened features of unit length, so that `a / 2` and `d / 2` are cosines.
 
     Args:
-        features: [G, n, D]. reference: [G, D].
+        features: [G, n, D].
+        reference: [G, D].
         kind: none; pooled, one fixed linear map for features and reference; group, of the samples of each group alone.
         shrinkage: lambda of pooled.
         references: [N, D] of the whole generation batch, all ranks; read by pooled.

@@ -295,9 +295,11 @@ def _leave_out(samples: Sequence[TrainSample], groups: Sequence[RolloutGroup]) -
 
 
 def _given(groups: Sequence[RolloutGroup], advantages_S: torch.Tensor) -> list[float]:
-    """Advantages, with those that an environment gave of its own."""
+    """Advantages, with those that scores or an environment gave of their own."""
     episodes = [one.episode for group in groups for one in group.completions]
     own = [None if one is None or one.problem else one.advantage for one in episodes]
+    if any(scores_of(group).advantages for group in groups):
+        own = [value for group in groups for value in scores_of(group).advantages]
     return [value if one is None else one for one, value in zip(own, advantages_S.tolist(), strict=True)]
 
 

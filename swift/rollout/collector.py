@@ -39,8 +39,9 @@ class RolloutCollector:
     around: entered by every rank around sampling, also by one without requests (a sharded policy needs it).
     request_s: bound on each request, for an engine that has none of its own. progress: called for each completion.
     mailbox: messages between the ranks while they sample; needed for dynamic sampling on several. activity: its value
-    changes while this rank gets on. on_heartbeat: called when another rank does, while this one waits for it. late:
-    requests that took longer than `request_s`.
+    changes while this rank gets on. on_heartbeat: called when another rank does, while this one waits for it.
+    max_new_tokens: length limit by prompt; None is that of `sampling`. late: requests that took longer than
+    `request_s`.
     """
 
     engine: InferenceEngine | None
@@ -57,6 +58,7 @@ class RolloutCollector:
     activity: Callable[[], Any] = lambda: None
     on_heartbeat: Callable[[], None] = lambda: None
     _latest: Round | None = None
+    max_new_tokens: Callable[[Prompt], int] | None = None
     late: int = 0
     _late_told: int = 0
 
@@ -75,6 +77,8 @@ class RolloutCollector:
         """The request of one sample."""
         seed = sample_seed(self.seed, namespace + launch.prompt.prompt_id, launch.launch, sample)
         sampling = replace(self.sampling, seed=seed)
+        if self.max_new_tokens is not None:
+            sampling = replace(sampling, max_new_tokens=self.max_new_tokens(launch.prompt))
         return Request(f"{launch.group_id}/{sample}", launch.prompt.token_ids, sampling, launch.prompt)
 
     def awaited(self) -> str:

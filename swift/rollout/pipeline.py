@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import takewhile
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -32,7 +32,7 @@ from swift.rollout.prefetch import Generation
 from swift.rollout.replay import ReplayBuffer, ReplayState
 from swift.rollout.round import Round
 from swift.rollout.round_result import RoundResult, ScoredRound
-from swift.rollout.samples import Arrival, RolloutBatch
+from swift.rollout.samples import Arrival, RolloutBatch, TrainSample
 from swift.rollout.saved_state import without_tokens
 from swift.rollout.scheduler import LaunchLog, RolloutScheduler, SchedulerState
 from swift.rollout.weights.sync import WeightSync
@@ -48,6 +48,18 @@ step: optimizer steps done. current: the weights must be those of now, whether a
 trainer_stays: the trainer's model is needed inside as well."""
 Timer = Callable[[str], AbstractContextManager[Any]]
 Observer = Callable[[ScoredRound], None]
+
+
+class TrainerScores(Protocol):
+    """What scores groups with passes of the trainer's own models, after reward functions have."""
+
+    def score(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+        """Add to their scores; collective. Returns metrics."""
+        ...
+
+    def reference_samples(self, groups: Sequence[RolloutGroup]) -> list[TrainSample]:
+        """`RolloutBatch.references`."""
+        ...
 
 
 class PipelineState(msgspec.Struct):
@@ -98,6 +110,7 @@ class RolloutPipeline:
         self.batches = BatchMaker(config, replay=replay)
         self.phase: GenerationPhase = phase or self._synced
         self.batch: RolloutBatch | None = None
+        self.features: TrainerScores | None = None
         self._ahead: deque[Round] = deque()
         self._restarts = 0
         self._exclusions = ExclusionLimit(config.max_excluded_frac)
@@ -355,7 +368,10 @@ class RolloutPipeline:
     def _make_batch(
         self, result: RoundResult, progress: TrainerProgress, partial: PartialBatch | None = None
     ) -> MadeBatch:
+        own_scores = self._score(result.groups)
         made = self.batches.make(result.groups, progress.global_step, partial)
+        if self.features is not None:
+            made.batch.references = self.features.reference_samples(result.groups)
         self.scheduler.end_round(
             trained=made.trained,
             excluded=made.excluded + result.num_excluded,
@@ -366,7 +382,7 @@ class RolloutPipeline:
         sampled = result.sampled() or result.groups  # a round of nothing but carried groups sampled none
         known = len(made.plain) == 1 and list(map(id, sampled)) == list(map(id, result.groups))
         metrics = round_metrics(sampled, made.plain if known else [self.batches.advantages(sampled)])
-        metrics |= {**result.metrics, **made.metrics}
+        metrics |= {**result.metrics, **made.metrics, **own_scores}
         if self.scheduler.reroll is not None:
             metrics["reroll/waiting"] = float(self.scheduler.rerolls_waiting)
         dropped = [self.batches.advantages(result.dropped)] if result.dropped else []
@@ -384,6 +400,13 @@ class RolloutPipeline:
         self._whole = True
         self._exclusions.add(result.num_samples, result.reasons)
         return made
+
+    def _score(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+        """Scores of the trainer's models, if there are any; collective."""
+        if self.features is None:
+            return {}
+        with self.timer("reward"):
+            return self.features.score(groups)
 
     def _observe(
         self,
@@ -450,8 +473,9 @@ class RolloutPipeline:
             )
             self._sample(current, wait=True)
             scored = self.collector.finish(current, timer=self.timer)
+        own_scores = self._score(scored.groups)
         result = self.batches.advantages(scored.groups)
-        metrics = {**round_metrics(scored.groups, [result]), **scored.metrics}
+        metrics = {**round_metrics(scored.groups, [result]), **scored.metrics, **own_scores}
         self._observe("eval", progress.global_step, scored.groups, [result], result.advantages_S.tolist(), metrics)
         return metrics
 

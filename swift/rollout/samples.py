@@ -66,6 +66,7 @@ class RolloutBatch:
     `position` counts the optimizer steps taken on it, of `num_global_batches * num_iterations`. A batch that is trained
     on while it is sampled hands out its samples by `arriving`, an iterator of `Arrival` that adds them to `samples`;
     until its end it holds a part of its samples only. It is used up in the first step, before any checkpoint.
+    `references` are answers whose cross-entropy is part of the loss.
     """
 
     samples: list[TrainSample]
@@ -73,6 +74,7 @@ class RolloutBatch:
     num_iterations: int
     position: int = 0
     arriving: Any = None
+    references: list[TrainSample] = field(default_factory=list)
 
     @property
     def exhausted(self) -> bool:

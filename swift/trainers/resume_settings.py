@@ -29,7 +29,8 @@ FIXED = frozenset(
         "num_generations", "per_device_train_batch_size", "gradient_accumulation_steps",
         "steps_per_generation", "generation_batch_size", "num_iterations", "world_size",
         "advantage_estimator", "dynamic_sample", "sync_ref_model", "optim", "optim_args",
-        "deepspeed", "fsdp", "reward_funcs", "reward_model",
+        "deepspeed", "fsdp", "reward_funcs", "reward_model", "ebft_mode", "ebft_feature_layers", "ebft_feature_norm",
+        "ebft_embed_method",
     }
 )
 """Changing one of these is an error."""

@@ -101,5 +101,5 @@ def test_features_stay_while_the_policy_moves(any_model, tuner):
 
 def test_depths_that_meet_are_refused(qwen2):
     args = settings(qwen2, ebft_feature_layers=[0.25, 0.5])
-    with pytest.raises(ConfigError, match="--ebft_feature_layers: 0.25 0.5: of 2 layers these are 1 1"):
+    with pytest.raises(ConfigError, match=r"--ebft_feature_layers: 0\.25 0\.5: of 2 layers these are 1 1"):
         load_features(args, load_policy(args))

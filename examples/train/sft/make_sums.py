@@ -11,6 +11,7 @@ import argparse
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 
 def worked_sum(a: int, b: int) -> tuple[str, int]:
@@ -28,7 +29,7 @@ def worked_difference(a: int, b: int) -> tuple[str, int]:
     return f"{minuend}-{b % 10}={minuend - b % 10},{a // 10}-{b // 10}-{borrow}={tens}", a - b
 
 
-def row(draw: random.Random) -> dict[str, object]:
+def row(draw: random.Random) -> dict[str, Any]:
     """One random problem as a chat."""
     a, b = draw.randint(0, 99), draw.randint(0, 99)
     if draw.random() < 0.5:
@@ -41,16 +42,24 @@ def row(draw: random.Random) -> dict[str, object]:
     return {"messages": messages, "solution": str(value)}
 
 
+def prompt_and_reference(chat: dict[str, Any]) -> dict[str, Any]:
+    """The same row with its answer in the column `ground_truth`, as EBFT reads it."""
+    question, answer = chat["messages"]
+    return {"prompt": question["content"], "ground_truth": answer["content"], "solution": chat["solution"]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--rows", type=int, default=13440)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--references", action="store_true", help="write prompt and ground_truth instead of chats")
     args = parser.parse_args()
     draw = random.Random(args.seed)
     with args.file.open("w", encoding="utf-8") as lines:
         for _ in range(args.rows):
-            lines.write(json.dumps(row(draw)) + "\n")
+            one = row(draw)
+            lines.write(json.dumps(prompt_and_reference(one) if args.references else one) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Energy-based fine-tuning (arXiv:2603.12248): structured on the rollout pipeline, strided on documents."""
+"""Energy-based fine-tuning (EBFT, arXiv:2603.12248): rewards from features of a frozen model, not from functions."""

@@ -86,6 +86,7 @@ def trainer_settings(args: Any, *, logprob_support: str = "full", given: Collect
         off_policy_delta=args.off_policy_sequence_mask_delta,
         old_logprobs=args.old_logprobs,
         entropy=entropy_settings(args),
+        ce_coef=getattr(args, "ebft_ce_coef", None),
     )
 
 

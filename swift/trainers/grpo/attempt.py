@@ -16,6 +16,7 @@ from swift.observability.trackers import CompletionTrackers
 from swift.rollout.arguments import most_tokens
 from swift.rollout.parity import ParityReport
 from swift.trainers.checkpoint import last_checkpoint
+from swift.trainers.ebft.structured import attach
 from swift.trainers.engines import EngineSetup
 from swift.trainers.grpo.arguments import trainer_settings, training_arguments, uncorrected_lines
 from swift.trainers.grpo.build import (
@@ -61,7 +62,8 @@ class Attempt:
         self.cycle = build_cycle(self)
         self.trainer = self._build_trainer(model, reference)
         if self.cycle is not None:
-            beside = [reference.module] if hasattr(reference, "module") else []
+            models = [reference, getattr(getattr(self.trainer.pipeline.features, "network", None), "model", None)]
+            beside = list({id(one): one.module for one in models if hasattr(one, "module")}.values())
             self.cycle.attach(model, lambda: self.trainer.optimizer, beside=beside)
         self.parity = build_parity(self)
 
@@ -76,7 +78,7 @@ class Attempt:
             number,
             metrics=self.metrics,
             progress=progress,
-            reward_names=parts.rewards.names,
+            reward_names=parts.reward_names,
             health=HealthMonitor(parts.health_rules, most_tokens=most_tokens(args), stalest=parts.stalest),
             metric_names=args.metric_names,
             trackers=trackers,
@@ -105,6 +107,8 @@ class Attempt:
             stops_at_alert=args.health_action == "stop",
         )
         attach_own_optimizer(args, trainer)
+        if parts.references is not None:
+            attach(self, trainer, model)
         trainer.remove_callback(PrinterCallback)
         for callback in self._callbacks(trainer):
             trainer.add_callback(callback)

@@ -151,6 +151,7 @@ def build_pipeline(run: Attempt) -> RolloutPipeline:
         mailbox=Mailbox() if args.dynamic_sample and ranks.active else None,
         activity=run.watchdog.activity,
         on_heartbeat=run.watchdog.on_heartbeat,
+        max_new_tokens=parts.references.max_new_tokens if parts.references is not None else None,
     )
     run.watchdog.remarks.append(collector.awaited)
     config = PipelineConfig(
@@ -162,7 +163,7 @@ def build_pipeline(run: Attempt) -> RolloutPipeline:
         advantage_estimator=args.advantage_estimator,
         estimator_parameters=parameters_of(get_estimator(args.advantage_estimator), args),
         scale_rewards=args.scale_rewards,
-        reward_weights=parts.rewards.weights,
+        reward_weights=parts.reward_weights,
         overlong_filter=args.overlong_filter,
         reward_kl=args.beta if args.kl_in_reward else 0.0,
         prefetch_depth=parts.prefetch_depth,
@@ -220,7 +221,7 @@ def _sampling_engine(run: Attempt) -> InferenceEngine | None:
         if isinstance(parts.play, NemoGym):
             parts.play.attach(engine, _vocab_size(args))
         return TrajectoryEngine(
-            engine, parts.template, limits, parts.play, in_use(args, MAKERS)[0], args.rollout_timeout
+            engine, parts.template, limits, parts.play, next(iter(in_use(args, MAKERS)), "rows"), args.rollout_timeout
         )
     if parts.rollout_func is None:
         return engine

@@ -91,10 +91,15 @@ class LogProbs:
         """Log-prob and, where a setting asks for it, entropy of each completion token [N] from one forward pass."""
         return self.scores(model, batch, self.settings.entropy.kind)
 
-    def scores(self, model: nn.Module, batch: MicroBatch, entropy: Entropy = "none") -> tuple[Tensor, Tensor | None]:
-        """Log-prob of each completion token and entropy of its distribution [N] at the sampling temperature, fp32."""
+    def scores(
+        self, model: nn.Module, batch: MicroBatch, entropy: Entropy = "none", temperature: float | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-prob of each completion token and entropy of its distribution [N], by default at the temperature of
+        sampling, fp32.
+        """  # fmt: skip
         tokens = batch.tokens if is_packed(model) else batch.sequences()
-        return score_tokens(model, tokens, temperature=self.settings.temperature, entropy=entropy, device=self.device)
+        temperature = temperature or self.settings.temperature
+        return score_tokens(model, tokens, temperature=temperature, entropy=entropy, device=self.device)
 
     @torch.no_grad()
     def score(self, sequences: Sequence[TokenSequence], *, temperature: float | None = None) -> Tensor:

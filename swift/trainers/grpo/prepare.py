@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from swift.rollout.placement import Placement
     from swift.rollout.rollout_function import RolloutFunc
     from swift.trainers.distributed import Collectives
+    from swift.trainers.ebft.references import References
     from swift.trainers.session import Start
     from swift.trainers.supervision.heartbeat import Heartbeat
 
@@ -34,7 +35,10 @@ CHECKED_ROWS = 64
 
 @dataclass(slots=True)
 class Parts:
-    """What is ready before any weight is loaded; `stalest`: optimizer steps that a token may be old."""
+    """What is ready before any weight is loaded.
+
+    stalest: optimizer steps that a token may be old. references: of EBFT, else None.
+    """
 
     args: Any
     collectives: Collectives
@@ -53,6 +57,17 @@ class Parts:
     rollout_func: RolloutFunc | None
     play: Play | None
     heartbeat: Heartbeat
+    references: References | None = None
+
+    @property
+    def reward_names(self) -> list[str]:
+        """The columns of scores: reward functions and models, and the reward from features."""
+        return [*self.rewards.names, *(["energy"] if self.references is not None else [])]
+
+    @property
+    def reward_weights(self) -> list[float]:
+        """One weight per name; beside a reward from features, others are logged only."""
+        return self.rewards.weights if self.references is None else [*(0.0 for _ in self.rewards.names), 1.0]
 
 
 def prepare(
@@ -98,7 +113,14 @@ def prepare(
     if args.rollout_tools:
         toolbox = open_toolbox(args.rollout_tools, args.tool_parser, template, args.reward_timeout)
     encode = template.encode_prompt if toolbox is None else toolbox.encode
+    references = None
     tokenizer = Tokenizer(encode, max_prompt_length(args), args.truncation_strategy)
+    if hasattr(args, "ebft_mode"):
+        from swift.trainers.ebft.references import References, ReferenceTokenizer
+
+        multiplier = args.ebft_gt_length_multiplier if args.ebft_adaptive_max_tokens else None
+        references = References(template, args.max_completion_length, multiplier)
+        tokenizer = ReferenceTokenizer(encode, tokenizer.limit, references=references)
 
     def opened() -> PromptSource:
         if args.rollout_source != "atropos":
@@ -115,20 +137,32 @@ def prepare(
     lines = [*source.report.lines(), *(eval_prompts.report.lines() if eval_prompts is not None else [])]
     lines = list(dict.fromkeys(lines))  # one mapping line when both data sets have the same columns
     join_problems([*_group_scoring(args, rewards), *_partial_batches(args, placement.mode, plan)])
+    if references is not None and plan.updates_per_rollout > 1:
+        raise ConfigError(
+            f"--steps_per_generation: {plan.updates_per_rollout} optimizer steps per generation batch: EBFT has one "
+            "update of each; leave --steps_per_generation and --generation_batch_size out"
+        )
     depth, stalest = _prefetch_depth(args, plan)
     require_backend(args)
-    _check_rollouts(args, placement)
+    play = toolbox.play if toolbox is not None else _play_of(args, rewards.names, first)
+    _check_rollouts(args, placement, play)
     return Parts(
         args, collectives, template, source, first, eval_prompts, rewards, plan, start, placement, depth, stalest,
         load_rules(args.health_rules), lines,
         rollout_func=load_rollout_func(args.rollout_func) if args.rollout_func is not None else None,
-        play=toolbox.play if toolbox is not None else _play_of(args, rewards.names),
+        play=play,
         heartbeat=Heartbeat(collectives),
+        references=references,
     )  # fmt: skip
 
 
-def _play_of(args: Any, reward_names: list[str]) -> Play | None:
+def _play_of(args: Any, reward_names: list[str], first: Sequence[Prompt]) -> Play | None:
     """What makes completions of the engine's answers, if anything does."""
+    if hasattr(args, "ebft_mode"):
+        from swift.trainers.ebft import turns
+
+        if any(one.columns.get(turns.COLUMN) for one in first):
+            return turns.play
     if args.rollout_source == "nemo_gym":
         from swift.rollout.nemo_gym.start import nemo_gym_of
 
@@ -164,12 +198,12 @@ def _partial_batches(args: Any, mode: str, plan: BatchPlan) -> Iterator[str]:
         )
 
 
-def _check_rollouts(args: Any, placement: Placement) -> None:
+def _check_rollouts(args: Any, placement: Placement, play: Play | None) -> None:
     """Refuses code of the user that makes completions where ranks sample in step."""
     from swift.rollout.arguments import MAKERS, in_use
     from swift.trainers.parallel.deepspeed import stage_of
 
-    given = in_use(args, MAKERS)
+    given = in_use(args, MAKERS) or (["--dataset: remaining_turns"] if play is not None else [])
     if given and placement.mode == "in_process" and stage_of(args) == 3:
         raise ConfigError(
             f"{given[0]}: each rank calls it with its own prompts, and stage 3 of --deepspeed {args.deepspeed} samples "

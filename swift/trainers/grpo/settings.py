@@ -38,6 +38,7 @@ class GRPOSettings:
     old_logprobs: what the ratio compares the policy with: the trainer's log-probs at the start of the batch, or those
         that the sampler recorded (the ratio of the Atropos example trainer), for which no forward pass is needed.
     entropy: bonus, choice of tokens, logs.
+    ce_coef: weight of the cross-entropy of `RolloutBatch.references`, a mean over their tokens; None outside of EBFT.
     """
 
     loss: LossConfig
@@ -55,3 +56,4 @@ class GRPOSettings:
     off_policy_delta: float | None = None
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
     entropy: EntropySettings = field(default_factory=EntropySettings)
+    ce_coef: float | None = None

@@ -103,11 +103,26 @@ class GlobalBatchStep:
             self.deepspeed.begin()
         self.logprobs.prepare_old(batch)
         chosen = batch.global_batch(batch.global_batch_index)
-        samples = [batch.samples[i] for i in chosen]
         useful = self.logprobs.useful(batch, chosen)
-        if not any(useful):  # no gradient at all: the optimizer leaves every weight alone
+        learnt = bool(batch.references and self.settings.ce_coef)
+        if not any(useful) and not learnt:  # no gradient at all: the optimizer leaves every weight alone
             report.add("health/steps_without_signal", 1.0, 1.0)
             return torch.zeros((), device=self.logprobs.device)
+        loss = torch.zeros((), device=self.logprobs.device)
+        if learnt:
+            loss = loss + self._references(model, batch.references, report, last=not any(useful))
+        if any(useful):
+            loss = loss + self._completions(model, policy, batch, useful, report)
+        if self.deepspeed is not None:
+            self.deepspeed.step()
+        return loss
+
+    def _completions(
+        self, model: nn.Module, policy: nn.Module, batch: RolloutBatch, useful: list[bool], report: StepMetrics
+    ) -> Tensor:
+        """The policy loss and its terms, for the samples of the next global batch that are `useful`."""
+        chosen = batch.global_batch(batch.global_batch_index)
+        samples = [batch.samples[i] for i in chosen]
         top = self.entropy.look_ahead(batch, chosen, policy)
         plan = self.logprobs.planner.plan(batch.samples, chosen, useful)
         shared = _Shared(
@@ -120,13 +135,40 @@ class GlobalBatchStep:
             top=top,
         )
         loss = self._micro_batches(model, shared, plan.micro_batches[self.collectives.rank], last=True)
-        if self.deepspeed is not None:
-            self.deepspeed.step()
         if self.settings.entropy.has_bonus:
             if self.collectives.is_main:
                 report.add("entropy_coef", shared.coefficient, 1.0)
             self.entropy.steer(shared.entropy_sum, shared.entropy_count)
         return loss
+
+    def _references(
+        self, model: nn.Module, references: Sequence[TrainSample], report: StepMetrics, *, last: bool
+    ) -> Tensor:
+        """The cross-entropy of references at temperature 1: `ce_coef * sum -lp / N` over their N tokens."""
+        plan = self.logprobs.planner.plan(references, range(len(references)))
+        own, coefficient = plan.micro_batches[self.collectives.rank], self.settings.ce_coef or 0.0
+        num_tokens = sum(one.num_trained for one in references)
+        loss = torch.zeros((), device=self.logprobs.device)
+        for turn, held in enumerate(own):
+            chosen = [references[i] for i in held or [plan.first]]
+            batch = collate(chosen, [1 / num_tokens if held else 0.0] * len(chosen), device=self.logprobs.device)
+            final = last and turn == len(own) - 1
+            with self._gradients_meet(model, final):
+                logprobs_N, _ = self.logprobs.scores(model, batch, temperature=1.0)
+                share = -coefficient * self.collectives.world_size * (batch.weights_N * logprobs_N).sum()
+                self._backward(share, last=final)
+            self.logprobs.on_progress()
+            loss += share.detach()
+            if held:
+                learnt_N = logprobs_N.detach()[batch.mask_N]
+                report.add("ebft/ce_loss", -float(learnt_N.double().sum()), learnt_N.numel())
+        return loss
+
+    def _backward(self, loss: Tensor, *, last: bool) -> None:
+        if self.deepspeed is not None:
+            self.deepspeed.backward(loss, last=last)
+        else:
+            self.accelerator.backward(loss)
 
     def _weights(self, samples: Sequence[TrainSample], counts: BatchCounts | None = None) -> list[float]:
         """The loss weight of each trained token of each sample; of all in the global batch, or by its `counts`."""
@@ -217,15 +259,16 @@ class GlobalBatchStep:
             correction = self.correction(batch, policy_logprobs_N)
             loss, output = self._loss(shared, held, batch, policy_logprobs_N, entropy_N, correction)
             loss = loss * self.collectives.world_size
-            if self.deepspeed is not None:
-                self.deepspeed.backward(loss, last=last)
-            else:
-                self.accelerator.backward(loss)
+            self._backward(loss, last=last)
         self.logprobs.on_progress()
         if held:
             if shared.batch.updates_per_rollout > 1:
                 remember(batch, policy_logprobs_N)
             observe(shared.report, batch, policy_logprobs_N, output, self.settings, correction)
+            if self.settings.ce_coef is not None:
+                logprobs_N = policy_logprobs_N.detach().double()
+                reinforce = -(batch.weights_N * batch.advantages_N * logprobs_N).sum()
+                shared.report.combine("ebft/rl_loss", "sum", float(reinforce))
         return loss.detach()
 
     def _gradients_meet(self, model: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:

@@ -1,0 +1,101 @@
+"""References of structured EBFT: the column `ground_truth` as token ids, made once, and what follows from their length.
+
+Ids are those of the text alone, without special tokens and without a final stop token; they stand behind the ids of the
+prompt as completions do.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from swift.data.prompts import Tokenizer
+from swift.errors import ConfigError
+from swift.trainers.ebft.turns import conversation, remaining_turns
+
+if TYPE_CHECKING:
+    from swift.data.loading import Example
+    from swift.models.template import Template
+    from swift.types import Prompt
+
+COLUMN = "ground_truth"
+
+LEAST_TOKENS = 64
+"""Of a completion whose length adapts to its reference."""
+
+
+@dataclass(eq=False)
+class References:
+    """Token ids of references.
+
+    template: of the policy. max_tokens: `--max_completion_length`. multiplier: completions are at most so many times as
+    long as their reference; None leaves them at `max_tokens`.
+    """
+
+    template: Template
+    max_tokens: int
+    multiplier: float | None = None
+    _rows: dict[str, tuple[array[int], bytes]] = field(default_factory=dict)
+
+    def of(self, row: Prompt | Example) -> list[int]:
+        """The reference of a row, with its further turns.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        return self._made(row)[0].tolist()
+
+    def learnt(self, row: Prompt | Example) -> list[bool]:
+        """Which of its tokens the assistant wrote."""
+        return [bool(one) for one in self._made(row)[1]]
+
+    def _made(self, row: Prompt | Example) -> tuple[array[int], bytes]:
+        text, turns = row.columns.get(COLUMN), remaining_turns(row.columns)
+        if not isinstance(text, str) or not text:
+            raise ConfigError(
+                f"--dataset: {COLUMN}: {'missing' if text is None else 'not a text, or empty'}: EBFT compares "
+                f"completions with it; give each row the text, or name its column: "
+                f"""--columns '{{"answer": "{COLUMN}"}}'"""
+            )
+        key = json.dumps([row.messages, text, turns]) if turns else text
+        if key not in self._rows:
+            ids, own = conversation(self.template, row.messages, text, turns)
+            ids = self.without_stop(ids)
+            if not ids:
+                raise ConfigError(f"--dataset: {COLUMN}: {text!r}: is nothing but a stop token; give a text")
+            self._rows[key] = array("i", ids), bytes(own[: len(ids)])
+        return self._rows[key]
+
+    def without_stop(self, ids: Sequence[int]) -> list[int]:
+        """Token ids without a final stop token."""
+        return list(ids[:-1] if ids and ids[-1] in self.template.stop_token_ids else ids)
+
+    def max_new_tokens(self, prompt: Prompt) -> int:
+        """Length limit of the completions of a prompt: `min(max_tokens, max(64, floor(multiplier * reference)))`."""
+        if self.multiplier is None:
+            return self.max_tokens
+        return min(self.max_tokens, max(LEAST_TOKENS, int(self.multiplier * len(self.of(prompt)))))
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceTokenizer(Tokenizer):
+    """Also leaves out rows whose reference is longer than a completion can be."""
+
+    references: References | None = None
+
+    @property
+    def deletes(self) -> bool:
+        """See `Tokenizer`."""
+        return True
+
+    def too_long(self, example: Example, ids: Sequence[int]) -> bool:
+        """See `Tokenizer`."""
+        assert self.references is not None
+        try:
+            reference = self.references.of(example)
+        except ConfigError as error:
+            raise ConfigError(*(f"{example.origin}: {problem}" for problem in error.problems)) from error
+        return len(reference) > self.references.max_tokens or Tokenizer.too_long(self, example, ids)
