@@ -39,9 +39,6 @@ class StridedArguments(
     ebft_mask_thinking_ce: bool = flag(False, group="Objective", aliases=("mask_thinking_ce",), everyday=False)
     """Whether the cross-entropy leaves thoughts of assistant turns out. Blocks may still begin there."""
 
-    metric_for_best_model: str | None = flag("ebft/cfm_loss", group="Run", everyday=False)
-    """Metric of the best checkpoint."""
-
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one line each."""
         yield from model_missing(self)

@@ -183,7 +183,7 @@ class ConfigSchemaArguments(CommonArguments):
 
     mode: Literal[
         "rlhf", "sft", "pt", "infer", "export", "reward-test", "rollout",
-        "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm", "ebft_strided",
+        "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm", "ebft", "ebft_strided",
     ] = flag("rlhf", group="Run")  # fmt: skip
     """Mode, or method of rlhf, whose settings are described."""
 

@@ -72,7 +72,7 @@ MODES = {
 METHODS = {
     "ebft": Mode(
         "energy-based fine-tuning",
-        "swift.trainers.ebft.run:run",
+        "swift.trainers.ebft.structured:run",
         "swift.cli.dry_run:rehearse_rlhf",
         workers=True,
         runs=True,

@@ -20,8 +20,7 @@ FIXED = frozenset(
     {
         "rlhf_type", "model", "model_revision", "model_type", "template", "torch_dtype", "tuner_type",
         "lora_rank", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save", "adapters",
-        "ref_model", "dataset", "dataset_transform", "ebft_mode", "ebft_stride", "ebft_context_length",
-        "ebft_generate_max_len", "ebft_min_completion_prefix", "columns", "system", "dataset_shuffle", "split_dataset_ratio", "streaming",
+        "ref_model", "dataset", "columns", "system", "dataset_shuffle", "split_dataset_ratio", "streaming",
         "shuffle_buffer_size", "split", "packing", "packing_strategy", "padding_free", "group_by_length", "loss_scale",
         "assistant_only_loss", "completion_only_loss", "interleave_prob", "stopping_strategy",
         "curriculum_column", "curriculum_order", "curriculum_bins", "chat_template_kwargs", "strict",
@@ -30,7 +29,8 @@ FIXED = frozenset(
         "steps_per_generation", "generation_batch_size", "num_iterations", "world_size",
         "advantage_estimator", "dynamic_sample", "sync_ref_model", "optim", "optim_args",
         "deepspeed", "fsdp", "reward_funcs", "reward_model", "ebft_mode", "ebft_feature_layers", "ebft_feature_norm",
-        "ebft_embed_method",
+        "ebft_embed_method", "dataset_transform", "ebft_stride", "ebft_context_length", "ebft_generate_max_len",
+        "ebft_min_completion_prefix", "ebft_mask_thinking_ce",
     }
 )
 """Changing one of these is an error."""

@@ -5,6 +5,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
+from swift.arguments.ebft import EBFTArguments
 from swift.arguments.ebft_strided import StridedArguments
 from swift.data.arguments import DataArguments
 from swift.data.loading import load_rows
@@ -66,6 +67,8 @@ def test_a_row_becomes_what_its_transform_says_and_keeps_nothing_else(name):
 def test_every_transform_has_its_choice_of_the_flag():
     assert EXPECTED.keys() == PROMPTS.keys() | DOCUMENTS.keys()
     assert set(get_args(get_type_hints(StridedArguments)["dataset_transform"])) == DOCUMENTS.keys()
+    structured, none = get_args(get_type_hints(EBFTArguments)["dataset_transform"])
+    assert set(get_args(structured)) == PROMPTS.keys() and none is type(None)
 
 
 @pytest.mark.parametrize(

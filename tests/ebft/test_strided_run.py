@@ -174,6 +174,21 @@ def test_a_model_that_cannot_be_packed_is_refused(strided_argv, small_model, nan
     assert not (tmp_path / "out").exists()
 
 
+def test_chats_need_a_template(strided_argv, tmp_path, monkeypatch):
+    from swift.models import load_chat as load
+
+    def without(args, **more):
+        template = load(args, **more)
+        template.tokenizer.chat_template = None
+        return template
+
+    monkeypatch.setattr("swift.models.load_chat", without)
+    data = tmp_path / "chats.jsonl"
+    data.write_text(json.dumps({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}))
+    with pytest.raises(ConfigError, match="--template: missing"):
+        strided(strided_argv("--dataset", str(data)))
+
+
 def test_names_of_the_seed_and_a_block_of_yaml_choose_the_mode(strided_argv, tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text(

@@ -151,6 +151,8 @@ def encode(args: StridedArguments, template: Template) -> tuple[Dataset, Dataset
     for split in ("train", "val"):
         rows = load_rows(args, split, purpose="document")
         lines += rows.report.lines()
+        if any(row["messages"] for row in rows) and not template.tokenizer.chat_template:
+            raise ConfigError(f"--template: missing: the tokenizer of {args.model} has no chat template; name one")
         if len(rows):
             given = Dataset.from_dict({"row": [json.dumps(row) for row in rows]})
             processes = args.dataset_num_proc if args.dataset_num_proc > 1 else None

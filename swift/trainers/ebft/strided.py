@@ -242,6 +242,7 @@ STRIDED = Method(
     trainer="transformers:Trainer",
     config="transformers:TrainingArguments",
     encode=encode,
+    plain=True,
     load_model=load_model,
     options=lambda args: {"remove_unused_columns": False, "label_names": []},
     parts=lambda args, model: {
