@@ -128,7 +128,7 @@ def test_the_files_and_batches_of_a_script_fit(script_and_calls):
         args = call.resolve().args
         files = [*getattr(args, "external_plugins", []), getattr(args, "system", None)]
         assert [file for file in files if file and not (ROOT / file).is_file()] == []
-        if call.words[0] == "rlhf":
+        if hasattr(args, "num_generations"):
             plan_batches(
                 per_device_train_batch_size=args.per_device_train_batch_size,
                 world_size=launcher.world_size(call.environ),
@@ -190,7 +190,7 @@ def test_the_commands_of_a_page_parse(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_shown_configs(page, tmp_path)
     for words in shown_commands(page):
-        assert parse(words[0], words[1:], {}).mode == words[0]
+        assert parse(words[0], words[1:], {}).command == words[0]
 
 
 def test_the_readme_shows_whole_commands():

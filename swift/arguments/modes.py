@@ -212,6 +212,8 @@ class ImportConfigArguments(CommonArguments):
 
 MODES: dict[str, type] = {
     "rlhf": RLHFArguments,
+    "ebft": EBFTArguments,
+    "ebft_strided": StridedArguments,
     "sft": SFTArguments,
     "pt": PTArguments,
     "infer": InferArguments,
@@ -223,8 +225,6 @@ MODES: dict[str, type] = {
     "config-schema": ConfigSchemaArguments,
     "import-config": ImportConfigArguments,
     **PREFERENCES,
-    "ebft": EBFTArguments,
-    "ebft_strided": StridedArguments,
 }
 """Mode -> its settings; a method of `swift rlhf` beside grpo is a mode of its own, named as its `--rlhf_type`."""
 

@@ -135,7 +135,7 @@ def test_a_stream_is_transformed_as_it_is_read(tmp_path):
         def ids(self, example):
             return [1]
 
-        def too_long(self, ids):
+        def too_long(self, *ids):
             return False
 
         def cut(self, ids):

@@ -86,8 +86,8 @@ def test_features_are_those_of_each_sequence_alone(qwen2, method, packed, monkey
 
 
 @pytest.mark.parametrize("tuner", ["lora", "full"])
-def test_features_stay_while_the_policy_moves(any_model, tuner):
-    args = settings(any_model, tuner)
+def test_features_stay_while_the_policy_moves(qwen2, tuner):
+    args = settings(qwen2, tuner)
     policy = load_policy(args)
     network = load_features(args, policy)
     before = network.of_sequences(SEQUENCES)

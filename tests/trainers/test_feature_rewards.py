@@ -20,7 +20,7 @@ from swift.rl.energy import cfm_loss, energy_advantages, energy_rewards, whiten
 from swift.rollout.multi_turn.trajectory import Limits, Trajectory
 from swift.trainers.distributed import Collectives
 from swift.trainers.ebft.references import References, ReferenceTokenizer
-from swift.trainers.ebft.structured import FeatureRewards
+from swift.trainers.ebft.rewards import FeatureRewards
 from swift.trainers.ebft.turns import play
 from swift.types import Completion, GroupScores, Prompt, Request, RolloutGroup, SamplingParams
 

@@ -54,11 +54,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=13440)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--references", action="store_true", help="write prompt and ground_truth instead of chats")
+    parser.add_argument("--direct", action="store_true", help="answer without steps")
     args = parser.parse_args()
     draw = random.Random(args.seed)
     with args.file.open("w", encoding="utf-8") as lines:
         for _ in range(args.rows):
             one = row(draw)
+            if args.direct:
+                one["messages"][1]["content"] = f"<answer>{one['solution']}</answer>"
             lines.write(json.dumps(prompt_and_reference(one) if args.references else one) + "\n")
 
 

@@ -16,7 +16,7 @@ from swift.observability.trackers import CompletionTrackers
 from swift.rollout.arguments import most_tokens
 from swift.rollout.parity import ParityReport
 from swift.trainers.checkpoint import last_checkpoint
-from swift.trainers.ebft.structured import attach
+from swift.trainers.ebft.rewards import attach
 from swift.trainers.engines import EngineSetup
 from swift.trainers.grpo.arguments import trainer_settings, training_arguments, uncorrected_lines
 from swift.trainers.grpo.build import (

@@ -1,0 +1,197 @@
+"""Rewards from features for GRPO's pipeline, and the cross-entropy of references: structured EBFT.
+
+    groups -> FeatureRewards.score (every rank: its groups, one forward pass each) -> advantages -> REINFORCE
+           -> reference_samples    -> cross-entropy (`swift.trainers.grpo.step`)
+
+Prompts have the column `ground_truth`. Reward functions, if any are named, are logged and train nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swift.models.features import FeatureNetwork, load_features
+from swift.models.forward import TokenSequence
+from swift.rl.energy import Estimator, Whitening, energy_advantages, energy_metrics, energy_rewards, whiten
+from swift.rollout.round_result import fault
+from swift.rollout.samples import TrainSample
+from swift.trainers.ebft.references import References
+from swift.types import Completion, RolloutGroup
+
+if TYPE_CHECKING:
+    from swift.trainers.distributed import Collectives
+    from swift.trainers.grpo.attempt import Attempt
+    from swift.trainers.grpo.trainer import GRPOTrainer
+
+
+def attach(run: Attempt, trainer: GRPOTrainer, model: Any) -> None:
+    """Let the pipeline of `trainer` take its rewards from features of `model` as it is now, not wrapped or resumed."""
+    args, parts = run.parts.args, run.parts
+    assert parts.references is not None, "prepared for another mode"
+    report = parts.source.report
+    trainer.pipeline.features = FeatureRewards(
+        load_features(args, model, trainer.reference),
+        parts.references,
+        parts.collectives,
+        device=trainer.args.device,
+        alignment_coef=args.ebft_alignment_coef,
+        diversity_coef=args.ebft_diversity_coef,
+        estimator=args.ebft_advantage_estimator,
+        whitening=args.ebft_whitening,
+        shrinkage=args.ebft_whitening_shrinkage,
+        rl_coef=args.ebft_rl_coef,
+        trains_references=args.ebft_ce_coef > 0,
+        max_tokens=lambda: trainer.planner.limits.tokens or trainer.planner.fitting_tokens,
+        in_step=lambda: trainer.logprobs.in_step,
+        on_progress=run.watchdog.touch,
+        skipped_rows=lambda: report.num_deleted,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Energies:
+    """What the features of one group come to: rewards and advantages of the samples that have any, and metrics."""
+
+    rewards: list[float]
+    advantages: list[float]
+    metrics: dict[str, float]
+
+
+@dataclass(eq=False)
+class FeatureRewards:
+    """Scores groups by their features.
+
+    network: gives the features. references: token ids of the references. collectives: ranks share the groups.
+    rl_coef: factor of advantages. trains_references: whether `reference_samples` has any. max_tokens: of a forward
+    pass, None before it is known. in_step: the network is sharded, so every rank makes the same number of passes.
+    skipped_rows: rows left out for their length so far. The others: see `swift.rl.energy`.
+    """
+
+    network: FeatureNetwork
+    references: References
+    collectives: Collectives
+    _: KW_ONLY
+    device: torch.device | str = "cpu"
+    alignment_coef: float = 1.0
+    diversity_coef: float = 1.0
+    estimator: Estimator = "rloo"
+    whitening: Whitening = "none"
+    shrinkage: float = 0.1
+    rl_coef: float = 1.0
+    trains_references: bool = False
+    max_tokens: Callable[[], int | None] = lambda: None
+    in_step: Callable[[], bool] = lambda: False
+    on_progress: Callable[[], None] = lambda: None
+    skipped_rows: Callable[[], int] = lambda: 0
+
+    def score(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+        """Give each group its rewards, as one more column, and its advantages; collective.
+
+        Samples without a fault of the engine or environment count, whatever reward functions say.
+
+        Returns:
+            metrics `ebft/...`, means over groups.
+        """
+        ranks = self.collectives
+        own = range(ranks.rank, len(groups), ranks.world_size)
+        features = self._features([groups[i] for i in own])
+        starred = [one[0] for one in features]
+        all_starred = [one for part in ranks.all_gather(starred) for one in part] if self.whitening == "pooled" else []
+        mine = {i: self._energies(one, all_starred or starred) for i, one in zip(own, features, strict=True)}
+        found = {i: one for part in ranks.all_gather(mine) for i, one in part.items()}
+        for i, group in enumerate(groups):
+            _book(group, found[i], self.rl_coef)
+        scored = [found[i].metrics for i in range(len(groups)) if found[i].metrics]
+        metrics = {name: fmean(one[name] for one in scored) for name in (scored[0] if scored else ())}
+        advantages = torch.tensor([value for one in found.values() for value in one.advantages], dtype=torch.float64)
+        if len(advantages) > 1:
+            metrics["ebft/advantages_std"] = float(advantages.std())
+        return metrics | {"ebft/skipped_rows": float(self.skipped_rows())}
+
+    def reference_samples(self, groups: Sequence[RolloutGroup]) -> list[TrainSample]:
+        """The reference of each group as a completion to be learnt; none without `--ebft_ce_coef`."""
+        if not self.trains_references:
+            return []
+        samples = []
+        for number, group in enumerate(groups):
+            ids = np.asarray(self.references.of(group.prompt), dtype=np.int32)
+            learnt = np.asarray(self.references.learnt(group.prompt), dtype=np.bool_)
+            unknown = np.full(ids.size, np.nan, dtype=np.float32)
+            prompt = np.asarray(group.prompt.token_ids, dtype=np.int32)
+            samples.append(TrainSample(number, prompt, ids, unknown, learnt, 0.0))
+        return samples
+
+    def _energies(self, features: Tensor, starred: Sequence[Tensor]) -> Energies:
+        """Of one group: features [1 + n, D], that of the reference first; starred: references of the batch."""
+        if len(features) == 1:
+            return Energies([], [], {})
+        phi, star, deficient = whiten(
+            features[None, 1:], features[:1], self.whitening, self.shrinkage, torch.stack(list(starred))
+        )
+        a, d = energy_rewards(phi, star)
+        weights = {"alignment_coef": self.alignment_coef, "diversity_coef": self.diversity_coef}
+        metrics = energy_metrics(phi, star, **weights, estimator=self.estimator)
+        if self.whitening == "group":
+            metrics["ebft/rank_deficient_frac"] = deficient
+        rewards = self.alignment_coef * a - self.diversity_coef * d
+        advantages = energy_advantages(a, d, **weights, estimator=self.estimator)
+        return Energies(rewards[0].tolist(), advantages[0].tolist(), metrics)
+
+    # --- forward passes -------------------------------------------------------------------------------------------
+
+    def _features(self, groups: Sequence[RolloutGroup]) -> list[Tensor]:
+        """Features [1 + n, D] of each group, that of the reference first, in float64 on the CPU; collective."""
+        sequences = [self._sequences(group) for group in groups]
+        passes = [part for one in sequences for part in self._parts(one)]
+        turns = max(self.collectives.all_gather(len(passes))) if self.in_step() else len(passes)
+        rows: list[Tensor] = []
+        for turn in range(turns):
+            filler = passes[0][:1] if passes else [TokenSequence([0], [0])]
+            found = self.network.of_sequences(passes[turn] if turn < len(passes) else filler, device=self.device)
+            rows += [found.double().cpu()] if turn < len(passes) else []
+            self.on_progress()
+        return list(torch.cat(rows).split([len(one) for one in sequences])) if rows else []
+
+    def _sequences(self, group: RolloutGroup) -> list[TokenSequence]:
+        """The reference and the samples without a fault, as they are compared: without a final stop token."""
+        prompt = group.prompt.token_ids
+        sequences = [TokenSequence(prompt, self.references.of(group.prompt))]
+        for one in _usable(group):
+            own = one.episode.prompt_ids if one.episode is not None and one.episode.prompt_ids else prompt
+            sequences.append(TokenSequence(own, self.references.without_stop(one.token_ids)))
+        return sequences
+
+    def _parts(self, sequences: list[TokenSequence]) -> list[list[TokenSequence]]:
+        """The sequences of a group in as many forward passes as the limit of tokens asks for."""
+        limit, parts, tokens = self.max_tokens(), [list[TokenSequence]()], 0
+        for one in sequences:
+            own = len(one.completion_ids) + 1
+            if parts[-1] and limit is not None and tokens + own > limit:
+                parts.append([])
+            tokens = tokens + own if parts[-1] else len(one.prompt_ids) + own
+            parts[-1].append(one)
+        return parts
+
+
+def _usable(group: RolloutGroup) -> list[Completion]:
+    return [one for one in group.completions if fault(one) is None]
+
+
+def _book(group: RolloutGroup, energies: Energies, rl_coef: float) -> None:
+    """Write rewards and advantages into the scores of a group."""
+    assert group.scores is not None
+    values = iter(zip(energies.rewards, energies.advantages, strict=True))
+    group.scores.advantages = []
+    for number, completion in enumerate(group.completions):
+        problem = fault(completion)
+        reward, advantage = next(values) if problem is None else (None, 0.0)
+        group.scores.excluded[number] = problem
+        group.scores.values[number] = [*group.scores.values[number], reward]
+        group.scores.advantages.append(rl_coef * advantage)

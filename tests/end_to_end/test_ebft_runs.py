@@ -1,0 +1,125 @@
+"""`swift rlhf --rlhf_type ebft` from the command line: resumed, on two ranks, sharded, sampled ahead, and learning."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from cli_runs import ROOT, assert_close, assert_same_run, completion_rows, environment, log_rows, sampled, state_files
+
+pytestmark = pytest.mark.slow
+
+LONG = pytest.mark.long
+TWO = {"NPROC_PER_NODE": 2}
+EBFT = {
+    "rlhf_type": "ebft",
+    "external_plugins": None,
+    "reward_funcs": None,
+    "ebft_feature_layers": "0.5",
+    "ebft_ce_coef": 0.1,
+    "max_steps": 4,
+    "save_steps": 2,
+}
+LORA = {"tuner_type": "lora", "lora_rank": 4, "learning_rate": 1e-2}
+
+
+@pytest.fixture
+def flags(cli):
+    """Flags of a run on rows with references, the last of which is too long."""
+    rows = [{"prompt": f"Count {n}", "ground_truth": "abc" * (n % 4 + 1)} for n in range(20)]
+    rows.append({"prompt": "Count", "ground_truth": "a" * 13})
+    path = cli.folder / "references.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {**EBFT, "dataset": path}
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        pytest.param({**LORA, "ebft_whitening": "pooled"}, id="lora"),
+        pytest.param({"ebft_whitening": "group", "beta": 0.05}, id="full", marks=LONG),
+    ],
+)
+def test_a_resumed_run_is_the_whole_one_bit_for_bit(cli, flags, own):
+    straight, _, err = cli.finish("straight", **flags, **own)
+    assert "1 row deleted for the length" in err
+    rows = log_rows(straight)
+    assert all({"ebft/cfm_loss", "ebft/ce_loss", "ebft/rl_loss"} <= row.keys() for row in rows)
+    assert {row["ebft/skipped_rows"] for row in rows} == {1.0}
+    assert all(set(row["rewards"]) == {"energy"} for row in completion_rows(straight))
+    half = cli.folder / "half"
+    half.mkdir()
+    shutil.copytree(straight / "checkpoint-2", half / "checkpoint-2")
+    folder, _, _ = cli.finish("half", **flags, **own, resume_from_checkpoint="last")
+    assert log_rows(folder) == rows[2:]
+    assert all(torch.equal(a, b) for a, b in zip(weights(folder), weights(straight), strict=True))
+
+
+def weights(folder):
+    files = state_files(folder)
+    return [one for name in files if name.endswith(".safetensors") for one in files[name].values()]
+
+
+@LONG
+@pytest.mark.parametrize(
+    "own",
+    [
+        pytest.param(LORA, id="lora"),
+        pytest.param({}, id="full"),
+        pytest.param({"deepspeed": "zero3"}, id="zero3"),
+        pytest.param({"fsdp": "full_shard"}, id="fsdp"),
+        pytest.param({"fsdp": "full_shard", **LORA}, id="fsdp-lora"),
+    ],
+)
+def test_two_ranks_make_the_run_of_one(cli, flags, own):
+    alone = {name: value for name, value in own.items() if name not in ("deepspeed", "fsdp")}
+    more = {"ebft_whitening": "pooled", "gradient_accumulation_steps": 1}
+    one, _, _ = cli.finish("one", **{**flags, **more, **alone, "per_device_train_batch_size": 8})
+    two, _, _ = cli.finish("two", variables=TWO, **{**flags, **more, **own, "per_device_train_batch_size": 4})
+    assert [row[4] for row in sampled(two)] == [row[4] for row in sampled(one)]
+    assert_close(two, one, "loss", "grad_norm", "reward", "ebft/cfm_loss", "ebft/ce_loss", "ebft/alignment")
+
+
+@LONG
+@pytest.mark.parametrize("more", [{"in_flight_updates": "true"}, {"prefetch_depth": 2, "vllm_sync_interval": 2}])
+def test_a_dedicated_engine_samples_ahead(cli, flags, more):
+    ahead = {"vllm_mode": "dedicated", "infer_backend": "transformers", "async_generate": "true", **more}
+    folder, _, _ = cli.finish("ahead", **flags, **ahead)
+    rows = log_rows(folder)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all(row["grad_norm"] > 0 and row["ratio/mean"] == 1 for row in rows)
+    assert rows[-1]["off_policy/max"] >= 1
+
+
+@LONG
+def test_conversations_train_every_turn(cli, flags):
+    turns = [{"role": "user", "content": "more"}, {"role": "assistant", "content": "de"}]
+    rows = [{"prompt": f"Count {n}", "ground_truth": "abc", "remaining_turns": turns} for n in range(8)]
+    flags["dataset"].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {**flags, "max_completion_length": 40, "ebft_embed_method": "completion_mean"}
+    folder, _, _ = cli.finish("talk", **given)
+    rows = log_rows(folder)
+    assert all(row["rollout/num_turns/mean"] > 1 for row in rows)
+    assert all(row["grad_norm"] > 0 for row in rows)
+    again, _, _ = cli.finish("again", **given)
+    assert_same_run(again, folder)
+
+
+@LONG
+@pytest.mark.timeout(900)
+def test_held_out_completions_come_closer_to_their_references(tmp_path):
+    """The example script: a model that has seen few worked sums, on prompts that it is not trained on."""
+    environ = environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    script = ["bash", "examples/train/ebft/structured.sh", str(tmp_path)]
+    subprocess.run(script, cwd=ROOT, env=environ, check=True, timeout=800, stdout=subprocess.DEVNULL)
+    before, after = (log_rows_of_evaluation(tmp_path / name)[-1] for name in ("before", "trained"))
+    assert after["eval_ebft/cfm_loss"] < 0.7 * before["eval_ebft/cfm_loss"]
+    assert after["eval_ebft/alignment"] > before["eval_ebft/alignment"]
+
+
+def log_rows_of_evaluation(folder):
+    return [row for row in log_rows(folder) if "eval_reward" in row]
