@@ -161,6 +161,12 @@ RULES: tuple[Rule, ...] = (
     _given("infer_backend", "lmdeploy", "use_lmdeploy", True),
     _fixed("infer_backend", "transformers", "else transformers"),
     _same_as("eval_steps", "save_steps"),
+    _fixed(
+        "metric_for_best_model",
+        "ebft/cfm_loss",
+        "ebft/cfm_loss with ebft_mode strided",
+        lambda args, machine: getattr(args, "ebft_mode", None) == "strided",
+    ),
     _fixed("metric_for_best_model", "reward", "reward in reinforcement learning", _is_rl),
     _fixed("metric_for_best_model", "loss", "else loss"),
     _rule(

@@ -146,9 +146,16 @@ class EBFTArguments(RLHFArguments, FeatureArguments):
     """What happens to a row whose prompt is above `--max_length` or whose reference is above
     `--max_completion_length`. No row is cut, so it is left out and counted (delete)."""
 
+    dataset_transform: (
+        Literal[
+            "opencode", "chat_multiturn", "chat_multiturn_last", "chat_multiturn_all", "reasoning",
+            "reasoning_split_thinking", "reasoning_answer_only",
+        ]
+        | None
+    ) = flag(group="Data", unset="rows have a prompt and ground_truth")  # fmt: skip
+    """Rows of other formats as prompts with a reference."""
+
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one line each."""
-        if self.ebft_mode == "strided":
-            yield "--ebft_mode: strided: not in this version; use --ebft_mode structured"
         if self.truncation_strategy != "delete":
             yield f"--truncation_strategy: {self.truncation_strategy}: EBFT cuts no row; leave it out, or use delete"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from swift.arguments.common import GROUPS, CommonArguments, backend_problems, model_missing
 from swift.arguments.ebft import EBFTArguments
+from swift.arguments.ebft_strided import StridedArguments
 from swift.arguments.preferences import PREFERENCES
 from swift.arguments.rlhf import RLHFArguments
 from swift.arguments.sft import PTArguments, SFTArguments
@@ -182,7 +183,7 @@ class ConfigSchemaArguments(CommonArguments):
 
     mode: Literal[
         "rlhf", "sft", "pt", "infer", "export", "reward-test", "rollout",
-        "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm", "prm", "gkd",
+        "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm", "prm", "gkd", "ebft", "ebft_strided",
     ] = flag("rlhf", group="Run")  # fmt: skip
     """Mode, or method of rlhf, whose settings are described."""
 
@@ -212,6 +213,7 @@ class ImportConfigArguments(CommonArguments):
 MODES: dict[str, type] = {
     "rlhf": RLHFArguments,
     "ebft": EBFTArguments,
+    "ebft_strided": StridedArguments,
     "sft": SFTArguments,
     "pt": PTArguments,
     "infer": InferArguments,
@@ -226,21 +228,26 @@ MODES: dict[str, type] = {
 }
 """Mode -> its settings; a method of `swift rlhf` beside grpo is a mode of its own, named as its `--rlhf_type`."""
 
-METHODS: tuple[str, ...] = ("ebft", *PREFERENCES)
+METHODS: tuple[str, ...] = (*PREFERENCES, "ebft", "ebft_strided")
 """The modes that `swift rlhf --rlhf_type <name>` starts."""
 
 
 def mode_of(command: str, layers: Sequence[Sequence[Given]]) -> str:
-    """The mode of a command: `rlhf` is that of its `--rlhf_type`, from the highest of the layers that has one."""
-    if command == "rlhf":
-        for given in (one for layer in reversed(layers) for one in reversed(layer) if one.spelling == "rlhf_type"):
-            return given.shown if given.shown in METHODS else command
-    return command
+    """The mode of a command: `rlhf` is that of its `--rlhf_type`, and strided EBFT one of its own."""
+    if command != "rlhf":
+        return command
+    given = {one.spelling: one.shown for layer in layers for one in layer}  # the highest layer is the last
+    mode = given.get("rlhf_type", command)
+    if (mode, given.get("ebft_mode")) == ("ebft", "strided"):
+        mode = "ebft_strided"
+    return mode if mode in METHODS else command
 
 
 def command_of(mode: str) -> str:
     """The words after `swift` that start a mode."""
-    return f"rlhf --rlhf_type {mode}" if mode in METHODS else mode
+    if mode not in METHODS:
+        return mode
+    return f"rlhf --rlhf_type {'ebft --ebft_mode strided' if mode == 'ebft_strided' else mode}"
 
 
 __all__ = ["GROUPS", "METHODS", "MODES", "command_of", "mode_of"]

@@ -72,7 +72,7 @@ MODES = {
 METHODS = {
     "ebft": Mode(
         "energy-based fine-tuning",
-        "swift.trainers.ebft.run:run",
+        "swift.trainers.ebft.structured:run",
         "swift.cli.dry_run:rehearse_rlhf",
         workers=True,
         runs=True,
@@ -90,6 +90,7 @@ METHODS |= {
         "rm": "reward model",
         "prm": "process reward model",
         "gkd": "generalized knowledge distillation",
+        "ebft_strided": "energy-based fine-tuning on documents",
     }.items()
 }
 """The same for the methods of `swift rlhf` beside grpo."""

@@ -7,6 +7,7 @@ depends on the files, the arguments and `data_seed` only, so every process loads
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from swift.data.columns import ColumnPlan, check_renames
+from swift.data.documents import DocumentPlan
 from swift.data.files import read_local
 from swift.data.hub import load_hub
 from swift.data.interleave import interleave
@@ -28,6 +30,7 @@ from swift.data.spec import DatasetSpec, each, parse_specs
 from swift.data.steps import StepPlan
 from swift.data.system import resolve_system
 from swift.data.texts import TextPlan, chats_or_texts
+from swift.data.transforms import transformed
 from swift.errors import ConfigError, counted, join_problems
 
 if TYPE_CHECKING:
@@ -35,9 +38,10 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "val"]
 
-Purpose = Literal["prompt", "chat", "text", "pair", "label", "steps"]
+Purpose = Literal["prompt", "chat", "text", "pair", "label", "steps", "document"]
 """`prompt`: what a completion is sampled for. `chat`: prompt and answer, to be learnt from. `text`: documents.
-`pair`, `label`: answers with preferences, see `swift.data.pairs`. `steps`: see `swift.data.steps`."""
+`pair`, `label`: answers with preferences, see `swift.data.pairs`. `steps`: see `swift.data.steps`. `document`: what
+strided EBFT continues."""
 
 PLANS: Mapping[str, Callable[..., ColumnPlan]] = {
     "prompt": ColumnPlan,
@@ -46,6 +50,7 @@ PLANS: Mapping[str, Callable[..., ColumnPlan]] = {
     "pair": PairPlan,
     "label": pairs_or_labels,
     "steps": StepPlan,
+    "document": DocumentPlan,
 }
 """How rows are read for each purpose."""
 
@@ -218,11 +223,8 @@ def plan_datasets(
     """
     pairs = list(zip(specs, tables, strict=True))
     each(pairs, lambda pair: _check_not_empty(*pair))
+    _check_names(tables, args, report)
     renames: dict[str, str] = args.columns
-    seen = [name for table in tables for name in [*table.columns, *table.empty_columns]]
-    if report.split == "val":  # evaluation data may already use the new names
-        seen += [old for old, new in renames.items() if new in seen]
-    check_renames(renames, list(dict.fromkeys(seen)))
     plan = PLANS[purpose]
     plans = each(
         pairs,
@@ -232,6 +234,21 @@ def plan_datasets(
     )
     report.mappings = {spec.name: plan.line for spec, plan in zip(specs, plans, strict=True)}
     return plans
+
+
+def _check_names(tables: Sequence[Table], args: DataArguments, report: DataReport) -> None:
+    """`--columns` names columns that are there."""
+    seen = [name for table in tables for name in [*table.columns, *table.empty_columns]]
+    if report.split == "val":  # evaluation data may already use the new names
+        seen += [old for old, new in args.columns.items() if new in seen]
+    check_renames(args.columns, list(dict.fromkeys(seen)))
+
+
+def without_renames(args: Any) -> Any:
+    """The settings for rows that a transform has made, from columns that were renamed before."""
+    own = copy.copy(args)
+    own.columns = {}
+    return own
 
 
 def dataset_specs(args: DataArguments, split: Split) -> list[DatasetSpec]:
@@ -251,6 +268,10 @@ def _load(args: DataArguments, split: Split, purpose: Purpose) -> Rows:
     report = DataReport(split, notes=notes)
     specs = dataset_specs(args, split)
     tables = each(specs, lambda spec: _open_table(spec, split, data_seed(args)))
+    if name := getattr(args, "dataset_transform", None):
+        _check_names(tables, args, report)
+        tables = [_transformed(table, name, args.columns) for table in tables]
+        args = without_renames(args)
     plans = plan_datasets(specs, tables, args, purpose, report)
     report.notes += [
         f"val data: {spec.name} uses the data seed, as training does: give it another, as in {spec.name}?seed=1000000"
@@ -291,6 +312,11 @@ def _open_table(spec: DatasetSpec, split: Split, seed: int) -> Table:
     found = list(read_local(spec) if spec.kind == "local" else read_procedural(spec, seed=seed))
     check_undamaged(found)
     return Table(found, *filled_columns(found))
+
+
+def _transformed(table: Table, name: str, renames: Mapping[str, str]) -> Table:
+    rows = list(transformed(table.records, name, renames))
+    return Table(rows, *filled_columns(rows))
 
 
 def _check_not_empty(spec: DatasetSpec, table: Table) -> None:

@@ -25,6 +25,7 @@ from swift.data.loading import (
     plan_datasets,
     too_many_bad,
     understood,
+    without_renames,
 )
 from swift.data.procedural import read_procedural
 from swift.data.records import BadRow, Record, filled_columns
@@ -32,6 +33,7 @@ from swift.data.report import DataReport
 from swift.data.sampler import check_same, generator
 from swift.data.spec import DatasetSpec
 from swift.data.system import resolve_system
+from swift.data.transforms import transformed
 from swift.errors import ConfigError, join_problems
 
 PEEKED_ROWS = 64
@@ -63,13 +65,15 @@ class ExampleStream(Generic[Item]):
         self._system, notes = resolve_system(args.system)
         self.report = DataReport(notes=notes)
         self._args, self._prepare = args, prepare
+        self._transform: str | None = getattr(args, "dataset_transform", None)
         self._seed = data_seed(args)
         self._buffer = args.shuffle_buffer_size if args.dataset_shuffle else 0
         self._specs = dataset_specs(args, "train")
         peeked = [list(itertools.islice(self._records(spec), PEEKED_ROWS)) for spec in self._specs]
         check_undamaged(itertools.chain.from_iterable(peeked))
         tables = [Table(rows, *filled_columns(rows)) for rows in peeked]
-        self._plans = plan_datasets(self._specs, tables, args, purpose, self.report)
+        own = without_renames(args) if self._transform else args
+        self._plans = plan_datasets(self._specs, tables, own, purpose, self.report)
         for index, rows in enumerate(peeked):
             bad = [one for row in rows if isinstance(one := self._understood(row, index), BadRow)]
             join_problems(too_many_bad(bad, len(rows), self._specs[index], args))
@@ -167,6 +171,10 @@ class ExampleStream(Generic[Item]):
         return understood(record, self._plans[index], self._system)
 
     def _records(self, spec: DatasetSpec) -> Iterator[Record]:
+        rows = self._rows_of(spec)
+        return transformed(rows, self._transform, self._args.columns) if self._transform else rows
+
+    def _rows_of(self, spec: DatasetSpec) -> Iterator[Record]:
         if spec.kind == "local":
             return read_local(spec)
         if spec.kind == "hub":

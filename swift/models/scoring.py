@@ -86,6 +86,25 @@ def score_tokens(
     return found if isinstance(found, tuple) else (found, None)
 
 
+def score_requests(model: nn.Module, inputs: dict[str, Any], requests: tuple[ScoreRequest, ...]) -> tuple[Tensor, ...]:
+    """Log-probs [N] of several requests without entropy, from one forward pass of a packed model.
+
+    Args:
+        model: as `score_tokens`.
+        inputs: token ids, positions and layout of a stream.
+        requests: each with its own targets and temperature.
+    """
+    if scores_itself(model):
+        return tuple(model(**inputs, use_cache=False, score=requests))
+    keep = torch.cat([one.predict_index for one in requests])
+    logits = model(**inputs, use_cache=False, logits_to_keep=keep).logits[0]
+    parts = logits.split([one.target_ids.numel() for one in requests])
+    return tuple(
+        selected_logprobs(part, one.target_ids, temperature=one.logit_map.temperature)[0]
+        for part, one in zip(parts, requests, strict=True)
+    )
+
+
 def scores_itself(model: nn.Module) -> bool:
     """Whether `prepare_scoring` has settled that this model needs no logits."""
     return isinstance(getattr(transformers_model(model), "_scoring", None), LogitMap)
@@ -125,17 +144,23 @@ def prepare_scoring(model: nn.Module) -> str | None:
 
 
 def _scoring_forward(base: Any) -> Any:
-    """A causal language model's forward; with `score`, log-probs [N], or log-probs and entropies."""
+    """A causal language model's forward; with `score`, what each request gives: log-probs [N], and entropies."""
 
-    def forward(self: Any, *args: Any, score: ScoreRequest | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self: Any, *args: Any, score: ScoreRequest | tuple[ScoreRequest, ...] | None = None, **kwargs: Any
+    ) -> Any:
         if score is None:
             return type(self).forward(self, *args, **kwargs)
         given = {name: value for name, value in kwargs.items() if name not in NOT_THE_DECODERS}
         hidden = self.base_model(*args, **given).last_hidden_state
         own: LogitMap = self._scoring
-        request = replace(score, logit_map=replace(own, temperature=score.logit_map.temperature))
-        hidden_NH = hidden.flatten(0, 1).index_select(0, request.predict_index)
-        return self.get_output_embeddings()(hidden_NH, score=request)
+
+        def answer(request: ScoreRequest) -> Any:
+            request = replace(request, logit_map=replace(own, temperature=request.logit_map.temperature))
+            hidden_NH = hidden.flatten(0, 1).index_select(0, request.predict_index)
+            return self.get_output_embeddings()(hidden_NH, score=request)
+
+        return tuple(map(answer, score)) if isinstance(score, tuple) else answer(score)
 
     forward.__signature__ = inspect.signature(type(base).forward)  # type: ignore[attr-defined]  # transformers looks
     return forward

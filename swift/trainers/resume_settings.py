@@ -29,7 +29,8 @@ FIXED = frozenset(
         "steps_per_generation", "generation_batch_size", "num_iterations", "world_size",
         "advantage_estimator", "dynamic_sample", "sync_ref_model", "optim", "optim_args",
         "deepspeed", "fsdp", "reward_funcs", "reward_model", "ebft_mode", "ebft_feature_layers", "ebft_feature_norm",
-        "ebft_embed_method",
+        "ebft_embed_method", "dataset_transform", "ebft_stride", "ebft_context_length", "ebft_generate_max_len",
+        "ebft_min_completion_prefix", "ebft_mask_thinking_ce",
     }
 )
 """Changing one of these is an error."""

@@ -5,6 +5,7 @@ rows         masked SDPA over blocks of rows: every device, every layer, and the
 flex         FlexAttention under one block mask
 flash        flash-attn's variable-length kernel
 layout       the segments of one stream, and which of these kernels computes them
+strided      blocks that continue documents from many places, as one more layout
 interface    how a model's layers come to ask the layout
 choice       which models may be packed, which is tried out
 """

@@ -24,16 +24,20 @@ class FlashSegments:
     def __init__(self, groups: Sequence[GroupSpans], device: torch.device | str) -> None:
         queries: list[int] = []
         keys: list[Tensor] = []
+        order: list[Tensor] = []
         for group in groups:
-            prompt = torch.arange(group.prompt.start, group.prompt.stop)
-            spans = [span for span in group.completions if span.length]
-            own = [torch.arange(span.start, span.stop) for span in spans]
-            if len(own) == 1:
-                prompt, own = torch.cat([prompt, *own]), []
-            queries += [len(prompt), *(len(one) for one in own)]
-            keys += [prompt, *(torch.cat([prompt, one]) for one in own)]
+            prompt = group.prompt.index
+            own = [(seen.index, span.index) for seen, span in group.seen() if span.length]
+            if len(own) == 1 and len(own[0][0]) == len(prompt):
+                prompt, own = torch.cat([prompt, own[0][1]]), []
+            queries += [len(prompt), *(len(one) for _, one in own)]
+            keys += [prompt, *(torch.cat(pair) for pair in own)]
+            order += [prompt, *(one for _, one in own)]
         self.key_index = torch.cat(keys).to(device)
         """[C] where in the stream each key stands."""
+        query_index = torch.cat(order)
+        self.query_index = None if bool((query_index.diff() == 1).all()) else query_index.to(device)
+        """[T] where in the stream each query stands; None where they are in its order."""
         lengths = queries, [len(one) for one in keys]
         self.starts_q, self.starts_k = (
             torch.tensor([0, *accumulate(one)], dtype=torch.int32, device=device) for one in lengths
@@ -52,12 +56,13 @@ class FlashSegments:
         query, key, value = in_autocast_type(query, key, value)
         head_size, value_size = query.shape[3], value.shape[3]
         value = nn.functional.pad(value, (0, head_size - value_size))
+        query = query.transpose(1, 2) if self.query_index is None else query.transpose(1, 2)[:, self.query_index]
         output = _flash_attention_forward(
-            query.transpose(1, 2),
+            query,
             self._keys(key),
             self._keys(value),
             attention_mask=None,
-            query_length=query.shape[2],
+            query_length=query.shape[1],
             is_causal=True,
             softmax_scale=scale,
             sliding_window=variant.window,
@@ -68,7 +73,8 @@ class FlashSegments:
             max_length_k=self.longest_k,
             attn_implementation="flash_attention_2",
         )
-        return output[..., :value_size].contiguous()
+        output = output[..., :value_size].contiguous()
+        return output if self.query_index is None else output[:, self.query_index.argsort()]
 
     def _keys(self, states: Tensor) -> Tensor:
         """[1, K, T, D] of the stream -> [1, C, K, D] of the keys; an embedding, whose gradient is deterministic."""

@@ -23,10 +23,10 @@ class FlexSegments:
     """Attention of one layout's segments under one block mask."""
 
     def __init__(self, groups: Sequence[GroupSpans], device: torch.device | str) -> None:
-        segment_T, prompt_T = segment_numbers(groups)
-        self.num_tokens = segment_T.shape[0]
+        numbers = segment_numbers(groups)
+        self.num_tokens = numbers[0].shape[0]
         self.num_filling = -self.num_tokens % FILL
-        filled = [nn.functional.pad(one, (0, self.num_filling), value=-1).to(device) for one in (segment_T, prompt_T)]
+        filled = [nn.functional.pad(one, (0, self.num_filling), value=-1).to(device) for one in numbers]
         self.block_mask = _block_mask_of(*filled)
 
     @staticmethod
@@ -44,27 +44,29 @@ class FlexSegments:
         return output[:, :, : self.num_tokens].transpose(1, 2).contiguous()
 
 
-def segment_numbers(groups: Sequence[GroupSpans]) -> tuple[Tensor, Tensor]:
-    """For each token of the stream the number of its segment, and of its prompt's (its own, where it is in a prompt).
+def segment_numbers(groups: Sequence[GroupSpans]) -> tuple[Tensor, Tensor, Tensor]:
+    """For each token of the stream the number of its segment, that of its prompt, and where what it sees of it ends.
 
-    A query sees the keys before it whose segment is one of these two; of its own, itself too.
+    A query sees the keys before it whose segment is one of these two, those of the prompt up to that place; of its own,
+    itself too. The prompt of a token in a prompt is that prompt.
     """
-    segments: list[Tensor] = []
-    prompts: list[Tensor] = []
+    num_tokens = sum(span.length for group in groups for span in (group.prompt, *group.completions))
+    segment_T, prompt_T, end_T = torch.empty(3, num_tokens, dtype=torch.long)
+    number = 0
     for group in groups:
-        prompt = len(segments)
-        for span in (group.prompt, *group.completions):
-            prompts.append(torch.full((span.length,), prompt))
-            segments.append(torch.full((span.length,), len(segments)))
-    return torch.cat(segments), torch.cat(prompts)
+        prompt = number
+        for seen, span in [(group.prompt, group.prompt), *group.seen()]:
+            segment_T[span.index], prompt_T[span.index], end_T[span.index] = number, prompt, seen.stop
+            number += 1
+    return segment_T, prompt_T, end_T
 
 
-def _block_mask_of(segment_T: Tensor, prompt_T: Tensor) -> Any:
+def _block_mask_of(segment_T: Tensor, prompt_T: Tensor, end_T: Tensor) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         own = segment_T[query] == segment_T[key]
-        return (key <= query) & (own | (prompt_T[query] == segment_T[key]))
+        return (key <= query) & (own | ((prompt_T[query] == segment_T[key]) & (key < end_T[query])))
 
     num_tokens = segment_T.shape[0]
     compiled = segment_T.device.type != "cpu"  # else a [T, T] matrix is made on the way

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from swift.models.attention.layout import DecodeLayout, Kernel, SegmentLayout
 from swift.models.attention.spans import Variant
+from swift.models.attention.strided import StepLayout
 
 KERNEL_OF: dict[str, Kernel | None] = {"swift_segments": None, "swift_block_mask": "flex", "swift_varlen": "flash"}
 """Names of packed attention; None means the best kernel of the device."""
@@ -24,7 +25,7 @@ def _segment_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    attention_layout: SegmentLayout | DecodeLayout | None = None,
+    attention_layout: SegmentLayout | DecodeLayout | StepLayout | None = None,
     **extras: Any,
 ) -> tuple[Tensor, None]:
     """The attention function registered with transformers; see `AttentionInterface` for the contract.

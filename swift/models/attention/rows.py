@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from swift.models.attention.spans import PLAIN, GroupSpans, Span, Variant, attended, in_autocast_type
 
-# T tokens of the stream, R rows of a block, P prompt keys, L steps of the longest row, C = P + L keys
+# T tokens of the stream, R rows of a block, P prompt keys, L steps of the longest row, of which Q are queries,
+# C = P + L keys
 # H query heads, K key/value heads, D head width, E value width, X heads times width
 
 WASTE = 1.25
@@ -50,16 +51,22 @@ class _Row:
 
 
 class SegmentRows:
-    """Attention of one layout's segments, block by block."""
+    """Attention of one layout's segments, block by block.
 
-    def __init__(self, groups: Sequence[GroupSpans], device: torch.device | str) -> None:
-        prompts = [_Row(None, group.prompt) for group in groups]
-        completions = [_Row(group.prompt, span) for group in groups for span in group.completions if span.length]
-        self._blocks = [_Block(rows, device) for part in (prompts, completions) for rows in _blocks(part)]
-        places = torch.empty(sum(row.span.length for row in prompts + completions), dtype=torch.long)
+    Args:
+        groups: the segments.
+        device: of the stream.
+        first_query: queries are only the tokens from here on, the last one of each completion; keys are all.
+    """
+
+    def __init__(self, groups: Sequence[GroupSpans], device: torch.device | str, first_query: int = 0) -> None:
+        prompts = [_Row(None, group.prompt) for group in groups] if not first_query else []
+        completions = [_Row(prompt, span) for group in groups for prompt, span in group.seen() if span.length]
+        self._blocks = [_Block(rows, device, first_query) for part in (prompts, completions) for rows in _blocks(part)]
+        places = torch.empty(sum(int(block.real.sum()) for block in self._blocks), dtype=torch.long)
         first = 0
-        for block in self._blocks:  # row `places[t]` of all outputs, one block after the other, is token t
-            places[block.own_index[block.real]] = first + block.real.flatten().nonzero()[:, 0]
+        for block in self._blocks:  # row `places[t]` of all outputs, one block after the other, is query t
+            places[block.query_index[block.real]] = first + block.real.flatten().nonzero()[:, 0]
             first += block.real.numel()
         self._places = places.to(device)
 
@@ -97,32 +104,35 @@ def _blocks(rows: Sequence[_Row]) -> Iterator[list[_Row]]:
 class _Block:
     """Rows that are computed together; what pads a row's own tokens is its last one, behind all that it computes."""
 
-    def __init__(self, rows: Sequence[_Row], device: torch.device | str) -> None:
+    def __init__(self, rows: Sequence[_Row], device: torch.device | str, first_query: int = 0) -> None:
         self.longest = max(row.span.length for row in rows)
         self.num_before = max(row.num_before for row in rows)
         steps = torch.arange(self.longest)
         starts = torch.tensor([row.span.start for row in rows])[:, None]
         lengths = torch.tensor([row.span.length for row in rows])[:, None]
-        self.real = steps < lengths  # [R, L]
-        self.own_index = starts + torch.minimum(steps, lengths - 1)
-        self._query_index = self._key_index = self.own_index.to(device)
+        gaps = torch.tensor([row.span.step for row in rows])[:, None]
+        own_index = starts + torch.minimum(steps, lengths - 1) * gaps
+        self.num_queries = self.longest if not first_query else 1  # of a row
+        self.real = (steps < lengths)[:, -self.num_queries :]  # [R, Q]
+        self.query_index = own_index[:, -self.num_queries :] - first_query
+        self._query_index, self._key_index = self.query_index.to(device), own_index.to(device)
         self._padded: Tensor | None = None  # [R, 1, 1, P]
         if self.num_before:
             stops = torch.tensor([row.prompt.stop for row in rows if row.prompt is not None])[:, None]
             before = torch.tensor([row.num_before for row in rows])[:, None]
             distance = torch.arange(self.num_before, 0, -1)
-            self._key_index = torch.cat([stops - torch.minimum(distance, before), self.own_index], 1).to(device)
+            self._key_index = torch.cat([stops - torch.minimum(distance, before), own_index], 1).to(device)
             if bool((before < self.num_before).any()):
                 self._padded = (distance > before)[:, None, None].to(device)
         self._masks: dict[int | None, Tensor] = {}
 
     def attend(self, *tables_TX: Tensor, heads: tuple[int, int], scale: float | None, variant: Variant) -> Tensor:
-        """[R, L, H x E] from tables of the stream."""
+        """[R, Q, H x E] from tables of the stream."""
         compute: Callable[..., Tensor] = partial(self._attend, heads=heads, scale=scale, variant=variant)
         if variant.is_plain:
             return compute(*tables_TX, rows=slice(None))
         num_rows = self._query_index.shape[0]
-        step = max(1, SCORES // (heads[0] * self.longest * (self.num_before + self.longest)))
+        step = max(1, SCORES // (heads[0] * self.num_queries * (self.num_before + self.longest)))
         if torch.is_grad_enabled():  # inner results are not kept but made again
             compute = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
         return torch.cat([compute(*tables_TX, rows=slice(i, i + step)) for i in range(0, num_rows, step)])
@@ -158,11 +168,11 @@ class _Block:
         return found.transpose(1, 2).flatten(2)
 
     def _mask(self, window: int | None, device: torch.device) -> Tensor:
-        """[L, P + L]: what each step sees where no prompt is padded."""
+        """[Q, P + L]: what each query sees where no prompt is padded."""
         if window not in self._masks:
             visible = torch.ones(self.longest, self.num_before + self.longest, dtype=torch.bool, device=device)
             visible = visible.tril(diagonal=self.num_before)
             if window is not None:
                 visible = visible.triu(diagonal=self.num_before - window + 1)
-            self._masks[window] = visible
+            self._masks[window] = visible[-self.num_queries :]
         return self._masks[window]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -10,23 +11,38 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`length` tokens of the stream from `start`."""
+    """`length` tokens of the stream from `start`, each `step` behind the one before it."""
 
     start: int
     length: int
+    step: int = 1
 
     @property
     def stop(self) -> int:
-        """One past the last token."""
+        """One past the last token, of a span without gaps."""
         return self.start + self.length
+
+    @property
+    def index(self) -> Tensor:
+        """[length] where its tokens stand in the stream."""
+        return torch.arange(self.start, self.start + self.length * self.step, self.step)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSpans:
-    """A prompt segment and the completion segments that attend to it; they follow it in the stream."""
+    """A prompt segment and the completion segments that attend to it; they follow it in the stream.
+
+    prefixes: how many tokens of the prompt each completion sees; empty where each sees all.
+    """
 
     prompt: Span
     completions: tuple[Span, ...]
+    prefixes: tuple[int, ...] = ()
+
+    def seen(self) -> list[tuple[Span, Span]]:
+        """Each completion behind the part of the prompt that it sees."""
+        pairs = zip_longest(self.prefixes, self.completions)
+        return [(self.prompt if size is None else Span(self.prompt.start, size), own) for size, own in pairs]
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,7 @@ METHODS = {
     "rm": "swift.trainers.preferences.methods:RM",
     "prm": "swift.trainers.preferences.steps:PRM",
     "gkd": "swift.trainers.preferences.distillation:GKD",
+    "ebft_strided": "swift.trainers.ebft.strided:STRIDED",
 }
 """Mode -> where its `Method` is."""
 

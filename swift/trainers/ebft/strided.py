@@ -1,0 +1,256 @@
+"""Strided EBFT (arXiv:2603.12248): documents are continued from many places at once, without an engine.
+
+A transformers Trainer whose loss samples blocks, compares their features with those of the document, and returns
+
+    rl_coef sum(-A lp) / N_rl  +  ce_coef sum(-lp at temperature 1) / N_ce
+
+over the sampled tokens (lp at the temperature that samples) and the documents' own, once each. N_rl and N_ce count the
+global batch: all micro-batches and ranks. What a token's seed depends on is the run's seed, the step, its document and
+its place there, so ranks, batches and a resume change no sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from swift.errors import ConfigError
+from swift.models.features import FeatureNetwork, load_features
+from swift.models.scoring import ScoreRequest, score_requests
+from swift.models.sharded_sampling import gathered_for_generation
+from swift.rl.energy import energy_advantages, energy_metrics, energy_rewards, whiten
+from swift.rl.linear_logprobs import LogitMap
+from swift.trainers.atomic_trainer import AtomicTrainer
+from swift.trainers.ebft.blocks import (
+    Blocks,
+    Document,
+    block_features,
+    block_stream,
+    block_uniforms,
+    joined_ids,
+    reference_features,
+    sample_blocks,
+)
+from swift.trainers.ebft.documents import encode
+from swift.trainers.trl.method import Method
+
+if TYPE_CHECKING:
+    from transformers.trainer_utils import EvalLoopOutput
+
+    from swift.arguments.ebft_strided import StridedArguments
+
+METRICS = (
+    "ebft/alignment", "ebft/diversity", "ebft/reward", "ebft/effective_reward", "ebft/cfm_loss", "ebft/advantages_std",
+    "ebft/rl_loss", "ebft/ce_loss", "ebft/num_blocks", "ebft/anchor_offset", "ebft/rank_deficient_frac",
+)  # fmt: skip
+"""What is logged, as means over log windows; `num_blocks` and `anchor_offset` over documents, the rest over blocks or
+tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalBatch:
+    """What micro-batches need to know of all.
+
+    num_sampled, num_targets: sampled tokens, and those with a cross-entropy. references: [N, D] features of all
+    references with pooled whitening, else empty.
+    """
+
+    num_sampled: int
+    num_targets: int
+    references: Tensor
+
+
+class StridedSteps(AtomicTrainer):
+    """The trainer; what it overrides:
+
+    get_batch_samples   counts the global batch
+    compute_loss        samples, scores, returns the loss
+    log                 adds the metrics of the window
+    prediction_step, evaluation_loop    the same on evaluation documents, with samples that no step changes
+
+    Args:
+        settings: of the run.
+        features: the frozen network.
+    """
+
+    def __init__(self, *, settings: StridedArguments, features: FeatureNetwork, **trainer_arguments: Any) -> None:
+        self.settings, self.features = settings, features
+        self._totals: dict[str, dict[str, list[float]]] = {"train": {}, "eval": {}}
+        super().__init__(**trainer_arguments)
+        self.loss_is_scaled_for_ga = True
+
+    def get_batch_samples(self, *arguments: Any, **named: Any) -> tuple[list, GlobalBatch]:
+        """The micro-batches of a step, and what they need to know of all."""
+        batches, _ = super().get_batch_samples(*arguments, **named)
+        return batches, self._global_batch([one for batch in batches for one in batch["documents"]])
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """This rank's and micro-batch's part of the loss, times the number of ranks, over which gradients are means."""
+        return self._loss(model, inputs["documents"], num_items_in_batch, "train")
+
+    def prediction_step(self, model: nn.Module, inputs: Any, *_: Any, **__: Any) -> tuple[Tensor, None, None]:
+        """The loss of an evaluation batch alone, over all ranks."""
+        with torch.no_grad(), self.compute_loss_context_manager():
+            documents = inputs["documents"]
+            return self._loss(model, documents, self._global_batch(documents), "eval").detach(), None, None
+
+    def evaluation_loop(self, *arguments: Any, metric_key_prefix: str = "eval", **named: Any) -> EvalLoopOutput:
+        """Trainer's, with the metrics."""
+        self._totals["eval"] = {}
+        output = super().evaluation_loop(*arguments, metric_key_prefix=metric_key_prefix, **named)
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in self._means("eval").items()})
+        return output
+
+    def log(self, logs: dict[str, float], *arguments: Any) -> None:
+        """Trainer's, with the metrics of the steps since the last line."""
+        super().log({**logs, **self._means("train")} if "loss" in logs else logs, *arguments)
+
+    # --- a micro-batch ------------------------------------------------------------------------------------------
+
+    def _global_batch(self, documents: Sequence[Document]) -> GlobalBatch:
+        settings = self.settings
+        per_block = settings.ebft_n_samples_per_prompt * settings.ebft_generate_max_len
+        mine = [per_block * sum(len(one.anchors) for one in documents), sum(len(one.targets) for one in documents)]
+        num_sampled, num_targets = map(int, self.collectives.sum([float(one) for one in mine]))
+        references = torch.empty(0)
+        if settings.ebft_whitening == "pooled":
+            own = reference_features(self.features, documents, settings.ebft_generate_max_len, self.args.device)
+            references = torch.cat([one.to(own.device) for one in self.collectives.all_gather(own.cpu())])
+        return GlobalBatch(num_sampled, num_targets, references)
+
+    def _loss(self, model: nn.Module, documents: Sequence[Document], batch: GlobalBatch, phase: str) -> Tensor:
+        settings, evaluates = self.settings, phase == "eval"
+        num_samples = settings.ebft_n_samples_per_prompt if settings.ebft_rl_coef or evaluates else 0
+        stream = block_stream(documents, num_samples=num_samples, length=settings.ebft_generate_max_len)
+        ids = joined_ids(documents, self.args.device)
+        tokens = ids.new_empty(0)
+        requests, loss = [], torch.zeros((), device=ids.device)
+        if num_samples:
+            tokens = self._sampled(model, documents, ids, stream, phase)
+            predictors = stream.predecessors().to(ids.device).flatten()
+            logit_map = LogitMap(temperature=settings.ebft_temperature)
+            requests.append(ScoreRequest(predictors, tokens.flatten(), logit_map, "none"))
+        if settings.ebft_ce_coef or evaluates:
+            places = [start + at for start, one in zip(stream.starts, documents, strict=True) for at in one.targets]
+            index = torch.tensor(places, dtype=torch.long, device=ids.device)
+            requests.append(ScoreRequest(index - 1, ids[index], LogitMap(), "none"))
+        blocks = Blocks(stream, ids, tokens)
+        found = list(score_requests(model, blocks.inputs(), tuple(requests)))
+        if num_samples:
+            logprobs = found.pop(0)
+            surrogate = -(self._advantages(blocks, batch, phase) * logprobs.view(tokens.shape)).sum()
+            self._note(phase, "ebft/rl_loss", surrogate, tokens.numel())
+            loss = loss + settings.ebft_rl_coef * surrogate / batch.num_sampled
+        if found:
+            entropy = -found[0].sum()
+            self._note(phase, "ebft/ce_loss", entropy, index.numel())
+            loss = loss + settings.ebft_ce_coef * entropy / max(1, batch.num_targets)
+        return loss * self.collectives.world_size
+
+    def _sampled(self, model: Any, documents: Sequence[Document], ids: Tensor, stream: Any, phase: str) -> Tensor:
+        """Tokens [g, C] of the policy as it is."""
+        settings, module = self.settings, getattr(model, "module", model)
+        step = self.state.global_step if phase == "train" else phase
+        uniforms = block_uniforms(
+            documents, settings.ebft_n_samples_per_prompt, settings.ebft_generate_max_len, settings.seed, step
+        )
+        trains = module.training
+        module.eval()
+        try:
+            with gathered_for_generation(module):
+                return sample_blocks(
+                    module,
+                    ids,
+                    stream,
+                    uniforms,
+                    temperature=settings.ebft_temperature,
+                    top_p=settings.ebft_top_p,
+                )
+        finally:
+            module.train(trains)
+
+    def _advantages(self, blocks: Blocks, batch: GlobalBatch, phase: str) -> Tensor:
+        """[C] of each column; all its tokens have it."""
+        settings, stream = self.settings, blocks.stream
+        num_samples = settings.ebft_n_samples_per_prompt
+        raw, own = block_features(self.features, blocks, num_samples)
+        shrinkage = settings.ebft_whitening_shrinkage
+        features, reference, deficient = whiten(raw, own, settings.ebft_whitening, shrinkage, batch.references)
+        weights: Any = {
+            "alignment_coef": settings.ebft_alignment_coef,
+            "diversity_coef": settings.ebft_diversity_coef,
+            "estimator": settings.ebft_advantage_estimator,
+        }
+        metrics = energy_metrics(features, reference, **weights) | {"ebft/rank_deficient_frac": deficient}
+        num_blocks, num_documents = len(reference), len(stream.lengths)
+        for name, value in metrics.items():
+            self._note(phase, name, value * num_blocks, num_blocks)
+        self._note(phase, "ebft/num_blocks", num_blocks, num_documents)
+        first = dict(reversed(stream.columns))  # the first anchor of each document
+        self._note(phase, "ebft/anchor_offset", sum(first.values()), num_documents)
+        return energy_advantages(*energy_rewards(features, reference), **weights).flatten()
+
+    # --- metrics ------------------------------------------------------------------------------------------------
+
+    def _note(self, phase: str, name: str, total: Tensor | float, weight: float) -> None:
+        sums = self._totals[phase].setdefault(name, [0.0, 0.0])
+        sums[0] += float(total.detach() if isinstance(total, Tensor) else total)
+        sums[1] += weight
+
+    def _means(self, phase: str) -> dict[str, float]:
+        """The metrics since the last call, over all ranks."""
+        mine = [self._totals[phase].get(name, [0.0, 0.0]) for name in METRICS]
+        sums = self.collectives.sum([value for pair in mine for value in pair])
+        self._totals[phase] = {}
+        pairs = zip(METRICS, sums[::2], sums[1::2], strict=True)
+        return {name: total / weight for name, total, weight in pairs if weight}
+
+
+def load_model(args: Any) -> Any:
+    """The policy, packed.
+
+    Raises:
+        ConfigError: the model cannot be packed.
+    """
+    from swift.devices import own_device
+    from swift.models import load_policy
+    from swift.models.attention.choice import choose_attention
+    from swift.models.scoring import prepare_scoring
+
+    policy = load_policy(args, device=own_device())
+    if (obstacle := choose_attention(policy)) is not None:
+        raise ConfigError(
+            f"--model: {args.model}: {obstacle}: blocks of strided EBFT need packed attention; "
+            "use another model, or --ebft_mode structured"
+        )
+    prepare_scoring(policy)
+    return policy
+
+
+def _documents(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The collator: nothing is padded."""
+    return {"documents": tuple(Document(**row) for row in rows)}
+
+
+STRIDED = Method(
+    trainer="transformers:Trainer",
+    config="transformers:TrainingArguments",
+    encode=encode,
+    plain=True,
+    load_model=load_model,
+    options=lambda args: {"remove_unused_columns": False, "label_names": []},
+    parts=lambda args, model: {
+        "settings": args,
+        "features": load_features(args, model),
+        "data_collator": _documents,
+    },
+    overrides=(StridedSteps,),
+    logged=METRICS,
+    shown=(("ebft/cfm_loss", "cfm"), ("ebft/ce_loss", "ce")),
+)

@@ -1,0 +1,233 @@
+"""`swift rlhf --rlhf_type ebft --ebft_mode strided` from its flags to its folder."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from preloaded import run_ranks
+from safetensors.torch import load_file
+
+from swift.arguments import parse
+from swift.cli.dry_run import rehearse_trl
+from swift.errors import ConfigError
+from swift.trainers.checkpoint import list_checkpoints
+from swift.trainers.ebft.strided import METRICS
+from swift.trainers.trl.run import run
+
+
+def strided(argv) -> Path:
+    """Runs the mode in this process; the run's folder."""
+    resolved = parse("rlhf", argv, {})
+    assert resolved.mode == "ebft_strided"
+    assert run(resolved) == 0
+    return newest_run(resolved.args.output_dir)
+
+
+def newest_run(output_dir) -> Path:
+    return max(Path(output_dir).glob("v*-*"), key=lambda path: int(path.name[1:].split("-")[0]))
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def log(run_dir: Path) -> list[dict]:
+    """The log lines without what measures time."""
+    lines = rows(run_dir / "logging.jsonl")
+    return [{name: value for name, value in row.items() if name not in ("step_time", "attempt")} for row in lines]
+
+
+def test_a_run_logs_its_metrics_and_both_losses(strided_argv):
+    run_dir = strided(strided_argv())
+    lines = log(run_dir)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    for line in lines:
+        assert set(METRICS) <= line.keys()
+        parts = line["ebft/rl_loss"] + 0.1 * line["ebft/ce_loss"]
+        assert line["loss"] == pytest.approx(parts, abs=1e-4), "each is a mean over the tokens of the global batch"
+        energy = 1 - 2 * line["ebft/alignment"] + line["ebft/diversity"]
+        assert line["ebft/cfm_loss"] == pytest.approx(energy, abs=1e-5)
+    assert [path.name for path in list_checkpoints(run_dir)] == ["checkpoint-4"]
+    assert (run_dir / "images").is_dir()
+
+
+@pytest.mark.parametrize("whitening", ["pooled", pytest.param("group", marks=pytest.mark.long)])
+def test_gradient_accumulation_equals_a_larger_batch(strided_argv, whitening):
+    flags = ("--ebft_whitening", whitening, "--ebft_advantage_estimator", "reinforce")
+    once = strided(strided_argv(*flags, "--per_device_train_batch_size", "4"))
+    twice = strided(strided_argv(*flags, "--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "4"))
+    for line in (lines := (log(once), log(twice)))[0] + lines[1]:
+        line.pop("ebft/advantages_std")  # of a micro-batch
+        assert ("ebft/rank_deficient_frac" in line) and line["ebft/rank_deficient_frac"] <= 1
+    for ours, theirs in zip(*lines, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("tuner", "weights"), [pytest.param("full", "model", marks=pytest.mark.long), ("lora", "adapter_model")]
+)
+def test_a_resumed_run_ends_with_the_weights_and_logs_of_an_uninterrupted_one(strided_argv, tuner, weights):
+    argv = strided_argv("--save_steps", "2", "--ebft_whitening", "pooled", tuner=tuner)
+    run_dir = strided(argv)
+    straight = load_file(run_dir / "checkpoint-4" / f"{weights}.safetensors")
+    before = log(run_dir)
+    assert strided([*argv, "--resume_from_checkpoint", str(run_dir / "checkpoint-2")]) == run_dir
+    resumed = load_file(run_dir / "checkpoint-4" / f"{weights}.safetensors")
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+    assert log(run_dir) == [*before, *before[2:]]
+
+
+def test_cross_entropy_alone_samples_in_evaluation_only(strided_argv, texts, monkeypatch):
+    from swift.trainers.ebft import strided as module
+
+    calls = []
+    original = module.sample_blocks
+    monkeypatch.setattr(module, "sample_blocks", lambda *a, **k: calls.append(a) or original(*a, **k))
+    argv = strided_argv(
+        *("--ebft_rl_coef", "0", "--ebft_ce_coef", "1", "--val_dataset", f"{texts}#4", "--eval_steps", "2"),
+        *("--save_steps", "2", "--load_best_model_at_end", "true", "--per_device_eval_batch_size", "2"),
+    )
+    lines = log(strided(argv))
+    assert len(calls) == 4, "two batches of two evaluations"
+    assert "ebft/cfm_loss" not in lines[0] and lines[0]["loss"] == pytest.approx(lines[0]["ebft/ce_loss"], abs=1e-5)
+    evaluations = [line for line in lines if "eval_loss" in line]
+    assert [line["step"] for line in evaluations] == [2, 4]
+    assert {f"eval_{name}" for name in METRICS} <= evaluations[0].keys()
+
+
+def test_evaluation_samples_do_not_change_with_the_step(strided_argv, texts):
+    flags = ("--val_dataset", f"{texts}#4", "--eval_steps", "1", "--max_steps", "2", "--learning_rate", "1e-12")
+    first, second = [line for line in log(strided(strided_argv(*flags))) if "eval_loss" in line]
+    first.pop("step"), second.pop("step")
+    first.pop("epoch", 0), second.pop("epoch", 0)
+    timed = [name for name in first if "second" in name or name == "eval_runtime"]
+    assert {k: v for k, v in first.items() if k not in timed} == pytest.approx(
+        {k: v for k, v in second.items() if k not in timed}, abs=1e-5
+    )
+
+
+def test_a_dry_run_counts_documents_and_blocks_and_writes_nothing(strided_argv, tmp_path, capsys):
+    data = tmp_path / "mixed.jsonl"
+    data.write_text("".join(json.dumps({"text": "x" * n}) + "\n" for n in (30, 5, 45)))
+    flags = ("--dataset", str(data), "--max_length", "40", "--dry_run", "true")
+    assert rehearse_trl(parse("rlhf", strided_argv(*flags), {})) == 0
+    printed = capsys.readouterr().out
+    assert "train: 2 documents, 70 tokens, 7 blocks" in printed
+    assert "train: left out 2 rows: 2 (no block fits behind the context)" in printed, "a short text and a rest of 5"
+    assert not (tmp_path / "out").exists()
+
+
+WRONG = {
+    "a setting of rollouts": (("--num_generations", "4"), "--num_generations: 4: not a flag of .*strided"),
+    "an engine": (("--use_vllm", "true"), "--use_vllm: true: not a flag of"),
+    "a reward": (("--reward_funcs", "accuracy"), "--reward_funcs: accuracy: not a flag of"),
+    "asynchronous": (("--async_generate", "true"), "--async_generate: true: not a flag of"),
+    "an option of structured mode": (("--ebft_gt_length_multiplier", "2"), "--ebft_gt_length_multiplier: 2"),
+    "no stride": (("--ebft_stride", "0"), "--ebft_stride: 0"),
+    "no context": (("--ebft_context_length", "0"), "--ebft_context_length: 0"),
+    "no block": (("--ebft_generate_max_len", "0"), "--ebft_generate_max_len: 0"),
+    "greedy samples": (("--ebft_temperature", "0"), "--ebft_temperature: 0"),
+    "a nucleus above 1": (("--ebft_top_p", "1.5"), "--ebft_top_p: 1.5"),
+    "no loss": (("--ebft_rl_coef", "0", "--ebft_ce_coef", "0"), "--ebft_rl_coef: 0"),
+    "diversity of one": (("--ebft_n_samples_per_prompt", "1"), "--ebft_n_samples_per_prompt: 1"),
+    "documents shorter than a block": (("--max_length", "11"), "--max_length: 11: no block fits"),
+    "a transform of prompts": (("--dataset_transform", "opencode"), "--dataset_transform: opencode"),
+    "half precision": (("--torch_dtype", "float16"), "--torch_dtype: float16"),
+}
+
+
+@pytest.mark.parametrize(("flags", "said"), WRONG.values(), ids=WRONG)
+def test_wrong_settings_are_refused_before_anything_is_loaded(strided_argv, flags, said):
+    with pytest.raises(ConfigError, match=said):
+        parse("rlhf", strided_argv(*flags), {})
+
+
+def test_layers_that_are_the_same_are_refused_without_a_folder(strided_argv, tmp_path):
+    argv = strided_argv("--ebft_feature_layers", "0.5")
+    place = argv.index("--ebft_feature_layers")
+    argv[place + 1 : place + 2] = ["0.5", "0.6"]
+    with pytest.raises(ConfigError, match=r"--ebft_feature_layers: 0\.5 0\.6"):
+        strided(argv)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([{"text": "short"}], "--dataset: no usable document: 1 .no block fits"),
+        ([{"title": "x"}], "none of input, prompt"),
+    ],
+)
+def test_data_without_documents_is_refused(strided_argv, tmp_path, rows, said):
+    data = tmp_path / "wrong.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ConfigError, match=said):
+        strided(strided_argv("--dataset", str(data)))
+
+
+def test_a_model_that_cannot_be_packed_is_refused(strided_argv, small_model, nano_folders, tmp_path, monkeypatch):
+    from swift.models.attention import choice
+
+    monkeypatch.setattr(choice, "packing_obstacle", lambda model: "no rotary positions")
+    with pytest.raises(ConfigError, match=r"--model: .*no rotary positions: .*--ebft_mode structured"):
+        strided(strided_argv())
+    assert not (tmp_path / "out").exists()
+
+
+def test_chats_need_a_template(strided_argv, tmp_path, monkeypatch):
+    from swift.models import load_chat as load
+
+    def without(args, **more):
+        template = load(args, **more)
+        template.tokenizer.chat_template = None
+        return template
+
+    monkeypatch.setattr("swift.models.load_chat", without)
+    data = tmp_path / "chats.jsonl"
+    data.write_text(json.dumps({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}))
+    with pytest.raises(ConfigError, match="--template: missing"):
+        strided(strided_argv("--dataset", str(data)))
+
+
+def test_names_of_the_seed_and_a_block_of_yaml_choose_the_mode(strided_argv, tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "rlhf_type: ebft\nebft:\n  mode: strided\n  stride: 2\n  context_length: 4\n  n_samples_per_prompt: 2\n"
+    )
+    argv = strided_argv()
+    del argv[:4]  # the method and the mode
+    argv[argv.index("--ebft_generate_max_len")] = "--generate_max_len"
+    resolved = parse("rlhf", [*argv, "--config", str(config)], {})
+    args = resolved.args
+    assert resolved.mode == "ebft_strided"
+    assert (args.ebft_stride, args.ebft_context_length, args.ebft_n_samples_per_prompt) == (2, 4, 2)
+    assert args.ebft_generate_max_len == 4
+
+
+@pytest.mark.long
+def test_two_processes_train_the_model_that_one_does(strided_argv, tmp_path):
+    whitened = ("--ebft_whitening", "pooled")
+    alone = strided(strided_argv(*whitened, "--output_dir", str(tmp_path / "one")))
+    flags = ("--per_device_train_batch_size", "2", "--output_dir", str(tmp_path / "two"))
+    run_ranks(["-m", "swift", "rlhf", *strided_argv(*whitened, *flags)], tmp_path / "logs", limit_s=240)
+    lines = [log(alone), log(newest_run(tmp_path / "two"))]
+    for ours, theirs in zip(*lines, strict=True):
+        for line in (ours, theirs):
+            line.pop("ebft/advantages_std")  # of a micro-batch
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+    ours, theirs = (
+        load_file(path / "checkpoint-4" / "model.safetensors") for path in (alone, newest_run(tmp_path / "two"))
+    )
+    assert all(torch.allclose(ours[name], theirs[name], atol=5e-4) for name in ours)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tuner", ["full", "lora"])
+@pytest.mark.parametrize("sharding", [("--fsdp", "full_shard"), ("--deepspeed", "zero3")], ids=["fsdp2", "zero3"])
+def test_sharded_processes_train_the_model_that_one_does(strided_argv, tmp_path, tuner, sharding):
+    alone = strided(strided_argv("--output_dir", str(tmp_path / "one"), tuner=tuner))
+    flags = (*sharding, "--per_device_train_batch_size", "2", "--output_dir", str(tmp_path / "two"))
+    run_ranks(["-m", "swift", "rlhf", *strided_argv(*flags, tuner=tuner)], tmp_path / "logs", limit_s=600)
+    for ours, theirs in zip(log(alone), log(newest_run(tmp_path / "two")), strict=True):
+        assert ours["ebft/cfm_loss"] == pytest.approx(theirs["ebft/cfm_loss"], rel=2e-2, abs=1e-3)
+        assert ours["ebft/ce_loss"] == pytest.approx(theirs["ebft/ce_loss"], rel=1e-3)
