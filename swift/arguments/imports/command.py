@@ -20,7 +20,7 @@ from swift.arguments.values import Raw
 from swift.errors import ConfigError, counted, join_problems
 from swift.flags import spellings_of
 
-PRESETS_OF_OTHERS = ("ipo", "simpo", "gdpo", "rloo")
+OURS = ("ipo", "simpo", "gdpo", "rloo", "ebft", "ebft_strided")
 """Methods that no configuration of TRL asks for by its keys."""
 
 HEADINGS = {"taken": "taken", "added": "added", "same": "nothing to set", "no counterpart": "no counterpart"}
@@ -166,7 +166,7 @@ def _words(raw: Any) -> Raw:
 def _told_by_keys(path: str, config: Mapping[str, Raw]) -> str:
     """The one mode that has the most of a configuration's keys."""
     names = {rule.name if isinstance(rule := trl.RULES.get(key), Renamed) else key for key in config}
-    modes = ["sft", "rlhf", *(one for one in METHODS if one not in PRESETS_OF_OTHERS)]
+    modes = ["sft", "rlhf", *(one for one in METHODS if one not in OURS)]
     scores = {mode: len(names & spellings_of(settings_class(mode)).keys()) for mode in modes}
     best = [mode for mode, score in scores.items() if score == max(scores.values())]
     if len(best) > 1:
