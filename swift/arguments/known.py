@@ -16,9 +16,9 @@ _OFF = frozenset(("", "none", "null", "[]", "{}", "false", "no", "off", "0", "0.
 _SAME = {
     flag: value
     for value, flags in {
-        "true": "freeze_vit freeze_aligner save_safetensors use_chat_template init_weights init_lora_weights "
+        "true": "freeze_vit freeze_aligner save_safetensors use_chat_template "
         "check_model stream train_dataloader_shuffle average_tokens_across_devices enable_flattened_weight_sync "
-        "assistant_only_loss completion_only_loss bnb_4bit_use_double_quant",
+        "assistant_only_loss completion_only_loss",
         "1": "sequence_parallel_size vllm_pipeline_parallel_size max_batch_size desirable_weight undesirable_weight",
         "peft": "tuner_backend",
         "causal_lm": "task_type",
@@ -43,12 +43,12 @@ _REFUSED = _names(
 _KNOWN = _names(
     """
     acc_strategy agent_template aligner_lr
-    bbox_format bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_quant_type boft_block_size
+    bbox_format
     cached_dataset callbacks center_rewards_coefficient channels cliprange cliprange_value cpo_alpha
     create_checkpoint_symlink custom_dataset_info dataset_sample ddp_backend deepspeed_autotp_size disable_tqdm
     discopop_tau download_mode dynamic_sampling early_stop_interval eval_accumulation_steps eval_delay eval_on_start
-    eval_use_evalscope exist_ok fourier_n_frequency freeze_llm freeze_parameters
-    freeze_parameters_ratio freeze_parameters_regex fsdp_config gamma gkd_logits_topk group_by_length
+    eval_use_evalscope exist_ok fourier_n_frequency freeze_llm
+    fsdp_config gamma gkd_logits_topk group_by_length
     hqq_axis hub_model_id hub_private_repo hub_token ignore_data_skip include_num_input_tokens_seen
     label_smoothing label_smoothing_factor lam ld_alpha liger_loss lisa_activated_layers lisa_step_interval
     lmbda load_args load_data_args local_repo_path local_rollout_forward_batch_size logging_dir lora_bias lora_dtype
@@ -58,22 +58,21 @@ _KNOWN = _names(
     neftune_noise_alpha new_special_tokens no_cuda
     norm_bbox num_labels num_mini_batches num_ppo_epochs num_sample_generations offload_teacher_model optimizer
     optim_target_modules packing packing_length padding_free predict_with_generate problem_type profile push_to_hub
-    quant_batch_size
-    quant_bits quant_method quant_n_samples real_tau ref_adapters ref_model_revision ref_model_type response_prefix
+    quant_batch_size quant_n_samples real_tau ref_adapters ref_model_revision ref_model_type response_prefix
     resume_only_model reward_model_type rope_scaling router_aux_loss_coef rpo_alpha
     save_on_each_node seq_kd sequence_classification sft_alpha simpo_gamma swanlab_exp_name swanlab_mode
-    swanlab_project swanlab_token swanlab_workspace target_parameters target_regex tf32 to_hf to_mcore to_ollama
+    swanlab_project swanlab_token swanlab_workspace target_parameters tf32 to_hf to_mcore to_ollama
     to_peft_format tools_prompt top_entropy torch_compile torch_empty_cache_steps train_dataset_sample
-    train_on_prompt trainable_parameters trainable_parameters_regex truncation unsloth use_cpu use_dora
-    use_galore use_liger_kernel use_q_galore use_ray use_rslora val_dataset_shuffle
-    vera_rank vf_coef vit_attn_impl vit_gradient_checkpointing vit_lr vllm_disable_cascade_attn
+    train_on_prompt truncation unsloth use_cpu
+    use_galore use_liger_kernel use_q_galore use_ray val_dataset_shuffle
+    vf_coef vit_attn_impl vit_gradient_checkpointing vit_lr vllm_disable_cascade_attn
     vllm_disable_custom_all_reduce vllm_mm_processor_cache_gb vllm_quantization vllm_reasoning_parser
     vllm_server_group_port vllm_server_pass_dataset vllm_speculative_config
     vllm_use_async_engine whiten_rewards write_batch_size zero_hpz_partition_size
     """
 )
 _FAMILIES = (
-    "fipo_", "chord_", "rlsd_", "sdar_", "teacher_", "galore_", "adalora_", "reft_", "llamapro_", "vera_", "boft_",
+    "fipo_", "chord_", "rlsd_", "sdar_", "teacher_", "galore_", "reft_", "llamapro_",
     "fourier_", "lisa_", "sglang_", "megatron_",
 )  # fmt: skip
 
@@ -92,7 +91,7 @@ _REPLACED = {
 
 _VALUES = {
     "rlhf_type": "dpo orpo simpo kto cpo rm ppo gkd ebft",
-    "tuner_type": "adalora longlora llamapro vera boft fourierft reft adapter ia3 bone lora_llm",
+    "tuner_type": "longlora llamapro fourierft reft adapter bone lora_llm",
     "loss_type": "real fipo",
 }
 _MODES = _names("pt sample eval deploy app web-ui merge-adapter megatron")

@@ -10,7 +10,7 @@ from swift.arguments.common import GROUPS, CommonArguments, backend_problems, mo
 from swift.arguments.rlhf import RLHFArguments
 from swift.data.arguments import DataArguments
 from swift.flags import flag
-from swift.models.arguments import CheckpointArguments, TunerArguments
+from swift.models.arguments import CheckpointArguments, QuantArguments, TunerArguments
 from swift.rewards.arguments import RewardArguments
 from swift.rollout.arguments import EngineArguments, GenerationArguments
 from swift.trainers.arguments import OptimizationArguments, RunArguments
@@ -30,6 +30,7 @@ class SFTArguments(CommonArguments, RunArguments, OptimizationArguments, DataArg
         """What is wrong with these settings, one line each."""
         yield from model_missing(self)
         yield from training_data_missing(self)
+        yield from self.tuner_problems()
         if self.optim == "adamw_cpu" and self.torch_dtype == "float16":
             yield (
                 "--optim: adamw_cpu: cannot undo the loss scaling of --torch_dtype float16; "
@@ -38,7 +39,7 @@ class SFTArguments(CommonArguments, RunArguments, OptimizationArguments, DataArg
 
 
 @dataclass(kw_only=True)
-class InferArguments(CommonArguments, GenerationArguments, DataArguments, CheckpointArguments):
+class InferArguments(CommonArguments, GenerationArguments, DataArguments, QuantArguments):
     """`swift infer`: answers of a model, at the terminal or for every row of a dataset."""
 
     temperature: float = flag(0.9, at_least=0, group="Sampling")
@@ -50,11 +51,12 @@ class InferArguments(CommonArguments, GenerationArguments, DataArguments, Checkp
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one line each."""
         yield from model_missing(self)
+        yield from self.quant_problems()
 
 
 @dataclass(kw_only=True)
 class ExportArguments(CommonArguments, CheckpointArguments):
-    """`swift export`: merge a LoRA adapter into its model."""
+    """`swift export`: merge an adapter into its model."""
 
     merge_lora: bool = flag(False, group="Model")
     """Whether adapters are merged into the weights, as an ordinary model folder."""
@@ -65,7 +67,7 @@ class ExportArguments(CommonArguments, CheckpointArguments):
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one line each."""
         if not self.adapters:
-            yield "--adapters: missing: there is nothing to merge; give the checkpoint folder of a LoRA run"
+            yield "--adapters: missing: there is nothing to merge; give the checkpoint folder of a run with an adapter"
         if not self.merge_lora:
             yield "--merge_lora: false: merging is the only conversion in this version; use --merge_lora true"
 

@@ -160,7 +160,8 @@ class RewardModel:
 def _load(source: RewardModelSource, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     from transformers import AutoModelForSequenceClassification
 
-    from swift.models.policy import adapter_errors, quiet_loading
+    from swift.models.policy import quiet_loading
+    from swift.models.tuners import adapter_errors
 
     with quiet_loading(), unusable(f"--reward_model: {source.folder}: cannot be loaded"):
         model, info = AutoModelForSequenceClassification.from_pretrained(
