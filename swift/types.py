@@ -100,7 +100,8 @@ class Episode:
     its numbers for the log, each a mean over the samples that have it.
 
     The rest is of samples that another process made: `logprobs_known` is False where nobody knows those of the sampler
-    (all NaN then), `ref_logprobs` are the reference's, or [], and `advantage` stands in for that from rewards.
+    (all NaN then), `ref_logprobs` are the reference's, or [], and `advantage` stands in for that from rewards;
+    `advantages` are one per token where they differ, else [], and `advantage` is their mean then.
     """
 
     messages: list[dict[str, Any]]
@@ -113,6 +114,7 @@ class Episode:
     logprobs_known: bool = True
     ref_logprobs: list[float] = field(default_factory=list)
     advantage: float | None = None
+    advantages: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ their type; `commit` ends the step and folds its values into the open window, in
 steps that had the value, maxima, minima and sums are taken over them; `flush` empties the window.
 
 The state is exact: running totals are plain floats, added in the order of the calls. So a run that is resumed in the
-middle of a window logs the same numbers as one that was not, except those that measure time (`is_timing`).
+middle of a window logs the same numbers as one that was not, except those that measure time.
 """
 
 from __future__ import annotations
@@ -36,15 +36,6 @@ def kind_of(name: str) -> Kind:
     if last.endswith("_min") or last.startswith("min_") or last == "min":
         return "min"
     return "mean"
-
-
-def is_timing(name: str) -> bool:
-    """Whether a logged value measures the machine (time, memory), or counts alerts about that.
-
-    Such values differ between two runs of one command.
-    """
-    prefixes = ("time/", "eval_time/", "memory/", "perf/", "timing_s/", "nemo_gym/", "eval_nemo_gym/")
-    return name.startswith(prefixes) or name in {"step_time", "tokens_per_s", "health/alerts"}
 
 
 @dataclass(slots=True)

@@ -76,7 +76,7 @@ def policy_loss(
     Args:
         policy_logprobs_T: log-probs under the current policy, with gradient; their dtype is that of the loss.
         config: the settings.
-        advantages_T: advantage at each token (`at_tokens` one per sequence).
+        advantages_T: advantage at each token.
         mask_T: data mask, 0 or 1.
         token_weights_T: weight of its sequence (`sequence_weights`) at each token, 0 where the mask is 0.
         sequence_index_T: long, sequence of each token, 0..S-1.

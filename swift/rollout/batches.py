@@ -239,6 +239,7 @@ class BatchMaker:
                 episode = completion.episode
                 own = np.asarray(episode.prompt_ids, dtype=np.int32) if episode and episode.prompt_ids else prompt
                 referred = episode.ref_logprobs if episode else []
+                by_token = episode.advantages if episode else []
                 yield TrainSample(
                     group=number,
                     prompt_ids=own,
@@ -248,6 +249,7 @@ class BatchMaker:
                     advantage=0.0,
                     versions=list(completion.versions),
                     ref_logprobs=np.asarray(referred, dtype=np.float32) if referred else None,
+                    token_advantages=np.asarray(by_token, dtype=np.float32) if by_token else None,
                 )
 
     def _replay(

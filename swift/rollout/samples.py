@@ -24,6 +24,7 @@ class TrainSample:
     token_ids: int32 [T]. sampler_logprobs: float32 [T]. trained: bool [T], the data mask m: what may carry loss.
     versions: of the weights that sampled the tokens, run-length coded as (version, start, end).
     `old_logprobs` and `ref_logprobs`, float32 [T], are None until a forward pass has produced them.
+    token_advantages: float32 [T] where tokens have advantages of their own; `advantage` is their mean then.
     """
 
     group: int
@@ -35,6 +36,14 @@ class TrainSample:
     versions: list[tuple[int, int, int]] = field(default_factory=list)
     old_logprobs: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
+    token_advantages: np.ndarray | None = None
+
+    @property
+    def has_advantage(self) -> bool:
+        """Whether the advantage of any trained token is not 0."""
+        if self.token_advantages is None:
+            return self.advantage != 0.0
+        return bool(self.token_advantages[self.trained].any())
 
     @property
     def num_trained(self) -> int:

@@ -180,6 +180,8 @@ def build_engines(parts: Parts, model: Any) -> EngineSetup:
         own_limit_s += args.rollout_timeout
     if args.rollout_source == "atropos":
         own_limit_s += args.atropos_timeout
+    elif args.rollout_source == "nemo_gym":
+        own_limit_s += max(args.nemo_gym_verify_timeout, args.nemo_gym_run_timeout)
     setup = EngineSetup(None, None, placement, own_limit_s=own_limit_s)
     try:
         with parts.collectives.together():

@@ -20,9 +20,9 @@ import pytest
 import torch
 from preloaded import Program, run_ranks
 from safetensors.torch import load_file
+from timings import is_timing
 
 from swift.observability.jsonl import read_jsonl, read_log
-from swift.observability.metrics import is_timing
 from swift.trainers.checkpoint import list_checkpoints, verify
 
 ROOT = Path(__file__).parents[2]

@@ -3,6 +3,7 @@
 import contextlib
 import re
 import signal
+import statistics
 import time
 
 import pytest
@@ -11,6 +12,7 @@ from preloaded import Program
 from safetensors.torch import load_file
 
 from swift.models.tiny import build_tiny
+from swift.observability.jsonl import read_log
 
 pytestmark = pytest.mark.slow
 
@@ -137,6 +139,25 @@ def test_tools_are_called_whatever_engine_samples(tiny_cli, tool, mode):
     uses_the_tool(folder)
 
 
+@pytest.mark.long
+def test_64_trajectories_take_hardly_longer_with_a_slow_tool(tiny_cli, tool):
+    plugin = tool["external_plugins"]
+    sizes = {"num_generations": 8, "per_device_train_batch_size": 64, "gradient_accumulation_steps": 1, "max_steps": 4}
+    sizes |= {"max_length": 100, "max_completion_length": 400, "stop_words": "e", "max_turns": 2, "save_steps": 100}
+
+    def seconds(sleep, name):
+        slow = TOOL.replace('    return "got it"', f'    time.sleep({sleep})\n    return "got it"', 1)
+        plugin.write_text(f"import time\n{slow}")
+        folder, _, _ = tiny_cli.finish(name, **{**tool, **sizes})
+        rows = read_log(folder / "logging.jsonl")
+        assert all(row["tools/calls"] > 0.5 for row in rows)
+        return statistics.median(row["time/generate"] for row in rows)
+
+    pairs = [(seconds(0.0, f"fast-{i}"), seconds(0.2, f"slow-{i}")) for i in range(3)]
+    print(pairs)
+    assert statistics.median(slow / fast for fast, slow in pairs) < 1.3
+
+
 @contextlib.contextmanager
 def serving(cli, **flags):
     """The address of `swift rollout`."""
@@ -154,29 +175,73 @@ def serving(cli, **flags):
         process.wait(60)
 
 
-def test_a_resumed_run_is_the_same_to_the_last_bit(cli, game):
-    straight, _, _ = cli.finish("straight", **game, save_steps=1)
-    run = cli.start("killed", **game, save_steps=1)
+SCHEDULER = '''
+from swift.plugin import MultiTurnScheduler, multi_turns
+
+
+class Doubts(MultiTurnScheduler):
+    """Asks again, or has the answer end otherwise, until one holds a vowel."""
+
+    def check_finished(self, request, choice, turn):
+        return any(letter in choice.message.content for letter in "aeiou")
+
+    def step(self, request, choice, turn):
+        if turn == 1:
+            request.messages.append({"role": "user", "content": "sure?"})
+        else:
+            request.messages[-1]["content"] += " so"
+        return {"infer_request": request, "rollout_infos": {"tries": turn + 1}}
+
+
+multi_turns["doubts"] = Doubts
+'''
+
+
+@pytest.fixture
+def scheduler(cli):
+    plugin = cli.folder / "doubts.py"
+    plugin.write_text((cli.material / "odd_plugin.py").read_text() + SCHEDULER)
+    return {
+        "external_plugins": plugin,
+        "multi_turn_scheduler": "doubts",
+        "max_turns": 3,
+        "max_completion_length": 8,
+        "beta": 0.05,
+    }
+
+
+KINDS = ["game", pytest.param("tool", marks=pytest.mark.long), pytest.param("scheduler", marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_is_the_same_to_the_last_bit(cli, kind, request):
+    flags = {**request.getfixturevalue(kind), "save_steps": 1, "max_steps": 4}
+    straight, _, _ = cli.finish("straight", **flags)
+    run = cli.start("killed", **flags)
     assert run.until(lambda: last_step(run.folder) >= 2)
     run.kill()
-    folder, _, _ = cli.finish("killed", **game, save_steps=1, resume_from_checkpoint="last")
+    folder, _, _ = cli.finish("killed", **flags, resume_from_checkpoint="last")
     assert_same_run(folder, straight)
     rows = completion_rows(straight)
-    assert {len(row["turns"]) for row in rows} >= {1, 3, 5}
-    assert all(row["turns"][-1]["role"] == "assistant" and row["columns"]["tries"] for row in rows)
+    lengths = {len(row["turns"]) for row in rows}
+    assert 1 in lengths and max(lengths) >= 3
     assert all(row["mismatch/logp_abs_diff_max"] < 1e-5 for row in log_rows(straight))
-    assert log_rows(straight)[-1]["rollout/num_turns/max"] == 3
+    if kind == "game":
+        assert all(row["turns"][-1]["role"] == "assistant" and row["columns"]["tries"] for row in rows)
+        assert log_rows(straight)[-1]["rollout/num_turns/max"] == 3
 
 
-def test_two_ranks_are_one(cli, game):
-    one, _, _ = cli.finish("one", **{**game, "per_device_train_batch_size": 8, "max_steps": 2})
-    two, _, _ = cli.finish("two", **{**game, "max_steps": 2}, variables={"NPROC_PER_NODE": 2})
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_are_one(cli, kind, request):
+    flags = {**request.getfixturevalue(kind), "max_steps": 2}
+    one, _, _ = cli.finish("one", **{**flags, "per_device_train_batch_size": 8})
+    two, _, _ = cli.finish("two", **flags, variables={"NPROC_PER_NODE": 2})
     turns = [
         [(row["group_id"], row["index"], row["turns"], row["reward"]) for row in completion_rows(f)] for f in (one, two)
     ]
     assert turns[0] == turns[1]
     weights = [load_file(folder / "checkpoint-2" / "model.safetensors") for folder in (one, two)]
-    assert all((weights[0][name] - weights[1][name]).abs().max() < 1e-6 for name in weights[0])
+    assert all((weights[0][name] - weights[1][name]).abs().max() < 1e-5 for name in weights[0])  # 1e-3 is an update
 
 
 def test_turns_go_to_an_engine_that_samples_ahead(cli, game):

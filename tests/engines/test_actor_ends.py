@@ -12,19 +12,17 @@ import pytest
 import torch
 from actor_parts import (
     PATHS,
-    expected_tokens,
     facts_of,
     family,
     kill,
     open_descriptors,
     requests,
     scripted_engine_in_actor,
-    tokens,
 )
 from processes import alive, wait_for
 from scripted_engine import CountingSource
 
-from swift.errors import ConfigError, EngineDead, RequestRefused
+from swift.errors import ConfigError, EngineDead
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
@@ -38,23 +36,6 @@ def test_what_the_engine_refuses_at_its_start_arrives_as_it_is(start):
         assert worker.capabilities
     with pytest.raises(ConfigError):
         worker.submit(requests(1)[0])
-
-
-@pytest.mark.long
-def test_a_request_that_the_engine_does_not_take_costs_no_other(start):
-    worker = start(step_s=0.02, refuse=["bad/0"])
-    good, (bad,) = requests(12), requests(1, group="bad")
-    for request in good:
-        worker.submit(request)
-    done = []
-    with pytest.raises(RequestRefused, match="is not taken, as told") as caught:
-        for completion in worker.stream():
-            done.append(completion)
-            if len(done) == 1:
-                worker.submit(bad)  # it fits, so it is noticed only when the engine is to take it
-    assert caught.value.request_id == "bad/0"
-    assert tokens([*done, *worker.stream()]) == expected_tokens(good)
-    assert worker.counters.restarts == 0
 
 
 def test_an_engine_that_cannot_be_made_again_is_dead_at_once(start, tmp_path):
@@ -80,29 +61,6 @@ def test_a_start_that_takes_too_long_is_ended(start):
     worker = start(timeouts={"start_s": 0.3})
     with pytest.raises(EngineDead, match=r"did not start within 0\.3 s"):
         assert worker.capabilities
-
-
-def test_close_from_another_thread_ends_a_stream_at_once(start):
-    worker = start(step_s=0.05, endless=["g/0", "g/1"])
-    failures = []
-
-    def sample():
-        try:
-            list(worker.generate(requests(4)))
-        except EngineDead as error:
-            failures.append((error, time.monotonic()))
-
-    thread = threading.Thread(target=sample)
-    assert worker.capabilities
-    thread.start()
-    time.sleep(0.5)
-    began = time.monotonic()
-    worker.close()
-    thread.join(10)
-    assert failures
-    assert "closed" in str(failures[0][0])
-    assert failures[0][1] - began < 2.0
-    assert time.monotonic() - began < 5.0
 
 
 def test_close_while_it_starts_is_prompt(start):

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -12,7 +11,7 @@ from actor_parts import PATHS, expected_tokens, facts_of, kill, pid_of, requests
 from processes import alive, wait_for
 from scripted_engine import CountingSource, two_layers, weights_of
 
-from swift.errors import EngineDead, EngineError, NumericError, SyncFailed
+from swift.errors import EngineDead, EngineError, SyncFailed
 from swift.rollout.engines import actor_transport
 from swift.rollout.weights import object_store
 
@@ -58,36 +57,6 @@ def test_calls_are_answered_while_it_samples(start):
     assert time.monotonic() - began < 1.5, "each waits for a step"
     worker.submit(requests(1, group="joins")[0])
     assert "joins/0" in tokens(stream)
-
-
-@pytest.mark.long
-def test_pause_from_another_thread_ends_the_stream_and_keeps_what_runs(start):
-    worker = start(step_s=0.02, endless=["g/0"])
-    for request in requests(3):
-        worker.submit(request)
-    timer = threading.Timer(0.4, worker.pause)
-    timer.start()
-    before = tokens(worker.stream())
-    timer.join()
-    assert "g/0" not in before
-    worker.resume()
-    worker.abort(["g/0"])
-    after = {one.request_id: one for one in worker.stream()}
-    assert after["g/0"].finish_reason == "abort"
-    assert len(after["g/0"].token_ids) > 10
-    assert sorted([*before, *after]) == ["g/0", "g/1", "g/2"]
-
-
-def test_an_engine_that_cannot_be_paused_takes_calls_between_completions(start):
-    worker = start(step_s=0.02, old=True)
-    wanted = requests(8)
-    for request in wanted[:6]:
-        worker.submit(request)
-    stream = worker.stream()
-    first = next(stream)
-    for request in wanted[6:]:
-        worker.submit(request)
-    assert {**tokens([first]), **tokens(stream)} == expected_tokens(wanted)
 
 
 # --- death -------------------------------------------------------------------------------------------------------
@@ -182,25 +151,6 @@ def test_an_abort_that_arrives_after_the_rebuild_harms_nothing(start):
     assert tokens(worker.generate(wanted)) == expected_tokens(wanted)
 
 
-@pytest.mark.long
-def test_killed_under_an_update_in_flight_the_kept_requests_go_on_after_the_repetition(start):
-    worker = start(step_s=0.02)
-    wanted, came = requests(10), []
-    for request in wanted:
-        worker.submit(request)
-    for completion in worker.stream():
-        came.append(completion)
-        if len(came) == 3:
-            worker.pause()
-            with pytest.raises(SyncFailed):
-                worker.load_weights(Interfering(two_layers(2), 1, lambda: kill(worker)), 1)
-            worker.rebuild()
-            worker.load_weights(CountingSource(two_layers(2)), 1)
-            worker.resume()
-    assert sorted(one.request_id for one in came) == sorted(one.request_id for one in wanted)
-    assert {one.versions[-1][0] for one in came} == {0, 1}
-
-
 def test_beyond_its_restarts_the_engine_is_dead_and_shows_its_log(start):
     worker = start(restarts=1, step_s=0.05, crash_on=["g/3"])
     with pytest.raises(EngineDead) as caught:
@@ -232,12 +182,6 @@ def test_a_worker_that_is_stopped_is_replaced_in_bounded_time(start):
     assert wait_for(lambda: not alive(stopped))
 
 
-def test_a_worker_that_is_stopped_while_it_loads_weights_fails_the_update(start):
-    worker = start()
-    with pytest.raises(SyncFailed, match=r"bucket [12]: gave no sign of life for 1\.5 s"):
-        worker.load_weights(Interfering(two_layers(1), 1, lambda: kill(worker, signal.SIGSTOP)), 1)
-
-
 def test_an_update_that_takes_too_long_fails_and_says_where_it_is(start):
     worker = start(timeouts={"sync_s": 1.0}, bucket_s=30.0)
     assert worker.capabilities
@@ -266,17 +210,6 @@ def test_where_an_engine_is_can_be_asked_at_any_time(start):
 
 
 # --- lies --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_a_logprob_that_is_no_number_is_an_error_that_names_worker_and_request(start):
-    worker = start(nan=["g/2"], endless=["g/3"], step_s=0.01)
-    with pytest.raises(NumericError, match=r"engine 0 \(cpu:0\): request g/2: token 0 has log-prob nan"):
-        list(worker.generate(requests(4)))
-    worker.abort()
-    list(worker.stream())
-    again = requests(4, group="again")
-    assert tokens(worker.generate(again)) == expected_tokens(again)
 
 
 def test_bytes_that_change_on_the_way_are_found(start, monkeypatch):

@@ -22,7 +22,6 @@ from swift.errors import (
 )
 from swift.rollout.engines import lmdeploy
 from swift.rollout.engines.spec import EngineSpec, build_engine
-from swift.rollout.weights.base import Bucket
 from swift.rollout.weights.policy import PolicyWeights
 from swift.types import Request, SamplingParams
 
@@ -324,17 +323,6 @@ def test_a_missing_tensor_is_refused_before_anything_is_sent(start, nano_folders
     assert engine.version == 0
 
 
-def test_a_bucket_out_of_order_is_refused(start, nano_folders):
-    engine = start()
-    manifest = policy(nano_folders["qwen2"]).manifest()
-    update = engine.begin_update(manifest, 1)
-    with pytest.raises(SyncFailed, match="the manifest has"):
-        update.send(Bucket([(manifest[1].name, torch.zeros(manifest[1].shape))]))
-    update.abort()
-    update.abort()
-    assert len(run(engine, requests())) == 3  # nothing had been sent
-
-
 def test_an_update_that_fails_half_way_invalidates_the_engine_until_it_is_made_anew(start, nano_folders):
     engine = start()
     start.recorder.fail_update_at = start.recorder.pipelines[-1].async_engine.engine.updates + 1
@@ -406,16 +394,6 @@ def test_the_cycle_of_sleep_update_and_wake(start, nano_folders, level):
     assert [one["tags"] for one in start.recorder.of("wakeup")] == [["weights"], ["kv_cache"]]
     assert {one["thread"] for one in start.recorder.of("wakeup")} == {"lmdeploy loop"}
     assert len(run(engine, requests())) == 3  # with handles made after the wake
-
-
-def test_weights_that_level_two_dropped_must_be_synced_before_sampling(start, nano_folders):
-    engine = start()
-    engine.sleep(2)
-    engine.wake()
-    with pytest.raises(EngineAsleep, match=r"dropped by sleep\(2\); sync"):
-        engine.submit(requests(1)[0])
-    engine.load_weights(policy(nano_folders["qwen2"]), 0)
-    assert len(run(engine, requests())) == 3
 
 
 # --- the end --------------------------------------------------------------------------------------------------

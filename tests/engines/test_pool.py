@@ -390,13 +390,12 @@ def test_an_adapter_that_every_engine_refuses_changes_nothing(pool_of):
 
 def test_what_the_pool_can_do_is_what_each_engine_can_do():
     one = Capabilities(
-        "vllm", "full", False, 100, lora=True, sleep_levels=(0, 1, 2), kv_release=True,
-        in_flight_updates=True, devices=("cuda:1",),
+        "vllm", "full", False, 100, lora=True, sleep_levels=(0, 1, 2), in_flight_updates=True, devices=("cuda:1",),
     )  # fmt: skip
     other = Capabilities("vllm", "raw", False, 80, lora=False, sleep_levels=(0, 1), devices=("cuda:2",))
     both = common_capabilities([one, other])
     assert (both.logprob_support, both.max_model_len, both.lora) == ("raw", 80, False)
-    assert (both.sleep_levels, both.kv_release, both.in_flight_updates) == ((0, 1), False, False)
+    assert (both.sleep_levels, both.in_flight_updates) == ((0, 1), False)
     assert both.devices == ("cuda:1", "cuda:2")
 
 

@@ -9,7 +9,6 @@ import math
 import os
 import random
 import re
-import threading
 
 import numpy as np
 import psutil
@@ -170,17 +169,6 @@ def test_penalties_least_lengths_and_vllms_own_fields_reach_vllm(engine):
     assert {token for one in only.values() for token in one.token_ids} <= {7, 8}
     pushed = sample(engine, requests(2, extra={"logit_bias": {"11": 90.0}}))
     assert {token for one in pushed.values() for token in one.token_ids} == {11}
-
-
-def test_another_thread_may_abort(engine):
-    for i in range(4):
-        engine.submit(request(i, seed=i, tokens=200, temperature=1.0))
-    helper = threading.Timer(0.05, engine.abort)
-    helper.start()
-    found = list(engine.stream())
-    helper.join()
-    assert sorted(one.request_id for one in found) == ["0", "1", "2", "3"]
-    assert {one.finish_reason for one in found} <= {"abort", "stop", "length"}
 
 
 def test_the_others_keep_their_tokens_when_one_output_is_not_finite(engine, monkeypatch):
@@ -365,7 +353,7 @@ def greedy(engine):
 
 
 def test_sleeping_gives_the_kv_cache_back_and_waking_gives_the_same_tokens(engine, folder):
-    assert (engine.capabilities.kv_release, engine.capabilities.sleep_levels) == (True, (0, 1, 2))
+    assert engine.capabilities.sleep_levels == (0, 1, 2)
     before, full = greedy(engine), psutil.Process().memory_info().rss
     assert 0 < engine.memory()["kv"] <= KV_MIB << 20
     report = engine.sleep(1)
@@ -374,7 +362,6 @@ def test_sleeping_gives_the_kv_cache_back_and_waking_gives_the_same_tokens(engin
     numbers = sum(parameter.numel() for parameter in load(folder).parameters())
     assert engine.memory() == {"weights": 4 * numbers, "kv": 0}
     assert engine.wake()
-    assert engine.memory()["kv"] < 1 << 20
     assert greedy(engine) == before
 
 
@@ -425,7 +412,6 @@ def test_without_a_limit_the_context_shrinks_to_the_cache_and_closing_leaves_not
     monkeypatch.setattr(worker.WorkerExtension, "swift_kv_obstacle", lambda self: "no such system call")
     made = build_engine(spec(folder, sleep=True, max_model_len=None, engine_kwargs={"kv_cache_memory_bytes": 1 << 20}))
     assert 32 <= made.capabilities.max_model_len < 2048
-    assert made.capabilities.kv_release is False
     assert "limited to" in caplog.text and "cannot be released: no such system call" in caplog.text
     made.submit(request("lost", tokens=3))
     made.close()

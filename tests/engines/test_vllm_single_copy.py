@@ -193,15 +193,6 @@ def test_parameters_that_the_engine_has_moved_are_noticed(stored, policy):
 # --- one copy ---------------------------------------------------------------------------------------------------
 
 
-def test_what_the_trainer_changes_is_the_engines(stored, policy):
-    single, live = share(stored, policy), live_of(policy)
-    assert single.holds(live())
-    for _ in range(20):
-        shift(policy)
-        assert holds(stored, policy)
-    assert single.holds(live())
-
-
 def test_training_is_the_same_with_shared_memory(stored, policy):
     """Gradients, clipping and AdamW's state, bit for bit; the same tensors are in the optimizer before and after."""
     alone = copy.deepcopy(policy)
@@ -232,15 +223,6 @@ def test_a_checkpoint_is_saved_and_loaded_whole(stored, policy, tmp_path):
     for name, tensor in policy.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
         assert torch.equal(kept[name], tensor), name
-
-
-def test_a_loaded_state_stays_shared(stored, policy):
-    before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
-    single, live = share(stored, policy), live_of(policy)
-    shift(policy)
-    policy.load_state_dict(before)
-    assert single.holds(live())
-    assert holds(stored, policy)
 
 
 def test_a_trainer_with_other_memory_is_noticed(stored, policy):
@@ -438,13 +420,3 @@ def test_one_copy_is_not_written_nor_taken_while_requests_run_or_the_cache_is_no
         made.sync(1)
     assert not engine.health().alive
     assert engine.version == 1
-
-
-@pytest.mark.slow
-def test_older_weights_are_kept_where_syncs_are_rarer_than_steps(engine, model):
-    made = weight_sync(engine, model, interval=2)
-    made.update(0)
-    before = engine_weights(engine)
-    train(model, 1)
-    made.update(1)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in engine_weights(engine).items())

@@ -1,22 +1,20 @@
 """A backend plugin for worker processes: `ScriptedEngine` with faults that `engine_kwargs` choose.
 
-step_s: seconds of a step. nan: request ids whose first log-prob is NaN. frozen: request ids that make the engine stand
-still for good. endless: request ids that never end by themselves. bucket_s: seconds that a bucket takes. crash_on:
-request ids at which it raises something that is no error of ours. refuse: request ids that it does not take. children:
-processes to start ("plain", "stubborn", "mapped"). fail: fails to start, "config" or "crash", or at every start but the
-first, which leaves a file of that name. old: cannot be paused in flight.
+step_s: seconds of a step. frozen: request ids that make the engine stand still for good. endless: request ids that
+never end by themselves. bucket_s: seconds that a bucket takes. crash_on: request ids at which it raises something that
+is no error of ours. children: processes to start ("plain", "stubborn", "mapped"). fail: fails to start, "config" or
+"crash", or at every start but the first, which leaves a file of that name.
 """
 
 import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from scripted_engine import ScriptedEngine
 
-from swift.errors import ConfigError, EngineError
+from swift.errors import ConfigError
 from swift.plugin import inference_backends
 
 STUBBORN = (
@@ -44,8 +42,6 @@ class ScriptedWorker(ScriptedEngine):
                 raise ValueError("scripted: starts only once, as told")
             Path(fail).touch()
         super().__init__(step_s=kwargs.get("step_s", 0.0), max_model_len=spec.max_model_len or 4096)
-        if kwargs.get("old"):
-            self.capabilities = replace(self.capabilities, in_flight_updates=False)
         self.kwargs = kwargs
         self.children = []
         for kind in kwargs.get("children", ()):
@@ -54,14 +50,9 @@ class ScriptedWorker(ScriptedEngine):
             child.stdout.readline()
             self.children.append(child)
 
-    def submit(self, request):
-        if plain(request.request_id) in self.kwargs.get("refuse", ()):
-            raise EngineError(f"request: {request.request_id}: scripted: is not taken, as told")
-        super().submit(request)
-
     def _told(self, what):
         """Outstanding requests that were named for a fault, whatever the queue calls them."""
-        return [name for name in self._outstanding if plain(name) in self.kwargs.get(what, ())]
+        return [name for name in self._outstanding if name.rpartition(":")[2] in self.kwargs.get(what, ())]
 
     def _step(self):
         self.counters.decode_steps += 1
@@ -72,11 +63,7 @@ class ScriptedWorker(ScriptedEngine):
             raise RuntimeError("scripted: crash, as told")
         for name in self._told("endless"):
             self._outstanding[name].length = 1 << 30
-        ended = super()._step()
-        for completion in ended:
-            if plain(completion.request_id) in self.kwargs.get("nan", ()):
-                completion.logprobs[0] = float("nan")
-        return ended
+        return super()._step()
 
     def begin_update(self, manifest, version):
         update = super().begin_update(manifest, version)
@@ -96,11 +83,6 @@ class ScriptedWorker(ScriptedEngine):
             "omp": os.environ.get("OMP_NUM_THREADS"),
             "children": [child.pid for child in self.children],
         }
-
-
-def plain(name):
-    """The client's own id of a request."""
-    return name.rpartition(":")[2]
 
 
 def stand_still():

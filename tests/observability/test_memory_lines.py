@@ -3,10 +3,10 @@
 import mmap
 
 import torch
+from timings import is_timing
 
 from swift import devices
 from swift.observability.memory import Holders, MemoryFigures, freed_between, measure, memory_line, too_little
-from swift.observability.metrics import is_timing
 
 MIB = 1 << 20
 GPU = MemoryFigures("cuda:0", 100 * MIB, 160 * MIB, 7000 * MIB, 900 * MIB)

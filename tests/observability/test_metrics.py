@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from timings import is_timing
 
-from swift.observability.metrics import MetricStore, is_timing, kind_of
+from swift.observability.metrics import MetricStore, kind_of
 from swift.rollout.saved_state import decode, encode
 from swift.trainers.grpo.callbacks import PipelineCallback
 from swift.trainers.grpo.metrics import StepMetrics

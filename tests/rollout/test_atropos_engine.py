@@ -144,19 +144,34 @@ def test_advantages_of_the_environment():
     assert [one.episode.advantage for one in read(group(advantages=rows))] == [None, None]
     zero = group(overrides=[{"set_advantage_to_zero": True}, {}])
     assert [one.episode.advantage for one in read(zero)] == [0.0, None]
-    by_token = group(advantages=[[0.0, 0.0, 0.0, 1.0, 2.0], rows[1]])
-    assert read(by_token, use_advantages=True)[0].episode.problem == "advantages by token"
+    by_token = group(advantages=[[math.nan, 0.0, 0.0, 1.0, 2.0], rows[1]])
+    one, other = (done.episode for done in read(by_token, use_advantages=True))
+    assert (one.advantage, one.advantages, other.advantages) == (1.5, [1.0, 2.0], [])
+    unknown = group(advantages=[[0.0, 0.0, 0.0, 1.0, math.nan], rows[1]])
+    assert read(unknown, use_advantages=True)[0].episode.problem == "advantages"
+
+
+def test_advantages_by_token_are_those_of_trained_tokens():
+    given = edited("masks", 0, (3, -100))
+    given["tokens"][0] += [9, 9]
+    given["masks"][0] += [-100, 9]
+    given["inference_logprobs"] = None
+    given["advantages"] = [[5.0] * 4 + [1.0, 7.0, 3.0], [0.0] * 5]
+    one = read(given, use_advantages=True)[0]
+    assert (one.mask, one.episode.advantages, one.episode.advantage) == ([1, 0, 1], [1.0, 0.0, 3.0], 2.0)
 
 
 def test_what_the_environment_gives_reaches_the_samples():
-    advantages = [[0.0] * 3 + [2.0] * 2, [0.0] * 3 + [-1.0] * 2]
+    advantages = [[0.0] * 3 + [2.0] * 2, [0.0] * 3 + [-1.0, 0.5]]
     given = group(advantages=advantages, ref_logprobs=[[1.0] * 3 + [-0.25, -0.75]] * 2)
     completions = read(given, use_advantages=True)
     made = RolloutGroup("a-0", 0, 0, Prompt("a", [], [1]), completions)
     set_scores(made, GroupScores([[one.episode.rewards[0]] for one in completions], [None, None]))
     maker = BatchMaker(BatchConfig(num_generations=2, generation_batches=1, num_global_batches=1, num_iterations=1))
     samples = maker.make([made], 0).batch.samples
-    assert [one.advantage for one in samples] == [2.0, -1.0]
+    assert [one.advantage for one in samples] == [2.0, -0.25]
+    assert samples[0].token_advantages is None
+    assert samples[1].token_advantages.tolist() == [-1.0, 0.5]
     assert samples[0].ref_logprobs.tolist() == [-0.25, -0.75]
     assert samples[0].prompt_ids.tolist() == completions[0].episode.prompt_ids
 

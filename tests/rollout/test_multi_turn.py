@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import statistics
 import threading
 import time
 from dataclasses import replace
@@ -413,9 +414,9 @@ def test_64_trajectories_with_a_slow_tool_take_hardly_longer(policy, engine_of, 
         return time.monotonic() - began
 
     seconds(0.0)
-    pairs = [(seconds(0.0), seconds(0.2)) for _ in range(3)]
+    pairs = [(seconds(0.0), seconds(0.2)) for _ in range(5)]
     print(pairs)
-    assert min(slow / fast for fast, slow in pairs) < 1.3
+    assert statistics.median(slow / fast for fast, slow in pairs) < 1.3
 
 
 def test_a_sample_whose_environment_fails_is_left_out(policy, engine_of, caplog):

@@ -296,6 +296,13 @@ def test_calls_are_bounded(policy, gym, engine_of, monkeypatch):
     assert gym.most_at_once == 3
 
 
+def test_a_call_has_a_limit_of_its_own(policy, gym, engine_of):
+    gym.canned, gym.fault_of = canned(policy[1]), lambda body: "slow"
+    engine = engine_of(gym, "run", limit_s=5)
+    engine.limit_s = 0.2  # --rollout_timeout, less than a call takes
+    assert rewards(run(engine, requests(policy[1], 2))) == [odd_share("canned")] * 2
+
+
 def test_a_slow_host_keeps_no_other_one_waiting(policy, gym, engine_of, monkeypatch):
     monkeypatch.setitem(play.CALLS, "verify", (1, 2))
     gym.fault_of = lambda body: "slow"

@@ -13,7 +13,7 @@ from swift.rollout.engines.transformers import TransformersEngine
 from swift.rollout.prefetch import Generation
 from swift.rollout.request_limit import RequestClock
 from swift.rollout.scheduler import LaunchLog
-from swift.types import Completion, Prompt, Request, SamplingParams, TrainerProgress
+from swift.types import Prompt, Request, SamplingParams, TrainerProgress
 
 
 class Endless(ScriptedEngine):
@@ -52,42 +52,10 @@ def sampled(engine, wanted, limit_s=0.5):
     return done, clock.late
 
 
-def test_without_late_requests_nothing_changes():
-    done, late = sampled(ScriptedEngine(), requests(6))
-    plain = {one.request_id: one.token_ids for one in ScriptedEngine().generate(requests(6))}
-    assert ({name: one.token_ids for name, one in done.items()}, late) == (plain, 0)
-
-
 def test_a_late_request_is_sampled_once_more_with_the_same_seed():
     done, late = sampled(Endless(once=["g/2"], step_s=0.01), requests(4))
     plain = {one.request_id: one.token_ids for one in ScriptedEngine().generate(requests(4))}
     assert ({name: one.token_ids for name, one in done.items()}, late) == (plain, 1)
-
-
-def test_one_that_is_late_twice_is_given_up_alone():
-    began = time.monotonic()
-    done, late = sampled(Endless(endless=["g/1"], step_s=0.01), requests(4))
-    assert time.monotonic() - began < 20
-    assert {name: one.finish_reason for name, one in done.items() if name != "g/1"} == {
-        "g/0": "stop", "g/2": "stop", "g/3": "stop",
-    }  # fmt: skip
-    assert (done["g/1"].finish_reason, late) == ("error", 2)
-
-
-def test_one_that_had_not_begun_is_not_at_fault():
-    class Queueing(Endless):
-        """Ends aborted requests before their first token, once."""
-
-        def _step(self):
-            ended = super()._step()
-            return [
-                Completion(one.request_id, [], [], "abort") if one.finish_reason == "abort" else one for one in ended
-            ]
-
-    engine = Queueing(once=["g/1"], step_s=0.01)
-    done, late = sampled(engine, requests(3))
-    assert ({one.finish_reason for one in done.values()}, late) == ({"stop"}, 0)
-    assert [event[1] for event in engine.events if event[0] == "submit"].count("g/1") == 2
 
 
 def test_what_is_submitted_between_two_steps_is_bounded_once_the_clock_knows_of_it():

@@ -152,13 +152,6 @@ def test_frequency_counts_each_occurrence_and_presence_only_the_first():
         assert again[0].tolist() == [expected]
 
 
-def test_presence_penalties_make_completions_more_varied(engine):
-    def variety(**sampling):
-        return sum(len(set(one.token_ids)) for one in run(engine, replace(PLAIN, temperature=0.3, **sampling)))
-
-    assert variety(presence_penalty=2.0, frequency_penalty=2.0) > variety()
-
-
 def test_no_end_token_comes_before_the_least_length(engine, tokenizer):
     """Every token but one ends a completion, so that without a minimum nearly all end at once."""
     others = tuple(i for i in range(250) if i != 9)

@@ -318,15 +318,6 @@ def busy(nano_folders):
     return engine, Streaming(engine)
 
 
-def test_another_thread_can_abort(busy):
-    engine, streaming = busy
-    engine.abort(["long"])
-    streaming.join()
-    (completion,) = streaming.done
-    assert completion.finish_reason == "abort"
-    assert 0 < len(completion.token_ids) < LONG
-
-
 def test_another_thread_can_pause_and_change_the_weights_between_two_tokens(busy):
     engine, streaming = busy
     engine.pause()

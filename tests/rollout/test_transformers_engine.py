@@ -47,22 +47,6 @@ def run(engine, requests):
 PROMPTS = [[5, 6, 7], [9] * 11, [20, 21, 22, 23, 24, 25]]
 
 
-def oracle_logprobs(folder, requests, completions, temperature):
-    """Log-probs by transformers' own attention on padded rows."""
-    sequences = [TokenSequence(r.prompt_ids, completions[r.request_id].token_ids) for r in requests]
-    logits = padded_logits(load(folder).eval(), sequences)
-    targets = torch.tensor([token for s in sequences for token in s.completion_ids])
-    return (logits / temperature).log_softmax(-1).gather(1, targets[:, None])[:, 0]
-
-
-def test_logprobs_are_those_of_the_model_at_the_sampling_temperature(nano_folder):
-    requests = make_requests(PROMPTS)
-    completions = run(make_engine(nano_folder), requests)
-    reported = torch.tensor([x for r in requests for x in completions[r.request_id].logprobs])
-    expected = oracle_logprobs(nano_folder, requests, completions, 0.9)
-    assert (reported - expected).abs().max() < 1e-5
-
-
 def test_a_prompt_is_prefilled_once_for_all_its_samples(nano_folder):
     engine = make_engine(nano_folder)
     completions = run(engine, make_requests(PROMPTS, samples=8))
@@ -155,36 +139,6 @@ def test_rows_that_leave_never_double_the_cache():
     assert sizes == [whole - whole // 4 * 3 // 4 * (i + 1) for i in range(4)]
     for (keys, values), (kept_keys, kept_values) in zip(expected, cache.layers, strict=True):
         assert torch.equal(keys, kept_keys) and torch.equal(values, kept_values)
-
-
-@pytest.mark.parametrize("options", [{"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.3}, {"top_k": 20, "top_p": 0.8}])
-def test_truncated_sampling_draws_survivors_and_reports_renormalised_logprobs(nano_folder, options):
-    sampling = replace(PLAIN, max_new_tokens=8, **options)
-    requests = make_requests(PROMPTS, samples=6, sampling=sampling)
-    completions = run(make_engine(nano_folder), requests)
-    model = load(nano_folder).eval()
-    for request in requests:
-        completion = completions[request.request_id]
-        logits = padded_logits(model, [TokenSequence(request.prompt_ids, completion.token_ids)])
-        probs = (logits / 0.9).softmax(-1).detach()
-        for step, token in enumerate(completion.token_ids):
-            survivors = reference_truncation(probs[step], **options)
-            assert survivors[token] > 0
-            assert completion.logprobs[step] == pytest.approx(float(survivors[token].log()), abs=2e-4)
-
-
-def reference_truncation(probs, *, top_k=0, top_p=1.0, min_p=0.0):
-    """Truncation the slow way: one token after the other, from the most likely."""
-    kept = torch.zeros_like(probs)
-    order = probs.argsort(descending=True).tolist()[: top_k or None]
-    total = probs[order].sum()
-    mass = 0.0
-    for token in order:
-        if mass >= top_p or probs[token] < min_p * probs[order[0]]:
-            break
-        kept[token] = probs[token]
-        mass += float(probs[token] / total)
-    return kept / kept.sum()
 
 
 def test_repetition_penalty_makes_seen_tokens_rarer(nano_folder):

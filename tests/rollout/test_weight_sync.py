@@ -94,12 +94,6 @@ def test_an_engine_on_the_trainers_weights_is_told_the_version_and_sent_nothing(
     assert walked == []
 
 
-def test_the_ack_names_version_and_content():
-    made = weight_sync(ScriptedEngine())
-    ack = made.sync(1)
-    assert (ack.version, ack.tensors, ack.nbytes) == (1, 2, 4 * 6 + 4 * 4)
-
-
 def test_syncs_count_as_time_of_their_own():
     phases = []
 
@@ -169,14 +163,6 @@ def test_an_obstacle_is_said_once_and_weights_are_sent_as_ever(caplog):
     assert kinds(engine) == ["update", "update", "share", "update"]
     said = [record.message for record in caplog.records]
     assert said == ["weights: engine and trainer keep memory of their own: its weights are packed"]
-
-
-def test_weights_that_are_not_plain_parameters_are_sent():
-    engine = Borrower()
-    made = weight_sync(engine, live=dict)
-    for step in range(3):
-        made.update(step)
-    assert kinds(engine) == ["update"] * 3
 
 
 def test_parameters_that_become_sharded_are_sent_from_then_on():

@@ -30,13 +30,15 @@ def made(tmp_path):
         service.close()
 
 
-def call(app, path, *messages, query=b"", kind=b"application/json"):
+def call(app, path, *messages, query=b"", **headers):
     """One request, as a web server would pass it on; the client hangs up when `messages` are used up."""
     coming, sent = list(messages), []
+    headers = {"content-type": b"application/json", **headers}
     scope = {
         "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
         "scheme": "http", "path": path, "raw_path": path.encode(), "root_path": "", "query_string": query,
-        "headers": [(b"content-type", kind)], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80),
+        "headers": [(name.encode(), value) for name, value in headers.items()],
+        "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80),
     }  # fmt: skip
 
     async def receive():
@@ -74,15 +76,17 @@ def test_a_client_that_is_gone_before_the_first_byte_leaves_no_request(made, pat
 
 @pytest.mark.parametrize("how", ["hangs up", "never sends the rest", "leaves pieces"])
 def test_an_adapter_that_is_abandoned_on_the_way_is_forgotten(made, monkeypatch, how):
-    _, app = made()
+    service, app = made()
+    service.lease.take("mine", "", time.monotonic())
     monkeypatch.setattr(access, "SILENCE_S", 0.2)
     part = body(bytes(32 * MIB), more=how != "leaves pieces")
     coming = {"hangs up": [part], "never sends the rest": [part, None], "leaves pieces": [part]}[how]
-    query = b"lora_name=x&version=1" + (b"&offset=0&total=%d" % (64 * MIB) if how == "leaves pieces" else b"")
+    query = b"version=1" + (b"&offset=0&total=%d" % (64 * MIB) if how == "leaves pieces" else b"")
+    upload = {"content-type": b"application/x-safetensors", "x-swift-run": b"mine"}
     del part
     tracemalloc.start()
     try:
-        sent = call(app, "/v1/load_lora_adapter", *coming, query=query, kind=b"application/x-safetensors")
+        sent = call(app, "/v1/load_lora_adapter", *coming, query=query, **upload)
         held = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
@@ -110,7 +114,6 @@ def test_an_adapter_that_is_abandoned_on_the_way_is_forgotten(made, monkeypatch,
         ("/tokenize", b'{"prompt": "\\ud83d x"}'),
         ("/generate", b'{"prompt": {"prompt_token_ids": "ab"}}'),
         ("/infer/", b'{"prompts": [[1]], "requests": [{"id": "\\ud800 x", "prompt": 0, "sampling": {}}]}'),
-        ("/v1/load_lora_adapter", b'{"lora_name": "x", "lora_path": "a\\u0000b"}'),
         ("/weights/begin", b'{"version": 1, "manifest": [["a", "os", [1]]]}'),
         ("/weights/begin", b'{"version": 1, "manifest": [["a", "float32", [-1]]]}'),
         ("/reset", b'{"run_id": ""}'),
@@ -261,8 +264,6 @@ FIELDS = {
     "/reset": ["name"],
     "/release": ["run_id"],
     "/abort_requests": ["request_ids"],
-    "/v1/load_lora_adapter": ["lora_name", "lora_path"],
-    "/v1/unload_lora_adapter": ["lora_name"],
     "/weights/bucket": ["path", "digest"],
     "/weights/begin": ["manifest"],
 }
@@ -276,7 +277,6 @@ def body_with(path, field, text):
         "/generate": {"prompt": "a", "max_tokens": 1},
         "/infer/": {"prompts": [[1]], "requests": [{"id": text, "prompt": 0, "sampling": {"max_new_tokens": 1}}]},
         "/reset": {"run_id": "odd"},
-        "/v1/load_lora_adapter": {"lora_name": "x", "lora_path": "x"},
         "/weights/bucket": {"update": 1, "path": "x"},
         "/weights/begin": {"version": 1, "manifest": [[text, "float32", [1]], ["a", text, [1]]]},
     }.get(path, {})
@@ -300,7 +300,7 @@ def test_odd_texts_are_taken_or_refused_and_no_defect(http, caplog, path, field)
 
 @pytest.mark.parametrize("name", ["a" * 300, "%00", "%ed%a0%80", "%ff", "..%2f..", "%F0%9F%98%80"])
 def test_odd_names_in_queries_and_heads_are_no_defect(http, caplog, name):
-    for path in (f"/v1/load_lora_adapter?lora_name={name}", f"/weights/bucket?update={name}", f"/{name}"):
+    for path in (f"/v1/load_lora_adapter?version={name}", f"/weights/bucket?update={name}", f"/{name}"):
         reply = http.post(path, content=b"x", headers={"Content-Type": "application/x-safetensors"})
         assert reply.status_code in (404, 409, 422), reply.text
     reply = http.post("/resume", headers={b"X-Swift-Run": b"\xff\xfe" + name.encode()})

@@ -16,12 +16,6 @@ def test_a_run_that_took_it_keeps_it_by_being_active():
     assert caught.value.facts["expires_in_s"] == 10
 
 
-def test_taking_it_twice_is_not_another_run():
-    lease = Lease()
-    assert lease.take("a", "", now=0) is True
-    assert lease.take("a", "", now=1) is False
-
-
 def test_a_silent_run_can_be_replaced_and_then_is_told_so():
     lease = Lease(lifetime_s=60)
     lease.take("a", "host 1", now=0)

@@ -9,7 +9,7 @@ import pytest
 from oracle import ask, run
 from server_parts import SHORT, link_to, many, spec_of
 
-from swift.errors import EngineDead, EngineError, NumericError, RequestRefused
+from swift.errors import EngineDead, RequestRefused
 from swift.rollout.engines import dispatch, remote, wire
 from swift.rollout.engines.pool import EnginePool
 from swift.rollout.engines.remote import server_engine
@@ -206,52 +206,9 @@ def test_a_stream_that_is_cut_off_is_no_end(server, fake, no_backoff):
     engine.close()
 
 
-@pytest.mark.parametrize(
-    ("logprobs", "kind", "problem"),
-    [
-        ([0.5], NumericError, "log-prob 0.5"),
-        ([-0.5, -0.5], NumericError, "2 log-probs for 1 tokens"),
-        ([float("nan")], EngineError, "malformed"),
-    ],
-)
-def test_a_completion_that_cannot_be_is_an_error(server, fake, no_backoff, logprobs, kind, problem):
-    def wrong(handler, body):
-        handler.answer(200, said(body, logprobs=logprobs))
-
-    _, url = fake(wrong)
-    engine = alone(server, url)
-    with pytest.raises(kind, match=problem):
-        run(engine, [ask("a")])
-    engine.close()
-
-
-def test_a_request_that_takes_too_long_is_tried_twice_and_then_an_error(server, fake):
-    aborted = threading.Event()
-
-    def slow(handler, body):
-        aborted.wait(10)
-        aborted.clear()
-        handler.answer(200, said(body, finish_reason="abort"))
-
-    one, url = fake(slow)
-    engine = alone(server, url, Timeouts(server_s=2, request_s=0.5, reply_s=20.0))
-    transport = engine.engines[0].transport
-    tell, told = transport.abort, []
-
-    def telling(ids):
-        told.append(ids)
-        tell(ids)
-        aborted.set()
-
-    transport.abort = telling
-    done = run(engine, [ask("a")])[0]
-    assert (done.finish_reason, told, one.calls) == ("error", [["a"], ["a"]], 2)
-    assert engine.late == 2
-    engine.close()
-
-
 def test_a_full_queue_is_waited_for(server, fake, monkeypatch):
     monkeypatch.setattr(dispatch, "BUSY_S", 0.05)
+    monkeypatch.setattr("swift.rollout.engines.pool.LOOK_S", 0.05)
     busy = json.dumps({"error": {"message": "queue: full", "type": "", "code": 429, "kind": "queue"}}).encode()
 
     def full(handler, body):
@@ -264,24 +221,3 @@ def test_a_full_queue_is_waited_for(server, fake, monkeypatch):
     engine = alone(server, url)
     assert run(engine, [ask("a")])[0].token_ids == [1]
     engine.close()
-
-
-def test_close_ends_a_stream_of_another_thread(engine):
-    for request in many(400):
-        engine.submit(request)
-    ended, begun = [], threading.Event()
-
-    def stream():
-        try:
-            for _ in engine.stream():
-                begun.set()
-        except EngineDead as error:
-            ended.append(error)
-
-    thread = threading.Thread(target=stream)
-    thread.start()
-    assert begun.wait(60)
-    engine.close()
-    thread.join(10)
-    assert not thread.is_alive()
-    assert len(ended) == 1

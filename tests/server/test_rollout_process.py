@@ -186,16 +186,6 @@ def test_a_server_whose_engines_may_not_be_started_again_ends_with_code_4(nano_f
 
 
 @pytest.mark.slow
-def test_two_servers_that_want_one_port_leave_one(nano_folders, tmp_path):
-    first = Server(nano_folders["qwen2"], tmp_path)
-    second = Server(nano_folders["qwen2"], tmp_path, port=first.port, wait=False)
-    assert second.process.wait(120) == 3
-    assert f"--port: {first.port}: cannot be used" in second.text()
-    assert first.stop() == 0
-    assert first.left() == []
-
-
-@pytest.mark.slow
 def test_a_vllm_server_samples_what_the_trainer_would(tmp_path, monkeypatch):
     pytest.importorskip("vllm")
     from swift.models.tiny import build_tiny

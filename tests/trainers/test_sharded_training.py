@@ -13,9 +13,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from sharded_worker import launch
+from timings import is_timing
 from transformers import AutoModelForCausalLM
-
-from swift.observability.metrics import is_timing
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

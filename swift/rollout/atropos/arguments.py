@@ -35,7 +35,7 @@ class AtroposArguments:
     """Whether samples without the sampler's log-probs are left out, instead of trained on without correction."""
 
     use_env_advantages: bool = flag(False, needs=NEEDS, everyday=False)
-    """Whether the environments' advantages count instead of those from scores; one number per sample."""
+    """Whether the environments' advantages count instead of those from scores; one per sample or per token."""
 
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one line each."""

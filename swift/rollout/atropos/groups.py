@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from statistics import fmean
 from typing import Any
 
 from swift.errors import ConfigError
@@ -128,6 +129,7 @@ class GroupReader:
         self._check_logprobs(logprobs, mask)
         known = logprobs or [math.nan] * len(ids)
         turns = list(_turns(mask))
+        advantage, by_token = self._advantage(group, index, own(group.advantages), mask)
         said = [pair for first, last in turns for pair in self._messages(tokens, start, first, last, mask)]
         return Completion(
             request_id=name,
@@ -146,7 +148,8 @@ class GroupReader:
                 rewards=[score],
                 logprobs_known=logprobs is not None,
                 ref_logprobs=references if references and _finite(references, mask) else [],
-                advantage=self._advantage(group, index, own(group.advantages), mask),
+                advantage=advantage,
+                advantages=by_token,
             ),
         )
 
@@ -178,16 +181,19 @@ class GroupReader:
             self.leaked += 1
             raise _Excluded("positive log-probs")
 
-    def _advantage(self, group: Group, index: int, given: list[float] | None, mask: list[int]) -> float | None:
-        """What the environment says instead of an advantage from scores; None where it does not."""
+    def _advantage(
+        self, group: Group, index: int, given: list[float] | None, mask: list[int]
+    ) -> tuple[float | None, list[float]]:
+        """What the environment says instead of an advantage from scores, if it does: a mean, and tokens that differ."""
         if group.overrides and group.overrides[index].get("set_advantage_to_zero"):
-            return 0.0
+            return 0.0, []
         if not self.use_advantages or given is None:
-            return None
-        values = {value for value, one in zip(given, mask, strict=True) if one}
-        if len(values) != 1 or not math.isfinite(min(values)):
-            raise _Excluded("advantages by token")
-        return values.pop()
+            return None, []
+        if not _finite(given, mask):
+            raise _Excluded("advantages")
+        trained = [value for value, one in zip(given, mask, strict=True) if one]
+        differ = len(set(trained)) > 1
+        return fmean(trained), [value if one else 0.0 for value, one in zip(given, mask, strict=True)] if differ else []
 
     def _temperature(self, group: Group, index: int) -> float:
         """Of a sequence: what is said of it, or of its group; where nothing is, that of the loss."""

@@ -21,7 +21,7 @@ from typing import Any
 
 from swift.devices import allowed_cores
 from swift.errors import EngineDead, SwiftError, first_line
-from swift.rollout.engines import cluster, guard
+from swift.rollout.engines import cluster, guard, wire
 from swift.rollout.engines.base import Capabilities, EngineCounters, Health
 from swift.rollout.engines.client import EngineClient
 from swift.rollout.engines.ray_actor import GROUPS, MARKER, EngineActor
@@ -252,7 +252,7 @@ class ActorTransport(Transport):
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, SwiftError) and not isinstance(cause, EngineDead):
-                raise _named(cause, self.name) from None
+                raise wire.error_in_name(self.name, type(cause), cause.problems, vars(cause)) from None
             if name == "start":  # it would fail again
                 raise EngineDead(f"{self.name}: {type(cause).__name__}: {first_line(cause)}") from None
             of_type = "" if isinstance(cause, SwiftError) else f"{type(cause).__name__}: "
@@ -381,15 +381,6 @@ def _as_actor_sees(spec: EngineSpec) -> EngineSpec:
     if all(device.startswith("cuda") for device in spec.devices):
         return replace(spec, devices=tuple(f"cuda:{index}" for index in range(len(spec.devices))))
     return spec
-
-
-def _named(error: SwiftError, name: str) -> SwiftError:
-    """The same error in the engine's name."""
-    first, *rest = error.problems
-    made = type(error).__new__(type(error))
-    SwiftError.__init__(made, first if first.startswith(f"{name}: ") else f"{name}: {first}", *rest)
-    made.__dict__.update({key: value for key, value in vars(error).items() if key != "problems"})
-    return made
 
 
 def oom_kills() -> int:

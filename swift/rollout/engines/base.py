@@ -51,7 +51,6 @@ class EngineCounters:
     prefill_tokens: int = 0
     decode_rows: int = 0
     decode_steps: int = 0
-    generate_s: float = 0.0
     restarts: int = 0
 
     def __add__(self, other: EngineCounters) -> EngineCounters:
@@ -68,9 +67,8 @@ class Capabilities:
     name: of the backend, for people. logprob_support: "full" is log-softmax(logits / T) over the vocabulary,
     "truncated" renormalises after top-k, top-p, min-p and penalties (equal to "full" when none is on), "raw" is at
     temperature 1. shares_weights: reads the trainer's own parameters, so that a weight sync copies nothing.
-    sleep_levels: those that release memory. kv_release: whether sleeping gives the KV cache back. in_flight_updates: it
-    can be paused between two tokens. guided: holds completions to a regular expression. sampling_fields: what of
-    `SamplingParams.unusual` it takes.
+    sleep_levels: those that release memory. in_flight_updates: it can be paused between two tokens. guided: holds
+    completions to a regular expression. sampling_fields: what of `SamplingParams.unusual` it takes.
     """
 
     name: str
@@ -82,7 +80,6 @@ class Capabilities:
     tensor_parallel_size: int = 1
     lora: bool = False
     sleep_levels: tuple[SleepLevel, ...] = (0,)
-    kv_release: bool = False
     in_flight_updates: bool = False
     guided: bool = False
     sampling_fields: tuple[str, ...] = ()

@@ -18,7 +18,8 @@ from typing import Any
 from swift.errors import EngineAsleep, EngineDead, EngineError, NumericError, RequestRefused, SyncFailed
 from swift.rollout.engines.client import EngineClient
 from swift.rollout.engines.completion_stream import Failure
-from swift.rollout.engines.requests import RequestTable, impossible
+from swift.rollout.engines.requests import RequestTable
+from swift.rollout.engines.running import impossible
 from swift.rollout.engines.transport import Event, Lost, Returned
 from swift.types import Completion, Request
 
@@ -146,7 +147,9 @@ class Dispatch:
 
     def _arrive(self, client: EngineClient, life: object, completion: Completion) -> None:
         client.transport.progress()
-        problem = impossible(completion)
+        problem = impossible(completion.logprobs)
+        if len(completion.logprobs) != len(completion.token_ids):
+            problem = f"{len(completion.logprobs)} log-probs for {len(completion.token_ids)} tokens"
         with self.changed:
             if problem and self.table.remove(life, [completion.request_id]):
                 raise NumericError(

@@ -39,6 +39,10 @@ class EngineLife(InferenceEngine):
         self._invalid = ""  # why the weights cannot be used, until `rebuild`
         self._dead = ""  # why nothing works any more, until `rebuild`
 
+    @property
+    def void(self) -> str:  # type: ignore[override]
+        return self._invalid
+
     @abstractmethod
     def _fall_asleep(self, level: SleepLevel) -> tuple[int, list[str]]:
         """Release memory of an idle, awake engine; bytes freed, and remarks."""

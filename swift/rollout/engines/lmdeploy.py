@@ -36,7 +36,7 @@ from swift.rollout.engines.base import ALL_TAGS, Capabilities, EngineCounters, S
 from swift.rollout.engines.expected_weights import ExpectedWeights, few, merged_adapters, model_config
 from swift.rollout.engines.life import EngineLife
 from swift.rollout.engines.lmdeploy_api import require
-from swift.rollout.engines.process import same_environment
+from swift.rollout.engines.process import on_thread, same_environment
 from swift.rollout.engines.running import Running, ends_with_stop
 from swift.rollout.engines.spec import EngineSpec, visible_devices
 from swift.rollout.weights.base import Ack, Bucket, TensorInfo, WeightUpdate, torch_dtype
@@ -134,7 +134,6 @@ class LMDeployEngine(EngineLife):
             devices=spec.devices,
             tensor_parallel_size=spec.tensor_parallel_size,
             sleep_levels=(0, 1, 2),
-            kv_release=True,
             guided=True,
             sampling_fields=api_.SAMPLING_FIELDS,
         )
@@ -253,7 +252,6 @@ class LMDeployEngine(EngineLife):
     def stream(self) -> Iterator[Completion]:
         while True:
             self._between()
-            started = time.monotonic()
             idle = not self._running  # nothing more comes by itself
             try:
                 done = self._ready.get(timeout=0.0 if idle else self._patience(0.5))
@@ -262,8 +260,6 @@ class LMDeployEngine(EngineLife):
                     return
                 self._require_progress()
                 continue
-            finally:
-                self.counters.generate_s += time.monotonic() - started
             self.counters.decode_rows += len(done.token_ids)
             yield done
 
@@ -416,17 +412,7 @@ def placed(tensor: Tensor, device: str, dtype: torch.dtype) -> Tensor:
 
 def _bounded(call: Callable[[], Any], seconds: float, what: str, error_type: type[SwiftError] = EngineDead) -> Any:
     """A call on a thread of its own, waited for at most this long; a call that hangs is left behind."""
-    future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=f"lmdeploy {what}", daemon=True).start()
-    return _result(future, seconds, what, error_type)
+    return _result(on_thread(call, f"lmdeploy {what}"), seconds, what, error_type)
 
 
 def _result(future: Future[Any], seconds: float, what: str, error_type: type[SwiftError] = EngineDead) -> Any:

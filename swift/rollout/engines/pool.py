@@ -382,9 +382,7 @@ def settled(outcomes: Sequence[T | Exception]) -> list[T]:
 def common_capabilities(each: Sequence[Capabilities]) -> Capabilities:
     """What every engine can do."""
     first = each[0]
-    all_have = {
-        name: all(getattr(one, name) for one in each) for name in ("lora", "kv_release", "in_flight_updates", "guided")
-    }
+    all_have = {name: all(getattr(one, name) for one in each) for name in ("lora", "in_flight_updates", "guided")}
     shared = {
         name: tuple(entry for entry in getattr(first, name) if all(entry in getattr(one, name) for one in each))
         for name in ("sleep_levels", "sampling_fields")

@@ -15,12 +15,15 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 STACK_FRAMES = 4
+T = TypeVar("T")
 
 
 def stack_of(thread: threading.Thread | None) -> str:
@@ -28,6 +31,21 @@ def stack_of(thread: threading.Thread | None) -> str:
     frame = sys._current_frames().get((thread or threading.main_thread()).ident or 0)
     where = [f"{one.name} ({Path(one.filename).name}:{one.lineno})" for one in traceback.extract_stack(frame)]
     return " < ".join(reversed(where[-STACK_FRAMES:]))
+
+
+def on_thread(work: Callable[[], T], name: str) -> Future[T]:
+    """Begin `work` on a thread of its own, which keeps nobody from ending and is left behind if it hangs."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # belongs to whoever waits
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 def random_state() -> Callable[[], None]:

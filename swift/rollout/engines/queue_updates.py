@@ -17,9 +17,6 @@ class QueueUpdates:
 
     Args:
         ended: called on the engine's thread when an update has ended.
-
-    Attributes:
-        void: why the engine's weights belong to no version since an update failed; "" when they do.
     """
 
     def __init__(
@@ -29,7 +26,6 @@ class QueueUpdates:
         self._update: WeightUpdate | None = None
         self._number = 0  # of the latest update
         self._touched_at = 0.0
-        self.void = ""
 
     @property
     def open(self) -> bool:
@@ -63,9 +59,7 @@ class QueueUpdates:
         """
 
         def send(update: WeightUpdate) -> None:
-            bucket = read(self.missing(number))
-            self.void = f"the update to version {update.version} has not arrived whole"
-            update.send(bucket)
+            update.send(read(self.missing(number)))
             self._touched_at = time.monotonic()
 
         return self._step(number, send)
@@ -76,7 +70,6 @@ class QueueUpdates:
         def commit(update: WeightUpdate) -> Ack:
             ack = update.commit()
             self._end(abort=False)
-            self.void = ""
             return ack
 
         return self._step(number, commit)

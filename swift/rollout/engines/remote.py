@@ -239,7 +239,7 @@ class HttpTransport(ServerCalls, Transport):
         path, body = {
             "pause": ("/pause", None),
             "resume": ("/resume", None),
-            "drop_adapter": ("/v1/unload_lora_adapter", {}),
+            "drop_adapter": ("/v1/unload_lora_adapter", None),
             "reset_caches": ("/reset_prefix_cache", None),
             "connect": ("/weights/connect", fields),
             "hold": ("/hold", fields),
@@ -267,7 +267,7 @@ class HttpTransport(ServerCalls, Transport):
     def _load_adapter(self, adapter: AdapterWeights, version: int) -> dict[str, Any]:
         metadata = {"adapter_config": json.dumps(adapter.config)}
         data = disk.as_bytes([(name, adapter.tensors[name]) for name in sorted(adapter.tensors)], metadata)
-        reply = self._upload("/v1/load_lora_adapter", {"lora_name": f"policy-v{version}", "version": version}, data)
+        reply = self._upload("/v1/load_lora_adapter", {"version": version}, data)
         return {"result": Ack(**reply["ack"])}
 
     # --- weights ----------------------------------------------------------------------------------------------

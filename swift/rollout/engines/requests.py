@@ -211,13 +211,3 @@ class RequestTable:
         self._load[entry.holder] -= entry.size
         if not held:
             del self._held[entry.holder], self._load[entry.holder]
-
-
-def impossible(completion: Completion) -> str:
-    """Why a completion's log-probs are impossible; "" when they are not."""
-    if len(completion.logprobs) != len(completion.token_ids):
-        return f"{len(completion.logprobs)} log-probs for {len(completion.token_ids)} tokens"
-    for place, logprob in enumerate(completion.logprobs):
-        if not (logprob <= 0 and math.isfinite(logprob)):
-            return f"token {place} has log-prob {logprob}"
-    return ""

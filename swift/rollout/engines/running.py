@@ -28,12 +28,10 @@ class Running:
 
     def add(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
         """Note tokens sampled with `version` of the weights. Raises NumericError: a log-prob that cannot be one."""
-        for place, logprob in enumerate(logprobs, start=len(self.token_ids)):
-            if not (logprob <= 0 and math.isfinite(logprob)):
-                raise NumericError(
-                    f"request: {self.request.request_id}: token {place} has log-prob {logprob}: the model's output is "
-                    "not finite; look at its weights"
-                )
+        if problem := impossible(logprobs, len(self.token_ids)):
+            raise NumericError(
+                f"request: {self.request.request_id}: {problem}: the model's output is not finite; look at its weights"
+            )
         version = version if self.pinned is None else self.pinned
         if token_ids and (not self.spans or self.spans[-1][0] != version):
             self.spans.append((version, len(self.token_ids)))
@@ -84,6 +82,14 @@ class RunningRequests(dict[str, Running]):
             taken = [self.pop(name) for name in list(self) if name in self._to_abort]
             self._to_abort.clear()
         return taken
+
+
+def impossible(logprobs: Sequence[float], first: int = 0) -> str:
+    """Which of the log-probs of tokens, from number `first` on, cannot be one; "" when none."""
+    for place, logprob in enumerate(logprobs, start=first):
+        if not (logprob <= 0 and math.isfinite(logprob)):
+            return f"token {place} has log-prob {logprob}"
+    return ""
 
 
 def ends_with_stop(token_ids: Sequence[int], words: Sequence[str], tokenizer: Any) -> bool:

@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,6 +17,7 @@ import httpx
 
 from swift.errors import EngineDead, EngineError, SyncFailed, first_line
 from swift.rollout.engines import wire
+from swift.rollout.engines.process import on_thread
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.engines.transport import Lost, Timeouts
 
@@ -87,9 +87,7 @@ class ServerCalls:
 
     def _aside(self, work: Callable[[], Any], timeout_s: float) -> Callable[[], Any]:
         """Begin `work` on a thread; the result waits for it and raises what came of it."""
-        thread = ThreadPoolExecutor(1)
-        future = thread.submit(work)
-        thread.shutdown(wait=False)
+        future = on_thread(work, f"call of {self.name}")
 
         def wait() -> Any:
             try:

@@ -23,7 +23,7 @@ from swift.errors import EngineError, SwiftError, first_line
 from swift.rollout.engines.base import EngineCounters, TensorInfo
 from swift.types import Completion, Request, SamplingParams
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Changes when either side would misunderstand the other."""
 RUN_HEADER = "X-Swift-Run"
 """Id of the run that sends the request."""
@@ -154,8 +154,13 @@ def error_from(error: dict[str, Any], name: str) -> SwiftError | None:
     kind = getattr(swift.errors, str(error["type"]), None)
     if not (isinstance(kind, type) and issubclass(kind, SwiftError)):
         kind = EngineError
-    made: SwiftError = kind.__new__(kind)
-    first, *rest = [str(problem) for problem in error["problems"]]
-    SwiftError.__init__(made, f"{name}: {first}", *rest)
-    made.__dict__.update(error.get("state") or {})
+    return error_in_name(name, kind, list(map(str, error["problems"])), error.get("state") or {})
+
+
+def error_in_name(name: str, kind: type[SwiftError], problems: Sequence[str], state: dict[str, Any]) -> SwiftError:
+    """An error of this kind that an engine or server has raised, with its name in front. state: further attributes."""
+    made = kind.__new__(kind)
+    first, *rest = problems
+    SwiftError.__init__(made, first if first.startswith(f"{name}: ") else f"{name}: {first}", *rest)
+    made.__dict__.update({key: value for key, value in state.items() if key != "problems"})
     return made

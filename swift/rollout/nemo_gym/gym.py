@@ -8,7 +8,6 @@ try within the same time limit. A row that names no known server ends the run.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import re
 import time
@@ -140,28 +139,26 @@ class NemoGym:
         trajectory.metrics |= {f"rewards/{name}/mean": float(value) for name, value in components.items()}
 
     async def _post(self, trajectory: Trajectory, url: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The answer to a call; waiting until it may be made takes nothing from `--rollout_timeout`.
+        """The answer to a call; only its own limit bounds it, and waiting until it may be made takes nothing from that.
 
         Raises:
             Excluded: it failed.
             EngineError: what serves NeMo Gym has ended.
         """
         host = self._hosts.setdefault(urlsplit(url).netloc, asyncio.Semaphore(CALLS[self.mode][0]))
-        async with contextlib.AsyncExitStack() as places:
-            with trajectory.untimed():
-                for place in (host, self._all):  # in this order: who waits for a host keeps no other one waiting
-                    await places.enter_async_context(place)
-            began = time.monotonic()
-            try:
-                async with asyncio.timeout(self.limit_s):
-                    reply = await self._tried(url, body)
-            except TimeoutError:
-                raise Excluded("timeout") from None
-            except httpx.TransportError:
-                if self.child is not None:
-                    self.child.check()
-                raise Excluded("connection") from None
-            trajectory.metrics[f"nemo_gym/{self.mode}_s"] = time.monotonic() - began
+        with trajectory.untimed():
+            async with host, self._all:  # in this order: who waits for a host keeps no other one waiting
+                began = time.monotonic()
+                try:
+                    async with asyncio.timeout(self.limit_s):
+                        reply = await self._tried(url, body)
+                except TimeoutError:
+                    raise Excluded("timeout") from None
+                except httpx.TransportError:
+                    if self.child is not None:
+                        self.child.check()
+                    raise Excluded("connection") from None
+                trajectory.metrics[f"nemo_gym/{self.mode}_s"] = time.monotonic() - began
         if reply.status_code != 200:
             raise Excluded(f"http_{reply.status_code}")
         try:

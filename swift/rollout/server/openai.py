@@ -265,18 +265,9 @@ def _plain(routes: APIRouter, texts: Texts) -> None:
 def check_model(service: Service, name: str | None) -> None:
     """Raises Refused for a model that is not served (404); without a name, the one that is.
 
-    Everything is sampled with the adapter that is loaded. One that the owning run has sent is the model that is served,
-    as whole weights are; beside one that another client has loaded, the base model is not to be had (409).
+    The adapter of the run that owns the server is the model that is served, as whole weights are.
     """
-    base = service.settings.model
-    if name == base and service.adapter not in ("", base) and not service.adapter_is_policy:
-        raise Refused(
-            409,
-            "adapter",
-            f"model: {name}: everything is sampled with the adapter {service.adapter} now; ask for that name, or POST "
-            "/v1/unload_lora_adapter first",
-        )
-    served = [base, service.adapter]
+    served = [service.settings.model, service.adapter]
     if name and name not in served:
         raise Refused(404, "model", f"model: {name[:80]}: not served here; served: {', '.join(filter(None, served))}")
 

@@ -84,7 +84,6 @@ class Service:
 
     Attributes:
         adapter: name of the one that is loaded, or "".
-        adapter_is_policy: it came from the run that owns the server, whose policy is the model that is served.
         digest: of the present weights, "" while they are those of the start.
         ledger: versions of what was sampled for clients without a run.
         restart: why the process is to start anew, or None.
@@ -105,7 +104,6 @@ class Service:
         self.large = asyncio.Lock()
         self.broadcast: BroadcastReceiver | None = None
         self.adapter = self.digest = ""
-        self.adapter_is_policy = False
         self.restart: RestartWanted | None = None
         self._weights_came = False  # since the engines were built, under whichever version
         self._look: asyncio.Task[tuple[bool, dict[str, Any]]] | None = None
@@ -197,7 +195,7 @@ class Service:
             "version": self.engine.version,
             "boot_id": self.boot_id,
             "counters": self.counters,
-            "void": bool(self.engine.void or self.queue.updates.void),
+            "void": bool(self.engine.void),
             "detail": detail,
         }
 
@@ -354,7 +352,7 @@ class Service:
         engine.wake()
         if self._weights_came or engine.version != 0 or not engine.health().alive or self._asleep():
             engine.rebuild()
-            self._weights_came, self.queue.updates.void = False, ""
+            self._weights_came = False
         elif engine.capabilities.lora:
             engine.drop_adapter()
         engine.reset_caches()
@@ -405,12 +403,12 @@ class Service:
         """All weights were replaced; an adapter went with the old ones."""
         self.digest, self.adapter, self._weights_came = ack.digest, "", True
 
-    async def load_adapter(self, name: str, adapter: AdapterWeights, version: int | None, *, policy: bool) -> Ack:
-        """Sample with this adapter from now on. policy: the run that owns the server sent it."""
+    async def load_adapter(self, adapter: AdapterWeights, version: int) -> Ack:
+        """Sample with this adapter of the run that owns the server from now on."""
 
         def load(engine: InferenceEngine) -> Ack:
-            ack = engine.load_adapter(adapter, engine.version + 1 if version is None else version)
-            self.adapter, self.digest, self.adapter_is_policy = name, ack.digest, policy
+            ack = engine.load_adapter(adapter, version)
+            self.adapter, self.digest = f"policy-v{version}", ack.digest
             return ack
 
         return await self.do(load)

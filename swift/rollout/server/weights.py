@@ -1,7 +1,7 @@
 """New weights over HTTP: /weights/* for whole models, /v1/load_lora_adapter for adapters.
 
-A bucket or an adapter is one safetensors body, or JSON that names a file below the weights folder; a bucket can also be
-a broadcast that follows.
+A bucket or an adapter is one safetensors body. A bucket can also be JSON that names a file below the weights folder, or
+announces a broadcast.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from fastapi import APIRouter, Query
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from swift.errors import ConfigError, SyncFailed
 from swift.rollout.engines import wire
@@ -59,19 +59,6 @@ class Invitation(Struct):
     """POST /weights/connect: where the trainer's broadcast group meets."""
 
     invitation: dict[str, Any]
-
-
-class LoadAdapter(Struct):
-    """POST /v1/load_lora_adapter with a JSON body: a folder below the weights folder."""
-
-    lora_name: Annotated[str, Meta(min_length=1, max_length=256)]
-    lora_path: str
-
-
-class UnloadAdapter(Struct):
-    """POST /v1/unload_lora_adapter; without a name, whichever is loaded."""
-
-    lora_name: str | None = None
 
 
 def router(service: Service) -> APIRouter:
@@ -145,30 +132,17 @@ def _adapters(routes: APIRouter, service: Service) -> None:
     """LoRA adapters."""
 
     @routes.post("/v1/load_lora_adapter")
-    async def load_lora_adapter(
-        http: HttpRequest,
-        run: RunId = None,
-        lora_name: Annotated[str | None, Query(min_length=1, max_length=256)] = None,
-        version: Annotated[int | None, Query(ge=0)] = None,
-    ) -> Response:
-        if kind_of(http) == "json":
-            named = await read_json(http, functools.partial(decoded, LoadAdapter))
-            folder = disk.inside(service.settings.weights_folder, named.lora_path)
-            name, adapter = named.lora_name, await asyncio.to_thread(disk.read_adapter_folder, folder)
-        elif lora_name is None:
-            raise field_error("lora_name: missing: a safetensors body needs it in its query")
-        else:
-            data = await read_body(http, service.settings.limits.adapter_bytes)
-            name, adapter = lora_name, await asyncio.to_thread(_from_safetensors, data)
-            service.authorize(run)
-        ack = await service.load_adapter(name, adapter, version, policy=run is not None)
+    async def load_lora_adapter(http: HttpRequest, version: Annotated[int, Query(ge=0)], run: RunId = None) -> Response:
+        if run is None:  # it would be sampled with under the name of the model
+            raise Refused(409, "no_lease", "adapter: only the run that holds this server sends one; POST /reset first")
+        data = await read_body(http, service.settings.limits.adapter_bytes)
+        adapter = await asyncio.to_thread(_from_safetensors, data)
+        service.authorize(run)  # another run may have taken the server meanwhile
+        ack = await service.load_adapter(adapter, version)
         return json_response({"ack": asdict(ack), **await service.state()})
 
     @routes.post("/v1/unload_lora_adapter")
-    async def unload_lora_adapter(body: Annotated[UnloadAdapter, json_body(UnloadAdapter)]) -> Response:
-        if body.lora_name not in (None, service.adapter):
-            said = f"lora_name: {body.lora_name}: not loaded; loaded: {service.adapter or 'none'}"
-            raise Refused(404, "adapter", said)
+    async def unload_lora_adapter() -> Response:
         await service.drop_adapter()
         return json_response(await service.state())
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from swift.errors import SyncFailed, first_line
+from swift.rollout.engines.process import on_thread
 from swift.rollout.weights.base import Bucket, TensorInfo, Wait, memory_of, torch_dtype
 
 GroupBackend = Literal["gloo", "nccl"]
@@ -93,19 +94,15 @@ class BroadcastGroup:
             store.set(f"joins/{rank}", "1")
         else:
             store.wait([f"joins/{one}" for one in range(size) if one != SOURCE], timedelta(seconds=self.timeout_s))
-        group, failures = self._group, []
 
         def connect() -> None:
-            try:
-                with torch.cuda.device(self.device):
-                    group.eager_connect_single_device(self.device)
-            except Exception as error:  # raised below, in the thread that waits
-                failures.append(error)
+            with torch.cuda.device(self.device):
+                self._group.eager_connect_single_device(self.device)
 
-        if not _within(self.timeout_s, connect):
-            raise SyncFailed(f"the others did not connect within {self.timeout_s:g} s")
-        if failures:
-            raise failures[0]
+        try:
+            on_thread(connect, "weights: nccl").result(self.timeout_s)
+        except TimeoutError:
+            raise SyncFailed(f"the others did not connect within {self.timeout_s:g} s") from None
 
     def broadcast(self, flat: Tensor) -> None:
         """Send (trainer) or fill (engine) a tensor. After a failure the group is gone.
@@ -148,7 +145,7 @@ class BroadcastGroup:
         """Leave; never waits for the others."""
         group, self._group = self._group, None
         if group is not None and self._backend == "nccl":
-            _within(ABORT_S, group.abort)
+            futures.wait([on_thread(group.abort, "weights: nccl")], ABORT_S)
 
 
 def _nccl_group(store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
@@ -168,14 +165,6 @@ def _nccl_group(store: dist.Store, rank: int, size: int, timeout_s: float) -> An
             del os.environ[ERROR_HANDLING]
         else:
             os.environ[ERROR_HANDLING] = former
-
-
-def _within(limit_s: float, work: Callable[[], object]) -> bool:
-    """Whether `work` ended in time; otherwise its thread is left behind, for there is no way to end it."""
-    thread = threading.Thread(target=work, name="weights: nccl", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    return not thread.is_alive()
 
 
 class BroadcastSender:

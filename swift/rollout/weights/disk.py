@@ -22,7 +22,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from swift.errors import ConfigError, ResourceError, SyncFailed
-from swift.rollout.weights.base import AdapterWeights, Bucket, TensorInfo, memory_of
+from swift.rollout.weights.base import Bucket, TensorInfo, memory_of
 
 KEPT_VERSIONS = 2
 """Versions of a run that stay on disk: the present one, and the one that an engine may still be reading."""
@@ -199,16 +199,3 @@ def in_order(tensors: dict[str, Tensor], what: str, wanted: Sequence[TensorInfo]
     if missing:
         raise SyncFailed(f"weights: {what}: {missing[0]}: is missing; the manifest has it before what came")
     return Bucket([(name, tensors[name]) for name in following])
-
-
-def read_adapter_folder(path: Path) -> AdapterWeights:
-    """A LoRA adapter as peft saves it. Raises ConfigError: the folder lacks a file, or holds something else."""
-    config, weights = path / "adapter_config.json", path / "adapter_model.safetensors"
-    for file in (config, weights):
-        if not file.is_file() or path.resolve() not in file.resolve().parents:
-            raise ConfigError(f"adapter: {path.name}: has no {file.name} of its own; give the folder that peft saved")
-    try:
-        parsed = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"adapter: {path.name}: adapter_config.json: is not valid JSON ({error})") from error
-    return AdapterWeights(parsed, from_bytes(weights.read_bytes(), f"{path.name}/{weights.name}"))

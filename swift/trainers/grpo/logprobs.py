@@ -56,7 +56,7 @@ class LogProbs:
         """Whether a sample can move the gradient: one without advantage only by its KL or its entropy."""
         settings = self.settings
         others = settings.loss.beta > 0 or settings.loss.rollout_kl_coef > 0 or settings.entropy.has_bonus
-        return sample.advantage != 0.0 or others or not settings.skip_zero_advantage
+        return sample.has_advantage or others or not settings.skip_zero_advantage
 
     def useful(self, batch: RolloutBatch, chosen: Sequence[int]) -> list[bool]:
         """Which samples of a global batch are computed: those that move the gradient, or set the entropy threshold."""

@@ -10,7 +10,6 @@ from torch import Tensor
 from swift.observability.metrics import Values, kind_of
 from swift.rl.correction import effective_sample_size, mismatch_statistics
 from swift.rl.objective import LossOutput, SamplerCorrection
-from swift.rl.segments import at_tokens
 from swift.rollout.samples import RolloutBatch
 from swift.trainers.distributed import Collectives
 from swift.trainers.grpo.micro_batch import MicroBatch
@@ -64,8 +63,7 @@ def observe(
         report.add_extreme("mismatch/is_weight_min", float(weights.min()))
         report.add_extreme("mismatch/is_weight_max", float(weights.max()))
     if settings.log_offpolicy:
-        advantages_N = at_tokens(batch.advantages_S, batch.tokens.sequence_index)
-        for name, chosen_N in (("positive", advantages_N > 0), ("negative", advantages_N < 0)):
+        for name, chosen_N in (("positive", batch.advantages_N > 0), ("negative", batch.advantages_N < 0)):
             values = policy_logprobs_N[batch.mask_N & chosen_N]
             report.add(f"logp/{name}_advantage_mean", float(values.double().sum()), values.numel())
 

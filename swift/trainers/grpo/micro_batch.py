@@ -17,14 +17,14 @@ from swift.rollout.samples import TrainSample
 class MicroBatch:
     """S completions with N completion tokens in all, packed.
 
-    weights_N: the loss weight of each token (0 outside of the data mask); the loss of the global batch is the sum of
-    weight * objective. mask_N: the data mask. old_logprobs_N: NaN where none is known yet. ref_logprobs_N: None unless
-    every sample has them.
+    advantages_N: of each token. weights_N: the loss weight of each token (0 outside of the data mask); the loss of the
+    global batch is the sum of weight * objective. mask_N: the data mask. old_logprobs_N: NaN where none is known yet.
+    ref_logprobs_N: None unless every sample has them.
     """
 
     samples: list[TrainSample]
     tokens: PackedTokens
-    advantages_S: Tensor
+    advantages_N: Tensor
     weights_N: Tensor
     mask_N: Tensor
     sampler_logprobs_N: Tensor
@@ -54,12 +54,13 @@ def collate(samples: Sequence[TrainSample], weights_S: Sequence[float], *, devic
     old = [none if one.old_logprobs is None else one.old_logprobs for one, none in zip(samples, unknown, strict=True)]
     references = [sample.ref_logprobs for sample in samples if sample.ref_logprobs is not None]
     mask_N = join([sample.trained for sample in samples])
+    own = [np.float32(one.advantage) if one.token_advantages is None else one.token_advantages for one in samples]
     lengths = torch.tensor([sample.token_ids.size for sample in samples])
     weights_N = torch.tensor(list(weights_S), dtype=torch.float32).repeat_interleave(lengths).to(device)
     return MicroBatch(
         samples=list(samples),
         tokens=pack(_sequences(samples), device=device),
-        advantages_S=torch.tensor([s.advantage for s in samples], dtype=torch.float32, device=device),
+        advantages_N=join([np.broadcast_to(a, s.token_ids.shape) for a, s in zip(own, samples, strict=True)]),
         weights_N=weights_N * mask_N,
         mask_N=mask_N,
         sampler_logprobs_N=join([sample.sampler_logprobs for sample in samples]),

@@ -215,8 +215,8 @@ def _prefetch_depth(args: Any, plan: BatchPlan) -> tuple[int, float]:
             f"--max_staleness: {args.max_staleness}: the replay buffer keeps groups for --replay_max_age "
             f"{args.replay_max_age} optimizer steps; raise it, or lower --replay_max_age"
         )
-    if args.rollout_source == "atropos":  # groups wait at the API for as long as they like
-        return depth, math.inf if args.max_staleness is None else args.max_staleness
+    if args.rollout_source == "atropos":  # groups wait at the API, and what is begun there is never thrown away
+        return depth, math.inf
     oldest = most_stale(depth, updates=updates, interval=interval) + waits
     return depth, oldest + (args.replay_max_age + updates - 1 if args.replay_buffer_size else 0)
 

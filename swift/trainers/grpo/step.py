@@ -21,7 +21,6 @@ from swift.rl.entropy import entropy_bonus
 from swift.rl.global_batch import BatchCounts, count_batch, nominal_batch_tokens
 from swift.rl.losses import get_loss, sequence_weights
 from swift.rl.objective import SamplerCorrection, policy_loss
-from swift.rl.segments import at_tokens
 from swift.rollout.samples import Arrival, RolloutBatch, TrainSample
 from swift.trainers.grpo.entropy import EntropyControl, TopEntropy
 from swift.trainers.grpo.logprobs import LogProbs, remember, take_sampler_logprobs
@@ -252,7 +251,7 @@ class GlobalBatchStep:
         output = policy_loss(
             policy_logprobs_N,
             config=self.settings.loss,
-            advantages_T=at_tokens(batch.advantages_S, batch.tokens.sequence_index),
+            advantages_T=batch.advantages_N,
             mask_T=batch.mask_N,
             token_weights_T=batch.weights_N,
             sequence_index_T=batch.tokens.sequence_index,
@@ -318,7 +317,7 @@ class GlobalBatchStep:
             return None
         recorded = self.settings.correctable_sampling  # else the nearest is the policy at the rollout batch's start
         keep_N = off_policy_sequence_mask(
-            at_tokens(batch.advantages_S, batch.tokens.sequence_index),
+            batch.advantages_N,
             policy_logprobs_N,
             batch.sampler_logprobs_N if recorded else batch.old_or(policy_logprobs_N),
             mask_T=batch.mask_N,

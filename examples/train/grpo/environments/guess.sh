@@ -24,7 +24,7 @@ swift rlhf \
     --max_length 128 \
     --max_completion_length 4 \
     --per_device_train_batch_size 128 \
-    --max_steps 80 \
+    --max_steps 120 \
     --learning_rate 5e-4 \
     --beta 0 \
     --logging_steps 10 \

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -130,7 +129,6 @@ class TransformersEngine(EngineLife):
             devices=(str(parameter.device),),
             lora=own,
             sleep_levels=(0, 1, 2) if own else (0,),
-            kv_release=True,
             in_flight_updates=True,
             guided=self.tokenizer is not None and guided.available(),
             sampling_fields=("frequency_penalty", "presence_penalty", "min_tokens"),
@@ -229,7 +227,6 @@ class TransformersEngine(EngineLife):
     def _advance(self, *, one_step: bool = False) -> None:
         """Decode until a row ends, or somebody wants something; what ended is in `_finished`."""
         self._check_usable()
-        started = time.monotonic()
         ended: list[Completion] = []
         try:
             with self._sampling():
@@ -241,8 +238,6 @@ class TransformersEngine(EngineLife):
         except BaseException:
             self._forget()  # the batch is in no state to go on from
             raise
-        finally:
-            self.counters.generate_s += time.monotonic() - started
         self._finished.extend(ended)
 
     def _one_step(self) -> list[Completion]:

@@ -17,7 +17,6 @@ import functools
 import gc
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -85,12 +84,9 @@ class VLLMEngine(EngineLife):
         start.groups.enter()
         try:
             self._llm = start.start(self._vllm, spec, self._config, on_cpu=self._on_cpu)
-            obstacle = self._kv_obstacle() if self._on_cpu else ""
-            if obstacle and spec.sleep:
+            if spec.sleep and self._on_cpu and (obstacle := self._kv_obstacle()):
                 logger.warning("vllm: %s", obstacle)
-            self.capabilities = start.capabilities(
-                self._vllm, self._llm, spec, self._config, on_cpu=self._on_cpu, keeps_kv=bool(obstacle)
-            )
+            self.capabilities = start.capabilities(self._vllm, self._llm, spec, self._config, on_cpu=self._on_cpu)
             self._try_out()
             self._merge_adapters()
         except BaseException:
@@ -211,7 +207,6 @@ class VLLMEngine(EngineLife):
 
     def _step(self) -> None:
         """One token of every running request; those that ended with it are ready, also when this raises for one."""
-        started = time.monotonic()
         try:
             with self._busy, same_randomness():
                 self._check_alive()
@@ -221,8 +216,6 @@ class VLLMEngine(EngineLife):
         except Exception as error:
             self._dead = f"a decode step failed ({type(error).__name__}: {first_line(error)})"
             raise EngineDead(f"engine: vllm: {self._dead}; rebuild the engine") from error
-        finally:
-            self.counters.generate_s += time.monotonic() - started
         self.counters.decode_steps += bool(outputs)
         problems = []
         for output in outputs:
@@ -425,7 +418,7 @@ class VLLMEngine(EngineLife):
     def _kv_obstacle(self, reason: str = "") -> str:
         """Why the KV cache cannot be released on a CPU, in one line; "" when it can."""
         reason = reason or next((reply for reply in self._call("swift_kv_obstacle") if reply), "")
-        size = sum(reply["kv"] for reply in self._call("swift_memory")) >> 20 if reason else 0
+        size = sum(self._call("swift_kv_bytes")) >> 20 if reason else 0
         return f"KV cache of {size} MiB cannot be released: {reason}" if reason else ""
 
     def _wake_up(self, tag: Tag) -> None:
@@ -433,12 +426,11 @@ class VLLMEngine(EngineLife):
             self._llm.wake_up([tag])
 
     def memory(self) -> dict[str, int]:
-        """On a CPU the pages of the cache that were used since it woke."""
         if not self.health().alive:
             return {}
         gone = not self._on_cpu and "weights" in self._asleep
-        kv = sum(reply["kv_resident"] for reply in self._call("swift_memory"))
-        return {"weights": 0 if gone else self._weight_bytes(), "kv": 0 if "kv_cache" in self._asleep else kv}
+        kv = 0 if "kv_cache" in self._asleep else sum(self._call("swift_kv_bytes"))
+        return {"weights": 0 if gone else self._weight_bytes(), "kv": kv}
 
     def _weight_bytes(self) -> int:
         """Bytes of this process's weights in the engine's type; vLLM's parameters do not say once they are repacked."""

@@ -29,7 +29,7 @@ from swift.rollout.engines.expected_weights import kv_token_bytes
 from swift.rollout.engines.process import same_environment, same_randomness
 from swift.rollout.engines.spec import EngineSpec, visible_devices
 from swift.rollout.engines.vllm import settings
-from swift.rollout.engines.vllm.versions import HINT, check_engine, quiet_logs
+from swift.rollout.engines.vllm.versions import quiet_logs
 from swift.rollout.weights.base import dtype_name
 
 logger = logging.getLogger(__name__)
@@ -71,21 +71,17 @@ def start(vllm: SimpleNamespace, spec: EngineSpec, config: Any, *, on_cpu: bool)
         except Exception as error:
             gc.collect()
             raise _start_error(spec, error) from error
-    check_engine(llm)
     # everybody has joined them: without a name they end with the last process that has them, however it ends
     in_ranks = executor == "external_launcher"
     remove_segments({SEGMENTS_IN_RANKS} if in_ranks else set(llm.collective_rpc("swift_segments")) - {""})
     return llm
 
 
-def capabilities(
-    vllm: SimpleNamespace, llm: Any, spec: EngineSpec, config: Any, *, on_cpu: bool, keeps_kv: bool
-) -> Capabilities:
-    """What an engine can do, as vLLM settled it. keeps_kv: the KV cache's memory cannot be released."""
+def capabilities(vllm: SimpleNamespace, llm: Any, spec: EngineSpec, config: Any, *, on_cpu: bool) -> Capabilities:
+    """What an engine can do, as vLLM settled it."""
     model = llm.vllm_config.model_config
     if spec.max_model_len is None and model.max_model_len < settings.context_limit(spec, config.get_text_config()):
         logger.warning("vllm: prompt and completion are limited to %d tokens by the KV cache", model.max_model_len)
-    sleeps = on_cpu or spec.sleep
     return Capabilities(
         name="vllm",
         logprob_support="truncated",
@@ -95,8 +91,7 @@ def capabilities(
         devices=spec.devices,
         tensor_parallel_size=spec.tensor_parallel_size,
         lora=spec.lora,
-        sleep_levels=(0, 1, 2) if sleeps else (0,),
-        kv_release=sleeps and not keeps_kv,
+        sleep_levels=(0, 1, 2) if on_cpu or spec.sleep else (0,),
         in_flight_updates=True,
         guided=True,
         sampling_fields=settings.sampling_fields(vllm),
@@ -107,12 +102,7 @@ def capabilities(
 def arguments_for(
     vllm: SimpleNamespace, spec: EngineSpec, config: Any, executor: Executor, *, on_cpu: bool
 ) -> dict[str, Any]:
-    """Keyword arguments of `EngineArgs`.
-
-    Raises:
-        ResourceError: this vLLM lacks one that swift sets.
-        ConfigError: this vLLM lacks one that the user gave.
-    """
+    """Keyword arguments of `EngineArgs`. Raises ConfigError: this vLLM lacks one that the user gave."""
     text = config.get_text_config()
     limit = settings.context_limit(spec, text)
     kv_bytes = None
@@ -122,13 +112,10 @@ def arguments_for(
         kv_bytes = settings.cpu_kv_bytes(spec, each, limit, available_bytes())
     arguments = settings.engine_arguments(spec, on_cpu=on_cpu, limit=limit, kv_bytes=kv_bytes, executor=executor)
     known = {one.name for one in dataclasses.fields(vllm.EngineArgs)}
-    given = {name.replace("-", "_") for name in spec.engine_kwargs}
-    for name in [one for one in arguments if one not in known]:
-        if name not in given:
-            raise ResourceError(f"--use_vllm: true: vLLM {vllm.version} has no EngineArgs.{name}; {HINT}")
-        raise ConfigError(
-            f"--vllm_engine_kwargs: {name}: vLLM {vllm.version} has no such argument; {suggest(name, sorted(known))}"
-        )
+    for name in [one.replace("-", "_") for one in spec.engine_kwargs]:
+        if name not in known:
+            near = suggest(name, sorted(known))
+            raise ConfigError(f"--vllm_engine_kwargs: {name}: vLLM {vllm.version} has no such argument; {near}")
     return arguments
 
 

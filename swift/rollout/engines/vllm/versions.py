@@ -1,9 +1,9 @@
-"""Which vLLM is installed, and everything of it that is used: each name is looked up once, at the start.
+"""Which vLLM is installed, and the names of it that are used, looked up at the start.
 
-vLLM has no stable interface below its command line. A release that moved a name is refused at the start with that name,
-not in the middle of a run. 0.26 (fits torch 2.11) and 0.32 (CPU build, torch 2.13) are supported, versions between them
-where they have every name. In 0.26 a reload keeps LoRA adapters and cannot replace weights below LoRA layers; in 0.32
-it drops all adapters. The engine keeps its own account of what is awake and drops adapters with every reload.
+vLLM has no stable interface below its command line. A release that moved a name is refused at the start with that name.
+0.26 (fits torch 2.11) and 0.32 (CPU build, torch 2.13) are supported, versions between them where they have them all.
+In 0.26 a reload keeps LoRA adapters and cannot replace weights below LoRA layers; in 0.32 it drops all adapters. The
+engine keeps its own account of what is awake and drops adapters with every reload.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import operator
 import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,26 +43,6 @@ SYMBOLS = {
     "destroy_distributed_environment": "vllm.distributed.parallel_state:destroy_distributed_environment",
 }
 """Name here -> module and name in vLLM."""
-
-METHODS = {
-    "EngineArgs": ("create_engine_config",),
-    "LLMEngine": (
-        "from_vllm_config", "add_request", "abort_request", "step", "reset_prefix_cache", "reset_mm_cache",
-        "reset_encoder_cache", "collective_rpc", "add_lora", "remove_lora", "list_loras", "sleep", "wake_up",
-    ),
-}  # fmt: skip
-"""What is called of two of them."""
-
-OF_ENGINE = (
-    "vllm_config.model_config",
-    "engine_core.engine_core.scheduler.shutdown",
-    "engine_core.engine_core.structured_output_manager.clear_backend",
-    "engine_core.engine_core.model_executor.shutdown",
-)
-"""Attributes of an `LLMEngine` in this process."""
-
-OF_WORKER = ("vllm_config", "model_runner.get_model", "model_runner.model_config", "model_runner.kv_caches")
-"""Attributes of a worker."""
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that `max_lora_rank` may have."""
@@ -115,35 +95,14 @@ def load_vllm() -> SimpleNamespace:
                 raise ResourceError(
                     f"--use_vllm: true: vLLM {version} does not import ({type(error).__name__}: {error}); {HINT}"
                 ) from error
-            wanted = [path, *(f"{path}.{method}" for method in METHODS.get(name, ()))]
-            missing += [f"{module}.{one}" for one in wanted if not _has(owner, one)]
-            if _has(owner, path):
+            try:
                 setattr(found, name, operator.attrgetter(path)(owner))
+            except AttributeError:
+                missing.append(f"{module}.{path}")
     if missing:
         raise ResourceError(f"--use_vllm: true: vLLM {version} has no {', '.join(missing)}; {HINT}")
-    found.reloads_under_adapters = _has(found.BaseLayerWithLoRA, "load_weights")
+    found.reloads_under_adapters = hasattr(found.BaseLayerWithLoRA, "load_weights")
     return found
-
-
-def lacking(made: Any, names: Sequence[str]) -> list[str]:
-    """Those of `names` that something vLLM has made does not have."""
-    return [f"{type(made).__name__}.{name}" for name in names if not _has(made, name)]
-
-
-def check_engine(llm: Any) -> None:
-    """Looks up what is used of an engine and its workers. Raises ResourceError: something is not there."""
-    missing = lacking(llm, OF_ENGINE)
-    missing += sorted({name for reply in llm.collective_rpc("swift_lacking") for name in reply})
-    if missing:
-        raise ResourceError(f"--use_vllm: true: vLLM {installed_version()} has no {', '.join(missing)}; {HINT}")
-
-
-def _has(owner: Any, path: str) -> bool:
-    try:
-        operator.attrgetter(path)(owner)
-    except AttributeError:
-        return False
-    return True
 
 
 def lora_rank_at_least(rank: int) -> int:

@@ -13,7 +13,6 @@ number, whatever lies at the path by then; the two newest are held.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,13 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from swift.errors import EngineDead, SyncFailed, first_line
 from swift.rollout.engines.expected_weights import ExpectedWeights
 from swift.rollout.engines.process import same_randomness
 from swift.rollout.engines.vllm.settings import HELD_ADAPTERS
 from swift.rollout.weights.base import Ack, AdapterWeights, Bucket, TensorInfo, WeightUpdate
+from swift.rollout.weights.broadcast import pack
 
 SHARED_MEMORY = Path("/dev/shm")
 """Where tensors wait for the worker processes of one engine."""
@@ -75,23 +73,11 @@ class ReloadUpdate(WeightUpdate):
             raise self._failure(error) from error
 
     def _send_file(self, bucket: Bucket, copies: Mapping[str, str]) -> None:
-        from safetensors.torch import save_file
-
-        stored: dict[str, Tensor] = {}
-        order: list[tuple[str, str]] = []
-        first: dict[tuple[Any, ...], str] = {}
-        for name, tensor in bucket.tensors:  # a tied head is the same memory, which a file holds once
-            place = first.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype), name)
-            order.append((name, place))
-            stored.setdefault(place, tensor.detach().cpu().contiguous())
+        flat, entries = pack(bucket, "cpu")
         folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-        handle, path = tempfile.mkstemp(prefix="swift-bucket-", suffix=".safetensors", dir=folder)
-        os.close(handle)
-        try:
-            save_file(stored, path)
-            self._call("swift_load_file", path, order, copies)
-        finally:
-            Path(path).unlink()
+        with tempfile.NamedTemporaryFile(prefix="swift-bucket-", dir=folder) as file:
+            flat.numpy().tofile(file.name)
+            self._call("swift_load_file", file.name, entries, copies)
 
     def _finish(self) -> Ack:
         try:

@@ -1,7 +1,7 @@
 """What runs inside a vLLM worker: vLLM adds this class to its worker, and its methods are called by name.
 
 The worker may live in this process (then tensors are handed over as they are) or be one of several tensor-parallel
-processes (then they come as a safetensors file in shared memory). All names start with `swift_`, so that they can
+processes (then they come as a file in shared memory). All names start with `swift_`, so that they can
 clash with nothing of vLLM.
 """
 
@@ -12,16 +12,17 @@ import mmap
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import starmap
 from typing import Any
 
 import numpy as np
 import psutil
+import torch
 from torch import Tensor
 
 from swift.rollout.engines.vllm.single_copy import NotShareable, SingleCopy
-from swift.rollout.engines.vllm.versions import OF_WORKER, lacking, load_vllm
+from swift.rollout.engines.vllm.versions import load_vllm
 from swift.rollout.weights.base import Live
+from swift.rollout.weights.broadcast import Entry, unpack
 from swift.rollout.weights.digest import StreamDigest
 
 MADV_DONTNEED = 4
@@ -76,12 +77,9 @@ class WorkerExtension:
         else:
             self._swift_loaded |= loaded
 
-    def swift_load_file(self, path: str, order: Sequence[tuple[str, str]], copies: Mapping[str, str]) -> None:
-        """The same from a safetensors file. order: names as sent, and under which name the file has them."""
-        from safetensors.torch import load_file
-
-        found = load_file(path)
-        self.swift_load([(name, found[place]) for name, place in order], copies)
+    def swift_load_file(self, path: str, entries: Sequence[Entry], copies: Mapping[str, str]) -> None:
+        """The same from a file of one run of bytes with its table of contents; see `broadcast.pack`."""
+        self.swift_load(unpack(torch.from_numpy(np.fromfile(path, dtype=np.uint8)), entries), copies)
 
     def swift_end_update(self) -> dict[str, Any]:
         """Finish; what was received, and which of the engine's parameters got nothing."""
@@ -113,19 +111,13 @@ class WorkerExtension:
         except NotShareable as error:
             return str(error)
 
-    def swift_lacking(self) -> list[str]:
-        """What is used of this worker and not there."""
-        return lacking(self, OF_WORKER)
-
     def swift_segments(self) -> str:
         """What the names of this worker's shared memory begin with."""
         return os.environ.get("VLLM_DIST_IDENT", "")
 
-    def swift_memory(self) -> dict[str, int]:
-        """Bytes of the KV cache: `kv` its size, `kv_resident` what of it is in memory now."""
-        kv, on_cpu = self._swift_kv()
-        size = sum(size for _, size in kv)
-        return {"kv": size, "kv_resident": sum(starmap(pages_in_memory, kv)) if on_cpu else size}
+    def swift_kv_bytes(self) -> int:
+        """Size of the KV cache."""
+        return sum(size for _, size in self._swift_kv()[0])
 
     def swift_kv_obstacle(self) -> str:
         """Why the KV memory cannot be given back by `swift_release_kv`, or ""."""
@@ -143,7 +135,8 @@ class WorkerExtension:
         """
         before = psutil.Process().memory_info().rss
         for address, size in self._swift_kv()[0]:
-            start, length = whole_pages(address, size)
+            start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages only
+            length = max(0, (address + size - start) // mmap.PAGESIZE * mmap.PAGESIZE)
             if length and LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_DONTNEED):
                 raise OSError(ctypes.get_errno(), f"madvise of {length} bytes failed")
         return before - psutil.Process().memory_info().rss
@@ -160,23 +153,6 @@ def load_part(worker: Any, tensors: Iterator[tuple[str, Tensor]]) -> set[str] | 
     with load_vllm().set_config(worker.vllm_config):
         loaded: set[str] | None = worker.model_runner.get_model().load_weights(tensors)
     return loaded
-
-
-def whole_pages(address: int, size: int) -> tuple[int, int]:
-    """Start and length of the whole pages within a range of memory."""
-    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-    return start, max(0, (address + size - start) // mmap.PAGESIZE * mmap.PAGESIZE)
-
-
-def pages_in_memory(address: int, size: int) -> int:
-    """Bytes of a range of main memory that are backed by memory now; all of it where the system does not say."""
-    start, length = whole_pages(address, size)
-    if sys.platform != "linux" or not length:
-        return size
-    pages = np.zeros(length // mmap.PAGESIZE, dtype=np.uint8)
-    if LIBC.mincore(ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_void_p(pages.ctypes.data)):
-        return size
-    return int((pages & 1).sum()) * mmap.PAGESIZE
 
 
 def kv_tensors(caches: Any) -> list[Tensor]:
