@@ -72,7 +72,7 @@ _KNOWN = _names(
     """
 )
 _FAMILIES = (
-    "fipo_", "chord_", "rlsd_", "sdar_", "teacher_", "galore_", "reft_", "llamapro_",
+    "fipo_", "chord_", "rlsd_", "sdar_", "teacher_", "galore_", "adalora_", "reft_", "llamapro_",
     "fourier_", "lisa_", "sglang_", "megatron_",
 )  # fmt: skip
 
@@ -91,7 +91,7 @@ _REPLACED = {
 
 _VALUES = {
     "rlhf_type": "dpo orpo simpo kto cpo rm ppo gkd ebft",
-    "tuner_type": "longlora llamapro fourierft reft adapter bone lora_llm",
+    "tuner_type": "adalora longlora llamapro fourierft reft adapter bone lora_llm",
     "loss_type": "real fipo",
 }
 _MODES = _names("pt sample eval deploy app web-ui merge-adapter megatron")

@@ -108,8 +108,8 @@ class RLHFArguments(
             )
         elif self.vllm_enable_lora and own_engine and max_rank is not None and self.sent_rank > max_rank:
             yield (
-                f"--vllm_max_lora_rank: {max_rank}: below the rank {self.sent_rank} of the adapter that is sent; leave it out, or "
-                f"use {self.sent_rank}"
+                f"--vllm_max_lora_rank: {max_rank}: below the rank {self.sent_rank} of the adapter that is sent; "
+                f"leave it out, or use {self.sent_rank}"
             )
         if self.vllm_tensor_parallel_size > 1 and self.infer_backend == "transformers" and own_engine:
             yield (
@@ -229,7 +229,7 @@ class RLHFArguments(
             "an entropy bonus is a mean over the global batch; use --entropy_coef 0 --use_adaptive_entropy false": (
                 self.entropy_coef > 0 or self.use_adaptive_entropy
             ),
-            "--lora_dropout needs a pass over the global batch before the first update; use 0": bool(self.tuner_dropout),
+            "--lora_dropout needs a pass over the global batch before the first update; use 0": self.tuner_dropout > 0,
             "several optimizer steps per generation batch wait for its end anyway; use --steps_per_generation "
             f"{self.gradient_accumulation_steps}": several,
             "--reward_model needs the trainer's process, which trains; use a reward function": bool(self.reward_model),

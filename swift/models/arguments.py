@@ -87,25 +87,24 @@ class QuantArguments(CheckpointArguments):
             yield f"--quant_bits: {self.quant_bits}: no method is named; give --quant_method bnb"
 
 
-_ANY_LORA = "tuner_type=lora|adalora"
-_ADAPTERS = "tuner_type=lora|adalora|vera|ia3|boft"
+_ADAPTERS = "tuner_type=lora|vera|ia3|boft"
 
 
 @dataclass(kw_only=True)
 class TunerArguments(QuantArguments):
     """What of the model is trained."""
 
-    tuner_type: Literal["lora", "full", "adalora", "vera", "ia3", "boft"] = flag("lora", aliases=("train_type",))
-    """Trained weights: a LoRA adapter (arXiv:2106.09685), all, or an adapter of another kind: AdaLoRA
-    (arXiv:2303.10512), VeRA (arXiv:2310.11454), IA3 (arXiv:2205.05638), BOFT (arXiv:2311.06243)."""
+    tuner_type: Literal["lora", "full", "vera", "ia3", "boft"] = flag("lora", aliases=("train_type",))
+    """Trained weights: a LoRA adapter (arXiv:2106.09685), all, or an adapter of another kind: VeRA
+    (arXiv:2310.11454), IA3 (arXiv:2205.05638), BOFT (arXiv:2311.06243)."""
 
     lora_rank: int = flag(8, at_least=1, needs="tuner_type=lora")
     """Rank of the LoRA matrices."""
 
-    lora_alpha: float = flag(32.0, above=0, needs=_ANY_LORA)
+    lora_alpha: float = flag(32.0, above=0, needs="tuner_type=lora")
     """Scale: the adapter's output times lora_alpha / lora_rank."""
 
-    lora_dropout: float | None = flag(at_least=0, below=1, everyday=False, needs=_ANY_LORA)
+    lora_dropout: float | None = flag(at_least=0, below=1, everyday=False, needs="tuner_type=lora")
     """Dropout before the LoRA matrices."""
 
     target_modules: list[str] = flag(["all-linear"], everyday=False, needs=_ADAPTERS)
@@ -132,30 +131,6 @@ class TunerArguments(QuantArguments):
 
     alpha_pattern: dict[str, Any] = flag({}, everyday=False, needs="tuner_type=lora")
     """Other values of lora_alpha, likewise."""
-
-    adalora_target_r: int = flag(8, at_least=1, everyday=False, needs="tuner_type=adalora")
-    """Average rank at the end."""
-
-    adalora_init_r: int = flag(12, at_least=1, everyday=False, needs="tuner_type=adalora")
-    """Rank at the start."""
-
-    adalora_tinit: int = flag(0, at_least=0, everyday=False, needs="tuner_type=adalora")
-    """Steps before ranks are cut."""
-
-    adalora_tfinal: int = flag(0, at_least=0, everyday=False, needs="tuner_type=adalora")
-    """Steps after the last cut."""
-
-    adalora_deltaT: int = flag(1, at_least=1, everyday=False, needs="tuner_type=adalora")
-    """Steps between cuts."""
-
-    adalora_beta1: float = flag(0.85, above=0, below=1, everyday=False, needs="tuner_type=adalora")
-    """Smoothing of the importance of a direction."""
-
-    adalora_beta2: float = flag(0.85, above=0, below=1, everyday=False, needs="tuner_type=adalora")
-    """Smoothing of the uncertainty of that."""
-
-    adalora_orth_reg_weight: float = flag(0.5, at_least=0, everyday=False, needs="tuner_type=adalora")
-    """Weight of the term that keeps the directions orthogonal."""
 
     vera_rank: int = flag(256, at_least=1, everyday=False, needs="tuner_type=vera")
     """Rank of the two shared random matrices."""
@@ -202,8 +177,8 @@ class TunerArguments(QuantArguments):
     @property
     def tuner_dropout(self) -> float:
         """The dropout rate of the adapter; 0 without any."""
-        rates = {"lora": self.lora_dropout, "adalora": self.lora_dropout, "vera": self.vera_dropout}
-        return {**rates, "boft": self.boft_dropout}.get(self.tuner_type) or 0.0
+        rates = {"lora": self.lora_dropout, "vera": self.vera_dropout, "boft": self.boft_dropout}
+        return rates.get(self.tuner_type) or 0.0
 
     @property
     def changes_base(self) -> bool:
@@ -238,11 +213,6 @@ class TunerArguments(QuantArguments):
                 f"--boft_block_num: {self.boft_block_num}: together with --boft_block_size {self.boft_block_size}; "
                 "give one of them, and 0 for the other"
             )
-        if self.tuner_type == "adalora" and self.adalora_init_r <= self.adalora_target_r:
-            yield (
-                f"--adalora_init_r: {self.adalora_init_r}: ranks are cut from there to --adalora_target_r "
-                f"{self.adalora_target_r}; make it larger"
-            )
         sharded = "deepspeed" if getattr(self, "deepspeed", None) else "fsdp" if getattr(self, "fsdp", None) else None
         if self.quant_method and self.tuner_type != "lora":
             yield (
@@ -251,7 +221,7 @@ class TunerArguments(QuantArguments):
             )
         if self.quant_method and self.changes_base:
             yield f"--init_weights: {self.init_weights}: changes weights that are quantised; use true or gaussian"
-        if sharded and (self.quant_method or self.changes_base or self.tuner_type in ("adalora", "vera", "boft")):
+        if sharded and (self.quant_method or self.changes_base or self.tuner_type in ("vera", "boft")):
             subject = "quant_method" if self.quant_method else "init_weights" if self.changes_base else "tuner_type"
             yield (
                 f"--{subject}: {getattr(self, subject)}: is computed from whole weights; leave --{sharded} out, or use "

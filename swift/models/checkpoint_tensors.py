@@ -1,16 +1,17 @@
 """The tensors of the checkpoint that a policy in training would make, readable one layer at a time.
 
 A policy's module is not shaped like its checkpoint: an adapter splits a weight into a base and what is trained, trained
-modules stand beside their originals, quantised weights are packed, wrappers add parts to names, some architectures fuse experts when they load, and ZeRO-3 or
-FSDP2 leave only a shard of each parameter on a rank. `checkpoint_units` lists what a saved and merged checkpoint would
-hold, by layer, each tensor with the parameters it is made of; reading needs those parameters gathered. The base weights
-are never edited: W + scaling B A (or what PEFT makes of another adapter) is a new float32 tensor, rounded once to the
-checkpoint's type.
+modules stand beside their originals, quantised weights are packed, wrappers add parts to names, some architectures fuse
+experts when they load, and ZeRO-3 or FSDP2 leave only a shard of each parameter on a rank. `checkpoint_units` lists
+what a saved and merged checkpoint would hold, by layer, each tensor with the parameters it is made of; reading needs
+those parameters gathered. The base weights are never edited: W + scaling B A (or what PEFT makes of another adapter) is
+a new float32 tensor, rounded once to the checkpoint's type.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -300,12 +301,12 @@ def _tuned(layer: Any, prefix: str) -> Iterator[CheckpointTensor]:
     """A layer with adapters: its base, with what the active ones add."""
     active = [] if layer.disable_adapters else layer.active_adapters
     adapters = [name for name in active if name not in layer.merged_adapters and _has(layer, name)]
-    if any(name in getattr(layer, "lora_bias", {}) and layer.lora_bias[name] for name in adapters):
-        if getattr(layer.get_base_layer(), "bias", None) is None:
-            raise ConfigError(
-                f"policy: {prefix.rstrip('.')}: lora_bias: the layer has no bias to merge it into; "
-                "use --vllm_enable_lora true"
-            )
+    biased = any(getattr(layer, "lora_bias", {}).get(name) for name in adapters)
+    if biased and getattr(layer.get_base_layer(), "bias", None) is None:
+        raise ConfigError(
+            f"policy: {prefix.rstrip('.')}: lora_bias: the layer has no bias to merge it into; "
+            "use --vllm_enable_lora true"
+        )
     if adapters and not _is_low_rank(layer):
         yield from _merged_by_peft(layer, prefix)
         return
@@ -326,41 +327,33 @@ def _has(layer: Any, adapter: str) -> bool:
 
 def _is_low_rank(layer: Any) -> bool:
     """Whether what the active adapters add is the product of two factors, and a bias."""
-    from peft.tuners.adalora.layer import AdaLoraLayer
     from peft.tuners.lora.layer import Embedding, Linear, LoraLayer
 
     plain = isinstance(layer, Linear | Embedding) or is_quantised_layer(layer.get_base_layer())
-    variants = any(name in layer.lora_variant for name in layer.active_adapters) if plain else False
-    is_lora = isinstance(layer, LoraLayer) and not isinstance(layer, AdaLoraLayer)
-    return is_lora and plain and not variants
+    is_lora = plain and isinstance(layer, LoraLayer)
+    return is_lora and not any(name in layer.lora_variant for name in layer.active_adapters)
 
 
 def _merged_by_peft(layer: Any, prefix: str) -> Iterator[CheckpointTensor]:
-    """A layer with any other adapter: PEFT's own merge, on a float32 copy of the layer.
-
-    On quantised weights that exists for DoRA alone, and takes the dequantised weight.
-    """
-    sources, quantised = tuple(layer.parameters()), is_quantised_layer(layer.get_base_layer())
-
-    def merged(whole: Whole, part: str) -> Tensor:
-        copies = {id(one): nn.Parameter(whole(one).detach().float(), requires_grad=False) for one in sources}
-        twin = copy.deepcopy(layer, copies).float()
-        twin.merge(safe_merge=True)
-        return twin.get_base_layer().get_parameter(part).detach()
-
+    """A layer with an adapter of any other kind, as PEFT merges it."""
+    sources = tuple(layer.parameters())
     for tensor in _walk(layer.base_layer, prefix):
         part = tensor.name.removeprefix(prefix)
-        if part == "weight" and quantised:
-            name = layer.active_adapters[0]
-            read = lambda whole: layer.lora_variant[name].merge_safe(layer, name, dequantised(layer.get_base_layer()))  # noqa: E731
-        else:
-            read = lambda whole, part=part: merged(whole, part)  # noqa: E731
-        yield replace(
-            tensor,
-            sources=sources,
-            read=lambda whole, read=read, dtype=tensor.dtype: read(whole).to(dtype),
-            identity=(*tensor.identity, id(layer)),
-        )
+        read = functools.partial(_read_merged, layer, part, tensor.dtype, sources)
+        yield replace(tensor, sources=sources, read=read, identity=(*tensor.identity, id(layer)))
+
+
+def _read_merged(layer: Any, part: str, dtype: torch.dtype, sources: Sequence[Tensor], whole: Whole) -> Tensor:
+    """PEFT's merge on a float32 copy of the layer; on quantised weights there is one for LoRA's variants alone."""
+    base = layer.get_base_layer()
+    if is_quantised_layer(base) and part == "weight":
+        name = layer.active_adapters[0]
+        merged: Tensor = layer.lora_variant[name].merge_safe(layer, name, dequantised(base))
+        return merged.to(dtype)
+    copies = {id(one): nn.Parameter(whole(one).detach().float(), requires_grad=False) for one in sources}
+    twin = copy.deepcopy(layer, copies).float()
+    twin.merge(safe_merge=True)
+    return twin.get_base_layer().get_parameter(part).detach().to(dtype)  # type: ignore[no-any-return]
 
 
 _Change = tuple[tuple[Tensor, ...], Callable[[Whole], Tensor]]

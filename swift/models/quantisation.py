@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def quantisation_config(args: Any, dtype: torch.dtype) -> Any:
-    """transformers' `BitsAndBytesConfig` for the settings; None without `--quant_method`.
+    """The `BitsAndBytesConfig` of transformers for the settings; None without `--quant_method`.
 
     Args:
         args: settings of a model, possibly `QuantArguments`.

@@ -1,8 +1,8 @@
 """The frozen model that the KL term compares the policy with.
 
 An adapter policy is its own reference with the adapter switched off (or, when it started from an adapter, or its start
-was taken out of the base, with that put back for the moment); a fully tuned policy needs a frozen copy of itself. `--ref_model` always loads that
-model.
+was taken out of the base, with that put back for the moment); a fully tuned policy needs a frozen copy of itself.
+`--ref_model` always loads that model.
 
 A reference that is moved towards the policy (`--sync_ref_model`, TR-DPO, arXiv:2404.09656) needs numbers of its own:
 the frozen copy, or for LoRA a second copy of the adapter. A 16-bit number would round a small step away, so from its

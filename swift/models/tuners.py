@@ -40,14 +40,10 @@ def _same(*names: str, **others: str) -> dict[str, str]:
     return {**{name: name for name in names}, **others}
 
 
-_ADALORA = ("target_r", "init_r", "tinit", "tfinal", "deltaT", "beta1", "beta2", "orth_reg_weight")
 TUNERS = {
     "lora": Tuner(
         "LoraConfig",
         _same("lora_alpha", "lora_dropout", "use_dora", "use_rslora", "rank_pattern", "alpha_pattern", lora_rank="r"),
-    ),
-    "adalora": Tuner(
-        "AdaLoraConfig", _same("lora_alpha", "lora_dropout", **{f"adalora_{name}": name for name in _ADALORA})
     ),
     "vera": Tuner(
         "VeraConfig",
@@ -108,8 +104,6 @@ def adapter_config(model: Any, args: TunerArguments) -> Any:
         targets = "all-linear"
     if args.tuner_type == "lora":
         options["init_lora_weights"] = {"true": True, "false": False}.get(args.init_weights, args.init_weights)
-    if args.tuner_type == "adalora":
-        options["total_step"] = args.adalora_tinit + args.adalora_tfinal + 1  # the trainer knows, and sets it
     if args.tuner_type == "ia3":
         targets, options["feedforward_modules"] = _ia3_targets(model, targets)
     with unusable(f"--tuner_type: {args.tuner_type}: its settings cannot be used"):
@@ -303,6 +297,7 @@ def _found(names: Mapping[str, Any], flag: str, beginnings: list[str], regex: st
         is_regex = setting.endswith("regex")
         hits = {name for name in names if (re.search(text, name) if is_regex else name.startswith(text))}
         if not hits:
-            raise ConfigError(f"--{setting}: {text}: fits no parameter's name; the first ones: {', '.join(list(names)[:2])}")
+            first = ", ".join(list(names)[:2])
+            raise ConfigError(f"--{setting}: {text}: fits no parameter's name; the first ones: {first}")
         found |= hits
     return found

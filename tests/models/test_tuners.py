@@ -28,7 +28,6 @@ TUNERS = {
     "patterns": {"rank_pattern": {"q_proj": 4}, "alpha_pattern": {"q_proj": 3}},
     "regex": {"target_regex": r".*self_attn\.[qv]_proj"},
     "whole modules": {"modules_to_save": ["norm"]},
-    "adalora": {"tuner_type": "adalora"},
     "vera": {"tuner_type": "vera", "vera_rank": 8},
     "ia3": {"tuner_type": "ia3"},
     "boft": {"tuner_type": "boft"},
