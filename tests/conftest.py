@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if "HF_DATASETS_CACHE" not in os.environ:  # tokenised rows are not left in the user's cache
+    CACHE = tempfile.TemporaryDirectory(prefix="swift-tests-")
+    os.environ["HF_DATASETS_CACHE"] = CACHE.name
 
 import pytest
 
@@ -75,11 +79,13 @@ def small_model():
 
 @pytest.fixture(autouse=True)
 def clean_registry():
-    """What a test registers is gone after it."""
+    """What a test registers is gone after it; a built-in entry whose module it imported stays."""
     from swift.plugin import REGISTRIES
+    from swift.plugin.registry import BUILT_IN
 
     before = {key: dict(registry.registrations) for key, registry in REGISTRIES.items()}
     yield
     for key, registry in REGISTRIES.items():
+        imported = {name: one for name, one in registry.registrations.items() if one.origin == BUILT_IN}
         registry.registrations.clear()
-        registry.registrations.update(before[key])
+        registry.registrations.update(imported | before[key])

@@ -68,3 +68,12 @@ def training_data_missing(args: Any) -> Iterator[str]:
     for kind in ("save", "eval"):
         if getattr(args, f"{kind}_strategy") == "epoch":
             yield f"--{kind}_strategy: epoch: a stream has no epochs; use --{kind}_strategy steps --{kind}_steps N"
+
+
+def adamw_cpu_problems(args: Any) -> Iterator[str]:
+    """TRL's trainers scale the loss of float16, which an optimizer on the host does not undo."""
+    if args.optim == "adamw_cpu" and args.torch_dtype == "float16":
+        yield (
+            "--optim: adamw_cpu: cannot undo the loss scaling of --torch_dtype float16; "
+            "use --torch_dtype bfloat16, or --optim adamw"
+        )

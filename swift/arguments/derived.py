@@ -96,6 +96,10 @@ def _declared(name: str, choice: str, attribute: str) -> Rule:
 
 
 def _is_rl(args: Any, _: Machine) -> bool:
+    return hasattr(args, "num_generations")
+
+
+def _is_rlhf(args: Any, _: Machine) -> bool:
     return hasattr(args, "rlhf_type")
 
 
@@ -125,7 +129,7 @@ RULES: tuple[Rule, ...] = (
     _fixed("torch_dtype", "float32", "float32 on a CPU"),
     _fixed("learning_rate", 1e-4, "1e-4 with an adapter", lambda args, machine: args.tuner_type != "full"),
     _fixed("learning_rate", 1e-5, "1e-5 with tuner_type full"),
-    _fixed("lora_dropout", 0.0, "0.0 in reinforcement learning", _is_rl),
+    _fixed("lora_dropout", 0.0, "0.0 in rlhf", _is_rlhf),
     _fixed("lora_dropout", 0.05, "0.05 in supervised tuning"),
     _same_as("data_seed", "seed"),
     _same_as(
@@ -158,7 +162,7 @@ RULES: tuple[Rule, ...] = (
     _fixed("infer_backend", "transformers", "else transformers"),
     _same_as("eval_steps", "save_steps"),
     _fixed("metric_for_best_model", "reward", "reward in reinforcement learning", _is_rl),
-    _fixed("metric_for_best_model", "loss", "loss in supervised tuning"),
+    _fixed("metric_for_best_model", "loss", "else loss"),
     _rule(
         "greater_is_better",
         "false for a loss, true for any other metric",
@@ -287,7 +291,7 @@ def _evaluation(args: Any, reader: Reader) -> dict[str, str]:
 
 def _implied_engine(args: Any, reader: Reader) -> dict[str, str]:
     """A vLLM mode or a server address asks for vLLM, unless another backend is named."""
-    if not hasattr(args, "rlhf_type"):
+    if not hasattr(args, "num_generations"):
         return {}
     rules = {}
     asked = [name for name in ("vllm_mode", "vllm_server_host", "vllm_server_base_url") if getattr(args, name)]

@@ -1,4 +1,4 @@
-"""docs/arguments.md and the presets of docs/algorithms.md, generated: `python -m swift.arguments.docs --write`."""
+"""docs/arguments.md, tables of docs/algorithms.md and migration.md: `python -m swift.arguments.docs --write`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from swift.flags import Flag, flags_of, help_texts
 PAGE = Path(__file__).parents[2] / "docs" / "arguments.md"
 ALGORITHMS = PAGE.with_name("algorithms.md")
 PRESETS_BEGIN, PRESETS_END = "<!-- presets: generated -->\n", "<!-- end of presets -->\n"
+MIGRATION = PAGE.with_name("migration.md")
+NAMES_BEGIN, NAMES_END = "<!-- names: generated -->\n", "<!-- end of names -->\n"
 _SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
 _HEAD = """# Arguments
@@ -35,6 +37,26 @@ def with_presets(text: str) -> str:
     """The page of the algorithms with the table of presets as it is now."""
     head, rest = text.split(PRESETS_BEGIN)
     return head + PRESETS_BEGIN + table() + PRESETS_END + rest.split(PRESETS_END)[1]
+
+
+def with_names(text: str) -> str:
+    """The page on migration with the table of names as it is now: what Axolotl and TRL call settings of ours."""
+    from swift.arguments.imports import axolotl, trl
+    from swift.arguments.imports.draft import Renamed
+
+    tables = {
+        project: {key: rule.name for key, rule in rules.items() if isinstance(rule, Renamed) and key != rule.name}
+        for project, rules in (("Axolotl", axolotl.RULES), ("TRL", trl.RULES))
+    }
+    names = sorted({name for table in tables.values() for name in table.values()})
+    cells = [
+        [", ".join(f"`{key}`" for key, ours in table.items() if ours == name) for table in tables.values()]
+        for name in names
+    ]
+    rows = [f"|`{name}`|{'|'.join(row)}|" for name, row in zip(names, cells, strict=True)]
+    head, rest = text.split(NAMES_BEGIN)
+    table = "\n".join([f"|swift|{'|'.join(tables)}|", "|---|---|---|", *rows])
+    return f"{head}{NAMES_BEGIN}{table}\n{NAMES_END}{rest.split(NAMES_END)[1]}"
 
 
 def _section(group: str) -> str:
@@ -84,6 +106,7 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--write"]:
         PAGE.write_text(markdown(), encoding="utf-8")
         ALGORITHMS.write_text(with_presets(ALGORITHMS.read_text(encoding="utf-8")), encoding="utf-8")
-        print(f"written: {PAGE}, {ALGORITHMS}")
+        MIGRATION.write_text(with_names(MIGRATION.read_text(encoding="utf-8")), encoding="utf-8")
+        print(f"written: {PAGE}, {ALGORITHMS}, {MIGRATION}")
     else:
         print(markdown(), end="")

@@ -17,9 +17,8 @@ _SAME = {
     flag: value
     for value, flags in {
         "true": "freeze_vit freeze_aligner save_safetensors use_chat_template "
-        "check_model stream train_dataloader_shuffle average_tokens_across_devices enable_flattened_weight_sync "
-        "assistant_only_loss completion_only_loss",
-        "1": "sequence_parallel_size vllm_pipeline_parallel_size max_batch_size desirable_weight undesirable_weight",
+        "check_model stream train_dataloader_shuffle average_tokens_across_devices enable_flattened_weight_sync",
+        "1": "sequence_parallel_size vllm_pipeline_parallel_size max_batch_size",
         "peft": "tuner_backend",
         "causal_lm": "task_type",
     }.items()
@@ -28,15 +27,15 @@ _SAME = {
 """Flags -> the value that swift always has."""
 
 _SPEED = _names(
-    "dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor load_from_cache_file "
+    "dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor "
     "remove_unused_columns lazy_tokenize use_logits_to_keep padding_side template_backend use_liger_loss "
     "use_data_producer"
 )
 """Flags that change no result here, whatever their value."""
 
 _REFUSED = _names(
-    "loss_scale device_map dataloader_drop_last enable_thinking add_non_thinking_prefix "
-    "context_manager reward_model_plugin hub_strategy log_level f_divergence_type group_size"
+    "device_map dataloader_drop_last enable_thinking add_non_thinking_prefix "
+    "context_manager reward_model_plugin hub_strategy log_level group_size"
 )
 """Flags without a value that asks for nothing."""
 
@@ -44,27 +43,28 @@ _KNOWN = _names(
     """
     acc_strategy agent_template aligner_lr
     bbox_format
-    cached_dataset callbacks center_rewards_coefficient channels cliprange cliprange_value cpo_alpha
+    cached_dataset callbacks channels cliprange cliprange_value
     create_checkpoint_symlink custom_dataset_info dataset_sample ddp_backend deepspeed_autotp_size disable_tqdm
-    discopop_tau download_mode dynamic_sampling early_stop_interval eval_accumulation_steps eval_delay eval_on_start
+    download_mode dynamic_sampling eval_accumulation_steps eval_delay
     eval_use_evalscope exist_ok fourier_n_frequency freeze_llm
-    fsdp_config gamma gkd_logits_topk group_by_length
-    hqq_axis hub_model_id hub_private_repo hub_token ignore_data_skip include_num_input_tokens_seen
-    label_smoothing label_smoothing_factor lam ld_alpha liger_loss lisa_activated_layers lisa_step_interval
+    fsdp_config gamma gkd_logits_topk
+    hqq_axis ignore_data_skip include_num_input_tokens_seen
+    label_smoothing_factor lam liger_loss lisa_activated_layers lisa_step_interval
     lmbda load_args load_data_args local_repo_path local_rollout_forward_batch_size logging_dir lora_bias lora_dtype
     lora_ga_batch_size lora_ga_direction lora_ga_iters lora_ga_max_length lora_ga_scale lora_ga_stable_gamma
     lora_modules lorap_lr_ratio max_concurrency max_epochs max_memory max_model_len max_pixels
     merge_device_map metric missing_eos_penalty model_author model_kwargs model_name
-    neftune_noise_alpha new_special_tokens no_cuda
+    new_special_tokens no_cuda
     norm_bbox num_labels num_mini_batches num_ppo_epochs num_sample_generations offload_teacher_model optimizer
-    optim_target_modules packing packing_length padding_free predict_with_generate problem_type profile push_to_hub
-    quant_batch_size quant_n_samples real_tau ref_adapters ref_model_revision ref_model_type response_prefix
-    resume_only_model reward_model_type rope_scaling router_aux_loss_coef rpo_alpha
-    save_on_each_node seq_kd sequence_classification sft_alpha simpo_gamma swanlab_exp_name swanlab_mode
+    optim_target_modules packing_length predict_with_generate problem_type profile
+    quant_batch_size
+    quant_n_samples real_tau ref_adapters ref_model_revision ref_model_type response_prefix
+    resume_only_model reward_model_type rope_scaling
+    save_on_each_node seq_kd sequence_classification sft_alpha swanlab_exp_name swanlab_mode
     swanlab_project swanlab_token swanlab_workspace target_parameters tf32 to_hf to_mcore to_ollama
-    to_peft_format tools_prompt top_entropy torch_compile torch_empty_cache_steps train_dataset_sample
+    to_peft_format tools_prompt top_entropy torch_empty_cache_steps train_dataset_sample
     train_on_prompt truncation unsloth use_cpu
-    use_galore use_liger_kernel use_q_galore use_ray val_dataset_shuffle
+    use_galore use_q_galore use_ray val_dataset_shuffle
     vf_coef vit_attn_impl vit_gradient_checkpointing vit_lr vllm_disable_cascade_attn
     vllm_disable_custom_all_reduce vllm_mm_processor_cache_gb vllm_quantization vllm_reasoning_parser
     vllm_server_group_port vllm_server_pass_dataset vllm_speculative_config
@@ -83,18 +83,17 @@ _REPLACED = {
     "model_id_or_path": "use --model",
     "lora_target_modules": "use --target_modules",
     "custom_train_dataset_path": "use --dataset",
-    "loss_scale": "leave it out: sft trains on the assistant's turns, rlhf on completions",
     "dataloader_drop_last": "leave it out: an incomplete last batch is left out always",
     "device_map": "leave it out; --deepspeed zero3 or --fsdp full_shard shards a model",
 }
 """Known flags -> what to do instead."""
 
 _VALUES = {
-    "rlhf_type": "dpo orpo simpo kto cpo rm ppo gkd ebft",
+    "rlhf_type": "ppo gkd ebft",
     "tuner_type": "adalora longlora llamapro fourierft reft adapter bone lora_llm",
     "loss_type": "real fipo",
 }
-_MODES = _names("pt sample eval deploy app web-ui merge-adapter megatron")
+_MODES = _names("sample eval deploy app web-ui merge-adapter megatron")
 
 
 def is_known(name: str) -> bool:

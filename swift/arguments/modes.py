@@ -6,36 +6,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from swift.arguments.common import GROUPS, CommonArguments, backend_problems, model_missing, training_data_missing
+from swift.arguments.common import GROUPS, CommonArguments, backend_problems, model_missing
+from swift.arguments.preferences import PREFERENCES
 from swift.arguments.rlhf import RLHFArguments
+from swift.arguments.sft import PTArguments, SFTArguments
 from swift.data.arguments import DataArguments
 from swift.flags import flag
-from swift.models.arguments import CheckpointArguments, QuantArguments, TunerArguments
+from swift.models.arguments import CheckpointArguments, QuantArguments
 from swift.rewards.arguments import RewardArguments
 from swift.rollout.arguments import EngineArguments, GenerationArguments
-from swift.trainers.arguments import OptimizationArguments, RunArguments
 
 if TYPE_CHECKING:
     from swift.arguments.layers import Given
-
-
-@dataclass(kw_only=True)
-class SFTArguments(CommonArguments, RunArguments, OptimizationArguments, DataArguments, TunerArguments):
-    """`swift sft`: supervised tuning; the loss counts the assistant's turns."""
-
-    max_length: int | None = flag(at_least=1, group="Data", unset="the model's context")
-    """Maximum length of a row in tokens, prompt and answer together. Longer rows are left out and counted."""
-
-    def problems(self) -> Iterator[str]:
-        """What is wrong with these settings, one line each."""
-        yield from model_missing(self)
-        yield from training_data_missing(self)
-        yield from self.tuner_problems()
-        if self.optim == "adamw_cpu" and self.torch_dtype == "float16":
-            yield (
-                "--optim: adamw_cpu: cannot undo the loss scaling of --torch_dtype float16; "
-                "use --torch_dtype bfloat16, or --optim adamw"
-            )
 
 
 @dataclass(kw_only=True)
@@ -198,16 +180,39 @@ class DoctorArguments(CommonArguments):
 class ConfigSchemaArguments(CommonArguments):
     """`swift config-schema`: the JSON schema of a mode's settings."""
 
-    mode: Literal["rlhf", "sft", "infer", "export", "reward-test", "rollout"] = flag("rlhf", group="Run")
-    """Mode whose settings are described."""
+    mode: Literal[
+        "rlhf", "sft", "pt", "infer", "export", "reward-test", "rollout",
+        "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm",
+    ] = flag("rlhf", group="Run")  # fmt: skip
+    """Mode, or method of rlhf, whose settings are described."""
 
     external_plugins: list[str] = flag([], group="Run", aliases=("custom_register_path",))
     """Python files whose settings are described, too."""
 
 
+@dataclass(kw_only=True)
+class ImportConfigArguments(CommonArguments):
+    """`swift import-config`: a configuration of another project as one of ours."""
+
+    file: str | None = flag(group="Run", unset="required")
+    """Configuration of Axolotl (YAML) or TRL (YAML or JSON), or shell script of ms-swift."""
+
+    method: str | None = flag(group="Run", unset="told by the file")
+    """Method of a TRL configuration: sft, grpo, dpo, ..."""
+
+    output: str | None = flag(group="Run", unset="<file>-swift.yaml in the working folder")
+    """File for our configuration; must not exist."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with these settings, one line each."""
+        if self.file is None:
+            yield "--file: missing: required; give the configuration to import"
+
+
 MODES: dict[str, type] = {
     "rlhf": RLHFArguments,
     "sft": SFTArguments,
+    "pt": PTArguments,
     "infer": InferArguments,
     "export": ExportArguments,
     "merge-lora": MergeLoraArguments,
@@ -215,10 +220,12 @@ MODES: dict[str, type] = {
     "rollout": RolloutServerArguments,
     "doctor": DoctorArguments,
     "config-schema": ConfigSchemaArguments,
+    "import-config": ImportConfigArguments,
+    **PREFERENCES,
 }
 """Mode -> its settings; a method of `swift rlhf` beside grpo is a mode of its own, named as its `--rlhf_type`."""
 
-METHODS: tuple[str, ...] = ()
+METHODS: tuple[str, ...] = tuple(PREFERENCES)
 """The modes that `swift rlhf --rlhf_type <name>` starts."""
 
 

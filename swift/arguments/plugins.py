@@ -50,7 +50,8 @@ def settings_class(mode: str) -> type:
     if mode not in MODES:
         raise ConfigError(f"mode: {mode}: unknown mode; {suggest(mode, list(MODES))}")
     owners: dict[type, list[str]] = {}
-    choices = [name for name in CHOICES if name in flags_of(MODES[mode])]
+    flags = flags_of(MODES[mode])
+    choices = [name for name in CHOICES if name in flags and (flags[name].details.registry or not flags[name].built_in)]
     if choices:
         importlib.import_module("swift.plugin")
     for choice in choices:

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from swift.arguments.bridges import bridge_problems
 from swift.arguments.common import CommonArguments, backend_problems, model_missing, training_data_missing
 from swift.data.arguments import PromptArguments
-from swift.flags import flag
+from swift.flags import flag, flags_of
 from swift.models.arguments import ModelArguments
 from swift.rewards.arguments import RewardArguments
 from swift.rl.arguments import ObjectiveArguments
@@ -34,7 +34,7 @@ class MethodArguments:
 
     GROUP: ClassVar[str] = "Model"
 
-    rlhf_type: Literal["grpo"] | None = flag(unset="required")
+    rlhf_type: Literal["grpo", "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm"] | None = flag(unset="required")
     """Algorithm family."""
 
 
@@ -74,7 +74,8 @@ class RLHFArguments(
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one line each."""
         if self.rlhf_type is None:
-            yield "--rlhf_type: missing: required; valid: grpo"
+            valid = ", ".join(map(str, flags_of(MethodArguments)["rlhf_type"].choices))
+            yield f"--rlhf_type: missing: required; valid: {valid}"
         yield from model_missing(self)
         if self.rollout_source != "atropos":
             yield from training_data_missing(self)

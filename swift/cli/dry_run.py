@@ -70,8 +70,9 @@ def rehearse_trl(resolved: Resolved) -> int:
     placed = _place(resolved)
     where = [placement.describe(placed), *placed.notes, *find_start(args, resolved.to_json()).notes]
     check_targets(args)
-    train, _, lines = method_of(resolved.mode).encode(args, load_chat(args))
-    plan = plan_line(args, len(train), launcher.world_size(os.environ))
+    method = method_of(resolved.mode)
+    train, _, lines = method.encode(args, load_chat(args, plain=method.plain))
+    plan = plan_line(args, train, launcher.world_size(os.environ))
     show(resolved, [*where, plan, *lines])
     return 0
 

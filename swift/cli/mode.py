@@ -42,13 +42,14 @@ TRL = "swift.trainers.trl.run:run", "swift.cli.dry_run:rehearse_trl"
 
 MODES = {
     "rlhf": Mode(
-        "online RL training (--rlhf_type grpo)",
+        "RL training and preference methods (--rlhf_type grpo, dpo, ...)",
         "swift.trainers.grpo.run:run",
         "swift.cli.dry_run:rehearse_rlhf",
         workers=True,
         runs=True,
     ),
     "sft": Mode("supervised fine-tuning", *TRL, workers=True, runs=True),
+    "pt": Mode("pre-training on plain text", *TRL, workers=True, runs=True),
     "rollout": Mode(
         "generation server for trainers on other machines",
         "swift.rollout.server.run:run",
@@ -61,9 +62,25 @@ MODES = {
     "merge-lora": Mode("merge an adapter into its base model (= export --merge_lora true)", "swift.models.export:run"),
     "doctor": Mode("health alerts of a run", "swift.observability.doctor:run"),
     "config-schema": Mode("print the JSON schema of a mode's flags", "swift.cli.mode:print_schema", first="mode"),
+    "import-config": Mode(
+        "a configuration of Axolotl, TRL or ms-swift as one of swift",
+        "swift.arguments.imports.command:run",
+        first="file",
+    ),
 }
 
-METHODS: dict[str, Mode] = {}
+METHODS = {
+    name: Mode(summary, *TRL, workers=True, runs=True)
+    for name, summary in {
+        "dpo": "direct preference optimization",
+        "ipo": "identity preference optimization",
+        "kto": "answers with a verdict each",
+        "orpo": "odds ratio preference optimization",
+        "simpo": "simple preference optimization",
+        "cpo": "contrastive preference optimization",
+        "rm": "reward model",
+    }.items()
+}
 """The same for the methods of `swift rlhf` beside grpo."""
 
 

@@ -33,6 +33,9 @@ class DataArguments(HubArguments):
     val_dataset: list[str] = flag([])
     """Evaluation data, in the form of `--dataset`."""
 
+    split: str | None = flag(everyday=False, aliases=("dataset_train_split",), unset="train")
+    """Split of `--dataset` entries of a hub."""
+
     split_dataset_ratio: float = flag(0.0, at_least=0, below=1)
     """Share of training rows split off for evaluation. 0.01 if `--eval_steps` is given without evaluation data."""
 
@@ -87,14 +90,19 @@ class DataArguments(HubArguments):
 
 
 @dataclass(kw_only=True)
-class PromptArguments(DataArguments):
-    """Rows that completions are sampled for, and the order in which they are used."""
+class StreamArguments(DataArguments):
+    """Rows that may be read while training."""
 
     streaming: bool = flag(False, everyday=False)
     """Whether rows are read while training. Needs `--max_steps`."""
 
     shuffle_buffer_size: int = flag(1000, at_least=1, everyday=False, needs="streaming")
     """Number of rows among which a stream is shuffled."""
+
+
+@dataclass(kw_only=True)
+class PromptArguments(StreamArguments):
+    """Rows that completions are sampled for, and the order in which they are used."""
 
     curriculum_column: str | None = flag(everyday=False, unset="no curriculum")
     """Numeric column that orders the rows of each epoch, such as a difficulty."""

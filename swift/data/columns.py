@@ -125,21 +125,31 @@ class ColumnPlan:
         Raises:
             RowError: the row does not fit the plan.
         """
+        row = self.renamed(values)
+        messages = self.finish(self.with_system_of(row, self._prompt_messages(row), system), row)
+        return messages, self.rest_of(row)
+
+    def renamed(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """A row under the names that `--columns` gives."""
         row: dict[str, Any] = {}
         for name, value in values.items():
             name = self.renames.get(name, name)
             if value is not None or name not in row:  # a null never hides a value of the same new name
                 row[name] = value
-        own_system = row.get("system")
-        messages = with_system(
-            self._prompt_messages(row), text_of(own_system, "system") if own_system else None, system
-        )
-        messages = self.finish(messages, row)
+        return row
+
+    def with_system_of(self, row: Mapping[str, Any], messages: list[Message], system: str | None) -> list[Message]:
+        """The messages with the row's system turn, else that of `--system`."""
+        own = row.get("system")
+        return with_system(messages, text_of(own, "system") if own else None, system)
+
+    def rest_of(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The columns that did not become messages, tools read."""
         if self.prompt == REQUEST:
             row["tools"] = tools_from(row[REQUEST])
         elif row.get("tools") is not None:
             row["tools"] = read_tools(row["tools"])
-        return messages, {name: value for name, value in row.items() if name not in (*self.used, "system")}
+        return {name: value for name, value in row.items() if name not in (*self.used, "system")}
 
     def holds_chat(self, values: Mapping[str, Any]) -> bool:
         """Whether the prompt of a row, under the names of its file, is a chat rather than a text."""

@@ -60,12 +60,16 @@ def stream_hub(spec: DatasetSpec, *, split: str) -> Iterator[Record]:
 
 
 def choose_split(splits: Iterable[str], split: str, spec: DatasetSpec) -> str:
-    """The dataset's own name for "train" or "val"; a single split serves as either.
+    """The dataset's own name for "train" or "val"; a single split serves as either. `--split` names it itself.
 
     >>> choose_split(["train", "test"], "val", DatasetSpec("x", "hub", "x"))
     'test'
     """
     names = list(splits)
+    if spec.split is not None:
+        if spec.split not in names:
+            raise spec.wrong(f"--split: {spec.split}: the dataset has no such split; {suggest(spec.split, names)}")
+        return spec.split
     wanted = ("train",) if split == "train" else (*_EVAL_SPLITS, "train")
     for name in wanted:
         if name in names:

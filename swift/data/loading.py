@@ -9,23 +9,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from swift.data.chats import ChatPlan
 from swift.data.columns import ColumnPlan, check_renames
 from swift.data.files import read_local
 from swift.data.hub import load_hub
 from swift.data.interleave import interleave
 from swift.data.messages import Message, is_chat
+from swift.data.pairs import PairPlan, pairs_or_labels
 from swift.data.procedural import read_procedural
 from swift.data.records import BadRow, RawRow, Record, RowError, filled_columns
 from swift.data.report import DataReport, first_few
 from swift.data.sampler import generator
 from swift.data.spec import DatasetSpec, each, parse_specs
 from swift.data.system import resolve_system
+from swift.data.texts import TextPlan, chats_or_texts
 from swift.errors import ConfigError, counted, join_problems
 
 if TYPE_CHECKING:
@@ -33,10 +34,17 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "val"]
 
-Purpose = Literal["prompt", "chat"]
-"""`prompt`: what a completion is sampled for. `chat`: prompt and answer, to be learnt from."""
+Purpose = Literal["prompt", "chat", "text", "pair", "label"]
+"""`prompt`: what a completion is sampled for. `chat`: prompt and answer, to be learnt from. `text`: documents.
+`pair`, `label`: answers with preferences, see `swift.data.pairs`."""
 
-PLANS: Mapping[str, type[ColumnPlan]] = {"prompt": ColumnPlan, "chat": ChatPlan}
+PLANS: Mapping[str, Callable[..., ColumnPlan]] = {
+    "prompt": ColumnPlan,
+    "chat": chats_or_texts,
+    "text": TextPlan,
+    "pair": PairPlan,
+    "label": pairs_or_labels,
+}
 """How rows are read for each purpose."""
 
 _MIX_COUNTER = 2**32 - 2
@@ -66,10 +74,14 @@ class Example:
 
 @dataclass(slots=True)
 class Rows:
-    """Rows as dicts: `messages` and the other columns under their own names. `report` tells what was left out."""
+    """Rows as dicts: `messages` and the other columns under their own names. `report` tells what was left out.
+
+    sizes: names of the datasets and their numbers of rows, in the order of the rows unless they are mixed or split.
+    """
 
     examples: list[Example]
     report: DataReport = field(default_factory=DataReport)
+    sizes: list[tuple[str, int]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -94,9 +106,10 @@ def load_rows(args: DataArguments, split: Split, *, purpose: Purpose = "chat") -
         args: the data settings.
         split: "val" means `--val_dataset`, else the part that `--split_dataset_ratio` splits off; without
             either the result is empty.
-        purpose: "chat" gives messages that end with the assistant's answer (supervised training); "prompt"
-            gives messages to be answered, with a final assistant turn dropped and `answer` and the like left
-            among the columns (reinforcement learning, reward-test, infer).
+        purpose: "chat" gives messages that end with the assistant's answer (supervised training); "text" one
+            assistant turn that is a document (pre-training); "prompt" gives messages to be answered, with a final
+            assistant turn dropped and `answer` and the like left among the columns (reinforcement learning,
+            reward-test, infer); "pair" and "label" give prompts, and their answers in columns (preferences).
 
     Returns:
         at least one row, except for an empty "val".
@@ -220,8 +233,14 @@ def plan_datasets(
 
 def dataset_specs(args: DataArguments, split: Split) -> list[DatasetSpec]:
     """What `--dataset` or `--val_dataset` names."""
-    flag, texts = ("--dataset", args.dataset) if split == "train" else ("--val_dataset", args.val_dataset)
-    return parse_specs(texts, use_hf=args.use_hf, flag=flag)
+    if split == "val":
+        return parse_specs(args.val_dataset, use_hf=args.use_hf, flag="--val_dataset")
+    specs = parse_specs(args.dataset, use_hf=args.use_hf)
+    if args.split is None:
+        return specs
+    if all(spec.kind != "hub" for spec in specs):
+        raise ConfigError(f"--split: {args.split}: no --dataset is one of a hub, whose splits it chooses; leave it out")
+    return [replace(spec, split=args.split) for spec in specs]
 
 
 def _load(args: DataArguments, split: Split, purpose: Purpose) -> Rows:
@@ -236,6 +255,7 @@ def _load(args: DataArguments, split: Split, purpose: Purpose) -> Rows:
         if split == "val" and spec.kind == "procedural" and "seed" not in spec.options
     ]
     parts: list[list[Example]] = []
+    sizes: list[tuple[str, int]] = []
     problems: list[str] = []
     for index, (spec, table, plan) in enumerate(zip(specs, tables, plans, strict=True)):
         records = (table.records[row] for row in _order(spec, len(table.records), args, index))
@@ -246,12 +266,13 @@ def _load(args: DataArguments, split: Split, purpose: Purpose) -> Rows:
         for row in refused:
             report.skip(row)
         parts.append(_oversampled(found, spec, args, index))
+        sizes.append((spec.text, len(parts[-1])))
     join_problems(problems)
     if split == "train" and len(parts) > 1 and args.interleave_prob:
         examples = _mixed(parts, specs, args, report)
     else:
         examples = [example for part in parts for example in part]
-    return Rows(examples, report)
+    return Rows(examples, report, sizes)
 
 
 def chat_columns(records: Sequence[Record]) -> list[str]:

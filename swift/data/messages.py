@@ -2,9 +2,9 @@
 
 Turns of a developer are instructions, too; where a chat template knows none they become the system's.
 
-Accepted too, and turned into that: ShareGPT's `{"from", "value"}`, OpenAI's tool calls (`content` null, arguments as
-JSON text), and the roles `tool_call` and `tool_response`, whose content is the call or its result. `loss` of an
-assistant turn says whether it is learnt from.
+Accepted too, and turned into that: ShareGPT's `{"from", "value"}`, OpenAI's text parts and tool calls (`content` null,
+arguments as JSON text), and the roles `tool_call` and `tool_response`, whose content is the call or its result. `loss`
+of an assistant turn says whether it is learnt from.
 """
 
 from __future__ import annotations
@@ -181,6 +181,8 @@ def _turn(turn: Any, number: int, column: str) -> Message:
     extra = {key: item for key, item in turn.items() if key not in ("role", "content") and item is not None}
     if content is None and role == "assistant" and extra.get("tool_calls"):
         content = ""
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text", "")) for part in content)
     if role == "tool_call" and isinstance(content, dict):
         content = json.dumps(content)
     if not isinstance(content, str):

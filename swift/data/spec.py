@@ -29,7 +29,8 @@ class DatasetSpec:
     """One entry of `--dataset`, understood.
 
     `target` is a path, a hub id or a task name. `count` is n of `#n`, None for all rows. `hub` is "hf" or
-    "ms" when `kind` is "hub". `options` are the task settings of a procedural dataset, `seed` among them.
+    "ms" when `kind` is "hub"; `split` is that of `--split`. `options` are the task settings of a procedural
+    dataset, `seed` among them.
     """
 
     text: str
@@ -40,6 +41,7 @@ class DatasetSpec:
     hub: Literal["hf", "ms"] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     flag: str = "--dataset"
+    split: str | None = None
 
     @property
     def subject(self) -> str:

@@ -35,7 +35,7 @@ class CheckpointArguments(HubArguments):
     torch_dtype: Literal["bfloat16", "float16", "float32"] | None = flag(
         aliases=("dtype",), values={"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
     )
-    """Precision of weights and arithmetic. float16 is for sft only."""
+    """Precision of weights and arithmetic. float16 is not for grpo."""
 
     attn_impl: Literal["sdpa", "eager", "flash_attn", "flex_attention"] = flag(
         "sdpa", aliases=("attn_implementation",), values={"flash_attention_2": "flash_attn"}, everyday=False
@@ -60,22 +60,22 @@ class QuantArguments(CheckpointArguments):
     """Quantisation of the base model while it is loaded, by bitsandbytes. Training needs `--tuner_type lora` (QLoRA,
     arXiv:2305.14314)."""
 
-    quant_bits: Literal[4, 8] | None = flag(everyday=False, needs="quant_method")
-    """Bits of a weight."""
+    quant_bits: int | None = flag(everyday=False, needs="quant_method", unset="none")
+    """Bits of a weight, 4 or 8."""
 
-    bnb_4bit_quant_type: Literal["nf4", "fp4"] = flag("nf4", everyday=False, needs="quant_bits=4")
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = flag("nf4", everyday=False, needs="quant_method")
     """Values of a 4-bit weight."""
 
-    bnb_4bit_use_double_quant: bool = flag(True, everyday=False, needs="quant_bits=4")
+    bnb_4bit_use_double_quant: bool = flag(True, everyday=False, needs="quant_method")
     """Whether the scales of 4-bit weights are quantised, too."""
 
     bnb_4bit_compute_dtype: Literal["bfloat16", "float16", "float32"] | None = flag(
-        everyday=False, needs="quant_bits=4", unset="torch_dtype"
+        everyday=False, needs="quant_method", unset="torch_dtype"
     )
     """Precision of products with 4-bit weights."""
 
     bnb_4bit_quant_storage: Literal["uint8", "bfloat16", "float16", "float32"] = flag(
-        "uint8", everyday=False, needs="quant_bits=4"
+        "uint8", everyday=False, needs="quant_method"
     )
     """Type in which 4-bit weights are packed."""
 
@@ -83,6 +83,8 @@ class QuantArguments(CheckpointArguments):
         """What is wrong with the settings of quantisation, one line each."""
         if self.quant_method and self.quant_bits is None:
             yield "--quant_bits: missing: --quant_method bnb has two sizes; give --quant_bits 4 or 8"
+        elif self.quant_bits not in (None, 4, 8):
+            yield f"--quant_bits: {self.quant_bits}: not a choice; valid: 4, 8"
         if self.quant_bits and not self.quant_method:
             yield f"--quant_bits: {self.quant_bits}: no method is named; give --quant_method bnb"
 

@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 
 
 def load_policy(
-    args: TunerArguments, *, device: torch.device | str | None = None, model_dropout: bool = False
+    args: TunerArguments,
+    *,
+    device: torch.device | str | None = None,
+    model_dropout: bool = False,
+    reward_head: bool = False,
 ) -> nn.Module:
     """The model to train, in training mode; only trainable parameters require a gradient.
 
@@ -37,23 +41,24 @@ def load_policy(
         args: model, dtype, attention and tuner settings.
         device: where the weights go; None leaves them on the CPU.
         model_dropout: keep the dropout rates of the model's config (supervised tuning); off otherwise.
+        reward_head: a head of one score instead of the language model's; a new one where the files have none.
 
     Returns:
-        A transformers causal language model, or a `peft.PeftModel` around one.
+        A transformers causal language model, or sequence classifier, or a `peft.PeftModel` around one.
 
     Raises:
         ConfigError: missing or incomplete files, unknown architecture, several start adapters for an adapter.
         ResourceError: an attention implementation whose package is not installed.
     """
     source = locate(args)
-    model = load_base(source.base, args, device=device, model_dropout=model_dropout)
+    model = load_base(source.base, args, device=device, model_dropout=model_dropout, reward_head=reward_head)
     if args.tuner_type == "full":
         for folder in source.adapters:
             model = merge_in(model, folder)
         model.requires_grad_(True)
         freeze(model, args)
     else:
-        model = add_adapter(model, source, args)
+        model = add_adapter(model, source, args, "SEQ_CLS" if reward_head else "CAUSAL_LM")
     return model.train()
 
 
@@ -75,15 +80,18 @@ def load_base(
     *,
     device: torch.device | str | None = None,
     model_dropout: bool = False,
+    reward_head: bool = False,
 ) -> Any:
-    """The causal language model in `folder`, every weight read from its safetensors files.
+    """The causal language model in `folder`, every weight but a new `reward_head` read from its safetensors files.
 
     Raises:
         ConfigError, ResourceError: see `load_policy`; also when the files lack weights of the model.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     config = load_config(folder, args)
+    if reward_head:
+        config.num_labels = 1
     if not model_dropout:
         clear_config_dropout(config)
     dtype = pick_dtype(args.torch_dtype, device)
@@ -92,9 +100,10 @@ def load_base(
         placed = {"quantization_config": quantisation, "device_map": {"": device or "cpu"}}
     else:
         placed = {}
+    kind = AutoModelForSequenceClassification if reward_head else AutoModelForCausalLM
     try:
         with quiet_loading(), unusable(f"--model: {folder}: its weights cannot be loaded"):
-            model, info = AutoModelForCausalLM.from_pretrained(
+            model, info = kind.from_pretrained(
                 folder,
                 config=config,
                 dtype=dtype,
@@ -109,6 +118,8 @@ def load_base(
         raise ResourceError(f"--attn_impl: {args.attn_impl}: {first_line(error)}; use --attn_impl sdpa") from error
     for layer in filter(is_quantised_layer, model.modules()):
         settle(layer, dtype)
+    if reward_head:
+        info["missing_keys"] = [name for name in info["missing_keys"] if name.startswith(f"{model.base_model_prefix}.")]
     _check_complete(folder, info)
     _check_finite(folder, model)
     if not model_dropout:

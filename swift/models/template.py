@@ -39,6 +39,8 @@ OWN_VARIABLES = frozenset(
 
 _GENERATION_TAGS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")
+_END_TOKENS = 2  # an end token and what a template may write behind it, such as a newline
 _PROBE_ANSWER = "a probe answer"
 _PROBE: list[Message] = [
     {"role": "user", "content": "a probe question"},
@@ -118,13 +120,37 @@ class Template:
         self._check_tools(messages, tools)
         return self.encode_text(self.render(messages, add_generation_prompt=True, tools=tools))
 
+    def encode_finished(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
+        """Token ids of a finished chat as reward models read it: as rendered, with an end token where there is none.
+
+        Raises:
+            RefusedChat: see `encode_prompt`.
+        """
+        self._check_tools(messages, tools)
+        ids = self.encode_text(self.render(messages, tools=tools))
+        if not set(ids[-_END_TOKENS:]) & set(self.stop_token_ids):
+            ids.append(int(self.tokenizer.eos_token_id))
+        return ids
+
     def encode_chat(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None = None,
+        *,
+        everything: bool = False,
+        empty_thoughts: bool = True,
     ) -> tuple[list[int], list[int]]:
         """Token ids of a whole chat, and a mask of equal length: 1 where the assistant speaks.
 
         The end token of each assistant turn is masked 1, template text after it (such as a newline) 0; all of a turn
         whose `loss` is false is 0.
+
+        Args:
+            messages: the chat.
+            tools: as for `render`.
+            everything: mask with 1 all but turns whose `loss` is false.
+            empty_thoughts: if false, `<think></think>` with nothing but white space in it, at the beginning of a turn,
+                is masked 0.
 
         Raises:
             RefusedChat: the template refuses the messages, or does not show their tools.
@@ -132,6 +158,9 @@ class Template:
         """
         self._check_tools(messages, tools)
         turns = _assistant_turns(messages)
+        if everything and all(messages[index].get("loss", True) for index in turns):
+            ids = self.encode_text(self.render(messages, tools=tools))
+            return ids, [1] * len(ids)
         if self.marked:
             text, spans = self._render(messages, False, marks=True, tools=tools)
         else:
@@ -148,7 +177,7 @@ class Template:
             if not all(learnt):
                 raise RefusedChat(f"messages: loss: the chat template marks {len(spans)} parts in {len(turns)} turns")
             learnt = [True] * len(spans)
-        return self._encode_pieces(text, spans, learnt)
+        return self._encode_pieces(text, spans, learnt, empty_thoughts, int(everything))
 
     def _check_tools(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> None:
         """Nothing of a row may be left out without a word."""
@@ -210,19 +239,42 @@ class Template:
         return len(before), len(through)
 
     def _encode_pieces(
-        self, text: str, spans: Sequence[tuple[int, int]], learnt: Sequence[bool]
+        self,
+        text: str,
+        spans: Sequence[tuple[int, int]],
+        learnt: Sequence[bool],
+        empty_thoughts: bool,
+        between: int,
     ) -> tuple[list[int], list[int]]:
+        """Ids and mask of `text`; what stands between the spans is masked with `between`."""
         ids: list[int] = []
         mask: list[int] = []
         cursor = 0
         for (start, end), learns in zip(spans, learnt, strict=True):
             prompt, answer = self.encode_text(text[cursor:start]), self.encode_text(text[start:end])
             said = _through_last_stop(answer, self.stop_token_ids) if learns else 0
+            skipped = 0
+            if not empty_thoughts and (thought := _EMPTY_THOUGHT.match(text, start, end)):
+                skipped = min(said, _common_prefix(answer, self.encode_text(thought.group())))
             ids += prompt + answer
-            mask += [0] * len(prompt) + [1] * said + [0] * (len(answer) - said)
+            mask += [between] * len(prompt) + [0] * skipped + [1] * (said - skipped)
+            mask += [between if learns else 0] * (len(answer) - said)
             cursor = end
         rest = self.encode_text(text[cursor:])
-        return ids + rest, mask + [0] * len(rest)
+        return ids + rest, mask + [between] * len(rest)
+
+
+class PlainText(Template):
+    """A tokenizer that reads documents: no chat template is needed, none is used."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        if tokenizer.eos_token_id is None:
+            raise ConfigError(
+                f"--model: {tokenizer.name_or_path}: its tokenizer has no end-of-text token to put between documents"
+            )
+        self.tokenizer, self.kwargs = tokenizer, {}
+        self.training_template, self.marked = None, False
+        self.stop_token_ids = (int(tokenizer.eos_token_id),)
 
 
 def load_template(
@@ -278,6 +330,10 @@ def _without_developer(messages: Sequence[Message]) -> list[Message]:
 
 def _assistant_turns(messages: Sequence[Message]) -> list[int]:
     return [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
+
+
+def _common_prefix(ids: Sequence[int], others: Sequence[int]) -> int:
+    return next((index for index, (a, b) in enumerate(zip(ids, others, strict=False)) if a != b), len(others))
 
 
 def _through_last_stop(ids: list[int], stops: Sequence[int]) -> int:

@@ -36,14 +36,22 @@ _LLAMA3 = (
     "{%- endif -%}"
 )
 
-_GEMMA = (
-    "{{- bos_token -}}{%- set ns = namespace(system='') -%}{%- for message in messages -%}"
-    "{%- if message.role == 'system' -%}{%- set ns.system = message.content + '\\n\\n' -%}"
-    "{%- elif message.role == 'assistant' -%}{{- '<start_of_turn>model\\n' -}}"
+_GEMMA_TURN = (
+    "{%- if message.role == 'assistant' -%}{{- '<start_of_turn>model\\n' -}}"
     "{%- generation -%}{{- message.content + '<end_of_turn>' -}}{%- endgeneration -%}{{- '\\n' -}}"
+)
+_GEMMA_END = "{%- endif -%}{%- endfor -%}{%- if add_generation_prompt -%}{{- '<start_of_turn>model\\n' -}}{%- endif -%}"
+
+_GEMMA = (
+    "{{- bos_token -}}{%- for message in messages -%}" + _GEMMA_TURN + "{%- else -%}"
+    "{{- '<start_of_turn>' + message.role + '\\n' + message.content + '<end_of_turn>\\n' -}}" + _GEMMA_END
+)
+
+_GEMMA3 = (
+    "{{- bos_token -}}{%- set ns = namespace(system='') -%}{%- for message in messages -%}" + _GEMMA_TURN + "{%- elif "
+    "message.role == 'system' -%}{%- set ns.system = message.content + '\\n\\n' -%}"
     "{%- else -%}{{- '<start_of_turn>user\\n' + ns.system + message.content + '<end_of_turn>\\n' -}}"
-    "{%- set ns.system = '' -%}{%- endif -%}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<start_of_turn>model\\n' -}}{%- endif -%}"
+    "{%- set ns.system = '' -%}" + _GEMMA_END
 )
 
 _PLAIN = (
@@ -58,9 +66,11 @@ TEMPLATES: dict[str, str] = {
     "qwen": _QWEN,
     "llama3": _LLAMA3,
     "gemma": _GEMMA,
+    "gemma3_text": _GEMMA3,
     "plain": _PLAIN,
 }
-"""Built-in templates; `qwen` is ChatML with a default system prompt, `plain` has no roles at all."""
+"""Built-in templates, under the names of ms-swift. `qwen` is ChatML with a default system prompt. `gemma` has a system
+turn, `gemma3_text` puts the system prompt before the question. `plain`, which is swift's own, has no roles at all."""
 
 OF_MODELS = ("qwen2_5", "qwen3")
 """Names of templates that TRL ships as the models have them."""
@@ -71,7 +81,7 @@ _IM = ("<|im_start|>", "<|im_end|>")
 _NEEDED_TOKENS = {
     **dict.fromkeys(("chatml", "qwen", *OF_MODELS), _IM),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    **dict.fromkeys(("gemma", "gemma3_text"), ("<start_of_turn>", "<end_of_turn>")),
 }
 
 

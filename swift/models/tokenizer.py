@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from swift.errors import ConfigError, unusable
 from swift.models.policy import load_config
 from swift.models.source import has_tokenizer, locate
-from swift.models.template import Template, load_template
+from swift.models.template import PlainText, Template, load_template
 from swift.models.templates import missing_tokens, read_template
 
 if TYPE_CHECKING:
@@ -29,14 +29,19 @@ def load_tokenizer(args: CheckpointArguments) -> PreTrainedTokenizerBase:
     return read_tokenizer(source.tokenizer, template=args.template, trust_remote_code=args.trust_remote_code)
 
 
-def load_chat(args: CheckpointArguments) -> Template:
+def load_chat(args: CheckpointArguments, *, plain: bool = False) -> Template:
     """Tokenizer and template of `--model` in one step, with the end tokens of its generation_config.json.
+
+    Args:
+        args: the model settings.
+        plain: for documents, which need no chat template.
 
     Raises:
         ConfigError: see `load_tokenizer`; also when the model has no embedding for some of its tokens.
     """
     source = locate(args)
-    template = load_template(load_tokenizer(args), source.base, args.chat_template_kwargs)
+    tokenizer = load_tokenizer(args)
+    template = PlainText(tokenizer) if plain else load_template(tokenizer, source.base, args.chat_template_kwargs)
     _check_ids(source.base, template, load_config(source.base, args).get_text_config())
     return template
 
@@ -44,7 +49,7 @@ def load_chat(args: CheckpointArguments) -> Template:
 def _check_ids(folder: Path, template: Template, config: Any) -> None:
     """Refuses a tokenizer of another model. A token that was added, and that no chat contains, needs no embedding."""
     tokenizer, size = template.tokenizer, config.vocab_size
-    added, jinja = tokenizer.get_added_vocab(), str(tokenizer.get_chat_template())
+    added, jinja = tokenizer.get_added_vocab(), str(tokenizer.chat_template)
     needed = {tokenizer.pad_token_id, tokenizer.bos_token_id, *template.stop_token_ids}
     beyond = {
         token: number

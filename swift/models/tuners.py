@@ -59,7 +59,7 @@ TUNERS = {
 # --- adapters --------------------------------------------------------------------------------------------------------
 
 
-def add_adapter(model: Any, source: ModelSource, args: TunerArguments) -> Any:
+def add_adapter(model: Any, source: ModelSource, args: TunerArguments, task: str = "CAUSAL_LM") -> Any:
     """`model` frozen below a `peft.PeftModel` with a fresh adapter, or with the one of `--adapters`.
 
     Raises:
@@ -74,7 +74,7 @@ def add_adapter(model: Any, source: ModelSource, args: TunerArguments) -> Any:
         )
     if source.adapters:
         return _continued(model, source.adapters[0], args)
-    config = adapter_config(model, args)
+    config = adapter_config(model, args, task)
     config.base_model_name_or_path = str(source.base)
     try:
         policy = get_peft_model(model, config)
@@ -88,7 +88,7 @@ def add_adapter(model: Any, source: ModelSource, args: TunerArguments) -> Any:
     return policy
 
 
-def adapter_config(model: Any, args: TunerArguments) -> Any:
+def adapter_config(model: Any, args: TunerArguments, task: str) -> Any:
     """PEFT's config of the adapter that the settings describe.
 
     Raises:
@@ -108,7 +108,7 @@ def adapter_config(model: Any, args: TunerArguments) -> Any:
         targets, options["feedforward_modules"] = _ia3_targets(model, targets)
     with unusable(f"--tuner_type: {args.tuner_type}: its settings cannot be used"):
         return getattr(peft, tuner.config)(
-            task_type="CAUSAL_LM",
+            task_type=task,
             target_modules=targets,
             modules_to_save=list(args.modules_to_save) or None,
             **options,
@@ -135,7 +135,7 @@ def _ia3_targets(model: Any, targets: Any) -> tuple[Any, Any]:
 
 
 def _refusal(model: Any, args: TunerArguments, error: ValueError) -> str:
-    if "arget modules" not in str(error):
+    if "arget modules" not in str(error) and "target_modules" not in str(error):
         return f"--tuner_type: {args.tuner_type}: {first_line(error)}; change its settings"
     name, value = ("target_modules", " ".join(args.target_modules))
     if args.target_regex:

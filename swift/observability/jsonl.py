@@ -147,7 +147,7 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
                 raise ConfigError(f"{path}:{number}: {line[:60]!r}: not JSON; remove the line") from error
 
 
-def latest_attempts(rows: Iterable[Mapping[str, Any]], key: str = "step") -> list[dict[str, Any]]:
+def latest_attempts(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The rows that count: for a step that several attempts went through, those of the highest attempt.
 
     Rows of a step keep their order; steps ascend.
@@ -157,7 +157,7 @@ def latest_attempts(rows: Iterable[Mapping[str, Any]], key: str = "step") -> lis
     """
     by_step: dict[Any, list[dict[str, Any]]] = {}
     for row in rows:
-        same_step = by_step.setdefault(row[key], [])
+        same_step = by_step.setdefault(row["step"], [])
         newest = same_step[0]["attempt"] if same_step else row["attempt"]
         if row["attempt"] > newest:
             same_step.clear()

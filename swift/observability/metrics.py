@@ -113,10 +113,10 @@ class MetricStore:
             return
         self._step.combine(name, kind, float(value) * weight if kind == "mean" else float(value), weight)
 
-    def add_many(self, values: Mapping[str, float], *, kind: Kind | None = None) -> None:
+    def add_many(self, values: Mapping[str, float]) -> None:
         """Fold several values, each with weight 1."""
         for name, value in values.items():
-            self.add(name, value, kind=kind)
+            self.add(name, value)
 
     # --- time ---------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 MAX_BATCH_ROWS = 64
 MAX_BATCH_TOKENS = 16_384
-_END_TOKENS = 2  # an end token and what a template may write behind it, such as a newline
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ def find_reward_models(args: Any) -> list[RewardModelSource]:
         ConfigError: unknown folders, more than one label, a causal model without a score head.
         ResourceError: a hub's client package is not installed.
     """
-    from swift.models.source import adapter_folder, find_folder
+    from swift.models.source import adapter_folder, find_base, find_folder, is_adapter
 
     models = [str(model) for model in args.reward_model]
     revisions = args.reward_model_revision or [None] * len(models)
@@ -53,6 +52,8 @@ def find_reward_models(args: Any) -> list[RewardModelSource]:
     found, problems = [], []
     for name, model, revision, adapter in zip(model_names(models), models, revisions, adapters, strict=True):
         try:
+            if is_adapter(Path(model)):
+                adapter, model = model, str(find_base(None, [adapter_folder(model)], use_hf=args.use_hf))
             folder = find_folder(model, flag="--reward_model", use_hf=args.use_hf, revision=revision or None)
             top = adapter_folder(adapter) if adapter else None
             _check_head(model, folder, top)
@@ -99,25 +100,29 @@ class RewardModel:
     def __init__(
         self, source: RewardModelSource, device: torch.device | str, dtype: torch.dtype, trust_remote_code: bool
     ) -> None:
+        from swift.models.source import has_tokenizer
         from swift.models.template import Template
         from swift.models.tokenizer import read_tokenizer
 
         self.name = source.name
         self.num_truncated = 0
         """Chats cut on the left so far."""
-        tokenizer = read_tokenizer(source.folder, trust_remote_code=trust_remote_code)
+        own = source.adapter is not None and has_tokenizer(source.adapter)
+        folder = source.adapter if source.adapter is not None and own else source.folder
+        tokenizer = read_tokenizer(folder, trust_remote_code=trust_remote_code)
         if not tokenizer.chat_template:
             raise ConfigError(
                 f"--reward_model: {source.folder}: its tokenizer has no chat template, so prompts and "
                 f"completions cannot be rendered for it; add chat_template.jinja to the folder"
             )
-        self._tokenizer = tokenizer
         self._template = Template(tokenizer)
         self._model = _load(source, dtype, trust_remote_code).to(device)
         self._device = device
         config = self._model.config.get_text_config()
         limits = (getattr(config, "max_position_embeddings", None), tokenizer.model_max_length)
         self._max_tokens = min([*(int(limit) for limit in limits if limit), 10**9])
+        if own:  # which the head was trained with: it reads the last token that is no padding
+            config.pad_token_id = tokenizer.pad_token_id
         self._padding = getattr(config, "pad_token_id", None)
 
     def score(
@@ -137,9 +142,7 @@ class RewardModel:
 
     def encode(self, chat: Sequence[dict[str, Any]]) -> list[int]:
         """Token ids of a finished chat, at most the model's context, cut on the left and counted."""
-        ids = list(self._tokenizer(self._template.render(chat), add_special_tokens=False)["input_ids"])
-        if not set(ids[-_END_TOKENS:]) & set(self._template.stop_token_ids):
-            ids.append(int(self._tokenizer.eos_token_id))
+        ids = self._template.encode_finished(chat)
         if len(ids) > self._max_tokens:
             self.num_truncated += 1
             ids = ids[-self._max_tokens :]

@@ -48,9 +48,7 @@ class RewardPipeline:
         max_completion_length: in tokens; default of the length rewards.
         decode: token ids -> text, to see whether the prompt's template opened `<think>`; None: it did not.
         tokenizer_path: folder of the policy's tokenizer, for plugins that ask for one.
-        log_path: file for what the workers print; None discards it.
         reward_models: scores the columns after the functions; None when `reward_model` is empty.
-        num_workers: worker processes of this process; None means its share of `reward_workers`.
 
     Raises:
         ConfigError: for unknown, repeated or unusable functions and plugins.
@@ -64,9 +62,7 @@ class RewardPipeline:
         max_completion_length: int,
         decode: Callable[[list[int]], str] | None = None,
         tokenizer_path: str | None = None,
-        log_path: str | Path | None = None,
         reward_models: RewardModels | None = None,
-        num_workers: int | None = None,
     ) -> None:
         load_external_plugins(args.external_plugins)
         flags = {**run_flags(args), "max_completion_length": max_completion_length}
@@ -94,11 +90,7 @@ class RewardPipeline:
             timeout_s=float(args.reward_timeout),
             memory_bytes=memory_limit(),
         )
-        self._pool = WorkerPool(
-            spec,
-            num_workers=num_workers or worker_share(args.reward_workers),
-            log_path=Path(log_path) if log_path is not None else None,
-        )
+        self._pool = WorkerPool(spec, num_workers=worker_share(args.reward_workers))
 
     @property
     def needs_whole_batch(self) -> bool:

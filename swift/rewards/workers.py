@@ -158,13 +158,12 @@ class WorkerPool:
     Args:
         spec: what each worker loads.
         num_workers: processes kept alive, >= 1.
-        log_path: file for everything the workers print (appended, kept below 64 MiB); None discards it.
     """
 
-    def __init__(self, spec: LoadSpec, *, num_workers: int, log_path: Path | None) -> None:
+    def __init__(self, spec: LoadSpec, *, num_workers: int) -> None:
         self._spec = spec
         self._num_workers = num_workers
-        self._log = str(log_path) if log_path else None
+        self._log: str | None = None  # what the workers print is lost
         self._loop: asyncio.AbstractEventLoop  # while `_thread` runs it
         self._thread: threading.Thread | None = None
         self._pool: _Pool | None = None
@@ -205,7 +204,7 @@ class WorkerPool:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def log_to(self, path: Path) -> None:
-        """From now on the workers print to `path`, each from its next call on."""
+        """From now on the workers print to `path` (appended, kept below 64 MiB), each from its next call on."""
         self._log = str(path)
 
     def close(self) -> None:

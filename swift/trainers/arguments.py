@@ -73,11 +73,11 @@ class OptimizationArguments:
     """Number of optimizer steps; above 0 it replaces num_train_epochs."""
 
     per_device_train_batch_size: int = flag(1, at_least=1)
-    """Number of completions (rows in sft) per process and accumulation step. By default rlhf takes the smallest that
+    """Number of rows (completions in grpo) per process and accumulation step. By default grpo takes the smallest that
     makes the global batch a multiple of num_generations."""
 
     per_device_eval_batch_size: int = flag(1, at_least=1)
-    """Number of completions (rows in sft) per process and evaluation batch."""
+    """Number of rows (completions in grpo) per process and evaluation batch."""
 
     gradient_accumulation_steps: int = flag(1, at_least=1)
     """Number of micro-batches per optimizer step."""
@@ -112,6 +112,66 @@ class OptimizationArguments:
             yield (
                 f"--optim: adamw_cpu: --fsdp {self.fsdp} shards the optimizer's state; use --optim "
                 "adamw, or --deepspeed zero2_offload, which updates on the CPU too"
+            )
+
+
+@dataclass(kw_only=True)
+class TrainerArguments:
+    """What the trainers of TRL and transformers can do beside, under the names that they give it."""
+
+    GROUP: ClassVar[str] = "Optimization"
+
+    neftune_noise_alpha: float | None = flag(above=0, everyday=False, unset="off")
+    """Magnitude of the noise that NEFTune (arXiv:2310.05914) adds to embeddings; the paper uses 5 to 15."""
+
+    use_liger_kernel: bool = flag(False, everyday=False)
+    """Whether layers run Liger's kernels. Needs the package liger_kernel and a GPU."""
+
+    liger_kernel_config: dict[str, Any] = flag({}, everyday=False, needs="use_liger_kernel")
+    """Liger kernels to switch on or off, such as `{"rope": false}`."""
+
+    torch_compile: bool = flag(False, everyday=False)
+    """Whether torch.compile compiles the model."""
+
+    torch_compile_backend: str | None = flag(everyday=False, needs="torch_compile", unset="inductor")
+    """Backend of torch.compile."""
+
+    torch_compile_mode: str | None = flag(everyday=False, needs="torch_compile", unset="torch's default")
+    """Mode of torch.compile, such as max-autotune."""
+
+    eval_on_start: bool = flag(False, everyday=False, group="Run")
+    """Whether the model is evaluated before the first step."""
+
+    early_stopping_patience: int | None = flag(
+        at_least=1, everyday=False, group="Run", aliases=("early_stop_interval",), unset="off"
+    )
+    """Number of evaluations without a better `--metric_for_best_model` that end the run."""
+
+    early_stopping_threshold: float = flag(
+        0.0, at_least=0, everyday=False, group="Run", needs="early_stopping_patience"
+    )
+    """Least improvement that counts."""
+
+    push_to_hub: bool = flag(False, everyday=False, group="Run")
+    """Whether the model is uploaded to the Hugging Face hub at the end of the run."""
+
+    hub_model_id: str | None = flag(everyday=False, group="Run", needs="push_to_hub")
+    """Repository of the uploaded model, as owner/name."""
+
+    hub_token: str | None = flag(everyday=False, group="Run", needs="push_to_hub", unset="HF_TOKEN or the login")
+    """Token of the hub."""
+
+    hub_private_repo: bool | None = flag(everyday=False, group="Run", needs="push_to_hub", unset="the owner's default")
+    """Whether the repository is private if it is made."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with these settings, one line each."""
+        if self.push_to_hub and not self.hub_model_id:
+            yield "--push_to_hub: true: --hub_model_id is missing; give --hub_model_id owner/name"
+        if self.early_stopping_patience and getattr(self, "eval_strategy", "no") == "no":
+            yield (
+                f"--early_stopping_patience: {self.early_stopping_patience}: nothing is evaluated; give --val_dataset "
+                "or --split_dataset_ratio"
             )
 
 

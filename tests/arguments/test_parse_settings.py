@@ -256,14 +256,14 @@ def test_provenance_names_file_and_line(config):
 @pytest.mark.parametrize(
     ("words", "name", "expected", "rule"),
     [
-        ("", "learning_rate", 1e-4, "tuner_type lora"),
+        ("", "learning_rate", 1e-4, "an adapter"),
         ("--tuner_type full", "learning_rate", 1e-5, "tuner_type full"),
         ("--gradient_accumulation_steps 4", "steps_per_generation", 4, "= gradient_accumulation_steps"),
         ("--generation_batch_size 16", "steps_per_generation", None, None),
         ("--num_generations 4", "num_generations_eval", 4, "= num_generations"),
         ("--seed 7", "data_seed", 7, "= seed"),
         ("--epsilon 0.1", "epsilon_high", 0.1, "= epsilon"),
-        ("", "lora_dropout", 0.0, "reinforcement learning"),
+        ("", "lora_dropout", 0.0, "rlhf"),
         ("", "torch_dtype", "float32", "on a CPU"),
         ("", "ref_model", "org/tiny", "= model"),
         ("", "output_dir", "output/tiny", "output/<model name>"),

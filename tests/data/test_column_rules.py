@@ -277,3 +277,9 @@ def test_messages_in_a_csv_cell_and_extra_keys_of_turns():
     chosen = plan(["messages"])
     text = '[{"role": "user", "content": "q", "name": "Ada", "tool_calls": null}]'
     assert chosen.read({"messages": text}, None)[0] == [{"role": "user", "content": "q", "name": "Ada"}]
+
+
+def test_text_parts_of_openai_are_one_text():
+    parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "3?"}]
+    chat = [{"role": "user", "content": parts}]
+    assert plan(["messages"]).read({"messages": chat}, None)[0] == [{"role": "user", "content": "2+3?"}]

@@ -57,6 +57,16 @@ def test_hugging_face_rows_with_subsets_and_count(hub):
     assert found.examples[6].origin == "openai/gsm8k:other[train]:2"
 
 
+def test_split_names_the_split_to_train_on(hub):
+    found = rows("hf::openai/gsm8k:main", split="train")
+    assert found.examples[0].origin == "openai/gsm8k:main[train]:1"
+    args = DataArguments(dataset=["hf::openai/gsm8k:main"], split="test")
+    assert load_rows(args, "train", purpose="prompt").examples[0].origin == "openai/gsm8k:main[test]:1"
+    args.split = "tset"
+    with pytest.raises(ConfigError, match="--split: tset: the dataset has no such split; nearest: test"):
+        load_rows(args, "train", purpose="prompt")
+
+
 def test_validation_takes_the_test_split(hub):
     assert next(iter(rows("org/name", "val", use_hf=True)))["messages"][0]["content"] == "Nonetest0"
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swift.data.sampler import PromptStream
-from swift.data.source import shuffled
+from swift.data.stream import shuffled
 from swift.errors import ConfigError
 
 seeds = st.integers(-(2**70), 2**70)

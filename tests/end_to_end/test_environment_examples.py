@@ -3,8 +3,10 @@
 import asyncio
 import os
 import random
+import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -62,8 +64,14 @@ def test_imitating_the_teacher_is_not_enough(plugins):
 @pytest.mark.parametrize("engine", [(), ("--use_vllm", "true", "--vllm_enforce_eager", "true")], ids=["own", "vllm"])
 def test_an_example_is_learned(name, before, engine, tmp_path):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OUT": str(tmp_path / name)}
-    subprocess.run(["bash", str(FOLDER / f"{name}.sh"), *engine], env=env, check=True)
-    rewards = [row["reward"] for row in log_rows(tmp_path / name)]
-    assert rewards[0] <= before
-    assert rewards[-1] >= 0.8
+
+    def rewards(folder, *flags):
+        env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OUT": str(tmp_path / folder)}
+        subprocess.run(["bash", str(FOLDER / f"{name}.sh"), *engine, *flags], env=env, cwd=tmp_path, check=True)
+        return [row["reward"] for row in log_rows(tmp_path / folder)]
+
+    unlearned = ("--max_steps", "8", "--logging_steps", "1", "--learning_rate", "1e-12")
+    assert statistics.fmean(rewards("before", *unlearned)) <= before
+    began = time.monotonic()
+    assert rewards("learned")[-1] >= 0.8
+    assert time.monotonic() - began < 240  # on two cores that nothing else keeps busy

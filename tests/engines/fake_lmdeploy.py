@@ -30,16 +30,7 @@ class ResponseType(enum.Enum):
     SUCCESS = enum.auto()
     FINISH = enum.auto()
     ENGINE_STOP_ERROR = enum.auto()
-    SESSION_REPEAT = enum.auto()
-    SESSION_NOT_EXIST = enum.auto()
-    HANDLER_NOT_EXIST = enum.auto()
-    INPUT_LENGTH_ERROR = enum.auto()
-    INTERNAL_ENGINE_ERROR = enum.auto()
     CANCEL = enum.auto()
-    PREFIX_CACHE_CONFLICT = enum.auto()
-    NO_QUEUE = enum.auto()
-    NOT_SUPPORTED = enum.auto()
-    OUT_OF_MEMORY = enum.auto()
 
 
 @dataclass
@@ -47,7 +38,6 @@ class EngineOutput:
     status: ResponseType
     token_ids: list
     logprobs: list = None
-    req_metrics: object = None
 
 
 @dataclass
@@ -63,24 +53,13 @@ class GenerationConfig:
     ignore_eos: bool = False
     random_seed: int = None
     stop_words: list = None
-    bad_words: list = None
     stop_token_ids: list = None
     bad_token_ids: list = None
     min_new_tokens: int = None
     skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
     logprobs: int = None
-    logprob_start_len: int = -1
     response_format: dict = None
-    logits_processors: list = None
-    output_logits: str = None
-    output_last_hidden_state: str = None
     include_stop_str_in_output: bool = False
-    return_ppl: bool = False
-    with_cache: bool = False
-    preserve_cache: bool = False
-    migration_request: object = None
-    return_routed_experts: bool = False
     repetition_ngram_size: int = 0
     repetition_ngram_threshold: int = 0
 
@@ -96,25 +75,15 @@ class GenerationConfig:
 class PytorchEngineConfig:
     dtype: str = "auto"
     tp: int = 1
-    dp: int = 1
-    dp_rank: int = 0
-    ep: int = 1
     session_len: int = None
     max_batch_size: int = None
     cache_max_entry_count: float = 0.8
-    prefill_interval: int = 16
     block_size: int = 64
-    num_gpu_blocks: int = 0
-    adapters: dict = None
-    max_prefill_token_num: int = 8192
     enable_prefix_caching: bool = False
     device_type: str = "cuda"
     eager_mode: bool = False
-    quant_policy: int = 0
     distributed_executor_backend: str = None
-    empty_init: bool = False
     enable_metrics: bool = True
-    hf_overrides: dict = None
     logprobs_mode: str = None
 
     def __post_init__(self):
@@ -125,7 +94,6 @@ class PytorchEngineConfig:
 @dataclass
 class UpdateParamsRequest:
     serialized_named_tensors: object
-    load_format: str = None
     finished: bool = False
 
 
@@ -210,7 +178,7 @@ class _Handle:
         self.cancelled.add(session_id)
 
     async def async_stream_infer(
-        self, session_id, input_ids, gen_config=None, multimodal=None, adapter_name=None, stream_output=False, **kwargs
+        self, session_id, input_ids, gen_config=None, adapter_name=None, stream_output=False, **kwargs
     ):
         RECORDER.add("infer", ids=list(input_ids), config=gen_config, adapter=adapter_name, stream=stream_output)
         ids, step = list(input_ids), 0
@@ -277,7 +245,7 @@ class _SessionManager:
         for _ in range(size):
             self.pool.put_nowait(_Handle(engine))
 
-    def get(self, session_id=None, create_if_not_exists=True, **kwargs):
+    def get(self, **kwargs):
         session = _Session(next(self.count), self)
         self.sessions[session.session_id] = session
         return session
@@ -290,7 +258,7 @@ class AsyncEngine:
     def __init__(self, model_path, config):
         self.session_len = config.session_len or 1024
         self.engine = _Backend(model_path, config)
-        self.is_sleeping, self.sleeping_tags = False, set()
+        self.sleeping_tags = set()
         self.session_mgr = _SessionManager(self.engine, config.max_batch_size)
 
     @contextlib.asynccontextmanager
@@ -303,7 +271,6 @@ class AsyncEngine:
 
     async def sleep(self, level: int = 1):
         RECORDER.add("sleep", level=level)
-        self.is_sleeping = True
         self.sleeping_tags = {"weights", "kv_cache"}
         if level == 2:
             self.engine.weights = {}
@@ -314,7 +281,6 @@ class AsyncEngine:
         if any(tag not in self.sleeping_tags for tag in tags):
             return
         self.sleeping_tags = self.sleeping_tags - set(tags)
-        self.is_sleeping = bool(self.sleeping_tags)
 
     def close(self):
         RECORDER.add("engine.close")
@@ -340,10 +306,7 @@ class _EventLoopThread:
 
 
 class Pipeline:
-    def __init__(
-        self, model_path, backend_config=None, chat_template_config=None, log_level="WARNING", max_log_len=None,
-        trust_remote_code=False, speculative_config=None, allowed_media_domains=None, **kwargs,
-    ):  # fmt: skip
+    def __init__(self, model_path, backend_config=None, log_level="WARNING", trust_remote_code=False, **kwargs):
         import os
 
         RECORDER.add("Pipeline", model=model_path, config=backend_config, remote_code=trust_remote_code)

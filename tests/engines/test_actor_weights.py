@@ -98,7 +98,7 @@ def trainer(request, ray_cluster, nano_folders, tmp_path_factory):
     one.close()
 
 
-@pairs(("qwen2", "object_store"), ("llama", "broadcast"))
+@pairs(("llama", "broadcast"))
 def test_after_each_update_the_sampler_is_the_trainer(trainer, transport):
     (worker,) = trainer.workers
     trainer.clients[0].weight_transport = transport

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle import load, with_noise
+from oracle import load
 from peft import LoraConfig, get_peft_model
 from vllm_parts import LIMIT, drift, request, requests, require_vllm, sample
 from vllm_parts import spec_of as spec
@@ -15,7 +15,6 @@ from vllm_parts import spec_of as spec
 from swift.errors import ConfigError, EngineError, SyncFailed, Unsupported
 from swift.models.tiny import build_tiny
 from swift.rollout.engines.spec import build_engine
-from swift.rollout.engines.vllm.versions import load_vllm
 from swift.rollout.engines.vllm.weights import save_adapter
 from swift.rollout.weights.base import AdapterWeights
 from swift.rollout.weights.policy import PolicyWeights, adapter_weights
@@ -107,24 +106,6 @@ def test_dropping_the_adapter_gives_the_base_and_its_version_back(engine, folder
     assert drift(engine, load(folder)) <= LIMIT
     assert not any(path.exists() for path in paths)
     assert sample(engine, [request(tokens=3)])["r"].versions == [(0, 0, 3)]
-
-
-def test_new_base_weights_drop_the_adapter(engine, folder):
-    if not load_vllm().reloads_under_adapters:
-        with pytest.raises(Unsupported, match="cannot replace the weights below LoRA layers"):
-            engine.load_weights(PolicyWeights(load(folder)), 3)
-        return
-    engine.load_adapter(adapter_weights(tuned(folder, seed=1)), 2)
-    base = load(folder)
-    with_noise(base, seed=3)
-    engine.load_weights(PolicyWeights(base), 3)
-    assert engine.version == 3
-    assert drift(engine, base) <= LIMIT
-    again = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=ALL)).eval()
-    change(again, 4)
-    engine.load_adapter(adapter_weights(again), 4)
-    assert drift(engine, again) <= LIMIT
-    engine.load_weights(PolicyWeights(load(folder)), 0)
 
 
 def test_a_rank_above_the_limit_is_refused_with_the_flag(engine, folder):

@@ -1,21 +1,21 @@
-"""A pool over engines of this process: its transport drives a request queue, as the actor of an engine does."""
+"""A pool over engines of this process: its transport calls the host of an engine without an actor around it."""
 
 import contextlib
 import threading
 from dataclasses import replace
 
-from swift.errors import EngineDead, SwiftError
+from swift.errors import EngineDead
+from swift.rollout.engines.actor_transport import ENGINE_METHODS
 from swift.rollout.engines.base import EngineCounters
 from swift.rollout.engines.client import EngineClient
-from swift.rollout.engines.completion_stream import Failure
 from swift.rollout.engines.pool import EnginePool
-from swift.rollout.engines.request_queue import RequestQueue
+from swift.rollout.engines.ray_actor import EngineHost
 from swift.rollout.engines.transport import Lost, Timeouts, Transport
-from swift.rollout.weights.base import Bucket
+from swift.rollout.weights.object_store import parcel_of
 
 
 class LocalTransport(Transport):
-    """To an engine in this process, driven by a request queue; `again` makes another one when it died."""
+    """To an engine in this process; `again` makes another one when it died."""
 
     stored = "object_store"
     devices = ("cpu",)
@@ -23,98 +23,68 @@ class LocalTransport(Transport):
     progress_at = float("inf")
 
     def __init__(self, engine, name, again=None):
-        self.name, self.again, self.posts = name, again, []
+        self.name, self.again = name, again
         self.counters = EngineCounters()
         self._taking = threading.Lock()
         self._begin(engine)
 
     def _begin(self, engine):
-        self.engine, self.life = engine, object()
-        self.queue = RequestQueue(engine)
-        self.stream = self.queue.open(notify=self._bring)
+        self.engine, self.life, self.host = engine, object(), EngineHost()
+        self.host.open(engine, self._bring)
 
     def connect(self):
         return replace(self.engine.capabilities, shares_weights=False)
 
     def _bring(self):
         with self._taking:
-            for arrival in self.stream.take():
+            for arrival in self.host.take(0.0)[0]:
                 self.deliver(self.life, arrival)
 
     def post(self, life, requests, version):
-        self.posts += [request.request_id for request in requests]
-        try:
-            self.stream.submit(requests)
-        except EngineDead as error:
-            raise Lost(str(error)) from None
-        except SwiftError as error:
-            self.deliver(life, Failure([request.request_id for request in requests], error))
+        self.host.submit(list(requests))
 
     def abort(self, request_ids):
-        self.queue.abort(ids=request_ids)
+        self.host.abort(request_ids)
 
     def call(self, name, timeout_s, **fields):
         try:
-            own = getattr(self, f"_{name}", None)
-            return own(**fields) if own is not None else self._do(name, **fields)
+            return self.host.do(name, **fields) if name in ENGINE_METHODS else getattr(self.host, name)(**fields)
         except EngineDead as error:
             raise Lost(str(error)) from None
 
     def start_call(self, name, timeout_s, **fields):
         return lambda: self.call(name, timeout_s, **fields)
 
-    def _do(self, name, **fields):
-        result = self.queue.do(lambda engine: getattr(engine, name)(**fields)).result(60)
-        return {"result": result, "asleep": "", "version": self.engine.version}
-
-    def _pause(self):
-        self.queue.pause_in_flight()
-
-    def _resume(self):
-        self.queue.resume().result(60)
-
-    def _rebuild(self):
-        self.stream.close()
-        self.stream = self.queue.open(notify=self._bring)
-        self.queue.updates.abort().result(60)
-        self.queue.resume().result(60)
-        self._do("rebuild")
-
-    def _begin_update(self, manifest, version):
-        return self.queue.updates.begin(manifest, version).result(60)
-
-    def _commit(self, update):
-        return {"ack": self.queue.updates.commit(update).result(60), "asleep": ""}
-
     def abort_update(self, update):
         with contextlib.suppress(EngineDead):
-            self.queue.updates.abort(update).result(60)
+            self.host.abort_update(update)
+            self.host._live.do(lambda engine: None).result(60)  # it has taken effect
 
     def send_bucket(self, update, way, payload, timeout_s):
-        self.queue.updates.send(update, lambda missing: payload).result(60)
+        self.call("bucket", timeout_s, update=update, way=way, payload=payload)
         return lambda: None
 
     def choose(self, bucket):
         return "object_store"
 
     def payload(self, way, bucket, version):
-        return Bucket([(name, tensor.clone()) for name, tensor in bucket.tensors], bucket.made)
+        return [(info, array.copy()) for info, array in parcel_of(bucket)]
 
     def address(self):
         return "127.0.0.1"
 
     def replace(self, how, *, version, valid):
-        self.queue.close()
+        self.host.close()
         if self.again is None:
             raise EngineDead(f"{self.name}: {how}")
         self._begin(self.again())
         return EngineCounters(restarts=1)
 
     def health(self):
-        return self.queue.health()
+        return self.host.health()
 
     def close(self):
-        self.queue.close()
+        self.host.close()
 
 
 def local_pool(*engines, again=None, **timeouts):

@@ -129,13 +129,22 @@ def test_a_built_in_template_needs_its_marker_tokens(qwen2):
         load_tokenizer(ModelArguments(model=qwen2, template="llama3"))
 
 
-@pytest.mark.parametrize("name", ["llama3", "gemma", "chatml", "plain"])
+@pytest.mark.parametrize("name", ["llama3", "gemma", "gemma3_text", "chatml", "plain"])
 def test_every_built_in_template_marks_what_the_assistant_says(name):
     template = template_of(TEMPLATES[name])
-    ends = {"llama3": "<|eot_id|>", "gemma": "<end_of_turn>"}
+    ends = {"llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "gemma3_text": "<end_of_turn>"}
     chat = [{"role": "system", "content": "S"}, USER, ANSWER]
     assert masked_text(template, chat).startswith("5" + ends.get(name, "<|im_end|>"))
     assert "S" in template.render(chat)
+
+
+def test_gemma_has_a_system_turn_and_gemma3_text_puts_it_before_the_question():
+    chat = [{"role": "system", "content": "S"}, USER]
+    question = USER["content"]
+    turns = f"<start_of_turn>system\nS<end_of_turn>\n<start_of_turn>user\n{question}<end_of_turn>\n"
+    assert template_of(TEMPLATES["gemma"]).render(chat).endswith(turns)
+    joined = f"<start_of_turn>user\nS\n\n{question}<end_of_turn>\n"
+    assert template_of(TEMPLATES["gemma3_text"]).render(chat).endswith(joined)
 
 
 def test_templates_named_after_models_are_those_of_the_models():

@@ -12,7 +12,7 @@ from swift.models.adapter_merge import merged_tensors
 from swift.models.arguments import ModelArguments
 from swift.models.checkpoint_tensors import checkpoint_units, read_adapter, read_unit
 from swift.models.export import merge_adapter
-from swift.models.policy import load_for_inference, load_policy
+from swift.models.policy import check_targets, load_for_inference, load_policy
 from swift.models.reference import load_reference
 from swift.models.tuners import load_relative, make_relative
 
@@ -136,3 +136,65 @@ def test_a_fresh_pissa_policy_is_its_own_reference(qwen2, logits):
         one.data.add_(0.01 if one.requires_grad else 0.0)
     with reference.active() as module:
         assert torch.equal(logits(module), start)
+
+
+# --- full tuning ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "trained_names"),
+    [
+        ({"freeze_parameters": ["model.embed_tokens", "model.layers"]}, {"model.norm.weight"}),
+        ({"freeze_parameters_regex": "embed|layers"}, {"model.norm.weight"}),
+        ({"freeze_parameters_ratio": 1.0, "trainable_parameters": ["model.norm"]}, {"model.norm.weight"}),
+        ({"freeze_parameters_ratio": 1.0, "trainable_parameters_regex": r"norm\.weight$", "freeze_parameters": [
+            "model.layers"
+        ]}, None),
+    ],
+)  # fmt: skip
+def test_frozen_parameters_get_no_gradient(flags, trained_names, qwen2):
+    policy = load_policy(settings(qwen2, tuner_type="full", **flags))
+    found = {name for name, one in policy.named_parameters() if one.requires_grad}
+    assert found == (trained_names or {name for name, _ in policy.named_parameters() if name.endswith("norm.weight")})
+
+
+def test_a_ratio_freezes_from_the_first_parameter_on(qwen2):
+    policy = load_policy(settings(qwen2, tuner_type="full", freeze_parameters_ratio=0.5))
+    gradients = [one.requires_grad for one in policy.parameters()]
+    assert gradients == sorted(gradients), "the frozen ones come first"
+    sizes = [one.numel() for one in policy.parameters() if not one.requires_grad]
+    total = sum(one.numel() for one in policy.parameters())
+    largest_left = next(one.numel() for one in policy.parameters() if one.requires_grad)
+    assert sum(sizes) <= total / 2 < sum(sizes) + largest_left
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"tuner_type": "full", "freeze_parameters": ["layers"]}, "--freeze_parameters: layers: fits no parameter"),
+        ({"tuner_type": "full", "trainable_parameters_regex": "q_porj"}, "--trainable_parameters_regex: q_porj: fits"),
+        ({"tuner_type": "full", "freeze_parameters_ratio": 1.0}, "--freeze_parameters: every parameter is frozen"),
+        ({"target_regex": "q_porj"}, "--target_regex: q_porj: .*valid: all-linear, down_proj"),
+        ({"tuner_type": "vera", "target_modules": ["q_porj"]}, "--target_modules: q_porj"),
+    ],
+)
+def test_a_name_that_the_model_does_not_have_is_refused_before_weights_are_read(flags, message, qwen2):
+    for refuses in (load_policy, check_targets):
+        with pytest.raises(ConfigError, match=message):
+            refuses(settings(qwen2, **flags))
+
+
+def test_an_adapter_is_trained_further_by_its_own_tuner(qwen2, tmp_path):
+    adapter = saved(trained(settings(qwen2, tuner_type="ia3")), tmp_path / "adapter")
+    load_policy(settings(qwen2, tuner_type="ia3", adapters=[adapter]))
+    with pytest.raises(ConfigError, match="an adapter of type ia3, not lora; use --tuner_type ia3"):
+        load_policy(settings(qwen2, adapters=[adapter]))
+
+
+def test_the_page_names_every_setting_that_is_tried_here():
+    page = (Path(__file__).parents[2] / "docs" / "tuners.md").read_text()
+    table = "".join(line for line in page.splitlines(keepends=True) if line.startswith("|"))
+    for more in TUNERS.values():
+        for name, value in more.items():
+            if name in ("tuner_type", "use_dora", "use_rslora", "init_weights") and "niter" not in str(value):
+                assert str(value).lower() in table and (f"--{name}" in table), (name, value)

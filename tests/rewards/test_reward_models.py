@@ -82,9 +82,9 @@ def test_a_template_without_an_end_token_gets_one(folder):
     models = load_reward_models(model_args(folder), device="cpu")
     (model,) = models._models
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    end = model._tokenizer.eos_token_id
+    end = model._template.tokenizer.eos_token_id
     assert model.encode(chat).count(end) == 2
-    model._tokenizer.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    model._template.tokenizer.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
     assert model.encode(chat)[-1] == end
 
 

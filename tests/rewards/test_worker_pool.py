@@ -347,7 +347,7 @@ def test_workers_and_their_children_end_when_the_trainer_is_killed(tmp_path, stu
             from swift.rewards.pipeline import RewardPipeline
             args = make_args(reward_funcs=["nasty"], external_plugins=[{str(tmp_path / "plugin.py")!r}],
                              reward_timeout=600.0)
-            rewards = RewardPipeline(args, seed=1, max_completion_length=10, num_workers=2)
+            rewards = RewardPipeline(args, seed=1, max_completion_length=10)
             rewards.score([make_group(["a"])], PROGRESS)
             rewards.submit(make_group([{stuck!r}]), PROGRESS)
             time.sleep(1.0)

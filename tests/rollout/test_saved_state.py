@@ -85,9 +85,10 @@ def test_samples_come_back_to_the_last_bit():
     sample = TrainSample(
         0, np.array([1, 2], dtype=np.int32), np.array([3], dtype=np.int32), np.array([-0.1], dtype=np.float32),
         np.array([True]), 0.1, [(0, 0, 1)], old_logprobs=np.array([-0.3], dtype=np.float32),
+        token_advantages=np.array([0.1], dtype=np.float32),
     )  # fmt: skip
     again = through(sample, TrainSample)
-    for name in ("prompt_ids", "token_ids", "sampler_logprobs", "trained", "old_logprobs"):
+    for name in ("prompt_ids", "token_ids", "sampler_logprobs", "trained", "old_logprobs", "token_advantages"):
         ours, theirs = getattr(again, name), getattr(sample, name)
         assert ours.dtype == theirs.dtype and np.array_equal(ours, theirs), name
     assert again.ref_logprobs is None and again.versions == [(0, 0, 1)] and again.advantage == 0.1

@@ -57,6 +57,8 @@ def test_generate_answers_as_atropos_reads_it(server, http):
     assert len(outputs) == 2
     for ids, values in outputs:
         assert difference(load(server.model), PROMPT, ids, values, 0.8) < 1e-5
+    text = http.post("/generate", json={"prompt": "abc", "max_tokens": 2}).json()
+    assert (text["prompt"], "logprobs" in text) == ("abc", False)
 
 
 def test_chats_answer_as_an_agent_reads_them_through_openais_client(server, client, http):
@@ -71,15 +73,8 @@ def test_chats_answer_as_an_agent_reads_them_through_openais_client(server, clie
     assert difference(load(server.model), reply.prompt_token_ids, choice.token_ids, values) < 1e-5
     assert reply.usage.completion_tokens == len(choice.token_ids)
     assert (choice.message.role, choice.message.tool_calls) == ("assistant", None)
-
-
-def test_completions_answer_as_an_environment_reads_them_through_openais_client(server, client):
-    reply = client.completions.create(
-        model=server.model, prompt=PROMPT, n=2, max_tokens=4, logprobs=0, extra_body={"return_token_ids": True}
-    )
-    for choice in reply.choices:
-        assert choice.prompt_token_ids == PROMPT
-        assert difference(load(server.model), PROMPT, choice.token_ids, choice.logprobs.token_logprobs) < 1e-5
+    chunks = list(client.chat.completions.create(model=server.model, messages=MESSAGES, max_tokens=2, stream=True))
+    assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant"]
 
 
 # --- chats ----------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from oracle import PROMPT, ask, difference, load, run, with_noise
 from server_parts import KEY, PATIENT, SHORT, LocalServer, Server, link_to, many, spec_of
 
 from swift.errors import EngineDead, EngineError
+from swift.rollout.engines import remote
 from swift.rollout.engines.pool import EnginePool
 from swift.rollout.engines.remote import server_engine
 from swift.rollout.engines.transport import Timeouts
@@ -139,7 +140,7 @@ def test_an_engine_that_dies_behind_the_server_is_replaced_there(own_server):
 
 
 @pytest.mark.slow
-def test_a_server_that_hangs_is_given_up_in_a_bounded_time_and_one_that_comes_back_is_used(own_server):
+def test_a_server_that_hangs_is_given_up_in_a_bounded_time_and_one_that_comes_back_is_used(own_server, monkeypatch):
     server = own_server()
     engine = server.engine(timeouts=replace(PATIENT, reply_s=1.5))
     expected = tokens(run(engine, many()))
@@ -151,6 +152,7 @@ def test_a_server_that_hangs_is_given_up_in_a_bounded_time_and_one_that_comes_ba
     assert tokens(stream_and(engine, 2, hang_for_a_while)) == expected
     (link,) = engine.engines
     link.timeouts = link.transport.timeouts = SHORT
+    monkeypatch.setattr(remote, "BACKOFF_S", (0.1, 0.1))
     for request in many():
         engine.submit(request)
     started = 0.0
@@ -164,7 +166,8 @@ def test_a_server_that_hangs_is_given_up_in_a_bounded_time_and_one_that_comes_ba
     engine.close()
 
 
-def test_a_pool_of_servers_goes_on_with_those_that_are_left(local_server, tmp_path):
+def test_a_pool_of_servers_goes_on_with_those_that_are_left(local_server, tmp_path, monkeypatch):
+    monkeypatch.setattr(remote, "BACKOFF_S", (0.1, 0.1, 0.1))
     folder = tmp_path / "weights"
     folder.mkdir()
     one, two = (local_server(weights_folder=folder) for _ in range(2))

@@ -213,23 +213,6 @@ def test_a_stream_has_a_chunk_per_completion_and_an_end(http):
     assert all(len(chunk["choices"][0]["token_ids"]) == 4 for chunk in chunks)
 
 
-def test_chats_are_rendered_by_the_models_template(server, http, model):
-    messages = [{"role": "user", "content": "Hello"}]
-    prompt = ok(http.post("/tokenize", json={"messages": messages}))["tokens"]
-    body = {"messages": messages, "max_tokens": 6, "logprobs": True, "top_logprobs": 0, "return_token_ids": True,
-            "return_tokens_as_token_ids": True, "model": server.model}  # fmt: skip
-    reply = ok(http.post("/v1/chat/completions", json=body))
-    assert reply["prompt_token_ids"] == prompt
-    choice = reply["choices"][0]
-    values = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-    assert [entry["token"] for entry in choice["logprobs"]["content"]] == [f"token_id:{i}" for i in choice["token_ids"]]
-    assert difference(model, prompt, choice["token_ids"], values) < 1e-5
-    assert choice["message"]["role"] == "assistant"
-    streamed = http.post("/v1/chat/completions", json={**body, "stream": True}).text
-    assert '"delta"' in streamed
-    assert streamed.rstrip().endswith("[DONE]")
-
-
 def test_texts_become_tokens(http):
     reply = ok(http.post("/tokenize", json={"prompt": "héllo", "return_token_strs": True}))
     assert reply["count"] == len(reply["tokens"]) == len(reply["token_strs"])
@@ -309,22 +292,6 @@ def test_a_model_that_is_not_served_is_named(server, http):
     said = refused(http.post("/v1/completions", json={"prompt": PROMPT, "model": "gpt"}), 404)
     assert "gpt" in said
     assert server.model in said
-
-
-# --- the plain shape --------------------------------------------------------------------------------------------------
-
-
-def test_the_plain_shape_without_a_slash(http, model):
-    body = {"prompt": {"prompt_token_ids": PROMPT}, "n": 2, "max_tokens": 5, "logprobs": 0, "temperature": 0.8}
-    reply = ok(http.post("/generate", json=body))
-    assert (len(reply["text"]), reply["prompt_token_ids"]) == (2, PROMPT)
-    for ids, entries in zip(reply["token_ids"], reply["logprobs"], strict=True):
-        assert [int(next(iter(entry[0]))) for entry in entries] == ids
-        values = [next(iter(entry[0].values())) for entry in entries]
-        assert difference(model, PROMPT, ids, values, 0.8) < 1e-5
-    text = ok(http.post("/generate", json={"prompt": "abc", "max_tokens": 2}))
-    assert text["prompt"] == "abc"
-    assert "logprobs" not in text
 
 
 # --- limits --------------------------------------------------------------------------------------------------------

@@ -1,11 +1,14 @@
+from pathlib import Path
+
 import pytest
 
-from swift.errors import ConfigError
+from swift.errors import ConfigError, ResourceError
 from swift.models.template import Template
 from swift.models.templates import TEMPLATES, read_template
 from swift.models.tiny import build_tokenizer
 from swift.trainers.sft import training_template
 from swift.trainers.sft_data import IGNORED, NO_ANSWER, TOO_LONG, ChatEncoder, encode_rows
+from swift.trainers.sft_packing import Packing
 
 
 def chat(question: str, answer: str) -> list[dict[str, str]]:
@@ -106,6 +109,78 @@ def test_a_turn_without_loss_is_read_and_not_learnt_from(template):
     row = encoder([*silent, *chat("4+4?", "8")])
     assert trained_text(template, row) == "8<|im_end|>"
     assert encoder(silent)["problem"] == NO_ANSWER
+
+
+TWO = [*chat("2+3?", "5"), *chat("4+4?", "8")]
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        ("default", "<think>\n\n</think>\n\n5<|im_end|><think>\n\n</think>\n\n8<|im_end|>"),
+        ("last_round", "<think>\n\n</think>\n\n8<|im_end|>"),
+        ("ignore_empty_think", "5<|im_end|>8<|im_end|>"),
+        ("last_round+ignore_empty_think", "8<|im_end|>"),
+        ("all", None),
+    ],
+)
+def test_the_loss_counts_what_loss_scale_says_and_token_ids_stay_the_same(loss, said):
+    template = qwen3()
+    row, plain = ChatEncoder(template, None, loss)(TWO), ChatEncoder(template, None)(TWO)
+    whole = template.decode(plain["input_ids"], skip_special_tokens=False)
+    if loss == "all":
+        whole = said = template.render(TWO)
+    assert trained_text(template, row) == said
+    assert template.decode(row["input_ids"], skip_special_tokens=False) == whole
+
+
+def test_loss_of_a_message_has_precedence():
+    silent = {"role": "assistant", "content": "5", "loss": False}
+    spoken = {"role": "assistant", "content": "5", "loss": True}
+    template, after = Template(build_tokenizer()), chat("4+4?", "8")
+    question = chat("2+3?", "")[:1]
+    assert "5" not in trained_text(template, ChatEncoder(template, None, "all")([*question, silent, *after]))
+    assert "5<" in trained_text(template, ChatEncoder(template, None, "last_round")([*question, spoken, *after]))
+
+
+def test_a_document_is_its_text_and_the_end_token(template):
+    row = ChatEncoder(template, None)([{"role": "assistant", "content": "once upon"}])
+    assert trained_text(template, row) == "once upon<|im_end|>"
+    assert row["labels"] == row["input_ids"]
+
+
+def test_tokenised_rows_are_read_again_until_rows_or_settings_differ(template, tmp_path, monkeypatch):
+    from datasets import config
+
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path)
+    tokenised = []
+    original = Template.encode_chat
+    monkeypatch.setattr(Template, "encode_chat", lambda *a, **k: tokenised.append(a) or original(*a, **k))
+
+    def encoded(*answers, **settings):
+        tokenised.clear()
+        rows = as_rows([chat("2+3?", answer) for answer in answers])
+        table, _ = encode_rows(rows, ChatEncoder(template, **settings), cached=True, packing=Packing("bfd", 128))
+        return len(tokenised), table.to_list(), table.cache_files
+
+    first, rows, files = encoded("5", "6", max_length=64)
+    again, same, _ = encoded("5", "6", max_length=64)
+    assert (first, again, rows) == (2, 0, same)
+    assert {tmp_path / "swift"} == {Path(file["filename"]).parent for file in files}
+    assert encoded("5", "7", max_length=64)[0] == 2
+    assert encoded("5", "6", max_length=65)[0] == 2
+    assert encoded("5", "6", max_length=64, loss="all")[0] == 2
+    template.tokenizer.add_tokens(["zz"])
+    assert encoded("5", "6", max_length=64)[0] == 2
+
+
+def test_a_cache_that_cannot_be_written_names_the_variable(template, tmp_path, monkeypatch):
+    from datasets import config
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "file")
+    with pytest.raises(ResourceError, match=r"HF_DATASETS_CACHE: .*--load_from_cache_file false"):
+        encode_rows(as_rows([chat("q", "a")]), ChatEncoder(template, None), cached=True)
 
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]

@@ -95,7 +95,7 @@ def test_a_dry_run_reads_exchanges_with_the_training_template_as_a_run_does(sft_
 def test_the_plan_counts_the_steps_that_the_trainer_makes(sft_argv, capsys):
     flags = ["--num_train_epochs", "1.5", "--gradient_accumulation_steps", "3", "--max_steps", "-1"]
     resolved = parse("sft", sft_argv(*flags), {})
-    assert plan_line(resolved.args, 64, 1).endswith("24 rows per step; 3 steps per epoch, 5 steps")
+    assert plan_line(resolved.args, range(64), 1).endswith("24 rows per step; 3 steps per epoch, 5 steps")
     run_dir = sft(sft_argv(*flags))
     assert list_checkpoints(run_dir)[-1].name == "checkpoint-5"
 

@@ -13,7 +13,12 @@ _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 class _PatternReward(ORM):
-    """1.0 for a text that `matches`. `prompt_opens_think`: per sample, whether the prompt ended with `<think>`."""
+    """1.0 for a text that has the form of `pattern`.
+
+    `prompt_opens_think`: per sample, whether the prompt ended with `<think>`.
+    """
+
+    pattern: re.Pattern[str]
 
     def __call__(
         self, completions: list[str], prompt_opens_think: list[bool] | None = None, **kwargs: Any
@@ -24,7 +29,8 @@ class _PatternReward(ORM):
         return [float(self.matches(text)) for text in texts]
 
     def matches(self, text: str) -> bool:
-        raise NotImplementedError
+        """Whether the text has the form."""
+        return self.pattern.fullmatch(text) is not None
 
 
 @orms.register("format")
@@ -34,9 +40,7 @@ class Format(_PatternReward):
     Empty blocks and tags repeated inside a block pass.
     """
 
-    def matches(self, text: str) -> bool:
-        """Whether the text has the form."""
-        return _FORMAT.fullmatch(text) is not None
+    pattern = _FORMAT
 
 
 @orms.register("format_strict")
@@ -53,6 +57,4 @@ class FormatStrict(_PatternReward):
 class ReActFormat(_PatternReward):
     """1.0 if the text starts with `<think>...</think>`, then `Action:` ... `Action Input:` ..."""
 
-    def matches(self, text: str) -> bool:
-        """Whether the text has the form."""
-        return _REACT.match(text) is not None
+    pattern = _REACT

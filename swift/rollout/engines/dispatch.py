@@ -36,6 +36,7 @@ class Dispatch:
         table: the requests.
         changed: guards it, and is notified of whatever a stream waits for.
         clients, buried: engines that are alive, as far as anybody looked, and those that are left out.
+        events: what has arrived and was not read.
         paused_at: monotonic time since which nothing is sent, or None.
         closed: nothing is waited for any more.
     """
@@ -48,7 +49,7 @@ class Dispatch:
         self.buried: list[EngineClient] = []
         self.paused_at: float | None = None
         self.closed = False
-        self._events: deque[tuple[EngineClient, object, Event]] = deque()
+        self.events: deque[tuple[EngineClient, object, Event]] = deque()
         self._recovering: set[EngineClient] = set()
         self._busy_until: dict[EngineClient, float] = {}
         self._touched_at: dict[EngineClient, float] = {}
@@ -109,7 +110,7 @@ class Dispatch:
     def _deliver(self, client: EngineClient, life: object, event: Event) -> None:
         """For the transports."""
         with self.changed:
-            self._events.append((client, life, event))
+            self.events.append((client, life, event))
             self.changed.notify_all()
 
     def await_event(self, limit_s: float) -> None:
@@ -117,7 +118,7 @@ class Dispatch:
 
         def something() -> bool:
             stopped = self.closed or self.paused_at is not None
-            return bool(stopped or self._events or self.table.ready or (self.table.count() and self._usable()))
+            return bool(stopped or self.events or self.table.ready or (self.table.count() and self._usable()))
 
         with self.changed:
             self.changed.wait_for(something, limit_s)
@@ -126,9 +127,9 @@ class Dispatch:
         """Everything that has arrived; stops at the first failure."""
         while True:
             with self.changed:
-                if not self._events:
+                if not self.events:
                     return
-                client, life, event = self._events.popleft()
+                client, life, event = self.events.popleft()
             if isinstance(event, Completion):
                 self._arrive(client, life, event)
             elif isinstance(event, Failure):
@@ -192,7 +193,7 @@ class Dispatch:
             self._recovering.discard(client)
             self._touched_at[client] = time.monotonic()
             if error is not None and not self.closed:
-                self._events.append((client, life, error))
+                self.events.append((client, life, error))
             self.changed.notify_all()
 
     def check_clocks(self) -> None:
@@ -239,8 +240,3 @@ class Dispatch:
             self._touched_at = dict.fromkeys(self.clients, now)
             if paused_at is not None:
                 self.table.postpone(now - paused_at)
-
-    @property
-    def has_events(self) -> bool:
-        """Whether something has arrived that was not read."""
-        return bool(self._events)

@@ -150,10 +150,10 @@ def manifest_problems(
     return problems + [f"{name} is missing" for name in shapes if key(name) not in seen and name not in optional]
 
 
-def few(problems: Sequence[str], count: int = 3) -> str:
-    """The first of many, and how many there are more."""
-    more = f" (and {len(problems) - count} more)" if len(problems) > count else ""
-    return "; ".join(problems[:count]) + more
+def few(problems: Sequence[str]) -> str:
+    """The first three of many, and how many there are more."""
+    more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+    return "; ".join(problems[:3]) + more
 
 
 def _of_index(folder: Path, files: list[Path]) -> list[Path]:

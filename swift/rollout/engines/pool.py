@@ -124,7 +124,7 @@ class EnginePool(InferenceEngine):
                 dispatch.post_waiting()
                 dispatch.await_event(self._patience(LOOK_S))
                 dispatch.check_clocks()
-            elif not dispatch.has_events:
+            elif not dispatch.events:
                 return
             dispatch.read_events()
 

@@ -24,7 +24,7 @@ from typing import Any
 from swift.errors import EngineError, SwiftError, SyncFailed
 from swift.rollout.child import is_of_launch
 from swift.rollout.engines import cluster, guard
-from swift.rollout.engines.base import Capabilities, Health
+from swift.rollout.engines.base import Capabilities, Health, InferenceEngine
 from swift.rollout.engines.completion_stream import Arrival, CompletionStream, Failure
 from swift.rollout.engines.process import stack_of
 from swift.rollout.engines.request_queue import RequestQueue
@@ -50,51 +50,17 @@ def _in_group(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return mark
 
 
-class EngineActor:
-    """One life of an engine; see the module's docstring."""
+class EngineHost:
+    """An engine behind a request queue, and the calls of its client; see the module's docstring."""
 
-    def __init__(self, spec: EngineSpec, log_file: str, marker: str) -> None:
-        self._log_folder: Path | None = None
-        if not Path(log_file).parent.is_dir():  # on another node; there it is removed when the engine is closed
-            self._log_folder = Path(log_file).parent
-            self._log_folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        os.close(descriptor)
-        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - for the rest of this process
-        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-        faulthandler.enable()
-        logging.basicConfig(
-            level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr, force=True
-        )
-        os.environ[MARKER] = marker
-        for name in [one for one in os.environ if is_of_launch(one)]:
-            del os.environ[name]
-        self.spec = spec
-        if self.spec.cores and hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, self.spec.cores)
-        self._guard = guard.start(f"{MARKER}={marker}")
-        self._queue: RequestQueue | None = None
-        self._stream: CompletionStream | None = None
-        self._broadcast: Any = None
+    _queue: RequestQueue | None = None
+    _stream: CompletionStream | None = None
+    _broadcast: Any = None
 
-    def start(self) -> tuple[Capabilities, int, str]:
-        """Build the engine; returns what it can do, the process and its node."""
-        from swift.plugin import load_external_plugins
-
-        try:
-            load_external_plugins(self.spec.plugins)
-            with collector_resting():
-                engine = build_engine(self.spec)
-        except SwiftError:
-            raise
-        except Exception:
-            traceback.print_exc()
-            raise
-        self._queue = RequestQueue(engine)
-        self._stream = self._queue.open()
-        return engine.capabilities, os.getpid(), cluster.this_node()
+    def open(self, engine: InferenceEngine, notify: Callable[[], None] = lambda: None) -> None:
+        """Host an engine. notify: called whenever `take` would return something."""
+        self._queue, self._notify = RequestQueue(engine), notify
+        self._stream = self._queue.open(notify=notify)
 
     @property
     def _live(self) -> RequestQueue:
@@ -173,8 +139,6 @@ class EngineActor:
             self._broadcast.close()
         if self._queue is not None:
             self._queue.close()
-        if self._log_folder is not None:
-            shutil.rmtree(self._log_folder, ignore_errors=True)
 
     # --- work: one after the other, at rest -------------------------------------------------------------------
 
@@ -199,7 +163,7 @@ class EngineActor:
         """Make the engine anew; whatever it had to sample is forgotten."""
         assert self._stream is not None
         self._stream.close()
-        self._stream = self._live.open()
+        self._stream = self._live.open(notify=self._notify)
         self._live.updates.abort().result()  # the client's own `abort_update` may come later
         self._live.resume().result()
         self._live.do(lambda engine: engine.rebuild()).result()
@@ -211,3 +175,52 @@ class EngineActor:
         """Call a method of the engine; what it returns, and the state after it."""
         result = self._live.do(lambda engine: getattr(engine, name)(**fields)).result()
         return {"result": result, "asleep": self._live.health().detail, "version": self._live.engine.version}
+
+
+class EngineActor(EngineHost):
+    """The process of an engine, for one life of it."""
+
+    def __init__(self, spec: EngineSpec, log_file: str, marker: str) -> None:
+        self._log_folder: Path | None = None
+        if not Path(log_file).parent.is_dir():  # on another node; there it is removed when the engine is closed
+            self._log_folder = Path(log_file).parent
+            self._log_folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - for the rest of this process
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        faulthandler.enable()
+        logging.basicConfig(
+            level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr, force=True
+        )
+        os.environ[MARKER] = marker
+        for name in [one for one in os.environ if is_of_launch(one)]:
+            del os.environ[name]
+        self.spec = spec
+        if self.spec.cores and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, self.spec.cores)
+        self._guard = guard.start(f"{MARKER}={marker}")
+
+    def start(self) -> tuple[Capabilities, int, str]:
+        """Build the engine; returns what it can do, the process and its node."""
+        from swift.plugin import load_external_plugins
+
+        try:
+            load_external_plugins(self.spec.plugins)
+            with collector_resting():
+                engine = build_engine(self.spec)
+        except SwiftError:
+            raise
+        except Exception:
+            traceback.print_exc()
+            raise
+        self.open(engine)
+        return engine.capabilities, os.getpid(), cluster.this_node()
+
+    @_in_group("control")
+    def close(self) -> None:
+        super().close()
+        if self._log_folder is not None:
+            shutil.rmtree(self._log_folder, ignore_errors=True)

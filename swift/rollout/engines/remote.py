@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import secrets
 import socket
 import threading
@@ -36,13 +35,12 @@ from swift.rollout.engines.base import (
     EngineCounters,
     Health,
     SleepReport,
-    TensorInfo,
 )
 from swift.rollout.engines.client import EngineClient
 from swift.rollout.engines.completion_stream import Failure
-from swift.rollout.engines.server_calls import Busy, ServerCalls, problem_of, without_secrets
+from swift.rollout.engines.server_calls import Busy, ServerCalls, problem_of
 from swift.rollout.engines.spec import EngineSpec
-from swift.rollout.engines.transport import Event, Lost, Returned, Timeouts, Transport
+from swift.rollout.engines.transport import Event, Lost, Returned, Timeouts
 from swift.rollout.weights import disk
 from swift.rollout.weights.base import Bucket
 from swift.types import Completion, Request
@@ -54,8 +52,14 @@ BATCH = 1024
 BATCH_TOKENS = 4_000_000
 """Largest number of prompt tokens in one POST."""
 
+PATHS = {
+    "commit": "weights/commit", "connect": "weights/connect", "wake": "wake_up", "reset_caches": "reset_prefix_cache",
+    "drop_adapter": "v1/unload_lora_adapter",
+}  # fmt: skip
+"""Of calls whose routes have other names."""
 
-class HttpTransport(ServerCalls, Transport):
+
+class HttpTransport(ServerCalls):
     """See the module's docstring; `server_engine` has the arguments."""
 
     restartable = False
@@ -64,24 +68,16 @@ class HttpTransport(ServerCalls, Transport):
     def __init__(
         self, url: str, *, spec: EngineSpec, api_key: str | None, timeouts: Timeouts, run_id: str | None
     ) -> None:
-        self.url = url.rstrip("/")
-        self.name = f"server {without_secrets(self.url)}"
-        self.spec, self.timeouts = spec, timeouts
-        self.run_id = run_id or secrets.token_hex(8)
+        super().__init__(url, spec, api_key, timeouts, run_id or secrets.token_hex(8))
         self.life: object = object()
         self.counters = EngineCounters()
         self.progress_at = math.inf  # a server watches its engines itself
         self.weights_folder: Path | None = None
         self.files: disk.RunFolder | None = None
-        key = api_key or os.environ.get("SWIFT_API_KEY")
-        headers = {wire.RUN_HEADER: self.run_id, **({"Authorization": f"Bearer {key}"} if key else {})}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=8)
-        self._http = httpx.Client(base_url=self.url, headers=headers, trust_env=False, limits=limits)
         self._boot = ""
         self._base = EngineCounters()
         self._failures = 0
         self._writing: int | None = None  # version
-        self._ending = threading.Event()
         self._beating: threading.Thread | None = None
 
     @property
@@ -106,9 +102,7 @@ class HttpTransport(ServerCalls, Transport):
         except Lost as lost:
             raise EngineDead(f"{self.name}: {lost}") from lost
         self._boot = info["boot_id"]
-        fields: dict[str, Any] = {
-            name: tuple(one) if isinstance(one, list) else one for name, one in info["capabilities"].items()
-        }
+        capabilities = msgspec.convert(info["capabilities"], Capabilities)
         limit = min(info["max_model_len"], self.spec.max_model_len or math.inf)
         self.weights_folder = self._shared_folder(info)
         if self.weights_folder is not None and self.files is None:
@@ -117,7 +111,7 @@ class HttpTransport(ServerCalls, Transport):
         if self._beating is None:
             self._beating = threading.Thread(target=self._beat, name=f"lease of {self.name}", daemon=True)
             self._beating.start()
-        return replace(Capabilities(**fields), max_model_len=limit, shares_weights=False)
+        return replace(capabilities, max_model_len=limit, shares_weights=False)
 
     def replace(self, how: str, *, version: int, valid: bool) -> EngineCounters | None:
         """Find the server again, after a pause; one that was restarted is taken over anew."""
@@ -215,36 +209,31 @@ class HttpTransport(ServerCalls, Transport):
     # --- calls ------------------------------------------------------------------------------------------------
 
     def call(self, name: str, timeout_s: float, **fields: Any) -> Any:
-        if name == "rebuild":
-            self._take_lease(rebuild=True)
-            self.life = object()
-            return None
-        if name == "begin_update":
-            return self._begin_update(timeout_s, **fields)
-        if name == "load_adapter":
-            return self._load_adapter(**fields)
-        if name == "commit":
-            reply = self._get("POST", "/weights/commit", timeout_s, json=fields)
-            return {"ack": Ack(**reply["ack"]), "asleep": reply["asleep"]}
-        if name == "sleep":
-            said = self._get("POST", "/sleep", timeout_s, params=fields)
-            return {"result": SleepReport(said["freed_bytes"], said["note"]), **said}
-        if name == "wake":
-            said = self._get("POST", "/wake_up", timeout_s, params=fields)
-            return {"result": said["fully_awake"], **said}
-        if name == "restart":
-            self._restart(timeout_s)
-        if name == "versions":
-            return msgspec.convert(self._get("POST", "/versions", timeout_s, json=fields), wire.VersionsReply).versions
-        path, body = {
-            "pause": ("/pause", None),
-            "resume": ("/resume", None),
-            "drop_adapter": ("/v1/unload_lora_adapter", None),
-            "reset_caches": ("/reset_prefix_cache", None),
-            "connect": ("/weights/connect", fields),
-            "hold": ("/hold", fields),
-        }[name]
-        return self._get("POST", path, timeout_s, json=body)
+        match name:
+            case "rebuild":
+                self._take_lease(rebuild=True)
+                self.life = object()
+                return None
+            case "begin_update":
+                body = wire.encode(wire.BeginUpdate.of(**fields))
+                headers = {"Content-Type": "application/json"}
+                return self._get("POST", "/weights/begin", timeout_s, content=body, headers=headers)["update"]
+            case "load_adapter":
+                return self._load_adapter(**fields)
+            case "restart":
+                self._restart(timeout_s)
+        options = {"params": fields} if name in ("sleep", "wake") else {"json": fields or None}
+        said = self._get("POST", f"/{PATHS.get(name, name)}", timeout_s, **options)
+        match name:
+            case "commit":
+                said["ack"] = Ack(**said["ack"])
+            case "sleep":
+                said["result"] = SleepReport(said["freed_bytes"], said["note"])
+            case "wake":
+                said["result"] = said["fully_awake"]
+            case "versions":
+                return msgspec.convert(said, wire.VersionsReply).versions
+        return said
 
     def start_call(self, name: str, timeout_s: float, **fields: Any) -> Callable[[], Any]:
         """On a thread of its own."""
@@ -258,11 +247,6 @@ class HttpTransport(ServerCalls, Transport):
                 raise EngineError(f"{self.name}: it has not started anew within {timeout_s:g} s")
             self._ending.wait(self.timeouts.poll_s)
         raise Lost("it started anew, as --force_restart wants")
-
-    def _begin_update(self, timeout_s: float, manifest: Sequence[TensorInfo], version: int) -> int:
-        body = wire.encode(wire.BeginUpdate.of(manifest, version))
-        headers = {"Content-Type": "application/json"}
-        return int(self._get("POST", "/weights/begin", timeout_s, content=body, headers=headers)["update"])
 
     def _load_adapter(self, adapter: AdapterWeights, version: int) -> dict[str, Any]:
         metadata = {"adapter_config": json.dumps(adapter.config)}

@@ -51,6 +51,7 @@ class RequestQueue:
 
     Attributes:
         dead: why the engine cannot go on, or None.
+        paused: whether nothing is submitted until `resume`.
         updates: its weight updates.
     """
 
@@ -58,6 +59,7 @@ class RequestQueue:
         self.engine = engine
         self.limit = limit
         self.dead: EngineDead | None = None
+        self.paused = False
         self.updates = QueueUpdates(self.do, self._update_ended)
         self._changed = threading.Condition()
         self._table = RequestTable(retries=False)  # by the names that the engine knows: "<stream>:<id>"
@@ -65,7 +67,6 @@ class RequestQueue:
         self._jobs: deque[tuple[Callable[[InferenceEngine], Any], Future[Any]]] = deque()
         self._numbers = itertools.count(1)
         self._pausing = threading.Lock()
-        self._paused = False  # nothing is submitted
         self._kept = False  # and what ran is paused in flight
         self._resumes_later = False  # when the open update ends
         self._interrupts = 0  # pauses so far
@@ -178,11 +179,6 @@ class RequestQueue:
             self._changed.notify_all()
         return future
 
-    @property
-    def paused(self) -> bool:
-        """Whether nothing is submitted until `resume`."""
-        return self._paused
-
     def pause_in_flight(self) -> None:
         """Stop sampling between two tokens, keeping what runs for `resume`; jobs can run meanwhile.
 
@@ -191,7 +187,7 @@ class RequestQueue:
         """
         with self._pausing:
             with self._changed:
-                before, self._paused = self._paused, True
+                before, self.paused = self.paused, True
                 self._interrupting = True
                 self._interrupts += 1
             done = False
@@ -202,7 +198,7 @@ class RequestQueue:
                 with self._changed:
                     self._interrupting = False
                     self._kept |= done
-                    self._paused = done or before
+                    self.paused = done or before
                     self._changed.notify_all()
 
     def resume(self) -> Future[None]:
@@ -210,7 +206,7 @@ class RequestQueue:
         with self._changed:
             if self._kept:
                 return self.do(self._resume)
-            self._paused = False
+            self.paused = False
             self._changed.notify_all()
         future: Future[None] = Future()
         future.set_result(None)
@@ -222,11 +218,11 @@ class RequestQueue:
             return
         engine.resume()
         with self._changed:
-            self._kept = self._paused = False
+            self._kept = self.paused = False
 
     def reset_caches(self) -> Future[None]:
         """Drop the engine's prefix cache: between two tokens if the engine can pause in flight, else at rest."""
-        in_flight = self._table.count(ENGINE) and not self._paused and self.engine.capabilities.in_flight_updates
+        in_flight = self._table.count(ENGINE) and not self.paused and self.engine.capabilities.in_flight_updates
         if in_flight:
             self.pause_in_flight()
         future = self.do(lambda engine: engine.reset_caches())
@@ -265,7 +261,7 @@ class RequestQueue:
 
     @property
     def _may_submit(self) -> bool:
-        return bool(self._table.count()) and not (self._paused or self._jobs or self.updates.open or self._closed)
+        return bool(self._table.count()) and not (self.paused or self._jobs or self.updates.open or self._closed)
 
     @property
     def _may_sample(self) -> bool:

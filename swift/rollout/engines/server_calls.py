@@ -19,23 +19,25 @@ from swift.errors import EngineDead, EngineError, SyncFailed, first_line
 from swift.rollout.engines import wire
 from swift.rollout.engines.process import on_thread
 from swift.rollout.engines.spec import EngineSpec
-from swift.rollout.engines.transport import Lost, Timeouts
+from swift.rollout.engines.transport import Lost, Timeouts, Transport
 
 
 class Busy(Exception):
     """The queue there is full."""
 
 
-class ServerCalls:
-    """See the module's docstring; a part of `HttpTransport`."""
+class ServerCalls(Transport):
+    """See the module's docstring; what `HttpTransport` is made of."""
 
-    name: str
-    url: str
-    spec: EngineSpec
-    run_id: str
-    timeouts: Timeouts
-    _http: httpx.Client
-    _ending: threading.Event
+    def __init__(self, url: str, spec: EngineSpec, api_key: str | None, timeouts: Timeouts, run_id: str) -> None:
+        self.url = url.rstrip("/")
+        self.name = f"server {without_secrets(self.url)}"
+        self.spec, self.timeouts, self.run_id = spec, timeouts, run_id
+        key = api_key or os.environ.get("SWIFT_API_KEY")
+        headers = {wire.RUN_HEADER: run_id, **({"Authorization": f"Bearer {key}"} if key else {})}
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=8)
+        self._http = httpx.Client(base_url=self.url, headers=headers, trust_env=False, limits=limits)
+        self._ending = threading.Event()
 
     def _check_open(self) -> None:
         if self._ending.is_set():

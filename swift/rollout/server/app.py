@@ -68,44 +68,27 @@ def make_app(service: Service, give_up: Callable[[EngineDead], None] = lambda er
     app.state.limits, app.state.large = service.settings.limits, service.large
     for module in (infer, control, weights, openai):
         app.include_router(module.router(service))
-    app.add_exception_handler(Refused, _refused)
-    app.add_exception_handler(SwiftError, _failed)
-    app.add_exception_handler(RequestValidationError, _misshapen)
-    app.add_exception_handler(HTTPException, _unknown)
-    app.add_exception_handler(ClientDisconnect, _gone)
-    app.add_exception_handler(Exception, _defect)
+    for kind in (Refused, SwiftError, RequestValidationError, HTTPException, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, _failed)
     return Gate(app, service.settings.api_key)
 
 
-async def _refused(_: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)
-    return error.response()
-
-
-async def _failed(_: Request, error: Exception) -> Response:
-    assert isinstance(error, SwiftError)
-    if isinstance(error, QueueFull):
-        return Refused(429, "queue", error.problems[0]).response()
-    status = next(status for kind, status in STATUS if isinstance(error, kind))
-    return json_response(error_body(error, status), status)
-
-
-async def _misshapen(_: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    said = ("; ").join(f"{one['loc'][-1]}: {one['msg']}" for one in error.errors()[:3])
-    return field_error(said).response()
-
-
-async def _unknown(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    problem = f"{request.method} {request.url.path}: {error.detail}"
-    return Refused(error.status_code, "route", problem).response()
-
-
-async def _gone(_: Request, error: Exception) -> Response:
-    return Refused(499, "gone", "client: it has hung up").response()
-
-
-async def _defect(_: Request, error: Exception) -> Response:
+async def _failed(request: Request, error: Exception) -> Response:
+    """How a failure looks to clients."""
+    match error:
+        case Refused():
+            return error.response()
+        case QueueFull():
+            return Refused(429, "queue", error.problems[0]).response()
+        case SwiftError():
+            status = next(status for kind, status in STATUS if isinstance(error, kind))
+            return json_response(error_body(error, status), status)
+        case RequestValidationError():
+            return field_error("; ".join(f"{one['loc'][-1]}: {one['msg']}" for one in error.errors()[:3])).response()
+        case HTTPException():
+            problem = f"{request.method} {request.url.path}: {error.detail}"
+            return Refused(error.status_code, "route", problem).response()
+        case ClientDisconnect():
+            return Refused(499, "gone", "client: it has hung up").response()
     logger.error("a request failed", exc_info=error)
     return json_response(error_body(error, 500), 500)

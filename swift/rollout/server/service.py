@@ -145,13 +145,8 @@ class Service:
             "waiting": waiting,
             "paused": self.queue.paused,
             "held": self.held,
-            "counters": self.counters,
+            "counters": asdict(self.engine.counters),
         }
-
-    @property
-    def counters(self) -> dict[str, float]:
-        """What the engines did."""
-        return asdict(self.engine.counters)
 
     @property
     def running_of(self) -> dict[str, int]:
@@ -194,7 +189,7 @@ class Service:
             "alive": alive,
             "version": self.engine.version,
             "boot_id": self.boot_id,
-            "counters": self.counters,
+            "counters": asdict(self.engine.counters),
             "void": bool(self.engine.void),
             "detail": detail,
         }

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from swift.errors import NumericError
 from swift.observability.jsonl import JsonlWriter
@@ -42,6 +42,17 @@ class StopOnSignal(TrainerCallback):
         return control
 
 
+class EarlyStop(EarlyStoppingCallback):
+    """transformers', with a checkpoint of the step that is the last then."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
+        """After the evaluation of one dataset; only those with the metric count."""
+        name = "eval_" + args.metric_for_best_model.removeprefix("eval_")
+        if name in metrics:
+            super().on_evaluate(args, state, control, metrics, **kwargs)
+            control.should_save = control.should_save or control.should_training_stop
+
+
 class LogLines(TrainerCallback):
     """Writes logging.jsonl (`path`), where `attempt` is the number of this start, and says one line per log step.
 
@@ -64,7 +75,7 @@ class LogLines(TrainerCallback):
         self.logged, self.shown = (*LOGGED, *logged), shown
         self.first_loss: float | None = None
         self.last_loss: float | None = None
-        self.last_eval_loss: float | None = None
+        self.last_eval_losses: dict[str, float] = {}
         self._started = self._logged = (0.0, 0)  # time and step of the start and of the last log line
         self._non_finite = 0
 
@@ -87,7 +98,7 @@ class LogLines(TrainerCallback):
         values = evaluation or {name: logs[name] for name in self.logged if name in logs}
         row = {**values, "step": state.global_step, "max_steps": state.max_steps, "attempt": self.attempt}
         if evaluation:
-            self.last_eval_loss = logs.get("eval_loss", self.last_eval_loss)
+            self.last_eval_losses |= {name: evaluation[name] for name in losses_of(evaluation)}
         else:
             row["step_time"] = self._step_time(state.global_step)
             self.last_loss = float(logs["loss"])
@@ -123,10 +134,22 @@ class LogLines(TrainerCallback):
         prefix = "eval_" if evaluation else ""
         more = "".join(f"  {word} {row[prefix + name]:.4g}" for name, word in self.shown if prefix + name in row)
         if evaluation:
-            return f"{head}  evaluation: loss {row.get('eval_loss', math.nan):.4f}{more}"
+            name = next(iter(losses_of(row)), "eval_loss")
+            return f"{head}  evaluation{of_which(name)}: loss {row.get(name, math.nan):.4f}{more}"
         elapsed, done = self.clock() - self._started[0], row["step"] - self._started[1]
         left = elapsed / max(1, done) * (row["max_steps"] - row["step"])
         return (
             f"{head}  loss {row['loss']:.4f}{more}  lr {row['learning_rate']:.2e}  "
             f"{row['step_time']:.2f} s/step  {left:.0f} s left"
         )
+
+
+def losses_of(evaluation: Mapping[str, Any]) -> list[str]:
+    """Names of the losses of whole evaluations, each of which took some time."""
+    return [n for n in evaluation if n.endswith("loss") and f"{n.removesuffix('loss')}runtime" in evaluation]
+
+
+def of_which(name: str) -> str:
+    """The dataset in the name of an evaluation's loss, for people; nothing if there is one only."""
+    dataset = name.removeprefix("eval_").removesuffix("loss").rstrip("_")
+    return f" of {dataset}" if dataset else ""

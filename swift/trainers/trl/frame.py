@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers import PrinterCallback, TrainerCallback
 
 from swift.models.template import Template
@@ -18,14 +18,22 @@ from swift.trainers.distributed import Collectives
 from swift.trainers.optimizers.choice import attach_own_optimizer, own_optimizer
 from swift.trainers.optimizers.master_weights import keep_master_weights
 from swift.trainers.session import on_one_device, tensorboard_callback, training_options
+from swift.trainers.trl.callbacks import EarlyStop
+from swift.trainers.trl.evaluation import EvaluationNames
 from swift.trainers.trl.method import Method, named
+
+SAME_IN_TRAINERS = (
+    "neftune_noise_alpha", "use_liger_kernel", "liger_kernel_config", "torch_compile", "torch_compile_backend",
+    "torch_compile_mode", "eval_on_start",
+)  # fmt: skip
+"""Settings of `TrainerArguments` that TrainingArguments has under the same name and meaning."""
 
 
 @functools.cache
 def trainer_class(method: Method) -> type[AtomicTrainer]:
     """The method's trainer with checkpoints that are valid or do not exist."""
     trainer = named(method.trainer)
-    return type(f"Atomic{trainer.__name__}", (*method.overrides, AtomicTrainer, trainer), {})
+    return type(f"Atomic{trainer.__name__}", (*method.overrides, EvaluationNames, AtomicTrainer, trainer), {})
 
 
 def build_trainer(
@@ -34,15 +42,18 @@ def build_trainer(
     folder: Path,
     model: Any,
     template: Template,
-    train: Dataset,
-    val: Dataset | None,
+    train: Dataset | IterableDataset,
+    val: Dataset | dict[str, Dataset] | None,
     callbacks: list[TrainerCallback],
     *,
     collectives: Collectives,
     settings: Mapping[str, Any],
+    parts: Mapping[str, Any] | None = None,
 ) -> AtomicTrainer:
-    """The trainer, ready to run; checkpoints go to `folder`."""
+    """The trainer, ready to run; checkpoints go to `folder`, `parts` are those of the method."""
     options = {**_options(args, folder, evaluates=val is not None), **method.options(args)}
+    if getattr(args, "early_stopping_patience", None):
+        callbacks = [*callbacks, EarlyStop(args.early_stopping_patience, args.early_stopping_threshold)]
     arguments = on_one_device(named(method.config)(**options))
     trainer = trainer_class(method)(
         model=model,
@@ -55,7 +66,7 @@ def build_trainer(
         metrics=MetricStore(),
         run_settings=settings,
         save_total_limit=args.save_total_limit,
-        **method.parts(args, model),
+        **(parts or {}),
     )
     trainer.optimizer_cls_and_kwargs = own_optimizer(args, arguments)  # not every trainer takes it as an argument
     attach_own_optimizer(args, trainer)
@@ -79,5 +90,15 @@ def _options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, Any]:
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         # Rows are tokenised already: with one worker, the default, padding them here is quicker than sending them.
         "dataloader_num_workers": args.dataloader_num_workers if args.dataloader_num_workers > 1 else 0,
+        **{name: getattr(args, name) for name in SAME_IN_TRAINERS if hasattr(args, name)},
+        "train_sampling_strategy": _sampling(args),
+        "restore_callback_states_from_checkpoint": bool(getattr(args, "early_stopping_patience", None)),
         **({} if args.deepspeed or args.fsdp else precision),
     }
+
+
+def _sampling(args: Any) -> str:
+    """The order of training rows."""
+    if getattr(args, "group_by_length", False):
+        return "group_by_length"
+    return "random" if args.dataset_shuffle else "sequential"

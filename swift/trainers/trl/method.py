@@ -8,12 +8,15 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
 
     from swift.models.template import Template
+
+Encoded: TypeAlias = "tuple[Dataset | IterableDataset, Dataset | dict[str, Dataset] | None, list[str]]"
+"""Training rows, evaluation rows (by name if there are several sets, None without any), and lines to print."""
 
 
 def _nothing(*_: Any) -> dict[str, Any]:
@@ -33,8 +36,8 @@ class Method:
     """A method, as the frame sees it.
 
     trainer, config: their classes, as `module:name`.
-    encode: from settings and chat template to the training rows, the evaluation rows (None without any), and lines to
-        print about both.
+    encode: from settings and chat template to the rows.
+    plain: whether rows are documents, so that the tokenizer needs no chat template.
     load_model: the model to train.
     options: settings -> keyword arguments of `config` that this method alone has.
     parts: settings and model -> keyword arguments of `trainer` that this method alone has, such as a reference model.
@@ -45,7 +48,8 @@ class Method:
 
     trainer: str
     config: str
-    encode: Callable[[Any, Template], tuple[Dataset, Dataset | None, list[str]]]
+    encode: Callable[[Any, Template], Encoded]
+    plain: bool = False
     load_model: Callable[[Any], Any] = causal_model
     options: Callable[[Any], dict[str, Any]] = _nothing
     parts: Callable[[Any, Any], dict[str, Any]] = _nothing
@@ -56,6 +60,14 @@ class Method:
 
 METHODS = {
     "sft": "swift.trainers.sft:SFT",
+    "pt": "swift.trainers.sft:PT",
+    "dpo": "swift.trainers.preferences.methods:DPO",
+    "ipo": "swift.trainers.preferences.methods:IPO",
+    "kto": "swift.trainers.preferences.methods:KTO",
+    "orpo": "swift.trainers.preferences.methods:ORPO",
+    "simpo": "swift.trainers.preferences.methods:SIMPO",
+    "cpo": "swift.trainers.preferences.methods:CPO",
+    "rm": "swift.trainers.preferences.methods:RM",
 }
 """Mode -> where its `Method` is."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +22,11 @@ from swift.trainers.session import (
     open_run,
     require_packages,
 )
+from swift.trainers.trl.hub import check_hub, push
 from swift.trainers.trl.method import Method, method_of
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
 
     from swift.arguments import Resolved
     from swift.models.template import Template
@@ -50,24 +52,31 @@ def run(resolved: Resolved) -> int:
         method = method_of(resolved.mode)
         collectives = join_processes(args.ddp_timeout, always=bool(args.deepspeed or args.fsdp))
         start = find_start(args, resolved.to_json(), collectives.world_size)
-        template = load_chat(args)
+        template = load_chat(args, plain=method.plain)
+    with collectives.together():
+        if collectives.is_main:
+            check_hub(args)
     train, val, lines = method.encode(args, template)
-    lines += [*start.notes, plan_line(args, len(train), collectives.world_size)]
+    lines += [*start.notes, plan_line(args, train, collectives.world_size)]
     with SignalTrap() as trap:
         _train(resolved, method, collectives, start, template, train, val, lines, trap)
     return 0
 
 
-def plan_line(args: Any, num_rows: int, world_size: int) -> str:
+def plan_line(args: Any, train: Dataset | IterableDataset, world_size: int) -> str:
     """The batch arithmetic in one line: rows per step, steps per epoch and in all."""
-    per_rank = -(-num_rows // (world_size * args.per_device_train_batch_size))
+    batch = args.per_device_train_batch_size * world_size * args.gradient_accumulation_steps
+    step = (
+        f"{args.per_device_train_batch_size} per device x {counted(world_size, 'process')} x "
+        f"{counted(args.gradient_accumulation_steps, 'accumulation step')} = {counted(batch, 'row')} per step"
+    )
+    if not isinstance(train, Sized):
+        return f"plan: a stream; {step}; {counted(args.max_steps, 'step')}"
+    per_rank = -(-len(train) // (world_size * args.per_device_train_batch_size))
     per_epoch = -(-per_rank // args.gradient_accumulation_steps)
     steps = args.max_steps if args.max_steps > 0 else int(-(-per_epoch * args.num_train_epochs // 1))
-    rows = args.per_device_train_batch_size * world_size * args.gradient_accumulation_steps
     return (
-        f"plan: {counted(num_rows, 'row')}; {args.per_device_train_batch_size} per device x "
-        f"{counted(world_size, 'process')} x {counted(args.gradient_accumulation_steps, 'accumulation step')} = "
-        f"{counted(rows, 'row')} per step; {counted(per_epoch, 'step')} per epoch, {counted(steps, 'step')}"
+        f"plan: {counted(len(train), 'row')}; {step}; {counted(per_epoch, 'step')} per epoch, {counted(steps, 'step')}"
     )
 
 
@@ -77,8 +86,8 @@ def _train(
     collectives: Collectives,
     start: Start,
     template: Template,
-    train: Dataset,
-    val: Dataset | None,
+    train: Dataset | IterableDataset,
+    val: Dataset | dict[str, Dataset] | None,
     lines: list[str],
     trap: SignalTrap,
 ) -> None:
@@ -92,7 +101,8 @@ def _train(
         from swift.trainers.trl.callbacks import LogLines, StopOnSignal
         from swift.trainers.trl.frame import build_trainer
 
-        model = _load_model(args, method)  # before the folder: a start that fails leaves nothing behind
+        model = load_model(args, method)  # before the folder: a start that fails leaves nothing behind
+        parts = method.parts(args, model)
     trap.check(resolved.command, collectives, start)
     with open_run(resolved, collectives, start) as opened, contextlib.ExitStack() as stack:
         folder, curves = opened.folder, None
@@ -117,17 +127,18 @@ def _train(
                 [stop, log],
                 collectives=collectives,
                 settings=start.settings,
+                parts=parts,
             )
             opened.steps = lambda: trainer.state.global_step
             trainer.train(resume_from_checkpoint=str(start.checkpoint) if start.checkpoint else None)
             if stop.interrupted:
                 raise trap.interruption(resolved.command, folder, trainer.state.global_step)
         if collectives.is_main:
-            for line in _summary(folder, log, trainer, time.monotonic() - started):
+            for line in [*_summary(folder, log, trainer, time.monotonic() - started), *push(args, folder, trainer)]:
                 opened.say(line)
 
 
-def _load_model(args: Any, method: Method) -> Any:
+def load_model(args: Any, method: Method) -> Any:
     """The model to train, on this process's device; fresh weights depend on `--seed` only."""
     from transformers import set_seed
 
@@ -140,13 +151,13 @@ def _load_model(args: Any, method: Method) -> Any:
 def _summary(folder: Path, log: LogLines, trainer: AtomicTrainer, seconds: float) -> list[str]:
     """The last words of a run: losses, time, and where the model lies."""
     from swift.trainers.checkpoint import last_checkpoint
+    from swift.trainers.trl.callbacks import of_which
 
     best = trainer.state.best_model_checkpoint
     lines = [f"done: {counted(trainer.state.global_step, 'step')} in {seconds:.0f} s"]
     if log.first_loss is not None:
         lines.append(f"loss: {log.first_loss:.4f} at the start, {log.last_loss:.4f} at the end")
-    if log.last_eval_loss is not None:
-        lines.append(f"evaluation loss: {log.last_eval_loss:.4f}")
+    lines += [f"evaluation loss{of_which(name)}: {loss:.4f}" for name, loss in log.last_eval_losses.items()]
     lines.append(f"run: {folder}")
     lines.append(f"model: {last_checkpoint(folder)}" + (f" (best: {best})" if best else ""))
     return lines

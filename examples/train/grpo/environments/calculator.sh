@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A tiny model learns to use a calculator: asking it, and saying what it answered, is the only way to be right.
 #
-# The share of right answers rises from about 0.25 to 0.9 (docs/environments.md). The model that imitates a
+# The share of right answers rises from about 0.25 to 0.89 (docs/environments.md). The model that imitates a
 # careless teacher is made first, once. Runs on a CPU; with --use_vllm true vLLM samples.
 set -euo pipefail
 cd "$(dirname "$0")/../../../.."

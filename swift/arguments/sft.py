@@ -1,0 +1,128 @@
+"""The settings of `swift sft` and `swift pt`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from swift.arguments.common import CommonArguments, adamw_cpu_problems, model_missing, training_data_missing
+from swift.data.arguments import StreamArguments
+from swift.flags import flag
+from swift.models.arguments import TunerArguments
+from swift.trainers.arguments import OptimizationArguments, RunArguments, TrainerArguments
+
+LossScale = Literal["default", "last_round", "all", "ignore_empty_think", "last_round+ignore_empty_think"]
+
+
+@dataclass(kw_only=True)
+class LanguageModelingArguments(
+    CommonArguments, RunArguments, TrainerArguments, OptimizationArguments, StreamArguments, TunerArguments
+):
+    """What `swift sft` and `swift pt` have in common."""
+
+    max_length: int | None = flag(
+        at_least=1, group="Data", unset="the model's context, with packing 2048 tokens at most"
+    )
+    """Maximum length of a row in tokens, and the length of packed rows. Longer chats are left out and counted."""
+
+    packing: bool = flag(False, group="Data")
+    """Whether rows are put together to rows of max_length tokens. They do not attend to each other."""
+
+    packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = flag(
+        "bfd", group="Data", needs="packing", everyday=False
+    )
+    """Packing: bfd keeps rows whole (best-fit decreasing). bfd_split cuts those over max_length. wrapped cuts wherever
+    a packed row is full."""
+
+    padding_free: bool = flag(False, group="Data", everyday=False)
+    """Whether a micro-batch is one stream of tokens without padding, as with packing."""
+
+    group_by_length: bool = flag(False, group="Optimization", everyday=False)
+    """Whether a batch has rows of similar length, which saves padding."""
+
+    loss_type: Literal["nll", "dft"] = flag("nll", group="Objective", everyday=False)
+    """Loss: negative log-likelihood, or that of Dynamic Fine-Tuning (arXiv:2508.05629)."""
+
+    activation_offloading: bool = flag(False, group="Optimization", everyday=False)
+    """Whether activations wait on the host for the backward pass."""
+
+    router_aux_loss_coef: float | None = flag(at_least=0, group="Objective", everyday=False, unset="the model's own")
+    """Coefficient of the load-balancing loss of mixtures of experts."""
+
+    load_from_cache_file: bool = flag(True, group="Data", everyday=False)
+    """Whether tokenised rows of an earlier run with equal rows and settings are used again."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with these settings, one line each."""
+        yield from model_missing(self)
+        yield from training_data_missing(self)
+        yield from adamw_cpu_problems(self)
+        yield from self.tuner_problems()
+        if self.torch_compile and (self.packing or self.padding_free):
+            which = "packing" if self.packing else "padding_free"
+            yield (
+                f"--torch_compile: true: --{which} true gives each batch a layout of its own, which would be compiled "
+                f"again and again; use --torch_compile false, or --{which} false"
+            )
+        if self.group_by_length and (self.packing or self.streaming):
+            which = "streaming" if self.streaming else "packing"
+            why = "a stream is read in its own order" if self.streaming else "packed rows are equally long"
+            yield f"--group_by_length: true: {why}; use --group_by_length false, or --{which} false"
+        if self.packing and self.max_length == 1:
+            yield "--max_length: 1: a packed row of one token predicts nothing; use --max_length 2048"
+
+
+@dataclass(kw_only=True)
+class SFTArguments(LanguageModelingArguments):
+    """`swift sft`: supervised tuning; the loss counts the assistant's turns."""
+
+    loss_scale: LossScale = flag(
+        "default", group="Objective", values={"default+ignore_empty_think": "ignore_empty_think"}
+    )
+    """Tokens that the loss counts: default the assistant's turns, last_round those after the last question, all every
+    token. ignore_empty_think leaves out empty thoughts. `loss` of a message has precedence."""
+
+    assistant_only_loss: bool | None = flag(group="Objective", everyday=False, unset="as loss_scale says")
+    """Whether the loss counts the assistant's turns only. false is loss_scale all."""
+
+    completion_only_loss: bool | None = flag(group="Objective", everyday=False, unset="as loss_scale says")
+    """Whether the loss counts the last answer only. true is loss_scale last_round, false is all."""
+
+    @property
+    def loss_tokens(self) -> LossScale:
+        """What the three settings come to."""
+        if self.assistant_only_loss is False or self.completion_only_loss is False:
+            return "all"
+        return "last_round" if self.completion_only_loss and self.loss_scale == "default" else self.loss_scale
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with these settings, one line each."""
+        for name in ("assistant_only_loss", "completion_only_loss"):
+            value = getattr(self, name)
+            others = ("all",) if value else ("last_round", "ignore_empty_think", "last_round+ignore_empty_think")
+            if value is not None and self.loss_scale in others:
+                yield f"--{name}: {str(value).lower()}: contradicts --loss_scale {self.loss_scale}; drop one of the two"
+        given = {self.assistant_only_loss, self.completion_only_loss} - {None}
+        if len(given) > 1:
+            yield "--completion_only_loss: contradicts --assistant_only_loss: one of them is true; drop one of the two"
+
+
+@dataclass(kw_only=True)
+class PTArguments(LanguageModelingArguments):
+    """`swift pt`: pre-training on plain text; the loss counts all tokens."""
+
+    packing: bool = flag(True, group="Data")
+    """Whether documents are put together to rows of max_length tokens. They do not attend to each other."""
+
+    packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = flag(
+        "bfd_split", group="Data", needs="packing", everyday=False
+    )
+    """Packing: bfd_split cuts documents over max_length (best-fit decreasing). bfd leaves them out. wrapped cuts
+    wherever a packed row is full."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with these settings, one line each."""
+        for name in ("system", "template", "chat_template_kwargs"):
+            if value := getattr(self, name):
+                yield f"--{name}: {value}: plain text has no chat template; leave it out, or use swift sft"

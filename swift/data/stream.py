@@ -1,0 +1,186 @@
+"""Rows as they are read, without end: only the shuffle buffer is in memory.
+
+The position is a few numbers. To go to one, the files are read again up to that row, without preparing what is passed:
+the shuffle buffer is a function of (seed, epoch, rows read so far), so it is rebuilt rather than saved (`datasets`
+refills its own with other rows).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+from swift.data.arguments import StreamArguments
+from swift.data.files import read_local
+from swift.data.hub import stream_hub
+from swift.data.interleave import mixed_stream
+from swift.data.loading import (
+    Example,
+    Purpose,
+    Table,
+    check_undamaged,
+    data_seed,
+    dataset_specs,
+    plan_datasets,
+    too_many_bad,
+    understood,
+)
+from swift.data.procedural import read_procedural
+from swift.data.records import BadRow, Record, filled_columns
+from swift.data.report import DataReport
+from swift.data.sampler import check_same, generator
+from swift.data.spec import DatasetSpec
+from swift.data.system import resolve_system
+from swift.errors import ConfigError, join_problems
+
+PEEKED_ROWS = 64
+"""Rows of a streamed dataset that are looked at to learn its columns."""
+
+Item = TypeVar("Item")
+
+
+class ExampleStream(Generic[Item]):
+    """What is made of rows that are read as they are needed.
+
+    `#n` takes the first n rows of a dataset. Files must not change between a run and its continuation.
+
+    Args:
+        args: the data settings; `shuffle_buffer_size` rows are mixed when `dataset_shuffle` is on.
+        prepare: what is made of a row; None passes over it.
+        purpose: see `load_rows`.
+
+    Raises:
+        ConfigError, ResourceError: as `load_rows`, for what the first rows show; later rows raise from `next`.
+    """
+
+    def __init__(self, args: StreamArguments, prepare: Callable[[Example], Item | None], *, purpose: Purpose) -> None:
+        if args.split_dataset_ratio and not args.val_dataset:
+            raise ConfigError(
+                f"--split_dataset_ratio: {args.split_dataset_ratio}: a stream cannot be split; "
+                "give --val_dataset or drop --streaming"
+            )
+        self._system, notes = resolve_system(args.system)
+        self.report = DataReport(notes=notes)
+        self._args, self._prepare = args, prepare
+        self._seed = data_seed(args)
+        self._buffer = args.shuffle_buffer_size if args.dataset_shuffle else 0
+        self._specs = dataset_specs(args, "train")
+        peeked = [list(itertools.islice(self._records(spec), PEEKED_ROWS)) for spec in self._specs]
+        check_undamaged(itertools.chain.from_iterable(peeked))
+        tables = [Table(rows, *filled_columns(rows)) for rows in peeked]
+        self._plans = plan_datasets(self._specs, tables, args, purpose, self.report)
+        for index, rows in enumerate(peeked):
+            bad = [one for row in rows if isinstance(one := self._understood(row, index), BadRow)]
+            join_problems(too_many_bad(bad, len(rows), self._specs[index], args))
+        self._enter(0, 0)
+
+    def next(self) -> Item:
+        """What is made of the next row; a new epoch begins where the rows end.
+
+        Raises:
+            ConfigError: an epoch has no usable row, a file is damaged, or (strict) a row is bad.
+        """
+        while True:
+            example = next(self._rows, None)
+            if example is None:
+                self._next_epoch()
+                continue
+            self._drawn += 1
+            item = self._prepare(example)
+            if item is not None:
+                self._given += 1
+                return item
+
+    def skip_to_epoch_end(self) -> None:
+        """Goes to the next epoch unless one has just begun."""
+        if self._drawn:
+            self._enter(self._epoch + 1, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position and the settings that decide the order."""
+        return {"epoch": self._epoch, "cursor": self._drawn, "given": self._given, **self._settings()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Reads up to a saved position.
+
+        Raises:
+            ConfigError: other settings, or fewer rows than the saved run had read.
+        """
+        check_same(state, self._settings())
+        self._enter(int(state["epoch"]), int(state["cursor"]))
+        self._given = int(state["given"])
+
+    def _settings(self) -> dict[str, Any]:
+        args = self._args
+        shares = " ".join(f"{share:g}" for share in args.interleave_prob)
+        return {
+            "seed": self._seed,
+            "shuffle": args.dataset_shuffle,
+            "buffer": self._buffer,
+            "mixture": f"{shares} {args.stopping_strategy}" if shares else None,
+        }
+
+    def _next_epoch(self) -> None:
+        if not self._given:
+            first = f"; the first: {self.report.first_bad[0]}" if self.report.first_bad else ""
+            raise ConfigError(
+                f"{self._specs[0].flag}: {', '.join(spec.text for spec in self._specs)}: no usable row in the stream "
+                f"({self.report.num_skipped} bad, {self.report.num_deleted} too long){first}"
+            )
+        self._enter(self._epoch + 1, 0)
+
+    def _enter(self, epoch: int, drawn: int) -> None:
+        self._epoch, self._drawn, self._given = epoch, drawn, 0
+        rows = self._examples(epoch)
+        self._rows = shuffled(rows, self._buffer, self._seed, epoch) if self._buffer > 1 else rows
+        if drawn and sum(1 for _ in itertools.islice(self._rows, drawn)) < drawn:
+            raise ConfigError(
+                f"--resume_from_checkpoint: epoch {epoch}, row {drawn}: the stream has fewer rows than the saved "
+                "run had read; resume with the same files"
+            )
+
+    def _examples(self, epoch: int) -> Iterator[Example]:
+        """The rows of an epoch: one dataset after the other, or mixed."""
+        shares = self._args.interleave_prob
+        if len(self._specs) < 2 or not shares:
+            return itertools.chain.from_iterable(map(self._examples_of, range(len(self._specs))))
+        return mixed_stream(self._examples_of, shares, seed=(self._seed, epoch), strategy=self._args.stopping_strategy)
+
+    def _examples_of(self, index: int) -> Iterator[Example]:
+        return itertools.islice(self._good_rows(index), self._specs[index].count)
+
+    def _good_rows(self, index: int) -> Iterator[Example]:
+        spec, bad, number = self._specs[index], list[BadRow](), 0
+        for number, record in enumerate(self._records(spec), start=1):
+            example = self._understood(record, index)
+            if isinstance(example, Example):
+                yield example
+                continue
+            bad.append(example)
+            self.report.skip(example)
+            check_undamaged([example])
+            join_problems(too_many_bad(bad, max(number, PEEKED_ROWS), spec, self._args))
+        join_problems(too_many_bad(bad, number, spec, self._args))
+
+    def _understood(self, record: Record, index: int) -> Example | BadRow:
+        return understood(record, self._plans[index], self._system)
+
+    def _records(self, spec: DatasetSpec) -> Iterator[Record]:
+        if spec.kind == "local":
+            return read_local(spec)
+        if spec.kind == "hub":
+            return stream_hub(spec, split="train")
+        return read_procedural(spec, seed=data_seed(self._args))
+
+
+def shuffled(rows: Iterator[Example], size: int, seed: int, epoch: int) -> Iterator[Example]:
+    """Mixes a stream through a buffer of `size` rows; every row comes out exactly once."""
+    random = generator(seed, epoch)
+    buffer = list(itertools.islice(rows, size))
+    for row in rows:
+        place = int(random.integers(len(buffer)))
+        yield buffer[place]
+        buffer[place] = row
+    for place in random.permutation(len(buffer)):
+        yield buffer[place]

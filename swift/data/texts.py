@@ -1,0 +1,81 @@
+"""Rows to be learnt from as plain text, without a chat template: documents.
+
+`text` if there is such a column, else `messages` (or `conversations`) of assistant turns alone, a line break between
+them. A document is one assistant turn that answers nothing, so encoders know it by its missing prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from swift.data.chats import ChatPlan
+from swift.data.columns import CHATS, PROMPTS, ColumnPlan, text_of
+from swift.data.messages import Message, read_messages
+from swift.data.records import RowError
+from swift.errors import ConfigError, nearest
+
+TEXT = "text"
+
+
+class TextPlan(ColumnPlan):
+    """Documents. Other columns are read and not used."""
+
+    others_are = "other columns"
+
+    def choose(self) -> None:
+        """Nothing but the text is used; names of rewards' keywords mean nothing here."""
+        self.used = [self.prompt]
+
+    @property
+    def line(self) -> str:
+        """The line to print, such as `text <- messages; other columns: source`."""
+        return super().line.replace("prompt <-", "text <-", 1)
+
+    def read(self, values: Mapping[str, Any], system: str | None) -> tuple[list[Message], dict[str, Any]]:
+        """One row's document and its other columns.
+
+        Raises:
+            RowError: no text, a turn of somebody else, or a system prompt.
+        """
+        if system:
+            raise RowError("plain text has no system prompt; leave --system out")
+        messages, columns = super().read(values, None)
+        if others := [turn["role"] for turn in messages if turn["role"] != "assistant" or turn.get("tool_calls")]:
+            raise RowError(f"{self.prompt} has a {others[0]} turn; plain text has assistant turns only: use swift sft")
+        text = text_of("\n".join(turn["content"] for turn in messages), self.prompt)
+        return [{"role": "assistant", "content": text}], columns
+
+    def holds_chat(self, values: Mapping[str, Any]) -> bool:
+        """A document is none."""
+        return False
+
+    def finish(self, messages: list[Message], row: Mapping[str, Any]) -> list[Message]:
+        """The turns as they are."""
+        return messages
+
+    def _choose_prompt(self) -> str:
+        if found := [name for name in (TEXT, *CHATS) if name in self.names]:
+            return found[0]
+        likely = [*nearest(TEXT, self.names, 1), *(name for name in self.names if name in ("content", "document"))]
+        fix = json.dumps({(likely or self.names or ["content"])[0]: TEXT})
+        raise ConfigError(
+            f"{self.where}: columns {', '.join(self.names) or 'none'}: none is {TEXT}, and there are no messages; "
+            f"name it: --columns '{fix}'"
+        )
+
+    def _prompt_messages(self, row: Mapping[str, Any]) -> list[Message]:
+        value = row.get(self.prompt)
+        if value is None:
+            raise RowError(f"no {self.prompt}")
+        if self.prompt in CHATS:
+            return read_messages(value, self.prompt)
+        return [{"role": "assistant", "content": text_of(value, self.prompt)}]
+
+
+def chats_or_texts(columns: Sequence[str], renames: Mapping[str, str], **named: Any) -> ColumnPlan:
+    """Chats; a dataset with `text` and no column of a prompt has documents."""
+    names = {renames.get(column, column) for column in columns}
+    plan = TextPlan if TEXT in names and not names & {*CHATS, *PROMPTS} and not named.get("chats") else ChatPlan
+    return plan(columns, renames, **named)

@@ -1,0 +1,214 @@
+"""Settings of the preference methods: their losses and the reference model that some of them have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from swift.flags import flag
+
+DPOLoss = Literal[
+    "sigmoid", "ipo", "hinge", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+    "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
+]  # fmt: skip
+"""The losses of TRL's DPOTrainer."""
+
+SMOOTHED = ("robust", "exo_pair")
+DIVERGENCES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
+"""Losses of the difference of two rewards, in which the partition function of another f-divergence cancels."""
+
+
+@dataclass(kw_only=True)
+class BetaArguments:
+    """What every preference loss has."""
+
+    GROUP: ClassVar[str] = "Objective"
+
+    beta: float = flag(0.1, above=0)
+    """Scale of the implicit reward; lower values allow a larger distance from the reference. ORPO: weight of the odds
+    ratio (arXiv:2403.07691). IPO: its tau."""
+
+
+@dataclass(kw_only=True)
+class ReferenceArguments(BetaArguments):
+    """The frozen model that log-probs are compared with."""
+
+    ref_model: str | None = flag(group="Model", everyday=False, unset="the model as it starts")
+    """Model or adapter folder of the reference. By default LoRA switches its adapter off, full tuning keeps a copy."""
+
+    precompute_ref_log_probs: bool = flag(False, everyday=False)
+    """Whether the reference's log-probs are computed once before training, so that it leaves memory."""
+
+    precompute_ref_batch_size: int | None = flag(
+        at_least=1, everyday=False, needs="precompute_ref_log_probs", unset="the batch size of each split"
+    )
+    """Number of rows per process in a batch of that pass."""
+
+    sync_ref_model: bool = flag(False, everyday=False)
+    """Whether the reference moves towards the model (TR-DPO, arXiv:2404.09656). Full tuning only."""
+
+    ref_model_sync_steps: int = flag(512, at_least=1, everyday=False, needs="sync_ref_model")
+    """Number of steps between two moves."""
+
+    ref_model_mixup_alpha: float = flag(0.6, at_least=0, at_most=1, everyday=False, needs="sync_ref_model")
+    """Share of the model in a move."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with these settings, one line each."""
+        args: Any = self
+        if not self.sync_ref_model:
+            return
+        if args.tuner_type != "full":
+            yield (
+                f"--sync_ref_model: true: with --tuner_type {args.tuner_type} the reference is the model without its "
+                "adapter and cannot move; use --tuner_type full, or --sync_ref_model false"
+            )
+        if self.precompute_ref_log_probs:
+            yield (
+                "--precompute_ref_log_probs: true: the log-probs of a reference that moves (--sync_ref_model) cannot "
+                "be computed before; drop one"
+            )
+        if way := "--deepspeed" if args.deepspeed else "--fsdp" if args.fsdp else "":
+            yield f"--sync_ref_model: true: a moved reference cannot be saved with {way}; drop one"
+
+
+@dataclass(kw_only=True)
+class DivergenceArguments(ReferenceArguments):
+    """What losses of a pair's log-ratios have."""
+
+    ld_alpha: float | None = flag(at_least=0, at_most=1, everyday=False, unset="1: all tokens count alike")
+    """Weight of the tokens beyond the length that both answers have (LD-DPO, arXiv:2409.06411)."""
+
+    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = flag(
+        "reverse_kl", everyday=False
+    )
+    """Divergence from the reference (f-DPO, arXiv:2309.16240)."""
+
+    f_alpha_divergence_coef: float = flag(0.5, everyday=False, needs="f_divergence_type=alpha_divergence")
+    """Alpha of the alpha-divergence."""
+
+
+@dataclass(kw_only=True)
+class DPOParameters(DivergenceArguments):
+    """DPO (arXiv:2305.18290) and the losses that share its trainer."""
+
+    loss_type: list[DPOLoss] = flag(["sigmoid"])
+    """Losses, one or several that are added (MPO, arXiv:2411.10442). robust is cDPO without bias (arXiv:2403.00409)."""
+
+    loss_weights: list[float] = flag([], everyday=False, unset="1 each")
+    """Weight of each of several losses."""
+
+    rpo_alpha: float | None = flag(at_least=0, unset="off")
+    """Weight of the negative log-likelihood of the chosen answer, which is added (RPO, arXiv:2404.19733)."""
+
+    label_smoothing: float = flag(0.0, at_least=0, below=0.5, everyday=False)
+    """Probability that a preference is wrong, for robust; the smoothing of exo_pair (1e-3 in arXiv:2402.00856)."""
+
+    use_weighting: bool = flag(False, everyday=False)
+    """Whether pairs are weighted by their probability under the model (WPO, arXiv:2406.11827)."""
+
+    discopop_tau: float = flag(0.05, above=0, everyday=False, needs="loss_type=discopop")
+    """Temperature of discopop (arXiv:2406.08414)."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with these settings, one line each."""
+        losses = " ".join(self.loss_type)
+        if self.loss_weights and len(self.loss_weights) != len(self.loss_type):
+            shown = " ".join(f"{weight:g}" for weight in self.loss_weights)
+            yield f"--loss_weights: {shown}: {len(self.loss_weights)} for --loss_type {losses}; give one each"
+        if self.rpo_alpha is not None and "sft" in self.loss_type:
+            yield "--rpo_alpha: adds the loss sft, which --loss_type has already; use --loss_weights"
+        if self.label_smoothing and not set(SMOOTHED) & set(self.loss_type):
+            yield (
+                f"--label_smoothing: {self.label_smoothing:g}: --loss_type {losses} has none; use --loss_type robust"
+            )
+        if "exo_pair" in self.loss_type and not self.label_smoothing:
+            yield "--loss_type: exo_pair: needs --label_smoothing above 0; its paper uses 1e-3"
+        if self.f_divergence_type != "reverse_kl" and (other := set(self.loss_type) - set(DIVERGENCES)):
+            yield (
+                f"--f_divergence_type: {self.f_divergence_type}: not defined for --loss_type {min(other)}; valid: "
+                f"{', '.join(DIVERGENCES)}"
+            )
+        if self.use_weighting and (sorting := {"aot", "aot_unpaired"} & set(self.loss_type)):
+            yield f"--use_weighting: true: --loss_type {min(sorting)} sorts its pairs; drop one"
+
+
+@dataclass(kw_only=True)
+class KTOParameters(ReferenceArguments):
+    """KTO (arXiv:2402.01306): single answers with a verdict."""
+
+    loss_type: Literal["kto", "apo_zero_unpaired"] = flag("kto")
+    """Loss. apo_zero_unpaired (arXiv:2408.06266) has no KL term."""
+
+    desirable_weight: float = flag(1.0, above=0)
+    """Weight of good answers."""
+
+    undesirable_weight: float = flag(1.0, above=0)
+    """Weight of bad answers."""
+
+    per_device_train_batch_size: int = flag(2, at_least=1, group="Optimization")
+    """Number of rows per process and accumulation step. The KL term pairs the prompts of a batch with each other's
+    answers, so kto needs two."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with these settings, one line each."""
+        if self.loss_type == "kto" and self.per_device_train_batch_size < 2:
+            yield (
+                "--per_device_train_batch_size: 1: the KL term of kto needs several rows in a batch; use 2 or more, or "
+                "--loss_type apo_zero_unpaired"
+            )
+
+
+@dataclass(kw_only=True)
+class ContrastiveParameters(BetaArguments):
+    """What CPO and SimPO share."""
+
+    cpo_alpha: float = flag(1.0, at_least=0)
+    """Weight of the negative log-likelihood of the chosen answer."""
+
+    simpo_gamma: float = flag(1.0, needs="loss_type=simpo")
+    """Target margin of SimPO's rewards (arXiv:2405.14734)."""
+
+    label_smoothing: float = flag(0.0, at_least=0, below=0.5, everyday=False)
+    """Probability that a preference is wrong."""
+
+    alpha: float = flag(0.0, everyday=False)
+    """Shape of the reward (AlphaPO, arXiv:2501.03884); 0 is the log-prob."""
+
+
+@dataclass(kw_only=True)
+class CPOParameters(ContrastiveParameters):
+    """CPO (arXiv:2401.08417)."""
+
+    loss_type: Literal["sigmoid", "hinge", "ipo", "simpo"] = flag("sigmoid")
+    """Loss."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with these settings, one line each."""
+        if self.label_smoothing and self.loss_type in ("hinge", "ipo"):
+            yield (
+                f"--label_smoothing: {self.label_smoothing:g}: --loss_type {self.loss_type} has none; use "
+                "--loss_type sigmoid, or 0"
+            )
+
+
+@dataclass(kw_only=True)
+class SimPOParameters(ContrastiveParameters):
+    """SimPO (arXiv:2405.14734): length-normalised log-probs and a target margin, without a reference."""
+
+    beta: float = flag(2.0, above=0)
+    """Scale of the reward, the mean log-prob of a token. SimPO's paper uses 2.0 to 2.5."""
+
+    cpo_alpha: float = flag(0.0, at_least=0)
+    """Weight of the negative log-likelihood of the chosen answer (CPO-SimPO)."""
+
+
+@dataclass(kw_only=True)
+class RewardParameters:
+    """Reward models: the Bradley-Terry loss."""
+
+    GROUP: ClassVar[str] = "Objective"
+
+    center_rewards_coefficient: float | None = flag(at_least=0, unset="off")
+    """Weight of the squared sum of a pair's rewards, which centres them at 0 (arXiv:2312.09244 uses 0.01)."""

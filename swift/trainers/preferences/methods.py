@@ -1,0 +1,184 @@
+"""The preference methods: what each puts into the frame of `swift.trainers.trl`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from swift.devices import own_device
+from swift.errors import counted
+from swift.trainers.preferences.reference import ReferenceInCheckpoint, reference_parts
+from swift.trainers.preferences.rows import encoding
+from swift.trainers.trl.method import Method
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from swift.models.template import Template
+
+IDEAL_RATIO = 4 / 3
+"""How much more the desirable answers of KTO may weigh than the undesirable ones, equation 8 of arXiv:2402.01306."""
+
+
+def _policy(args: Any) -> Any:
+    """The causal language model; its dropout is off, so that model and reference differ by training only."""
+    from swift.models import load_policy
+
+    return load_policy(args, device=own_device())
+
+
+def _reward_model(args: Any) -> Any:
+    """The model with a new head of one score, or that of a reward model that is trained further."""
+    from swift.models import load_policy
+
+    return load_policy(args, device=own_device(), reward_head=True)
+
+
+class RowsAsTheyAre:
+    """Keeps the token ids that `encode` has made."""
+
+    tokenize_row = staticmethod(lambda feature, model=None: feature)
+
+    def _prepare_dataset(self, dataset: Dataset, *_: Any) -> Dataset:
+        return dataset
+
+
+def _options(*names: str, **fixed: Any) -> Any:
+    """Options of a method: settings under the names of its config class, and fixed ones."""
+
+    def options(args: Any) -> dict[str, Any]:
+        order = "random" if args.dataset_shuffle else "sequential"
+        given = {name: getattr(args, name) for name in names}
+        # rows over the limit are left out already, never cut
+        return {"disable_dropout": False, "max_length": None, "train_sampling_strategy": order, **given, **fixed}
+
+    return options
+
+
+def _with_losses(args: Any) -> dict[str, Any]:
+    """The losses of DPO with their weights; that of `--rpo_alpha` is TRL's loss sft."""
+    losses, weights = list(args.loss_type), list(args.loss_weights) or [1.0] * len(args.loss_type)
+    if args.rpo_alpha is not None:
+        losses, weights = [*losses, "sft"], [*weights, args.rpo_alpha]
+    return {"loss_type": losses, "loss_weights": weights, **_DPO(args)}
+
+
+REFERENCE = (
+    "beta", "precompute_ref_log_probs", "precompute_ref_batch_size", "sync_ref_model", "ref_model_sync_steps",
+    "ref_model_mixup_alpha",
+)  # fmt: skip
+DIVERGENCE = (*REFERENCE, "ld_alpha", "f_divergence_type", "f_alpha_divergence_coef")
+_DPO = _options(*DIVERGENCE, "label_smoothing", "use_weighting", "discopop_tau")
+CONTRASTIVE = ("beta", "cpo_alpha", "simpo_gamma", "label_smoothing", "alpha")
+
+MARGINS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected")
+ACCURACY = ("rewards/accuracies", "accuracy")
+MARGIN = ("rewards/margins", "margin")
+
+
+def _encode_verdicts(args: Any, template: Template) -> tuple[Dataset, Dataset | None, list[str]]:
+    """Rows for KTO: shuffled here, for its batches keep their order; see `with_others_answers`."""
+    train, val, lines = encoding("verdict")(args, template)
+    lines += balance_lines(train["label"], args.desirable_weight, args.undesirable_weight)
+    if args.dataset_shuffle:
+        train = train.shuffle(seed=args.data_seed)
+    if args.loss_type == "kto":
+        train = with_others_answers(train, args.per_device_train_batch_size)
+        val = val if val is None else with_others_answers(val, args.per_device_eval_batch_size)
+    return train, val, lines
+
+
+def with_others_answers(rows: Dataset, batch_size: int) -> Dataset:
+    """The rows, each with the answer of the row before it in its batch, for KTO's estimate of the KL."""
+
+    def rotated(batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+        answers = batch["completion_ids"]
+        return {"KL_completion_ids": [answers[-1], *answers[:-1]]}
+
+    return rows.map(rotated, batched=True, batch_size=batch_size)
+
+
+def balance_lines(labels: list[bool], desirable_weight: float, undesirable_weight: float) -> list[str]:
+    """How many answers are good and bad, and weights that would balance them where those given do not.
+
+    >>> balance_lines([True, False, False, False], 1.0, 1.0)[1].split("; ")[1]
+    'use --desirable_weight 3 to 4, or --undesirable_weight 0.25 to 0.333'
+    """
+    good = sum(labels)
+    bad = len(labels) - good
+    lines = [f"train: {counted(good, 'desirable answer')}, {bad} undesirable"]
+    if not good or not bad:
+        return [*lines, "warning: train: only one kind of answers; KTO learns from both"]
+    ratio = good * desirable_weight / (bad * undesirable_weight)
+    if 0.99 <= ratio <= 1.01 * IDEAL_RATIO:
+        return lines
+    wanted = bad * undesirable_weight / good, good * desirable_weight / bad
+    return [
+        *lines,
+        f"warning: --desirable_weight: {desirable_weight:g}: desirable answers weigh {ratio:.3g} times the undesirable "
+        f"ones, outside of 1 to 4/3; use --desirable_weight {wanted[0]:.3g} to {wanted[0] * IDEAL_RATIO:.3g}, or "
+        f"--undesirable_weight {wanted[1] / IDEAL_RATIO:.3g} to {wanted[1]:.3g}",
+    ]
+
+
+_pairs = functools.partial(
+    Method,
+    trainer="trl:DPOTrainer",
+    config="trl:DPOConfig",
+    encode=encoding("pair"),
+    load_model=_policy,
+    parts=reference_parts,
+    overrides=(RowsAsTheyAre, ReferenceInCheckpoint),
+    logged=("entropy", "mean_token_accuracy", *MARGINS, ACCURACY[0]),
+    shown=(ACCURACY, MARGIN),
+)
+DPO = _pairs(options=_with_losses)
+IPO = _pairs(options=_options(*DIVERGENCE, loss_type=["ipo"]))
+
+KTO = Method(
+    trainer="trl:KTOTrainer",
+    config="trl:KTOConfig",
+    encode=_encode_verdicts,
+    load_model=_policy,
+    options=_options(
+        *REFERENCE, "loss_type", "desirable_weight", "undesirable_weight", train_sampling_strategy="sequential"
+    ),
+    parts=reference_parts,
+    overrides=(RowsAsTheyAre, ReferenceInCheckpoint),
+    logged=("entropy", "kl", *MARGINS),
+    shown=(MARGIN,),
+)
+
+_without_reference = functools.partial(
+    Method,
+    encode=encoding("labelled pair"),
+    load_model=_policy,
+    overrides=(RowsAsTheyAre,),
+    shown=(ACCURACY, MARGIN),
+)
+ORPO = _without_reference(
+    trainer="trl.experimental.orpo:ORPOTrainer",
+    config="trl.experimental.orpo:ORPOConfig",
+    options=_options("beta"),
+    logged=(*MARGINS, ACCURACY[0], "nll_loss", "log_odds_ratio", "log_odds_chosen"),
+)
+_contrastive = functools.partial(
+    _without_reference,
+    trainer="trl.experimental.cpo:CPOTrainer",
+    config="trl.experimental.cpo:CPOConfig",
+    logged=(*MARGINS, ACCURACY[0], "nll_loss"),
+)
+CPO = _contrastive(options=_options(*CONTRASTIVE, "loss_type"))
+SIMPO = _contrastive(options=_options(*CONTRASTIVE, loss_type="simpo"))
+
+RM = Method(
+    trainer="trl:RewardTrainer",
+    config="trl:RewardConfig",
+    encode=encoding("scored pair"),
+    load_model=_reward_model,
+    options=_options("center_rewards_coefficient"),
+    overrides=(RowsAsTheyAre,),
+    logged=("accuracy", "margin", "min_reward", "mean_reward", "max_reward"),
+    shown=(("accuracy", "accuracy"), ("margin", "margin")),
+)

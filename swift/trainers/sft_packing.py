@@ -1,0 +1,88 @@
+"""Rows put together to longer ones, and batches without padding, in which no row attends to another.
+
+TRL packs and collates: positions begin at 0 with each row, `seq_lengths` says where. Attention is that of packed
+rollouts (`swift.models.attention`), so scores between rows are not computed at all, on any device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import Any
+
+from torch import Tensor, nn
+
+from swift.errors import ConfigError
+from swift.models.attention.choice import choose_attention
+from swift.models.attention.layout import SegmentLayout
+from swift.models.attention.spans import GroupSpans, Span
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """`--packing_strategy` into rows of `length` tokens."""
+
+    strategy: str
+    length: int
+
+    def __call__(self, table: Any, options: Mapping[str, Any] | None = None) -> Any:
+        """A table or stream of the same kind, with a column `seq_lengths`: how long the parts of a row are.
+
+        Args:
+            table: rows with input_ids and labels.
+            options: further arguments of its method `map`.
+        """
+        if self.strategy == "wrapped":
+            return table.map(self.wrap, batched=True, **(options or {}))
+        from trl import pack_dataset
+
+        return pack_dataset(table, self.length, self.strategy, dict(options or {}))
+
+    def wrap(self, rows: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, list[list[int]]]:
+        """A batch of rows one behind the other, cut wherever `length` tokens are full.
+
+        >>> Packing("wrapped", 4).wrap({"input_ids": [[1, 2, 3], [4, 5, 6]], "labels": [[1, 2, 3], [4, 5, 6]]})
+        {'input_ids': [[1, 2, 3, 4], [5, 6]], 'labels': [[1, 2, 3, 4], [5, 6]], 'seq_lengths': [[3, 1], [2]]}
+        """
+        ends = [0]
+        for row in rows["input_ids"]:
+            ends.append(ends[-1] + len(row))
+        starts = range(0, ends[-1], self.length)
+        packed = {}
+        for name in ("input_ids", "labels"):
+            tokens = list(chain.from_iterable(rows[name]))
+            packed[name] = [tokens[start : start + self.length] for start in starts]
+        packed["seq_lengths"] = [[] for _ in starts]
+        for start, stop in pairwise(sorted({*ends, *starts})):
+            packed["seq_lengths"][start // self.length].append(stop - start)
+        return packed
+
+
+def require_packed(model: nn.Module, args: Any) -> None:
+    """Gives the model packed attention.
+
+    Raises:
+        ConfigError: its own attention is something else, so rows in one stream would see each other.
+    """
+    if (obstacle := choose_attention(model)) is not None:
+        flag = "packing" if args.packing else "padding_free"
+        raise ConfigError(
+            f"--{flag}: true: rows of one stream cannot be kept apart in {type(model).__name__}: {obstacle}; "
+            f"use --{flag} false"
+        )
+
+
+def layout_of(boundaries: Tensor, device: Any) -> SegmentLayout:
+    """Rows of a stream as segments that see themselves only; boundaries: [R + 1] where they begin, and the end."""
+    return SegmentLayout([GroupSpans(Span(a, b - a), ()) for a, b in pairwise(boundaries.tolist())], device)
+
+
+class PackedRows:
+    """In front of a trainer of TRL: hands the layout of a batch without padding to the model."""
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **named: Any) -> Any:
+        """TRL's, with the layout among the inputs."""
+        if (boundaries := inputs.get("cu_seq_lens_q")) is not None:
+            inputs = {**inputs, "attention_layout": layout_of(boundaries, inputs["input_ids"].device)}
+        return super().compute_loss(model, inputs, *arguments, **named)  # type: ignore[misc]

@@ -1,0 +1,25 @@
+"""Evaluation of several datasets: every metric under the name of its own."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+
+class EvaluationNames:
+    """In front of a trainer of TRL, whose own metrics (accuracy and the like) do not name the dataset."""
+
+    _dataset = ""
+
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
+        """Trainer's: with several datasets it calls itself for each, with `eval_<name>` as prefix."""
+        self._dataset = metric_key_prefix.removeprefix("eval").lstrip("_")
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)  # type: ignore[misc]
+
+    def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
+        """TRL's, which adds its metrics of the evaluation to `logs`."""
+        metrics: Any = getattr(self, "_metrics", {})
+        if self._dataset and any(name.startswith("eval_") for name in logs) and "eval" in metrics:
+            renamed = {f"{self._dataset}_{name}": values for name, values in metrics["eval"].items()}
+            metrics["eval"] = defaultdict(list, renamed)
+        super().log(logs, *arguments, **named)  # type: ignore[misc]

@@ -1,0 +1,70 @@
+"""`--push_to_hub`: the repository is there before the run begins, and the model is uploaded when it is done.
+
+transformers uploads the run's folder while checkpoints are being written into it, logs and optimizer included; here the
+model alone goes up, from a checkpoint that is complete.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from swift.errors import ResourceError, first_line
+
+LEFT_OUT = [
+    "optimizer*",
+    "scheduler*",
+    "rng_state*",
+    "trainer_state.json",
+    "training_args.bin",
+    "args.json",
+    "manifest*",
+]
+"""Files of a checkpoint that only a resumed run needs."""
+
+
+def check_hub(args: Any) -> None:
+    """Makes the repository if there is none.
+
+    Raises:
+        ResourceError: the hub does not answer, or refuses.
+    """
+    if getattr(args, "push_to_hub", False):
+        _asked(args, "create_repo", private=args.hub_private_repo, exist_ok=True)
+
+
+def push(args: Any, folder: Path, trainer: Any) -> list[str]:
+    """Uploads the best checkpoint, else the last one; a line that says so.
+
+    Raises:
+        ResourceError: the hub does not answer; the run's checkpoints are complete.
+    """
+    from swift.trainers.checkpoint import last_checkpoint
+
+    if not getattr(args, "push_to_hub", False):
+        return []
+    best = trainer.state.best_model_checkpoint if args.load_best_model_at_end else None
+    checkpoint = best or last_checkpoint(folder)
+    _asked(args, "upload_folder", folder_path=checkpoint, ignore_patterns=LEFT_OUT)
+    return [f"hub: {checkpoint} is uploaded as {args.hub_model_id}"]
+
+
+def _asked(args: Any, request: str, **arguments: Any) -> None:
+    from httpx import HTTPError
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
+
+    try:
+        getattr(HfApi(token=args.hub_token), request)(repo_id=args.hub_model_id, **arguments)
+    except (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalTokenNotFoundError,
+        OfflineModeIsEnabled,
+        HTTPError,
+        OSError,
+    ) as error:
+        raise ResourceError(
+            f"--push_to_hub: {args.hub_model_id}: the hub refuses {request}: {first_line(error)}; check the network, "
+            "--hub_model_id and --hub_token, or leave --push_to_hub out"
+        ) from error

@@ -1,0 +1,78 @@
+"""The first step of each method is that of TRL's own trainer on the same rows."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+from swift.models import load_chat
+from swift.trainers.distributed import Collectives
+from swift.trainers.trl.frame import build_trainer
+from swift.trainers.trl.method import method_of
+from swift.trainers.trl.run import load_model
+
+TRL = {
+    "dpo": (DPOTrainer, DPOConfig, {}),
+    "ipo": (DPOTrainer, DPOConfig, {"loss_type": ["ipo"]}),
+    "kto": (KTOTrainer, KTOConfig, {"desirable_weight": 1.5}),
+    "orpo": (ORPOTrainer, ORPOConfig, {}),
+    "cpo": (CPOTrainer, CPOConfig, {"label_smoothing": 0.1}),
+    "simpo": (CPOTrainer, CPOConfig, {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 1.0, "cpo_alpha": 0.0}),
+    "rm": (RewardTrainer, RewardConfig, {"center_rewards_coefficient": 0.01}),
+}
+FLAGS = {
+    "kto": ("--desirable_weight", "1.5"),
+    "cpo": ("--label_smoothing", "0.1"),
+    "rm": ("--center_rewards_coefficient", "0.01"),
+}
+
+
+def first_step(trainer):
+    """Loss and gradient of the first batch."""
+    batch = next(iter(trainer.get_train_dataloader()))
+    loss = trainer.compute_loss(trainer.model.train(), trainer._prepare_inputs(batch))
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
+
+
+def bare(method, resolved, folder):
+    """TRL's trainer as its users make it, given the rows of the file."""
+    trainer, config, options = TRL[method]
+    args = resolved.args
+    kind = AutoModelForSequenceClassification if method == "rm" else AutoModelForCausalLM
+    torch.manual_seed(args.seed)
+    model = kind.from_pretrained(args.model, dtype=torch.float32, **({"num_labels": 1} if method == "rm" else {}))
+    with Path(args.dataset[0]).open() as lines:
+        rows = Dataset.from_list([json.loads(line) for line in lines])
+    options = {"train_sampling_strategy": "sequential", "max_length": 512, **options}
+    shared = {"output_dir": str(folder), "use_cpu": True, "bf16": False, "report_to": "none", "seed": args.seed}
+    options |= {"per_device_train_batch_size": 4, "gradient_checkpointing": False, **shared}
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    return trainer(model=model, args=config(**options), train_dataset=rows, processing_class=tokenizer)
+
+
+def ours(resolved, folder):
+    """The trainer of a run."""
+    method, args = method_of(resolved.mode), resolved.args
+    template = load_chat(args)
+    train, val, _ = method.encode(args, template)
+    model = load_model(args, method)
+    more = {"collectives": Collectives(), "settings": {}, "parts": method.parts(args, model)}
+    return build_trainer(method, args, folder, model, template, train, val, [], **more)
+
+
+@pytest.mark.parametrize("method", TRL)
+def test_loss_and_gradient_of_the_first_step_are_trls(settings, method, tmp_path):
+    resolved = settings(method, *FLAGS.get(method, ()), "--dataset_shuffle", "false")
+    expected, theirs = first_step(bare(method, resolved, tmp_path / "trl"))
+    found, grads = first_step(ours(resolved, tmp_path / "swift"))
+    assert found == pytest.approx(expected, abs=1e-6)
+    assert grads.keys() == theirs.keys()
+    assert all(torch.allclose(grads[name], theirs[name], atol=1e-6) for name in grads)
+    assert any(grad.abs().max() > 1e-4 for grad in grads.values())

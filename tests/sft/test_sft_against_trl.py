@@ -1,0 +1,132 @@
+"""The first step is that of TRL's SFTTrainer on the same rows, packed and not; packed rows do not see each other."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig, SFTTrainer, pack_dataset
+
+from swift.arguments import parse
+from swift.errors import ConfigError
+from swift.models import load_chat
+from swift.trainers.distributed import Collectives
+from swift.trainers.sft_packing import Packing, require_packed
+from swift.trainers.trl.frame import build_trainer
+from swift.trainers.trl.method import method_of
+from swift.trainers.trl.run import load_model
+
+BATCH = ("--dataset_shuffle", "false", "--per_device_train_batch_size", "4")
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory):
+    """A file of texts of 3 to 40 characters."""
+    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
+    texts = ["abcdefgh"[: 3 + n % 5] * (1 + n % 4) for n in range(16)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def trainer_of(mode, argv, folder):
+    """The trainer of a run, before its first step."""
+    resolved = parse(mode, argv, {})
+    method, args = method_of(mode), resolved.args
+    template = load_chat(args, plain=method.plain)
+    train, val, _ = method.encode(args, template)
+    model = load_model(args, method)
+    return build_trainer(method, args, folder, model, template, train, val, [], collectives=Collectives(), settings={})
+
+
+def bare(argv, folder, **options):
+    """TRL's trainer as its users make it, given the rows of the file."""
+    args = dict(zip(argv[::2], argv[1::2], strict=True))
+    model = AutoModelForCausalLM.from_pretrained(args["--model"], dtype=torch.float32)
+    rows = Dataset.from_list([json.loads(line) for line in Path(args["--dataset"]).read_text().splitlines()])
+    config = SFTConfig(
+        output_dir=str(folder), use_cpu=True, bf16=False, report_to="none", gradient_checkpointing=False,
+        per_device_train_batch_size=4, train_sampling_strategy="sequential", **options,
+    )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(args["--model"])
+    return SFTTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer)
+
+
+def first_step(trainer):
+    """Loss and gradient of the first batch."""
+    batch = next(iter(trainer.get_train_dataloader()))
+    loss = trainer.compute_loss(trainer.model.train(), trainer._prepare_inputs(batch))
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
+
+
+CASES = {
+    "assistant turns": ("sft", (), {"assistant_only_loss": True}),
+    "all tokens": ("sft", ("--loss_scale", "all"), {}),
+    "dft": ("sft", ("--loss_type", "dft"), {"assistant_only_loss": True, "loss_type": "dft"}),
+    "packed": (
+        "sft",
+        ("--packing", "true", "--max_length", "64"),
+        {"assistant_only_loss": True, "packing": True, "max_length": 64},
+    ),
+    "padding_free": ("sft", ("--padding_free", "true", "--assistant_only_loss", "false"), {"padding_free": True}),
+    "documents": ("pt", ("--packing", "false"), {}),
+    "packed documents": (
+        "pt",
+        ("--max_length", "24"),
+        {"packing": True, "packing_strategy": "bfd_split", "max_length": 24},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradient_of_the_first_step_are_trls(sft_argv, documents, tmp_path, case):
+    mode, flags, options = CASES[case]
+    rows = ("--dataset", str(documents)) if mode == "pt" else ()
+    argv = sft_argv(*rows, *flags, *BATCH)
+    expected, theirs = first_step(bare(argv, tmp_path / "trl", **{"max_length": None, **options}))
+    found, grads = first_step(trainer_of(mode, argv, tmp_path / "swift"))
+    assert found == pytest.approx(expected, abs=1e-6)
+    assert grads.keys() == theirs.keys()
+    assert all(torch.allclose(grads[name], theirs[name], atol=1e-6) for name in grads)
+    assert any(grad.abs().max() > 1e-4 for grad in grads.values())
+
+
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
+def test_what_stands_in_one_document_changes_no_loss_in_another(sft_argv, documents, tmp_path, strategy):
+    argv = sft_argv("--dataset", str(documents), "--max_length", "60", "--packing_strategy", strategy, *BATCH)
+    trainer = trainer_of("pt", argv, tmp_path)
+    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    ends = batch["cu_seq_lens_q"].tolist()
+    assert len(ends) > 5, "several documents in a row"
+    first = slice(ends[0], ends[1])
+
+    def logprobs(ids):
+        inputs = {**batch, "input_ids": ids}
+        seen = {}
+        trainer.model.register_forward_hook(lambda module, args, output: seen.update(output))
+        trainer.compute_loss(trainer.model, inputs)
+        return seen["log_probs"].flatten()
+
+    changed = batch["input_ids"].clone()
+    changed[0, first] = torch.randint(5, 90, (ends[1],))
+    before, after = logprobs(batch["input_ids"]), logprobs(changed)
+    num = after.numel() - (batch["input_ids"].shape[1] - ends[1])
+    assert torch.equal(before[num:], after[num:])
+    assert not torch.equal(before[:num], after[:num])
+
+
+def test_wrapped_rows_are_those_of_trl_and_know_where_documents_begin():
+    ids = [[n] * (n % 7 + 1) for n in range(40)]
+    table = Dataset.from_dict({"input_ids": ids, "labels": ids})
+    packed, theirs = Packing("wrapped", 8)(table), pack_dataset(table, 8, "wrapped")
+    assert packed["input_ids"][:] == theirs["input_ids"][:]
+    for row, lengths in zip(packed["input_ids"], packed["seq_lengths"], strict=True):
+        assert [row.count(token) for token in dict.fromkeys(row)] == lengths
+
+
+def test_a_model_whose_attention_cannot_be_kept_apart_is_refused(small_model):
+    args = parse("sft", ["--model", "m", "--dataset", "d", "--packing", "true"], {}).args
+    with pytest.raises(ConfigError, match=r"--packing: true: .*no rotary positions; use --packing false"):
+        require_packed(small_model("gpt2"), args)

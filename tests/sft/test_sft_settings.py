@@ -1,0 +1,146 @@
+"""Settings of `swift sft` and `swift pt` in runs: streams, packing, evaluation sets, early stopping, the hub."""
+
+import json
+import shutil
+
+import huggingface_hub
+import pytest
+from safetensors.torch import load_file
+from test_sft_run import losses, newest_run, rows
+
+from swift.arguments import parse
+from swift.errors import ConfigError, ResourceError
+from swift.models.arguments import ModelArguments
+from swift.models.policy import load_for_inference
+from swift.trainers.trl.run import run
+
+
+def trained(mode, argv):
+    """Runs a mode in this process; the run's folder."""
+    resolved = parse(mode, argv, {})
+    assert run(resolved) == 0
+    return newest_run(resolved.args.output_dir)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param("--packing true --max_length 64 --num_train_epochs 2 --max_steps -1", id="packed"),
+        pytest.param("--streaming true --shuffle_buffer_size 7 --max_steps 12", id="stream"),
+        pytest.param(
+            "--streaming true --packing true --max_length 256 --per_device_train_batch_size 2",
+            id="packed stream",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_a_resumed_run_ends_as_an_uninterrupted_one(sft_argv, flags):
+    """The stream of 12 steps goes through its 64 rows one and a half times."""
+    argv = sft_argv(*flags.split(), "--save_steps", "3", "--logging_steps", "1", "--neftune_noise_alpha", "5")
+    run_dir = trained("sft", argv)
+    logged = losses(run_dir)
+    last = run_dir / f"checkpoint-{logged[-1][0]}"
+    straight = load_file(last / "model.safetensors")
+    shutil.rmtree(last)
+    (run_dir / "logging.jsonl").unlink()
+    assert trained("sft", [*argv, "--resume_from_checkpoint", str(run_dir / "checkpoint-3")]) == run_dir
+    assert losses(run_dir) == logged[3:]
+    resumed = load_file(last / "model.safetensors")
+    assert all(straight[name].equal(resumed[name]) for name in straight)
+
+
+def test_several_evaluation_sets_have_their_own_loss_and_accuracy_and_one_can_stop_the_run(sft_argv, sums, tmp_path):
+    other = shutil.copy(sums, tmp_path / "val.jsonl")
+    flags = (
+        "--eval_steps",
+        "1",
+        "--save_steps",
+        "2",
+        "--early_stopping_patience",
+        "2",
+        "--early_stopping_threshold",
+        "9",
+    )
+    argv = [*sft_argv(*flags, "--metric_for_best_model", "val_loss"), "--val_dataset", f"{sums}#4", f"{other}#6"]
+    run_dir = trained("sft", argv)
+    evaluations = [row for row in rows(run_dir / "logging.jsonl") if "loss" not in row]
+    assert [row["step"] for row in evaluations] == [1, 1, 2, 2, 3, 3], "no improvement by 9 in the second and third"
+    for row, name in zip(evaluations, ("sums", "val") * 3, strict=True):
+        assert {f"eval_{name}_loss", f"eval_{name}_mean_token_accuracy"} <= row.keys()
+        assert "eval_mean_token_accuracy" not in row
+    assert (run_dir / "checkpoint-3").is_dir(), "the last step is saved"
+    resumed = trained("sft", [*argv, "--resume_from_checkpoint", str(run_dir / "checkpoint-2")])
+    assert rows(resumed / "logging.jsonl")[-1]["step"] == 3, "evaluations before the checkpoint count"
+    with pytest.raises(ConfigError, match=r"--metric_for_best_model: loss: .*use sums_loss or val_loss"):
+        trained("sft", [*sft_argv(*flags), *argv[-3:]])
+
+
+def test_the_model_is_uploaded_without_what_only_a_resumed_run_needs(sft_argv, monkeypatch):
+    asked = []
+    for request in ("create_repo", "upload_folder"):
+        monkeypatch.setattr(
+            huggingface_hub.HfApi, request, lambda self, _name=request, **given: asked.append((_name, given))
+        )
+    run_dir = trained("sft", sft_argv("--push_to_hub", "true", "--hub_model_id", "me/sums", "--max_steps", "1"))
+    (made, repository), (uploaded, what) = asked
+    assert (made, uploaded) == ("create_repo", "upload_folder")
+    assert repository["repo_id"] == what["repo_id"] == "me/sums"
+    kept = list(
+        huggingface_hub.utils.filter_repo_objects(
+            [path.name for path in (run_dir / "checkpoint-1").iterdir()], ignore_patterns=what["ignore_patterns"]
+        )
+    )
+    assert what["folder_path"] == run_dir / "checkpoint-1"
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= set(kept)
+    assert not [
+        name for name in kept if name.startswith(("optimizer", "rng", "scheduler", "trainer", "args", "manifest"))
+    ]
+
+
+def test_pre_training_needs_no_chat_template_and_saves_a_model(nano_folders, sft_argv, tmp_path):
+    model = shutil.copytree(nano_folders["qwen2"], tmp_path / "base")
+    (model / "chat_template.jinja").unlink()
+    data = tmp_path / "texts.jsonl"
+    data.write_text("".join(json.dumps({"text": "abc" * n}) + "\n" for n in range(1, 40)))
+    argv = sft_argv("--model", str(model), "--dataset", str(data), "--val_dataset", str(data), "--max_length", "32")
+    run_dir = trained("pt", argv)
+    evaluations = [row["eval_loss"] for row in rows(run_dir / "logging.jsonl") if "eval_loss" in row]
+    assert evaluations and load_for_inference(ModelArguments(model=str(run_dir / "checkpoint-6"))) is not None
+    assert "attn" not in (run_dir / "checkpoint-6" / "config.json").read_text()
+    with pytest.raises(ConfigError, match=r"--template: none: the tokenizer of .* has no chat template"):
+        trained("sft", argv)
+
+
+WRONG = [
+    ("sft", "--push_to_hub true", "--push_to_hub: true: --hub_model_id is missing"),
+    ("sft", "--loss_scale react", "--loss_scale: react: .*default"),
+    ("sft", "--loss_scale last_round --assistant_only_loss false", "--assistant_only_loss: false: contradicts"),
+    ("sft", "--loss_scale all --assistant_only_loss true", "--assistant_only_loss: true: contradicts --loss_scale all"),
+    ("sft", "--completion_only_loss true --loss_scale all", "--completion_only_loss: true: contradicts"),
+    ("sft", "--completion_only_loss true --assistant_only_loss false", "contradicts --assistant_only_loss"),
+    ("sft", "--packing true --packing_strategy ffd", "--packing_strategy: ffd: .*bfd"),
+    ("sft", "--packing true --max_length 1", "--max_length: 1: a packed row of one token predicts nothing"),
+    ("sft", "--packing true --torch_compile true", "--torch_compile: true: --packing true"),
+    ("sft", "--packing true --group_by_length true", "--group_by_length: true: packed rows are equally long"),
+    ("sft", "--streaming true", "--max_steps: -1: a stream has no known end"),
+    ("sft", "--streaming true --max_steps 3 --split_dataset_ratio 0.5", "a stream cannot be split"),
+    ("sft", "--early_stopping_patience 2", "--early_stopping_patience: 2: nothing is evaluated"),
+    ("sft", "--neftune_noise_alpha -1", "--neftune_noise_alpha: -1: out of range"),
+    ("sft", "--use_liger_kernel true", "--use_liger_kernel: true: needs the package liger_kernel"),
+    ("sft", "--paking true", "--paking: true: unknown flag; nearest: packing"),
+    ("sft", "--max_length 3", "--dataset: no usable row .*longer than max_length"),
+    ("sft", "--push_to_hub true --hub_model_id a/b", "--push_to_hub: a/b: the hub refuses create_repo"),
+    ("pt", "", "messages has a user turn; plain text has assistant turns only"),
+    ("pt", "--system s", "--system: s: plain text has no chat template"),
+    ("pt", "--template qwen3", "--template: qwen3: plain text has no chat template"),
+    ("pt", "--loss_scale all", "--loss_scale: all: not a flag of swift pt"),
+]
+
+
+@pytest.mark.parametrize(("mode", "flags", "problem"), WRONG)
+def test_a_wrong_input_is_one_line_before_anything_is_written(nano_folders, sums, tmp_path, mode, flags, problem):
+    argv = ["--model", str(nano_folders["qwen2"]), "--dataset", str(sums), "--output_dir", str(tmp_path / "out")]
+    with pytest.raises((ConfigError, ResourceError), match=problem) as caught:
+        run(parse(mode, [*argv, *flags.split()], {}))
+    assert caught.value.exit_code in (2, 3)
+    assert not (tmp_path / "out").exists()
