@@ -64,6 +64,11 @@ def is_quantised_layer(layer: nn.Module) -> bool:
     return type(layer._parameters.get("weight")).__name__ in ("Params4bit", "Int8Params")
 
 
+def rounds_activations(model: nn.Module) -> bool:
+    """Whether products with 8-bit weights round activations, too, so that no dequantised copy has equal log-probs."""
+    return any(type(one).__name__ == "Int8Params" for one in model.parameters())
+
+
 def dequantised(layer: nn.Module) -> torch.Tensor:
     """The weight [out, in] that a quantised layer computes with, in float32."""
     from peft.utils.integrations import dequantize_module_weight
