@@ -1,5 +1,9 @@
 #!/usr/bin/env bash
 # GRPO on a base in 4 bits. The in-process engine samples with the quantised policy; the reference is that base alone.
+# Needs bitsandbytes. More flags can be given: bash examples/train/grpo/qlora.sh --dry_run true
+set -euo pipefail
+cd "$(dirname "$0")/../../.."
+
 swift rlhf \
     --rlhf_type grpo \
     --model Qwen/Qwen2.5-7B-Instruct \
@@ -16,4 +20,5 @@ swift rlhf \
     --learning_rate 2e-5 \
     --beta 0.02 \
     --save_steps 100 \
-    --output_dir output/grpo-qlora
+    --output_dir output/grpo-qlora \
+    "$@"
