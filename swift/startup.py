@@ -12,7 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 
-LIBRARIES = ("transformers", "datasets", "accelerate", "huggingface_hub", "trl", "peft", "py.warnings")
+LIBRARIES = ("transformers", "datasets", "accelerate", "huggingface_hub", "trl", "peft", "bitsandbytes", "py.warnings")
 """Loggers of libraries; some hand nothing to the root logger."""
 
 EARLY = logging.handlers.MemoryHandler(sys.maxsize, flushLevel=sys.maxsize)

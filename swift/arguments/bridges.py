@@ -56,7 +56,7 @@ def bridge_problems(args: Any) -> Iterator[str]:
         "no engine of its own gets weights; give --vllm_server_host, or leave it out": (
             bridge is not None and not has_own_engine(args)
         ),
-        "weights that are merged are a second copy; use --tuner_type full": shared and args.tuner_type == "lora",
+        "weights that are merged are a second copy; use --tuner_type full": shared and args.tuner_type != "full",
         "an engine over several devices has a copy of its own; use --vllm_tensor_parallel_size 1": (
             shared and args.vllm_tensor_parallel_size > 1
         ),

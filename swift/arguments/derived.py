@@ -127,7 +127,7 @@ RULES: tuple[Rule, ...] = (
     _fixed("torch_dtype", "float32", "float32 for merging", _merges),
     _fixed("torch_dtype", "bfloat16", "bfloat16 with an accelerator", lambda args, machine: machine.has_accelerator),
     _fixed("torch_dtype", "float32", "float32 on a CPU"),
-    _fixed("learning_rate", 1e-4, "1e-4 with tuner_type lora", lambda args, machine: args.tuner_type == "lora"),
+    _fixed("learning_rate", 1e-4, "1e-4 with an adapter", lambda args, machine: args.tuner_type != "full"),
     _fixed("learning_rate", 1e-5, "1e-5 with tuner_type full"),
     _fixed("lora_dropout", 0.0, "0.0 in rlhf", _is_rlhf),
     _fixed("lora_dropout", 0.05, "0.05 in supervised tuning"),
@@ -177,6 +177,12 @@ RULES: tuple[Rule, ...] = (
     _same_as("soft_max_length", "max_completion_length"),
     _same_as("cosine_max_len", "max_completion_length"),
     _rule("reward_workers", "min(8, CPU cores)", lambda args, machine: min(8, machine.cores)),
+    Rule(
+        "vllm_max_lora_rank",
+        lambda args: "the rank of the adapter that is sent",
+        lambda args, machine: args.sent_rank,
+        lambda args, machine: hasattr(args, "lora_rank") and args.sent_rank != args.lora_rank,
+    ),
     _same_as("vllm_max_lora_rank", "lora_rank", lambda args, machine: hasattr(args, "lora_rank")),
     Rule(
         "output_dir",

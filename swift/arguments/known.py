@@ -16,9 +16,8 @@ _OFF = frozenset(("", "none", "null", "[]", "{}", "false", "no", "off", "0", "0.
 _SAME = {
     flag: value
     for value, flags in {
-        "true": "freeze_vit freeze_aligner save_safetensors use_chat_template init_weights init_lora_weights "
-        "check_model stream train_dataloader_shuffle average_tokens_across_devices enable_flattened_weight_sync "
-        "bnb_4bit_use_double_quant",
+        "true": "freeze_vit freeze_aligner save_safetensors use_chat_template "
+        "check_model stream train_dataloader_shuffle average_tokens_across_devices enable_flattened_weight_sync",
         "1": "sequence_parallel_size vllm_pipeline_parallel_size max_batch_size",
         "peft": "tuner_backend",
         "causal_lm": "task_type",
@@ -43,12 +42,12 @@ _REFUSED = _names(
 _KNOWN = _names(
     """
     acc_strategy agent_template aligner_lr
-    bbox_format bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_quant_type boft_block_size
+    bbox_format
     cached_dataset callbacks channels cliprange cliprange_value
     create_checkpoint_symlink custom_dataset_info dataset_sample ddp_backend deepspeed_autotp_size disable_tqdm
     download_mode dynamic_sampling eval_accumulation_steps eval_delay
-    eval_use_evalscope exist_ok fourier_n_frequency freeze_llm freeze_parameters
-    freeze_parameters_ratio freeze_parameters_regex fsdp_config gamma gkd_logits_topk
+    eval_use_evalscope exist_ok fourier_n_frequency freeze_llm
+    fsdp_config gamma gkd_logits_topk
     hqq_axis ignore_data_skip include_num_input_tokens_seen
     label_smoothing_factor lam liger_loss lisa_activated_layers lisa_step_interval
     load_args load_data_args local_repo_path local_rollout_forward_batch_size logging_dir lora_bias lora_dtype
@@ -59,23 +58,23 @@ _KNOWN = _names(
     norm_bbox num_labels num_mini_batches num_ppo_epochs num_sample_generations offload_teacher_model optimizer
     optim_target_modules predict_with_generate problem_type profile
     quant_batch_size
-    quant_bits quant_method quant_n_samples real_tau ref_adapters ref_model_revision ref_model_type response_prefix
+    quant_n_samples real_tau ref_adapters ref_model_revision ref_model_type response_prefix
     resume_only_model reward_model_type rope_scaling
     save_on_each_node sequence_classification sft_alpha swanlab_exp_name swanlab_mode
-    swanlab_project swanlab_token swanlab_workspace target_parameters target_regex
+    swanlab_project swanlab_token swanlab_workspace target_parameters
     teacher_adapters teacher_deepspeed teacher_model_revision
     teacher_model_server teacher_model_type tf32 to_hf to_mcore to_ollama
     to_peft_format tools_prompt top_entropy torch_empty_cache_steps train_dataset_sample
-    train_on_prompt trainable_parameters trainable_parameters_regex truncation unsloth use_cpu use_dora
-    use_galore use_q_galore use_ray use_rslora val_dataset_shuffle
-    vera_rank vf_coef vit_attn_impl vit_gradient_checkpointing vit_lr vllm_disable_cascade_attn
+    train_on_prompt truncation unsloth use_cpu
+    use_galore use_q_galore use_ray val_dataset_shuffle
+    vf_coef vit_attn_impl vit_gradient_checkpointing vit_lr vllm_disable_cascade_attn
     vllm_disable_custom_all_reduce vllm_mm_processor_cache_gb vllm_quantization vllm_reasoning_parser
     vllm_server_group_port vllm_server_pass_dataset vllm_speculative_config
     vllm_use_async_engine whiten_rewards write_batch_size zero_hpz_partition_size
     """
 )
 _FAMILIES = (
-    "fipo_", "chord_", "rlsd_", "sdar_", "galore_", "adalora_", "reft_", "llamapro_", "vera_", "boft_",
+    "fipo_", "chord_", "rlsd_", "sdar_", "galore_", "adalora_", "reft_", "llamapro_",
     "fourier_", "lisa_", "sglang_", "megatron_",
 )  # fmt: skip
 
@@ -93,7 +92,7 @@ _REPLACED = {
 
 _VALUES = {
     "rlhf_type": "ppo",
-    "tuner_type": "adalora longlora llamapro vera boft fourierft reft adapter ia3 bone lora_llm",
+    "tuner_type": "adalora longlora llamapro fourierft reft adapter bone lora_llm",
     "loss_type": "real fipo",
 }
 _MODES = _names("sample eval deploy app web-ui merge-adapter megatron")

@@ -14,7 +14,7 @@ from swift.arguments.rlhf import RLHFArguments
 from swift.arguments.sft import PTArguments, SFTArguments
 from swift.data.arguments import DataArguments
 from swift.flags import flag
-from swift.models.arguments import CheckpointArguments
+from swift.models.arguments import CheckpointArguments, QuantArguments
 from swift.rewards.arguments import RewardArguments
 from swift.rollout.arguments import EngineArguments, GenerationArguments
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class InferArguments(CommonArguments, GenerationArguments, DataArguments, CheckpointArguments):
+class InferArguments(CommonArguments, GenerationArguments, DataArguments, QuantArguments):
     """`swift infer`: answers of a model, at the terminal or for every row of a dataset."""
 
     temperature: float = flag(0.9, at_least=0, group="Sampling")
@@ -35,11 +35,12 @@ class InferArguments(CommonArguments, GenerationArguments, DataArguments, Checkp
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one line each."""
         yield from model_missing(self)
+        yield from self.quant_problems()
 
 
 @dataclass(kw_only=True)
 class ExportArguments(CommonArguments, CheckpointArguments):
-    """`swift export`: merge a LoRA adapter into its model."""
+    """`swift export`: merge an adapter into its model."""
 
     merge_lora: bool = flag(False, group="Model")
     """Whether adapters are merged into the weights, as an ordinary model folder."""
@@ -50,7 +51,7 @@ class ExportArguments(CommonArguments, CheckpointArguments):
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one line each."""
         if not self.adapters:
-            yield "--adapters: missing: there is nothing to merge; give the checkpoint folder of a LoRA run"
+            yield "--adapters: missing: there is nothing to merge; give the checkpoint folder of a run with an adapter"
         if not self.merge_lora:
             yield "--merge_lora: false: merging is the only conversion in this version; use --merge_lora true"
 

@@ -45,6 +45,12 @@ class PreferenceArguments(
         yield from model_missing(self)
         yield from training_data_missing(self)
         yield from adamw_cpu_problems(self)
+        yield from self.tuner_problems()
+        if self.changes_base:
+            yield (
+                f"--init_weights: {self.init_weights}: the reference is the model without its adapter, and the base "
+                "lacks what this adapter starts with; use true, or gaussian"
+            )
 
 
 @dataclass(kw_only=True)

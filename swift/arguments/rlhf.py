@@ -86,6 +86,7 @@ class RLHFArguments(
             yield from training_data_missing(self)
         yield from backend_problems(self)
         yield from bridge_problems(self)
+        yield from self.tuner_problems()
         yield from self._engine_problems()
         yield from self._objective_problems()
         yield from self._rollout_problems()
@@ -101,15 +102,20 @@ class RLHFArguments(
                 "--ds3_gather_for_generation: false: an inference engine needs the gathered weights; "
                 "use --ds3_gather_for_generation true"
             )
-        if self.vllm_enable_lora and own_engine and self.tuner_type == "full":
+        if self.vllm_enable_lora and own_engine and self.tuner_type != "lora":
             yield (
-                "--vllm_enable_lora: true: --tuner_type full trains no adapter that could be sent alone; "
+                f"--vllm_enable_lora: true: --tuner_type {self.tuner_type} trains no adapter that could be sent alone; "
                 "--tuner_type lora, or --vllm_enable_lora false"
             )
-        elif self.vllm_enable_lora and own_engine and max_rank is not None and self.lora_rank > max_rank:
+        elif self.vllm_enable_lora and own_engine and self.use_dora:
             yield (
-                f"--vllm_max_lora_rank: {max_rank}: below --lora_rank {self.lora_rank}; leave it out, or make them "
-                "equal"
+                "--vllm_enable_lora: true: engines do not compute with --use_dora; --vllm_enable_lora false sends "
+                "merged weights"
+            )
+        elif self.vllm_enable_lora and own_engine and max_rank is not None and self.sent_rank > max_rank:
+            yield (
+                f"--vllm_max_lora_rank: {max_rank}: below the rank {self.sent_rank} of the adapter that is sent; "
+                f"leave it out, or use {self.sent_rank}"
             )
         if self.vllm_tensor_parallel_size > 1 and self.infer_backend == "transformers" and own_engine:
             yield (
@@ -140,7 +146,7 @@ class RLHFArguments(
             )
         elif self.scale_rewards == "gdpo" and self.kl_in_reward and self.beta > 0:
             yield f"{each_alone} to subtract the KL from; --kl_in_reward false, or another scale"
-        if self.sync_ref_model and self.tuner_type == "lora" and self.ref_model not in (None, self.model):
+        if self.sync_ref_model and self.tuner_type != "full" and self.ref_model not in (None, self.model):
             yield (
                 "--sync_ref_model: true: an adapter cannot be mixed into another model; leave --ref_model out, "
                 "or use --tuner_type full"
@@ -234,7 +240,7 @@ class RLHFArguments(
             "an entropy bonus is a mean over the global batch; use --entropy_coef 0 --use_adaptive_entropy false": (
                 self.entropy_coef > 0 or self.use_adaptive_entropy
             ),
-            "--lora_dropout needs a pass over the global batch before the first update; use 0": bool(self.lora_dropout),
+            "--lora_dropout needs a pass over the global batch before the first update; use 0": self.tuner_dropout > 0,
             "several optimizer steps per generation batch wait for its end anyway; use --steps_per_generation "
             f"{self.gradient_accumulation_steps}": several,
             "--reward_model needs the trainer's process, which trains; use a reward function": bool(self.reward_model),

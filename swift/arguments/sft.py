@@ -61,6 +61,7 @@ class LanguageModelingArguments(
         yield from model_missing(self)
         yield from training_data_missing(self)
         yield from adamw_cpu_problems(self)
+        yield from self.tuner_problems()
         if self.torch_compile and (self.packing or self.padding_free):
             which = "packing" if self.packing else "padding_free"
             yield (

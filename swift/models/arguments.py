@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -43,19 +45,60 @@ class CheckpointArguments(HubArguments):
     its scores."""
 
     adapters: list[str] = flag([])
-    """Folders of LoRA adapters to start from. LoRA trains a single one further; otherwise all are merged into the
-    weights, in order."""
+    """Folders of adapters to start from. An adapter tuner trains a single one further; otherwise all are merged into
+    the weights, in order."""
 
     trust_remote_code: bool = flag(False, everyday=False)
     """Whether Python code of a model's repository may run."""
 
 
 @dataclass(kw_only=True)
-class TunerArguments(CheckpointArguments):
+class QuantArguments(CheckpointArguments):
+    """How the linear layers of a model are stored."""
+
+    quant_method: Literal["bnb"] | None = flag(everyday=False, unset="weights as they are in the files")
+    """Quantisation of the base model while it is loaded, by bitsandbytes. Training needs `--tuner_type lora` (QLoRA,
+    arXiv:2305.14314)."""
+
+    quant_bits: int | None = flag(everyday=False, needs="quant_method", unset="none")
+    """Bits of a weight, 4 or 8."""
+
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = flag("nf4", everyday=False, needs="quant_method")
+    """Values of a 4-bit weight."""
+
+    bnb_4bit_use_double_quant: bool = flag(True, everyday=False, needs="quant_method")
+    """Whether the scales of 4-bit weights are quantised, too."""
+
+    bnb_4bit_compute_dtype: Literal["bfloat16", "float16", "float32"] | None = flag(
+        everyday=False, needs="quant_method", unset="torch_dtype"
+    )
+    """Precision of products with 4-bit weights."""
+
+    bnb_4bit_quant_storage: Literal["uint8", "bfloat16", "float16", "float32"] = flag(
+        "uint8", everyday=False, needs="quant_method"
+    )
+    """Type in which 4-bit weights are packed."""
+
+    def quant_problems(self) -> Iterator[str]:
+        """What is wrong with the settings of quantisation, one line each."""
+        if self.quant_method and self.quant_bits is None:
+            yield "--quant_bits: missing: --quant_method bnb has two sizes; give --quant_bits 4 or 8"
+        elif self.quant_bits not in (None, 4, 8):
+            yield f"--quant_bits: {self.quant_bits}: not a choice; valid: 4, 8"
+        if self.quant_bits and not self.quant_method:
+            yield f"--quant_bits: {self.quant_bits}: no method is named; give --quant_method bnb"
+
+
+_ADAPTERS = "tuner_type=lora|vera|ia3|boft"
+
+
+@dataclass(kw_only=True)
+class TunerArguments(QuantArguments):
     """What of the model is trained."""
 
-    tuner_type: Literal["lora", "full"] = flag("lora", aliases=("train_type",))
-    """Trained weights: a LoRA adapter (arXiv:2106.09685) or all."""
+    tuner_type: Literal["lora", "full", "vera", "ia3", "boft"] = flag("lora", aliases=("train_type",))
+    """Trained weights: a LoRA adapter (arXiv:2106.09685), all, or an adapter of another kind: VeRA
+    (arXiv:2310.11454), IA3 (arXiv:2205.05638), BOFT (arXiv:2311.06243)."""
 
     lora_rank: int = flag(8, at_least=1, needs="tuner_type=lora")
     """Rank of the LoRA matrices."""
@@ -66,17 +109,128 @@ class TunerArguments(CheckpointArguments):
     lora_dropout: float | None = flag(at_least=0, below=1, everyday=False, needs="tuner_type=lora")
     """Dropout before the LoRA matrices."""
 
-    target_modules: list[str] = flag(["all-linear"], everyday=False, needs="tuner_type=lora")
-    """Modules with LoRA matrices. all-linear excludes the output head."""
+    target_modules: list[str] = flag(["all-linear"], everyday=False, needs=_ADAPTERS)
+    """Modules with an adapter. all-linear excludes the output head; for ia3 it is PEFT's choice for the model."""
 
-    modules_to_save: list[str] = flag([], everyday=False, needs="tuner_type=lora")
+    target_regex: str | None = flag(everyday=False, needs=_ADAPTERS, unset="target_modules")
+    """Regular expression for the whole names of the modules with an adapter."""
+
+    modules_to_save: list[str] = flag([], everyday=False, needs=_ADAPTERS)
     """Modules trained in full and saved with the adapter, such as embed_tokens."""
+
+    use_dora: bool = flag(False, everyday=False, needs="tuner_type=lora")
+    """Whether the length of each row of a weight is trained apart from its direction (DoRA, arXiv:2402.09353)."""
+
+    use_rslora: bool = flag(False, everyday=False, needs="tuner_type=lora")
+    """Whether the scale is lora_alpha / sqrt(lora_rank) (rsLoRA, arXiv:2312.03732)."""
+
+    init_weights: str = flag("true", aliases=("init_lora_weights",), everyday=False, needs="tuner_type=lora")
+    """Start of the LoRA matrices: true (no change), gaussian, orthogonal, pissa (arXiv:2404.02948), pissa_niter_N (the
+    same with a fast SVD), olora (arXiv:2406.01775), or false (random)."""
+
+    rank_pattern: dict[str, Any] = flag({}, everyday=False, needs="tuner_type=lora")
+    """Other ranks by module name or regular expression, such as `{"q_proj": 16}`."""
+
+    alpha_pattern: dict[str, Any] = flag({}, everyday=False, needs="tuner_type=lora")
+    """Other values of lora_alpha, likewise."""
+
+    vera_rank: int = flag(256, at_least=1, everyday=False, needs="tuner_type=vera")
+    """Rank of the two shared random matrices."""
+
+    vera_projection_prng_key: int = flag(0, everyday=False, needs="tuner_type=vera")
+    """Seed of these matrices."""
+
+    vera_dropout: float = flag(0.0, at_least=0, below=1, everyday=False, needs="tuner_type=vera")
+    """Dropout before them."""
+
+    vera_d_initial: float = flag(0.1, everyday=False, needs="tuner_type=vera")
+    """Start of the trained vector between them."""
+
+    boft_block_size: int = flag(4, at_least=0, everyday=False, needs="tuner_type=boft")
+    """Size of the orthogonal blocks; 0 leaves it to boft_block_num."""
+
+    boft_block_num: int = flag(0, at_least=0, everyday=False, needs="tuner_type=boft")
+    """Number of blocks per layer; 0 leaves it to boft_block_size."""
+
+    boft_dropout: float = flag(0.0, at_least=0, below=1, everyday=False, needs="tuner_type=boft")
+    """Share of blocks that are left out in a forward pass."""
+
+    freeze_parameters: list[str] = flag([], everyday=False, needs="tuner_type=full")
+    """Beginnings of the names of parameters that are not trained."""
+
+    freeze_parameters_regex: str | None = flag(everyday=False, needs="tuner_type=full", unset="none")
+    """Regular expression found in the names of parameters that are not trained."""
+
+    freeze_parameters_ratio: float = flag(0.0, at_least=0, at_most=1, everyday=False, needs="tuner_type=full")
+    """Share of the numbers, from the first layer on, that are not trained."""
+
+    trainable_parameters: list[str] = flag([], everyday=False, needs="tuner_type=full")
+    """Beginnings of the names of parameters that are trained although the freeze settings name them."""
+
+    trainable_parameters_regex: str | None = flag(everyday=False, needs="tuner_type=full", unset="none")
+    """The same as a regular expression."""
 
     gradient_checkpointing: bool = flag(True)
     """Whether the backward pass recomputes activations: less memory, a third more time."""
 
     gradient_checkpointing_kwargs: dict[str, Any] = flag({}, everyday=False, needs="gradient_checkpointing")
     """Options of torch's checkpointing, such as `{"use_reentrant": false}`."""
+
+    @property
+    def tuner_dropout(self) -> float:
+        """The dropout rate of the adapter; 0 without any."""
+        rates = {"lora": self.lora_dropout, "vera": self.vera_dropout, "boft": self.boft_dropout}
+        return rates.get(self.tuner_type) or 0.0
+
+    @property
+    def changes_base(self) -> bool:
+        """Whether the start of the adapter is taken out of the base weights (PiSSA, OLoRA)."""
+        return self.tuner_type == "lora" and self.init_weights.startswith(("pissa", "olora"))
+
+    @property
+    def sent_rank(self) -> int:
+        """The largest rank of the LoRA adapter that engines get."""
+        largest = max([self.lora_rank, *self.rank_pattern.values()])
+        return 2 * largest if self.changes_base else largest
+
+    def tuner_problems(self) -> Iterator[str]:
+        """What is wrong with the settings of tuner and quantisation, one line each."""
+        yield from self.quant_problems()
+        if not re.fullmatch("true|false|gaussian|orthogonal|olora|pissa(_niter_[1-9][0-9]*)?", self.init_weights):
+            yield (
+                f"--init_weights: {self.init_weights}: not a choice; valid: true, false, gaussian, orthogonal, pissa, "
+                "pissa_niter_N, olora"
+            )
+        if self.init_weights == "orthogonal" and self.lora_rank % 2:
+            yield f"--lora_rank: {self.lora_rank}: --init_weights orthogonal halves it; use an even rank"
+        for name in ("target_regex", "freeze_parameters_regex", "trainable_parameters_regex"):
+            try:
+                re.compile(getattr(self, name) or "")
+            except re.error as error:
+                yield f"--{name}: {getattr(self, name)}: no regular expression ({error}); correct it"
+        if self.target_regex and self.target_modules != ["all-linear"]:
+            yield f"--target_regex: {self.target_regex}: excludes --target_modules; leave one of them out"
+        if self.tuner_type == "boft" and bool(self.boft_block_size) == bool(self.boft_block_num):
+            yield (
+                f"--boft_block_num: {self.boft_block_num}: together with --boft_block_size {self.boft_block_size}; "
+                "give one of them, and 0 for the other"
+            )
+        sharded = "deepspeed" if getattr(self, "deepspeed", None) else "fsdp" if getattr(self, "fsdp", None) else None
+        if self.quant_method and self.tuner_type != "lora":
+            yield (
+                f"--quant_method: {self.quant_method}: quantised weights do not learn, and {self.tuner_type} is not "
+                "made for them; use --tuner_type lora"
+            )
+        if self.quant_method and self.changes_base:
+            yield f"--init_weights: {self.init_weights}: changes weights that are quantised; use true or gaussian"
+        if sharded and (self.quant_method or self.changes_base or self.tuner_type in ("vera", "boft")):
+            subject = "quant_method" if self.quant_method else "init_weights" if self.changes_base else "tuner_type"
+            yield (
+                f"--{subject}: {getattr(self, subject)}: is computed from whole weights; leave --{sharded} out, or use "
+                "plain LoRA"
+            )
+        if self.quant_method and getattr(self, "offload_model", False):
+            yield "--offload_model: true: quantised weights stay on their device; use --offload_model false"
 
 
 @dataclass(kw_only=True)

@@ -1,14 +1,17 @@
 """The tensors of the checkpoint that a policy in training would make, readable one layer at a time.
 
-A policy's module is not shaped like its checkpoint: LoRA splits a weight into a base and two factors, trained modules
-stand beside their originals, wrappers add parts to names, some architectures fuse experts when they load, and ZeRO-3 or
-FSDP2 leave only a shard of each parameter on a rank. `checkpoint_units` lists what a saved and merged checkpoint would
-hold, by layer, each tensor with the parameters it is made of; reading needs those parameters gathered. The base weights
-are never edited: W + scaling B A is a new float32 tensor, rounded once to the checkpoint's type.
+A policy's module is not shaped like its checkpoint: an adapter splits a weight into a base and what is trained, trained
+modules stand beside their originals, quantised weights are packed, wrappers add parts to names, some architectures fuse
+experts when they load, and ZeRO-3 or FSDP2 leave only a shard of each parameter on a rank. `checkpoint_units` lists
+what a saved and merged checkpoint would hold, by layer, each tensor with the parameters it is made of; reading needs
+those parameters gathered. The base weights are never edited: W + scaling B A (or what PEFT makes of another adapter) is
+a new float32 tensor, rounded once to the checkpoint's type.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from swift.errors import ConfigError
+from swift.models.quantisation import dequantised, is_quantised_layer
 from swift.models.sharded import gathered, whole_shape
+from swift.models.tuners import relative_to_base
 
 Whole = Callable[[Tensor], Tensor]
 """Gives the whole tensor of a parameter that is gathered at the moment."""
@@ -120,7 +125,9 @@ def read_adapter(model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
         state = {key: whole(value) for key, value in own.items()}
         found = get_peft_model_state_dict(policy, state_dict=state, adapter_name=name, save_embedding_layers=False)
         tensors = {key: found[key].clone().contiguous() for key in sorted(found)}
-    return _json_safe({**config.to_dict(), "inference_mode": True}), tensors
+    described = _json_safe({**config.to_dict(), "inference_mode": True})
+    described, tensors = relative_to_base(policy, described, tensors)
+    return described, tensors
 
 
 def computing_dtype(model: nn.Module) -> torch.dtype | None:
@@ -244,15 +251,18 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[CheckpointTensor]:
         yield from _tuned(module, prefix)
         return
     hidden = module._non_persistent_buffers_set
+    quantised = is_quantised_layer(module)
+    if quantised:
+        yield _dequantised(prefix, module)
     for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-        if tensor is not None and name not in hidden:
+        if tensor is not None and name not in hidden and not (quantised and name == "weight"):
             yield _as_is(prefix + name, tensor)
     for name, child in module.named_children():
         yield from _walk(child, prefix if name in _TRANSPARENT else f"{prefix}{name}.")
 
 
 def _as_is(name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> CheckpointTensor:
-    if tensor.is_quantized or hasattr(tensor, "quant_state"):
+    if tensor.is_quantized:
         raise ConfigError(f"policy: {name}: quantised weights cannot be sent to an engine; load it in 16 bits")
     kept = dtype or tensor.dtype
     return CheckpointTensor(
@@ -278,11 +288,28 @@ def _trained_instead(module: Any, prefix: str) -> Iterator[CheckpointTensor]:
         yield _as_is(tensor.name, tensor.sources[0], types.get(tensor.name))
 
 
+def _dequantised(prefix: str, layer: Any) -> CheckpointTensor:
+    """The weight of a quantised layer as it computes with it, in the type that the other weights have."""
+    weight, dtype = layer.weight, layer.unquantised_dtype
+    shape = (layer.out_features, layer.in_features)
+    return CheckpointTensor(
+        f"{prefix}weight", dtype, shape, (weight,), lambda whole: dequantised(layer).to(dtype), (id(weight), 0)
+    )
+
+
 def _tuned(layer: Any, prefix: str) -> Iterator[CheckpointTensor]:
-    """A LoRA layer: its base, with what the active adapters add."""
-    _check_mergeable(layer, prefix)
+    """A layer with adapters: its base, with what the active ones add."""
     active = [] if layer.disable_adapters else layer.active_adapters
-    adapters = [name for name in active if name in layer.scaling and name not in layer.merged_adapters]
+    adapters = [name for name in active if name not in layer.merged_adapters and _has(layer, name)]
+    biased = any(getattr(layer, "lora_bias", {}).get(name) for name in adapters)
+    if biased and getattr(layer.get_base_layer(), "bias", None) is None:
+        raise ConfigError(
+            f"policy: {prefix.rstrip('.')}: lora_bias: the layer has no bias to merge it into; "
+            "use --vllm_enable_lora true"
+        )
+    if adapters and not _is_low_rank(layer):
+        yield from _merged_by_peft(layer, prefix)
+        return
     for tensor in _walk(layer.base_layer, prefix):
         part = tensor.name.removeprefix(prefix)
         if part == "weight" and adapters:
@@ -293,23 +320,40 @@ def _tuned(layer: Any, prefix: str) -> Iterator[CheckpointTensor]:
             yield tensor
 
 
-def _check_mergeable(layer: Any, prefix: str) -> None:
-    from peft.tuners.lora.layer import Embedding, Linear
+def _has(layer: Any, adapter: str) -> bool:
+    """Whether an adapter touches this layer."""
+    return any(adapter in getattr(layer, name) for name in layer.adapter_layer_names)
 
-    where = f"policy: {prefix.rstrip('.')}"
-    if not isinstance(layer, Linear | Embedding):
-        raise ConfigError(
-            f"{where}: {type(layer).__module__}.{type(layer).__name__} cannot be merged into a checkpoint; "
-            "use LoRA on linear layers or embeddings, or --vllm_enable_lora true"
-        )
-    variants = [type(layer.lora_variant[name]).__name__ for name in layer.active_adapters if name in layer.lora_variant]
-    if variants:
-        raise ConfigError(
-            f"{where}: {', '.join(variants)} changes more than a low-rank sum and is not merged; "
-            "use plain LoRA, or --vllm_enable_lora true"
-        )
-    if getattr(layer.get_base_layer(), "bias", None) is None and any(layer.lora_bias.get(n) for n in layer.scaling):
-        raise ConfigError(f"{where}: lora_bias: the layer has no bias to merge it into; use --vllm_enable_lora true")
+
+def _is_low_rank(layer: Any) -> bool:
+    """Whether what the active adapters add is the product of two factors, and a bias."""
+    from peft.tuners.lora.layer import Embedding, Linear, LoraLayer
+
+    plain = isinstance(layer, Linear | Embedding) or is_quantised_layer(layer.get_base_layer())
+    is_lora = plain and isinstance(layer, LoraLayer)
+    return is_lora and not any(name in layer.lora_variant for name in layer.active_adapters)
+
+
+def _merged_by_peft(layer: Any, prefix: str) -> Iterator[CheckpointTensor]:
+    """A layer with an adapter of any other kind, as PEFT merges it."""
+    sources = tuple(layer.parameters())
+    for tensor in _walk(layer.base_layer, prefix):
+        part = tensor.name.removeprefix(prefix)
+        read = functools.partial(_read_merged, layer, part, tensor.dtype, sources)
+        yield replace(tensor, sources=sources, read=read, identity=(*tensor.identity, id(layer)))
+
+
+def _read_merged(layer: Any, part: str, dtype: torch.dtype, sources: Sequence[Tensor], whole: Whole) -> Tensor:
+    """PEFT's merge on a float32 copy of the layer; on quantised weights there is one for LoRA's variants alone."""
+    base = layer.get_base_layer()
+    if is_quantised_layer(base) and part == "weight":
+        name = layer.active_adapters[0]
+        merged: Tensor = layer.lora_variant[name].merge_safe(layer, name, dequantised(base))
+        return merged.to(dtype)
+    copies = {id(one): nn.Parameter(whole(one).detach().float(), requires_grad=False) for one in sources}
+    twin = copy.deepcopy(layer, copies).float()
+    twin.merge(safe_merge=True)
+    return twin.get_base_layer().get_parameter(part).detach().to(dtype)  # type: ignore[no-any-return]
 
 
 _Change = tuple[tuple[Tensor, ...], Callable[[Whole], Tensor]]

@@ -1,22 +1,24 @@
-"""The policy: a decoder with all weights trainable, or a frozen one with a LoRA adapter on top.
+"""The policy: a decoder with trainable weights, or a frozen one with an adapter on top (`swift.models.tuners`).
 
 Reinforcement learning compares log-probs of the same tokens under the same weights, so dropout is off in
 every part of the model unless `--lora_dropout` is given; supervised tuning keeps the model's own.
 
-Adapters to start from: with `tuner_type lora` the one adapter stays separate and is trained on; with
-`tuner_type full` all of them are merged into the weights, in order.
+Adapters to start from: with `tuner_type full` all of them are merged into the weights, in order; otherwise the one
+adapter stays separate and is trained on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from swift.errors import ConfigError, ResourceError, first_line, suggest, unusable
-from swift.models.source import ModelSource, locate, read_json
+from swift.models.quantisation import is_quantised_layer, quantisation_config, settle
+from swift.models.source import locate, read_json
+from swift.models.tuners import add_adapter, freeze, merge_in
 from swift.startup import hush_libraries
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ def load_policy(
         A transformers causal language model, or classifier, or a `peft.PeftModel` around one.
 
     Raises:
-        ConfigError: missing or incomplete files, unknown architecture, several start adapters with LoRA.
+        ConfigError: missing or incomplete files, unknown architecture, several start adapters for an adapter.
         ResourceError: an attention implementation whose package is not installed.
     """
     source = locate(args)
@@ -64,13 +66,17 @@ def load_policy(
         for folder in source.adapters:
             model = merge_in(model, folder)
         model.requires_grad_(True)
+        freeze(model, args)
     else:
-        model = _with_lora(model, source, args, HEADS[reward_head][1])
+        model = add_adapter(model, source, args, HEADS[reward_head][1])
     return model.train()
 
 
 def load_for_inference(args: CheckpointArguments, *, device: torch.device | str | None = None) -> nn.Module:
-    """The model with all its adapters merged in, frozen and in evaluation mode."""
+    """The model with all its adapters merged in, frozen and in evaluation mode.
+
+    On quantised weights (`--quant_method`, or files that are quantised) a single adapter stays on top of them.
+    """
     source = locate(args)
     model = load_base(source.base, args, device=device)
     for folder in source.adapters:
@@ -98,28 +104,37 @@ def load_base(
         config.num_labels = HEADS[reward_head][2]
     if not model_dropout:
         clear_config_dropout(config)
+    dtype = pick_dtype(args.torch_dtype, device)
+    quantisation = quantisation_config(args, dtype)
+    if quantisation is not None or hasattr(config, "quantization_config"):
+        placed = {"quantization_config": quantisation, "device_map": {"": device or "cpu"}}
+    else:
+        placed = {}
     kind = getattr(transformers, HEADS[reward_head][0])
     try:
         with quiet_loading(), unusable(f"--model: {folder}: its weights cannot be loaded"):
             model, info = kind.from_pretrained(
                 folder,
                 config=config,
-                dtype=pick_dtype(args.torch_dtype, device),
+                dtype=dtype,
                 attn_implementation=_attention_for(config, args.attn_impl),
                 trust_remote_code=args.trust_remote_code,
                 use_safetensors=True,
                 local_files_only=True,
                 output_loading_info=True,
+                **placed,
             )
     except ImportError as error:
         raise ResourceError(f"--attn_impl: {args.attn_impl}: {first_line(error)}; use --attn_impl sdpa") from error
+    for layer in filter(is_quantised_layer, model.modules()):
+        settle(layer, dtype)
     if reward_head:
         info["missing_keys"] = [name for name in info["missing_keys"] if name.startswith(f"{model.base_model_prefix}.")]
     _check_complete(folder, info)
     _check_finite(folder, model)
     if not model_dropout:
         clear_module_dropout(model)
-    return model.to(device) if device is not None else model
+    return model.to(device) if device is not None and not placed else model
 
 
 def _attention_for(config: Any, wanted: str) -> str:
@@ -172,19 +187,6 @@ def pick_dtype(name: str | None, device: torch.device | str | None = None) -> to
     return torch.float32 if on_cpu else torch.bfloat16
 
 
-def merge_in(model: Any, folder: Path) -> Any:
-    """`model` with a LoRA adapter merged into its weights; the adapter's modules are gone afterwards."""
-    from peft import PeftModel
-
-    with adapter_errors(folder):
-        return PeftModel.from_pretrained(model, str(folder)).merge_and_unload(safe_merge=True)
-
-
-def adapter_errors(folder: Path) -> AbstractContextManager[None]:
-    """Turns peft's failures on an unfit adapter into one line that names the folder."""
-    return unusable(f"--adapters: {folder}: does not fit the model", "; give the base model it was trained on")
-
-
 @contextlib.contextmanager
 def quiet_loading() -> Iterator[None]:
     """Hides what libraries say while reading and writing weights, and DeepSpeed's look for a device."""
@@ -220,74 +222,28 @@ def clear_module_dropout(model: nn.Module) -> None:
             module.p = 0.0
 
 
-def _with_lora(model: Any, source: ModelSource, args: TunerArguments, task: str = "CAUSAL_LM") -> Any:
-    from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
-
-    if len(source.adapters) > 1:
-        raise ConfigError(
-            f"--adapters: {' '.join(map(str, source.adapters))}: LoRA training starts from one adapter; "
-            "merge the others into the model with `swift merge-lora`, or use --tuner_type full"
-        )
-    if source.adapters:
-        folder = source.adapters[0]
-        with adapter_errors(folder):
-            start = PeftConfig.from_pretrained(str(folder))
-            start.lora_dropout = args.lora_dropout or 0.0  # a rate left from supervised tuning must not enter RL
-            return PeftModel.from_pretrained(model, str(folder), config=start, is_trainable=True)
-    targets = list(args.target_modules)
-    config = LoraConfig(
-        task_type=task,
-        r=args.lora_rank,
-        lora_alpha=args.lora_alpha,
-        lora_dropout=args.lora_dropout or 0.0,
-        target_modules="all-linear" if targets in ([], ["all-linear"]) else targets,
-        exclude_modules=["score", "classifier"] if task == "TOKEN_CLS" else None,  # heads, trained in full
-        modules_to_save=list(args.modules_to_save) or None,
-        base_model_name_or_path=str(source.base),
-    )
-    try:
-        policy = get_peft_model(model, config)
-    except ValueError as error:
-        raise ConfigError(
-            f"--target_modules: {' '.join(targets)}: {first_line(error)}; "
-            f"valid: all-linear, {', '.join(linear_names(model))}"
-        ) from error
-    if isinstance(config.target_modules, set):
-        config.target_modules = sorted(config.target_modules)  # equal runs write equal adapter_config.json files
-    return policy
-
-
 def check_targets(args: TunerArguments) -> None:
-    """Refuses `--target_modules` that the model does not have, without loading its weights.
+    """Refuses names of modules and parameters that the model does not have, without loading its weights.
 
     Raises:
-        ConfigError: no module has one of the names.
+        ConfigError: no module, or no parameter, has one of the names.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
-    if args.tuner_type != "lora" or list(args.target_modules) in ([], ["all-linear"]):
-        return
     source = locate(args)
+    if source.adapters:
+        return
+    if args.tuner_type != "full" and not args.target_regex and list(args.target_modules) in ([], ["all-linear"]):
+        return
     with torch.device("meta"), quiet_loading():
         model = AutoModelForCausalLM.from_config(
             load_config(source.base, args), trust_remote_code=args.trust_remote_code
         )
-    if not source.adapters:
-        _with_lora(model, source, args)
-
-
-def linear_names(model: nn.Module) -> list[str]:
-    """The last name parts of a model's linear layers, without the output head: what LoRA can target."""
-    from torch import nn
-
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    names = {
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head
-    }
-    return sorted(names)
+    if args.tuner_type == "full":
+        freeze(model, args)
+    else:
+        add_adapter(model, source, dataclasses.replace(args, tuner_type="lora", init_weights="true", use_dora=False))
 
 
 def _architecture(name: str, known: Any) -> str:
@@ -317,6 +273,7 @@ def _check_finite(folder: Path, model: nn.Module) -> None:
 
     for name, weight in model.named_parameters():
         readable = weight.is_floating_point() and weight.element_size() > 1 and not weight.is_meta
+        readable = readable and not hasattr(weight, "quant_state")
         if readable and not weight.detach().sum(dtype=torch.float32).isfinite():
             raise ConfigError(
                 f"--model: {folder}: {name}: its weights are not finite in {weight.dtype}; get the file again, or "

@@ -1,8 +1,8 @@
 """The frozen model that the KL term compares the policy with.
 
-A LoRA policy is its own reference with the adapter switched off (or, when it started from an adapter, with the starting
-adapter put back for the moment); a fully tuned policy needs a frozen copy of itself. `--ref_model` always loads that
-model.
+An adapter policy is its own reference with the adapter switched off (or, when it started from an adapter, or its start
+was taken out of the base, with that put back for the moment); a fully tuned policy needs a frozen copy of itself.
+`--ref_model` always loads that model.
 
 A reference that is moved towards the policy (`--sync_ref_model`, TR-DPO, arXiv:2404.09656) needs numbers of its own:
 the frozen copy, or for LoRA a second copy of the adapter. A 16-bit number would round a small step away, so from its
@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError
-from swift.models.policy import load_base, merge_in
+from swift.models.policy import load_base
 from swift.models.source import adapter_folder, find_base, find_folder, is_adapter, locate
+from swift.models.tuners import merge_in
 
 if TYPE_CHECKING:
     import torch
@@ -208,7 +209,7 @@ def load_reference(
         reference = FrozenReference(load_other(args.ref_model, args, device))
     elif args.tuner_type == "full":
         reference = FrozenReference(copy.deepcopy(policy).to(device))
-    elif moves or locate(args).adapters:
+    elif moves or locate(args).adapters or args.changes_base or args.init_weights == "false":
         reference = StartAdapterReference(policy)
     else:
         reference = AdapterOffReference(policy)

@@ -217,7 +217,8 @@ def _head_of(folder: Path, adapter: Path | None) -> str | None:
 def _load(source: RewardModelSource, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     import transformers
 
-    from swift.models.policy import HEADS, adapter_errors, quiet_loading
+    from swift.models.policy import HEADS, quiet_loading
+    from swift.models.tuners import adapter_errors
 
     kind, _, num_labels = HEADS["step" if judges_steps(source) else "answer"]
     with quiet_loading(), unusable(f"--reward_model: {source.folder}: cannot be loaded"):

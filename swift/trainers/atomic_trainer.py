@@ -27,6 +27,7 @@ from transformers import Trainer
 
 from swift.errors import ConfigError, NumericError, first_line
 from swift.models.checkpoint_tensors import as_saved_unsharded, computing_dtype, is_peft
+from swift.models.tuners import load_relative, make_relative
 from swift.observability.files import write_json, writing
 from swift.rollout.engines.process import random_state
 from swift.trainers.checkpoint import commit_checkpoint, rotate, staging_folder, step_of
@@ -126,7 +127,17 @@ class AtomicTrainer(Trainer):
     def _load_best_model(self) -> None:
         """Trainer's; reading a large model is progress of its own kind, as saving it is."""
         with self.metrics.timer("save"):
-            super()._load_best_model()
+            if hasattr(self.model, "adapter_start"):
+                load_relative(self.model, Path(self.state.best_model_checkpoint))
+            else:
+                super()._load_best_model()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Trainer's."""
+        if hasattr(self.model, "adapter_start"):
+            load_relative(self.model, Path(resume_from_checkpoint))
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Tied weights are stored once, so their other names are not missing."""
@@ -141,6 +152,7 @@ class AtomicTrainer(Trainer):
         """Weights that were gathered to be saved are written as if they had never been sharded."""
         if state_dict is None or is_peft(self.model):
             super()._save(output_dir, state_dict)
+            make_relative(self.model, Path(output_dir or self.args.output_dir))
             return
         super()._save(output_dir, as_saved_unsharded(self.model, state_dict))
         if (dtype := computing_dtype(self.model)) is not None:  # the config got that of the masters

@@ -20,6 +20,11 @@ FIXED = frozenset(
     {
         "rlhf_type", "model", "model_revision", "model_type", "template", "torch_dtype", "tuner_type",
         "lora_rank", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save", "adapters",
+        "target_regex", "use_dora", "use_rslora", "init_weights", "rank_pattern", "alpha_pattern", "vera_rank",
+        "vera_projection_prng_key", "vera_d_initial", "boft_block_size", "boft_block_num",
+        "quant_method", "quant_bits",
+        "bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "freeze_parameters", "freeze_parameters_regex",
+        "freeze_parameters_ratio", "trainable_parameters", "trainable_parameters_regex",
         "ref_model", "dataset", "columns", "system", "dataset_shuffle", "split_dataset_ratio", "streaming",
         "shuffle_buffer_size", "split", "packing", "packing_strategy", "packing_length", "padding_free",
         "group_by_length", "loss_scale", "assistant_only_loss", "completion_only_loss", "interleave_prob",

@@ -97,6 +97,8 @@ def require_packages(args: Any) -> None:
     needs = [(f"--report_to: {name}", name, "leave the name out") for name in args.report_to if name in TRACKERS]
     if args.optim == "adamw_8bit":
         needs.append(("--optim: adamw_8bit", "bitsandbytes", "use --optim adamw"))
+    if args.quant_method:
+        needs.append(("--quant_method: bnb", "bitsandbytes", "leave it out"))
     if getattr(args, "use_liger_kernel", False):
         needs.append(("--use_liger_kernel: true", "liger_kernel", "leave it out"))
     if args.attn_impl == "flash_attn":

@@ -256,7 +256,7 @@ def test_provenance_names_file_and_line(config):
 @pytest.mark.parametrize(
     ("words", "name", "expected", "rule"),
     [
-        ("", "learning_rate", 1e-4, "tuner_type lora"),
+        ("", "learning_rate", 1e-4, "an adapter"),
         ("--tuner_type full", "learning_rate", 1e-5, "tuner_type full"),
         ("--gradient_accumulation_steps 4", "steps_per_generation", 4, "= gradient_accumulation_steps"),
         ("--generation_batch_size 16", "steps_per_generation", None, None),

@@ -127,7 +127,7 @@ def test_full_tuning_folds_all_start_adapters_in(qwen2, make_adapter, logits):
 
 def test_lora_training_from_two_adapters_is_refused(qwen2, make_adapter):
     adapters = [make_adapter(qwen2, "one"), make_adapter(qwen2, "two")]
-    with pytest.raises(ConfigError, match=r"LoRA training starts from one adapter.*merge-lora"):
+    with pytest.raises(ConfigError, match=r"lora training starts from one adapter.*merge-lora"):
         load_policy(lora(qwen2, adapters=adapters))
 
 

@@ -155,11 +155,10 @@ def test_an_adapter_that_breaks_a_tie_is_refused_by_name(nano_folders):
 @pytest.mark.parametrize(
     ("config", "name"),
     [
-        ({"use_dora": True}, "Dora"),
         ({"trainable_token_indices": [1]}, "TrainableTokens"),
         ({"lora_bias": True, "target_modules": ["q_proj"]}, "no bias"),
     ],
-    ids=["dora", "tokens", "bias"],
+    ids=["tokens", "bias"],
 )
 def test_what_is_more_than_a_low_rank_sum_is_refused_by_name(nano_folders, config, name):
     with pytest.raises(ConfigError, match=f"policy: model.*{name}"):

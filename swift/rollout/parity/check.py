@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from swift.errors import NumericError, SwiftError
 from swift.models.forward import TokenSequence
+from swift.models.quantisation import is_quantised, rounds_activations
 from swift.rollout.engines.base import Capabilities, InferenceEngine
 from swift.rollout.engines.process import same_randomness
 from swift.rollout.parity.noise import make_noise
@@ -157,7 +158,10 @@ class ParityCheck:
         self._temperature = 1.0 if self.capabilities.logprob_support == "raw" else sampling.temperature
         parameter = next(one for one in model.parameters() if one.dtype.is_floating_point)
         self.dtypes = dtype_name(parameter.dtype), self.capabilities.dtype
-        self.limits = limits_for(*self.dtypes, parameter.device.type, quantised=bool(self.capabilities.quantization))
+        other_base = rounds_activations(model) or (adapter_only and is_quantised(model))
+        self.limits = limits_for(
+            *self.dtypes, parameter.device.type, quantised=other_base or bool(self.capabilities.quantization)
+        )
         self._requests = self._make_requests(prompts, sampling)
         self._ended = True
 

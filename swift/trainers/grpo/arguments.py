@@ -72,7 +72,7 @@ def trainer_settings(args: Any, *, logprob_support: str = "full", given: Collect
         per_device=args.per_device_train_batch_size,
         max_samples=args.mini_batch_size or None,
         max_tokens=args.max_tokens_per_micro_batch,
-        keep_dropout=args.lora_dropout > 0 and args.tuner_type == "lora",
+        keep_dropout=args.tuner_dropout > 0,
         skip_zero_advantage=args.skip_zero_advantage_batches,
         comparable_sampling=correctable and not args.changed_logprobs(),
         correctable_sampling=correctable,

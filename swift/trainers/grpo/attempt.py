@@ -224,7 +224,8 @@ class Attempt:
             NumericError: they disagree by more than rounding explains.
             SyncFailed, EngineDead: weights did not reach an engine.
         """
-        if self.parts.args.adapters:  # the engine read the base alone
+        args = self.parts.args
+        if args.adapters or args.quant_method:  # the engine read the base alone, as it is in its files
             self.weight_sync.refresh()
         if self.parity is not None:
             self._judge(self.parity.run())

@@ -55,6 +55,7 @@ def build_trainer(
     if getattr(args, "early_stopping_patience", None):
         callbacks = [*callbacks, EarlyStop(args.early_stopping_patience, args.early_stopping_threshold)]
     arguments = on_one_device(named(method.config)(**options))
+    types = {one: one.dtype for one in model.parameters() if one.requires_grad}
     trainer = trainer_class(method)(
         model=model,
         args=arguments,
@@ -68,6 +69,8 @@ def build_trainer(
         save_total_limit=args.save_total_limit,
         **(parts or {}),
     )
+    for one, dtype in types.items():  # TRL rounds adapters on quantised weights to 16 bits, PEFT reads them in 32
+        one.data = one.data.to(dtype)
     trainer.optimizer_cls_and_kwargs = own_optimizer(args, arguments)  # not every trainer takes it as an argument
     attach_own_optimizer(args, trainer)
     trainer.remove_callback(PrinterCallback)  # `LogLines` speaks instead

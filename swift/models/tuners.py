@@ -1,0 +1,304 @@
+"""What of a model is trained: everything but frozen parameters, or an adapter of PEFT on the frozen model.
+
+An adapter whose start is taken out of the base weights (PiSSA, OLoRA) means nothing without them. So it is saved, and
+sent to engines, as the difference to where it started: W + s(B A - B0 A0), a plain LoRA adapter of twice the rank with
+A' = [A; A0] and B' = [B, -B0]. A resumed run makes the same start again and reads the first halves.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swift.errors import ConfigError, first_line, unusable
+from swift.models.quantisation import is_quantised
+from swift.models.source import ModelSource, read_json
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from swift.models.arguments import TunerArguments
+
+
+@dataclass(frozen=True, slots=True)
+class Tuner:
+    """A kind of adapter: its config class in `peft`, and the settings that are fields there (setting -> field)."""
+
+    config: str
+    fields: Mapping[str, str]
+
+
+def _same(*names: str, **others: str) -> dict[str, str]:
+    return {**{name: name for name in names}, **others}
+
+
+TUNERS = {
+    "lora": Tuner(
+        "LoraConfig",
+        _same("lora_alpha", "lora_dropout", "use_dora", "use_rslora", "rank_pattern", "alpha_pattern", lora_rank="r"),
+    ),
+    "vera": Tuner(
+        "VeraConfig",
+        _same(
+            "vera_dropout", vera_rank="r", vera_projection_prng_key="projection_prng_key", vera_d_initial="d_initial"
+        ),
+    ),
+    "ia3": Tuner("IA3Config", {}),
+    "boft": Tuner("BOFTConfig", _same("boft_block_size", "boft_block_num", "boft_dropout")),
+}
+
+
+# --- adapters --------------------------------------------------------------------------------------------------------
+
+
+def add_adapter(model: Any, source: ModelSource, args: TunerArguments, task: str = "CAUSAL_LM") -> Any:
+    """`model` frozen below a `peft.PeftModel` with a fresh adapter, or with the one of `--adapters`.
+
+    Raises:
+        ConfigError: modules that the model does not have, an unfit adapter, or several.
+    """
+    from peft import get_peft_model, get_peft_model_state_dict
+
+    if len(source.adapters) > 1:
+        raise ConfigError(
+            f"--adapters: {' '.join(map(str, source.adapters))}: {args.tuner_type} training starts from one adapter; "
+            "merge the others into the model with `swift merge-lora`, or use --tuner_type full"
+        )
+    if source.adapters:
+        return _continued(model, source.adapters[0], args)
+    config = adapter_config(model, args, task)
+    config.base_model_name_or_path = str(source.base)
+    try:
+        policy = get_peft_model(model, config)
+    except ValueError as error:
+        raise ConfigError(_refusal(model, args, error)) from error
+    if isinstance(config.target_modules, set):
+        config.target_modules = sorted(config.target_modules)  # equal runs write equal adapter_config.json files
+    if args.changes_base:
+        tensors = get_peft_model_state_dict(policy, save_embedding_layers=False)
+        policy.adapter_start = {name: one.clone() for name, one in tensors.items() if _axis(name) is not None}
+    return policy
+
+
+def adapter_config(model: Any, args: TunerArguments, task: str) -> Any:
+    """PEFT's config of the adapter that the settings describe.
+
+    Raises:
+        ConfigError: values that do not go together.
+    """
+    import peft
+
+    tuner = TUNERS[args.tuner_type]
+    options = {field: getattr(args, name) for name, field in tuner.fields.items()}
+    options = {field: value for field, value in options.items() if value is not None}
+    targets: Any = args.target_regex or list(args.target_modules)
+    if targets in ([], ["all-linear"]):
+        targets = "all-linear"
+    if args.tuner_type == "lora":
+        options["init_lora_weights"] = {"true": True, "false": False}.get(args.init_weights, args.init_weights)
+    if args.tuner_type == "ia3":
+        targets, options["feedforward_modules"] = _ia3_targets(model, targets)
+    with unusable(f"--tuner_type: {args.tuner_type}: its settings cannot be used"):
+        return getattr(peft, tuner.config)(
+            task_type=task,
+            target_modules=targets,
+            modules_to_save=list(args.modules_to_save) or None,
+            exclude_modules=["score", "classifier"] if task == "TOKEN_CLS" else None,  # heads, trained in full
+            **options,
+        )
+
+
+def _ia3_targets(model: Any, targets: Any) -> tuple[Any, Any]:
+    """Targets, and those of them whose input is scaled instead of their output; PEFT knows both by architecture."""
+    from peft.utils.constants import (
+        TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING,
+        TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING,
+    )
+
+    family = model.config.model_type
+    feedforward = TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING.get(family, [])
+    if targets != "all-linear":
+        return targets, [name for name in feedforward if name in targets] if isinstance(targets, list) else []
+    if family not in TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING:
+        raise ConfigError(
+            f"--target_modules: all-linear: PEFT has no choice of modules for ia3 on {family}; "
+            f"name them: {', '.join(linear_names(model))}"
+        )
+    return TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING[family], feedforward
+
+
+def _refusal(model: Any, args: TunerArguments, error: ValueError) -> str:
+    if "arget modules" not in str(error) and "target_modules" not in str(error):
+        return f"--tuner_type: {args.tuner_type}: {first_line(error)}; change its settings"
+    name, value = ("target_modules", " ".join(args.target_modules))
+    if args.target_regex:
+        name, value = "target_regex", args.target_regex
+    return f"--{name}: {value}: {first_line(error)}; valid: all-linear, {', '.join(linear_names(model))}"
+
+
+def _continued(model: Any, folder: Path, args: TunerArguments) -> Any:
+    from peft import PeftConfig, PeftModel
+
+    with adapter_errors(folder):
+        start: Any = PeftConfig.from_pretrained(str(folder))
+        kind = str(start.peft_type.value).lower()
+    if kind != args.tuner_type:
+        fix = f"use --tuner_type {kind}" if kind in TUNERS else "merge it with `swift merge-lora`"
+        raise ConfigError(f"--adapters: {folder}: an adapter of type {kind}, not {args.tuner_type}; {fix}")
+    if args.changes_base:
+        raise ConfigError(
+            f"--init_weights: {args.init_weights}: --adapters {folder} is the start; leave one of them out"
+        )
+    for name, field in TUNERS[kind].fields.items():
+        if name.endswith("dropout"):  # a rate left from supervised tuning must not enter RL
+            setattr(start, field, getattr(args, name) or 0.0)
+    with adapter_errors(folder):
+        return PeftModel.from_pretrained(model, str(folder), config=start, is_trainable=True)
+
+
+def merge_in(model: Any, folder: Path) -> Any:
+    """`model` with an adapter merged into its weights; on quantised weights the adapter stays on top of them.
+
+    Raises:
+        ConfigError: the adapter does not fit, or is a second one on quantised weights.
+    """
+    from peft import PeftModel
+
+    quantised = is_quantised(model)
+    if quantised and isinstance(model, PeftModel):
+        raise ConfigError(
+            f"--adapters: {folder}: a second adapter on quantised weights; merge the first one with "
+            "`swift merge-lora`, or leave --quant_method out"
+        )
+    with adapter_errors(folder):
+        policy = PeftModel.from_pretrained(model, str(folder))
+        return policy if quantised else policy.merge_and_unload(safe_merge=True)
+
+
+def adapter_errors(folder: Path) -> AbstractContextManager[None]:
+    """Turns peft's failures on an unfit adapter into one line that names the folder."""
+    return unusable(f"--adapters: {folder}: does not fit the model", "; give the base model it was trained on")
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    """The last name parts of a model's linear layers, without the output head: what an adapter can target."""
+    from torch import nn
+
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    names = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+    return sorted(names)
+
+
+# --- an adapter whose start was taken out of the base ----------------------------------------------------------------
+
+
+def _axis(name: str) -> int | None:
+    """Where the rank of a LoRA matrix is, by its name in a file; None for other tensors."""
+    found = re.search(r"\.lora_(?:embedding_)?([AB])\b", name)
+    return None if found is None else "AB".index(found[1])
+
+
+def relative_to_base(
+    policy: Any, config: dict[str, Any], tensors: dict[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Config and tensors of an adapter as they are on the base model that everybody else has; see the module."""
+    import torch
+
+    start: dict[str, Tensor] | None = getattr(policy, "adapter_start", None)
+    if start is None:
+        return config, tensors
+    factor = math.sqrt(2) if config["use_rslora"] else 2
+    config = {
+        **config,
+        "r": 2 * config["r"],
+        "lora_alpha": factor * config["lora_alpha"],
+        "rank_pattern": {name: 2 * rank for name, rank in config["rank_pattern"].items()},
+        "alpha_pattern": {name: factor * alpha for name, alpha in config["alpha_pattern"].items()},
+        "init_lora_weights": True,
+    }
+    joined = dict(tensors)
+    for name, first in start.items():
+        axis = _axis(name)
+        first = first.to(tensors[name])
+        joined[name] = torch.cat([tensors[name], -first if axis else first], axis or 0)
+    return config, joined
+
+
+def make_relative(policy: Any, folder: Path) -> None:
+    """Rewrites what `save_pretrained` has written to `folder`, where the adapter's start changed the base."""
+    if getattr(policy, "adapter_start", None) is None:
+        return
+    from safetensors.torch import load_file, save_file
+
+    weights, described = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    config, tensors = relative_to_base(policy, read_json(described), load_file(weights))
+    save_file({name: one.contiguous() for name, one in tensors.items()}, weights, metadata={"format": "pt"})
+    described.write_text(json.dumps(config, indent=2, sort_keys=True))
+
+
+def load_relative(policy: Any, folder: Path) -> None:
+    """Reads an adapter that `make_relative` wrote into the policy, whose start must be the one it is relative to.
+
+    Raises:
+        ConfigError: this start is another one.
+    """
+    import torch
+    from peft import set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    tensors = load_file(folder / "adapter_model.safetensors")
+    for name, first in policy.adapter_start.items():
+        axis = _axis(name) or 0
+        tensors[name], start = tensors[name].chunk(2, axis)
+        if not torch.equal(start.abs(), first.abs().cpu()):
+            raise ConfigError(
+                f"--resume_from_checkpoint: {folder}: --init_weights gives other matrices here than where it was made; "
+                "resume it there, or start from its weights with --adapters"
+            )
+    set_peft_model_state_dict(policy, tensors)
+
+
+# --- full tuning -----------------------------------------------------------------------------------------------------
+
+
+def freeze(model: nn.Module, args: TunerArguments) -> None:
+    """Takes the gradient from the parameters that the freeze settings name; those of `trainable_*` keep it.
+
+    Raises:
+        ConfigError: a name or expression fits no parameter, or nothing is left to train.
+    """
+    named = dict(model.named_parameters())
+    ends = list(accumulate(one.numel() for one in named.values()))
+    frozen = set(list(named)[: bisect_right(ends, int(ends[-1] * args.freeze_parameters_ratio))])
+    if not args.freeze_parameters_ratio:
+        frozen = set()
+    frozen |= _found(named, "freeze_parameters", args.freeze_parameters, args.freeze_parameters_regex)
+    frozen -= _found(named, "trainable_parameters", args.trainable_parameters, args.trainable_parameters_regex)
+    if len(frozen) == len(named):
+        raise ConfigError("--freeze_parameters: every parameter is frozen; name some with --trainable_parameters")
+    for name in frozen:
+        named[name].requires_grad_(False)
+
+
+def _found(names: Mapping[str, Any], flag: str, beginnings: list[str], regex: str | None) -> set[str]:
+    found = set()
+    for setting, text in [*((flag, one) for one in beginnings), *([(f"{flag}_regex", regex)] if regex else [])]:
+        is_regex = setting.endswith("regex")
+        hits = {name for name in names if (re.search(text, name) if is_regex else name.startswith(text))}
+        if not hits:
+            first = ", ".join(list(names)[:2])
+            raise ConfigError(f"--{setting}: {text}: fits no parameter's name; the first ones: {first}")
+        found |= hits
+    return found
