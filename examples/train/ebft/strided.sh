@@ -14,7 +14,6 @@ common=(
     --val_dataset "$out/held_out.jsonl"
     --tuner_type full
     --gradient_checkpointing false
-    --per_device_train_batch_size 4
     --ebft_stride 16
     --per_device_eval_batch_size 16
     --lr_scheduler_type constant
@@ -26,6 +25,7 @@ swift rlhf "${common[@]}" \
     --ebft_rl_coef 0 \
     --ebft_ce_coef 1 \
     --learning_rate 2e-3 \
+    --per_device_train_batch_size 8 \
     --max_steps 45 \
     --eval_steps 45 \
     --output_dir "$out/read"
@@ -35,6 +35,7 @@ swift rlhf "${common[@]}" \
     --ebft_rl_coef "${RL:-1}" \
     --ebft_ce_coef "${CE:-1}" \
     --learning_rate 3e-4 \
+    --per_device_train_batch_size 4 \
     --seed "$seed" \
     --max_steps 20 \
     --eval_steps 20 \
