@@ -7,15 +7,16 @@ seed=${SEED:-42}
 mkdir -p "$out"
 python examples/tiny/build.py "$out/base" --arch qwen2 --size tiny
 python examples/train/ebft/make_tales.py "$out/tales.jsonl" --rows 2000
-python examples/train/ebft/make_tales.py "$out/held_out.jsonl" --rows 32 --seed 1
+python examples/train/ebft/make_tales.py "$out/held_out.jsonl" --rows 16 --seed 1
 common=(
     --rlhf_type ebft
     --ebft_mode strided
     --val_dataset "$out/held_out.jsonl"
     --tuner_type full
     --gradient_checkpointing false
-    --per_device_train_batch_size 8
-    --per_device_eval_batch_size 8
+    --ebft_stride 16
+    --per_device_eval_batch_size 16
+    --lr_scheduler_type constant
     --add_version false
 )
 swift rlhf "${common[@]}" \
@@ -24,17 +25,18 @@ swift rlhf "${common[@]}" \
     --ebft_rl_coef 0 \
     --ebft_ce_coef 1 \
     --learning_rate 2e-3 \
-    --max_steps 120 \
-    --eval_steps 120 \
+    --per_device_train_batch_size 8 \
+    --max_steps 45 \
+    --eval_steps 45 \
     --output_dir "$out/read"
 swift rlhf "${common[@]}" \
-    --model "$out/read/checkpoint-120" \
+    --model "$out/read/checkpoint-45" \
     --dataset "$out/tales.jsonl" \
     --ebft_rl_coef "${RL:-1}" \
-    --ebft_ce_coef "${CE:-0.1}" \
+    --ebft_ce_coef "${CE:-1}" \
     --learning_rate 3e-4 \
-    --lr_scheduler_type constant \
+    --per_device_train_batch_size 4 \
     --seed "$seed" \
-    --max_steps 60 \
+    --max_steps 20 \
     --eval_steps 20 \
     --output_dir "$out/ebft-$seed"
