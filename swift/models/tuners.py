@@ -106,12 +106,13 @@ def adapter_config(model: Any, args: TunerArguments, task: str) -> Any:
         options["init_lora_weights"] = {"true": True, "false": False}.get(args.init_weights, args.init_weights)
     if args.tuner_type == "ia3":
         targets, options["feedforward_modules"] = _ia3_targets(model, targets)
+    if task == "TOKEN_CLS":
+        options["exclude_modules"] = ["score", "classifier"]  # heads, trained in full
     with unusable(f"--tuner_type: {args.tuner_type}: its settings cannot be used"):
         return getattr(peft, tuner.config)(
             task_type=task,
             target_modules=targets,
             modules_to_save=list(args.modules_to_save) or None,
-            exclude_modules=["score", "classifier"] if task == "TOKEN_CLS" else None,  # heads, trained in full
             **options,
         )
 
