@@ -31,7 +31,7 @@ def merged_tensors(
 
     Raises:
         ValueError: the tensors fit neither the config nor the model.
-        ConfigError: an adapter that is more than a low-rank sum.
+        ConfigError: an adapter whose merged weights cannot be computed from the model's.
     """
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 

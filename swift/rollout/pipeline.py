@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -32,7 +32,7 @@ from swift.rollout.prefetch import Generation
 from swift.rollout.replay import ReplayBuffer, ReplayState
 from swift.rollout.round import Round
 from swift.rollout.round_result import RoundResult, ScoredRound
-from swift.rollout.samples import Arrival, RolloutBatch, TrainSample
+from swift.rollout.samples import Arrival, RolloutBatch, TrainerScores
 from swift.rollout.saved_state import without_tokens
 from swift.rollout.scheduler import LaunchLog, RolloutScheduler, SchedulerState
 from swift.rollout.weights.sync import WeightSync
@@ -47,19 +47,6 @@ GenerationPhase = Callable[..., AbstractContextManager[None]]
 step: optimizer steps done. current: the weights must be those of now, whether a weight sync is due or not (evaluation).
 trainer_stays: the trainer's model is needed inside as well."""
 Timer = Callable[[str], AbstractContextManager[Any]]
-Observer = Callable[[ScoredRound], None]
-
-
-class TrainerScores(Protocol):
-    """What scores groups with passes of the trainer's own models, after reward functions have."""
-
-    def score(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-        """Add to their scores; collective. Returns metrics."""
-        ...
-
-    def reference_samples(self, groups: Sequence[RolloutGroup]) -> list[TrainSample]:
-        """`RolloutBatch.references`."""
-        ...
 
 
 class PipelineState(msgspec.Struct):
@@ -100,7 +87,7 @@ class RolloutPipeline:
         config: PipelineConfig,
         *,
         timer: Timer,
-        observer: Observer,
+        observer: Callable[[ScoredRound], None],
         weight_sync: WeightSync,
         phase: GenerationPhase | None = None,
         replay: ReplayBuffer | None = None,

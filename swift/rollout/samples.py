@@ -11,10 +11,14 @@ global batches, `num_iterations` times each:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from swift.types import RolloutGroup
 
 
 @dataclass(slots=True)
@@ -95,3 +99,15 @@ class RolloutBatch:
         """Sample indices of a global batch."""
         size = len(self.samples) // self.num_global_batches
         return range(index * size, (index + 1) * size)
+
+
+class TrainerScores(Protocol):
+    """What scores groups with passes of the trainer's own models, after reward functions have."""
+
+    def score(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+        """Add to their scores; collective. Returns metrics."""
+        ...
+
+    def reference_samples(self, groups: Sequence[RolloutGroup]) -> list[TrainSample]:
+        """`RolloutBatch.references`."""
+        ...

@@ -146,10 +146,12 @@ def test_a_missing_package_is_named_with_the_way_out(monkeypatch):
         report_to=["wandb"],
         optim="adamw_8bit",
         attn_impl="sdpa",
+        quant_method="bnb",
     )
     with pytest.raises(ResourceError) as caught:
         session.require_packages(args)
     assert caught.value.problems == [
         "--report_to: wandb: needs the package wandb, which is not installed; install it, or leave the name out",
         "--optim: adamw_8bit: needs the package bitsandbytes, which is not installed; install it, or use --optim adamw",
+        "--quant_method: bnb: needs the package bitsandbytes, which is not installed; install it, or leave it out",
     ]

@@ -186,7 +186,7 @@ class _Rearranged:
 
 
 class MergedAdapter:
-    """`W + scaling * B A`, computed in float32 from the base values and rounded once to the model's type.
+    """The weights that a LoRA adapter leaves (for plain LoRA `W + scaling * B A`), computed in float32 from the base values and rounded once to the model's type.
 
     Args:
         model: without PEFT; not changed before `merge`.
@@ -194,7 +194,7 @@ class MergedAdapter:
 
     Raises:
         SyncFailed: its tensors do not fit the model or its own config.
-        Unsupported: it is more than a low-rank sum, or changes one of two tied modules.
+        Unsupported: it is no LoRA, came with other base weights, or changes one of two tied modules.
     """
 
     def __init__(self, model: nn.Module, adapter: AdapterWeights, version: int) -> None:
@@ -204,7 +204,7 @@ class MergedAdapter:
         try:
             self._changed = merged_tensors(model, adapter.config, adapter.tensors)
         except ConfigError as error:
-            raise Unsupported(f"{where}: {str(error).partition(';')[0]}; use plain LoRA on untied modules") from error
+            raise Unsupported(f"{where}: {str(error).partition(';')[0]}; use LoRA on untied modules") from error
         except ValueError as error:
             raise SyncFailed(f"{where}: {error}") from error
         parameters = dict(model.named_parameters(remove_duplicate=False))
