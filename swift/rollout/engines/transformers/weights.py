@@ -186,7 +186,9 @@ class _Rearranged:
 
 
 class MergedAdapter:
-    """The weights that a LoRA adapter leaves (for plain LoRA `W + scaling * B A`), computed in float32 from the base values and rounded once to the model's type.
+    """The weights that a LoRA adapter leaves (plain LoRA: `W + scaling * B A`).
+
+    Computed in float32 from the base values and rounded once to the model's type.
 
     Args:
         model: without PEFT; not changed before `merge`.
