@@ -42,17 +42,10 @@ def is_of_launch(name: str) -> bool:
 
 
 class Child:
-    """See the module's docstring.
+    """See the module's docstring. Raises ResourceError: it cannot be started.
 
-    Args:
-        name: of the command, for messages.
-        command: its words.
-        folder: where it starts; None is the working folder.
-        variables: added to the environment.
-        advice: what to do when it ends with an error.
-
-    Raises:
-        ResourceError: it cannot be started.
+    name: of the command, for messages. command: its words. folder: where it starts; None is the working folder.
+    variables: added to the environment. advice: what to do when it ends with an error.
     """
 
     def __init__(

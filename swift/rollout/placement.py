@@ -152,8 +152,7 @@ def has_own_engine(args: Any) -> bool:
 def server_urls(base_urls: Sequence[str], hosts: Sequence[str], ports: Sequence[int]) -> list[str]:
     """The addresses of the servers; base URLs win, one port serves all hosts.
 
-    Raises:
-        ConfigError: neither one port nor one per host.
+    Raises ConfigError: neither one port nor one per host.
     """
     if base_urls:
         return list(base_urls)

@@ -96,7 +96,6 @@ class RolloutBatch:
         return self.num_global_batches * self.num_iterations
 
     def global_batch(self, index: int) -> range:
-        """Sample indices of a global batch."""
         size = len(self.samples) // self.num_global_batches
         return range(index * size, (index + 1) * size)
 

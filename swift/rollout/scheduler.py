@@ -179,7 +179,6 @@ class RolloutScheduler:
 
     @property
     def rerolls_waiting(self) -> int:
-        """Prompts that wait for a re-roll."""
         return len(self._rerolls)
 
     # --- states ---------------------------------------------------------------------------------------------------
@@ -206,7 +205,6 @@ class RolloutScheduler:
         )
 
     def load(self, state: SchedulerState) -> None:
-        """Continue exactly after `state`."""
         self.source.load_state_dict(state.source)
         self.rounds, self.launched = state.rounds, state.launched
         self.trained, self.excluded, self.dropped = state.trained, state.excluded, state.dropped

@@ -186,16 +186,11 @@ class InferenceEngine(ABC):
         return {}
 
     def recover(self) -> Collection[str]:
-        """After `stream` raised: let go of the requests that were lost by it.
-
-        Returns:
-            Ids that another `stream` will still deliver.
-        """
+        """After `stream` raised: let go of the requests lost by it; ids that another `stream` will still deliver."""
         self._give_up(None)
         return ()
 
     def _between(self) -> None:
-        """Call `between_steps`, if there is one."""
         if self.between_steps is not None:
             self.between_steps()
 
@@ -292,27 +287,15 @@ class InferenceEngine(ABC):
         """Let the trainer's parameters be the engine's own memory from now on; both hold the same bits now.
 
         For an engine that never samples while the trainer changes its weights. Otherwise weight syncs go on as before.
-
-        Args:
-            live: not empty.
-
-        Returns:
-            Why that is not possible, "" when it is done.
+        Returns why that is not possible, "" when it is done.
         """
         return f"the {self.capabilities.name} engine cannot read memory of the trainer"
 
     def take_shared(self, live: Live, version: int) -> Ack | None:
         """Sample with the shared memory as it is now, as `version`: caches are reset, nothing is copied.
 
-        Args:
-            live: {} when the trainer's weights are not plain parameters (any more).
-            version: of the policy.
-
-        Returns:
-            None when the weights have to be sent: nothing is shared, or the trainer has other memory by now.
-
-        Raises:
-            As `begin_update`.
+        live is {} when the trainer's weights are not plain parameters (any more). Returns None when the weights have to
+        be sent: nothing is shared, or the trainer has other memory by now. Raises as `begin_update`.
         """
         return None
 
@@ -328,11 +311,7 @@ class InferenceEngine(ABC):
         raise self._unsupported("rebuild")
 
     def load_adapter(self, adapter: AdapterWeights, version: int) -> Ack:
-        """Sample with this LoRA adapter on the base weights from now on; the former one stays loaded as spare.
-
-        Raises:
-            SyncFailed, Unsupported.
-        """
+        """Sample with this LoRA adapter on the base weights from now on; the former one stays loaded as spare."""
         raise self._unsupported("LoRA adapters")
 
     def drop_adapter(self) -> None:

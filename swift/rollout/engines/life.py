@@ -20,10 +20,8 @@ from swift.types import Request
 class EngineLife(InferenceEngine):
     """An engine with these states; call `_reset_life` before anything else.
 
-    Attributes:
-        name: of the backend.
-        keeps_base: only adapters are synced, so that level 2 of `sleep` must not drop the base weights.
-        vocab_size: ids of a prompt are below it.
+    name: of the backend. keeps_base: only adapters are synced, so that level 2 of `sleep` must not drop the base
+    weights. vocab_size: ids of a prompt are below it.
     """
 
     name: str

@@ -63,13 +63,7 @@ def build(spec: EngineSpec) -> LMDeployEngine:
 
 
 class LMDeployEngine(EngineLife):
-    """See the module's docstring.
-
-    Raises:
-        ResourceError: the package, a GPU or a 16-bit type is missing.
-        ConfigError: arguments or a model that LMDeploy refuses.
-        EngineError: LMDeploy failed to start.
-    """
+    """See the module's docstring."""
 
     name = "lmdeploy"
 

@@ -72,7 +72,6 @@ class EnginePool(InferenceEngine):
 
     @property
     def counters(self) -> EngineCounters:  # type: ignore[override]
-        """Sums over the engines."""
         return sum((client.counters for client in [*self._dispatch.clients, *self._dispatch.buried]), EngineCounters())
 
     @property
@@ -81,7 +80,6 @@ class EnginePool(InferenceEngine):
 
     @property
     def void(self) -> str:  # type: ignore[override]
-        """Why its weights belong to no version; "" when they do."""
         return next((client.void for client in self._dispatch.clients if client.void), "")
 
     @property
@@ -134,7 +132,6 @@ class EnginePool(InferenceEngine):
             return self._dispatch.table.ids
 
     def abort(self, request_ids: Collection[str] | None = None) -> None:
-        """From any thread."""
         self._dispatch.abort(request_ids)
 
     def pause(self) -> None:
@@ -177,11 +174,8 @@ class EnginePool(InferenceEngine):
     def versions_of(self, samples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Spans | None]:
         """Which weights sampled completions that environments got from these servers.
 
-        Args:
-            samples: prompt and completion, as token ids.
-
-        Returns:
-            for each its spans as in `Completion.versions`; None where no server remembers it as it stands.
+        samples: prompt and completion, as token ids. Returns for each its spans as in `Completion.versions`; None where
+        no server remembers it as it stands.
         """
         digests = [digest_of(*sample) for sample in samples]
         said = self._on_all(lambda client: client.call("versions", client.timeouts.reply_s, digests=digests))
@@ -270,7 +264,6 @@ class EnginePool(InferenceEngine):
         return Health(alive, "; ".join(filter(None, details)))
 
     def stacks(self) -> str:
-        """Where the engines' threads are, in one line."""
         return "; ".join(map(str, in_parallel([client.stacks for client in self._dispatch.clients])))
 
     def close(self) -> None:
@@ -303,8 +296,7 @@ class EnginePool(InferenceEngine):
     def _on_all(self, work: Callable[[EngineClient], T], *, undo: Callable[[T], object] = lambda done: None) -> list[T]:
         """`work` on every engine at the same time; one that turns out to be dead is left out.
 
-        Raises:
-            SwiftError: the first failure, once all are done.
+        The first failure is raised once all are done.
         """
         clients = self.engines
         outcomes = in_parallel([partial(work, client) for client in clients])

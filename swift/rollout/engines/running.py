@@ -60,12 +60,10 @@ class RunningRequests(dict[str, Running]):
         self._to_abort: set[str] = set()
 
     def insert(self, running: Running) -> None:
-        """Add one."""
         with self._lock:
             self[running.request.request_id] = running
 
     def take(self, request_id: str) -> Running | None:
-        """Remove one."""
         with self._lock:
             return self.pop(request_id, None)
 

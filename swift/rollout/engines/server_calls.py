@@ -69,12 +69,7 @@ class ServerCalls(Transport):
         return f"; it waits for requests of others: {said}" if said else ""
 
     def _get(self, method: str, path: str, timeout_s: float, **options: Any) -> dict[str, Any]:
-        """One request and its answer.
-
-        Raises:
-            Lost.
-            SwiftError: what the server raised, or that it refuses us.
-        """
+        """One request and its answer. Raises Lost, or what the server raised, or that it refuses us."""
         return self._answer(self._request(method, path, timeout_s, **options))
 
     def _answer(self, reply: httpx.Response) -> dict[str, Any]:

@@ -70,7 +70,6 @@ class _EventLoop(asyncio.SelectorEventLoop):
         self._home = home
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
-        """As of an event loop."""
         if executor is not None:
             return super().run_in_executor(executor, func, *args)
         done: Future[Any] = Future()
@@ -101,7 +100,6 @@ class _Selector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
         self._home = home
 
     def select(self, timeout: float | None = None) -> Any:
-        """As of a selector."""
         waits = timeout is None or timeout > 0
         if waits:
             with self._home.changed:

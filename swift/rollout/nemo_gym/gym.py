@@ -116,12 +116,7 @@ class NemoGym:
         }
 
     def _score(self, trajectory: Trajectory, reply: Mapping[str, Any]) -> None:
-        """Take the reward of an answer, and its components for the log.
-
-        Raises:
-            Excluded: it has none.
-            ConfigError: a component has the name of a reward function.
-        """
+        """Take the reward of an answer, and its components for the log. Raises Excluded: it has none."""
         if (failure := reply.get(FAILURE)) is not None:
             raise Excluded("failure_" + (re.sub(r"\W+", "_", str(failure))[:40] or "unknown"))
         reward = reply.get("reward")
@@ -141,9 +136,7 @@ class NemoGym:
     async def _post(self, trajectory: Trajectory, url: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """The answer to a call; only its own limit bounds it, and waiting until it may be made takes nothing from that.
 
-        Raises:
-            Excluded: it failed.
-            EngineError: what serves NeMo Gym has ended.
+        Raises Excluded: it failed. Raises EngineError: what serves NeMo Gym has ended.
         """
         host = self._hosts.setdefault(urlsplit(url).netloc, asyncio.Semaphore(CALLS[self.mode][0]))
         with trajectory.untimed():

@@ -74,7 +74,6 @@ class ParityReport:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst of all stages."""
         return self._worst.verdict
 
     @property
@@ -82,7 +81,6 @@ class ParityReport:
         return max(self.stages, key=lambda stage: stage.badness)
 
     def line(self) -> str:
-        """One readable line."""
         gaps = [stage.gaps for stage in self.stages]
         tokens, top = sum(one.tokens for one in gaps), max(gaps, key=lambda one: one.maximum)
         mean = sum(one.mean * one.tokens for one in gaps) / max(tokens, 1)
@@ -120,19 +118,11 @@ class ParityReport:
 class ParityCheck:
     """Compares an engine with the trainer.
 
-    Args:
-        engine: this rank's engine, or None.
-        score: the trainer's log-probs at a temperature; makes one forward pass.
-        model: the policy as the trainer holds it, wrappers and all.
-        weight_sync: sends weights to the engines, on all ranks together.
-        prompts: the first of the data set.
-        sampling: the training distribution; truncation, penalties and stop words are left out, as they change the
-            engine's distribution on purpose.
-        ranks: the collectives.
-        end_token_ids: tokens that end every completion.
-        adapter_only: only the LoRA adapter is synced.
-        around: entered by every rank around sampling (a sharded policy needs it).
-        seed: of samples and noise.
+    engine: this rank's, or None. score: the trainer's log-probs at a temperature; makes one forward pass. model: the
+    policy as the trainer holds it, wrappers and all. prompts: the first of the data set. sampling: the training
+    distribution; truncation, penalties and stop words are left out, as they change the engine's distribution on
+    purpose. end_token_ids: tokens that end every completion. adapter_only: only the LoRA adapter is synced. around:
+    entered by every rank around sampling (a sharded policy needs it). seed: of samples and noise.
     """
 
     def __init__(
@@ -168,8 +158,8 @@ class ParityCheck:
     def run(self) -> ParityReport:
         """All stages; ends with the true weights synced under the present version. Collective.
 
-        Raises:
-            SyncFailed, EngineDead: the engine could not be sampled from, or did not take the weights; on every rank.
+        Raises SyncFailed or EngineDead on every rank: the engine could not be sampled from, or did not take the
+        weights.
         """
         with same_randomness():
             stages = [self._compare(AS_LOADED, self._version(), ends=True)]

@@ -60,12 +60,9 @@ class Noise:
 
 
 def make_noise(model: nn.Module, *, seed: int = 0, adapter_only: bool = False) -> Noise:
-    """Choose the tensors and draw the noise; a collective when parameters are sharded.
+    """Choose the tensors and draw the noise, equal on every rank; a collective when parameters are sharded.
 
-    Args:
-        model: the policy as the trainer holds it.
-        seed: equal seeds give equal noise, on every rank.
-        adapter_only: the engine gets nothing but the adapter, so only that may change.
+    adapter_only: the engine gets nothing but the adapter, so only that may change.
     """
     parameters = dict(model.named_parameters())
     values = {}

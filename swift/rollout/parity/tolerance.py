@@ -94,11 +94,8 @@ def measure(samples: Sequence[Sample], trainer_N: Tensor) -> Gaps:
 def contract_faults(samples: Sequence[Sample], *, end_token_ids: Collection[int], limit: int, version: int) -> str:
     """Where the completions break the engine's contract, each kind of fault once; "" when nowhere.
 
-    Args:
-        samples: without stop strings.
-        end_token_ids: tokens that end every completion, besides a request's own `stop_token_ids`.
-        limit: most tokens of prompt and completion together.
-        version: of the weights that they should have been sampled with.
+    end_token_ids: tokens that end every completion, besides a request's own `stop_token_ids`. limit: most tokens of
+    prompt and completion together. version: of the weights that they should have been sampled with.
     """
     found: dict[str, str] = {}
     for one in samples:

@@ -57,9 +57,6 @@ class Texts:
     """Tokenizer and template of the server, off the event loop and one call at a time.
 
     The loop has other clients to serve, and tokenizers are not made for several threads.
-
-    Args:
-        service: whose model it is.
     """
 
     def __init__(self, service: Service) -> None:
@@ -72,15 +69,10 @@ class Texts:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def tokenize(self, text: str, *, special: bool = True) -> list[int]:
-        """Text to ids, as the tokenizer does it."""
         return list(self.service.template.tokenizer(text, add_special_tokens=special)["input_ids"])
 
     def chat_ids(self, body: ChatRequest | TokenizeRequest, *, prompt: bool = True) -> list[int]:
-        """Messages to ids, with the template of the server.
-
-        Raises:
-            Refused: the template refuses them (422).
-        """
+        """Messages to ids, with the template of the server. Raises Refused: it does not take them (422)."""
         messages = read_chat(body.messages or [])
         try:
             text = self.service.template.render(

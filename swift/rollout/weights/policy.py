@@ -37,9 +37,6 @@ class PolicyWeights:
         move_model_batches: `--move_model_batches`: cut the layers into this many buckets, the rest is one more.
             None fills buckets up to `bucket_bytes`.
         bucket_bytes: upper size of a bucket, in the types that are sent; a larger layer is a bucket of its own.
-
-    Raises:
-        ConfigError: an adapter that cannot be merged into weights.
     """
 
     def __init__(
@@ -63,7 +60,6 @@ class PolicyWeights:
         self._manifest: tuple[TensorInfo, ...] | None = None
 
     def manifest(self) -> tuple[TensorInfo, ...]:
-        """Every tensor in the order of the buckets; no collective."""
         if self._manifest is None:
             self._manifest = tuple(
                 TensorInfo.of(name, self._cast(tensor))
@@ -93,7 +89,6 @@ class PolicyWeights:
         return one.identity == (id(source),) and not spread and not away
 
     def buckets(self) -> Iterator[Bucket]:
-        """The tensors, whole layers together; see `WeightSource.buckets`."""
         for group in self._groups:
             sources = [source for unit in group for one in unit.tensors for source in one.sources]
             with torch.no_grad(), gathered(sources) as whole:

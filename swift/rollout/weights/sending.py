@@ -38,9 +38,7 @@ class Kept:
     def send(self, transport: Transport, name: str, timeout_s: float) -> str:
         """Bring it to another life of the engine; returns what sleeps there.
 
-        Raises:
-            SyncFailed: its ack is not that of the first time.
-            Lost, SwiftError.
+        Raises SyncFailed: its ack is not that of the first time.
         """
         deadline = time.monotonic() + timeout_s
         number = transport.call("begin_update", timeout_s, manifest=self.manifest, version=self.version)
@@ -57,11 +55,7 @@ class Kept:
 
 
 class ClientUpdate(WeightUpdate):
-    """See the module's docstring.
-
-    Args:
-        deadline: of the whole update, by the monotonic clock.
-    """
+    """See the module's docstring. deadline: of the whole update, by the monotonic clock."""
 
     def __init__(
         self, owner: EngineClient, number: int, manifest: Sequence[TensorInfo], version: int, deadline: float
@@ -172,11 +166,7 @@ class ClientUpdate(WeightUpdate):
 
 
 def join_broadcast(updates: Sequence[WeightUpdate], bucket: Bucket) -> None:
-    """Before the first bucket: the engines that are reached by a broadcast are in one group.
-
-    Raises:
-        SyncFailed: it could not be made.
-    """
+    """Before the first bucket: the engines that are reached by a broadcast are in one group. Raises SyncFailed."""
     members = [one for one in updates if isinstance(one, ClientUpdate) and one.way_of(bucket) == "broadcast"]
     if not members:
         return

@@ -98,8 +98,7 @@ class WeightSync:
     def sync(self, step: int) -> Ack | None:
         """Bring the weights of now to every engine as the next version; returns the ack of this rank's engine.
 
-        Raises:
-            SyncFailed, EngineDead: on every rank, when an engine could not be brought to these weights.
+        Raises SyncFailed or EngineDead on every rank, when an engine could not be brought to these weights.
         """
         ack = self._everywhere(self.version + 1)
         self.version += 1

@@ -82,11 +82,9 @@ class BatchRun:
 
     @property
     def done(self) -> bool:
-        """Whether every request has ended."""
         return not self.live()
 
     def live(self) -> list[Row]:
-        """Rows that have not ended."""
         return [*(row for row in self.rows if not row.ended), *self.joining]
 
     def takes(self, request: Request) -> bool:
@@ -110,14 +108,9 @@ class BatchRun:
     def step(self, model: nn.Module, version: int) -> list[Completion]:
         """Sample one token per live row; the completions that end with it.
 
-        A row without a distribution to sample from (its logits are not numbers) ends alone, with "error".
-
-        Args:
-            model: may hold other weights than at the step before.
-            version: of its weights.
-
-        Raises:
-            NumericError: that happened to every row of the batch.
+        The model may hold other weights than at the step before; version: of these. A row without a distribution to
+        sample from (its logits are not numbers) ends alone, with "error"; NumericError says that it was every row of
+        the batch.
         """
         logits_RV = self._forward(model)
         if self._drawing is None:
@@ -239,8 +232,7 @@ class BatchRun:
 class OwnCacheRun(BatchRun):
     """One batch of prompts of one length, decoded with the model's own attention and cache.
 
-    Args:
-        rotary: whether positions are given to the model; one without rotary positions counts them itself.
+    rotary: whether positions are given to the model; one without rotary positions counts them itself.
     """
 
     def __init__(self, *args: Any, rotary: bool) -> None:

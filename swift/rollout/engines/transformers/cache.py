@@ -23,7 +23,6 @@ class PromptCapture:
         self.layers: Layers = []
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Called by each attention layer."""
         assert layer_idx == len(self.layers)
         self.layers.append((key, value))
         return key, value

@@ -61,14 +61,10 @@ class TransformersEngine(EngineLife):
         cache_bytes: most bytes of key/value cache; a fixed number keeps batch shapes reproducible.
         reload: loads the weights of version 0 again. Given, `model` is a copy that belongs to this engine; None says
             that it is the trainer's.
-        keeps_base: only adapters will be synced, so that level 2 of `sleep` must not drop the weights.
+        keeps_base: see `EngineLife`.
 
-    Attributes:
-        obstacle: why the model keeps its own attention and cache, which is slower; None when it does not.
-        joins: whether requests join a batch that runs.
-
-    Raises:
-        ConfigError: an architecture that can neither be packed nor decoded with its own cache.
+    Raises ConfigError for an architecture that can neither be packed nor decoded with its own cache. obstacle: why the
+    model keeps its own attention and cache, which is slower, or None. joins: whether requests join a batch that runs.
     """
 
     name = "transformers"

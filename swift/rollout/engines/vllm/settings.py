@@ -45,12 +45,9 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Keyword arguments of `EngineArgs`; the spec's `engine_kwargs` come last and win.
 
-    Args:
-        spec: the engine.
-        on_cpu: the device has no memory of its own.
-        limit: see `context_limit`.
-        kv_bytes: size of the KV cache; None leaves it to the share of the device's memory.
-        executor: "uni" (this process), "mp" (processes of vLLM) or "external_launcher" (the calling ranks).
+    on_cpu: the device has no memory of its own. limit: see `context_limit`. kv_bytes: size of the KV cache; None leaves
+    it to the share of the device's memory. executor: "uni" (this process), "mp" (processes of vLLM) or
+    "external_launcher" (the calling ranks).
     """
     arguments: dict[str, Any] = {
         "model": spec.model,
@@ -111,8 +108,7 @@ def sampling_parameters(
 ) -> Any:
     """A request's sampling in vLLM's words; a regular expression beats what `structured_outputs` asks for.
 
-    Raises:
-        TypeError, ValueError: values that vLLM refuses.
+    Raises TypeError or ValueError for values that vLLM refuses.
     """
     extra = dict(wanted.extra)
     if "logit_bias" in extra:  # the keys of a JSON object are texts
