@@ -170,12 +170,10 @@ def _steps_per_generation(per_micro_step: int, a: int, steps: int | None, batch:
 
 
 def _valid(b: int, n: int, a: int, s: int, g: int, mini: int | None) -> bool:
-    """Whether the divisibility rules hold."""
     return b * n * a % g == 0 and b * n * s % g == 0 and (s % a == 0 or a % s == 0) and b % (mini or b) == 0
 
 
 def _broken_rules(b: int, n: int, a: int, s: int, g: int, u: int, mini: int | None) -> list[str]:
-    """One line for every rule that is broken."""
     problems = []
     if b * n * a % g or (b * n * s % g and not (s % a and a % s)):
         problems.append(_bad_generations(b, n, a, s, g, mini))
@@ -220,7 +218,6 @@ def _divisors(value: int) -> list[int]:
 
 
 def _total_steps(per_epoch: int | None, rows: int | None, rollout_prompts: int, epochs: float, max_steps: int) -> int:
-    """The optimizer steps of the run."""
     if max_steps > 0:
         return max_steps
     if per_epoch is None:

@@ -95,7 +95,6 @@ class Child:
 
     @property
     def said(self) -> str:
-        """Its last lines."""
         with self._lock:
             lines = [line.strip() for line in self._lines if line.strip()]
         return f"its last lines: {' | '.join(lines[-SHOWN_LINES:]) or 'nothing'}"
@@ -110,7 +109,6 @@ class Child:
         raise EngineError(f"{self.name}: {ended}; {self._advice}; {self.said}")
 
     def close(self) -> None:
-        """End the whole group; repeatable."""
         self.interrupt()
         self.end(GRACE_S)
 

@@ -81,7 +81,6 @@ class RolloutCollector:
         return Request(f"{launch.group_id}/{sample}", launch.prompt.token_ids, sampling, launch.prompt)
 
     def awaited(self) -> str:
-        """What the latest round waits for, if it does; from any thread."""
         return self._latest.awaited() if self._latest is not None else ""
 
     # --- the end of a round -------------------------------------------------------------------------------------

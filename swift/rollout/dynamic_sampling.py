@@ -89,7 +89,6 @@ class GroupFilter:
 
     @property
     def in_flight(self) -> int:
-        """Launches that were not scored yet."""
         return self.launched - len(self._kept) - len(self._zero_variance)
 
     @property
@@ -98,7 +97,6 @@ class GroupFilter:
         return self.complete and len(self._kept) < self.wanted
 
     def due(self) -> int:
-        """How many groups to launch now."""
         if not self._launched:
             return self._first
         return max(0, min(self.wanted - len(self._kept) - self.in_flight, self.budget - self.launched))

@@ -115,7 +115,6 @@ class RolloutPipeline:
 
     @property
     def overlaps(self) -> bool:
-        """Whether rounds are sampled while others are trained on."""
         return self.config.prefetch_depth > 0 or self.config.streaming_groups > 0
 
     def idle_s(self) -> float:
@@ -383,7 +382,6 @@ class RolloutPipeline:
         return made
 
     def _score(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-        """Scores of the trainer's models, if there are any; collective."""
         if self.features is None:
             return {}
         with self.timer("reward"):

@@ -83,7 +83,6 @@ class Generation:
             self.collector.late += self._clock.late if self._clock is not None else 0
 
     def samples(self, current: Round) -> bool:
-        """Whether a round is under way or waits for its turn."""
         with self._changed:
             return current in self._new or current in self._running
 
@@ -121,7 +120,6 @@ class Generation:
             self._wait_until(lambda: self._at_rest)
 
     def release(self) -> None:
-        """Give the engine back to the thread."""
         with self._changed:
             self._wants_hold = False
             self._changed.notify_all()

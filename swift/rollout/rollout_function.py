@@ -104,7 +104,6 @@ class Rollout:
 
     @property
     def processing_class(self) -> Any:
-        """The tokenizer."""
         return self.tokenizer
 
     @property
@@ -327,7 +326,6 @@ class RolloutFunctionEngine(EngineAround):
         threading.Thread(target=self._run, args=arguments, name=f"rollout {self.name}", daemon=True).start()
 
     def _run(self, call: _Call, messages: list[list[dict[str, Any]]], device: int | None) -> None:
-        """The thread of a call."""
         try:
             if device is not None:  # each thread has its own
                 import torch
@@ -350,7 +348,6 @@ class RolloutFunctionEngine(EngineAround):
             self._expire(call)
 
     def _expire(self, call: _Call) -> None:
-        """Give a call up whose time is over."""
         self._late += len(call.requests)
         self._given_up += 1
         call.rollout._revoke()
@@ -396,7 +393,6 @@ class RolloutFunctionEngine(EngineAround):
 
 
 def _current_device() -> int | None:
-    """The GPU of the calling thread, if it has one."""
     import torch
 
     return torch.cuda.current_device() if torch.cuda.is_available() else None

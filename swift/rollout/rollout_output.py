@@ -168,7 +168,6 @@ class OutputReader:
 
 
 def _integer(value: Any) -> int:
-    """A token id; a float or a text is none."""
     if isinstance(value, bool | float | str):
         raise TypeError(f"{value!r}")
     return int(value)

@@ -173,7 +173,6 @@ class Round:
         return requests
 
     def expects(self, request_id: str) -> bool:
-        """Whether this rank asked for it and does not have it yet."""
         return request_id in self._open
 
     def take(self, completion: Completion) -> None:
@@ -339,7 +338,6 @@ class Round:
             self._end()
 
     def _collect(self) -> None:
-        """What other ranks have sampled."""
         if self._mailbox is None or not self._looks():
             return
         while (message := self._mailbox.read("done")) is not None:
@@ -350,7 +348,6 @@ class Round:
             self._arrived(message.index, message.engine)
 
     def _looks(self) -> bool:
-        """Whether it is time for a look at the mailbox."""
         now = time.monotonic()
         if now - self._read_at < READ_S:
             return False

@@ -44,7 +44,6 @@ class TrainSample:
 
     @property
     def has_advantage(self) -> bool:
-        """Whether the advantage of any trained token is not 0."""
         if self.token_advantages is None:
             return self.advantage != 0.0
         return bool(self.token_advantages[self.trained].any())
@@ -82,7 +81,6 @@ class RolloutBatch:
 
     @property
     def exhausted(self) -> bool:
-        """Whether all its optimizer steps have been taken."""
         return self.position >= self.updates_per_rollout
 
     @property

@@ -43,7 +43,6 @@ class Launch:
 
     @property
     def group_id(self) -> str:
-        """Unique over the run."""
         return f"{self.prompt.prompt_id}-{self.launch}"
 
 
@@ -159,7 +158,6 @@ class RolloutScheduler:
     # --- ends -----------------------------------------------------------------------------------------------------
 
     def end_round(self, *, trained: int, excluded: int, dropped: int = 0) -> None:
-        """Book the ends of a round's groups."""
         self.trained += trained
         self.excluded += excluded
         self.dropped += dropped

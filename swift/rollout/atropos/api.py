@@ -178,7 +178,6 @@ class MessageAPI:
         return self._groups.popleft()
 
     def give_back(self, group: Group) -> None:
-        """Put one back; it comes next."""
         self._groups.appendleft(group)
 
     def batches_there(self) -> int:

@@ -52,7 +52,6 @@ class Sources:
         return self.processes.check
 
     def start_api(self) -> None:
-        """Start a message API, on the loopback address."""
         port = free_port()
         self.api_url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(port)]
@@ -98,5 +97,4 @@ class Sources:
             self.processes.start(f"environment-{number}", words(command, variables), variables, may_end=True)
 
     def close(self) -> None:
-        """End what was started; repeatable."""
         self.processes.close()

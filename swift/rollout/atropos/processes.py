@@ -91,7 +91,6 @@ class Processes:
             time.sleep(LOOK_S)
 
     def check(self) -> None:
-        """Raises EngineError when one has died."""
         if (died := self._died()) is not None:
             self._noticed.set()
             died.check()

@@ -134,7 +134,6 @@ class ActorTransport(Transport):
         return capabilities
 
     def replace(self, how: str, *, version: int, valid: bool) -> EngineCounters:
-        """Another actor, if that is still allowed."""
         dead = self.life
         self._lose(dead, how)
         now = time.monotonic()
@@ -276,7 +275,6 @@ class ActorTransport(Transport):
             self.life.actor.abort_update.remote(update)
 
     def address(self) -> str:
-        """Loopback in a local cluster."""
         if self.cluster.is_local:
             return "127.0.0.1"
         import ray

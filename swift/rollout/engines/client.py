@@ -84,7 +84,6 @@ class EngineClient:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Of the engine; waits until it is there."""
         with self._replacing:
             if self._capabilities is None:
                 self.check_alive()
@@ -113,7 +112,6 @@ class EngineClient:
     # --- an engine that was lost ------------------------------------------------------------------------------
 
     def call(self, name: str, timeout_s: float, **fields: Any) -> Any:
-        """A call that is repeated on the engine that replaces this one."""
         return self.guarded(lambda: self.transport.call(name, timeout_s, **fields))
 
     def guarded(self, work: Callable[[], T]) -> T:
@@ -198,14 +196,12 @@ class EngineClient:
         self._kept = self._adapter = None
 
     def weights_arrived(self, kept: Kept, asleep: str) -> None:
-        """For `ClientUpdate`: they are valid again."""
         self._kept = kept if self.keeps_weights else None
         self._adapter = None
         self.void, self.asleep = "", asleep
         self.version = kept.version
 
     def rebuild(self) -> None:
-        """Outstanding requests stay so, and begin anew."""
         self._kept = self._adapter = None
         self._paused = False
         self.version, self.void, self.asleep = 0, "", ""

@@ -87,7 +87,6 @@ class Dispatch:
                 self._lost(client, life, lost)
 
     def _usable(self) -> list[EngineClient]:
-        """Engines that take requests now."""
         now = time.monotonic()
         there = [one for one in self.clients if one.dead is None and not one.replacing and one not in self._recovering]
         return [one for one in there if self._busy_until.get(one, 0.0) <= now]
@@ -105,8 +104,6 @@ class Dispatch:
             self.changed.notify_all()
 
     def await_event(self, limit_s: float) -> None:
-        """Wait until there is something to do."""
-
         def something() -> bool:
             stopped = self.closed or self.paused_at is not None
             return bool(stopped or self.events or self.table.ready or (self.table.count() and self._usable()))

@@ -30,7 +30,6 @@ class EngineLife(InferenceEngine):
     _closed = False
 
     def _reset_life(self) -> None:
-        """The states of an engine that has just been made."""
         self._paused = False
         self._asleep: set[Tag] = set()
         self._dropped = False  # level 2 took the weights; an update brings them back
@@ -126,7 +125,6 @@ class EngineLife(InferenceEngine):
             raise SyncFailed(f"engine: {self.name}: {self._invalid}; rebuild the engine")
 
     def _check_usable(self) -> None:
-        """Raises when it cannot sample now."""
         self._check_valid()
         if self._asleep:
             asleep = ", ".join(sorted(self._asleep))
@@ -137,7 +135,6 @@ class EngineLife(InferenceEngine):
             raise SyncFailed(f"engine: {self.name}: version {version} is being loaded; commit it first")
 
     def _check_takes(self, what: str) -> None:
-        """Raises when it cannot take other weights or adapters now."""
         self._check_valid()
         if "weights" in self._asleep:
             raise EngineAsleep(f"engine: {self.name}: asleep: it takes no {what}; wake its weights first")

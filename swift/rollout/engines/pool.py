@@ -65,7 +65,6 @@ class EnginePool(InferenceEngine):
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
-        """What every engine can do; waits until they are there."""
         if self._capabilities is None:
             self._capabilities = common_capabilities([client.capabilities for client in self._dispatch.clients])
         return self._capabilities
@@ -323,7 +322,6 @@ class PoolUpdate(WeightUpdate):
         self._pool, self._updates = pool, updates
 
     def _deliver(self, bucket: Bucket) -> None:
-        """Begin with every engine, then wait for each."""
         if self.sent == len(bucket.tensors):
             join_broadcast(self._updates, bucket)
         waits = settled([outcome_of(partial(update.start, bucket)) for update in self._updates])

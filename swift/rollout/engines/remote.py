@@ -144,7 +144,6 @@ class HttpTransport(ServerCalls):
     # --- requests ---------------------------------------------------------------------------------------------
 
     def post(self, life: object, requests: Sequence[Request], version: int) -> None:
-        """Each reply is read by a thread of its own."""
         if life is not self.life:
             raise Lost("its requests were given up")
         for part in _parts(requests):
@@ -299,7 +298,6 @@ class HttpTransport(ServerCalls):
             return Health(False, f"{self.name}: {first_line(error)}")
 
     def close(self) -> None:
-        """The lease is given back."""
         if self._ending.is_set():
             return
         self._ending.set()

@@ -85,7 +85,6 @@ class RequestQueue:
 
     @property
     def running_by_owner(self) -> dict[str | None, int]:
-        """Number of running samples of each owner."""
         with self._changed:
             return dict(Counter(self._streams[one.request_id].owner for one in self._table.held(ENGINE)))
 
@@ -336,7 +335,6 @@ class RequestQueue:
         self._fail_all(error)
 
     def _fail_all(self, error: EngineDead) -> None:
-        """Whoever waits for requests or jobs is told."""
         with self._changed:
             failed = self._failed([*self._table.remove(ENGINE), *self._table.remove(None)], error)
             jobs = list(self._jobs)

@@ -40,7 +40,6 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """Tokens of the prompt and of the longest completion."""
         return len(self.request.prompt_ids) + self.request.sampling.max_new_tokens
 
 
@@ -73,7 +72,6 @@ class RequestTable:
 
     @property
     def ids(self) -> set[str]:
-        """Ids of what is outstanding or ready."""
         return {*self._entries, *(completion.request_id for completion in self.ready)}
 
     def held(self, holder: Hashable = None) -> list[Request]:
@@ -96,7 +94,6 @@ class RequestTable:
         self._hold(entry, None)
 
     def send(self, request_ids: Iterable[str], holder: Hashable, now: float = 0.0) -> None:
-        """Requests go to a holder."""
         for name in request_ids:
             entry = self._entries[name]
             self._move(entry, holder)

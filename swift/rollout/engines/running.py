@@ -39,7 +39,6 @@ class Running:
         self.logprobs.extend(logprobs)
 
     def completion(self, reason: FinishReason) -> Completion:
-        """What it has, as it ends."""
         ends = [*(start for _, start in self.spans[1:]), len(self.token_ids)][: len(self.spans)]
         return Completion(
             request_id=self.request.request_id,

@@ -47,7 +47,6 @@ class ServerCalls(Transport):
         return httpx.Timeout(timeout_s, connect=min(self.timeouts.connect_s, timeout_s))
 
     def _request(self, method: str, path: str, timeout_s: float, **options: Any) -> httpx.Response:
-        """One request. Raises Lost: no answer."""
         try:
             return self._http.request(method, path, timeout=self._bounds(timeout_s), **options)
         except httpx.TimeoutException as error:

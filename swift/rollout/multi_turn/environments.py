@@ -64,7 +64,6 @@ def _built(scheduler: type, name: str, max_turns: int | None) -> Any:
 
 
 async def _result(value: Any) -> Any:
-    """A value, or what a coroutine comes to."""
     return await value if inspect.isawaitable(value) else value
 
 

@@ -43,7 +43,6 @@ class Loop:
         return self.idle and not self.threads and self._asked == self._begun
 
     def close(self) -> None:
-        """Cancel what runs, and end the thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5.0)
 

@@ -206,7 +206,6 @@ class Trajectory:
 
     @property
     def last_ids(self) -> list[int]:
-        """Token ids of the last answer."""
         return self.token_ids[self._answer_at :]
 
     # --- tokens ---------------------------------------------------------------------------------------------------

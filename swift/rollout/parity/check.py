@@ -263,7 +263,6 @@ class ParityCheck:
             self.model.train(was_training)
 
     def _version(self) -> int:
-        """What the engines say they sample with."""
         return int(self._first(self.engine.version if self.engine is not None else None))
 
     def _first(self, mine: Any) -> Any:

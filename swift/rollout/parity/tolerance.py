@@ -42,7 +42,6 @@ class Sample:
 
     @property
     def sequence(self) -> TokenSequence:
-        """For the trainer's forward."""
         return TokenSequence(self.request.prompt_ids, self.completion.token_ids)
 
 
@@ -70,7 +69,6 @@ class Gaps:
 
     @property
     def place(self) -> str:
-        """The worst token, in words."""
         one = self.worst
         return f"; worst at prompt {one.prompt}, token {one.position} (id {one.token_id})" if one else ""
 

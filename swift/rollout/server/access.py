@@ -220,7 +220,6 @@ class Lease:
             self._resets -= 1
 
     def silent(self, now: float) -> Holder | None:
-        """The holder, when it has been silent for too long."""
         holder = self.holder
         return holder if holder is not None and not self._lasts(holder, now) else None
 

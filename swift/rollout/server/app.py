@@ -69,7 +69,6 @@ def make_app(service: Service, give_up: Callable[[EngineDead], None] = lambda er
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """How a failure looks to clients."""
     match error:
         case Refused():
             return error.response()

@@ -119,12 +119,10 @@ class Texts:
         return {"index": index, **said, **ended, "weight_version": self.version(completion)}
 
     def version(self, completion: Completion) -> int:
-        """The newest weights that sampled it."""
         return max((version for version, _, _ in completion.versions), default=self.service.engine.version)
 
 
 def _facts(routes: APIRouter, texts: Texts) -> None:
-    """Models and tokens."""
     service = texts.service
 
     @routes.get("/v1/models")
@@ -158,8 +156,6 @@ def _facts(routes: APIRouter, texts: Texts) -> None:
 
 
 def _completions(routes: APIRouter, texts: Texts) -> None:
-    """Texts or ids in, completions out."""
-
     @routes.post("/v1/completions")
     async def completions(
         body: Annotated[CompletionRequest, open_body(CompletionRequest)], http: HttpRequest
@@ -186,8 +182,6 @@ def _completions(routes: APIRouter, texts: Texts) -> None:
 
 
 def _chats(routes: APIRouter, texts: Texts) -> None:
-    """Messages in, a message out."""
-
     @routes.post("/v1/chat/completions")
     async def chat_completions(body: Annotated[ChatRequest, open_body(ChatRequest)], http: HttpRequest) -> Response:
         check_logprobs(body.top_logprobs, "top_logprobs")
@@ -221,8 +215,6 @@ def _chats(routes: APIRouter, texts: Texts) -> None:
 
 
 def _plain(routes: APIRouter, texts: Texts) -> None:
-    """The plain shape."""
-
     @routes.post("/generate")
     async def generate(body: Annotated[PlainGenerate, open_body(PlainGenerate)], http: HttpRequest) -> Response:
         check_logprobs(body.logprobs)
@@ -273,7 +265,6 @@ def _prompts(texts: Texts, body: CompletionRequest) -> list[list[int]]:
 
 
 def _plain_prompt(texts: Texts, given: str | dict[str, Any]) -> tuple[list[int], str]:
-    """The ids of a prompt, and its text."""
     if isinstance(given, str):
         return texts.tokenize(given), given
     ids = token_ids(given.get("prompt_token_ids"))

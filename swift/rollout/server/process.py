@@ -126,7 +126,6 @@ class Connection(H11Protocol):
         self._await_reader()
 
     def resume_writing(self) -> None:
-        """It was taken."""
         super().resume_writing()
         self._stalled.cancel()
 

@@ -58,7 +58,6 @@ class Plan:
     notes: tuple[str, ...] = field(default=())
 
     def lines(self) -> list[str]:
-        """The plan in words."""
         width, count = self.specs[0].tensor_parallel_size, len(self.specs)
         devices = ", ".join(device for spec in self.specs for device in spec.devices)
         engines = f"{count} {'engine' if count == 1 else 'engines'}"

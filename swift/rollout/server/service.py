@@ -112,7 +112,6 @@ class Service:
     # --- its state --------------------------------------------------------------------------------------------
 
     def info(self) -> dict[str, Any]:
-        """GET /info."""
         holder, settings, can = self.lease.holder, self.settings, self.engine.capabilities
         running, waiting = self.queue.load
         return {
@@ -143,7 +142,6 @@ class Service:
 
     @property
     def running_of(self) -> dict[str, int]:
-        """Number of running samples by run, in words."""
         found = self.queue.running_by_owner
         return {"clients without a run" if own is None else f"run {own}": count for own, count in found.items()}
 
@@ -397,7 +395,6 @@ class Service:
         await self.do(drop)
 
     def disconnect(self) -> None:
-        """Leave the broadcast group of a trainer."""
         receiver, self.broadcast = self.broadcast, None
         if receiver is not None:
             receiver.close()

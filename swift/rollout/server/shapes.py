@@ -219,7 +219,6 @@ def _seed(first: int, index: int) -> int:
 
 
 def _guidance(wanted: Sampling) -> dict[str, Any]:
-    """Fields of `SamplingParams` for `structured_outputs`."""
     own = {name: value for name, value in (wanted.structured_outputs or {}).items() if value is not None}
     if "regex" not in own:
         return {"extra": {"structured_outputs": own}} if own else {}

@@ -80,7 +80,6 @@ class Bucket:
             digest.add(name, tensor, known[name])
 
     def digest(self) -> str:
-        """Over its own tensors."""
         stream = StreamDigest()
         self.add_to(stream)
         return stream.hexdigest()

@@ -244,7 +244,6 @@ class BroadcastReceiver(BroadcastGroup):
         super().__init__(store, mine, device)
 
     def receive(self, header: dict[str, Any]) -> list[tuple[str, Tensor]]:
-        """Take part in one broadcast; the tensors are views of one buffer."""
         flat = torch.empty(int(header["size"]), dtype=torch.uint8, device=self.device)
         self.broadcast(flat)
         return unpack(flat, header["entries"])

@@ -117,7 +117,6 @@ def adapter_weights(model: nn.Module) -> AdapterWeights:
 
 
 def _main_dtype(units: list[CheckpointUnit]) -> torch.dtype | None:
-    """The floating type that most numbers have."""
     counts: dict[torch.dtype, int] = {}
     for one in (tensor for unit in units for tensor in unit.tensors):
         if one.dtype.is_floating_point:

@@ -71,7 +71,6 @@ class ClientUpdate(WeightUpdate):
         self._asleep = ""
 
     def way_of(self, bucket: Bucket) -> str:
-        """How this engine is sent a bucket."""
         return self.owner.weight_transport or self._transport.choose(bucket)
 
     def _deliver(self, bucket: Bucket) -> Wait | None:
@@ -157,7 +156,6 @@ class ClientUpdate(WeightUpdate):
         self.owner.broadcaster = self._sender = sender
 
     def invite(self, invitation: dict[str, Any]) -> Wait:
-        """Tell the engine how to join the group."""
         wait = self._guarded(
             "connect",
             lambda: self._transport.start_call("connect", _left(self._deadline), invitation=invitation),

@@ -88,7 +88,6 @@ class WeightSync:
         self._saved = False
 
     def due(self, step: int) -> bool:
-        """Whether `interval` steps have passed since the last sync."""
         return step - self.last_step >= self.interval
 
     def step_of(self, version: int) -> int:

@@ -48,7 +48,6 @@ class Sampler:
     guides: GuideFactory | None
 
     def row(self, request: Request, budget: int) -> Row:
-        """A row that has sampled nothing."""
         wanted = request.sampling
         ends = frozenset((*self.eos_token_ids, *wanted.stop_token_ids))
         guide = None
@@ -58,7 +57,6 @@ class Sampler:
         return Row(request, budget=budget, ends=ends, uniforms=sample_uniforms(wanted.seed, budget), guide=guide)
 
     def ending(self, row: Row) -> FinishReason | None:
-        """Why a row ends with its last token, if it does."""
         wanted = row.request.sampling
         if row.token_ids[-1] in row.ends:
             return "stop"
@@ -92,7 +90,6 @@ class BatchRun:
         return request.sampling.regex is None and all(row.guide is None for row in self.rows)
 
     def join(self, rows: Sequence[Row]) -> None:
-        """Sample these too, from the next step on."""
         self.joining += rows
         self._num_rows += len(rows)
 
