@@ -309,10 +309,7 @@ class SamplingArguments(GenerationArguments):
     """Maximum number of completions per micro-batch; divides per_device_train_batch_size. Same gradient."""
 
     max_tokens_per_micro_batch: int | None = flag(
-        at_least=1,
-        group="Optimization",
-        everyday=False,
-        unset="what fits into memory",
+        at_least=1, group="Optimization", everyday=False, unset="what fits into memory"
     )
     """Maximum number of tokens per forward and backward pass, shared prompts counted once. Same gradient."""
 

@@ -28,12 +28,7 @@ from typing import Any
 
 from swift.errors import ConfigError, EngineDead, EngineError, SwiftError, Unsupported, suggest
 from swift.rollout.engines.around import EngineAround
-from swift.rollout.engines.base import (
-    Capabilities,
-    InferenceEngine,
-    TensorInfo,
-    WeightUpdate,
-)
+from swift.rollout.engines.base import Capabilities, InferenceEngine, TensorInfo, WeightUpdate
 from swift.rollout.rollout_output import FLAG, OutputReader
 from swift.rollout.seeds import seed_of
 from swift.types import Completion, Request, SamplingParams

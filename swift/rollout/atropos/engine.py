@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 
 from swift.errors import EngineError, NumericError, SwiftError, first_line
 from swift.rollout.atropos.api import Group, MessageAPI
-from swift.rollout.atropos.groups import GroupReader, Versions
+from swift.rollout.atropos.groups import GroupReader
 from swift.rollout.engines.around import EngineAround
 from swift.rollout.engines.base import InferenceEngine
+from swift.rollout.engines.wire import Versions
 from swift.types import Completion, Request
 
 logger = logging.getLogger("swift.rollout")

@@ -19,14 +19,12 @@ from typing import Any
 
 from swift.errors import ConfigError
 from swift.rollout.atropos.api import Group
+from swift.rollout.engines.wire import Versions
 from swift.types import Completion, Episode
 
 NOT_TRAINED = -100
 ROUNDING = 1e-4
 """A log-prob so far above 0 is one that was rounded."""
-
-Versions = Callable[[Sequence[tuple[Sequence[int], Sequence[int]]]], Sequence[list[tuple[int, int, int]] | None]]
-"""For pairs of prompt and completion the weight versions that sampled the tokens; None where nobody knows."""
 
 
 class _Excluded(Exception):

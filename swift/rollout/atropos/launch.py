@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,11 +44,6 @@ class Sources:
 
     def __post_init__(self) -> None:
         self.api_url = self.args.atropos_url or DEFAULT_URL
-
-    @property
-    def check(self) -> Callable[[], None]:
-        """Raises EngineError if something that this run started has died."""
-        return self.processes.check
 
     def start_api(self) -> None:
         port = free_port()

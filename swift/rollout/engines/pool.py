@@ -21,15 +21,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from swift.errors import (
-    ConfigError,
-    EngineAsleep,
-    EngineDead,
-    EngineError,
-    SwiftError,
-    SyncFailed,
-    Unsupported,
-)
+from swift.errors import ConfigError, EngineAsleep, EngineDead, EngineError, SwiftError, SyncFailed, Unsupported
 from swift.rollout.engines.base import (
     ALL_TAGS,
     Ack,

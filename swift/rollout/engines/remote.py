@@ -28,14 +28,7 @@ import msgspec
 
 from swift.errors import ConfigError, EngineDead, EngineError, RequestRefused, SwiftError, SyncFailed, first_line
 from swift.rollout.engines import wire
-from swift.rollout.engines.base import (
-    Ack,
-    AdapterWeights,
-    Capabilities,
-    EngineCounters,
-    Health,
-    SleepReport,
-)
+from swift.rollout.engines.base import Ack, AdapterWeights, Capabilities, EngineCounters, Health, SleepReport
 from swift.rollout.engines.client import EngineClient
 from swift.rollout.engines.completion_stream import Failure
 from swift.rollout.engines.server_calls import Busy, ServerCalls, problem_of

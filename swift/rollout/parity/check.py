@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,15 @@ from swift.models.forward import TokenSequence
 from swift.models.quantisation import is_quantised, rounds_activations
 from swift.rollout.engines.base import Capabilities, InferenceEngine
 from swift.rollout.engines.process import same_randomness
-from swift.rollout.parity.noise import make_noise
+from swift.rollout.parity.noise import applied, make_noise
 from swift.rollout.parity.tolerance import Gaps, Limits, Sample, Verdict, contract_faults, limits_for, measure
 from swift.rollout.seeds import sample_seed
 from swift.rollout.weights.base import dtype_name
-from swift.rollout.weights.sync import REHEARSAL, Ranks, WeightSync
+from swift.rollout.weights.sync import REHEARSAL, WeightSync
 from swift.types import Prompt, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from swift.trainers.distributed import Collectives
 
 PROMPTS, SAMPLES, TOKENS = 8, 2, 32
 """Size of a stage: prompts, samples of each, tokens of each sample."""
@@ -134,7 +137,7 @@ class ParityCheck:
         weight_sync: WeightSync,
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
-        ranks: Ranks,
+        ranks: Collectives,
         end_token_ids: Collection[int] = (),
         adapter_only: bool = False,
         around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
@@ -167,11 +170,11 @@ class ParityCheck:
                 return self._report(stages)
             noise = make_noise(self.model, seed=self.seed, adapter_only=self.adapter_only)
             if self.capabilities.shares_weights:  # it follows the noise without a sync
-                with noise.applied():
+                with applied(self.model, noise):
                     stages.append(self._compare(NOISY, self._version(), requests=self._requests[::SAMPLES]))
                 return self._report(stages)
             self.weight_sync.separate()  # the noise stands in for parameters that are put aside meanwhile
-            with noise.applied():
+            with applied(self.model, noise):
                 self.weight_sync.rehearse()
                 stages.append(self._compare(NOISY, REHEARSAL))
             self.weight_sync.refresh()

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import hmac
 import time
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,11 +17,8 @@ import msgspec
 from fastapi import Depends
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 Shape = TypeVar("Shape")
 
 OPEN_PATHS = ("/health", "/health/")
@@ -94,7 +91,7 @@ def check_count(name: str, seen: int, limit: int) -> None:
 class Gate:
     """ASGI middleware that asks for the bearer token, if there is one."""
 
-    def __init__(self, app: Application, api_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
         self.app = app
         self.expected = f"Bearer {api_key}".encode() if api_key else None
 

@@ -157,8 +157,7 @@ class ClientUpdate(WeightUpdate):
 
     def invite(self, invitation: dict[str, Any]) -> Wait:
         wait = self._guarded(
-            "connect",
-            lambda: self._transport.start_call("connect", _left(self._deadline), invitation=invitation),
+            "connect", lambda: self._transport.start_call("connect", _left(self._deadline), invitation=invitation)
         )
         return lambda: self._guarded("connect", wait)
 

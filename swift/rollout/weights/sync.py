@@ -18,11 +18,14 @@ import contextlib
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from swift.errors import EngineDead, SwiftError, SyncFailed
 from swift.rollout.engines.base import Ack, InferenceEngine
 from swift.rollout.weights.base import AdapterWeights, Live, WeightSource
+
+if TYPE_CHECKING:
+    from swift.trainers.distributed import Collectives
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +37,6 @@ REHEARSAL = 1 << 30
 T = TypeVar("T")
 Outcome = tuple[T | None, SwiftError | None]
 """What came of work on this rank, or why nothing did."""
-
-
-class Ranks(Protocol):
-    """The collective that a weight sync needs; see `swift.trainers.distributed`."""
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Values of all ranks, everywhere."""
-        ...
 
 
 class WeightSync:
@@ -69,7 +64,7 @@ class WeightSync:
         adapter: Callable[[], AdapterWeights] | None = None,
         live: Callable[[], Live] | None = None,
         interval: int = 1,
-        ranks: Ranks,
+        ranks: Collectives,
         timer: Callable[[str], AbstractContextManager[Any]] = lambda phase: contextlib.nullcontext(),
         progress: Callable[[], None] = lambda: None,
     ) -> None:

@@ -33,12 +33,7 @@ class InPlaceUpdate(WeightUpdate):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        manifest: Sequence[TensorInfo],
-        version: int,
-        *,
-        ended: Callable[[InPlaceUpdate], None],
+        self, model: nn.Module, manifest: Sequence[TensorInfo], version: int, *, ended: Callable[[InPlaceUpdate], None]
     ) -> None:
         super().__init__("transformers", manifest, version)
         self.committed = False

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from swift.rollout.arguments import EXTRA_FIELDS
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.engines.vllm.versions import lora_rank_at_least
 from swift.types import SamplingParams
@@ -89,18 +90,11 @@ def engine_arguments(
     return arguments | {name.replace("-", "_"): value for name, value in spec.engine_kwargs.items()}
 
 
-OWN_SAMPLING_FIELDS = (
-    "bad_words", "logit_bias", "allowed_token_ids", "structured_outputs", "thinking_token_budget",
-    "repetition_detection",
-)  # fmt: skip
-"""Fields of vLLM's `SamplingParams` that requests may set besides ours; 0.26 lacks the last ones."""
-
-
 def sampling_fields(vllm: SimpleNamespace) -> tuple[str, ...]:
-    """What of `SamplingParams.unusual` the installed vLLM takes."""
+    """What of `SamplingParams.unusual` the installed vLLM takes; 0.26 lacks some fields."""
     own = set(inspect.signature(vllm.SamplingParams).parameters)
     common = ("frequency_penalty", "presence_penalty", "min_tokens")
-    return (*common, *(name for name in OWN_SAMPLING_FIELDS if name in own))
+    return (*common, *(name for name in EXTRA_FIELDS["vllm"] if name in own))
 
 
 def sampling_parameters(

@@ -49,10 +49,7 @@ class WorkerExtension:
             load_vllm().begin_reload(self.model_runner.get_model())
 
     def swift_load(
-        self,
-        tensors: Sequence[tuple[str, Tensor]],
-        copies: Mapping[str, str],
-        known: Mapping[str, int] | None = None,
+        self, tensors: Sequence[tuple[str, Tensor]], copies: Mapping[str, str], known: Mapping[str, int] | None = None
     ) -> None:
         """Load some tensors, counted and digested while the model takes them.
 
