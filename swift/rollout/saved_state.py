@@ -86,8 +86,6 @@ def without_tokens(group: RolloutGroup) -> RolloutGroup:
     return replace(group, prompt=prompt, completions=completions)
 
 
-# --- plain data -----------------------------------------------------------------------------------------------------
-
 TAG = "@"
 """Only key of a dict that stands for a value msgpack lacks: [name of its type, content]."""
 _DATES = {kind.__name__: kind for kind in (datetime.datetime, datetime.date, datetime.time)}

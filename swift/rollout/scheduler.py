@@ -113,8 +113,6 @@ class RolloutScheduler:
         """Launches that have not ended and are not carried."""
         return self.launched - self.trained - self.excluded - self.dropped - len(self.carried)
 
-    # --- launching ----------------------------------------------------------------------------------------------
-
     def begin_round(self, step: int) -> LaunchLog:
         """What the next round, for optimizer step `step` (from 1), begins with."""
         self.rounds += 1
@@ -155,8 +153,6 @@ class RolloutScheduler:
         self.launched += 1
         return launch
 
-    # --- ends -----------------------------------------------------------------------------------------------------
-
     def end_round(self, *, trained: int, excluded: int, dropped: int = 0) -> None:
         self.trained += trained
         self.excluded += excluded
@@ -178,8 +174,6 @@ class RolloutScheduler:
     @property
     def rerolls_waiting(self) -> int:
         return len(self._rerolls)
-
-    # --- states ---------------------------------------------------------------------------------------------------
 
     def state(self, without: Sequence[LaunchLog] = ()) -> SchedulerState:
         """A copy of the state, as if the last rounds, those of `without`, had not begun; what has ended stays ended."""

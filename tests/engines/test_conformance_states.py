@@ -19,9 +19,6 @@ from swift.errors import EngineAsleep, EngineDead, EngineError, Unsupported
 KILLED_LIMIT_S = 10.0
 
 
-# --- C18 to C20: sleep -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("level", [1, 2])
 @transport
 def test_c18_the_same_greedy_tokens_before_and_after_sleep(subject, level):
@@ -110,9 +107,6 @@ def test_c20_an_engine_with_work_does_not_fall_asleep(subject):
     with pytest.raises(EngineError):
         subject.engine.sleep(1)
     assert [completion.request_id for completion in subject.engine.stream()] == ["r"]
-
-
-# --- C21, C22: ends; the engine has to be started again after each --------------------------------------
 
 
 @transport

@@ -49,8 +49,6 @@ class SmallEngine(InferenceEngine):
         if fault == "head_not_sent":
             self.model.lm_head.weight = torch.nn.Parameter(self.model.lm_head.weight.detach().clone())
 
-    # --- weights
-
     def begin_update(self, manifest, version):
         return _Update(self, manifest, version)
 
@@ -74,8 +72,6 @@ class SmallEngine(InferenceEngine):
         self.version = version
         if self.fault != "cache_kept":
             self._prompts.clear()
-
-    # --- sampling
 
     def submit(self, request):
         self._queue.append(request)

@@ -108,8 +108,6 @@ class EngineLife(InferenceEngine):
             return Health(True, f"asleep ({', '.join(sorted(self._asleep))})")
         return Health(True, "awake, but sleep(2) dropped its weights" if self._dropped else "")
 
-    # --- what is allowed now ------------------------------------------------------------------------------------
-
     def _invalidate(self, reason: str) -> None:
         self._invalid = self._invalid or reason
 

@@ -93,8 +93,6 @@ class ServerCalls(Transport):
 
         return wait
 
-    # --- the lease --------------------------------------------------------------------------------------------
-
     def _await_server(self) -> None:
         """Until /health says that it samples. Raises EngineDead: not within `server_s`."""
         deadline = time.monotonic() + self.timeouts.server_s

@@ -28,9 +28,6 @@ KEPT_VERSIONS = 2
 """Versions of a run that stay on disk: the present one, and the one that an engine may still be reading."""
 
 
-# --- bytes ------------------------------------------------------------------------------------------------------------
-
-
 def as_bytes(tensors: Sequence[tuple[str, Tensor]], metadata: dict[str, str] | None = None) -> bytes:
     """A safetensors file in memory. Tied tensors are written under each of their names.
 
@@ -61,9 +58,6 @@ def metadata_of(data: bytes | bytearray) -> dict[str, str]:
     (length,) = struct.unpack("<Q", bytes(data[:8]))
     found = json.loads(bytes(data[8 : 8 + length])).get("__metadata__")
     return found if isinstance(found, dict) else {}
-
-
-# --- writing ----------------------------------------------------------------------------------------------------------
 
 
 class RunFolder:
@@ -137,9 +131,6 @@ def write_whole(path: Path, content: bytes) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def inside(folder: Path | None, name: str) -> Path:

@@ -147,8 +147,6 @@ class ClientUpdate(WeightUpdate):
             problem = error.problems[0].removeprefix(f"{self.engine}: ")
         raise SyncFailed(f"{self.name}: {phase}: {problem}")
 
-    # --- broadcast --------------------------------------------------------------------------------------------
-
     def take_part_in(self, sender: BroadcastSender) -> None:
         """Use this sender, which others may share; a former one is left."""
         if self.owner.broadcaster is not sender and self.owner.broadcaster is not None:

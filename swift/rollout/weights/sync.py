@@ -135,8 +135,6 @@ class WeightSync:
             return self.sync(step)
         return self.refresh() if lost or self._lost else None
 
-    # --- one attempt, and another ---------------------------------------------------------------------------------
-
     def _everywhere(self, version: int) -> Ack | None:
         if self.engine is not None and self.engine.capabilities.shares_weights:
             self.engine.version = version
@@ -209,8 +207,6 @@ class WeightSync:
         if update is not None and failure is not None:
             update.abort()
         return ack, failure
-
-    # --- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """A JSON-safe state; see the module's docstring for what taking it means for the next `update`."""
