@@ -1,7 +1,6 @@
 """The contract of `swift.rollout.engines.base`, case by case: new weights and adapters.
 
-Every case runs on the engines of this process (transformers, vLLM, LMDeploy), those marked `transport` also on engines
-in actors, pools of them and servers. A capability that a backend does not name skips the case and says so.
+Which cases run on which backends is said in test_conformance_sampling.py.
 """
 
 from __future__ import annotations

@@ -8,12 +8,14 @@ import random
 import numpy as np
 import pytest
 import torch
-from parity_engines import END, SAMPLING, Alone, SmallEngine, load, plain, scorer, some_prompts, weight_sync_for
+from oracle import load
+from parity_engines import END, SAMPLING, SmallEngine, plain, scorer, some_prompts, weight_sync_for
 
 from swift.errors import NumericError
 from swift.rollout.engines.transformers import TransformersEngine
 from swift.rollout.parity import ParityCheck
 from swift.rollout.weights.sync import REHEARSAL
+from swift.trainers.distributed import Collectives
 
 
 def make_check(engine, model, *, adapter=False, sampling=SAMPLING, prompts=None, **options):
@@ -24,7 +26,7 @@ def make_check(engine, model, *, adapter=False, sampling=SAMPLING, prompts=None,
         weight_sync=weight_sync_for(engine, model, adapter=adapter),
         prompts=some_prompts() if prompts is None else prompts,
         sampling=sampling,
-        ranks=Alone(),
+        ranks=Collectives(),
         end_token_ids=[END],
         adapter_only=adapter,
         **options,

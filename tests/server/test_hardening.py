@@ -9,6 +9,7 @@ import time
 import tracemalloc
 
 import pytest
+from processes import wait_for
 from server_parts import KEY, PROMPT, LocalServer, Wakeful
 
 from swift.rollout.server import access, process
@@ -214,10 +215,7 @@ def test_a_client_that_does_not_take_its_answer_is_cut_off(small):
     small.service.template.tokenizer = lambda text, add_special_tokens: {"input_ids": [100_000] * 2_000_000}
     deaf = connect(small, posted("/tokenize", 15) + b'{"prompt": "a"}')
     assert deaf.recv(8) == b"HTTP/1.1"
-    deadline = time.monotonic() + 20
-    while small.uvicorn.server_state.connections:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert wait_for(lambda: not small.uvicorn.server_state.connections)
     deaf.close()
 
 
@@ -237,10 +235,7 @@ def test_a_client_that_leaves_is_one_line_at_most_and_nothing_stays(server, capl
     time.sleep(0.3)
     leaving.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, as of a kill
     leaving.close()
-    deadline = time.monotonic() + 20
-    while server.uvicorn.server_state.tasks or server.service.queue.load != (0, 0):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert wait_for(lambda: not server.uvicorn.server_state.tasks and server.service.queue.load == (0, 0))
     assert len(caplog.records) <= 1
     assert not any(record.exc_info for record in caplog.records)
 

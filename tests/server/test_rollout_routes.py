@@ -4,12 +4,12 @@ import json
 import pickle
 import re
 import threading
-import time
 from http.client import HTTPConnection
 from importlib.util import find_spec
 
 import pytest
 from oracle import PROMPT, ask, difference, load, run
+from processes import wait_for
 
 from swift.errors import Unsupported
 from swift.models.tokenizer import read_tokenizer
@@ -371,9 +371,7 @@ def test_abort_delivers_what_there_is(server, http):
         body = {"prompt": PROMPT, "max_tokens": 480, "n": 32, "ignore_eos": True, "return_token_ids": True}
         thread = threading.Thread(target=lambda: answers.append(other.post("/v1/completions", json=body)))
         thread.start()
-        deadline = time.monotonic() + 20
-        while ok(http.get("/info"))["running"] < 32:
-            assert time.monotonic() < deadline
+        assert wait_for(lambda: ok(http.get("/info"))["running"] == 32)
         assert ok(http.post("/abort_requests", json={}))["aborted"] == 32
         thread.join(30)
     choices = ok(answers[0])["choices"]

@@ -151,9 +151,6 @@ class MessageAPI:
     def _signed_up(self) -> dict[str, int]:
         if "uuid" not in self._call("POST", "/register", json=asdict(self.registration)).json():
             raise EngineError(f"--atropos_url: {self.url}: /register gives no uuid; this is no Atropos message API")
-        return self._info()
-
-    def _info(self) -> dict[str, int]:
         said = self._call("GET", "/info").json()
         return {name: int(said.get(name, -1)) for name in UNREGISTERED}
 

@@ -153,8 +153,7 @@ class InferenceEngine(ABC):
         A caller that leaves early aborts the rest, which is not delivered to anybody, nor is what `between_steps`
         submitted; so does a request that is refused before sampling has begun.
 
-        Raises:
-            PromptTooLong: before anything is sampled.
+        Raises PromptTooLong: before anything is sampled.
         """
         for request in requests:
             self.check_length(request)
@@ -271,8 +270,7 @@ class InferenceEngine(ABC):
     def load_weights(self, source: WeightSource, version: int) -> Ack:
         """Replace all weights.
 
-        Raises:
-            SyncFailed: they did not arrive whole; the engine must be rebuilt.
+        Raises SyncFailed: they did not arrive whole; the engine must be rebuilt.
         """
         update = self.begin_update(source.manifest(), version)
         try:
@@ -305,8 +303,7 @@ class InferenceEngine(ABC):
     def rebuild(self) -> None:
         """Make the engine anew after `SyncFailed`: it samples with the weights it was built with (version 0).
 
-        Raises:
-            EngineDead: it cannot be made again.
+        Raises EngineDead: it cannot be made again.
         """
         raise self._unsupported("rebuild")
 
@@ -361,8 +358,7 @@ class InferenceEngine(ABC):
     def engines(self) -> Sequence[Any]:
         """The engines it consists of, without those that are dead for good; each has a `health`.
 
-        Raises:
-            EngineDead: none is left.
+        Raises EngineDead: none is left.
         """
         return [self]
 

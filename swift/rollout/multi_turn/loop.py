@@ -37,10 +37,9 @@ class Loop:
         """
         with self.changed:
             limit = 0 if self._late else limit_s
-            self._late = not self.changed.wait_for(self._settled, limit)
-
-    def _settled(self) -> bool:
-        return self.idle and not self.threads and self._asked == self._begun
+            self._late = not self.changed.wait_for(
+                lambda: self.idle and not self.threads and self._asked == self._begun, limit
+            )
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -175,7 +175,8 @@ def format_of(template: Template, parser: str | None) -> Mapping[str, Any]:
             raise ConfigError(f"--tool_parser: {parser}: {first_line(error)}; correct the plugin") from error
         return dict(tool_parsers[parser])
     call = {"name": "probe", "arguments": {"text": "a probe"}}
-    chat = [{"role": "user", "content": _ASKED}, _calling(call)]
+    calling = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": dict(call)}]}
+    chat = [{"role": "user", "content": _ASKED}, calling]
     try:
         _, _, written = template.render(chat).rpartition(_ASKED)
     except RefusedChat:
@@ -188,10 +189,6 @@ def format_of(template: Template, parser: str | None) -> Mapping[str, Any]:
         f"{FLAG}: the chat template writes tool calls in none of the formats {', '.join(sorted(tool_parsers))}; "
         "use --template qwen3, or name the format of the answers with --tool_parser"
     )
-
-
-def _calling(call: Mapping[str, Any]) -> Message:
-    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": dict(call)}]}
 
 
 def _reads(format: Mapping[str, Any], text: str, call: Mapping[str, Any]) -> bool:

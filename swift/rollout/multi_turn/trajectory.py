@@ -110,7 +110,7 @@ class Trajectory:
         """
         if self._said:
             self._take_said()
-        room = self._room()
+        room = min(self._left(), self.request.sampling.max_new_tokens)
         if room < 1:
             self.finish_reason = "length"
             raise OutOfRoom
@@ -265,9 +265,6 @@ class Trajectory:
         if self.limits.scope == "total":
             left = min(left, self.request.sampling.max_new_tokens - len(self.token_ids))
         return left
-
-    def _room(self) -> int:
-        return min(self._left(), self.request.sampling.max_new_tokens)
 
     # --- the end --------------------------------------------------------------------------------------------------
 

@@ -157,12 +157,9 @@ QUANTISED = Limits("quantised", {"k3": (math.inf, 0.1)})
 def limits_for(trainer: str, engine: str, device: str, *, tf32: bool | None = None, quantised: bool = False) -> Limits:
     """The row that applies.
 
-    Args:
-        trainer: torch dtype name of the policy's weights.
-        engine: dtype that the engine declares; one that is no torch float counts as quantised.
-        device: type of the trainer's device, "cpu" or an accelerator.
-        tf32: whether float32 products are rounded to TF32 there; None looks at torch's settings.
-        quantised: either side holds quantised weights.
+    trainer: torch dtype name of the policy's weights. engine: dtype that the engine declares; one that is no torch
+    float counts as quantised. device: type of the trainer's. tf32: whether float32 products are rounded to TF32 there;
+    None looks at torch's settings. quantised: either side holds quantised weights.
     """
     if quantised or trainer not in FULL + HALF or engine not in FULL + HALF:
         return QUANTISED
