@@ -107,6 +107,19 @@ def test_evaluation_samples_do_not_change_with_the_step(strided_argv, texts):
     )
 
 
+def test_an_evaluation_is_that_of_its_tokens_however_it_is_cut(strided_argv, texts, tmp_path):
+    """Batches of other sizes, of which the last holds one document."""
+    flags = ("--val_dataset", f"{texts}#5", "--max_steps", "1", "--eval_steps", "1", "--learning_rate", "1e-12")
+    found = []
+    for size in ("2", "5"):
+        argv = strided_argv(*flags, "--per_device_eval_batch_size", size, "--output_dir", str(tmp_path / size))
+        (line,) = [line for line in log(strided(argv)) if "eval_loss" in line]
+        line.pop("eval_ebft/advantages_std")  # of a batch
+        found.append({name: value for name, value in line.items() if "second" not in name and "runtime" not in name})
+    assert found[0]["eval_loss"] == pytest.approx(found[0]["eval_ebft/rl_loss"] + 0.1 * found[0]["eval_ebft/ce_loss"])
+    assert found[0] == pytest.approx(found[1], abs=1e-5)
+
+
 def test_a_dry_run_counts_documents_and_blocks_and_writes_nothing(strided_argv, tmp_path, capsys):
     data = tmp_path / "mixed.jsonl"
     data.write_text("".join(json.dumps({"text": "x" * n}) + "\n" for n in (30, 5, 45)))
@@ -205,15 +218,21 @@ def test_names_of_the_seed_and_a_block_of_yaml_choose_the_mode(strided_argv, tmp
 
 
 @pytest.mark.long
-def test_two_processes_train_the_model_that_one_does(strided_argv, tmp_path):
-    whitened = ("--ebft_whitening", "pooled")
+@pytest.mark.parametrize("documents", [1, 3])
+def test_two_processes_train_the_model_that_one_does(strided_argv, tmp_path, texts, documents):
+    """And evaluate the same documents, of which one of them has fewer."""
+    whitened = ("--ebft_whitening", "pooled", "--val_dataset", f"{texts}#{documents}", "--eval_steps", "2")
+    whitened = (*whitened, "--per_device_eval_batch_size", "4")
     alone = strided(strided_argv(*whitened, "--output_dir", str(tmp_path / "one")))
     flags = ("--per_device_train_batch_size", "2", "--output_dir", str(tmp_path / "two"))
+    whitened = (*whitened[:-1], "2")
     run_ranks(["-m", "swift", "rlhf", *strided_argv(*whitened, *flags)], tmp_path / "logs", limit_s=240)
     lines = [log(alone), log(newest_run(tmp_path / "two"))]
     for ours, theirs in zip(*lines, strict=True):
         for line in (ours, theirs):
-            line.pop("ebft/advantages_std")  # of a micro-batch
+            timed = [name for name in line if "second" in name or "runtime" in name]
+            for name in ("ebft/advantages_std", "eval_ebft/advantages_std", *timed):  # of a micro-batch
+                line.pop(name, None)
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
     ours, theirs = (
         load_file(path / "checkpoint-4" / "model.safetensors") for path in (alone, newest_run(tmp_path / "two"))

@@ -25,6 +25,11 @@ def test_depths_are_layers(num_layers, layers):
     assert feature_layers([0.25, 0.5, 0.75], num_layers) == layers
 
 
+@pytest.mark.parametrize(("depth", "num_layers", "layer"), [(0.58, 50, 29), (0.29, 100, 29), (0.579, 50, 28)])
+def test_the_floor_of_a_depth_is_that_of_the_decimal_number(depth, num_layers, layer):
+    assert feature_layers([depth], num_layers) == [layer], "0.58 * 50 is 28.999... in floats"
+
+
 def test_depths_stay_within_the_model_and_apart():
     assert feature_layers([0.01, 1.0], 4) == [1, 4]
     with pytest.raises(ValueError, match="of 2 layers these are 1 1"):
