@@ -56,7 +56,8 @@ def test_a_run_logs_its_metrics_and_both_losses(strided_argv):
 def test_gradient_accumulation_equals_a_larger_batch(strided_argv, whitening):
     flags = ("--ebft_whitening", whitening, "--ebft_advantage_estimator", "reinforce")
     once = strided(strided_argv(*flags, "--per_device_train_batch_size", "4"))
-    twice = strided(strided_argv(*flags, "--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "4"))
+    parts = ("--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "4")
+    twice = strided(strided_argv(*flags, *parts, "--gradient_checkpointing", "true"))
     for line in (lines := (log(once), log(twice)))[0] + lines[1]:
         line.pop("ebft/advantages_std")  # of a micro-batch
         assert ("ebft/rank_deficient_frac" in line) and line["ebft/rank_deficient_frac"] <= 1
@@ -118,6 +119,17 @@ def test_an_evaluation_is_that_of_its_tokens_however_it_is_cut(strided_argv, tex
         found.append({name: value for name, value in line.items() if "second" not in name and "runtime" not in name})
     assert found[0]["eval_loss"] == pytest.approx(found[0]["eval_ebft/rl_loss"] + 0.1 * found[0]["eval_ebft/ce_loss"])
     assert found[0] == pytest.approx(found[1], abs=1e-5)
+
+
+@pytest.mark.long
+def test_weights_of_16_bits_and_other_pooling_and_truncated_samples(strided_argv):
+    """Everything that the other runs leave at its default, at once."""
+    own = ("--torch_dtype", "bfloat16", "--ebft_embed_method", "concat", "--ebft_feature_norm", "per_layer")
+    own += ("--ebft_top_p", "0.9", "--ebft_advantage_estimator", "group_norm", "--ebft_alignment_coef", "0.5")
+    lines = log(strided(strided_argv(*own, tuner="lora")))
+    for line in lines:
+        assert line["grad_norm"] > 0 and abs(line["ebft/alignment"]) <= 1
+        assert line["ebft/effective_reward"] == pytest.approx(line["ebft/alignment"] - line["ebft/diversity"], abs=1e-5)
 
 
 def test_a_dry_run_counts_documents_and_blocks_and_writes_nothing(strided_argv, tmp_path, capsys):

@@ -82,6 +82,7 @@ def weights(folder):
         pytest.param(LORA, id="lora"),
         pytest.param({}, id="full"),
         pytest.param({"deepspeed": "zero3"}, id="zero3"),
+        pytest.param({"deepspeed": "zero3", **LORA}, id="zero3-lora"),
         pytest.param({"fsdp": "full_shard"}, id="fsdp"),
         pytest.param({"fsdp": "full_shard", **LORA}, id="fsdp-lora"),
     ],
@@ -109,7 +110,7 @@ def test_a_dedicated_engine_samples_ahead(cli, flags, more):
 @LONG
 @pytest.mark.parametrize("own", [{"vllm_mode": "colocate", "offload_model": "true"}, {"vllm_mode": "dedicated"}])
 def test_vllm_samples_what_is_compared(cli, flags, tiny, own):
-    """Rewards are those of the features of vLLM's own tokens, and a resumed run goes on with them."""
+    """Log-probs are the trainer's, a resumed run ends alike, and equal completions have the rewards of any engine."""
     given = {**flags, **VLLM, **own, "model": tiny}
     straight, _, _ = cli.finish("straight", **given)
     rows = log_rows(straight)
@@ -121,6 +122,12 @@ def test_vllm_samples_what_is_compared(cli, flags, tiny, own):
     folder, _, _ = cli.finish("half", **given, resume_from_checkpoint="last")
     assert log_rows(folder) == rows[2:]
     assert all(torch.equal(a, b) for a, b in zip(weights(folder), weights(straight), strict=True))
+
+    greedy = {**given, "top_k": 1, "max_steps": 1}
+    theirs, _, _ = cli.finish("greedy", **greedy)
+    ours, _, _ = cli.finish("own", **{**greedy, **dict.fromkeys(("use_vllm", *own, *VLLM.keys() - {"max_length"}))})
+    assert [row[4] for row in sampled(theirs)] == [row[4] for row in sampled(ours)]
+    assert_close(theirs, ours, "reward", "ebft/alignment", "ebft/cfm_loss", "ebft/ce_loss")
 
 
 @LONG

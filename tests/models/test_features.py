@@ -9,9 +9,11 @@ from torch.nn.functional import normalize
 
 from swift.errors import ConfigError
 from swift.models.arguments import ModelArguments
+from swift.models.attention.choice import choose_attention
 from swift.models.features import feature_layers, load_features, pool, token_features
 from swift.models.forward import TokenSequence
 from swift.models.policy import load_for_inference, load_policy
+from swift.models.scoring import prepare_scoring
 
 PROMPT = [70, 71, 72, 73]
 COMPLETIONS = [[80, 81, 82, 83, 84], [85], [], [86, 87, 88]]
@@ -94,6 +96,8 @@ def test_features_are_those_of_each_sequence_alone(qwen2, method, packed, monkey
 def test_features_stay_while_the_policy_moves(qwen2, tuner):
     args = settings(qwen2, tuner)
     policy = load_policy(args)
+    choose_attention(policy)
+    prepare_scoring(policy)  # replaces its forward, as a run does before the copy is made
     network = load_features(args, policy)
     before = network.of_sequences(SEQUENCES)
     torch.manual_seed(3)

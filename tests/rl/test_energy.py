@@ -36,6 +36,7 @@ def test_three_samples_by_hand():
     close(a - d, [[1.4, -0.8, -0.2]])
     close(advantages(PHI, STAR), [[2.4, -1.2, -1.2]])
     close(advantages(PHI, STAR, "reinforce"), [[1.4, -0.8, -0.2]])
+    close(a - d - ((a - d).sum() - (a - d)) / 2, [[1.9, -1.4, -0.5]])  # a plain leave-one-out mean: another gradient
     close(cfm_loss(PHI, STAR), [0.4])
     plug_in = (PHI.mean(dim=1) - STAR).square().sum(dim=1)
     close(plug_in, [0.577778], 1e-6)
