@@ -39,10 +39,14 @@ def opencode(row: Mapping[str, Any]) -> list[Row]:
 
 
 def chat_multiturn(row: Mapping[str, Any]) -> list[Row]:
-    """The first assistant turn is the reference; what follows goes into `remaining_turns`."""
+    """The first assistant turn is the reference; what follows, up to the last one, goes into `remaining_turns`."""
     messages = _chat(row)
-    first = _turns(messages)[0]
-    return [_prompt(messages, first) | {"remaining_turns": messages[first + 1 :]}]
+    turns = _turns(messages)
+    first, last = turns[0], turns[-1]
+    rest = messages[first + 1 : last + 1]
+    if rest and rest[0]["role"] == "assistant":
+        raise RowError("two assistant turns in a row")
+    return [_prompt(messages, first) | {"remaining_turns": rest}]
 
 
 def chat_multiturn_last(row: Mapping[str, Any]) -> list[Row]:

@@ -13,7 +13,9 @@ from transformers import AutoTokenizer
 
 from swift.arguments import parse
 from swift.cli.dry_run import rehearse_rlhf
+from swift.data.arguments import PromptArguments
 from swift.data.loading import Example
+from swift.data.source import StreamingPrompts
 from swift.errors import ConfigError
 from swift.models.features import FeatureNetwork
 from swift.models.forward import TokenSequence
@@ -167,6 +169,23 @@ def test_a_row_is_left_out_for_its_prompt_or_its_reference():
         tokenizer.too_long(example(columns={"ground_truth": "a" * n}), [0] * m) for n, m in [(5, 3), (6, 3), (5, 4)]
     ]
     assert found == [False, True, True]
+
+
+def test_a_stream_leaves_them_out_too(tmp_path):
+    """It used to cut their prompts and to keep their references."""
+    rows = [{"prompt": "abcd", "ground_truth": "x"}, {"prompt": "a", "ground_truth": "x" * 6}]
+    rows += [{"prompt": "a", "ground_truth": "x" * n} for n in (1, 2)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def ids(messages):
+        return [ord(one) for one in messages[0]["content"]]
+
+    tokenizer = ReferenceTokenizer(ids, 3, references=references(max_tokens=5))
+    args = PromptArguments(dataset=[str(data)], streaming=True, dataset_shuffle=False)
+    stream = StreamingPrompts(args, tokenizer)
+    assert [stream.next().columns["ground_truth"] for _ in range(2)] == ["x", "xx"]
+    assert stream.report.num_deleted == 2
 
 
 CHAT = {

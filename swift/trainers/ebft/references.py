@@ -102,6 +102,7 @@ class References:
 class ReferenceTokenizer(Tokenizer):
     """Also leaves out rows whose reference is longer than a completion can be."""
 
+    strategy: str = "delete"
     references: References | None = None
 
     @property
