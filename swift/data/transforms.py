@@ -181,9 +181,10 @@ def _split(turn: Message) -> Message:
     if turn["role"] != "assistant" or "reasoning_content" in turn:
         return turn
     for opening, closing in THOUGHTS:
-        before, mark, rest = turn["content"].partition(opening)
+        text = turn["content"] if opening in turn["content"] else opening + turn["content"]  # the prompt may open it
+        before, _, rest = text.partition(opening)
         thought, end, answer = rest.partition(closing)
-        if mark and end:
+        if end:
             return turn | {"reasoning_content": thought.strip(), "content": (before + answer).strip()}
     return turn
 
@@ -191,4 +192,5 @@ def _split(turn: Message) -> Message:
 def _without_thoughts(text: str) -> str:
     for opening, closing in THOUGHTS:
         text = re.sub(f"{re.escape(opening)}.*?{re.escape(closing)}\\s*", "", text, flags=re.DOTALL)
+        text = text.rpartition(closing)[2]  # the prompt may have opened it
     return text.strip()

@@ -108,6 +108,14 @@ def test_other_tags_of_thoughts_are_known():
     assert found.values["ground_truth"] == "a"
 
 
+def test_a_thought_that_the_prompt_has_opened_is_one():
+    chat = [turn("user", "q"), turn("assistant", "t</think>a")]
+    (found,) = made("reasoning_answer_only", {"messages": chat})
+    assert found.values["ground_truth"] == "a"
+    (found,) = made("reasoning_split_thinking", {"messages": chat})
+    assert found.values["ground_truth"] == "<think>\nt\n</think>\n\na"
+
+
 def load(tmp_path, rows, name, **settings):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

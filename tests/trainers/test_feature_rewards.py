@@ -233,13 +233,21 @@ def test_turns_that_are_no_conversation_are_refused(turns):
         references().of(row)
 
 
-def test_conversations_are_seen_wherever_they_stand(nano_folders, tmp_path):
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--gym_env x", "--gym_env: x: makes the completions, and rows have remaining_turns"),
+        ("--multi_turn_scheduler x", "--multi_turn_scheduler: x: makes the completions"),
+        ("--steps_per_generation 2 --per_device_train_batch_size 8", "--steps_per_generation: 2 optimizer steps per"),
+    ],
+)
+def test_conversations_are_seen_wherever_they_stand(nano_folders, tmp_path, flags, said):
     """The first 64 rows have none; one that came later used to be answered once and compared with all its turns."""
     rows = [{"prompt": "count", "ground_truth": "one"}] * 70 + [{"prompt": "count", **CHAT}]
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = f"--rlhf_type ebft --model {nano_folders['qwen2']} --dataset {data} --dry_run true --gym_env x"
-    with pytest.raises(ConfigError, match="--gym_env: x: makes the completions, and rows have remaining_turns"):
+    words = f"--rlhf_type ebft --model {nano_folders['qwen2']} --dataset {data} --dry_run true {flags}"
+    with pytest.raises(ConfigError, match=said):
         rehearse_rlhf(parse("rlhf", words.split(), {"CUDA_VISIBLE_DEVICES": ""}))
 
 
