@@ -7,10 +7,13 @@ import pytest
 import torch
 from preloaded import run_ranks
 from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy, normalize
+from transformers import AutoModelForCausalLM
 
 from swift.arguments import parse
 from swift.cli.dry_run import rehearse_trl
 from swift.errors import ConfigError
+from swift.rl.energy import energy_advantages, energy_rewards
 from swift.trainers.checkpoint import list_checkpoints
 from swift.trainers.ebft.strided import METRICS
 from swift.trainers.trl.run import run
@@ -50,6 +53,62 @@ def test_a_run_logs_its_metrics_and_both_losses(strided_argv):
         assert line["ebft/cfm_loss"] == pytest.approx(energy, abs=1e-5)
     assert [path.name for path in list_checkpoints(run_dir)] == ["checkpoint-4"]
     assert (run_dir / "images").is_dir()
+
+
+def test_a_step_follows_the_gradient_that_ordinary_passes_give(strided_argv, nano_folders, monkeypatch):
+    """Two micro-batches, one step of plain gradient descent, against REINFORCE and cross-entropy by hand."""
+    from swift.trainers.ebft import strided as module
+
+    drawn, original = [], module.sample_blocks
+
+    def noted(model, ids, stream, *rest, **more):
+        tokens = original(model, ids, stream, *rest, **more)
+        drawn.append((ids, stream, tokens))
+        return tokens
+
+    monkeypatch.setattr(module, "sample_blocks", noted)
+    flags = (
+        "--optim",
+        "sgd",
+        "--weight_decay",
+        "0",
+        "--learning_rate",
+        "1",
+        "--lr_scheduler_type",
+        "constant",
+        "--max_grad_norm",
+        "0",
+    )
+    flags += ("--max_steps", "1", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2")
+    flags += ("--ebft_rl_coef", "0.5", "--ebft_ce_coef", "0.3", "--ebft_n_samples_per_prompt", "3")
+    after = load_file(strided(strided_argv(*flags)) / "checkpoint-1" / "model.safetensors")
+    plain = AutoModelForCausalLM.from_pretrained(nano_folders["qwen2"], dtype=torch.float32).eval()
+
+    def last_feature(ids):
+        with torch.no_grad():
+            states = plain(input_ids=ids[None], output_hidden_states=True).hidden_states
+        return normalize(torch.cat([states[1][0, -1], states[2][0, -1]]), dim=0)
+
+    reinforce = entropy = num_sampled = num_targets = 0
+    for ids, stream, tokens in drawn:
+        documents = ids.split(stream.lengths)
+        for one in documents:
+            entropy = entropy + cross_entropy(plain(input_ids=one[None]).logits[0, :-1], one[1:], reduction="sum")
+            num_targets += len(one) - 1
+        num_sampled += tokens.numel()
+        for first in range(0, len(stream.columns), 3):
+            document, anchor = stream.columns[first]
+            prefix = documents[document][:anchor]
+            rows = [torch.cat([prefix, tokens[:, first + sample]]) for sample in range(3)]
+            star = last_feature(documents[document][: anchor + 4])
+            a, d = energy_rewards(torch.stack([last_feature(row) for row in rows])[None], star[None])
+            advantages = energy_advantages(a, d, alignment_coef=1.0, diversity_coef=1.0)[0]
+            for row, advantage in zip(rows, advantages, strict=True):
+                logits = plain(input_ids=row[None]).logits[0, anchor - 1 : -1] / 0.6
+                reinforce = reinforce + advantage * cross_entropy(logits, row[anchor:], reduction="sum")
+    (0.5 * reinforce / num_sampled + 0.3 * entropy / num_targets).backward()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(parameter.detach() - after[name], parameter.grad, rtol=2e-3, atol=2e-6)
 
 
 @pytest.mark.parametrize("whitening", ["pooled", pytest.param("group", marks=pytest.mark.long)])
