@@ -19,7 +19,8 @@ from swift.cli.main import main
 from swift.models import load_chat
 from swift.models.step_scores import steps_of
 from swift.rewards.models import ProcessRewardModel, load_reward_models
-from swift.trainers.preferences.steps import IGNORED, encode, step_metrics
+from swift.trainers.preferences.steps import encode, step_metrics
+from swift.trainers.rows import IGNORED
 
 
 def steps(count, seed=0):

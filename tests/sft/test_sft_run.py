@@ -78,7 +78,7 @@ def test_rows_over_max_length_are_left_out_and_the_plan_is_that_of_the_rest(sft_
     flags = ("--dataset", str(data), "--max_length", "100", "--per_device_train_batch_size", "1", "--dry_run", "true")
     assert rehearse_trl(parse("sft", sft_argv(*flags), {})) == 0
     printed = capsys.readouterr().out
-    assert "train: left out 1 row: 1 (longer than max_length)" in printed
+    assert "train: left out 1 row: 1 (longer than max_length; the first: " in printed
     assert "plan: 2 rows; 1 per device x 1 process x 1 accumulation step = 1 row per step" in printed
     assert not (tmp_path / "out").exists(), "a dry run writes nothing"
 
