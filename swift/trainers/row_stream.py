@@ -1,6 +1,6 @@
-"""Rows that are read and tokenised while training.
+"""Rows of a method that are read and tokenised while training.
 
-The stream has no end and depends on files and settings only. A resumed run reads it again up to its place.
+A stream has no end and depends on files and settings only. A resumed run reads it again up to its place.
 """
 
 from __future__ import annotations

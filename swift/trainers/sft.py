@@ -43,8 +43,8 @@ def encode(args: Any, template: Template, *, purpose: Purpose) -> Encoded:
         import datasets  # noqa: F401  # what encoding needs
 
         from swift.models.policy import context_length
-        from swift.trainers.rows import encode_splits
         from swift.trainers.sft_data import ChatEncoder
+        from swift.trainers.splits import encode_splits
 
         template.training_template = training_template(template)
     length, packing = args.max_length or context_length(args), None

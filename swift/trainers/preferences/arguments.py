@@ -108,7 +108,8 @@ class DPOParameters(DivergenceArguments):
     """Weight of the negative log-likelihood of the chosen answer, which is added (RPO, arXiv:2404.19733)."""
 
     label_smoothing: float = flag(0.0, at_least=0, below=0.5, everyday=False)
-    """Probability that a preference is wrong, for robust and aot. exo_pair: its smoothing (1e-3 in arXiv:2402.00856)."""
+    """Probability that a preference is wrong, for robust and aot; for exo_pair its smoothing (1e-3 in
+    arXiv:2402.00856)."""
 
     use_weighting: bool = flag(False, everyday=False)
     """Whether pairs are weighted by their probability under the model (WPO, arXiv:2406.11827)."""

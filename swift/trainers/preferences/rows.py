@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from swift.models.template import RefusedChat, Template
-from swift.trainers.rows import IGNORED, TOO_LONG, Encoder, counts, encode_splits
+from swift.trainers.rows import IGNORED, TOO_LONG, Encoder, counts
+from swift.trainers.splits import encode_splits
 from swift.trainers.trl.method import Encoded
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from swift.errors import ConfigError
 from swift.models.step_scores import SEPARATOR, encode_steps
 from swift.models.template import RefusedChat, Template
 from swift.trainers.atomic_trainer import AtomicTrainer
-from swift.trainers.rows import IGNORED, TOO_LONG, Encoder, counts, encode_splits
+from swift.trainers.rows import IGNORED, TOO_LONG, Encoder, counts
+from swift.trainers.splits import encode_splits
 from swift.trainers.trl.method import Encoded, Method
 
 if TYPE_CHECKING:
