@@ -1,3 +1,7 @@
+import os
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from preloaded import run_ranks
@@ -9,6 +13,7 @@ from swift.arguments import parse
 from swift.cli.dry_run import rehearse_trl
 from swift.trainers.grpo.run import run as run_grpo
 
+OPTIONAL = Path(sys.prefix) / "optional"
 METHODS = ("dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm")
 LORA = ("--tuner_type", "lora")
 WAYS = [("--deepspeed", "zero2"), ("--deepspeed", "zero3"), ("--fsdp", "full_shard")]
@@ -39,6 +44,7 @@ REST = [
     ("dpo", ("--precompute_ref_log_probs", "true")),
     ("dpo", ("--sync_ref_model", "true", "--ref_model_sync_steps", "1")),
     ("kto", ("--precompute_ref_log_probs", "true", *LORA)),
+    ("dpo", (*LORA, "--use_dora", "true")),
     ("dpo", PISSA),
     ("rm", PISSA),
     *((method, ("--streaming", "true", "--shuffle_buffer_size", "7")) for method in METHODS),
@@ -108,6 +114,22 @@ def test_the_reference_of_an_adapter_to_start_from_is_that_adapter(settings, tun
     rewards = logged(trained(settings("dpo", *flags, "--adapters", str(start))), "rewards/margins")
     assert rewards[1, 1] == pytest.approx(0, abs=1e-5), "policy and reference are the same at the first step"
     assert abs(rewards[1, 2]) > 1e-4
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not list(OPTIONAL.glob("bitsandbytes-*")), reason="make install puts bitsandbytes there")
+def test_on_quantised_weights_the_reference_is_the_adapter_in_full_precision(settings, tmp_path):
+    flags = (*LORA, "--quant_method", "bnb", "--quant_bits", "4", "--learning_rate", "1e-1")
+
+    def run(name, *more):
+        resolved = settings("dpo", *flags, "--max_steps", "2", "--output_dir", str(tmp_path / name), *more)
+        path = os.pathsep.join([*filter(None, sys.path), str(OPTIONAL)])
+        run_ranks(["-m", "swift", "rlhf", *words_of(resolved)], tmp_path / f"logs-{name}", count=1, PYTHONPATH=path)
+        (run_dir,) = (tmp_path / name).glob("v*-*")
+        return run_dir
+
+    again = run("again", "--adapters", str(run("first") / "checkpoint-2"))
+    assert logged(again, "rewards/margins")[1, 1] == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize("init", ["false", "pissa"])
@@ -194,8 +216,12 @@ def test_sharded_processes_train_the_model_that_one_does_and_resume(settings, tm
 
 def train_two(resolved, tmp_path):
     """Runs it in two processes."""
-    words = [word for name in resolved.given for word in (f"--{name}", *_words(getattr(resolved.args, name)))]
-    run_ranks(["-m", "swift", "rlhf", *words], tmp_path / "logs", limit_s=240)
+    run_ranks(["-m", "swift", "rlhf", *words_of(resolved)], tmp_path / "logs", limit_s=240)
+
+
+def words_of(resolved):
+    """The flags of a command that was parsed."""
+    return [word for name in resolved.given for word in (f"--{name}", *_words(getattr(resolved.args, name)))]
 
 
 def train_as_one_and_as_two(make, tmp_path, *way):

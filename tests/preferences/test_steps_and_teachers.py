@@ -136,8 +136,10 @@ def perturbed(folder):
     return model
 
 
-def test_gkd_keeps_the_dropout_of_an_adapter(gkd, tmp_path):
-    trainer = ours(gkd("--tuner_type", "lora", "--lora_dropout", "0.3"), tmp_path)
+def test_gkd_keeps_the_dropout_of_an_adapter_and_samples_with_a_cache(gkd, tmp_path):
+    flags = ("--tuner_type", "lora", "--lora_dropout", "0.3", "--gradient_checkpointing", "true")
+    trainer = ours(gkd(*flags), tmp_path)
+    assert trainer.generation_config.use_cache and trainer.generation_kwargs["use_cache"]
     assert {one.p for name, one in trainer.model.named_modules() if name.endswith("dropout.default")} == {0.3}
 
 

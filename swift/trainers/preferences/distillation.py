@@ -15,6 +15,11 @@ from swift.trainers.trl.method import Method, model_without_dropout
 class Distilled:
     """In front of TRL's trainer, which divides the loss by the tokens of all processes."""
 
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        # TRL turns checkpointing off while sampling, so keys and values can be kept
+        self.generation_kwargs["use_cache"] = self.generation_config.use_cache = True  # type: ignore[attr-defined]
+
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
