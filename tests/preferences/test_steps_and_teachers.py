@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from small_pairs import sums, written
 from test_against_trl import first_step, ours
-from test_preference_runs import assert_resumes_exactly, logged, trained
+from test_preference_runs import assert_resumes_exactly, logged, train_as_one_and_as_two, trained
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 from trl.experimental.gkd import GKDConfig, GKDTrainer
 
@@ -19,7 +19,8 @@ from swift.cli.main import main
 from swift.models import load_chat
 from swift.models.step_scores import steps_of
 from swift.rewards.models import ProcessRewardModel, load_reward_models
-from swift.trainers.preferences.steps import IGNORED, encode, step_metrics
+from swift.trainers.preferences.steps import encode, step_metrics
+from swift.trainers.rows import IGNORED
 
 
 def steps(count, seed=0):
@@ -37,6 +38,9 @@ def steps(count, seed=0):
 def chats(count):
     for pair in sums(count):
         yield {"messages": [*pair["prompt"], *pair["chosen"]]}
+
+
+STREAM = ("--streaming", "true", "--shuffle_buffer_size", "7")
 
 
 @pytest.fixture
@@ -62,8 +66,10 @@ def test_the_label_of_a_step_sits_on_the_separator_after_it(settings):
     text = template.tokenizer.decode(ids)
     assert text.endswith("1+1=2##2+2=5##")
     assert template.tokenizer.decode(ids[: at[0] + 1]).endswith("1+1=2##")
-    args.train_on_last_step_only = True
-    assert [label for label in encode(args, template)[0][0]["labels"] if label != IGNORED] == [0]
+    args.train_on_last_step_only, args.val_dataset = True, args.dataset
+    learnt, judged, _ = encode(args, template)
+    assert [label for label in learnt[0]["labels"] if label != IGNORED] == [0]
+    assert [label for label in judged[0]["labels"] if label != IGNORED] == [1, 0], "evaluation is of all steps"
 
 
 def test_steps_are_counted_in_evaluation():
@@ -130,14 +136,30 @@ def perturbed(folder):
     return model
 
 
+def test_gkd_keeps_the_dropout_of_an_adapter_and_samples_with_a_cache(gkd, tmp_path):
+    flags = ("--tuner_type", "lora", "--lora_dropout", "0.3", "--gradient_checkpointing", "true")
+    trainer = ours(gkd(*flags), tmp_path)
+    assert trainer.generation_config.use_cache and trainer.generation_kwargs["use_cache"]
+    assert {one.p for name, one in trainer.model.named_modules() if name.endswith("dropout.default")} == {0.3}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("flags", [(), ("--tuner_type", "lora")])
+@pytest.mark.parametrize("method", ["prm", "gkd"])
+def test_two_processes_have_the_losses_of_one(prm, gkd, tmp_path, method):
+    make = {"prm": prm, "gkd": lambda *flags: gkd("--lmbda", "0", *flags)}[method]
+    train_as_one_and_as_two(make, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flags", [(), ("--tuner_type", "lora"), STREAM])
 def test_prm_resumes_exactly(settings, flags):
     assert_resumes_exactly(lambda method, *more: settings(method, *more, rows=steps(32)), "prm", *flags)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("flags", [("--lmbda", "0.5"), ("--lmbda", "0.5", "--seq_kd", "true", "--tuner_type", "lora")])
+@pytest.mark.parametrize(
+    "flags", [("--lmbda", "0.5"), ("--lmbda", "0.5", "--seq_kd", "true", "--tuner_type", "lora"), STREAM]
+)
 def test_gkd_resumes_exactly(gkd, flags):
     assert_resumes_exactly(lambda method, *more: gkd(*more), "gkd", *flags)
 

@@ -1,12 +1,13 @@
 """The reference model of DPO, IPO and KTO, and how one that moves goes on after a restart.
 
 A full policy gets a frozen copy, which TRL shards as it does the policy. Of an adapter TRL keeps a second one, frozen
-as it starts: for a fresh adapter of LoRA that is the base model.
+as it starts: for a fresh adapter of LoRA that is the base model, for PiSSA and OLoRA what they took out of it, too.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +35,25 @@ class ReferenceInCheckpoint(AtomicTrainer):
     """Keeps a frozen adapter out of checkpoints, and puts a reference that has moved into them."""
 
     ref_model: Any
+    _precompute_model_hash: str | None
 
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
+    def __init__(self, *, model: Any, **arguments: Any) -> None:
+        if hasattr(model, "adapter_start"):  # a second start would be taken out of the base weights once more
+            model.peft_config["default"].init_lora_weights = True
+        super().__init__(model=model, **arguments)
         if is_peft(self.model):
+            complete_reference(self.model)
             # the reference's adapter follows from --model and --adapters
             self.model.save_pretrained = functools.partial(self.model.save_pretrained, selected_adapters=["default"])
 
     def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
-        """TRL's: rank 0 writes a file beside those of the rows, which the other ranks read; so rows need a folder."""
+        """TRL's: rank 0 writes a file beside those of the rows, which the other ranks read; so rows need a folder.
+
+        The file's name is a digest of rows and reference; what else decides the log-probs is added here.
+        """
+        if is_peft(self.model):
+            complete_reference(self.model)
+        self._precompute_model_hash = f"{self._precompute_model_hash} {getattr(self, 'ld_alpha', None)}"
         if self.collectives.active:
             folder = Path(self.args.output_dir) / "reference_logps" / name
             with self.collectives.together(), writing(folder.parent):
@@ -63,3 +74,18 @@ class ReferenceInCheckpoint(AtomicTrainer):
             moved = torch.load(Path(resume_from_checkpoint) / STATE, map_location="cpu", weights_only=True)
             self.ref_model.load_state_dict(moved)
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **arguments)
+
+
+def complete_reference(model: Any) -> None:
+    """Copies what TRL passes over of the adapter: tensors of PEFT's ParameterDicts, as IA3, VeRA and BOFT have them.
+
+    The reference has no dropout.
+    """
+    named = dict(model.named_parameters())
+    for name, parameter in named.items():
+        other = named.get(re.sub(r"\.default(?=\.|$)", ".ref", name))
+        if other is not None and other is not parameter:
+            other.data.copy_(parameter.data)
+    for name, module in model.named_modules():
+        if name.endswith("dropout.ref"):
+            module.p = 0.0
