@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swift.arguments.imports import axolotl, ms_swift, trl
+from swift.arguments.imports import axolotl, ms_swift, shell, trl
 from swift.arguments.imports.draft import Draft, Renamed, Rule, known_mode
 from swift.arguments.layers import CONFIG_SUFFIXES, read_config
 from swift.arguments.modes import METHODS, command_of
@@ -140,20 +140,19 @@ def _import_script(path: str) -> Imported:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a UTF-8 text"
         raise ConfigError(f"{path}: script: cannot be read ({reason}); check the path") from error
-    script = ms_swift.read_script(path, text)
-    given = {one.spelling: one for one in script.given}
-    method = given["rlhf_type"].shown if script.command == "rlhf" and "rlhf_type" in given else script.command
-    draft = Draft(known_mode("grpo" if method == "rlhf" else method, f"{path}: rlhf_type"))
+    script = shell.read_script(path, text)
+    config = {one.spelling: _words(one.raw) for one in script.given if one.spelling not in script.shell}
+    if script.project == "trl":
+        imported = _filled("TRL", script.mode, config, trl.RULES, trl.defaults)
+    else:
+        imported = _filled("ms-swift", script.mode, config, ms_swift.RULES)
     for name, value in script.environment.items():
-        draft.export(name, name, value)
+        imported.draft.export(name, name, value)
     for name, value in script.shell.items():
-        draft.lose(name, f"{value}: known to the shell alone; give its value")
-    draft.translate(
-        ((name, _words(one.raw)) for name, one in given.items() if name not in script.shell), ms_swift.RULES
-    )
-    for command in script.others:
-        draft.lose(command, "another command of the script")
-    return Imported("ms-swift", draft)
+        imported.draft.lose(name, f"{value}: known to the shell alone; give its value")
+    for name, why in script.lost:
+        imported.draft.lose(name, why)
+    return imported
 
 
 def _words(raw: Any) -> Raw:
