@@ -228,7 +228,7 @@ def _check_unchanged(start: Any, folder: Path, args: TunerArguments) -> None:
     fields = {**TUNERS[args.tuner_type].fields, **targets}
     for name, field in fields.items():
         given, has = getattr(args, name), getattr(start, field) or ""
-        same = set(given) == set(has) if isinstance(given, list) else given == has
+        same = set(given) <= set(has) if isinstance(given, list) else given == has  # heads are saved unasked
         if not same and not name.endswith("dropout") and given != flags_of(args.__class__)[name].default:
             words = " ".join(given) if isinstance(given, list) else given
             raise ConfigError(f"--{name}: {words}: --adapters {folder} was made with another value; leave it out")

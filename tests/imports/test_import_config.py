@@ -164,6 +164,24 @@ def test_the_shell_around_a_script_is_understood(imported):
     assert "hunter2" not in result.to_yaml("theirs.sh", "ours.yaml")
 
 
+def test_secrets_stay_where_they_are(imported):
+    ours = {"model": "m", "dataset": ["d"], "ENV": {"HF_TOKEN": "hunter2", "A": "1"}}
+    theirs = {
+        "base_model": "m", "vllm_server_api_key": "hunter2",
+        "datasets": [{"path": "d", "storage_options": {"secret": "hunter2"}}],
+    }  # fmt: skip
+    for config in (ours, theirs):
+        result, _ = imported(config)
+        assert "hunter2" not in result.to_yaml("theirs.yaml", "ours.yaml") + "\n".join(result.report())
+    assert imported(ours)[1]["ENV"] == {"A": "1"}
+
+
+def test_targets_that_are_a_regular_expression_are_one_here(imported):
+    regex = r"model.layers.[\d]+.(mlp|self_attn).(up|q)_proj"
+    _, ours = imported({"base_model": "m", "adapter": "lora", "lora_target_modules": regex})
+    assert ours["target_regex"] == regex and "target_modules" not in ours
+
+
 def test_a_value_that_we_do_not_have_is_named_with_the_choices(imported):
     result, ours = imported({"base_model": "m", "datasets": [{"path": "d"}], "optimizer": "paged_adamw_8bit"})
     [(fate, why)] = said(result, "optimizer")

@@ -62,9 +62,9 @@ SCRIPTS = {
         {"learning_rate", "WANDB_API_KEY", "swift infer"},
     ),
     "quoted operators": (
-        "swift sft --model=nano --dataset=rows.jsonl --system 'a | b; c && d > e' --columns '{\"q\": \"query\"}'",
+        "swift sft --model=nano --dataset=rows.jsonl --system 'a | b; c && d > e' --run_name "" --columns '{\"q\": \"query\"}'",
         "sft",
-        {"system": "a | b; c && d > e", "columns": {"q": "query"}},
+        {"system": "a | b; c && d > e", "run_name": None, "columns": {"q": "query"}},
         set(),
     ),
     "trl": (

@@ -118,7 +118,8 @@ def import_file(path: str, method: str | None = None) -> Imported:
     if config.get("model") and "model_name_or_path" not in config:
         mode = known_mode(str(config.get("rlhf_type") or method or "sft"), f"{path}: rlhf_type")
         imported = _filled("ms-swift", mode, config, ms_swift.RULES)
-        imported.draft.environment |= file.environment
+        for name, value in file.environment.items():
+            imported.draft.export(name, name, value)
         return imported
     mode = known_mode(method, "--method") if method else _told_by_keys(path, config)
     return _filled("TRL", mode, config, trl.RULES, trl.defaults)
@@ -141,15 +142,13 @@ def _import_script(path: str) -> Imported:
         reason = getattr(error, "strerror", None) or "not a UTF-8 text"
         raise ConfigError(f"{path}: script: cannot be read ({reason}); check the path") from error
     script = shell.read_script(path, text)
-    config = {one.spelling: _words(one.raw) for one in script.given if one.spelling not in script.shell}
+    config = {one.spelling: _words(one.raw) for one in script.given}
     if script.project == "trl":
         imported = _filled("TRL", script.mode, config, trl.RULES, trl.defaults)
     else:
         imported = _filled("ms-swift", script.mode, config, ms_swift.RULES)
     for name, value in script.environment.items():
         imported.draft.export(name, name, value)
-    for name, value in script.shell.items():
-        imported.draft.lose(name, f"{value}: known to the shell alone; give its value")
     for name, why in script.lost:
         imported.draft.lose(name, why)
     return imported

@@ -11,6 +11,7 @@ from pathlib import Path
 from swift.arguments.imports.draft import known_mode
 from swift.arguments.layers import Given, Layer, read_command_line
 from swift.errors import ConfigError
+from swift.observability.secrets import mask
 
 TRAINING = {
     "swift": {name: name for name in ("sft", "rlhf", "pt")},
@@ -48,15 +49,14 @@ _SHELL_WORD = re.compile(r"[$`]")
 class Script:
     """The one command of a script that trains.
 
-    project: swift (ms-swift's, or ours) or trl. environment: variables that it sees, of launchers too. shell: flags
-    whose values only the shell knows. lost: what else cannot be taken, and why.
+    project: swift (ms-swift's, or ours) or trl. environment: variables that it sees, of launchers too. lost: what
+    cannot be taken, and why.
     """
 
     project: str
     command: str
     given: list[Given]
     environment: dict[str, str]
-    shell: dict[str, str]
     lost: list[tuple[str, str]] = field(default_factory=list)
 
     @property
@@ -124,7 +124,7 @@ def _commands(path: str, text: str) -> Iterator[list[str]]:
         words: list[str] = []
         try:
             for word in lexer:
-                if set(word) <= set(";&|"):
+                if word and set(word) <= set(";&|"):
                     yield words
                     words = []
                 else:
@@ -140,7 +140,7 @@ def _expanded(words: list[str], variables: Mapping[str, str]) -> list[str]:
     for word in words:
         value = _VARIABLE.sub(lambda one: variables.get(one[1] or one[3], one[2] or one[0]), word)
         if word not in _REST:
-            values += shlex.split(value) if value != word and value.startswith("--") else [value]
+            values += shlex.split(value) if value.startswith("--") and _VARIABLE.fullmatch(word) else [value]
     return values
 
 
@@ -162,6 +162,10 @@ def _script(project: str, command: str, launcher: list[str], line: Layer, enviro
         if one.spelling in LAUNCHED:
             environment.setdefault(LAUNCHED[one.spelling], one.shown)
         else:
-            lost.append((one.spelling, f"{one.shown}: of {launcher[0]}, which starts the command there"))
-    shell = {one.spelling: one.shown for one in line.given if _SHELL_WORD.search(one.shown)}
-    return Script(project, command, line.given, environment, shell, lost)
+            lost.append(
+                (one.spelling, f"{mask(one.spelling, one.shown)}: of {launcher[0]}, which starts the command there")
+            )
+    unknown = [one for one in line.given if _SHELL_WORD.search(one.shown)]
+    for one in unknown:
+        lost.append((one.spelling, f"{mask(one.spelling, one.shown)}: known to the shell alone; give its value"))
+    return Script(project, command, [one for one in line.given if one not in unknown], environment, lost)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from swift.arguments.imports.draft import Draft, Renamed, Rule, lost, same, variable, where_true
@@ -68,6 +69,12 @@ def take_precision(dtype: str) -> Rule:
     return rule
 
 
+def take_targets(draft: Draft, key: str, raw: Any) -> None:
+    """`lora_target_modules`: for PEFT a list has names, and a text with other characters is a regular expression."""
+    is_regex = isinstance(raw, str) and re.search(r"[^\w.\s-]", raw)
+    draft.take(key, "target_regex" if is_regex else "target_modules", raw)
+
+
 def _prompt_limit(draft: Draft, key: str, raw: Any) -> None:
     """`max_prompt_length`: the limit of prompts where completions are sampled."""
     if draft.mode == "rlhf":
@@ -97,7 +104,7 @@ RULES: dict[str, Rule] = {
     "dataset_mixture": _mixture,
     "use_peft": Renamed("tuner_type", {"true": "lora", "false": "full"}),
     "lora_r": Renamed("lora_rank"),
-    "lora_target_modules": Renamed("target_modules"),
+    "lora_target_modules": take_targets,
     "lora_modules_to_save": Renamed("modules_to_save"),
     "lora_task_type": same("the task follows from the method"),
     "use_bnb_nested_quant": Renamed("bnb_4bit_use_double_quant"),
