@@ -11,6 +11,7 @@ import json
 import math
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -40,6 +41,9 @@ class Tuner:
 def _same(*names: str, **others: str) -> dict[str, str]:
     return {**{name: name for name in names}, **others}
 
+
+_HEADS = {"score", "classifier"}
+"""Heads of reward models, which PEFT trains in full without being told."""
 
 TUNERS = {
     "lora": Tuner(
@@ -82,7 +86,6 @@ def add_adapter(model: Any, source: ModelSource, args: TunerArguments, task: str
         policy = get_peft_model(model, config)
     except ValueError as error:
         raise ConfigError(_refusal(model, args, error)) from error
-    _check_ties(policy, "--target_modules")
     if isinstance(config.target_modules, set):
         config.target_modules = sorted(config.target_modules)  # equal runs write equal adapter_config.json files
     if args.changes_base:
@@ -111,7 +114,7 @@ def adapter_config(model: Any, args: TunerArguments, task: str) -> Any:
     if args.tuner_type == "ia3":
         targets, options["feedforward_modules"] = _ia3_targets(model, targets)
     if task == "TOKEN_CLS":
-        options["exclude_modules"] = ["score", "classifier"]  # heads, trained in full
+        options["exclude_modules"] = sorted(_HEADS)
     with unusable(f"--tuner_type: {args.tuner_type}: its settings cannot be used"):
         return getattr(peft, tuner.config)(
             task_type=task,
@@ -164,21 +167,6 @@ def _check_names(model: nn.Module, args: TunerArguments) -> None:
                 )
 
 
-def _check_ties(policy: nn.Module, subject: str) -> None:
-    """Refuses an adapter on one of two layers that share their weight: no merged weight has it in one alone."""
-    names: dict[int, list[str]] = {}
-    for name, weight in policy.named_parameters(remove_duplicate=False):
-        names.setdefault(id(weight), []).append(name.removeprefix("base_model.model.").removesuffix(".weight"))
-    for tied in names.values():
-        adapted = [name for name in tied if name.endswith(".base_layer")]
-        if adapted and len(tied) > 1:
-            other = next(name for name in tied if name != adapted[0]).removesuffix(".base_layer")
-            raise ConfigError(
-                f"{subject}: {adapted[0].removesuffix('.base_layer')}: the model ties it to {other}, and no merged "
-                "weight can have an adapter in one of them; use --modules_to_save"
-            )
-
-
 def _check_ranks(policy: nn.Module, args: TunerArguments) -> None:
     """Refuses ranks above the number of singular values, of which PiSSA and OLoRA make matrices of another shape."""
     for name, layer in policy.named_modules():
@@ -217,9 +205,7 @@ def _continued(model: Any, folder: Path, args: TunerArguments) -> Any:
         if name.endswith("dropout"):  # a rate left from supervised tuning must not enter RL
             setattr(start, field, getattr(args, name) or 0.0)
     with adapter_errors(folder):
-        policy = PeftModel.from_pretrained(model, str(folder), config=start, is_trainable=True)
-    _check_ties(policy, f"--adapters: {folder}")
-    return policy
+        return PeftModel.from_pretrained(model, str(folder), config=start, is_trainable=True)
 
 
 def _check_unchanged(start: Any, folder: Path, args: TunerArguments) -> None:
@@ -228,7 +214,7 @@ def _check_unchanged(start: Any, folder: Path, args: TunerArguments) -> None:
     fields = {**TUNERS[args.tuner_type].fields, **targets}
     for name, field in fields.items():
         given, has = getattr(args, name), getattr(start, field) or ""
-        same = set(given) <= set(has) if isinstance(given, list) else given == has  # heads are saved unasked
+        same = set(given) == set(has) - _HEADS if isinstance(given, list) else given == has
         if not same and not name.endswith("dropout") and given != flags_of(args.__class__)[name].default:
             words = " ".join(given) if isinstance(given, list) else given
             raise ConfigError(f"--{name}: {words}: --adapters {folder} was made with another value; leave it out")
@@ -250,8 +236,18 @@ def merge_in(model: Any, folder: Path) -> Any:
         )
     with adapter_errors(folder):
         policy = PeftModel.from_pretrained(model, str(folder))
-        _check_ties(policy, f"--adapters: {folder}")
+        _untie(policy)
         return policy if quantised else policy.merge_and_unload(safe_merge=True)
+
+
+def _untie(policy: nn.Module) -> None:
+    """Gives adapted layers that share their weight (an embedding, the head) one of their own to merge into."""
+    from torch import nn
+
+    owners = Counter(id(weight) for _, weight in policy.named_parameters(remove_duplicate=False))
+    for name, layer in policy.named_modules():
+        if name.endswith(".base_layer") and owners[id(layer.weight)] > 1:
+            layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
 
 
 def adapter_errors(folder: Path) -> AbstractContextManager[None]:

@@ -62,9 +62,11 @@ SCRIPTS = {
         {"learning_rate", "WANDB_API_KEY", "swift infer"},
     ),
     "quoted operators": (
-        "swift sft --model=nano --dataset=rows.jsonl --system 'a | b; c && d > e' --run_name "" --columns '{\"q\": \"query\"}'",
+        """swift sft --model=nano --dataset=rows.jsonl --system 'a | b; c && d > e' --run_name "" \\
+          --columns '{"n": "query"}'
+        """,
         "sft",
-        {"system": "a | b; c && d > e", "run_name": None, "columns": {"q": "query"}},
+        {"system": "a | b; c && d > e", "run_name": None, "columns": {"n": "query"}},
         set(),
     ),
     "trl": (
@@ -75,7 +77,8 @@ SCRIPTS = {
     ),
     "a script of trl": (
         """accelerate launch --config_file zero3.yaml --num_processes 2 trl/scripts/reward.py \\
-            --model_name_or_path nano --dataset_name pairs.jsonl --use_peft --lora_r 8 --config more.yaml
+            --model_name_or_path nano --dataset_name pairs.jsonl --use_peft --lora_r 8 --config more.yaml \\
+            --no_remove_unused_columns
         """,
         "rm",
         {"model": "nano", "tuner_type": "lora", "lora_rank": 8, "ENV": {"NPROC_PER_NODE": "2"}},

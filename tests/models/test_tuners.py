@@ -183,7 +183,6 @@ def test_a_ratio_freezes_from_the_first_parameter_on(qwen2):
         ({"modules_to_save": ["nrom"]}, "--modules_to_save: nrom: fits no module"),
         ({"rank_pattern": {"q_porj": 4}}, "--rank_pattern: q_porj: fits no module"),
         ({"alpha_pattern": {r"layers.9\..*": 4}}, "--alpha_pattern: .*: fits no module"),
-        ({"target_modules": ["embed_tokens"]}, "--target_modules: model.embed_tokens: the model ties it to lm_head"),
     ],
 )
 def test_a_name_that_the_model_does_not_have_is_refused_before_weights_are_read(flags, message, qwen2):
@@ -237,13 +236,15 @@ def test_settings_that_the_adapter_to_start_from_does_not_have_are_refused(flags
         load_policy(args)
 
 
-def test_an_adapter_on_a_tied_weight_is_not_merged_into_both(qwen2, tmp_path):
-    from peft import LoraConfig, get_peft_model
-
-    base = load_for_inference(ModelArguments(model=qwen2))
-    get_peft_model(base, LoraConfig(target_modules=["embed_tokens"])).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ConfigError, match=r"--adapters: .*: model\.embed_tokens: the model ties it to lm_head"):
-        load_for_inference(ModelArguments(model=qwen2, adapters=[str(tmp_path / "adapter")]))
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_an_adapter_on_one_of_two_tied_weights_is_merged_into_that_one(target, qwen2, tmp_path, logits):
+    policy = trained(settings(qwen2, target_modules=[target]))
+    adapter = saved(policy, tmp_path / "adapter")
+    assert gap(logits(load_for_inference(ModelArguments(adapters=[adapter]))), logits(policy)) < 1e-5
+    merged = merge_adapter(ModelArguments(adapters=[adapter]), tmp_path / "merged")
+    assert gap(logits(load_for_inference(ModelArguments(model=str(merged)))), logits(policy)) < 1e-5
+    with pytest.raises(ConfigError, match="the model ties it to"):
+        checkpoint_units(policy)
 
 
 def test_the_page_names_every_setting_that_is_tried_here():

@@ -131,7 +131,7 @@ def _filled(
     draft = Draft(mode)
     draft.translate(config.items(), rules)
     if defaults is not None:
-        draft.add(defaults(mode), project)
+        draft.add(defaults(mode, draft.settings), project)
     return Imported(project, draft)
 
 
@@ -144,6 +144,7 @@ def _import_script(path: str) -> Imported:
     script = shell.read_script(path, text)
     config = {one.spelling: _words(one.raw) for one in script.given}
     if script.project == "trl":
+        config = {name.removeprefix("no_"): "false" if name.startswith("no_") else raw for name, raw in config.items()}
         imported = _filled("TRL", script.mode, config, trl.RULES, trl.defaults)
     else:
         imported = _filled("ms-swift", script.mode, config, ms_swift.RULES)

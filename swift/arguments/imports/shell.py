@@ -16,7 +16,7 @@ from swift.observability.secrets import mask
 TRAINING = {
     "swift": {name: name for name in ("sft", "rlhf", "pt")},
     "trl": {
-        **{name: name for name in ("sft", "grpo", "rloo", "dpo", "kto", "orpo", "cpo", "gkd", "prm")},
+        **{name: name for name in ("sft", "grpo", "dpo", "kto", "orpo", "cpo", "gkd", "prm")},
         "reward": "rm",
         "reward_modeling": "rm",
     },
