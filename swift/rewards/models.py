@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError, join_problems, unusable
-from swift.models.source import read_json
+from swift.models.source import head_of, read_json
 from swift.models.step_scores import DEFAULT_SEPARATOR, SEPARATOR, encode_steps, steps_of
 from swift.rewards.catalogue import model_names
 from swift.types import RolloutGroup
@@ -69,12 +69,12 @@ def find_reward_models(args: Any) -> list[RewardModelSource]:
 def _check_head(model: str, folder: Path, adapter: Path | None) -> None:
     config = read_json(folder / "config.json")
     architecture = (config.get("architectures") or ["unknown"])[0]
-    head, wanted = _head_of(folder, adapter), 1
-    if adapter is not None and head:
+    head, wanted = head_of(folder), 1
+    if adapter is not None and read_json(adapter / "adapter_config.json").get("task_type") in ("SEQ_CLS", "TOKEN_CLS"):
         return  # the adapter brings the head; its shape is checked when it is loaded
     if head == "step":
         wanted = 2
-    elif "ForSequenceClassification" not in architecture and "RewardModel" not in architecture:
+    elif head is None:
         raise ConfigError(
             f"--reward_model: {model}: {architecture} has no score head; give a sequence-classification model "
             f"with one label (a causal model cannot score)"
@@ -202,16 +202,7 @@ class ProcessRewardModel(RewardModel):
 
 def judges_steps(source: RewardModelSource) -> bool:
     """Whether a reward model was trained by `--rlhf_type prm`, in full or as an adapter."""
-    return _head_of(source.folder, source.adapter) == "step"
-
-
-def _head_of(folder: Path, adapter: Path | None) -> str | None:
-    """The name of the head in `HEADS` that files bring; None for another."""
-    task = read_json(adapter / "adapter_config.json").get("task_type") if adapter is not None else None
-    architecture = (read_json(folder / "config.json").get("architectures") or [""])[0]
-    if task == "TOKEN_CLS" or "ForTokenClassification" in architecture:
-        return "step"
-    return "answer" if task == "SEQ_CLS" else None
+    return head_of(source.folder, *([source.adapter] if source.adapter else [])) == "step"
 
 
 def _load(source: RewardModelSource, dtype: torch.dtype, trust_remote_code: bool) -> Any:
