@@ -18,13 +18,13 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import json
 import re
 import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 Kind = Literal["bool", "int", "float", "str", "dict"]
@@ -143,6 +143,17 @@ class Flag:
         return (self.name, *self.details.aliases)
 
 
+def typed(value: Any) -> str:
+    """A value as it would be typed."""
+    if value is None or value == [] or value == {}:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return " ".join(map(typed, value))
+    return json.dumps(value) if isinstance(value, dict) else str(value)
+
+
 def registered(registry: str) -> Any:
     """The entries of a registry of `swift.plugin.registry`, by name; {} before something has loaded it."""
     return getattr(sys.modules.get("swift.plugin.registry"), registry, {})
@@ -181,9 +192,7 @@ def help_texts(cls: type) -> dict[str, str]:
 
 @functools.cache
 def _module_tree(module: str) -> ast.Module:
-    path = sys.modules[module].__file__
-    assert path is not None, "arguments are defined in files"
-    return ast.parse(Path(path).read_text(encoding="utf-8"))
+    return ast.parse(inspect.getsource(sys.modules[module]))
 
 
 def _read(cls: type, field: dataclasses.Field[Any], hint: Any) -> Flag:

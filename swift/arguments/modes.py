@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from swift.arguments.common import GROUPS, CommonArguments, backend_problems, model_missing
+from swift.arguments.common import CommonArguments, backend_problems, model_missing
 from swift.arguments.ebft import EBFTArguments
 from swift.arguments.ebft_strided import StridedArguments
 from swift.arguments.preferences import PREFERENCES
@@ -249,6 +249,3 @@ def command_of(mode: str) -> str:
     if mode not in METHODS:
         return mode
     return f"rlhf --rlhf_type {'ebft --ebft_mode strided' if mode == 'ebft_strided' else mode}"
-
-
-__all__ = ["GROUPS", "METHODS", "MODES", "command_of", "mode_of"]

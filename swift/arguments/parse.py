@@ -81,8 +81,7 @@ class Resolved:
 def parse(mode: str, argv: Sequence[str], environ: Mapping[str, str]) -> Resolved:
     """The settings of one invocation, `argv` being the words after the mode; `--rlhf_type` may choose another mode.
 
-    Raises:
-        ConfigError: with every problem found.
+    A ConfigError has every problem found.
     """
     line = read_command_line(argv)
     file = read_config(line.config) if line.config else Layer()

@@ -22,7 +22,6 @@ import json
 import logging
 import os
 import select
-import shutil
 import signal
 import sys
 import traceback
@@ -40,6 +39,7 @@ from swift.errors import (
     on_sudden_end,
     unfinished,
 )
+from swift.observability.files import free_bytes
 from swift.observability.secrets import mask_text
 
 EXIT_DIR = "SWIFT_EXIT_DIR"
@@ -62,7 +62,6 @@ LOWER = {
 }
 """Three settings to lower (or choose) when memory ran out, by phase."""
 
-
 LIMITS = {errno.EFBIG: "disk", errno.EROFS: "disk", errno.EIO: "disk", errno.EMFILE: "files", errno.ENFILE: "files"}
 """Failures of the system that no setting of ours causes -> what they are about."""
 
@@ -75,21 +74,14 @@ class Ending:
     text: str = ""
     advice: str = ""
 
-    def as_json(self) -> str:
-        """Code and problems."""
-        lines = [line.removeprefix("swift: ") for line in self.text.splitlines() if line.startswith("swift: ")]
-        return json.dumps({"exit_code": self.exit_code, "errors": [line.removeprefix("error: ") for line in lines]})
-
 
 def guarded(
     action: Callable[[], int | None], *, debug: Callable[[], bool], as_json: Callable[[], bool] = lambda: False
 ) -> int:
     """Runs `action`; returns its exit code (None counts as 0) or that of its failure, which is printed.
 
-    Args:
-        action: the command.
-        debug: whether anticipated errors keep their traceback; asked only after a failure.
-        as_json: whether a failure is told on stdout, too, as JSON.
+    debug: whether anticipated errors keep their traceback; asked only after a failure. as_json: whether a failure is
+    told on stdout, too, as JSON.
     """
 
     def tell(error: BaseException) -> int:
@@ -97,7 +89,9 @@ def guarded(
         _keep_in_log(ending)
         _tell(ending, error, os.environ)
         if as_json() and EXIT_DIR not in os.environ and os.environ.get("RANK", "0") == "0":
-            print(ending.as_json(), flush=True)
+            lines = [line.removeprefix("swift: ") for line in ending.text.splitlines() if line.startswith("swift: ")]
+            errors = [line.removeprefix("error: ") for line in lines]
+            print(json.dumps({"exit_code": ending.exit_code, "errors": errors}), flush=True)
         return ending.exit_code
 
     note_unfinished(None)
@@ -184,8 +178,8 @@ def _resource_error(error: BaseException) -> SwiftError | None:
         hint = LOWER.get(phase, LOWER["train"])
         return ResourceError(f"memory: out of memory in phase {phase}: {_peak()}; lower {hint}")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        where = str(error.filename or Path.cwd())
-        return ResourceError(f"disk: {where}: no space left, {_free_bytes(where)} bytes free; free some, or move it")
+        where = Path(error.filename or Path.cwd())
+        return ResourceError(f"disk: {where}: no space left, {free_bytes(where)} bytes free; free some, or move it")
     if isinstance(error, OSError) and error.errno in LIMITS:
         return ResourceError(
             f"{LIMITS[error.errno]}: {error.filename or 'this process'}: {error.strerror}; raise the limit"
@@ -215,14 +209,6 @@ def _peak() -> str:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     of = "" if limit == resource.RLIM_INFINITY else f" under ulimit -v {limit >> 10}"
     return f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20:.0f} MiB{of}"
-
-
-def _free_bytes(path: str) -> int:
-    """Free bytes of the file system of `path`, which may not exist yet."""
-    folder = Path(path).absolute()
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
 
 
 def _reader_is_gone() -> bool:

@@ -26,12 +26,7 @@ CALLED_ROWS = 4
 
 
 def rehearse_rlhf(resolved: Resolved) -> int:
-    """The dry run of `swift rlhf`; returns 0.
-
-    Raises:
-        ConfigError: settings, placement, data, columns or batch sizes.
-        RewardError: a reward function broke its contract.
-    """
+    """The dry run of `swift rlhf`; returns 0."""
     from swift.models.policy import check_targets
     from swift.trainers.distributed import Collectives
     from swift.trainers.grpo.prepare import batch_line, prepare
@@ -54,11 +49,7 @@ def rehearse_rlhf(resolved: Resolved) -> int:
 
 
 def rehearse_trl(resolved: Resolved) -> int:
-    """The dry run of a mode with a trainer of TRL or transformers; returns 0.
-
-    Raises:
-        ConfigError: settings, data or rows.
-    """
+    """The dry run of a mode with a trainer of TRL or transformers; returns 0."""
     from swift.models import load_chat
     from swift.models.policy import check_targets
     from swift.trainers.session import find_start, require_packages

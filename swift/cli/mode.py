@@ -99,8 +99,7 @@ METHODS |= {
 def start(name: str, words: Sequence[str]) -> int | None:
     """Runs the mode `name` with the words after it; returns the exit code, None for 0.
 
-    Raises:
-        ConfigError: all that is wrong with the settings, before anything heavy is loaded.
+    A ConfigError has all that is wrong with the settings, before anything heavy is loaded.
     """
     if name != "rollout":  # whose log has times
         show_warnings()

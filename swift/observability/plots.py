@@ -48,11 +48,7 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def write_plots(rows: Rows, folder: Path) -> list[Path]:
-    """Draw every picture that rows of logging.jsonl have values for into `folder`, made when there is one.
-
-    Raises:
-        ResourceError: when the disk is full.
-    """
+    """Draw every picture that rows of logging.jsonl have values for into `folder`, made when there is one."""
     train = [row for row in rows if not any(key.startswith("eval_") for key in row)]
     evaluation = [row for row in rows if any(key.startswith("eval_") for key in row)]
     functions = _function_keys(train)

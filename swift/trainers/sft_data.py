@@ -75,8 +75,7 @@ class ChatEncoder:
     ) -> dict[str, Any]:
         """`input_ids` and `labels` of equal length, or empty lists and the reason in `problem`.
 
-        Raises:
-            ConfigError: the template cannot tell assistant turns apart in any row; see `Template`.
+        A ConfigError: the template cannot tell assistant turns apart in any row; see `Template`.
         """
         try:
             if len(messages) == 1 and messages[0]["role"] == "assistant":
@@ -146,17 +145,9 @@ def encode_rows(
 ) -> tuple[Dataset, EncodingReport]:
     """The rows as a datasets table with the columns input_ids and labels, in order; packed ones with seq_lengths.
 
-    Args:
-        rows: with `messages`, assistant turns included, and `tools` where there are some.
-        encoder: makes token ids of them.
-        num_proc: processes that tokenise.
-        split: the rows' name in errors.
-        cached: whether the result is kept in the cache of `datasets`, and used again.
-        packing: how rows are packed.
-
-    Raises:
-        ConfigError: not a single row can be used.
-        ResourceError: the cache cannot be written.
+    rows: with `messages`, assistant turns included, and `tools` where there are some. num_proc: processes that
+    tokenise. split: the rows' name in errors. cached: whether the result is kept in the cache of `datasets`, and used
+    again.
     """
     from datasets import Dataset, disable_progress_bars
 
@@ -190,11 +181,7 @@ def encode_rows(
 
 @contextlib.contextmanager
 def cache_of(rows: Sequence[str], identity: str) -> Iterator[Path]:
-    """The file of these rows as an encoder of this identity makes them, for one process at a time.
-
-    Raises:
-        ResourceError: the cache cannot be written.
-    """
+    """The file of these rows as an encoder of this identity makes them, for one process at a time."""
     from datasets import config
     from filelock import FileLock
 

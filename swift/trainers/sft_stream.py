@@ -62,11 +62,7 @@ class RowStream:
 
 
 def open_stream(rows: RowStream, packing: Packing | None) -> tuple[IterableDataset, list[str]]:
-    """The stream as a dataset, packed if `packing` is given, and lines to print about its columns.
-
-    Raises:
-        ConfigError, ResourceError: for what the first rows show.
-    """
+    """The stream as a dataset, packed if `packing` is given, and lines to print about its columns."""
     from datasets import Features, IterableDataset, List, Value
 
     tokens = List(Value("int64"))

@@ -6,10 +6,11 @@ import sys
 import pytest
 
 from swift.arguments import docs
+from swift.arguments.common import GROUPS
 from swift.arguments.derived import RULES
 from swift.arguments.help import render, render_flag
 from swift.arguments.known import is_known
-from swift.arguments.modes import GROUPS, MODES
+from swift.arguments.modes import MODES
 from swift.arguments.plugins import settings_class
 from swift.errors import ConfigError
 from swift.flags import aliases_of, flags_of, spellings_of

@@ -83,9 +83,6 @@ class ColocateCycle:
     log: takes the memory lines and remarks. metrics: takes `memory/...` and `health/memory_not_freed`. warn: takes
     warnings. copies_on_host: move tensors even where host and device are the same memory, for tests. notes: what the
     flags do not do here, one line each.
-
-    Raises:
-        ConfigError: the engine cannot sleep that deep.
     """
 
     def __init__(
