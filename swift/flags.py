@@ -172,11 +172,6 @@ def spellings_of(cls: type) -> dict[str, str]:
     return {spelling: flag.name for flag in flags_of(cls).values() for spelling in flag.spellings}
 
 
-def aliases_of(cls: type) -> dict[str, str]:
-    """The spellings that are not canonical -> canonical name."""
-    return {spelling: name for spelling, name in spellings_of(cls).items() if spelling != name}
-
-
 @functools.cache
 def help_texts(cls: type) -> dict[str, str]:
     """The texts under the fields that `cls` itself defines, each joined to one line."""

@@ -140,13 +140,9 @@ def show(resolved: Resolved, lines: Sequence[str]) -> None:
     print("given:")
     for name, origin in given.items():
         whence = origin["rule"] if origin["source"] == "preset" else origin["given_as"]
-        print(f"  {name:<{width}} = {_text(values[name])}  ({origin['source']}: {whence})")
+        print(f"  {name:<{width}} = {json.dumps(values[name], ensure_ascii=False)}  ({origin['source']}: {whence})")
     print("derived:")
     for name, origin in derived.items():
-        print(f"  {name:<{width}} = {_text(values[name])}  ({origin['rule']})")
+        print(f"  {name:<{width}} = {json.dumps(values[name], ensure_ascii=False)}  ({origin['rule']})")
     print("\n".join(lines))
     print("dry run: all checks passed; no weights were loaded, no file was written")
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)

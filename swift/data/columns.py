@@ -26,19 +26,8 @@ CHATS = ("messages", "conversations")
 PROMPTS = ("query", "prompt", "question", "problem", "instruction")
 
 RESERVED = frozenset(
-    {
-        "completions",
-        "messages",
-        "prompt_id",
-        "group_id",
-        "request_id",
-        "finish_reason",
-        "is_truncated",
-        "response_token_ids",
-        "trainer_state",
-        "environment_reward",
-        "turn_rewards",
-    }
+    {"completions", "messages", "prompt_id", "group_id", "request_id", "finish_reason", "is_truncated"}
+    | {"response_token_ids", "trainer_state", "environment_reward", "turn_rewards"}
 )
 """Keywords of reward functions; a column so called would hide one."""
 

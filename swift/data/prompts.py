@@ -11,10 +11,9 @@ import multiprocessing
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swift.data.loading import Example, Rows, Split, load_rows, write_examples
+from swift.data.loading import Example, Rows, Split, load_rows
 from swift.errors import ConfigError, counted
 from swift.types import Prompt
 
@@ -89,10 +88,6 @@ class PromptDataset(Sequence[Prompt]):
     def fingerprint(self) -> str:
         """Digest of all rows in their order: two datasets that share it give the same run."""
         return hashlib.blake2b("".join(self._digests).encode(), digest_size=8).hexdigest()
-
-    def write_jsonl(self, path: str | Path) -> None:
-        """Writes the rows so that loading the file gives the same prompts again."""
-        write_examples(self.examples, path)
 
     def _delete_long(self, num_proc: int) -> None:
         all_ids = _tokenize_all(self._tokenizer, self.examples, num_proc)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import PurePath
 from typing import Any
 
 from swift.data.spec import each
 from swift.errors import join_problems, nearest
-from swift.flags import aliases_of
+from swift.flags import spellings_of
 from swift.plugin import orms
 from swift.plugin.import_path import is_import_path, register_import_path
 from swift.plugin.registry import Registration
@@ -101,5 +101,4 @@ def run_flags(args: Any) -> dict[str, Any]:
     """The settings of a run by canonical name and by alias: of a dataclass, or the attributes of a namespace."""
     if not is_dataclass(args):
         return dict(vars(args))
-    named = {item.name: getattr(args, item.name) for item in fields(args)}
-    return {alias: named[name] for alias, name in aliases_of(type(args)).items()} | named
+    return {spelling: getattr(args, name) for spelling, name in spellings_of(type(args)).items()}

@@ -317,7 +317,7 @@ class GRPOTrainer(AtomicTrainer):
             metrics=self.metrics.state_dict(),
             entropy=controller_state(self.entropy.controller),
             fitting_tokens=self.planner.fitting_tokens,
-            report=self.report.state_dict() if self.report is not None else None,
+            report=self.report.health.state_dict() if self.report is not None else None,
         )
 
     def load_pipeline_state(self, checkpoint: Path) -> None:
@@ -332,4 +332,4 @@ class GRPOTrainer(AtomicTrainer):
             self.reference.load_state(moved)
             self._reference_moved = True
         if self.report is not None and state.report is not None:
-            self.report.load_state_dict(state.report)
+            self.report.health.load_state_dict(state.report)
