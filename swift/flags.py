@@ -7,8 +7,9 @@ The annotation decides how a value is read: bool, int, float, str, `list[...]`, 
 `| None` where the setting may be absent. The text under the field is its help; help, docs and schema read it
 from here and from nowhere else. The first sentence stands alone in short lists.
 
-Dataclasses of such fields sit beside the component that reads them; `swift.arguments` composes them. An entry of a
-registry (a loss, a reward function, an engine, ...) may have such a dataclass too, as its attribute `parameters`.
+Dataclasses of such fields sit beside the component that reads them; `swift.arguments` composes them. Each may have
+`problems()`, what is wrong with its settings, and `notes()`, remarks about settings that work, one line each. An entry
+of a registry (a loss, a reward function, an engine, ...) may have such a dataclass too, as its attribute `parameters`.
 """
 
 from __future__ import annotations
