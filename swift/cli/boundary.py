@@ -29,6 +29,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from swift.cli.console import discard
 from swift.errors import (
     ConfigError,
     Interrupted,
@@ -104,7 +105,7 @@ def guarded(
         raise
     except BaseException as error:
         if isinstance(error, BrokenPipeError) and _reader_is_gone():
-            _discard_stdout()
+            discard(sys.stdout.fileno())  # so that the interpreter's own flush at exit succeeds
             return READER_GONE
         return tell(error)
 
@@ -220,9 +221,3 @@ def _reader_is_gone() -> bool:
     poll = select.poll()
     poll.register(descriptor, 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
-
-
-def _discard_stdout() -> None:
-    """Lets the interpreter's own flush at exit succeed."""
-    with Path(os.devnull).open("w", encoding="utf-8") as nothing:
-        os.dup2(nothing.fileno(), sys.stdout.fileno())

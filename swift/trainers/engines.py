@@ -64,12 +64,6 @@ class EngineSetup:
         """Whether engine and trainer share a device but not the weights."""
         return self.placement.mode == "colocate"
 
-    def __enter__(self) -> EngineSetup:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """End the engines; repeatable."""
         if self.engine is not None:

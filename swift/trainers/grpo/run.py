@@ -76,7 +76,7 @@ def _load_and_train(resolved: Resolved, parts: Parts, trap: SignalTrap) -> None:
 
         model, reference = load_models(parts.args)
         setup = build_engines(parts, model)
-    with setup:
+    with contextlib.closing(setup):
         from swift.data.loading import write_examples
         from swift.trainers.grpo.attempt import Attempt
         from swift.trainers.session import open_run
