@@ -145,6 +145,20 @@ def test_nodes_form_one_cluster_with_an_engine_on_each_and_leave_nothing(two_nod
     assert not alive(owners)
 
 
+def test_a_process_without_the_marker_is_remembered_when_its_parent_has_ended():
+    """As Ray's agents are, which write their title over their environment."""
+    script = "env -i sleep 60 >&- 2>&- & echo $!; read x"
+    parent = subprocess.Popen(["sh", "-c", script], env={**os.environ, "MARK": "1"}, stdin=-1, stdout=-1, text=True)
+    child = int(parent.stdout.readline())
+    known = guard.family(os.getpid(), b"MARK=1", {})
+    assert set(known) == {parent.pid, child}
+    parent.communicate("\n")
+    known = guard.family(os.getpid(), b"MARK=1", known)
+    assert set(known) == {child}
+    guard.end(b"MARK=1", known)
+    assert guard.family(os.getpid(), b"MARK=1", known) == {}
+
+
 def test_a_local_cluster_asks_for_its_token_even_if_ray_was_imported_without_one():
     """As vLLM does; Ray reads its environment at that moment."""
     code = """
