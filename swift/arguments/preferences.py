@@ -41,7 +41,6 @@ class PreferenceArguments(
     """Whether tokenised rows of an earlier run with equal rows and settings are used again."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with these settings, one line each."""
         yield from model_missing(self)
         yield from training_data_missing(self)
         yield from adamw_cpu_problems(self)
@@ -94,7 +93,6 @@ class ProcessRewardArguments(PreferenceArguments):
     """Whether only the last step of an answer is learnt, which makes an outcome reward model."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with these settings, one line each."""
         if not self.step_separator:
             yield "--step_separator: '': empty; give the text between steps, such as '\\n'"
         elif self.step_separator != "\n" and self.tuner_type != "full":
@@ -127,7 +125,6 @@ class DistillationArguments(PreferenceArguments):
     """Maximum number of sampled tokens."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with these settings, one line each."""
         if self.teacher_model is None:
             yield "--teacher_model: missing: required; give a folder or hub id"
 

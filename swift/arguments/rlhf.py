@@ -77,7 +77,6 @@ class RLHFArguments(
     """YAML or JSON file with other limits of health rules, such as `kl: 5.0`. false leaves a rule out."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with these settings, one line each."""
         if self.rlhf_type is None:
             valid = ", ".join(map(str, flags_of(MethodArguments)["rlhf_type"].choices))
             yield f"--rlhf_type: missing: required; valid: {valid}"
@@ -279,7 +278,6 @@ class RLHFArguments(
         return [name for name, is_given in given.items() if is_given]
 
     def notes(self) -> Iterator[str]:
-        """Remarks about settings that work but should be known about."""
         if not has_own_engine(self):
             idle = {"vllm_sync_interval": self.vllm_sync_interval > 1, "vllm_enable_lora": self.vllm_enable_lora}
             for name in (name for name, given in idle.items() if given):

@@ -34,11 +34,7 @@ def training_template(template: Template) -> str | None:
 
 
 def encode(args: Any, template: Template, *, purpose: Purpose) -> Encoded:
-    """Training rows, evaluation rows (None without any), and lines to print about both.
-
-    Raises:
-        ConfigError: wrong data, or no usable row.
-    """
+    """Training rows, evaluation rows (None without any), and lines to print about both."""
     with collector_resting():
         import datasets  # noqa: F401  # what encoding needs
 

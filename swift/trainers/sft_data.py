@@ -42,8 +42,7 @@ class ChatEncoder(Encoder):
     ) -> dict[str, Any]:
         """`input_ids` and `labels` of equal length; see `Encoder`.
 
-        Raises:
-            ConfigError: the template cannot tell assistant turns apart in any row; see `Template`.
+        A ConfigError: the template cannot tell assistant turns apart in any row; see `Template`.
         """
         try:
             if len(messages) == 1 and messages[0]["role"] == "assistant":

@@ -82,13 +82,9 @@ def prepare(
     """Everything that needs no weights but those of reward models: template, data, rewards, batch arithmetic.
 
     A dry run plans for `world_size` processes without starting them.
-
-    Raises:
-        ConfigError, ResourceError: settings, data or rewards cannot be used, alone or together.
     """
-    from swift.data.placeholder import PlaceholderPrompts
     from swift.data.prompts import Tokenizer, load_prompts
-    from swift.data.source import open_prompts
+    from swift.data.source import PlaceholderPrompts, open_prompts
     from swift.models import load_chat
     from swift.observability.health_rules import load_rules
     from swift.rewards import models
@@ -234,11 +230,7 @@ def _check_rollouts(args: Any, placement: Placement, play: Play | None) -> None:
 def _prefetch_depth(args: Any, plan: BatchPlan) -> tuple[int, float]:
     """How many generation batches may be sampled ahead: `--prefetch_depth` as far as `--max_staleness` allows.
 
-    Returns:
-        that, and how many optimizer steps old a token may be at its last use.
-
-    Raises:
-        ConfigError: even without sampling ahead tokens would be older than `--max_staleness`.
+    And how many optimizer steps old a token may be at its last use.
     """
     from swift.rollout.arithmetic import MOST_BATCHES_CARRIED, deepest_prefetch, most_stale
     from swift.rollout.placement import has_own_engine
