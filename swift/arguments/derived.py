@@ -110,6 +110,7 @@ def _is_off_policy(args: Any, _: Machine) -> bool:
     return bool(args.async_generate or args.dynamic_sample or args.replay_buffer_size or seldom)
 
 
+_merges = _has("merge_lora")
 _CORRECTION = "rollout_importance_sampling_mode"
 RULES: tuple[Rule, ...] = (
     _same_as("ref_model", "model"),

@@ -101,4 +101,5 @@ def run_flags(args: Any) -> dict[str, Any]:
     """The settings of a run by canonical name and by alias: of a dataclass, or the attributes of a namespace."""
     if not is_dataclass(args):
         return dict(vars(args))
-    return {spelling: getattr(args, name) for spelling, name in spellings_of(type(args)).items()}
+    cls: Any = type(args)
+    return {spelling: getattr(args, name) for spelling, name in spellings_of(cls).items()}
