@@ -12,6 +12,7 @@ from test_against_trl import ours
 from swift.arguments import parse
 from swift.cli.dry_run import rehearse_trl
 from swift.trainers.grpo.run import run as run_grpo
+from swift.trainers.trl import frame
 
 OPTIONAL = Path(sys.prefix) / "optional"
 METHODS = ("dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm")
@@ -95,6 +96,25 @@ def test_several_evaluation_sets_have_metrics_of_their_own(settings, tmp_path, c
             logged(run_dir, f"eval_{name}_loss").keys() == logged(run_dir, f"eval_{name}_{metric}").keys() == {(1, 2)}
         )
     assert method != "dpo" or "margin" in capsys.readouterr().out.split("evaluation of hard: ")[1].splitlines()[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("method", "flags"), [("dpo", PISSA), ("kto", LORA), ("orpo", LORA), ("simpo", ()), ("rm", LORA)]
+)
+def test_a_run_ends_with_its_best_weights(settings, tmp_path, method, flags):
+    val = written(tmp_path / "val.jsonl", (verdicts if method == "kto" else sums)(8, seed=1))
+    flags = (*flags, "--learning_rate", "1", "--val_dataset", str(val), "--eval_steps", "2", "--save_steps", "2")
+    resolved = settings(method, *flags, "--eval_on_start", "true", "--load_best_model_at_end", "true")
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        build = frame.build_trainer
+        patch.setattr(frame, "build_trainer", lambda *a, **k: made.append(build(*a, **k)) or made[0])
+        run_dir = trained(resolved)
+    saved = weights(run_dir / f"checkpoint-{made[0].state.best_global_step}")
+    made[0].save_model(tmp_path / "end")
+    ended = weights(tmp_path / "end")
+    assert all(torch.equal(saved[name], ended[name]) for name in saved)
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto", "rm"])

@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from small_pairs import sums, written
 from test_against_trl import first_step, ours
-from test_preference_runs import assert_resumes_exactly, logged, train_as_one_and_as_two, trained
+from test_preference_runs import WAYS, assert_resumes_exactly, logged, train_as_one_and_as_two, train_two, trained
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 from trl.experimental.gkd import GKDConfig, GKDTrainer
 
@@ -162,6 +162,18 @@ def test_prm_resumes_exactly(settings, flags):
 )
 def test_gkd_resumes_exactly(gkd, flags):
     assert_resumes_exactly(lambda method, *more: gkd(*more), "gkd", *flags)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS)
+def test_gkd_samples_in_sharded_processes_and_resumes_exactly(gkd, tmp_path, way):
+    flags = ("--lmbda", "0.6", "--seq_kd", "true", "--save_steps", "2", *way, "--output_dir", str(tmp_path / "two"))
+    train_two(gkd(*flags), tmp_path)
+    (run_dir,) = (tmp_path / "two").glob("v*-*")
+    train_two(gkd(*flags, "--resume_from_checkpoint", str(run_dir / "checkpoint-2")), tmp_path)
+    losses = logged(run_dir)
+    assert losses[1, 4] > 0
+    assert [losses[2, step] for step in (3, 4)] == [losses[1, step] for step in (3, 4)]
 
 
 @pytest.mark.long

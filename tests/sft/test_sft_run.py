@@ -184,6 +184,22 @@ def test_a_signal_ends_the_run_with_a_checkpoint_that_can_be_resumed(sft_argv, t
     assert losses(run_dir) == straight
 
 
+def test_a_signal_while_the_trainer_is_made_ends_the_start(sft_argv, tmp_path, monkeypatch):
+    from swift.trainers.trl import frame
+
+    original = frame.build_trainer
+
+    def interrupted(*args, **named):
+        trainer = original(*args, **named)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return trainer
+
+    monkeypatch.setattr(frame, "build_trainer", interrupted)
+    with pytest.raises(Interrupted, match=r"stopped before the first step, there is no checkpoint yet"):
+        sft(sft_argv())
+    assert not list_checkpoints(newest_run(tmp_path / "out"))
+
+
 @pytest.mark.long
 def test_two_processes_train_the_model_that_one_does(sft_argv, tmp_path):
     alone = sft(sft_argv("--per_device_train_batch_size", "8", "--output_dir", str(tmp_path / "one")))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,19 @@ class ReferenceInCheckpoint(AtomicTrainer):
     """Keeps a frozen adapter out of checkpoints, and puts a reference that has moved into them."""
 
     ref_model: Any
+    start: Mapping[str, torch.Tensor]
+    """While the trainer is made: tensors of the adapter, before TRL rounds those on quantised weights."""
     _precompute_model_hash: str | None
 
     def __init__(self, *, model: Any, **arguments: Any) -> None:
         if hasattr(model, "adapter_start"):  # a second start would be taken out of the base weights once more
             model.peft_config["default"].init_lora_weights = True
+        if is_peft(model):
+            self.start = {name: one.data for name, one in model.named_parameters() if one.requires_grad}
         super().__init__(model=model, **arguments)
         if is_peft(self.model):
-            complete_reference(self.model)
+            complete_reference(self.model, self.start)
+            del self.start
             # the reference's adapter follows from --model and --adapters
             self.model.save_pretrained = functools.partial(self.model.save_pretrained, selected_adapters=["default"])
 
@@ -52,7 +58,7 @@ class ReferenceInCheckpoint(AtomicTrainer):
         The file's name is a digest of rows and reference; what else decides the log-probs is added here.
         """
         if is_peft(self.model):
-            complete_reference(self.model)
+            complete_reference(self.model, self.start)
         self._precompute_model_hash = f"{self._precompute_model_hash} {getattr(self, 'ld_alpha', None)}"
         if self.collectives.active:
             folder = Path(self.args.output_dir) / "reference_logps" / name
@@ -76,16 +82,15 @@ class ReferenceInCheckpoint(AtomicTrainer):
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **arguments)
 
 
-def complete_reference(model: Any) -> None:
-    """Copies what TRL passes over of the adapter: tensors of PEFT's ParameterDicts, as IA3, VeRA and BOFT have them.
+def complete_reference(model: Any, start: Mapping[str, torch.Tensor]) -> None:
+    """Gives TRL's copy of the adapter the values of `start`, also those that PEFT keeps in a ParameterDict.
 
-    The reference has no dropout.
+    TRL passes over these (IA3, VeRA, BOFT, embeddings of LoRA), and over dropout, which a reference has not.
     """
     named = dict(model.named_parameters())
-    for name, parameter in named.items():
-        other = named.get(re.sub(r"\.default(?=\.|$)", ".ref", name))
-        if other is not None and other is not parameter:
-            other.data.copy_(parameter.data)
+    for name, data in start.items():
+        if (other := named.get(re.sub(r"\.default(?=\.|$)", ".ref", name))) is not None and other is not named[name]:
+            other.data.copy_(data)
     for name, module in model.named_modules():
         if name.endswith("dropout.ref"):
             module.p = 0.0
