@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from swift.errors import ConfigError, first_line, unusable
 from swift.flags import flags_of
@@ -212,10 +212,11 @@ def _check_unchanged(start: Any, folder: Path, args: TunerArguments) -> None:
     """Refuses settings of a fresh adapter that the one to start from does not have; a default counts as not given."""
     targets = _same("target_modules", "modules_to_save", target_regex="target_modules")
     fields = {**TUNERS[args.tuner_type].fields, **targets}
+    flags = flags_of(cast("Any", args.__class__))
     for name, field in fields.items():
         given, has = getattr(args, name), getattr(start, field) or ""
         same = set(given) == set(has) - _HEADS if isinstance(given, list) else given == has
-        if not same and not name.endswith("dropout") and given != flags_of(args.__class__)[name].default:
+        if not same and not name.endswith("dropout") and given != flags[name].default:
             words = " ".join(given) if isinstance(given, list) else given
             raise ConfigError(f"--{name}: {words}: --adapters {folder} was made with another value; leave it out")
 
