@@ -155,8 +155,8 @@ def test_what_trl_does_by_default_is_written_down():
     for mode, config in methods.items():
         theirs = {one.name: one.default for cls in (config, ModelConfig) for one in fields(cls)}
         for name, value in trl.defaults(mode, {"use_vllm": True, "beta": 0.1, "quant_method": "bnb"}).items():
-            if name in theirs or name in names:
-                assert theirs[names.get(name, name)] == value, (mode, name)
+            if (their_name := names.get(name, name)) in theirs:
+                assert theirs[their_name] == value, (mode, name)
 
 
 def test_the_shell_around_a_script_is_understood(imported):

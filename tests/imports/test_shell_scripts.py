@@ -63,10 +63,10 @@ SCRIPTS = {
     ),
     "quoted operators": (
         """swift sft --model=nano --dataset=rows.jsonl --system 'a | b; c && d > e' --run_name "" \\
-          --columns '{"n": "query"}'
+          --columns '{"solution": "note"}'
         """,
         "sft",
-        {"system": "a | b; c && d > e", "run_name": None, "columns": {"n": "query"}},
+        {"system": "a | b; c && d > e", "run_name": None, "columns": {"solution": "note"}},
         set(),
     ),
     "trl": (
