@@ -27,7 +27,7 @@ from swift.data.records import BadRow, RawRow, Record, RowError, filled_columns
 from swift.data.report import DataReport, first_few
 from swift.data.sampler import generator
 from swift.data.spec import DatasetSpec, each, parse_specs
-from swift.data.steps import StepPlan
+from swift.data.steps import StepPlan, steps_or_chats
 from swift.data.system import resolve_system
 from swift.data.texts import TextPlan, chats_or_texts
 from swift.data.transforms import transformed
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "val"]
 
-Purpose = Literal["prompt", "chat", "text", "pair", "label", "steps", "document"]
+Purpose = Literal["prompt", "chat", "text", "pair", "label", "steps", "judged", "document"]
 """`prompt`: what a completion is sampled for. `chat`: prompt and answer, to be learnt from. `text`: documents.
-`pair`, `label`: answers with preferences, see `swift.data.pairs`. `steps`: see `swift.data.steps`. `document`: what
-strided EBFT continues."""
+`pair`, `label`: answers with preferences, see `swift.data.pairs`. `steps`, `judged`: see `swift.data.steps`.
+`document`: what strided EBFT continues."""
 
 PLANS: Mapping[str, Callable[..., ColumnPlan]] = {
     "prompt": ColumnPlan,
@@ -50,6 +50,7 @@ PLANS: Mapping[str, Callable[..., ColumnPlan]] = {
     "pair": PairPlan,
     "label": pairs_or_labels,
     "steps": StepPlan,
+    "judged": steps_or_chats,
     "document": DocumentPlan,
 }
 """How rows are read for each purpose."""
@@ -117,7 +118,7 @@ def load_rows(args: DataArguments, split: Split, *, purpose: Purpose = "chat") -
             assistant turn that is a document (pre-training); "prompt" gives messages to be answered, with a final
             assistant turn dropped and `answer` and the like left among the columns (reinforcement learning,
             reward-test, infer); "pair" and "label" give prompts, and their answers in columns (preferences);
-            "steps" prompts, and the steps of their answers.
+            "steps" prompts, and the steps of their answers; "judged" chats, or the same as "steps".
 
     Returns:
         at least one row, except for an empty "val".
