@@ -56,9 +56,15 @@ class _Process(SpawnProcess):
     _ended = False
 
     def start(self) -> None:
-        """Starts the process without the trainer's `__main__`, which would be imported there."""
+        """Starts the process without the trainer's `__main__`, which would be imported there.
+
+        Raises:
+            OSError: the pool was stopped before.
+        """
         main = sys.modules["__main__"]
         with _starting:
+            if self._ended:
+                raise OSError("the pool is stopped")  # pebble's sign that its pool is over
             spec, file = main.__spec__, main.__dict__.pop("__file__", None)
             main.__spec__ = None
             try:
@@ -77,8 +83,10 @@ class _Process(SpawnProcess):
             worker.end_family()
 
     def terminate(self) -> None:
-        """Kills the process and its family."""
-        if self.pid is not None and not self._ended:
+        """Kills the process and its family; one that has not begun never will."""
+        with _starting:
+            ended, self._ended = self._ended, True
+        if self.pid is not None and not ended:
             self._end([self.pid])  # a process that has just begun leads no group yet
 
     def is_alive(self) -> bool:
@@ -103,11 +111,21 @@ class _Context(SpawnContext):
     def __init__(self) -> None:
         super().__init__()
         self.started: list[_Process] = []
+        self._stopped = False
 
     def Process(self, *args: Any, **kwargs: Any) -> _Process:  # type: ignore[override]  # noqa: N802
-        self.started = [one for one in self.started if one.pid is None or one.exitcode is None]
-        self.started.append(_Process(*args, **kwargs))
-        return self.started[-1]
+        process = _Process(*args, **kwargs)
+        with _starting:
+            process._ended = self._stopped
+            self.started = [*(one for one in self.started if one.pid is None or one.exitcode is None), process]
+        return process
+
+    def stop(self) -> None:
+        """Kills the processes; none begins any more."""
+        with _starting:
+            self._stopped = True
+        for process in self.started:
+            process.terminate()
 
 
 @dataclass(eq=False)
@@ -125,8 +143,7 @@ class _Pool:
     def stop(self) -> None:
         """Kills the workers; those that begin must go first, because pebble takes their semaphores away."""
         self.processes.stop()
-        for process in self.context.started:
-            process.terminate()
+        self.context.stop()
         self.processes.join()
 
     async def watch(self) -> None:

@@ -262,15 +262,15 @@ def resolve_resume(resume_from_checkpoint: str, output_dir: str | Path) -> tuple
     last = resume_from_checkpoint == "last"
     folder = Path(output_dir if last else resume_from_checkpoint).expanduser().absolute()
     if step_of(folder) is not None or (folder / MANIFEST).exists():
-        manifest = verify(folder)
-        _require_training_state(folder, manifest)
+        verify(folder)
+        _require_training_state(folder)
         return folder.parent, folder
     if not last and not folder.is_dir():
         raise ConfigError(f"{_FLAG}: {folder}: no such folder; name a checkpoint-<step> folder, or use last")
     for run_dir in [folder, *reversed(list_versions(folder))]:
         checkpoint = latest_valid(run_dir)
         if checkpoint is not None:
-            _require_training_state(checkpoint, _read_manifest(checkpoint))
+            _require_training_state(checkpoint)
             return run_dir, checkpoint
     raise ConfigError(
         f"{_FLAG}: {resume_from_checkpoint}: no valid checkpoint in {folder} or its v<N>-* runs; "
@@ -278,11 +278,14 @@ def resolve_resume(resume_from_checkpoint: str, output_dir: str | Path) -> tuple
     )
 
 
-def _require_training_state(checkpoint: Path, manifest: Manifest) -> None:
-    """The optimizer's file (optimizer.pt, optimizer_0/...) or DeepSpeed's folder (global_step<k>) must be there."""
-    if any(name.startswith(("optimizer", "global_step")) for name in manifest.files):
-        return
-    raise ConfigError(
-        f"{_FLAG}: {checkpoint}: holds the weights only (it was saved with --save_only_model true); "
-        "to start from its weights use --model or --adapters"
-    )
+def has_training_state(checkpoint: Path) -> bool:
+    """Whether it has the optimizer's file (optimizer.pt, optimizer_0/...) or DeepSpeed's folder (global_step<k>)."""
+    return any(path.name.startswith(("optimizer", "global_step")) for path in checkpoint.iterdir())
+
+
+def _require_training_state(checkpoint: Path) -> None:
+    if not has_training_state(checkpoint):
+        raise ConfigError(
+            f"{_FLAG}: {checkpoint}: holds the weights only (it was saved with --save_only_model true); "
+            "to start from its weights use --model or --adapters"
+        )

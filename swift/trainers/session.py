@@ -166,6 +166,15 @@ def resume_command(mode: str, checkpoint: Path | None) -> str:
     return " ".join([*launch, shlex.join(["swift", *masked]), *hint])
 
 
+def continuation(mode: str, checkpoint: Path | None) -> str:
+    """How a run goes on from its last checkpoint, if it has one and that can be resumed."""
+    from swift.trainers.checkpoint import has_training_state
+
+    if checkpoint is None or has_training_state(checkpoint):
+        return f"{'start again' if checkpoint is None else 'resume'}: {resume_command(mode, checkpoint)}"
+    return f"it holds the weights only (--save_only_model true), start again: {resume_command(mode, None)}"
+
+
 def join_processes(timeout_s: float, *, always: bool = False) -> Collectives:
     """Joins the launcher's process group, when there is one (WORLD_SIZE > 1).
 
@@ -217,11 +226,11 @@ class OpenRun:
         from swift.trainers.checkpoint import last_checkpoint, step_of
 
         last, step = last_checkpoint(self.folder), self.steps()
-        saved = "there is no checkpoint yet; start again"
+        saved = "there is no checkpoint yet"
         if last is not None:
             before = f" ({step} steps were done)" if step_of(last) != step else ""
-            saved = f"{last.name} is its last checkpoint{before}; resume"
-        return f"run {self.folder}, log {self.log.path}; {saved}: {resume_command(mode, last)}"
+            saved = f"{last.name} is its last checkpoint{before}"
+        return f"run {self.folder}, log {self.log.path}; {saved}; {continuation(mode, last)}"
 
 
 @contextlib.contextmanager
@@ -306,7 +315,7 @@ class SignalTrap(contextlib.ExitStack):
         last = last_checkpoint(folder)
         return Interrupted(
             f"signal: {self.caught or 'another process'}: stopped at step {step}, {last} is saved; "
-            f"resume: {resume_command(mode, last)}"
+            f"{continuation(mode, last)}"
         )
 
     def _note(self, number: int, frame: FrameType | None) -> None:

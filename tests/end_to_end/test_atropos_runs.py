@@ -18,6 +18,7 @@ from preloaded import Program
 from processes import wait_for
 
 from swift.models.tiny import build_tiny
+from swift.rollout.server.access import LIFETIME_S
 
 pytestmark = pytest.mark.slow
 
@@ -75,7 +76,8 @@ class Served(StandIn):
     def sample(self):
         prompt = list(range(5, 11))
         wanted = {"prompt": {"prompt_token_ids": prompt}, "n": G, "max_tokens": LENGTH, "logprobs": 0}
-        said = httpx.post(f"{self.policy}/generate", json=wanted, timeout=30, trust_env=False).json()
+        limit_s = 2 * LIFETIME_S  # an update that a killed run leaves open holds requests back that long
+        said = httpx.post(f"{self.policy}/generate", json=wanted, timeout=limit_s, trust_env=False).json()
         answers = [[(int(k), v) for (one,) in row for k, v in one.items()] for row in said["logprobs"]]
         tokens = [prompt + [token for token, _ in row] for row in answers]
         return {

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import random
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from processes import alive, wait_for
 
 import swift
 from swift.errors import ConfigError, RewardError
+from swift.rewards import worker
 from swift.rewards.payload import call_seed
 
 IMPORTS = [str(Path(swift.__file__).parents[1]), str(Path(__file__).parent)]
@@ -83,11 +86,11 @@ def workers():
 
 
 def test_bad_samples_exclude_themselves_and_nothing_else(pipeline, group, progress):
-    rewards = pipeline(["nasty"], NASTY, reward_timeout=0.5)
-    texts = ["a", "loop", "exit", "sysexit", "segfault", "raise", "closes", "dddd"]
+    rewards = pipeline(["nasty"], NASTY, reward_timeout=30.0)  # before it exits, a worker looks for its family
+    texts = ["a", "exit", "sysexit", "segfault", "raise", "closes", "dddd"]
     (scores,) = rewards.score([group(texts)], progress)
-    assert scores.values == [[1.0], *[[None]] * 6, [4.0]]
-    kinds = ["timeout", "crash", "exception", "crash", "exception", "crash"]
+    assert scores.values == [[1.0], *[[None]] * 5, [4.0]]
+    kinds = ["crash", "exception", "crash", "exception", "crash"]
     assert scores.excluded == [None, *(f"{kind}: nasty" for kind in kinds), None]
 
 
@@ -115,7 +118,7 @@ def test_forking_and_printing_are_harmless_and_the_log_may_move(pipeline, group,
 def test_capacity_is_intact_after_three_hung_samples_per_worker(pipeline, group, progress):
     rewards = pipeline(["nasty"], NASTY, num_workers=2, reward_timeout=0.5)
     began = time.monotonic()
-    (scores,) = rewards.score([group(["sleep"] * 6 + ["fine"] * 2)], progress)
+    (scores,) = rewards.score([group(["sleep"] * 5 + ["loop"] + ["fine"] * 2)], progress)
     elapsed = time.monotonic() - began
     assert scores.excluded == ["timeout: nasty"] * 6 + [None] * 2
     assert elapsed < 2 * 3 * 0.5 + 7 * 1.5  # the promised bound, and the worker starts
@@ -303,6 +306,32 @@ def test_close_leaves_no_process_and_is_repeatable(pipeline, group, progress):
     assert not any(alive(pid) for pid in pids)
     with pytest.raises(RewardError, match="closed"):
         pending.result(1)
+
+
+def test_a_worker_that_is_replaced_while_the_pool_closes_prints_nothing(pipeline, group, progress, monkeypatch, capfd):
+    begun, family = threading.Event(), worker.family
+
+    @contextlib.contextmanager
+    def slowly():
+        begun.set()
+        time.sleep(0.3)  # meanwhile the pool closes
+        yield
+
+    def family_of_a_busy_machine(trainer, pid):
+        time.sleep(1.0)
+        return family(trainer, pid)
+
+    rewards = pipeline(["nasty"], NASTY, num_workers=1)
+    rewards.score([group(["a"])], progress)
+    monkeypatch.setattr("swift.rewards.workers.kept_from_children", slowly)
+    (scores,) = rewards.score([group(["exit"])], progress)
+    assert scores.excluded == ["crash: nasty"]
+    monkeypatch.setattr(worker, "family", family_of_a_busy_machine)
+    assert begun.wait(30)
+    capfd.readouterr()  # the warning of the crash
+    rewards.close()
+    assert capfd.readouterr().err == ""
+    assert wait_for(lambda: not workers())
 
 
 @pytest.mark.parametrize(

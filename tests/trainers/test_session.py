@@ -47,6 +47,21 @@ def test_without_a_checkpoint_the_command_is_repeated(monkeypatch):
         trap.check("rlhf", Collectives(), Start({}))
 
 
+@pytest.mark.parametrize("words", [["--seed", "1"], ["--seed", "1", "--resume_from_checkpoint", "out"]])
+def test_a_checkpoint_of_weights_only_is_not_resumed(monkeypatch, tmp_path, words):
+    monkeypatch.setattr(sys, "argv", ["swift", "rlhf", *words])
+    checkpoint = tmp_path / "checkpoint-3"
+    checkpoint.mkdir()
+    (checkpoint / "model.safetensors").touch()
+    trap = SignalTrap()
+    said = str(trap.interruption("rlhf", tmp_path, 3))
+    assert "it holds the weights only (--save_only_model true), start again: " in said
+    assert said.endswith(f"swift rlhf {' '.join(words)}")
+    (checkpoint / "optimizer.pt").touch()
+    said = str(trap.interruption("rlhf", tmp_path, 3))
+    assert said.endswith(f"resume: swift rlhf --seed 1 --resume_from_checkpoint {checkpoint}")
+
+
 @pytest.mark.parametrize("number", STOP)
 def test_every_signal_that_asks_to_stop_is_noted_and_forks_die_of_it(number):
     before = signal.getsignal(number)

@@ -42,8 +42,11 @@ def born(pid: int) -> str:
     return ""
 
 
-def family(ward: int, marker: bytes) -> dict[int, str]:
-    """Children of the ward with the marker, and all below them: some overwrite their environment with a title."""
+def family(ward: int, marker: bytes, known: dict[int, str]) -> dict[int, str]:
+    """Children of the ward with the marker, those of `known` that live, and all below them.
+
+    Some overwrite their environment with a title: when their parent or the ward has ended, only `known` has them.
+    """
 
     def children(pid: int) -> list[int]:
         found: list[int] = []
@@ -53,7 +56,8 @@ def family(ward: int, marker: bytes) -> dict[int, str]:
         return found
 
     found: dict[int, str] = {}
-    todo = [pid for pid in children(ward) if has(pid, marker)]
+    todo = [pid for pid, start in known.items() if start and born(pid) == start]
+    todo += [pid for pid in children(ward) if has(pid, marker)]
     while todo:
         pid = todo.pop()
         found[pid] = born(pid)
@@ -123,7 +127,7 @@ def main() -> None:
     looked_at = 0.0
     while os.getppid() == ward:
         if time.monotonic() - looked_at > LOOK_S:
-            known, looked_at = family(ward, marker), time.monotonic()
+            known, looked_at = family(ward, marker, known), time.monotonic()
         time.sleep(POLL_S)
     end(marker, known)
     if folder:
