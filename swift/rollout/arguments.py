@@ -81,7 +81,6 @@ class GenerationArguments:
         return {FLAGS_IN_KWARGS[name]: value for name, value in given.items() if name in FLAGS_IN_KWARGS}
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with these settings, one line each."""
         yield from self._alias_problems()
         for name, value in self.generation_kwargs.items():
             if name not in FLAGS_IN_KWARGS and (problem := self._kwarg_problem(SAMPLING_NAMES.get(name, name), value)):
@@ -310,10 +309,7 @@ class SamplingArguments(GenerationArguments):
     """Maximum number of completions per micro-batch; divides per_device_train_batch_size. Same gradient."""
 
     max_tokens_per_micro_batch: int | None = flag(
-        at_least=1,
-        group="Optimization",
-        everyday=False,
-        unset="what fits into memory",
+        at_least=1, group="Optimization", everyday=False, unset="what fits into memory"
     )
     """Maximum number of tokens per forward and backward pass, shared prompts counted once. Same gradient."""
 

@@ -121,10 +121,8 @@ def plan_batches(
 def describe(plan: BatchPlan, *, most_launches: int = 1, every_row: bool = False) -> str:
     """The plan in one line, for people.
 
-    Args:
-        plan: of the run.
-        most_launches: groups sampled for one that is trained, at most: with dynamic sampling replaced ones draw rows.
-        every_row: batches go on from one epoch to the next, so that no row is left out.
+    most_launches: groups sampled for one that is trained, at most: with dynamic sampling replaced ones draw rows.
+    every_row: batches go on from one epoch to the next, so that no row is left out.
     """
     p = plan
     parts = [
@@ -172,12 +170,10 @@ def _steps_per_generation(per_micro_step: int, a: int, steps: int | None, batch:
 
 
 def _valid(b: int, n: int, a: int, s: int, g: int, mini: int | None) -> bool:
-    """Whether the divisibility rules hold."""
     return b * n * a % g == 0 and b * n * s % g == 0 and (s % a == 0 or a % s == 0) and b % (mini or b) == 0
 
 
 def _broken_rules(b: int, n: int, a: int, s: int, g: int, u: int, mini: int | None) -> list[str]:
-    """One line for every rule that is broken."""
     problems = []
     if b * n * a % g or (b * n * s % g and not (s % a and a % s)):
         problems.append(_bad_generations(b, n, a, s, g, mini))
@@ -222,7 +218,6 @@ def _divisors(value: int) -> list[int]:
 
 
 def _total_steps(per_epoch: int | None, rows: int | None, rollout_prompts: int, epochs: float, max_steps: int) -> int:
-    """The optimizer steps of the run."""
     if max_steps > 0:
         return max_steps
     if per_epoch is None:

@@ -123,7 +123,6 @@ class BatchMaker:
         return list(self._samples(groups)), None
 
     def batch(self, samples: list[TrainSample]) -> RolloutBatch:
-        """The rollout batch of these samples."""
         return RolloutBatch(samples, self.config.num_global_batches, self.config.num_iterations)
 
     def referred(self, groups: Sequence[RolloutGroup]) -> PartialBatch:
@@ -144,12 +143,9 @@ class BatchMaker:
         return samples
 
     def make(self, groups: Sequence[RolloutGroup], step: int, partial: PartialBatch | None = None) -> MadeBatch:
-        """The rollout batch of a round.
+        """The rollout batch of a round, of which `partial` has been computed before.
 
-        Args:
-            groups: scored, in launch order; as many as a rollout batch has.
-            step: optimizer steps done.
-            partial: what was computed of the same groups before.
+        groups: scored, in launch order; as many as a rollout batch has. step: optimizer steps done.
         """
         config = self.config
         if partial is None:

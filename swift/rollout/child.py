@@ -42,17 +42,10 @@ def is_of_launch(name: str) -> bool:
 
 
 class Child:
-    """See the module's docstring.
+    """See the module's docstring. Raises ResourceError: it cannot be started.
 
-    Args:
-        name: of the command, for messages.
-        command: its words.
-        folder: where it starts; None is the working folder.
-        variables: added to the environment.
-        advice: what to do when it ends with an error.
-
-    Raises:
-        ResourceError: it cannot be started.
+    name: of the command, for messages. command: its words. folder: where it starts; None is the working folder.
+    variables: added to the environment. advice: what to do when it ends with an error.
     """
 
     def __init__(
@@ -102,7 +95,6 @@ class Child:
 
     @property
     def said(self) -> str:
-        """Its last lines."""
         with self._lock:
             lines = [line.strip() for line in self._lines if line.strip()]
         return f"its last lines: {' | '.join(lines[-SHOWN_LINES:]) or 'nothing'}"
@@ -117,7 +109,6 @@ class Child:
         raise EngineError(f"{self.name}: {ended}; {self._advice}; {self.said}")
 
     def close(self) -> None:
-        """End the whole group; repeatable."""
         self.interrupt()
         self.end(GRACE_S)
 

@@ -74,7 +74,6 @@ class RolloutCollector:
         return current
 
     def request(self, launch: Launch, sample: int, namespace: str) -> Request:
-        """The request of one sample."""
         seed = sample_seed(self.seed, namespace + launch.prompt.prompt_id, launch.launch, sample)
         sampling = replace(self.sampling, seed=seed)
         if self.max_new_tokens is not None:
@@ -82,7 +81,6 @@ class RolloutCollector:
         return Request(f"{launch.group_id}/{sample}", launch.prompt.token_ids, sampling, launch.prompt)
 
     def awaited(self) -> str:
-        """What the latest round waits for, if it does; from any thread."""
         return self._latest.awaited() if self._latest is not None else ""
 
     # --- the end of a round -------------------------------------------------------------------------------------
@@ -102,10 +100,8 @@ class RolloutCollector:
     ) -> RoundResult:
         """Bring a round to every rank and wait for its scores; collective; what failed on any rank is raised on all.
 
-        Args:
-            current: the round.
-            timer: context manager factory for the phases "generate" and "reward".
-            meanwhile: called on every rank with the groups of a fixed round, if reward functions still work on them.
+        timer: context manager factory for the phases "generate" and "reward". meanwhile: called on every rank with the
+        groups of a fixed round, if reward functions still work on them.
         """
         fixed = current.group_filter is None
         with timer("generate"):

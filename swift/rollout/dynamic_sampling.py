@@ -57,11 +57,9 @@ class Selection:
 class GroupFilter:
     """One batch of dynamic sampling.
 
-    Args:
-        quota: Q, groups that the batch trains on.
-        carried: groups of the batch before that it begins with, at most Q.
-        max_resample_times: extra launches that may be spent, in multiples of Q.
-        rate: expected share of informative groups, taken within [1/2, 1]; 1 launches no more than is wanted.
+    quota: Q, groups that the batch trains on. carried: groups of the batch before that it begins with, at most Q.
+    max_resample_times: extra launches that may be spent, in multiples of Q. rate: expected share of informative groups,
+    taken within [1/2, 1]; 1 launches no more than is wanted.
 
     Example, with informative groups 0, 2, 5, 6, 7, ... and Q = 4:
         rate 1 launches 4, then 3 for the zero-variance groups, and trains 0, 2, 5, 6; rate 1/2 launches 12 at once,
@@ -83,17 +81,14 @@ class GroupFilter:
 
     @property
     def launched(self) -> int:
-        """Launches so far."""
         return len(self._launched)
 
     @property
     def informative(self) -> int:
-        """Informative groups so far."""
         return len(self._kept)
 
     @property
     def in_flight(self) -> int:
-        """Launches that were not scored yet."""
         return self.launched - len(self._kept) - len(self._zero_variance)
 
     @property
@@ -102,7 +97,6 @@ class GroupFilter:
         return self.complete and len(self._kept) < self.wanted
 
     def due(self) -> int:
-        """How many groups to launch now."""
         if not self._launched:
             return self._first
         return max(0, min(self.wanted - len(self._kept) - self.in_flight, self.budget - self.launched))

@@ -40,8 +40,7 @@ class ExclusionLimit:
     def add(self, num_samples: int, reasons: Mapping[str, int]) -> None:
         """Count a rollout batch, with the groups that dynamic sampling dropped.
 
-        Raises:
-            EngineError: with the most frequent reasons.
+        Raises EngineError, with the most frequent reasons.
         """
         self._batches.append((num_samples, Counter(reasons)))
         total = sum(count for count, _ in self._batches)

@@ -73,7 +73,6 @@ class Mailbox:
         self._own_beats = 0
 
     def post(self, channel: str, message: Message) -> None:
-        """Add a message."""
         with _reachable():
             ticket = self._store.add(f"{PREFIX}/{channel}", 1)
             key = f"{PREFIX}/{channel}/{ticket}"
@@ -81,11 +80,7 @@ class Mailbox:
         self._posted.append(key)
 
     def read(self, channel: str) -> Message | None:
-        """The next message that this rank has not read, or None; never waits for one.
-
-        Raises:
-            EngineError: it is no message of swift.
-        """
+        """The next message that this rank has not read, or None; never waits for one."""
         key = f"{PREFIX}/{channel}/{self._read[channel] + 1}"
         with _reachable():
             if not self._store.check([key]):
@@ -114,11 +109,7 @@ class Mailbox:
 
 
 def decode(content: bytes) -> Message:
-    """A message from its bytes.
-
-    Raises:
-        EngineError: it is no message of swift.
-    """
+    """A message from its bytes. Raises EngineError: it is no message of swift."""
     try:
         return saved_state.decode(content, Message)  # type: ignore[arg-type]
     except (ValueError, TypeError) as error:  # msgspec's errors are of these types

@@ -65,19 +65,13 @@ class PipelineState(msgspec.Struct):
 class RolloutPipeline:
     """Makes rollout batches and hands out their global batches.
 
-    Args:
-        scheduler: decides what is sampled.
-        collector: samples and scores.
-        config: how groups become rollout batches.
-        timer: context manager factory for the phases of a step.
-        observer: gets every scored round, on every rank.
-        weight_sync: gives the rollout engine new weights.
-        phase: makes the engine ready for generation (`swift.trainers.memory.colocate`); None syncs weights only.
-        replay: groups to stand in for zero-variance groups.
+    timer: context manager factory for the phases of a step. observer: gets every scored round, on every rank. phase:
+    makes the engine ready for generation (`swift.trainers.memory.colocate`); None syncs weights only. replay: groups to
+    stand in for zero-variance groups.
 
-    With `config.prefetch_depth` > 0 the next rounds are sampled on a thread while this one trains. Every decision
-    (what is launched, when weights are synced) still falls on the main thread, at points that depend on step numbers
-    only, so the run does not depend on how fast anything was.
+    With `config.prefetch_depth` > 0 the next rounds are sampled on a thread while this one trains. Every decision (what
+    is launched, when weights are synced) still falls on the main thread, at points that depend on step numbers only, so
+    the run does not depend on how fast anything was.
     """
 
     def __init__(
@@ -121,7 +115,6 @@ class RolloutPipeline:
 
     @property
     def overlaps(self) -> bool:
-        """Whether rounds are sampled while others are trained on."""
         return self.config.prefetch_depth > 0 or self.config.streaming_groups > 0
 
     def idle_s(self) -> float:
@@ -389,7 +382,6 @@ class RolloutPipeline:
         return made
 
     def _score(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-        """Scores of the trainer's models, if there are any; collective."""
         if self.features is None:
             return {}
         with self.timer("reward"):
@@ -417,10 +409,8 @@ class RolloutPipeline:
     def staleness(self, step: int) -> dict[str, float]:
         """Per token, how many optimizer steps the weights that sampled it are behind those that are trained now.
 
-        Of the current global batch; completions that are not trained on do not count.
-
-        Args:
-            step: optimizer steps done before this one.
+        Of the current global batch; completions that are not trained on do not count. step: optimizer steps done
+        before.
         """
         assert self.batch is not None
         samples = [self.batch.samples[i] for i in self.batch.global_batch(self.batch.global_batch_index)]
@@ -447,8 +437,7 @@ class RolloutPipeline:
     def evaluate(self, prompts: Sequence[Prompt], progress: TrainerProgress) -> dict[str, float]:
         """Sample and score held-out prompts under the current policy; the training stream is untouched.
 
-        Returns:
-            metrics without a prefix: `reward`, `reward_std`, `rewards/<name>/mean`, `completions/...`.
+        The metrics have no prefix: `reward`, `reward_std`, `rewards/<name>/mean`, `completions/...`.
         """
         self._settle()  # they keep the weights that they were asked for with
         with self.phase(progress.global_step, current=True):

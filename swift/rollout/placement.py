@@ -152,8 +152,7 @@ def has_own_engine(args: Any) -> bool:
 def server_urls(base_urls: Sequence[str], hosts: Sequence[str], ports: Sequence[int]) -> list[str]:
     """The addresses of the servers; base URLs win, one port serves all hosts.
 
-    Raises:
-        ConfigError: neither one port nor one per host.
+    Raises ConfigError: neither one port nor one per host.
     """
     if base_urls:
         return list(base_urls)
@@ -258,7 +257,6 @@ def _count_workers(request: PlacementRequest, devices: int) -> int:
 
 
 def _mode(request: PlacementRequest, devices: int, workers: int) -> Mode:
-    """The mode given, or the first that fits."""
     ranks = request.local_ranks
     if not request.use_vllm:
         return "in_process"
@@ -283,7 +281,6 @@ def _mode(request: PlacementRequest, devices: int, workers: int) -> Mode:
 
 
 def _contradictions(request: PlacementRequest, mode: Mode, devices: int, workers: int) -> list[str]:
-    """What the numbers and the mode do not allow, one line each."""
     problems = []
     ranks = request.local_ranks
     if mode == "colocate":
@@ -362,7 +359,6 @@ def _bad_tensor_parallel(request: PlacementRequest, group: int, mode: Mode) -> l
 
 
 def _engine_devices(request: PlacementRequest, mode: Mode, names: tuple[str, ...], workers: int) -> tuple[str, ...]:
-    """The devices of all engines of the node, in order."""
     if mode not in ("colocate", "dedicated"):
         return ()
     own, given = names[: request.local_ranks], tuple(request.vllm_device)

@@ -21,8 +21,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 from swift.errors import EngineError, SwiftError
 from swift.rollout.collector import RolloutCollector
@@ -83,7 +82,6 @@ class Generation:
             self.collector.late += self._clock.late if self._clock is not None else 0
 
     def samples(self, current: Round) -> bool:
-        """Whether a round is under way or waits for its turn."""
         with self._changed:
             return current in self._new or current in self._running
 
@@ -121,7 +119,6 @@ class Generation:
             self._wait_until(lambda: self._at_rest)
 
     def release(self) -> None:
-        """Give the engine back to the thread."""
         with self._changed:
             self._wants_hold = False
             self._changed.notify_all()
@@ -165,7 +162,9 @@ class Generation:
         """Every round carries the failure; the engine is free, as evaluation may need it before that is raised."""
         try:
             with contextlib.suppress(SwiftError):  # the first error is the one to show
-                empty(self._engine)
+                self._engine.abort()
+                for _ in self._engine.stream():
+                    pass
         finally:
             with self._changed:
                 self._failure = error
@@ -193,7 +192,8 @@ class Generation:
         It ends early when the engine is paused.
         """
         self._begin_new()
-        with between_steps(self._engine, self._move_along):
+        self._engine.between_steps = self._move_along
+        try:
             self._move_along()
             for completion in self._engine.stream():
                 if self._closing:
@@ -201,6 +201,8 @@ class Generation:
                 self._deliver(completion)
                 if self.overlap:
                     self._begin_new()
+        finally:
+            self._engine.between_steps = None
         if self._wants_hold or self._closing:
             return
         if missing := [name for one in self._running for name in one.outstanding]:
@@ -234,7 +236,10 @@ class Generation:
             return
         current = next((one for one in self._running if one.expects(completion.request_id)), None)
         if current is None:
-            raise unknown(completion)
+            raise EngineError(
+                f"engine: request {completion.request_id}: it came back twice, or nobody asked for it; "
+                "this is a defect of the engine"
+            )
         self.collector.progress()
         if completion.episode is None:
             completion.text = self.collector.decode(completion.token_ids)
@@ -254,28 +259,3 @@ class Generation:
         self._running.clear()
         self._new.clear()
         self._changed.notify_all()
-
-
-def unknown(completion: Completion) -> EngineError:
-    """What is wrong with a completion that nobody waits for."""
-    return EngineError(
-        f"engine: request {completion.request_id}: it came back twice, or nobody asked for it; "
-        "this is a defect of the engine"
-    )
-
-
-def empty(engine: InferenceEngine) -> None:
-    """Give up what is still in an engine."""
-    engine.abort()
-    for _ in engine.stream():
-        pass
-
-
-@contextlib.contextmanager
-def between_steps(engine: InferenceEngine, work: Callable[[], Any]) -> Iterator[None]:
-    """Have an engine call `work` between its decode steps."""
-    engine.between_steps = work
-    try:
-        yield
-    finally:
-        engine.between_steps = None

@@ -90,7 +90,6 @@ class ReplayBuffer:
         ]
 
     def state(self) -> ReplayState:
-        """A copy of the state."""
         return ReplayState(list(self._entries), self._stored, self._draws)
 
     def load(self, state: ReplayState) -> None:

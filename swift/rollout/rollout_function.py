@@ -28,12 +28,7 @@ from typing import Any
 
 from swift.errors import ConfigError, EngineDead, EngineError, SwiftError, Unsupported, suggest
 from swift.rollout.engines.around import EngineAround
-from swift.rollout.engines.base import (
-    Capabilities,
-    InferenceEngine,
-    TensorInfo,
-    WeightUpdate,
-)
+from swift.rollout.engines.base import Capabilities, InferenceEngine, TensorInfo, WeightUpdate
 from swift.rollout.rollout_output import FLAG, OutputReader
 from swift.rollout.seeds import seed_of
 from swift.types import Completion, Request, SamplingParams
@@ -51,8 +46,7 @@ RolloutFunc = Callable[[list[list[dict[str, Any]]], "Rollout"], Mapping[str, Any
 def load_rollout_func(text: str) -> RolloutFunc:
     """The function of `--rollout_func`: a registered name, or `path.py:function`.
 
-    Raises:
-        ConfigError: no such name, file or function; the nearest are named.
+    Raises ConfigError: no such name, file or function; the nearest are named.
     """
     from swift.plugin import load_external_plugins, rollout_funcs
 
@@ -105,7 +99,6 @@ class Rollout:
 
     @property
     def processing_class(self) -> Any:
-        """The tokenizer."""
         return self.tokenizer
 
     @property
@@ -171,7 +164,6 @@ class _Call:
 
     @property
     def names(self) -> set[str]:
-        """Ids of its requests."""
         return {one.request_id for one in self.requests}
 
 
@@ -221,7 +213,7 @@ class RolloutFunctionEngine(EngineAround):
         return self._late + self.engine.late
 
     def begin_update(self, manifest: Sequence[TensorInfo], version: int) -> WeightUpdate:
-        """See `InferenceEngine`; between calls only."""
+        """Between calls only."""
         if self._call is not None:
             raise EngineError(f"{FLAG}: {self.name}: a call is under way; wait for it before new weights")
         return super().begin_update(manifest, version)
@@ -235,7 +227,7 @@ class RolloutFunctionEngine(EngineAround):
     # --- sampling ---------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        """See `InferenceEngine`; the request must know its row."""
+        """The request must know its row."""
         self.check_length(request)
         assert request.prompt is not None, "the collector sends requests with their rows"
         with self._lock:
@@ -244,7 +236,6 @@ class RolloutFunctionEngine(EngineAround):
             self._waiting[request.request_id] = request
 
     def stream(self) -> Iterator[Completion]:
-        """See `InferenceEngine`."""
         while True:
             self._between()
             self._drop_aborted()
@@ -257,7 +248,7 @@ class RolloutFunctionEngine(EngineAround):
             self._look()
 
     def abort(self, request_ids: Collection[str] | None = None) -> None:
-        """See `InferenceEngine`; a call all of whose requests are named is given up."""
+        """A call all of whose requests are named is given up."""
         with self._lock:
             call = self._call
             running = call.names if call is not None else set()
@@ -267,13 +258,12 @@ class RolloutFunctionEngine(EngineAround):
             call.rollout._revoke()
 
     def pause(self) -> None:
-        """See `InferenceEngine`; a call cannot be kept."""
+        """A call cannot be kept."""
         if self._call is not None:
             raise Unsupported(f"{FLAG}: {self.name}: cannot be paused between two tokens; --in_flight_updates false")
         self._paused = True
 
     def resume(self) -> None:
-        """See `InferenceEngine`."""
         self._paused = False
 
     def _drop_aborted(self) -> None:
@@ -331,7 +321,6 @@ class RolloutFunctionEngine(EngineAround):
         threading.Thread(target=self._run, args=arguments, name=f"rollout {self.name}", daemon=True).start()
 
     def _run(self, call: _Call, messages: list[list[dict[str, Any]]], device: int | None) -> None:
-        """The thread of a call."""
         try:
             if device is not None:  # each thread has its own
                 import torch
@@ -354,7 +343,6 @@ class RolloutFunctionEngine(EngineAround):
             self._expire(call)
 
     def _expire(self, call: _Call) -> None:
-        """Give a call up whose time is over."""
         self._late += len(call.requests)
         self._given_up += 1
         call.rollout._revoke()
@@ -400,7 +388,6 @@ class RolloutFunctionEngine(EngineAround):
 
 
 def _current_device() -> int | None:
-    """The GPU of the calling thread, if it has one."""
     import torch
 
     return torch.cuda.current_device() if torch.cuda.is_available() else None

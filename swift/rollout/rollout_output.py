@@ -46,11 +46,7 @@ class OutputReader:
     max_model_len: int
 
     def completions(self, output: Any, requests: Sequence[Request]) -> list[Completion]:
-        """Completions from what the function returned.
-
-        Raises:
-            EngineError: an entry is missing, too many, or not what it must be; the first place is named.
-        """
+        """Completions from what the function returned. Raises EngineError: the first entry that is wrong."""
         if not isinstance(output, Mapping):
             raise self._wrong(f"returned {type(output).__name__}; return a dict with completion_ids and logprobs")
         if output.get("completion_ids") is None:
@@ -172,7 +168,6 @@ class OutputReader:
 
 
 def _integer(value: Any) -> int:
-    """A token id; a float or a text is none."""
     if isinstance(value, bool | float | str):
         raise TypeError(f"{value!r}")
     return int(value)

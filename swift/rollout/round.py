@@ -70,22 +70,16 @@ class EngineShare:
 class Round:
     """A round from its first launch to its result, on one rank.
 
-    Args:
-        home: the collector of this rank.
-        log: what it took from the scheduler; the launches of a fixed round are in it from the start.
-        num_generations: G.
-        progress: what reward functions see as `trainer_state`.
-        seed_namespace: keeps the seeds of evaluation apart from those of training.
-        group_filter: decides what is dropped and replaced; None replaces nothing. Used by rank 0 after the start.
-        draw: the next launches of a round with a filter.
-        informative, failed: whether a scored group is informative, and whether all of its completions failed.
+    log: what it took from the scheduler; the launches of a fixed round are in it from the start. num_generations: G.
+    progress: what reward functions see as `trainer_state`. seed_namespace: keeps the seeds of evaluation apart from
+    those of training. group_filter: decides what is dropped and replaced; None replaces nothing. Used by rank 0 after
+    the start. draw: the next launches of a round with a filter. informative, failed: whether a scored group is
+    informative, and whether all of its completions failed.
 
-    Attributes:
-        groups: those of which this rank has every completion, by launch index. parts: launch index -> sample ->
-            completion that this rank has.
-        failure: why it will not be completed.
-        partial_batch: what was computed for its batch while it was scored.
-        result: its scored groups once they are on every rank. settled: it has a result, or its failure was raised.
+    groups: those of which this rank has every completion, by launch index. parts: launch index -> sample -> completion
+    that this rank has. failure: why it will not be completed. partial_batch: what was computed for its batch while it
+    was scored. result: its scored groups once they are on every rank. settled: it has a result, or its failure was
+    raised.
     """
 
     home: RolloutCollector
@@ -179,11 +173,9 @@ class Round:
         return requests
 
     def expects(self, request_id: str) -> bool:
-        """Whether this rank asked for it and does not have it yet."""
         return request_id in self._open
 
     def take(self, completion: Completion) -> None:
-        """Add a finished completion."""
         index, sample = self._open.pop(completion.request_id)
         self.parts.setdefault(index, {})[sample] = completion
         self._left[index] -= 1
@@ -256,11 +248,7 @@ class Round:
         return all(future.done() for future in list(self.futures.values()))
 
     def complete_groups(self, parts: Mapping[int, Mapping[int, Completion]]) -> None:
-        """Make every group of a fixed round, from the completions of all ranks.
-
-        Raises:
-            EngineError: one never came back.
-        """
+        """Make every group of a fixed round from the completions of all ranks. Raises EngineError: one is missing."""
         for launch in self.log.launches:
             done = parts.get(launch.index, {})
             for sample in range(self.num_generations):
@@ -276,7 +264,6 @@ class Round:
             self._draw_one()
 
     def group(self, index: int, completions: list[Completion]) -> RolloutGroup:
-        """The group of a launch."""
         launch = self._launches[index]
         return RolloutGroup(launch.group_id, launch.index, launch.launch, launch.prompt, completions)
 
@@ -351,7 +338,6 @@ class Round:
             self._end()
 
     def _collect(self) -> None:
-        """What other ranks have sampled."""
         if self._mailbox is None or not self._looks():
             return
         while (message := self._mailbox.read("done")) is not None:
@@ -362,7 +348,6 @@ class Round:
             self._arrived(message.index, message.engine)
 
     def _looks(self) -> bool:
-        """Whether it is time for a look at the mailbox."""
         now = time.monotonic()
         if now - self._read_at < READ_S:
             return False

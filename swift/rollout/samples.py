@@ -44,7 +44,6 @@ class TrainSample:
 
     @property
     def has_advantage(self) -> bool:
-        """Whether the advantage of any trained token is not 0."""
         if self.token_advantages is None:
             return self.advantage != 0.0
         return bool(self.token_advantages[self.trained].any())
@@ -82,7 +81,6 @@ class RolloutBatch:
 
     @property
     def exhausted(self) -> bool:
-        """Whether all its optimizer steps have been taken."""
         return self.position >= self.updates_per_rollout
 
     @property
@@ -96,7 +94,6 @@ class RolloutBatch:
         return self.num_global_batches * self.num_iterations
 
     def global_batch(self, index: int) -> range:
-        """Sample indices of a global batch."""
         size = len(self.samples) // self.num_global_batches
         return range(index * size, (index + 1) * size)
 

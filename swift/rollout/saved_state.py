@@ -35,11 +35,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(content: bytes, kind: type[T]) -> T:
-    """The inverse of `encode`.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """The inverse of `encode`. Raises ValueError: it is something else."""
     value: T = msgspec.msgpack.decode(content, type=kind, dec_hook=_to_array)
     return _with_columns(value, _untagged)
 
@@ -90,19 +86,13 @@ def without_tokens(group: RolloutGroup) -> RolloutGroup:
     return replace(group, prompt=prompt, completions=completions)
 
 
-# --- plain data -----------------------------------------------------------------------------------------------------
-
 TAG = "@"
 """Only key of a dict that stands for a value msgpack lacks: [name of its type, content]."""
 _DATES = {kind.__name__: kind for kind in (datetime.datetime, datetime.date, datetime.time)}
 
 
 def require_plain(prompt: Prompt) -> None:
-    """Refuse a row that a checkpoint could not hold.
-
-    Raises:
-        ConfigError: naming the column and the type.
-    """
+    """Refuse a row that a checkpoint could not hold. Raises ConfigError, naming the column and the type."""
     for name, value in prompt.columns.items():
         try:
             _tagged(value)

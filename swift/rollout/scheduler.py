@@ -43,7 +43,6 @@ class Launch:
 
     @property
     def group_id(self) -> str:
-        """Unique over the run."""
         return f"{self.prompt.prompt_id}-{self.launch}"
 
 
@@ -114,8 +113,6 @@ class RolloutScheduler:
         """Launches that have not ended and are not carried."""
         return self.launched - self.trained - self.excluded - self.dropped - len(self.carried)
 
-    # --- launching ----------------------------------------------------------------------------------------------
-
     def begin_round(self, step: int) -> LaunchLog:
         """What the next round, for optimizer step `step` (from 1), begins with."""
         self.rounds += 1
@@ -156,10 +153,7 @@ class RolloutScheduler:
         self.launched += 1
         return launch
 
-    # --- ends -----------------------------------------------------------------------------------------------------
-
     def end_round(self, *, trained: int, excluded: int, dropped: int = 0) -> None:
-        """Book the ends of a round's groups."""
         self.trained += trained
         self.excluded += excluded
         self.dropped += dropped
@@ -179,10 +173,7 @@ class RolloutScheduler:
 
     @property
     def rerolls_waiting(self) -> int:
-        """Prompts that wait for a re-roll."""
         return len(self._rerolls)
-
-    # --- states ---------------------------------------------------------------------------------------------------
 
     def state(self, without: Sequence[LaunchLog] = ()) -> SchedulerState:
         """A copy of the state, as if the last rounds, those of `without`, had not begun; what has ended stays ended."""
@@ -206,7 +197,6 @@ class RolloutScheduler:
         )
 
     def load(self, state: SchedulerState) -> None:
-        """Continue exactly after `state`."""
         self.source.load_state_dict(state.source)
         self.rounds, self.launched = state.rounds, state.launched
         self.trained, self.excluded, self.dropped = state.trained, state.excluded, state.dropped

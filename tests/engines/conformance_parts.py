@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass
 
 from engine_traces import Traces, shared_cluster
+from oracle import load
 from preloaded import make_ready
 from rollout_process import RolloutProcess
 
@@ -78,13 +79,13 @@ class Subject:
     """
 
     def __init__(self, backend, folder, logs):
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoTokenizer
 
         self.backend = backend
         self.folder = folder
         self.logs = logs
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        self.model = load(folder)
         self.eos = self.tokenizer.eos_token_id
         self.version = self.whole = 0
         self.spec = EngineSpec(

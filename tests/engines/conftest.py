@@ -7,23 +7,19 @@ from actor_parts import family, scripted_engine_in_actor
 from conformance_checks import LONG, likeliest
 from conformance_parts import BACKENDS, Subject, missing
 from engine_traces import shared_cluster
-from oracle import with_noise
+from oracle import load, with_noise
 from processes import wait_for
 
 
 @pytest.fixture(scope="session")
 def engine_folders(tmp_path_factory):
     """Models whose norms and biases are no ones and zeros, so that every kind of weight shows."""
-    from transformers import AutoModelForCausalLM
-
     from swift.models.tiny import build_tiny
 
     folders = {}
     for arch in ("qwen2", "llama"):
         folder = build_tiny(tmp_path_factory.mktemp("engines") / arch, arch=arch, size="tiny", init_std=0.1)
-        model = AutoModelForCausalLM.from_pretrained(folder)
-        with_noise(model, seed=5, scale=0.02)
-        model.save_pretrained(folder)
+        with_noise(load(folder), seed=5, scale=0.02).save_pretrained(folder)
         folders[arch] = folder
     return folders
 

@@ -10,24 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from actor_parts import (
-    PATHS,
-    facts_of,
-    family,
-    kill,
-    open_descriptors,
-    requests,
-    scripted_engine_in_actor,
-)
+from actor_parts import PATHS, facts_of, family, kill, open_descriptors, requests, scripted_engine_in_actor
 from processes import alive, wait_for
 from scripted_engine import CountingSource
 
 from swift.errors import ConfigError, EngineDead
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
-
-
-# --- start and end -----------------------------------------------------------------------------------------------
 
 
 def test_what_the_engine_refuses_at_its_start_arrives_as_it_is(start):

@@ -34,9 +34,6 @@ class Interfering:
             yield bucket
 
 
-# --- ordinary life -----------------------------------------------------------------------------------------------
-
-
 def test_a_plugin_backend_runs_in_its_process_on_its_cores(start):
     core = max(os.sched_getaffinity(0))
     worker = start(cores=(core,))
@@ -57,9 +54,6 @@ def test_calls_are_answered_while_it_samples(start):
     assert time.monotonic() - began < 1.5, "each waits for a step"
     worker.submit(requests(1, group="joins")[0])
     assert "joins/0" in tokens(stream)
-
-
-# --- death -------------------------------------------------------------------------------------------------------
 
 
 def test_200_requests_whose_actor_is_killed_twice_come_back_once_as_if_nothing_had_happened(start):
@@ -164,9 +158,6 @@ def test_beyond_its_restarts_the_engine_is_dead_and_shows_its_log(start):
         worker.submit(requests(1)[0])
 
 
-# --- hanging -----------------------------------------------------------------------------------------------------
-
-
 def test_a_worker_that_is_stopped_is_replaced_in_bounded_time(start):
     worker = start(step_s=0.05)
     wanted, came = requests(12), []
@@ -207,9 +198,6 @@ def test_where_an_engine_is_can_be_asked_at_any_time(start):
     assert worker.stacks().startswith("engine 0 (cpu:0): its thread is in wait")
     kill(worker)
     assert wait_for(lambda: "gone (ended unexpectedly" in worker.stacks())
-
-
-# --- lies --------------------------------------------------------------------------------------------------------
 
 
 def test_bytes_that_change_on_the_way_are_found(start, monkeypatch):

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle import ask, gap, run
-from transformers import AutoModelForCausalLM
+from oracle import ask, gap, load, run
 
 from swift.errors import SyncFailed
 from swift.rollout.engines import cluster
@@ -34,7 +33,7 @@ class Trainer:
     """A model that changes, and the worker that should follow."""
 
     def __init__(self, folder, logs, *, workers=1):
-        self.model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        self.model = load(folder)
         self.first = copy.deepcopy(self.model.state_dict())
         self.generator = torch.Generator().manual_seed(3)
         spec = EngineSpec(backend="transformers", model=str(folder), max_model_len=64)

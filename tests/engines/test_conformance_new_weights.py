@@ -1,7 +1,6 @@
 """The contract of `swift.rollout.engines.base`, case by case: new weights and adapters.
 
-Every case runs on the engines of this process (transformers, vLLM, LMDeploy), those marked `transport` also on engines
-in actors, pools of them and servers. A capability that a backend does not name skips the case and says so.
+Which cases run on which backends is said in test_conformance_sampling.py.
 """
 
 from __future__ import annotations
@@ -10,14 +9,12 @@ import pytest
 import torch
 from conformance_checks import LONG, TOLERANCE, gap, need, with_adapter
 from conformance_parts import transport
+from given_weights import Given, tensors_of
 from oracle import PROMPT, ask, logprobs_of, noisy, run
 
 from swift.errors import EngineError, SyncFailed, Unsupported
-from swift.rollout.weights.base import Bucket, TensorInfo
 from swift.rollout.weights.digest import StreamDigest
 from swift.rollout.weights.policy import PolicyWeights
-
-# --- C12 to C17: weights -----------------------------------------------------------------------------------------
 
 
 @transport
@@ -105,24 +102,11 @@ def test_c13_weights_are_not_changed_under_requests_that_nobody_paused(subject):
     assert gap(subject.model, ask("r"), completion) < TOLERANCE
 
 
-class Faulty:
-    """The weights of a model, with a fault between manifest and buckets.
-
-    Args:
-        listed: changes the manifest. sent: changes the tensors.
-    """
-
-    def __init__(self, model, *, listed=lambda tensors: tensors, sent=lambda tensors: tensors):
-        self.tensors = [one for bucket in PolicyWeights(model).buckets() for one in bucket.tensors]
-        self.listed, self.sent = listed, sent
-
-    def manifest(self):
-        return tuple(TensorInfo.of(name, tensor) for name, tensor in self.listed(self.tensors))
-
-    def buckets(self):
-        sent = self.sent(self.tensors)
-        yield Bucket(sent[: len(sent) // 2])
-        yield Bucket(sent[len(sent) // 2 :])
+def faulty(model, *, listed=lambda tensors: tensors, sent):
+    """The weights of a model in two buckets, with a fault between manifest and buckets."""
+    tensors = tensors_of(model)
+    sent = sent(tensors)
+    return Given(listed(tensors), sent[: len(sent) // 2], sent[len(sent) // 2 :])
 
 
 VICTIM = "model.layers.2.self_attn.k_proj.weight"
@@ -162,12 +146,12 @@ def fails(subject, source):
 
 @transport
 def test_c14_an_update_whose_manifest_lacks_a_tensor_is_refused(subject):
-    fails(subject, Faulty(noisy(subject.model), listed=without, sent=without))
+    fails(subject, faulty(noisy(subject.model), listed=without, sent=without))
 
 
 @transport
 def test_c14_an_update_that_ends_before_its_last_tensor_fails(subject):
-    fails(subject, Faulty(noisy(subject.model), sent=lambda tensors: tensors[:-1]))
+    fails(subject, faulty(noisy(subject.model), sent=lambda tensors: tensors[:-1]))
 
 
 def test_c14_a_tied_head_is_sent_or_not_missed(subject):
@@ -175,8 +159,7 @@ def test_c14_a_tied_head_is_sent_or_not_missed(subject):
     tied = subject.model.config.tie_word_embeddings
     need(subject, tied, "tied head in its model")
     changed, request = noisy(subject.model), ask("r")
-    no_head = [one for one in Faulty(changed).tensors if one[0] != "lm_head.weight"]
-    source = Faulty(changed, listed=lambda tensors: no_head, sent=lambda tensors: no_head)
+    source = Given(one for one in tensors_of(changed) if one[0] != "lm_head.weight")
     try:
         subject.engine.load_weights(source, subject.next_version())
     except SyncFailed:
@@ -187,12 +170,12 @@ def test_c14_a_tied_head_is_sent_or_not_missed(subject):
 
 @pytest.mark.parametrize("fault", [halved, stranger], ids=["wrong shape", "unknown name"])
 def test_c15_an_update_that_does_not_fit_the_model_is_refused(subject, fault):
-    fails(subject, Faulty(noisy(subject.model), listed=fault, sent=fault))
+    fails(subject, faulty(noisy(subject.model), listed=fault, sent=fault))
 
 
 @transport
 def test_c15_a_tensor_that_the_manifest_does_not_have_there_fails(subject):
-    fails(subject, Faulty(noisy(subject.model), sent=halved))
+    fails(subject, faulty(noisy(subject.model), sent=halved))
 
 
 def test_c16_a_prompt_is_computed_again_after_new_weights(subject):
@@ -262,9 +245,6 @@ def test_c17_without_the_capability_an_adapter_is_refused(subject):
     _, adapter = with_adapter(subject, seed=1)
     with pytest.raises(Unsupported):
         subject.engine.load_adapter(adapter, subject.next_version())
-
-
-# --- C24: everything --------------------------------------------------------------------------------
 
 
 KINDS = ["embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",

@@ -1,7 +1,6 @@
 """The contract of `swift.rollout.engines.base`, case by case: sleep and ends.
 
-Every case runs on the engines of this process (transformers, vLLM, LMDeploy), those marked `transport` also on engines
-in actors, pools of them and servers. A capability that a backend does not name skips the case and says so.
+Which cases run on which backends is said in test_conformance_sampling.py.
 """
 
 from __future__ import annotations
@@ -17,9 +16,6 @@ from oracle import ask, noisy, run
 from swift.errors import EngineAsleep, EngineDead, EngineError, Unsupported
 
 KILLED_LIMIT_S = 10.0
-
-
-# --- C18 to C20: sleep -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -110,9 +106,6 @@ def test_c20_an_engine_with_work_does_not_fall_asleep(subject):
     with pytest.raises(EngineError):
         subject.engine.sleep(1)
     assert [completion.request_id for completion in subject.engine.stream()] == ["r"]
-
-
-# --- C21, C22: ends; the engine has to be started again after each --------------------------------------
 
 
 @transport

@@ -10,16 +10,9 @@ from dataclasses import replace
 import fake_lmdeploy
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from oracle import load
 
-from swift.errors import (
-    ConfigError,
-    EngineAsleep,
-    EngineDead,
-    EngineError,
-    ResourceError,
-    SyncFailed,
-)
+from swift.errors import ConfigError, EngineAsleep, EngineDead, EngineError, ResourceError, SyncFailed
 from swift.rollout.engines import lmdeploy
 from swift.rollout.engines.spec import EngineSpec, build_engine
 from swift.rollout.weights.policy import PolicyWeights
@@ -63,7 +56,7 @@ def run(engine, wanted):
 
 
 def policy(folder, factor=1.0):
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = load(folder)
     with torch.no_grad():
         for one in model.parameters():
             one.mul_(factor)

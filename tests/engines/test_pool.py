@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 from local_engines import engines_of, local_pool
+from processes import wait_for
 from scripted_engine import CountingSource, ScriptedEngine, lost, two_layers, weights_of
 
 from swift.errors import ConfigError, EngineDead, EngineError, NumericError, PromptTooLong, RequestRefused, SyncFailed
@@ -150,9 +151,7 @@ def test_while_an_engine_is_replaced_the_others_sample_and_the_new_one_has_its_w
     assert set(run(pool, several(4))) == set(expected)  # though the first engine is not there
     assert made == []
     go_on.set()
-    deadline = time.monotonic() + 20
-    while not made and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert wait_for(lambda: made)
     done = run(pool, [*group("x"), *group("y")])
     assert {one.versions[0][0] for one in done.values()} == {5}
     assert made[0].weights == weights_of(two_layers(3))

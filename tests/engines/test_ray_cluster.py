@@ -4,11 +4,11 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from processes import wait_for
 from scripted_engine import ScriptedEngine
 
 from swift.errors import ConfigError
@@ -139,10 +139,7 @@ def test_nodes_form_one_cluster_with_an_engine_on_each_and_leave_nothing(two_nod
     assert "has not joined the Ray cluster" in wrong.stderr.read()
     node.kill()
     head.kill()
-    deadline = time.monotonic() + 10
-    while alive(owners) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not alive(owners)
+    assert wait_for(lambda: not alive(owners), 10.0)
 
 
 def test_a_process_without_the_marker_is_remembered_when_its_parent_has_ended():

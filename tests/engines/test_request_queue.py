@@ -5,6 +5,7 @@ import time
 
 import pytest
 from local_engines import local_pool
+from processes import wait_for
 from scripted_engine import CountingSource, ScriptedEngine, lost, two_layers
 
 from swift.errors import EngineDead, EngineError, PromptTooLong, RequestRefused, SyncFailed, Unsupported
@@ -60,10 +61,7 @@ def some(count, start=0):
 
 
 def until(condition):
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    assert wait_for(condition, LIMIT_S)
 
 
 def test_clients_with_the_same_ids_each_get_their_own_answers(made):

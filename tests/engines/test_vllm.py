@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from given_weights import Given
 from oracle import gap, load, logprobs_of, with_noise
 from small_runs import OneRank
 from vllm_parts import ENDS, LIMIT, children_of, drift, request, requests, require_vllm, sample, segments
@@ -34,7 +35,6 @@ from swift.models.tiny import build_tiny
 from swift.rollout.engines.spec import build_engine
 from swift.rollout.engines.vllm import worker
 from swift.rollout.parity import ParityCheck
-from swift.rollout.weights.base import Bucket, TensorInfo
 from swift.rollout.weights.policy import PolicyWeights
 from swift.rollout.weights.sync import WeightSync
 from swift.types import Prompt
@@ -200,19 +200,6 @@ def test_the_others_keep_their_tokens_when_one_output_is_not_finite(engine, monk
 # --- weights ------------------------------------------------------------------------------------------------
 
 
-class Tensors:
-    """A source over plain tensors: one bucket for each."""
-
-    def __init__(self, tensors):
-        self.tensors = list(tensors)
-
-    def manifest(self):
-        return tuple(TensorInfo.of(name, tensor) for name, tensor in self.tensors)
-
-    def buckets(self):
-        yield from (Bucket([pair]) for pair in self.tensors)
-
-
 def test_twenty_updates_leave_no_drift_and_no_prompt_of_older_weights(engine, model):
     prompt = request("p", range(70), tokens=4)
     for version in range(1, 21):
@@ -223,14 +210,18 @@ def test_twenty_updates_leave_no_drift_and_no_prompt_of_older_weights(engine, mo
         assert engine.counters.prefill_tokens - before == 70
 
 
+def one_by_one(tensors):
+    return Given(tensors, *([pair] for pair in tensors))
+
+
 def test_a_fused_matrix_may_arrive_in_parts_and_a_tied_head_not_at_all(engine, model):
     """q, k and v in three buckets: the reload waits for the last one."""
     with_noise(model, seed=4)
-    engine.load_weights(Tensors(model.state_dict().items()), 3)
+    engine.load_weights(one_by_one(model.state_dict().items()), 3)
     assert drift(engine, model) <= LIMIT
     with_noise(model, seed=5)
     tensors = [(name, tensor) for name, tensor in model.state_dict().items() if name != "lm_head.weight"]
-    assert engine.load_weights(Tensors(tensors), 4).tensors == len(tensors)
+    assert engine.load_weights(one_by_one(tensors), 4).tensors == len(tensors)
     assert drift(engine, model) <= LIMIT
 
 
@@ -238,8 +229,8 @@ def test_every_missing_tensor_is_refused_before_anything_is_touched(engine, mode
     tensors = dict(model.state_dict())
     for name in set(tensors) - {"lm_head.weight"}:
         with pytest.raises(SyncFailed, match=f"{name} is missing"):
-            engine.begin_update(Tensors((n, t) for n, t in tensors.items() if n != name).manifest(), 6)
-    twice = Tensors([*tensors.items(), ("model.norm.weight", model.model.norm.weight)])
+            engine.begin_update(Given((n, t) for n, t in tensors.items() if n != name).manifest(), 6)
+    twice = Given([*tensors.items(), ("model.norm.weight", model.model.norm.weight)])
     with pytest.raises(SyncFailed, match=r"model\.norm\.weight comes twice"):
         engine.begin_update(twice.manifest(), 6)
     engine.begin_update(PolicyWeights(model).manifest(), 11).abort()  # nothing was sent of it

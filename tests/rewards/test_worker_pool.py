@@ -328,6 +328,7 @@ def test_a_worker_that_is_replaced_while_the_pool_closes_prints_nothing(pipeline
     assert scores.excluded == ["crash: nasty"]
     monkeypatch.setattr(worker, "family", family_of_a_busy_machine)
     assert begun.wait(30)
+    capfd.readouterr()  # the warning of the crash
     rewards.close()
     assert capfd.readouterr().err == ""
     assert wait_for(lambda: not workers())

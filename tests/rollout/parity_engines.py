@@ -7,10 +7,10 @@ Each fault is what an engine of the field has had; without one it is right, whic
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from swift.models.attention.choice import choose_attention
 from swift.models.forward import TokenSequence, pack, packed_logits
@@ -18,6 +18,7 @@ from swift.rl.logprobs import selected_logprobs
 from swift.rollout.engines.base import Ack, Capabilities, EngineCounters, InferenceEngine, WeightUpdate
 from swift.rollout.weights.policy import PolicyWeights, adapter_weights
 from swift.rollout.weights.sync import WeightSync
+from swift.trainers.distributed import Collectives
 from swift.types import Completion, Prompt, SamplingParams
 
 FAULTS = (
@@ -49,8 +50,6 @@ class SmallEngine(InferenceEngine):
         if fault == "head_not_sent":
             self.model.lm_head.weight = torch.nn.Parameter(self.model.lm_head.weight.detach().clone())
 
-    # --- weights
-
     def begin_update(self, manifest, version):
         return _Update(self, manifest, version)
 
@@ -74,8 +73,6 @@ class SmallEngine(InferenceEngine):
         self.version = version
         if self.fault != "cache_kept":
             self._prompts.clear()
-
-    # --- sampling
 
     def submit(self, request):
         self._queue.append(request)
@@ -182,18 +179,6 @@ class _Update(WeightUpdate):
         pass
 
 
-@dataclass
-class Alone:
-    """One rank."""
-
-    def all_gather(self, value):
-        return [value]
-
-
-def load(folder, dtype=torch.float32):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-
-
 def scorer(model):
     """What the trainer's `score` computes."""
 
@@ -210,7 +195,7 @@ def weight_sync_for(engine, model, *, adapter=False):
         engine,
         source=lambda: PolicyWeights(model),
         adapter=(lambda: adapter_weights(model)) if adapter else None,
-        ranks=Alone(),
+        ranks=Collectives(),
     )
 
 

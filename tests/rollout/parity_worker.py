@@ -14,19 +14,14 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
 import torch.distributed as dist
-from parity_engines import END, FAULTS, SAMPLING, SmallEngine, load, scorer, some_prompts
+from oracle import load
+from parity_engines import END, FAULTS, SAMPLING, SmallEngine, scorer, some_prompts
 
 from swift.models.attention.choice import choose_attention
 from swift.rollout.parity import ParityCheck
 from swift.rollout.weights.policy import PolicyWeights
 from swift.rollout.weights.sync import WeightSync
-
-
-class Ranks:
-    def all_gather(self, value):
-        values = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value)
-        return values
+from swift.trainers.distributed import Collectives
 
 
 def spread(model, way):
@@ -79,7 +74,7 @@ def main(folder, way, fault, output):
     if fault == "rank 1 differs" and rank == 1:
         with torch.no_grad():
             inner.model.norm.weight.mul_(1.5)
-    ranks = Ranks()
+    ranks = Collectives(timeout_s=120.0)
     weight_sync = WeightSync(engine, source=lambda: PolicyWeights(model), ranks=ranks)
     check = ParityCheck(
         engine,

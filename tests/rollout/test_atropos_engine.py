@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from message_api import StandIn, group
 from scripted_engine import ScriptedEngine
-from test_atropos_api import Time, opened
+from test_atropos_api import Time, opened, post
 
 from swift.errors import ConfigError, EngineError, NumericError
 from swift.rollout.atropos import engine as engine_module
@@ -213,9 +213,7 @@ def requests(*launches):
 def test_groups_go_to_launches_in_order():
     server = StandIn()
     made = engine(server)
-    sent = [group(), group()]
-    for one in sent:
-        server.post(one)
+    sent = post(server, group(), group())
     done = list(made.generate(requests("a-0", "a-1")))
     assert [one.request_id for one in done] == ["a-0/0", "a-0/1", "a-1/0", "a-1/1"]
     assert [one.episode.prompt_ids[0] for one in done[::2]] == [one["tokens"][0][0] for one in sent]
@@ -233,8 +231,7 @@ def test_what_is_aborted_comes_back_and_its_group_waits_for_another_launch():
     made.between_steps = made.abort
     assert {one.finish_reason for one in made.stream()} == {"abort"}
     made.between_steps = None
-    for one in (sent := [group(), group()]):
-        server.post(one)
+    sent = post(server, group(), group())
     done = list(made.generate(requests("a-2")))
     assert done[0].episode.prompt_ids[0] == sent[0]["tokens"][0][0]
 
@@ -247,8 +244,7 @@ def test_a_paused_engine_waits():
     assert list(made.stream()) == []
     made.resume()
     made.submit(requests("a-0")[1])
-    for one in (group(), group()):
-        server.post(one)
+    post(server, group(), group())
     assert len(list(made.stream())) == 2
 
 
@@ -265,8 +261,7 @@ def test_a_process_that_has_died_ends_the_stream():
 def test_positive_logprobs_in_more_than_one_of_a_hundred_sequences_end_the_run():
     server = StandIn()
     made = engine(server)
-    for _ in range(2):
-        server.post(edited("inference_logprobs", 0, (4, 1.0)))
+    post(server, *(edited("inference_logprobs", 0, (4, 1.0)) for _ in range(2)))
     with pytest.raises(NumericError, match="2 of 4 sequences have log-probs above 0"):
         list(made.generate(requests("a-0", "a-1")))
 
@@ -274,8 +269,7 @@ def test_positive_logprobs_in_more_than_one_of_a_hundred_sequences_end_the_run()
 def test_groups_without_any_good_sequence_are_counted():
     server = StandIn()
     made = engine(server)
-    server.post(group())
-    server.post(group(scores=[math.nan, math.nan]))
+    post(server, group(), group(scores=[math.nan, math.nan]))
     server.state["queue"][-1]["scores"] = [1.0, 2.0, 3.0]  # the API does not look
     list(made.generate(requests("a-0", "a-1")))
     assert made.drain_metrics()["atropos/invalid_groups"] == 1
@@ -287,8 +281,7 @@ def test_environments_are_held_back_while_enough_batches_are_there(most, held, m
     server, calls = StandIn(), []
     made = engine(server)
     made.max_batches, made.hold_back = most, calls.append
-    for _ in range(4):
-        server.post(group())  # two make a batch
+    post(server, *(group() for _ in range(4)))  # two make a batch
     list(made.generate(requests("a-0", "a-1")))  # leaves one batch
     list(made.generate(requests("a-2")))  # leaves half of one
     assert calls == held
@@ -300,12 +293,10 @@ def test_environments_are_held_back_when_enough_batches_come_while_the_trainer_t
     server, calls = StandIn(), queue.Queue()
     made = engine(server)
     made.max_batches, made.hold_back = 1, calls.put
-    for _ in range(2):
-        server.post(group())
+    post(server, group(), group())
     assert len(list(made.generate(requests("a-0", "a-1")))) == 4
     assert calls.empty()
-    for _ in range(2):
-        server.post(group())
+    post(server, group(), group())
     assert [calls.get(timeout=10), calls.get(timeout=10)] == [True, True]  # a server that was restarted has forgotten
     list(made.generate(requests("a-2")))
     made.close()
@@ -320,6 +311,5 @@ def test_a_long_step_is_no_time_without_data():
     clock.now += 700.0
     ready = server.batch
     server.batch = lambda: {"batch": None} if clock.now < 705.0 else ready()
-    for _ in range(2):
-        server.post(group())
+    post(server, group(), group())
     assert len(list(made.generate(requests("a-0")))) == 2

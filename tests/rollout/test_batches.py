@@ -54,10 +54,7 @@ def test_samples_carry_the_advantages_of_the_estimator(settings, first):
 
 
 def test_gdpo_normalises_each_reward_on_its_own():
-    groups = [
-        group(0, [[1, 0], [0, 0], [1, 0.5], [0, 0.5]]),
-        group(1, [[1, 1], [1, 0], [1, 0], [1, 1]]),
-    ]
+    groups = [group(0, [[1, 0], [0, 0], [1, 0.5], [0, 0.5]]), group(1, [[1, 1], [1, 0], [1, 0], [1, 1]])]
     made = maker(scale_rewards="gdpo", reward_weights=[1.0, 1.0]).make(groups, 0)
     expected = [0.000132, -1.527346, 1.527346, -0.000132, 0.763739, -0.763739, -0.763739, 0.763739]
     assert advantages(made) == pytest.approx(expected, abs=1e-6)

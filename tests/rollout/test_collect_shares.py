@@ -52,9 +52,6 @@ def alone(groups, generations=2):
     return run(collector(OneRank(), ScriptedEngine()), groups, generations)[0]
 
 
-# --- who samples what ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("groups", "generations", "shares"),
     [
@@ -120,9 +117,6 @@ def test_every_sample_has_a_seed_of_its_own_that_depends_on_nothing_else_and_eva
     assert len({*one.values(), *evaluated.values()}) == 24
 
 
-# --- scoring ------------------------------------------------------------------------------------------------------
-
-
 class Watching(SlowScorer):
     """Notes how many completions the engine had delivered when each group came."""
 
@@ -183,9 +177,6 @@ def test_functions_of_the_whole_batch_see_it_at_once():
 
     run(collector(OneRank(), ScriptedEngine(), scorer=Whole()), 3)
     assert batches == [["p0-0", "p1-0", "p2-0"]]
-
-
-# --- what goes wrong ----------------------------------------------------------------------------------------------
 
 
 def test_completions_that_the_engine_gave_up_are_excluded_on_every_rank():

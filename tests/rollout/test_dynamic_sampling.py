@@ -106,9 +106,6 @@ def test_a_death_ahead_of_training_leaves_nothing_launched_and_nothing_lost(run)
     assert sorted(indexes) == list(range(again.scheduler.launched))
 
 
-# --- replay and re-rolls ------------------------------------------------------------------------------------------
-
-
 def test_replayed_groups_take_the_slots_of_groups_that_teach_nothing(run):
     replay = ReplayBuffer(8, max_age=32, seed=1)
     small = run(dynamic=None, replay=replay, equal=lambda group: group.launch_index in (5, 6)).train(2)

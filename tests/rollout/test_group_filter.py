@@ -57,11 +57,6 @@ def test_carried_groups_count_towards_the_quota_and_not_towards_the_budget():
     assert batch.launched == 4 and outcome.trained == (3,)
 
 
-def test_a_batch_of_carried_groups_launches_nothing():
-    batch = GroupFilter(quota=4, carried=4)
-    assert batch.complete and batch.selection().trained == ()
-
-
 def test_without_resampling_the_last_group_is_still_tested():
     outcome = play(GroupFilter(quota=2, max_resample_times=0), pattern(1, 0))
     assert (outcome.trained, outcome.filled) == ((0,), (1,))

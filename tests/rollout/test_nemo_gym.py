@@ -11,7 +11,7 @@ import psutil
 import pytest
 import yaml
 from nemo_gym_servers import FAULTS, RUN_FAULTS, NemoGym, at_random, odd_share
-from oracle import load
+from oracle import load, run
 
 from swift.data.columns import ColumnPlan
 from swift.data.records import RowError
@@ -89,11 +89,6 @@ def requests(template, count=4, row=ROW):
     prompt = Prompt("p", messages, template.encode_prompt(messages), dict(row))
     sampling = [SamplingParams(max_new_tokens=TOKENS, temperature=0.8, seed=seed) for seed in range(count)]
     return [Request(f"p-0/{i}", prompt.token_ids, one, prompt) for i, one in enumerate(sampling)]
-
-
-def run(engine, wanted):
-    done = {one.request_id: one for one in engine.generate(wanted)}
-    return [done[one.request_id] for one in wanted]
 
 
 def rewards(done):

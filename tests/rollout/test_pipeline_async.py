@@ -2,7 +2,6 @@
 
 import random
 import time
-from collections import Counter
 
 import pytest
 from scripted_engine import ScriptedEngine, lost
@@ -15,19 +14,6 @@ from swift.types import TrainerProgress
 def versions(step):
     """The versions of all tokens of a step."""
     return {version for spans in step.versions for version, _, _ in spans}
-
-
-def progress(run):
-    """What rewards see in an evaluation."""
-    return TrainerProgress(run.step, 10, 0.0)
-
-
-def seen(run):
-    """All that a run was trained on and came to."""
-    return [(s.step, s.versions, s.tokens, s.staleness, s.value, s.books) for s in run.steps]
-
-
-# --- which weights ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -58,9 +44,6 @@ def test_nothing_is_sampled_that_nobody_will_train_on(run, depth):
     assert made.scheduler.in_flight == 0
 
 
-# --- no dependence on time ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_one_round_ahead_hides_nearly_all_that_can_be_hidden(run):
     # everything takes time but no computing
@@ -85,18 +68,6 @@ def test_one_round_ahead_hides_nearly_all_that_can_be_hidden(run):
     assert any(efficiency() > 0.85 for _ in range(3)), "measured again where others disturb"
 
 
-# --- every prompt once --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("depth", [0, 1, 3])
-def test_every_launch_is_trained_on_exactly_once_and_in_order(run, depth):
-    made = run(depth=depth, groups=3, windows=3).train(18)
-    launched = [group.launch_index for scored in made.rounds for group in scored.groups]
-    assert launched == list(range(18))
-    submitted = Counter(event[1] for event in made.engine.events if event[0] == "submit")
-    assert set(submitted.values()) == {1}
-
-
 def test_a_checkpoint_holds_the_rounds_on_their_way_and_a_resume_samples_none_of_them_again(run):
     straight = run(ScriptedEngine(step_s=0.01), depth=2).train(2)
     state = straight.save()["pipeline"]
@@ -118,13 +89,10 @@ def test_the_depth_may_change_between_two_attempts(run):
 def test_evaluation_waits_for_rounds_on_their_way_and_leaves_them_as_they_are(run):
     plain = run(depth=2).train(6)
     made = run(ScriptedEngine(step_s=0.003), depth=2).train(3)
-    metrics = made.pipeline.evaluate(made.scheduler.source.prompts[:3], progress(made))
+    metrics = made.pipeline.evaluate(made.scheduler.source.prompts[:3], TrainerProgress(made.step, 10, 0.0))
     assert metrics["completions/mean_length"] > 0
     made.train(6)
     assert [s.tokens for s in made.steps] == [s.tokens for s in plain.steps]
-
-
-# --- failures -----------------------------------------------------------------------------------------------------
 
 
 def test_an_engine_that_dies_ahead_ends_the_run_when_the_round_is_needed(run):
@@ -156,7 +124,7 @@ def test_in_front_of_a_broken_round_a_checkpoint_is_still_made_and_evaluation_go
     failing = run(depth=2, scorer=SlowScorer(fail_at="p1-1", failure=broken)).train(3)
     state = failing.save()
     assert len(state["pipeline"].ahead) == 1, "the whole round is kept, the broken one left out"
-    assert failing.pipeline.evaluate(failing.scheduler.source.prompts[2:5], progress(failing))
+    assert failing.pipeline.evaluate(failing.scheduler.source.prompts[2:5], TrainerProgress(failing.step, 10, 0.0))
     with pytest.raises(RewardError):
         failing.train(9)
     assert failing.step == 4
@@ -204,9 +172,6 @@ def test_ages_count_each_trained_token_with_the_version_that_sampled_it(run):
     batch.samples[0].versions, batch.samples[0].trained = [], batch.samples[0].trained[:0]
     batch.samples[1].versions, batch.samples[1].trained = [(0, 0, 3)], batch.samples[1].trained & False
     assert made.pipeline.staleness(5)["off_policy/max"] == 4.0, "no age without tokens, or where nobody trains on them"
-
-
-# --- weights that change in mid-flight ----------------------------------------------------------------------------
 
 
 def test_with_in_flight_updates_completions_carry_every_version_that_sampled_them(run):

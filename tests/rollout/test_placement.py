@@ -156,10 +156,7 @@ def test_sleeping_acts_in_colocate_only():
             {"accelerators": 4, "local_ranks": 4, "tensor_parallel_size": 4, "num_attention_heads": 14},
             "does not divide the 14 attention heads",
         ),
-        (
-            {"accelerators": 2, "local_ranks": 2, "servers": [OWN_SERVER]},
-            "need 3 devices, 2 given; NPROC_PER_NODE=1",
-        ),
+        ({"accelerators": 2, "local_ranks": 2, "servers": [OWN_SERVER]}, "need 3 devices, 2 given; NPROC_PER_NODE=1"),
         ({"accelerators": 1, "servers": [OWN_SERVER]}, "need 2 devices, 1 given; at least 2 devices, or --vllm_server"),
         ({"accelerators": 2, "servers": [OWN_SERVER], "vllm_device": ["cuda:0"]}, "cuda:0 belongs to a training"),
         ({"accelerators": 1, "async_generate": True}, "--async_generate: true: generation shares the device"),
@@ -179,10 +176,7 @@ def test_the_description_names_mode_and_devices_in_one_line():
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 8))
 def test_dedicated_devices_are_disjoint(ranks, workers, spare):
     made = placed(
-        accelerators=ranks + workers + spare,
-        local_ranks=ranks,
-        num_infer_workers=workers,
-        vllm_mode="dedicated",
+        accelerators=ranks + workers + spare, local_ranks=ranks, num_infer_workers=workers, vllm_mode="dedicated"
     )
     engines = {name for engine in made.engines for name in engine}
     assert len(engines) == workers

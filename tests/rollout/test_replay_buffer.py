@@ -56,16 +56,11 @@ def test_a_drawn_sample_keeps_its_advantage_and_nothing_that_depends_on_an_older
     assert replayed.old_logprobs is None if recompute else replayed.old_logprobs.tolist() == [-1.0]
 
 
-def through_files(state):
-    """A saved buffer as it comes back."""
-    return decode(encode(state), ReplayState)
-
-
 @given(st.lists(st.floats(0, 10), max_size=20), st.integers(1, 6), st.integers(0, 8))
 def test_a_saved_buffer_goes_on_with_the_same_draws(scores, size, count):
     buffer = filled(scores, size=size)
     again = ReplayBuffer(size, max_age=10, seed=3)
-    again.load(through_files(buffer.state()))
+    again.load(decode(encode(buffer.state()), ReplayState))
     drawn = buffer.draw(count, 1)
     assert names(drawn) == names(again.draw(count, 1)) and len(set(names(drawn))) == len(drawn)
     assert len(drawn) == min(count, len(buffer)) and len(buffer) <= size

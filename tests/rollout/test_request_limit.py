@@ -4,6 +4,7 @@ import time
 from contextlib import nullcontext
 
 import pytest
+from oracle import load
 from scripted_engine import ScriptedEngine
 from small_runs import OneRank, SlowScorer
 
@@ -84,9 +85,7 @@ def test_the_failure_of_an_engine_ends_the_clock():
 
 
 def test_a_model_in_this_process_is_bounded_as_well(nano_folders):
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(nano_folders["qwen2"]).eval()
+    model = load(nano_folders["qwen2"])
     slow = model.register_forward_pre_hook(lambda *_: time.sleep(0.05))
     engine = TransformersEngine(model, eos_token_ids=[], max_rows=2)
     wanted = [Request(f"g/{i}", [5, 6], SamplingParams(max_new_tokens=200 if i == 1 else 2, seed=i)) for i in range(4)]

@@ -6,6 +6,7 @@ import threading
 import time
 from dataclasses import replace
 
+import oracle
 import pytest
 from function_parts import TOKENIZER, passing, wrap
 from scripted_engine import VOCABULARY, ScriptedEngine
@@ -41,9 +42,7 @@ def fixed(**entries):
 
 
 def run(engine, wanted=None):
-    wanted = wanted or requests()
-    done = {one.request_id: one for one in engine.generate(wanted)}
-    return [done[request.request_id] for request in wanted]
+    return oracle.run(engine, wanted or requests())
 
 
 # --- what it gets -------------------------------------------------------------------------------------------

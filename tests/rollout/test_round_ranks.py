@@ -65,9 +65,6 @@ def test_a_scorer_that_fails_ends_all_ranks_of_a_shared_engine_alike(scorer, fai
     assert not meeting.broken, "a rank left the engine in the middle of a step"
 
 
-# --- waiting for an engine ------------------------------------------------------------------------------------------
-
-
 def watched_run(folder, engines):
     """Two ranks with an engine each; rank 0 has a watchdog, rank 1 none that could see anything.
 

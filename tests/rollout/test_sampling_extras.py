@@ -6,6 +6,7 @@ import re
 import sys
 from dataclasses import replace
 
+import oracle
 import pytest
 import torch
 
@@ -29,19 +30,13 @@ def tokenizer(nano_folders):
 
 @pytest.fixture(scope="module")
 def engine(nano_folders, tokenizer):
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(nano_folders["qwen2"])
+    model = oracle.load(nano_folders["qwen2"])
     return TransformersEngine(model, eos_token_ids=[tokenizer.eos_token_id], tokenizer=tokenizer)
 
 
 def run(engine, sampling, *, count=8, prompt=(5, 6, 7)):
     requests = [Request(f"g/{seed}", list(prompt), replace(sampling, seed=seed)) for seed in range(count)]
-    done = {one.request_id: one for one in engine.generate(requests)}
-    return [done[request.request_id] for request in requests]
-
-
-# --- regular expressions ------------------------------------------------------------------------------------
+    return oracle.run(engine, requests)
 
 
 @XGRAMMAR
@@ -72,9 +67,9 @@ def test_rows_without_an_expression_are_what_they_are_without_the_others(engine)
     alone = run(engine, PLAIN, count=2)
     mixed = [Request(f"free/{s}", [5, 6, 7], replace(PLAIN, seed=s)) for s in range(2)]
     mixed += [Request(f"held/{s}", [5, 6, 7], replace(PLAIN, seed=s, regex=r"\d+")) for s in range(2)]
-    done = {one.request_id: one for one in engine.generate(mixed)}
-    assert [done[f"free/{s}"].token_ids for s in range(2)] == [one.token_ids for one in alone]
-    assert all(done[f"held/{s}"].token_ids != alone[s].token_ids for s in range(2))
+    free_0, free_1, *held = [one.token_ids for one in oracle.run(engine, mixed)]
+    assert [free_0, free_1] == [one.token_ids for one in alone]
+    assert all(ids != one.token_ids for ids, one in zip(held, alone, strict=True))
 
 
 @XGRAMMAR
@@ -97,25 +92,17 @@ def test_an_expression_that_xgrammar_refuses_is_refused_with_its_request_only(en
 
 @XGRAMMAR
 def test_an_expression_without_any_end_token_is_refused(nano_folders, tokenizer):
-    from transformers import AutoModelForCausalLM
-
-    endless = TransformersEngine(
-        AutoModelForCausalLM.from_pretrained(nano_folders["qwen2"]), eos_token_ids=[], tokenizer=tokenizer
-    )
+    endless = TransformersEngine(oracle.load(nano_folders["qwen2"]), eos_token_ids=[], tokenizer=tokenizer)
     with pytest.raises(RequestRefused, match="no end token that could follow"):
         run(endless, replace(PLAIN, regex="a"))
 
 
 def test_without_xgrammar_the_engine_says_so_before_and_while_sampling(nano_folders, tokenizer, monkeypatch):
-    from transformers import AutoModelForCausalLM
-
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     monkeypatch.setattr(guided.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ResourceError, match="pip install xgrammar"):
         guided.require("transformers", "a")
-    engine = TransformersEngine(
-        AutoModelForCausalLM.from_pretrained(nano_folders["qwen2"]), eos_token_ids=[258], tokenizer=tokenizer
-    )
+    engine = TransformersEngine(oracle.load(nano_folders["qwen2"]), eos_token_ids=[258], tokenizer=tokenizer)
     assert not engine.capabilities.guided
     with pytest.raises(Unsupported, match="pip install xgrammar"):
         run(engine, replace(PLAIN, regex="a"))
@@ -127,9 +114,6 @@ def test_what_the_engines_library_refuses_is_an_error_before_weights_load(backen
     with pytest.raises(ConfigError, match=r"--vllm_guided_decoding_regex: a\{3,1\}: .*Lower bound"):
         guided.require(backend, "a{3,1}")
     guided.require(backend, DIGITS)
-
-
-# --- penalties and least lengths ----------------------------------------------------------------------------
 
 
 def draw(logits, tokens=(), **sampling):
@@ -183,9 +167,6 @@ def test_an_end_token_of_id_0_is_held_back_and_no_other_one():
     assert sampler.draw(logits, uniform)[0].tolist() == [1]
     row.token_ids += [1, 1]
     assert sampler.draw(logits, uniform)[0].tolist() == [0]
-
-
-# --- what an engine does not have ---------------------------------------------------------------------------
 
 
 def test_an_engine_refuses_fields_that_it_would_ignore(engine):

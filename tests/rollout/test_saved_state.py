@@ -126,9 +126,6 @@ def test_the_tokens_of_dropped_groups_are_not_saved_and_cannot_be_taken_for_toke
         assert set(completion.token_ids) == {-1} and completion.logprobs == []
 
 
-# --- what others wrote ----------------------------------------------------------------------------------------------
-
-
 def test_a_pickle_in_a_checkpoint_is_not_executed(tmp_path):
     pickled = trap(tmp_path / "owned")
     prompt = Prompt("p", [], [1], {"solution": {"pickled": pickled}})

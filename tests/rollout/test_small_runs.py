@@ -89,10 +89,7 @@ def rounds(run):
 def test_delays_of_engine_rewards_and_training_change_no_bit(run, kind):
     calm = train(run(**settings_of(kind), equal=equal))
     chance = random.Random(kind)
-    script = {
-        "step_s": lambda: chance.choice([0, 0, 0.004]),
-        "order": lambda ended: chance.sample(ended, len(ended)),
-    }
+    script = {"step_s": lambda: chance.choice([0, 0, 0.004]), "order": lambda ended: chance.sample(ended, len(ended))}
     made = run(**settings_of(kind, **script), equal=equal, delay=lambda: chance.choice([0, 0.01]))
     hectic = train(made, pause=lambda: chance.choice([0, 0.01]))
     assert (story(hectic), rounds(hectic), hectic.parts, end(hectic)) == (
@@ -127,8 +124,6 @@ def test_the_kinds_differ_and_each_does_what_it_is_named_for(run):
     for kind, same in (("function", "plain"), ("dynamic, function, ahead", "dynamic, ahead")):
         assert (story(runs[kind]), end(runs[kind])) == (story(runs[same]), end(runs[same]))
 
-
-# --- two ranks ----------------------------------------------------------------------------------------------------
 
 PLACES = {
     "an engine each": lambda rank: EngineShare(rank, 2),

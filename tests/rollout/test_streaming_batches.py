@@ -6,6 +6,7 @@ from small_runs import data
 
 from swift.errors import EngineDead
 from swift.rollout.replay import ReplayBuffer
+from swift.types import TrainerProgress
 
 SETTINGS = {"streaming": 1, "groups": 6, "prompts": 50, "equal": lambda group: group.launch_index % 5 == 1}
 
@@ -38,16 +39,10 @@ def test_training_begins_before_sampling_has_ended(run):
     engine = ScriptedEngine(step_s=0.01)
     small = run(engine)
     delivered = []
-    batch = next(small.pipeline.steps(small_progress))
+    batch = next(small.pipeline.steps(lambda: TrainerProgress(0, 10, 0.0)))
     for _ in batch.arriving:
         delivered.append(engine.delivered)
     assert delivered[0] < 12 and delivered[-1] == 12
-
-
-def small_progress():
-    from swift.types import TrainerProgress
-
-    return TrainerProgress(0, 10, 0.0)
 
 
 def test_replayed_groups_come_with_the_last_part(run):

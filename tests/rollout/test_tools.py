@@ -108,9 +108,6 @@ def results_of(completion):
     return [one["content"] for one in completion.episode.messages if one["role"] == "tool"]
 
 
-# --- a trajectory ---------------------------------------------------------------------------------------------------
-
-
 def test_calls_and_results_stand_in_the_tokens_as_the_template_writes_them(qwen):
     toolbox = open_toolbox(["add,look_up"], None, qwen, 5)
     first = f"I ask.\n{hermes('add', a=2, b=3)}\n{hermes('look_up', key='é')}"
@@ -177,9 +174,6 @@ def test_calls_per_completion_are_logged(qwen):
     assert (metrics["tools/calls"], metrics["tools/failed"]) == (1.0, 0.5)
 
 
-# --- rows -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_row_may_show_some_of_the_tools(qwen):
     toolbox = open_toolbox(["add", "look_up"], None, qwen, 5)
     row = [toolbox.schemas["add"]]
@@ -192,8 +186,6 @@ def test_a_row_may_show_some_of_the_tools(qwen):
     with pytest.raises(ConfigError, match="f:1: tools: subtract: not among --rollout_tools; valid: add, look_up"):
         Tokenizer(toolbox.encode).ids(Example(ASKED, {"tools": [other]}, "f:1"))
 
-
-# --- formats --------------------------------------------------------------------------------------------------------
 
 FORMATS = {
     "qwen2_5": "hermes", "qwen3": "hermes", "qwen3_instruct_2507": "hermes", "qwen3_5_think": "qwen3_coder",

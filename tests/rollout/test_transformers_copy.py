@@ -11,13 +11,14 @@ import time
 
 import pytest
 import torch
+from given_weights import Given, tensors_of
 from oracle import gap, load, noisy
 from transformers_parts import PROMPT, ask, copy_engine, sampled
 
 from swift import errors
 from swift.rollout.engines.spec import EngineSpec, build_engine
 from swift.rollout.engines.transformers import TransformersEngine
-from swift.rollout.weights.base import AdapterWeights, Bucket, TensorInfo
+from swift.rollout.weights.base import AdapterWeights
 from swift.rollout.weights.policy import PolicyWeights
 from swift.types import Request, SamplingParams
 
@@ -100,23 +101,6 @@ def test_an_update_of_another_type_is_rounded_once(nano_folders, sent, stored):
     for name, parameter in engine.model.named_parameters():
         value = model.state_dict()[name].to(getattr(torch, sent)).to(getattr(torch, stored))
         assert torch.equal(parameter, value), name
-
-
-def tensors_of(model):
-    return [one for bucket in PolicyWeights(model).buckets() for one in bucket.tensors]
-
-
-class Given:
-    """A source of exactly these tensors."""
-
-    def __init__(self, tensors):
-        self.tensors = tensors
-
-    def manifest(self):
-        return tuple(TensorInfo.of(name, tensor) for name, tensor in self.tensors)
-
-    def buckets(self):
-        yield Bucket(self.tensors)
 
 
 def test_tied_weights_come_under_either_name_or_both(nano_folders):

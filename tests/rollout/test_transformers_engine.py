@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from oracle import load
 
 from swift.errors import ConfigError
 from swift.models.attention.spans import Span
@@ -17,12 +18,6 @@ from swift.rollout.engines.transformers.cache import RowCache
 from swift.types import Request, SamplingParams
 
 PLAIN = SamplingParams(max_new_tokens=12, temperature=0.9)
-
-
-def load(folder):
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder)
 
 
 def make_engine(folder, **options):
@@ -156,7 +151,7 @@ def test_samples_follow_the_distribution(nano_folder):
     counts = torch.zeros(engine.model.config.vocab_size)
     for completion in engine.generate(requests):
         counts[completion.token_ids[0]] += 1
-    logits = padded_logits(load(nano_folder).eval(), [TokenSequence([5, 6, 7], [0])])
+    logits = padded_logits(load(nano_folder), [TokenSequence([5, 6, 7], [0])])
     probs = (logits[0] / 0.2).softmax(-1).detach()
     likely = probs > 0.005
     expected = probs[likely] * 4000

@@ -18,10 +18,7 @@ WALKED = ["layer.0", "layer.1", "end"]
 
 def weight_sync(engine=None, *, value=1.0, made=None, ranks=None, **settings):
     return WeightSync(
-        engine,
-        source=lambda: CountingSource(two_layers(value), made),
-        ranks=ranks or OneRank(),
-        **settings,
+        engine, source=lambda: CountingSource(two_layers(value), made), ranks=ranks or OneRank(), **settings
     )
 
 

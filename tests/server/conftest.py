@@ -1,7 +1,9 @@
 """A server that tests share: a tied model, with a key and a weights folder."""
 
 import pytest
-from server_parts import KEY, LocalServer
+from server_parts import KEY, LocalServer, scripted_service
+
+from swift.rollout.server.access import Lease
 
 
 @pytest.fixture(scope="session")
@@ -22,6 +24,21 @@ def http(server):
     """A client with the key."""
     with server.client() as client:
         yield client
+
+
+@pytest.fixture
+def made(tmp_path):
+    """Makes what the routes share, over scripted engines."""
+    services = []
+
+    def make(*engines, lifetime_s=60.0, **settings):
+        services.append(scripted_service(engines, tmp_path, **settings))
+        services[-1].lease = Lease(lifetime_s)
+        return services[-1]
+
+    yield make
+    for service in services:
+        service.close()
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from swift.rollout.engines.pool import EnginePool
 from swift.rollout.engines.remote import server_engine
 from swift.rollout.engines.spec import EngineSpec, build_engine
 from swift.rollout.engines.transport import Timeouts
+from swift.rollout.server.app import make_app
 from swift.rollout.server.process import WebServer
 from swift.rollout.server.service import Service, Settings
 
@@ -98,6 +99,14 @@ class Wakeful(ScriptedEngine):
     def wake(self, tags=()):
         return True
 
+    def reset_caches(self):
+        pass
+
+
+def client_of_service(service, **headers):
+    transport = httpx.ASGITransport(make_app(service))
+    return httpx.AsyncClient(transport=transport, base_url="http://server", headers=headers)
+
 
 def scripted_service(engines, folder, **settings):
     """What the routes share, over engines of this process."""
@@ -109,17 +118,10 @@ def scripted_service(engines, folder, **settings):
         local_pool(*engines),
         template,
         Settings(
-            **{
-                "model": "scripted",
-                "folder": folder,
-                "dtype": "float32",
-                "tensor_parallel_size": 1,
-                "data_parallel_size": len(engines),
-                "stop_token_ids": (),
-                **settings,
-            }
+            model="scripted", folder=folder, dtype="float32", tensor_parallel_size=1, data_parallel_size=len(engines),
+            stop_token_ids=(), **settings,
         ),
-    )
+    )  # fmt: skip
 
 
 def spec_of(model, **fields):

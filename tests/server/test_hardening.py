@@ -9,25 +9,13 @@ import time
 import tracemalloc
 
 import pytest
-from server_parts import KEY, PROMPT, LocalServer, Wakeful, scripted_service
+from processes import wait_for
+from server_parts import KEY, PROMPT, LocalServer, Wakeful
 
 from swift.rollout.server import access, process
 from swift.rollout.server.app import make_app
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def made(tmp_path):
-    services = []
-
-    def make(**options):
-        services.append(scripted_service([Wakeful(**options)], tmp_path))
-        return services[-1], make_app(services[-1])
-
-    yield make
-    for service in services:
-        service.close()
 
 
 def call(app, path, *messages, query=b"", **headers):
@@ -66,9 +54,9 @@ def body(content, *, more=False):
     ],
 )
 def test_a_client_that_is_gone_before_the_first_byte_leaves_no_request(made, path, content):
-    service, app = made(step_s=0.1)
+    service = made(Wakeful(step_s=0.1))
     began = len(service.engine.engines[0].transport.engine.events)
-    call(app, path, body(json.dumps(content).encode()))
+    call(make_app(service), path, body(json.dumps(content).encode()))
     asyncio.run(asyncio.sleep(0.2))
     events = service.engine.engines[0].transport.engine.events[began:]
     assert [event[0] for event in events] in ([], ["submit", "abort"]), "aborted, if it was begun at all"
@@ -76,7 +64,7 @@ def test_a_client_that_is_gone_before_the_first_byte_leaves_no_request(made, pat
 
 @pytest.mark.parametrize("how", ["hangs up", "never sends the rest", "leaves pieces"])
 def test_an_adapter_that_is_abandoned_on_the_way_is_forgotten(made, monkeypatch, how):
-    service, app = made()
+    service = made(Wakeful())
     service.lease.take("mine", "", time.monotonic())
     monkeypatch.setattr(access, "SILENCE_S", 0.2)
     part = body(bytes(32 * MIB), more=how != "leaves pieces")
@@ -86,7 +74,7 @@ def test_an_adapter_that_is_abandoned_on_the_way_is_forgotten(made, monkeypatch,
     del part
     tracemalloc.start()
     try:
-        sent = call(app, "/v1/load_lora_adapter", *coming, query=query, **upload)
+        sent = call(make_app(service), "/v1/load_lora_adapter", *coming, query=query, **upload)
         held = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
@@ -227,29 +215,27 @@ def test_a_client_that_does_not_take_its_answer_is_cut_off(small):
     small.service.template.tokenizer = lambda text, add_special_tokens: {"input_ids": [100_000] * 2_000_000}
     deaf = connect(small, posted("/tokenize", 15) + b'{"prompt": "a"}')
     assert deaf.recv(8) == b"HTTP/1.1"
-    deadline = time.monotonic() + 20
-    while small.uvicorn.server_state.connections:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert wait_for(lambda: not small.uvicorn.server_state.connections)
     deaf.close()
 
 
 # --- what is logged ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("when", ["in its body", "in its stream", "before its answer"])
-def test_a_client_that_leaves_is_one_line_at_most(server, caplog, when):
+@pytest.mark.parametrize("when", ["in its body", "in its stream", "in its lines", "before its answer"])
+def test_a_client_that_leaves_is_one_line_at_most_and_nothing_stays(server, caplog, when):
     body = {"prompt": PROMPT, "max_tokens": 400, "n": 8, "ignore_eos": True, "stream": when == "in its stream"}
+    if when == "in its lines":
+        samples = [{"id": str(n), "prompt": 0, "sampling": {"max_new_tokens": 400}} for n in range(64)]
+        body = {"prompts": [PROMPT], "requests": samples}
     content = json.dumps(body).encode()
     length = len(content) + (100 if when == "in its body" else 0)
-    leaving = connect(server, posted("/v1/completions", length) + content)
+    path = "/infer/" if when == "in its lines" else "/v1/completions"
+    leaving = connect(server, posted(path, length) + content)
     time.sleep(0.3)
     leaving.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, as of a kill
     leaving.close()
-    deadline = time.monotonic() + 20
-    while server.uvicorn.server_state.tasks or server.service.queue.load != (0, 0):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert wait_for(lambda: not server.uvicorn.server_state.tasks and server.service.queue.load == (0, 0))
     assert len(caplog.records) <= 1
     assert not any(record.exc_info for record in caplog.records)
 

@@ -4,14 +4,12 @@ import asyncio
 import threading
 import time
 
-import httpx
 import pytest
 from oracle import ask
-from server_parts import Wakeful, scripted_service
+from server_parts import Wakeful, client_of_service
 
 from swift.rollout.engines import wire
-from swift.rollout.server.access import Lease, Refused
-from swift.rollout.server.app import make_app
+from swift.rollout.server.access import Refused
 
 LIMIT_S = 20.0
 
@@ -27,21 +25,6 @@ class Engine(Wakeful):
     def reset_caches(self):
         self.slow.set()
         assert self.go_on.wait(LIMIT_S)
-
-
-@pytest.fixture
-def made(tmp_path):
-    services = []
-
-    def make(engine, *, lifetime_s=60.0, **settings):
-        service = scripted_service([engine], tmp_path, **settings)
-        service.lease = Lease(lifetime_s)
-        services.append(service)
-        return service
-
-    yield make
-    for service in services:
-        service.close()
 
 
 def test_a_run_that_waits_for_its_reset_keeps_the_server(made):
@@ -64,14 +47,12 @@ def test_a_run_that_waits_for_its_reset_keeps_the_server(made):
 
 def test_a_stream_is_no_sign_of_life_of_its_client(made):
     service = made(Engine(step_s=0.1))
-    app = make_app(service)
 
     async def scene():
         await service.reset("a", "host 1", rebuild=False)
         body = wire.encode(wire.InferRequest.of([ask("g/0", [1], seed=6, max_new_tokens=12)], 0))
         headers = {wire.RUN_HEADER: "a", "Content-Type": "application/json"}
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+        async with client_of_service(service) as http:
             began = time.monotonic()
             reply = await http.post("/infer/", content=body, headers=headers)
             assert reply.status_code == 200, reply.text

@@ -7,19 +7,15 @@ import threading
 import time
 from importlib.util import find_spec
 
-import httpx
 import pytest
 from oracle import PROMPT, ask, difference, load, run
-from scripted_engine import ScriptedEngine
-from server_parts import scripted_service
+from server_parts import Wakeful, client_of_service
 
 from swift.data.responses import prompt_from
 from swift.models.template import Template
 from swift.models.tokenizer import read_tokenizer
 from swift.rollout.engines.pool import EnginePool
 from swift.rollout.engines.wire import digest_of
-from swift.rollout.server.access import Lease
-from swift.rollout.server.app import make_app
 from swift.rollout.server.chats import CallReader
 from swift.rollout.server.ledger import VersionLedger
 from swift.rollout.weights.policy import PolicyWeights
@@ -49,9 +45,6 @@ def generated(http, **fields):
     return outputs
 
 
-# --- shapes ---------------------------------------------------------------------------------------------------------
-
-
 def test_generate_answers_as_atropos_reads_it(server, http):
     outputs = generated(http, stop=None, top_p=1.0)
     assert len(outputs) == 2
@@ -75,9 +68,6 @@ def test_chats_answer_as_an_agent_reads_them_through_openais_client(server, clie
     assert (choice.message.role, choice.message.tool_calls) == ("assistant", None)
     chunks = list(client.chat.completions.create(model=server.model, messages=MESSAGES, max_tokens=2, stream=True))
     assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant"]
-
-
-# --- chats ----------------------------------------------------------------------------------------------------------
 
 
 def test_parts_of_texts_and_calls_with_text_arguments_are_rendered_as_what_they_mean(http, server, monkeypatch):
@@ -134,8 +124,6 @@ def test_what_no_template_can_show_is_refused(http, fields, said):
     assert reply.status_code == 422
     assert said in reply.json()["error"]["message"]
 
-
-# --- tools ----------------------------------------------------------------------------------------------------------
 
 HERMES = """{%- if tools %}<|im_start|>system
 {{ tools | tojson }}<|im_end|>
@@ -200,9 +188,6 @@ def test_a_template_without_tools_gives_texts(server):
     assert "tool_calls" not in CallReader(server.service.template).message(CALL, CALL, TOOLS)
 
 
-# --- the version ledger ---------------------------------------------------------------------------------------------
-
-
 def test_the_run_learns_which_weights_sampled_what_others_were_given(server, http, engine):
     assert engine.capabilities.lora  # connected
     old = [ids for ids, _ in generated(http)]
@@ -242,9 +227,6 @@ def test_only_the_run_that_owns_the_server_asks_for_versions_and_holds_back(http
     assert http.post("/hold", json={"held": True}).status_code == 409
 
 
-# --- holding back ---------------------------------------------------------------------------------------------------
-
-
 def rehearse(engine, wanted):
     engine.load_weights(PolicyWeights(load(engine.engines[0].transport.spec.model)), REHEARSAL if wanted else 1)
 
@@ -266,20 +248,11 @@ def test_others_wait_while_the_run_holds_them_back_and_samples_itself(server, en
     assert answers[0].status_code == 200
 
 
-def test_what_a_run_held_back_goes_on_when_it_falls_silent_or_leaves(tmp_path):
-    class Engine(ScriptedEngine):
-        def wake(self, tags=()):
-            return True
-
-        def reset_caches(self):
-            pass
-
-    service = scripted_service([Engine()], tmp_path)
-    service.lease = Lease(0.2)
+def test_what_a_run_held_back_goes_on_when_it_falls_silent_or_leaves(made):
+    service = made(Wakeful(), lifetime_s=0.2)
 
     async def scene():
-        transport = httpx.ASGITransport(make_app(service))
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+        async with client_of_service(service) as http:
             watching = asyncio.create_task(service.watch())
             for leaves in (True, False):
                 await service.reset("a", "host", rebuild=False)
@@ -294,4 +267,3 @@ def test_what_a_run_held_back_goes_on_when_it_falls_silent_or_leaves(tmp_path):
             watching.cancel()
 
     asyncio.run(scene())
-    service.close()

@@ -4,11 +4,11 @@ import os
 import signal
 import socket
 import threading
-import time
 
 import psutil
 import pytest
 from oracle import PROMPT, ask, difference, load, run, with_noise
+from processes import wait_for
 from server_parts import END_LIMIT_S, KEY, Server
 
 from swift.cli.main import main
@@ -114,10 +114,7 @@ def test_a_hung_engine_becomes_a_new_process_at_the_same_port_until_restarts_are
 def test_a_signal_during_the_start_leaves_no_process(nano_folders, tmp_path):
     server = Server(nano_folders["qwen2"], tmp_path, "--vllm_data_parallel_size", "2", wait=False)
     process = psutil.Process(server.process.pid)
-    deadline = time.monotonic() + 120
-    while not process.children(recursive=True):
-        assert time.monotonic() < deadline, server.text()
-        time.sleep(0.05)
+    assert wait_for(lambda: process.children(recursive=True), 120.0), server.text()
     server.family = process.children(recursive=True)
     assert server.stop() == 0, server.text()
     assert server.left() == []

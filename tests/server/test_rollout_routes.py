@@ -3,13 +3,16 @@
 import json
 import pickle
 import re
+import threading
 from http.client import HTTPConnection
 from importlib.util import find_spec
 
 import pytest
 from oracle import PROMPT, ask, difference, load, run
+from processes import wait_for
 
 from swift.errors import Unsupported
+from swift.models.tokenizer import read_tokenizer
 
 XGRAMMAR = pytest.mark.skipif(find_spec("xgrammar") is None, reason="the package xgrammar is not installed")
 IDS = {"prompt": PROMPT, "return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": 0}
@@ -33,15 +36,11 @@ def refused(reply, status):
 
 
 def infer_lines(http, requests, **more):
-    prompts = [list(request.prompt_ids) for request in requests]
-    body = {
-        "prompts": prompts,
-        "requests": [
-            {"id": request.request_id, "prompt": index, "sampling": {"max_new_tokens": request.sampling.max_new_tokens}}
-            for index, request in enumerate(requests)
-        ],
-        **more,
-    }
+    samples = [
+        {"id": request.request_id, "prompt": index, "sampling": {"max_new_tokens": request.sampling.max_new_tokens}}
+        for index, request in enumerate(requests)
+    ]
+    body = {"prompts": [list(request.prompt_ids) for request in requests], "requests": samples, **more}
     return http.post("/infer/", json=body)
 
 
@@ -165,14 +164,10 @@ def test_completions_take_texts_ids_and_lists_of_both(http):
         assert choices[0]["prompt_token_ids"] == tokens
 
 
-def test_the_default_length_is_openais_and_a_stop_text_ends(http):
+def test_the_default_length_is_openais(http):
     body = {"prompt": PROMPT, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
     choice = ok(http.post("/v1/completions", json=body))["choices"][0]
     assert (len(choice["token_ids"]), choice["finish_reason"]) == (16, "length")
-    third = choice["token_ids"][2]
-    stopped = ok(http.post("/v1/completions", json={**body, "stop_token_ids": [third]}))["choices"][0]
-    assert stopped["finish_reason"] == "stop"
-    assert stopped["token_ids"] == choice["token_ids"][: choice["token_ids"].index(third) + 1]
 
 
 def test_a_text_ends_before_its_stop_and_ids_and_logprobs_after_it(http, model):
@@ -266,9 +261,7 @@ def test_counting_penalties_and_least_lengths_are_taken(http):
 
 @XGRAMMAR
 def test_a_trainer_samples_with_them_over_http(engine, server):
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(server.model)
+    tokenizer = read_tokenizer(server.model)
     assert engine.capabilities.guided
     assert engine.capabilities.sampling_fields == ("frequency_penalty", "presence_penalty", "min_tokens")
     for one in run(engine, [ask(n, seed=n, regex="(a|b){4}") for n in range(3)]):
@@ -350,8 +343,6 @@ def test_only_json_and_safetensors_are_read(http):
 
 
 def test_a_paused_server_answers_after_it_is_resumed(server, http):
-    import threading
-
     ok(http.post("/pause"))
     assert ok(http.get("/info"))["paused"] is True
     answers = []
@@ -374,31 +365,13 @@ def test_sleeping_engines_refuse_work_and_wake_up(http):
     assert ok(http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}))["choices"]
 
 
-def test_a_client_that_hangs_up_leaves_nothing_behind(server, http):
-    import time
-
-    body = {"prompts": [PROMPT], "requests": [
-        {"id": f"g/{i}", "prompt": 0, "sampling": {"max_new_tokens": 400}} for i in range(64)]}  # fmt: skip
-    with server.client() as other, other.stream("POST", "/infer/", json=body) as reply:
-        next(reply.iter_lines())
-    deadline = time.monotonic() + 20
-    while ok(http.get("/info"))["running"] + ok(http.get("/info"))["waiting"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_abort_delivers_what_there_is(server, http):
-    import threading
-    import time
-
     answers = []
     with server.client() as other:
         body = {"prompt": PROMPT, "max_tokens": 480, "n": 32, "ignore_eos": True, "return_token_ids": True}
         thread = threading.Thread(target=lambda: answers.append(other.post("/v1/completions", json=body)))
         thread.start()
-        deadline = time.monotonic() + 20
-        while ok(http.get("/info"))["running"] < 32:
-            assert time.monotonic() < deadline
+        assert wait_for(lambda: ok(http.get("/info"))["running"] == 32)
         assert ok(http.post("/abort_requests", json={}))["aborted"] == 32
         thread.join(30)
     choices = ok(answers[0])["choices"]

@@ -1,9 +1,11 @@
 """New weights on a `swift rollout` server: every way they can take, and every way it can go wrong."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
+from given_weights import Given, tensors_of
 from oracle import PROMPT, ask, difference, load, run, with_noise
 from server_parts import KEY, Server, spec_of
 
@@ -70,24 +72,11 @@ def test_the_disk_is_taken_where_both_sides_see_the_same_folder(server, weights_
     assert not (weights_folder / f"run-{engine.engines[0].transport.run_id}").exists()
 
 
-class Cut:
-    """Weights that end before their last tensor."""
-
-    def __init__(self, model):
-        self.tensors = [one for bucket in PolicyWeights(model).buckets() for one in bucket.tensors]
-
-    def manifest(self):
-        return tuple(TensorInfo.of(name, tensor) for name, tensor in self.tensors)
-
-    def buckets(self):
-        yield Bucket(self.tensors[:-1])
-
-
 @pytest.mark.parametrize("way", ["http", "disk"])
 def test_a_partial_update_leaves_void_weights_until_a_rebuild(server, http, way):
     engine, model = server.engine(weight_transport=way), with_noise(load(server.model), seed=1, scale=0.05)
     with pytest.raises(SyncFailed, match="26 of 27"):
-        engine.load_weights(Cut(model), 1)
+        engine.load_weights(Given(tensors_of(model), tensors_of(model)[:-1]), 1)
     assert http.get("/health").status_code == 503
     assert "version 1" in http.get("/health").json()["detail"]
     assert http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}).status_code == 409
@@ -100,16 +89,12 @@ def test_a_partial_update_leaves_void_weights_until_a_rebuild(server, http, way)
     engine.close()
 
 
-def test_an_update_that_does_not_fit_is_refused_before_a_byte_travels(server, http):
-    engine, model = server.engine(), load(server.model)
-    tensors = [
-        TensorInfo.of(name, tensor) for bucket in PolicyWeights(model).buckets() for name, tensor in bucket.tensors
-    ]
+def test_an_update_that_does_not_fit_is_refused_before_a_byte_travels(server, http, engine):
+    model = load(server.model)
     with pytest.raises(SyncFailed, match=r"is missing|missing"):
-        engine.begin_update(tensors[:3], 1)
+        engine.begin_update(PolicyWeights(model).manifest()[:3], 1)
     assert http.get("/health").status_code == 200
     assert probe(engine, model) < TOLERANCE
-    engine.close()
 
 
 @pytest.mark.parametrize(("way", "said"), [("http", "digest"), ("disk", "announced was")])
@@ -149,9 +134,6 @@ def test_weights_come_back_to_those_of_the_start_with_another_run(server):
     second.close()
 
 
-# --- adapters --------------------------------------------------------------------------------------------------------
-
-
 def adapted(model, *, seed, dtype=None):
     """A policy with a LoRA adapter, and the adapter alone."""
     from peft import LoraConfig, get_peft_model
@@ -171,8 +153,8 @@ def adapted(model, *, seed, dtype=None):
     return policy, AdapterWeights(settings, {name: t.to(dtype or t.dtype) for name, t in tensors.items()})
 
 
-def test_an_adapter_is_effective_before_the_reply_and_bfloat16_is_bit_exact(server):
-    engine, model = server.engine(), load(server.model)
+def test_an_adapter_is_effective_before_the_reply_and_bfloat16_is_bit_exact(server, engine):
+    model = load(server.model)
     for version, dtype in ((1, None), (2, torch.bfloat16), (3, None)):
         policy, adapter = adapted(model, seed=version, dtype=dtype)
         ack = engine.load_adapter(adapter, version)
@@ -185,10 +167,6 @@ def test_an_adapter_is_effective_before_the_reply_and_bfloat16_is_bit_exact(serv
     assert difference(policy, PROMPT, choice["token_ids"], choice["logprobs"]["token_logprobs"]) < TOLERANCE
     engine.drop_adapter()
     assert probe(engine, model) < TOLERANCE
-    engine.close()
-
-
-# --- files -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool])
@@ -263,22 +241,15 @@ def test_servers_that_see_one_folder_share_the_files_of_a_version(tmp_path):
     assert not (tmp_path / "run-1").exists()
 
 
-def test_another_model_than_the_runs_is_refused_with_both_names(server, nano_folders):
-    engine = server.engine(spec=spec_of(nano_folders["llama"]))
-    with pytest.raises(EngineError) as caught:
-        engine.capabilities  # noqa: B018
-    assert str(nano_folders["llama"]) in str(caught.value)
-    assert server.model in str(caught.value)
-    engine.close()
-
-
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
-    [("dtype", "bfloat16", ["float32", "bfloat16"]), ("max_model_len", 4000, ["512", "4000"])],
+    ("field", "value", "theirs"),
+    [("model", "llama", None), ("dtype", "bfloat16", "float32"), ("max_model_len", 4000, 512)],
 )
-def test_another_type_or_length_than_the_runs_is_refused_with_both(server, field, value, said):
-    engine = server.engine(spec=spec_of(server.model, **{field: value}))
+def test_another_model_type_or_length_than_the_runs_is_refused_with_both(server, nano_folders, field, value, theirs):
+    value, theirs = (str(nano_folders[value]), server.model) if field == "model" else (value, theirs)
+    engine = server.engine(spec=replace(spec_of(server.model), **{field: value}))
     with pytest.raises(EngineError) as caught:
         engine.capabilities  # noqa: B018
-    assert all(text in str(caught.value) for text in said)
+    assert str(value) in str(caught.value)
+    assert str(theirs) in str(caught.value)
     engine.close()

@@ -4,11 +4,10 @@ import asyncio
 import threading
 import time
 
-import httpx
 import pytest
 import torch
 from oracle import ask
-from server_parts import Wakeful, scripted_service
+from server_parts import Wakeful, client_of_service
 
 from swift.errors import EngineDead, EngineError
 from swift.rollout.engines.base import Health
@@ -38,34 +37,13 @@ class Engine(Wakeful):
         return Health(True)
 
 
-@pytest.fixture
-def made(tmp_path):
-    services = []
-
-    def make(*engines, **settings):
-        services.append(scripted_service(engines or [Engine()], tmp_path, **settings))
-        return services[-1]
-
-    yield make
-    for service in services:
-        service.close()
-
-
-def client(service, **headers):
-    transport = httpx.ASGITransport(make_app(service))
-    return httpx.AsyncClient(transport=transport, base_url="http://server", headers=headers)
-
-
-# --- health --------------------------------------------------------------------------------------------------------
-
-
 def test_engines_are_looked_at_once_however_many_ask(made):
     engine = Engine()
     service = made(engine, api_key="key")
 
     async def scene():
         engine.looks = 0
-        async with client(service) as http:
+        async with client_of_service(service) as http:
             for _ in range(3):
                 replies = await asyncio.gather(*(http.get("/health") for _ in range(20)))
                 assert {reply.status_code for reply in replies} == {200}
@@ -83,7 +61,7 @@ def test_an_engine_that_hangs_is_reported_in_bounds(made, monkeypatch):
     async def scene():
         hung.go_on.clear()
         began = time.monotonic()
-        async with client(service) as http:
+        async with client_of_service(service) as http:
             replies = await asyncio.gather(*(http.get("/health") for _ in range(50)))
             assert time.monotonic() - began < 2
             assert {reply.status_code for reply in replies} == {503}
@@ -107,7 +85,7 @@ def test_health_of_two_engines_says_why_one_is_gone(made):
             while len(done) < 8:
                 done += await answers.next(LIMIT_S)
             assert {one.finish_reason for one in done} == {"stop"}
-        async with client(service) as http:
+        async with client_of_service(service) as http:
             return (await http.get("/health")).json()
 
     said = asyncio.run(scene())
@@ -117,12 +95,12 @@ def test_health_of_two_engines_says_why_one_is_gone(made):
 
 
 def test_health_answers_however_many_large_bodies_are_read(made, monkeypatch):
-    service, go_on = made(), threading.Event()
+    service, go_on = made(Engine()), threading.Event()
     monkeypatch.setattr(access, "LARGE_BYTES", 1)
     monkeypatch.setattr(access, "decoded", lambda shape, data: go_on.wait(LIMIT_S))
 
     async def scene():
-        async with client(service) as http:
+        async with client_of_service(service) as http:
             asked = [asyncio.create_task(http.post("/reset", json={})) for _ in range(40)]
             await asyncio.sleep(0.1)
             try:
@@ -133,9 +111,6 @@ def test_health_answers_however_many_large_bodies_are_read(made, monkeypatch):
             return reply.status_code
 
     assert asyncio.run(scene()) == 200
-
-
-# --- engines -------------------------------------------------------------------------------------------------------
 
 
 def test_a_whole_model_under_version_0_is_undone_for_the_next_run(made):
@@ -161,7 +136,7 @@ def test_a_reset_of_caches_that_fails_leaves_nothing_paused(made):
 
     async def scene():
         engine.broken = True
-        http = client(service)
+        http = client_of_service(service)
         with service.open([ask("g/0", [1], seed=6, max_new_tokens=12)]) as answers:
             while not service.queue.load[0]:
                 await asyncio.sleep(0.01)
@@ -195,9 +170,6 @@ def test_the_watch_ends_when_no_engine_is_left(made):
     assert "as it was told to" in str(error)
 
 
-# --- texts ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -208,7 +180,7 @@ def test_the_watch_ends_when_no_engine_is_left(made):
     ],
 )
 def test_texts_of_one_client_do_not_hold_up_the_others(made, path, body):
-    service = made()
+    service = made(Engine())
     begun, go_on = threading.Event(), threading.Event()
 
     class Slow:
@@ -229,7 +201,7 @@ def test_texts_of_one_client_do_not_hold_up_the_others(made, path, body):
     service.template.decode = lambda ids, skip_special_tokens: slow.work("".join(f"<{one}>" for one in ids))
 
     async def scene():
-        async with client(service) as http:
+        async with client_of_service(service) as http:
             asked = asyncio.create_task(http.post(path, json=body))
             assert await asyncio.to_thread(begun.wait, LIMIT_S)
             other = await asyncio.wait_for(http.get("/health"), 5)

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from preloaded import Program
+from processes import wait_for
 from server_parts import KEY, Server
 
 pytestmark = pytest.mark.slow
@@ -57,6 +58,11 @@ def rows(output, name):
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+def until_logged(process, output):
+    assert wait_for(lambda: process.poll() is not None or rows(output, "logging.jsonl"), LIMIT_S)
+    assert process.poll() is None, (output.parent / f"{output.name}.log").read_text()[-3000:]
+
+
 def sampled(output):
     return sorted(
         (row["step"], row["group_id"], row["index"], row["completion"]) for row in rows(output, "completions.jsonl")
@@ -88,11 +94,7 @@ def test_a_restarted_server_a_second_one_and_the_weight_transport_change_nothing
         finish(start(material, quiet, [servers[0].url], by, "broadcast"), quiet, "broadcast")
         disturbed = tmp_path / "disturbed"
         process = start(material, disturbed, [servers[0].url], by, "http")
-        deadline = time.monotonic() + LIMIT_S
-        while len(rows(disturbed, "logging.jsonl")) < 1:
-            assert time.monotonic() < deadline
-            assert process.poll() is None, (tmp_path / "disturbed.log").read_text()[-3000:]
-            time.sleep(0.02)
+        until_logged(process, disturbed)
         servers[0].kill()
         more = ("--weights_folder", str(folder))
         servers.append(Server(material[0], tmp_path, *more, port=servers[0].port, key=KEY))
@@ -138,11 +140,7 @@ def test_a_server_that_stays_away_ends_the_run_with_code_4_and_its_address(mater
     server, output = Server(material[0], tmp_path, key=KEY), tmp_path / "run"
     process = start(material, output, [server.url], "--vllm_server_timeout", "3", "--max_steps", "1000")
     try:
-        deadline = time.monotonic() + LIMIT_S
-        while not rows(output, "logging.jsonl"):
-            assert time.monotonic() < deadline
-            assert process.poll() is None, (tmp_path / "run.log").read_text()[-3000:]
-            time.sleep(0.02)
+        until_logged(process, output)
         server.kill()
         killed = time.monotonic()
         assert process.wait(LIMIT_S) == 4

@@ -77,7 +77,6 @@ class Registration:
 
     @property
     def info(self) -> dict[str, int]:
-        """What the API shows of it."""
         return {"batch_size": self.batch_size, "max_token_len": self.max_token_len}
 
 
@@ -89,14 +88,8 @@ class _Unreachable(Exception):
 class MessageAPI:
     """A connection to the message API.
 
-    Attributes:
-        url: of the API.
-        registration: of this trainer.
-        group_size: sequences of a group.
-        timeout_s: longest time without data.
-        clock, sleep: of the process.
-        queue_size: groups that wait at the API, as last seen.
-        counters: what happened since somebody took them; `received` counts groups by environment.
+    timeout_s: longest time without data. queue_size: groups that wait at the API, as last seen. counters: what happened
+    since somebody took them; received: groups by environment.
     """
 
     url: str
@@ -127,11 +120,7 @@ class MessageAPI:
     # --- registration -----------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Register, and let environments begin.
-
-        Raises:
-            EngineError: it does not answer in time, or serves another trainer.
-        """
+        """Register, and let environments begin. Raises EngineError: no answer in time, or another trainer is served."""
         limit = self.clock() + START_S
         while True:
             try:
@@ -162,9 +151,6 @@ class MessageAPI:
     def _signed_up(self) -> dict[str, int]:
         if "uuid" not in self._call("POST", "/register", json=asdict(self.registration)).json():
             raise EngineError(f"--atropos_url: {self.url}: /register gives no uuid; this is no Atropos message API")
-        return self._info()
-
-    def _info(self) -> dict[str, int]:
         said = self._call("GET", "/info").json()
         return {name: int(said.get(name, -1)) for name in UNREGISTERED}
 
@@ -176,11 +162,7 @@ class MessageAPI:
         self._hinted = False
 
     def next(self, patience_s: float) -> Group | None:
-        """The oldest group that is there, waited for up to `patience_s`.
-
-        Raises:
-            EngineError: there has been no data for too long.
-        """
+        """The oldest group that is there, waited for up to `patience_s`. Raises EngineError: no data for too long."""
         if not self._groups:
             now = self.clock()
             if now < self._poll_at:
@@ -193,7 +175,6 @@ class MessageAPI:
         return self._groups.popleft()
 
     def give_back(self, group: Group) -> None:
-        """Put one back; it comes next."""
         self._groups.appendleft(group)
 
     def batches_there(self) -> int:

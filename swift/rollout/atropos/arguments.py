@@ -38,7 +38,6 @@ class AtroposArguments:
     """Whether the environments' advantages count instead of those from scores; one per sample or per token."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with these settings, one line each."""
         if getattr(self, "rollout_source", "engine") == "atropos":
             yield from _combinations(self)
 

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 
 from swift.errors import EngineError, NumericError, SwiftError, first_line
 from swift.rollout.atropos.api import Group, MessageAPI
-from swift.rollout.atropos.groups import GroupReader, Versions
+from swift.rollout.atropos.groups import GroupReader
 from swift.rollout.engines.around import EngineAround
 from swift.rollout.engines.base import InferenceEngine
+from swift.rollout.engines.wire import Versions
 from swift.types import Completion, Request
 
 logger = logging.getLogger("swift.rollout")
@@ -37,14 +38,9 @@ class AtroposEngine(EngineAround):
     Nothing is too old to be trained on. With `max_batches` the policy server holds back what environments ask for while
     nothing is waited for and so many batches are there already; weights are newer when it goes on.
 
-    Attributes:
-        engine: the policy server's client.
-        api: of the environments.
-        reader: makes completions of groups.
-        check: raises if a process that this run needs has died.
-        versions: the policy server's memory of what sampled which tokens.
-        hold_back: has the policy server keep requests of environments waiting, or not.
-        max_batches: batches that may be there; None for any number.
+    engine: the policy server's client. check: raises if a process that this run needs has died. versions: the policy
+    server's memory of what sampled which tokens. hold_back: has the policy server keep requests of environments
+    waiting, or not.
     """
 
     engine: InferenceEngine
@@ -75,7 +71,6 @@ class AtroposEngine(EngineAround):
         """Environments have prompts and distributions of their own."""
 
     def submit(self, request: Request) -> None:
-        """See `InferenceEngine`."""
         launch = request.request_id.rpartition("/")[0]
         with self._lock:
             if request.request_id in self._waiting.get(launch, ()):
@@ -85,7 +80,6 @@ class AtroposEngine(EngineAround):
             self._waiting.setdefault(launch, []).append(request.request_id)
 
     def stream(self) -> Iterator[Completion]:
-        """See `InferenceEngine`."""
         while True:
             self._between()
             with self._lock:
@@ -102,7 +96,6 @@ class AtroposEngine(EngineAround):
                 yield from self._made(group)
 
     def abort(self, request_ids: Collection[str] | None = None) -> None:
-        """See `InferenceEngine`."""
         with self._lock:
             for launch, names in list(self._waiting.items()):
                 ended = [name for name in names if request_ids is None or name in request_ids]
@@ -112,17 +105,15 @@ class AtroposEngine(EngineAround):
                     del self._waiting[launch]
 
     def pause(self) -> None:
-        """See `InferenceEngine`; the policy server goes on with what environments ask for."""
+        """The policy server goes on with what environments ask for."""
         self._paused = True
         self.engine.pause()
 
     def resume(self) -> None:
-        """See `InferenceEngine`."""
         self.engine.resume()
         self._paused = False
 
     def drain_metrics(self) -> dict[str, float]:
-        """See `InferenceEngine`."""
         counted, self.api.counters = self.api.counters, type(self.api.counters)()
         return {
             "atropos/queue_groups": float(self.api.queue_size),

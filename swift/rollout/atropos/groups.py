@@ -19,14 +19,12 @@ from typing import Any
 
 from swift.errors import ConfigError
 from swift.rollout.atropos.api import Group
+from swift.rollout.engines.wire import Versions
 from swift.types import Completion, Episode
 
 NOT_TRAINED = -100
 ROUNDING = 1e-4
 """A log-prob so far above 0 is one that was rounded."""
-
-Versions = Callable[[Sequence[tuple[Sequence[int], Sequence[int]]]], Sequence[list[tuple[int, int, int]] | None]]
-"""For pairs of prompt and completion the weight versions that sampled the tokens; None where nobody knows."""
 
 
 class _Excluded(Exception):
@@ -37,16 +35,10 @@ class _Excluded(Exception):
 class GroupReader:
     """Makes completions of groups.
 
-    Attributes:
-        group_size: sequences of a group, `--num_generations`.
-        vocab_size: ids are below it.
-        max_token_len: sequences have fewer tokens.
-        temperature: of the loss; sequences that say another one are excluded.
-        require_logprobs: whether sequences without sampler log-probs are excluded.
-        use_advantages: whether the environment's advantages count instead of those that follow from scores.
-        end_token_ids: a completion that ends otherwise was cut.
-        decode: token ids to text.
-        rows: sequences seen. leaked: of these, how many had log-probs above 0.
+    max_token_len: sequences have fewer tokens. temperature: of the loss; sequences that say another one are excluded.
+    require_logprobs: whether sequences without sampler log-probs are excluded. use_advantages: whether the
+    environment's advantages count instead of those that follow from scores. end_token_ids: a completion that ends
+    otherwise was cut. rows: sequences seen; leaked: of these, how many had log-probs above 0.
     """
 
     group_size: int
@@ -64,8 +56,7 @@ class GroupReader:
     def completions(self, group: Group, request_ids: Sequence[str], versions: Versions) -> list[Completion]:
         """A completion per request; those of sequences that cannot be trained on say why.
 
-        Raises:
-            ConfigError: the first group is of another size or temperature than the settings say.
+        Raises ConfigError: the first group is of another size or temperature than the settings say.
         """
         problem = self._problem(group)
         if not self._accepted:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,13 +45,7 @@ class Sources:
     def __post_init__(self) -> None:
         self.api_url = self.args.atropos_url or DEFAULT_URL
 
-    @property
-    def check(self) -> Callable[[], None]:
-        """Raises EngineError if something that this run started has died."""
-        return self.processes.check
-
     def start_api(self) -> None:
-        """Start a message API, on the loopback address."""
         port = free_port()
         self.api_url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(port)]
@@ -98,5 +91,4 @@ class Sources:
             self.processes.start(f"environment-{number}", words(command, variables), variables, may_end=True)
 
     def close(self) -> None:
-        """End what was started; repeatable."""
         self.processes.close()

@@ -52,17 +52,10 @@ class Processes:
         advice: str = "correct the command",
         may_end: bool = False,
     ) -> None:
-        """Start one.
+        """Start one. Raises ResourceError: it cannot be started.
 
-        Args:
-            name: for messages and the log.
-            command: words; no shell.
-            variables: of its environment, beside those of this process.
-            advice: what to do when it has died.
-            may_end: whether it may end by itself, with code 0.
-
-        Raises:
-            ResourceError: it cannot be started.
+        name: for messages and the log. command: words; no shell. variables: of its environment, beside those of this
+        process. advice: what to do when it has died. may_end: whether it may end by itself, with code 0.
         """
         child = Child(name, command, variables={"PYTHONUNBUFFERED": "1", **(variables or {})}, advice=advice)
         with self._lock:
@@ -88,8 +81,7 @@ class Processes:
     def wait_until(self, is_ready: Callable[[], bool], name: str, limit_s: float, advice: str = "") -> None:
         """Until one that was started answers. `advice` is given when it takes too long.
 
-        Raises:
-            EngineError: it has died, or takes longer than `limit_s`.
+        Raises EngineError: it has died, or takes longer than `limit_s`.
         """
         limit = time.monotonic() + limit_s
         while not is_ready():
@@ -99,7 +91,6 @@ class Processes:
             time.sleep(LOOK_S)
 
     def check(self) -> None:
-        """Raises EngineError when one has died."""
         if (died := self._died()) is not None:
             self._noticed.set()
             died.check()
@@ -153,8 +144,7 @@ def free_port() -> int:
 def words(command: str, variables: Mapping[str, str]) -> list[str]:
     """A command as words, with `$NAME` and `${NAME}` of these variables filled in.
 
-    Raises:
-        ConfigError: a quotation mark is missing, or there is no such program.
+    Raises ConfigError: a quotation mark is missing, or there is no such program.
     """
     try:
         found = [string.Template(word).safe_substitute(variables) for word in shlex.split(command)]

@@ -69,14 +69,8 @@ class _Life:
 class ActorTransport(Transport):
     """Starts an actor at once; see the module's docstring.
 
-    Args:
-        spec: the engine, as this process sees the devices.
-        name: for messages and logs.
-        log_file: of the engine's own output.
-        timeouts: see `Timeouts`.
-        restarts: lives that may be replaced per hour.
-        options: of the actor: where Ray is to place it.
-        uses: the cluster; closed with the transport.
+    spec: the engine, as this process sees the devices. log_file: of the engine's own output. restarts: lives that may
+    be replaced per hour. options: of the actor: where Ray is to place it. uses: the cluster; closed with the transport.
     """
 
     life: _Life
@@ -140,7 +134,6 @@ class ActorTransport(Transport):
         return capabilities
 
     def replace(self, how: str, *, version: int, valid: bool) -> EngineCounters:
-        """Another actor, if that is still allowed."""
         dead = self.life
         self._lose(dead, how)
         now = time.monotonic()
@@ -282,7 +275,6 @@ class ActorTransport(Transport):
             self.life.actor.abort_update.remote(update)
 
     def address(self) -> str:
-        """Loopback in a local cluster."""
         if self.cluster.is_local:
             return "127.0.0.1"
         import ray

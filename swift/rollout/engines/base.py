@@ -153,8 +153,7 @@ class InferenceEngine(ABC):
         A caller that leaves early aborts the rest, which is not delivered to anybody, nor is what `between_steps`
         submitted; so does a request that is refused before sampling has begun.
 
-        Raises:
-            PromptTooLong: before anything is sampled.
+        Raises PromptTooLong: before anything is sampled.
         """
         for request in requests:
             self.check_length(request)
@@ -186,16 +185,11 @@ class InferenceEngine(ABC):
         return {}
 
     def recover(self) -> Collection[str]:
-        """After `stream` raised: let go of the requests that were lost by it.
-
-        Returns:
-            Ids that another `stream` will still deliver.
-        """
+        """After `stream` raised: let go of the requests lost by it; ids that another `stream` will still deliver."""
         self._give_up(None)
         return ()
 
     def _between(self) -> None:
-        """Call `between_steps`, if there is one."""
         if self.between_steps is not None:
             self.between_steps()
 
@@ -276,8 +270,7 @@ class InferenceEngine(ABC):
     def load_weights(self, source: WeightSource, version: int) -> Ack:
         """Replace all weights.
 
-        Raises:
-            SyncFailed: they did not arrive whole; the engine must be rebuilt.
+        Raises SyncFailed: they did not arrive whole; the engine must be rebuilt.
         """
         update = self.begin_update(source.manifest(), version)
         try:
@@ -292,27 +285,15 @@ class InferenceEngine(ABC):
         """Let the trainer's parameters be the engine's own memory from now on; both hold the same bits now.
 
         For an engine that never samples while the trainer changes its weights. Otherwise weight syncs go on as before.
-
-        Args:
-            live: not empty.
-
-        Returns:
-            Why that is not possible, "" when it is done.
+        Returns why that is not possible, "" when it is done.
         """
         return f"the {self.capabilities.name} engine cannot read memory of the trainer"
 
     def take_shared(self, live: Live, version: int) -> Ack | None:
         """Sample with the shared memory as it is now, as `version`: caches are reset, nothing is copied.
 
-        Args:
-            live: {} when the trainer's weights are not plain parameters (any more).
-            version: of the policy.
-
-        Returns:
-            None when the weights have to be sent: nothing is shared, or the trainer has other memory by now.
-
-        Raises:
-            As `begin_update`.
+        live is {} when the trainer's weights are not plain parameters (any more). Returns None when the weights have to
+        be sent: nothing is shared, or the trainer has other memory by now. Raises as `begin_update`.
         """
         return None
 
@@ -322,17 +303,12 @@ class InferenceEngine(ABC):
     def rebuild(self) -> None:
         """Make the engine anew after `SyncFailed`: it samples with the weights it was built with (version 0).
 
-        Raises:
-            EngineDead: it cannot be made again.
+        Raises EngineDead: it cannot be made again.
         """
         raise self._unsupported("rebuild")
 
     def load_adapter(self, adapter: AdapterWeights, version: int) -> Ack:
-        """Sample with this LoRA adapter on the base weights from now on; the former one stays loaded as spare.
-
-        Raises:
-            SyncFailed, Unsupported.
-        """
+        """Sample with this LoRA adapter on the base weights from now on; the former one stays loaded as spare."""
         raise self._unsupported("LoRA adapters")
 
     def drop_adapter(self) -> None:
@@ -382,8 +358,7 @@ class InferenceEngine(ABC):
     def engines(self) -> Sequence[Any]:
         """The engines it consists of, without those that are dead for good; each has a `health`.
 
-        Raises:
-            EngineDead: none is left.
+        Raises EngineDead: none is left.
         """
         return [self]
 

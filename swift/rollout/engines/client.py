@@ -41,20 +41,13 @@ T = TypeVar("T")
 class EngineClient:
     """See the module's docstring; connects when it is first needed.
 
-    Args:
-        transport: to the engine.
-        timeouts: see `Timeouts`.
-        weight_transport: how weights travel; None chooses by devices.
-        keeps_weights: keep the last update for a restart; False where there is none.
-        end_tokens: ids that end a completion, sent with every request; for engines that may know others.
-        force_restart: have the server start anew before the adapter of the next version.
+    weight_transport: how weights travel; None chooses by devices. keeps_weights: keep the last update for a restart;
+    False where there is none. end_tokens: ids that end a completion, sent with every request; for engines that may know
+    others. force_restart: have the server start anew before the adapter of the next version.
 
-    Attributes:
-        version: of the policy that it samples with.
-        dead: why it will not come back, or None.
-        void: why its weights belong to no version; "" when they do.
-        asleep: what of it sleeps; "" when nothing does.
-        replacing: it is lost, and about to be there again.
+    version: of the policy that it samples with. dead: why it will not come back, or None. void: why its weights belong
+    to no version; "" when they do. asleep: what of it sleeps; "" when nothing does. replacing: it is lost, and about to
+    be there again.
     """
 
     def __init__(
@@ -91,7 +84,6 @@ class EngineClient:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Of the engine; waits until it is there."""
         with self._replacing:
             if self._capabilities is None:
                 self.check_alive()
@@ -120,7 +112,6 @@ class EngineClient:
     # --- an engine that was lost ------------------------------------------------------------------------------
 
     def call(self, name: str, timeout_s: float, **fields: Any) -> Any:
-        """A call that is repeated on the engine that replaces this one."""
         return self.guarded(lambda: self.transport.call(name, timeout_s, **fields))
 
     def guarded(self, work: Callable[[], T]) -> T:
@@ -139,11 +130,7 @@ class EngineClient:
                 return done
 
     def recover(self, life: object, how: str) -> None:
-        """Have the engine again, with all it had, unless another thread has seen to it.
-
-        Raises:
-            EngineDead: it is not coming back.
-        """
+        """Have the engine again, with all it had, unless another thread has seen to it. Raises EngineDead."""
         with self._replacing:
             self.check_alive()
             while self.transport.life is life:
@@ -209,14 +196,12 @@ class EngineClient:
         self._kept = self._adapter = None
 
     def weights_arrived(self, kept: Kept, asleep: str) -> None:
-        """For `ClientUpdate`: they are valid again."""
         self._kept = kept if self.keeps_weights else None
         self._adapter = None
         self.void, self.asleep = "", asleep
         self.version = kept.version
 
     def rebuild(self) -> None:
-        """Outstanding requests stay so, and begin anew."""
         self._kept = self._adapter = None
         self._paused = False
         self.version, self.void, self.asleep = 0, "", ""
@@ -288,7 +273,6 @@ class EngineClient:
         return self.transport.health()
 
     def stacks(self) -> str:
-        """Where the engine's thread is, in one line."""
         return f"{self.name}: {self.transport.stacks()}"
 
     def close(self) -> None:

@@ -106,10 +106,8 @@ class Offer:
 def use(address: str | None = None, token_file: Path | None = None, *, store_bytes: int = 0) -> Cluster:
     """The cluster of this process, started or joined if need be; every call needs a `close` of its own.
 
-    Args:
-        address: of a cluster to join, "auto" or host:port; None starts a local one.
-        token_file: the shared secret of a cluster that is joined.
-        store_bytes: room for weights in the object store of a local one.
+    address: of a cluster to join, "auto" or host:port; None starts a local one. token_file: the shared secret of a
+    cluster that is joined. store_bytes: room for weights in the object store of a local one.
 
     Raises:
         ResourceError: no cluster can be started.
@@ -127,8 +125,7 @@ def start_head(offer: Offer) -> Cluster:
 def start_node(address: str, token: str, offer: Offer, timeout_s: float) -> Cluster:
     """A Ray node that joins the cluster at `address`; returns when it has; like `use`.
 
-    Raises:
-        EngineError: it has not joined within `timeout_s`.
+    Raises EngineError: it has not joined within `timeout_s`.
     """
     return _shared(lambda: _start_node(address, token, offer, timeout_s))
 
@@ -289,9 +286,6 @@ def places(cluster: Cluster, sizes: Sequence[int], devices: Sequence[Sequence[st
     In a local cluster everywhere is here, and the engine's spec names its devices. Otherwise each engine gets a bundle
     of its own in a placement group: packed within the engine, and spread over the nodes; in a cluster of ours each node
     gets the same number, in the order of `Cluster.nodes`.
-
-    Raises:
-        EngineError: the cluster has no room for them.
     """
     if cluster.is_local:
         return [{} for _ in sizes]

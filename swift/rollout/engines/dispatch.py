@@ -32,13 +32,9 @@ BUSY_S = 1.0
 class Dispatch:
     """See the module's docstring.
 
-    Attributes:
-        table: the requests.
-        changed: guards it, and is notified of whatever a stream waits for.
-        clients, buried: engines that are alive, as far as anybody looked, and those that are left out.
-        events: what has arrived and was not read.
-        paused_at: monotonic time since which nothing is sent, or None.
-        closed: nothing is waited for any more.
+    table: the requests. changed: guards it, and is notified of whatever a stream waits for. clients, buried: engines
+    that are alive, as far as anybody looked, and those that are left out. events: what has arrived and was not read.
+    paused_at: monotonic time since which nothing is sent, or None. closed: nothing is waited for any more.
     """
 
     def __init__(self, clients: Sequence[EngineClient]) -> None:
@@ -59,11 +55,7 @@ class Dispatch:
             client.transport.deliver = partial(self._deliver, client)
 
     def alive(self) -> list[EngineClient]:
-        """The engines that are not dead for good; the others are left out from now on.
-
-        Raises:
-            EngineDead: none is left.
-        """
+        """The engines that are not dead for good; the others are left out from now on. Raises EngineDead: none is."""
         with self.changed:
             dead = [client for client in self.clients if client.dead is not None]
             self.clients = [client for client in self.clients if client.dead is None]
@@ -95,7 +87,6 @@ class Dispatch:
                 self._lost(client, life, lost)
 
     def _usable(self) -> list[EngineClient]:
-        """Engines that take requests now."""
         now = time.monotonic()
         there = [one for one in self.clients if one.dead is None and not one.replacing and one not in self._recovering]
         return [one for one in there if self._busy_until.get(one, 0.0) <= now]
@@ -108,14 +99,11 @@ class Dispatch:
         return self._last[1]
 
     def _deliver(self, client: EngineClient, life: object, event: Event) -> None:
-        """For the transports."""
         with self.changed:
             self.events.append((client, life, event))
             self.changed.notify_all()
 
     def await_event(self, limit_s: float) -> None:
-        """Wait until there is something to do."""
-
         def something() -> bool:
             stopped = self.closed or self.paused_at is not None
             return bool(stopped or self.events or self.table.ready or (self.table.count() and self._usable()))
@@ -224,7 +212,6 @@ class Dispatch:
                 raise EngineError(client.die(problem).problems[0])  # the others are not to go on without
 
     def abort(self, request_ids: Collection[str] | None = None) -> None:
-        """From any thread."""
         with self.changed:
             told = self.table.abort(request_ids)
             clients = {client.transport.life: client for client in self.clients}

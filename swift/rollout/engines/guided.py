@@ -30,9 +30,7 @@ def available() -> bool:
 def require(backend: str, regex: str) -> None:
     """Checks package and expression before weights are loaded, as far as it can be told here.
 
-    Args:
-        backend: a name of `swift.rollout.engines.spec`; those of plugins look for themselves.
-        regex: what completions are to match.
+    Backends of plugins look for themselves.
 
     Raises:
         ResourceError: the package is missing.
@@ -71,11 +69,7 @@ def refusal(regex: str) -> str:
 
 
 class GuideFactory:
-    """Compiles expressions for one tokenizer.
-
-    Args:
-        vocab_size: columns of its logits, which may be more than the tokenizer has tokens.
-    """
+    """Compiles expressions for one tokenizer. vocab_size: columns of its logits, which may be more than its tokens."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         import xgrammar

@@ -20,10 +20,8 @@ from swift.types import Request
 class EngineLife(InferenceEngine):
     """An engine with these states; call `_reset_life` before anything else.
 
-    Attributes:
-        name: of the backend.
-        keeps_base: only adapters are synced, so that level 2 of `sleep` must not drop the base weights.
-        vocab_size: ids of a prompt are below it.
+    name: of the backend. keeps_base: only adapters are synced, so that level 2 of `sleep` must not drop the base
+    weights. vocab_size: ids of a prompt are below it.
     """
 
     name: str
@@ -32,7 +30,6 @@ class EngineLife(InferenceEngine):
     _closed = False
 
     def _reset_life(self) -> None:
-        """The states of an engine that has just been made."""
         self._paused = False
         self._asleep: set[Tag] = set()
         self._dropped = False  # level 2 took the weights; an update brings them back
@@ -111,8 +108,6 @@ class EngineLife(InferenceEngine):
             return Health(True, f"asleep ({', '.join(sorted(self._asleep))})")
         return Health(True, "awake, but sleep(2) dropped its weights" if self._dropped else "")
 
-    # --- what is allowed now ------------------------------------------------------------------------------------
-
     def _invalidate(self, reason: str) -> None:
         self._invalid = self._invalid or reason
 
@@ -128,7 +123,6 @@ class EngineLife(InferenceEngine):
             raise SyncFailed(f"engine: {self.name}: {self._invalid}; rebuild the engine")
 
     def _check_usable(self) -> None:
-        """Raises when it cannot sample now."""
         self._check_valid()
         if self._asleep:
             asleep = ", ".join(sorted(self._asleep))
@@ -139,7 +133,6 @@ class EngineLife(InferenceEngine):
             raise SyncFailed(f"engine: {self.name}: version {version} is being loaded; commit it first")
 
     def _check_takes(self, what: str) -> None:
-        """Raises when it cannot take other weights or adapters now."""
         self._check_valid()
         if "weights" in self._asleep:
             raise EngineAsleep(f"engine: {self.name}: asleep: it takes no {what}; wake its weights first")

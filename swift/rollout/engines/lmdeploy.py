@@ -63,13 +63,7 @@ def build(spec: EngineSpec) -> LMDeployEngine:
 
 
 class LMDeployEngine(EngineLife):
-    """See the module's docstring.
-
-    Raises:
-        ResourceError: the package, a GPU or a 16-bit type is missing.
-        ConfigError: arguments or a model that LMDeploy refuses.
-        EngineError: LMDeploy failed to start.
-    """
+    """See the module's docstring."""
 
     name = "lmdeploy"
 
@@ -94,7 +88,6 @@ class LMDeployEngine(EngineLife):
             raise
 
     def _reset(self) -> None:
-        """The state of an engine that has just been made."""
         self._reset_life()
         self.version = 0
         self._running: dict[str, _Running] = {}
@@ -205,7 +198,6 @@ class LMDeployEngine(EngineLife):
                 self._moved = time.monotonic()
 
     async def _sample(self, running: _Running) -> FinishReason:
-        """Tokens of one request, as they come."""
         engine, request = self._engine, running.request
         config = api_.generation_config(self._api, request.sampling, self.room(request), self.spec.eos_token_ids)
         running.session = engine.session_mgr.get()

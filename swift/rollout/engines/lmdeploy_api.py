@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from swift.errors import ConfigError, ResourceError
+from swift.rollout.arguments import EXTRA_FIELDS
 from swift.rollout.engines.spec import EngineSpec
 from swift.types import SamplingParams
 
@@ -29,7 +30,7 @@ SYMBOLS = {
 DTYPES = ("bfloat16", "float16")
 HIGHEST_TEMPERATURE = 2.0
 """LMDeploy asserts that a temperature is at most this."""
-SAMPLING_FIELDS = ("min_tokens", "bad_token_ids", "repetition_ngram_size", "repetition_ngram_threshold")
+SAMPLING_FIELDS = ("min_tokens", *EXTRA_FIELDS["lmdeploy"])
 """What of `SamplingParams.unusual` LMDeploy takes; it has no frequency or presence penalty."""
 
 

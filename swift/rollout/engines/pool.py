@@ -21,15 +21,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from swift.errors import (
-    ConfigError,
-    EngineAsleep,
-    EngineDead,
-    EngineError,
-    SwiftError,
-    SyncFailed,
-    Unsupported,
-)
+from swift.errors import ConfigError, EngineAsleep, EngineDead, EngineError, SwiftError, SyncFailed, Unsupported
 from swift.rollout.engines.base import (
     ALL_TAGS,
     Ack,
@@ -65,14 +57,12 @@ class EnginePool(InferenceEngine):
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
-        """What every engine can do; waits until they are there."""
         if self._capabilities is None:
             self._capabilities = common_capabilities([client.capabilities for client in self._dispatch.clients])
         return self._capabilities
 
     @property
     def counters(self) -> EngineCounters:  # type: ignore[override]
-        """Sums over the engines."""
         return sum((client.counters for client in [*self._dispatch.clients, *self._dispatch.buried]), EngineCounters())
 
     @property
@@ -81,7 +71,6 @@ class EnginePool(InferenceEngine):
 
     @property
     def void(self) -> str:  # type: ignore[override]
-        """Why its weights belong to no version; "" when they do."""
         return next((client.void for client in self._dispatch.clients if client.void), "")
 
     @property
@@ -134,7 +123,6 @@ class EnginePool(InferenceEngine):
             return self._dispatch.table.ids
 
     def abort(self, request_ids: Collection[str] | None = None) -> None:
-        """From any thread."""
         self._dispatch.abort(request_ids)
 
     def pause(self) -> None:
@@ -177,11 +165,8 @@ class EnginePool(InferenceEngine):
     def versions_of(self, samples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Spans | None]:
         """Which weights sampled completions that environments got from these servers.
 
-        Args:
-            samples: prompt and completion, as token ids.
-
-        Returns:
-            for each its spans as in `Completion.versions`; None where no server remembers it as it stands.
+        samples: prompt and completion, as token ids. Returns for each its spans as in `Completion.versions`; None where
+        no server remembers it as it stands.
         """
         digests = [digest_of(*sample) for sample in samples]
         said = self._on_all(lambda client: client.call("versions", client.timeouts.reply_s, digests=digests))
@@ -270,7 +255,6 @@ class EnginePool(InferenceEngine):
         return Health(alive, "; ".join(filter(None, details)))
 
     def stacks(self) -> str:
-        """Where the engines' threads are, in one line."""
         return "; ".join(map(str, in_parallel([client.stacks for client in self._dispatch.clients])))
 
     def close(self) -> None:
@@ -303,8 +287,7 @@ class EnginePool(InferenceEngine):
     def _on_all(self, work: Callable[[EngineClient], T], *, undo: Callable[[T], object] = lambda done: None) -> list[T]:
         """`work` on every engine at the same time; one that turns out to be dead is left out.
 
-        Raises:
-            SwiftError: the first failure, once all are done.
+        The first failure is raised once all are done.
         """
         clients = self.engines
         outcomes = in_parallel([partial(work, client) for client in clients])
@@ -331,7 +314,6 @@ class PoolUpdate(WeightUpdate):
         self._pool, self._updates = pool, updates
 
     def _deliver(self, bucket: Bucket) -> None:
-        """Begin with every engine, then wait for each."""
         if self.sent == len(bucket.tensors):
             join_broadcast(self._updates, bucket)
         waits = settled([outcome_of(partial(update.start, bucket)) for update in self._updates])

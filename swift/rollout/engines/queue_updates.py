@@ -15,8 +15,7 @@ from swift.rollout.weights.base import Ack, Bucket, TensorInfo, WeightUpdate
 class QueueUpdates:
     """Begin, send, commit, abort; nothing is sampled while an update is open.
 
-    Args:
-        ended: called on the engine's thread when an update has ended.
+    ended: called on the engine's thread when an update has ended.
     """
 
     def __init__(
@@ -29,7 +28,6 @@ class QueueUpdates:
 
     @property
     def open(self) -> bool:
-        """Whether one has begun and not ended."""
         return self._update is not None
 
     @property
@@ -38,10 +36,9 @@ class QueueUpdates:
         return None if self._update is None else time.monotonic() - self._touched_at
 
     def begin(self, manifest: Sequence[TensorInfo], version: int) -> Future[int]:
-        """Start an update, aborting one that was left open.
+        """Start an update, aborting one that was left open; its number, for the calls below.
 
-        Returns:
-            The number of the update, for the calls below. Raises as `InferenceEngine.begin_update`.
+        Raises as `InferenceEngine.begin_update`.
         """
 
         def begin(engine: InferenceEngine) -> int:

@@ -86,7 +86,6 @@ class EngineHost:
 
     @_in_group("inbox")
     def abort(self, request_ids: list[str]) -> None:
-        """End requests; they come back with what they have."""
         self._live.abort(ids=request_ids)
 
     @_in_group("events")
@@ -111,13 +110,11 @@ class EngineHost:
 
     @_in_group("control")
     def stacks(self) -> str:
-        """Where the engine's thread is."""
         faulthandler.dump_traceback(all_threads=True)
         return "its thread is in " + stack_of(self._queue.thread if self._queue is not None else None)
 
     @_in_group("control")
     def connect(self, invitation: dict[str, Any]) -> None:
-        """Join the trainer's broadcast group."""
         import torch
 
         from swift.rollout.weights.broadcast import BroadcastReceiver
@@ -134,7 +131,6 @@ class EngineHost:
 
     @_in_group("control")
     def close(self) -> None:
-        """End the engine and what it started."""
         if self._broadcast is not None:
             self._broadcast.close()
         if self._queue is not None:

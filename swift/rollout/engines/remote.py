@@ -28,14 +28,7 @@ import msgspec
 
 from swift.errors import ConfigError, EngineDead, EngineError, RequestRefused, SwiftError, SyncFailed, first_line
 from swift.rollout.engines import wire
-from swift.rollout.engines.base import (
-    Ack,
-    AdapterWeights,
-    Capabilities,
-    EngineCounters,
-    Health,
-    SleepReport,
-)
+from swift.rollout.engines.base import Ack, AdapterWeights, Capabilities, EngineCounters, Health, SleepReport
 from swift.rollout.engines.client import EngineClient
 from swift.rollout.engines.completion_stream import Failure
 from swift.rollout.engines.server_calls import Busy, ServerCalls, problem_of
@@ -90,9 +83,8 @@ class HttpTransport(ServerCalls):
     def connect(self) -> Capabilities:
         """Wait for the server, take its lease, and see whether it is the one we expect.
 
-        Raises:
-            EngineDead: it cannot be reached in time.
-            EngineError: it belongs to another run, does not accept the key, or serves something else.
+        Raises EngineDead when it cannot be reached in time; EngineError when it belongs to another run, does not accept
+        the key, or serves something else.
         """
         try:
             self._await_server()
@@ -140,13 +132,11 @@ class HttpTransport(ServerCalls):
         return more
 
     def progress(self) -> None:
-        """Failures count anew."""
         self._failures = 0
 
     # --- requests ---------------------------------------------------------------------------------------------
 
     def post(self, life: object, requests: Sequence[Request], version: int) -> None:
-        """Each reply is read by a thread of its own."""
         if life is not self.life:
             raise Lost("its requests were given up")
         for part in _parts(requests):
@@ -236,7 +226,6 @@ class HttpTransport(ServerCalls):
         return said
 
     def start_call(self, name: str, timeout_s: float, **fields: Any) -> Callable[[], Any]:
-        """On a thread of its own."""
         return self._aside(lambda: self.call(name, timeout_s, **fields), timeout_s)
 
     def _restart(self, timeout_s: float) -> NoReturn:
@@ -272,7 +261,6 @@ class HttpTransport(ServerCalls):
         return bucket.once(f"disk {files.path}", lambda: files.add(bucket, version))
 
     def send_bucket(self, update: int, way: str, payload: Any, timeout_s: float) -> Callable[[], Any]:
-        """On a thread of its own."""
         if way == "http":
             return self._aside(lambda: self._upload("/weights/bucket", {"update": update}, payload), timeout_s)
         body = {"update": update, **({"broadcast": payload} if way == "broadcast" else payload)}
@@ -289,7 +277,6 @@ class HttpTransport(ServerCalls):
             self.files.update_ended(version, complete=complete)
 
     def address(self) -> str:
-        """The address of this host that the server reaches."""
         parts = urlsplit(self.url)
         with socket.create_connection((parts.hostname or "127.0.0.1", parts.port or 80), timeout=5.0) as one:
             return str(one.getsockname()[0])
@@ -304,7 +291,6 @@ class HttpTransport(ServerCalls):
             return Health(False, f"{self.name}: {first_line(error)}")
 
     def close(self) -> None:
-        """The lease is given back."""
         if self._ending.is_set():
             return
         self._ending.set()
@@ -331,14 +317,9 @@ def server_engine(
 ) -> EngineClient:
     """The client of the engine behind a `swift rollout` server.
 
-    Args:
-        url: of the server.
-        spec: what this run expects of it.
-        timeouts: see `Timeouts`.
-        api_key: its key; None takes SWIFT_API_KEY from the environment, if set.
-        run_id: of this run, the same for all its servers; None makes one.
-        weight_transport: "disk", "http" or "broadcast"; None takes the disk where it is shared, and HTTP elsewhere.
-        force_restart: see `EngineClient`.
+    spec: what this run expects of it. api_key: None takes SWIFT_API_KEY from the environment, if set. run_id: of this
+    run, the same for all its servers; None makes one. weight_transport: "disk", "http" or "broadcast"; None takes the
+    disk where it is shared, and HTTP elsewhere. force_restart: see `EngineClient`.
     """
     return EngineClient(
         HttpTransport(url, spec=spec, api_key=api_key, timeouts=timeouts, run_id=run_id),

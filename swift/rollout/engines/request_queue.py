@@ -45,14 +45,8 @@ T = TypeVar("T")
 class RequestQueue:
     """See the module's docstring; starts its thread.
 
-    Args:
-        engine: owned by the queue from now on, with its `between_steps`.
-        limit: samples that may wait or run; None for no limit.
-
-    Attributes:
-        dead: why the engine cannot go on, or None.
-        paused: whether nothing is submitted until `resume`.
-        updates: its weight updates.
+    engine: owned by the queue from now on, with its `between_steps`. limit: samples that may wait or run; None for no
+    limit. dead: why the engine cannot go on, or None. paused: whether nothing is submitted until `resume`.
     """
 
     def __init__(self, engine: InferenceEngine, *, limit: int | None = None) -> None:
@@ -81,12 +75,7 @@ class RequestQueue:
     # --- requests ---------------------------------------------------------------------------------------------
 
     def open(self, owner: str | None = None, notify: Callable[[], None] = lambda: None) -> CompletionStream:
-        """A stream for one client.
-
-        Args:
-            owner: the run it belongs to.
-            notify: called from the queue's thread whenever something arrived.
-        """
+        """A stream for one client. notify: called from the queue's thread whenever something arrived."""
         return CompletionStream(self, next(self._numbers), owner, notify)
 
     @property
@@ -96,7 +85,6 @@ class RequestQueue:
 
     @property
     def running_by_owner(self) -> dict[str | None, int]:
-        """Number of running samples of each owner."""
         with self._changed:
             return dict(Counter(self._streams[one.request_id].owner for one in self._table.held(ENGINE)))
 
@@ -120,7 +108,6 @@ class RequestQueue:
         return len(names)
 
     def enqueue(self, stream: CompletionStream, requests: Sequence[Request]) -> None:
-        """For `CompletionStream.submit`."""
         self._check_alive()
         for request in requests:
             self.engine.check_length(request)
@@ -169,8 +156,7 @@ class RequestQueue:
     def do(self, work: Callable[[InferenceEngine], T]) -> Future[T]:
         """Carry out `work` on the engine's thread, at rest. A future that is cancelled in time is not carried out.
 
-        Raises:
-            EngineDead: the engine is gone, or the queue is closed.
+        Raises EngineDead: the engine is gone, or the queue is closed.
         """
         future: Future[T] = Future()
         with self._changed:
@@ -182,8 +168,7 @@ class RequestQueue:
     def pause_in_flight(self) -> None:
         """Stop sampling between two tokens, keeping what runs for `resume`; jobs can run meanwhile.
 
-        Raises:
-            Unsupported: the engine cannot; nothing is paused then.
+        Raises Unsupported: the engine cannot; nothing is paused then.
         """
         with self._pausing:
             with self._changed:
@@ -350,7 +335,6 @@ class RequestQueue:
         self._fail_all(error)
 
     def _fail_all(self, error: EngineDead) -> None:
-        """Whoever waits for requests or jobs is told."""
         with self._changed:
             failed = self._failed([*self._table.remove(ENGINE), *self._table.remove(None)], error)
             jobs = list(self._jobs)
@@ -372,8 +356,7 @@ class RequestQueue:
     def check_progress(self, stall_s: float, job_s: float) -> None:
         """To be called every second or so.
 
-        Raises:
-            EngineDead: samples run and nothing has moved for `stall_s`, or one job has run for `job_s`.
+        Raises EngineDead: samples run and nothing has moved for `stall_s`, or one job has run for `job_s`.
         """
         counters, now = self.engine.counters, time.monotonic()
         signs = (self._working, self._table.count(ENGINE), counters.decode_steps, counters.prefill_tokens)
@@ -387,7 +370,6 @@ class RequestQueue:
             raise error
 
     def health(self) -> Health:
-        """The engine's, as far as it is alive."""
         if self.dead is not None or self._closed:
             return Health(False, self.dead.problems[0] if self.dead is not None else "closed")
         return self.engine.health()
@@ -404,7 +386,6 @@ class RequestQueue:
 
 
 def _own_id(name: str) -> str:
-    """The client's id of a request."""
     return name.partition(":")[2]
 
 

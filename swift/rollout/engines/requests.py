@@ -40,21 +40,16 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """Tokens of the prompt and of the longest completion."""
         return len(self.request.prompt_ids) + self.request.sampling.max_new_tokens
 
 
 class RequestTable:
     """See the module's docstring.
 
-    Args:
-        limit_s: seconds from `send` to arrival, after which a request is to be aborted and sampled once more.
-        grace_s: seconds that an aborted request may take to arrive.
-        retries: whether a request that was aborted by nobody here, or for its time limit, is sampled again.
-
-    Attributes:
-        ready: completions for the caller to take.
-        late: requests that exceeded the time limit while they were sampled, once for each try.
+    limit_s: seconds from `send` to arrival, after which a request is to be aborted and sampled once more. grace_s:
+    seconds that an aborted request may take to arrive. retries: whether a request that was aborted by nobody here, or
+    for its time limit, is sampled again. ready: completions for the caller to take. late: requests that exceeded the
+    time limit while they were sampled, once for each try.
     """
 
     def __init__(self, *, limit_s: float = math.inf, grace_s: float = math.inf, retries: bool = True) -> None:
@@ -73,7 +68,6 @@ class RequestTable:
 
     @property
     def ids(self) -> set[str]:
-        """Ids of what is outstanding or ready."""
         return {*self._entries, *(completion.request_id for completion in self.ready)}
 
     def held(self, holder: Hashable = None) -> list[Request]:
@@ -96,7 +90,6 @@ class RequestTable:
         self._hold(entry, None)
 
     def send(self, request_ids: Iterable[str], holder: Hashable, now: float = 0.0) -> None:
-        """Requests go to a holder."""
         for name in request_ids:
             entry = self._entries[name]
             self._move(entry, holder)

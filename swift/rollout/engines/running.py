@@ -39,7 +39,6 @@ class Running:
         self.logprobs.extend(logprobs)
 
     def completion(self, reason: FinishReason) -> Completion:
-        """What it has, as it ends."""
         ends = [*(start for _, start in self.spans[1:]), len(self.token_ids)][: len(self.spans)]
         return Completion(
             request_id=self.request.request_id,
@@ -60,12 +59,10 @@ class RunningRequests(dict[str, Running]):
         self._to_abort: set[str] = set()
 
     def insert(self, running: Running) -> None:
-        """Add one."""
         with self._lock:
             self[running.request.request_id] = running
 
     def take(self, request_id: str) -> Running | None:
-        """Remove one."""
         with self._lock:
             return self.pop(request_id, None)
 

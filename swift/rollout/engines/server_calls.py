@@ -47,7 +47,6 @@ class ServerCalls(Transport):
         return httpx.Timeout(timeout_s, connect=min(self.timeouts.connect_s, timeout_s))
 
     def _request(self, method: str, path: str, timeout_s: float, **options: Any) -> httpx.Response:
-        """One request. Raises Lost: no answer."""
         try:
             return self._http.request(method, path, timeout=self._bounds(timeout_s), **options)
         except httpx.TimeoutException as error:
@@ -69,12 +68,7 @@ class ServerCalls(Transport):
         return f"; it waits for requests of others: {said}" if said else ""
 
     def _get(self, method: str, path: str, timeout_s: float, **options: Any) -> dict[str, Any]:
-        """One request and its answer.
-
-        Raises:
-            Lost.
-            SwiftError: what the server raised, or that it refuses us.
-        """
+        """One request and its answer. Raises Lost, or what the server raised, or that it refuses us."""
         return self._answer(self._request(method, path, timeout_s, **options))
 
     def _answer(self, reply: httpx.Response) -> dict[str, Any]:
@@ -98,8 +92,6 @@ class ServerCalls(Transport):
                 raise SyncFailed(f"weights: {self.name}: no answer within {timeout_s:g} s") from None
 
         return wait
-
-    # --- the lease --------------------------------------------------------------------------------------------
 
     def _await_server(self) -> None:
         """Until /health says that it samples. Raises EngineDead: not within `server_s`."""

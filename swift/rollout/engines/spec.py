@@ -72,11 +72,9 @@ def visible_devices(devices: Sequence[str]) -> str:
 
 
 def spec_from(args: Any, **fields: Any) -> EngineSpec:
-    """The spec of an engine from settings, as a trainer and a server read them alike.
+    """The spec of an engine from resolved settings, as a trainer and a server read them alike.
 
-    Args:
-        args: `EngineArguments` and those of the model, resolved.
-        fields: of the spec, what differs between the two: model, devices, lengths, sleep.
+    fields: of the spec, what differs between the two: model, devices, lengths, sleep.
     """
     memory = args.lmdeploy_cache_max_entry_count if args.use_lmdeploy else args.vllm_gpu_memory_utilization
     return EngineSpec(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,6 +41,8 @@ encode = msgspec.json.encode
 
 Spans = list[tuple[int, int, int]]
 """Versions of the tokens of a completion, as in `Completion.versions`."""
+Versions = Callable[[Sequence[tuple[Sequence[int], Sequence[int]]]], Sequence[Spans | None]]
+"""(prompt ids, token ids) of completions -> the weight versions of each; None where nobody knows."""
 
 
 class Sample(Struct, forbid_unknown_fields=True):

@@ -63,12 +63,8 @@ class _Running:
 class TrajectoryEngine(EngineAround):
     """An engine of trajectories; weights, sleep and end of `engine` are its owner's business.
 
-    Attributes:
-        template: the policy's.
-        limits: of each trajectory.
-        play: drives one.
-        name: of the environment, for messages.
-        limit_s: bound on one trajectory (`--rollout_timeout`); a late one is left out.
+    play: drives a trajectory. name: of the environment, for messages. limit_s: bound on one trajectory
+    (`--rollout_timeout`); a late one is left out.
     """
 
     engine: InferenceEngine
@@ -103,7 +99,6 @@ class TrajectoryEngine(EngineAround):
     # --- sampling -------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        """See `InferenceEngine`."""
         self.check_length(request)
         if request.request_id in self._running:
             raise EngineError(f"request: {request.request_id}: is outstanding already; give each an id of its own")
@@ -113,7 +108,6 @@ class TrajectoryEngine(EngineAround):
         self._loop.call(self._begin, running)
 
     def stream(self) -> Iterator[Completion]:
-        """See `InferenceEngine`."""
         while True:
             self._between()
             self._settle()
@@ -129,18 +123,15 @@ class TrajectoryEngine(EngineAround):
                 self._news.wait(self._patience(LOOK_S))
 
     def abort(self, request_ids: Collection[str] | None = None) -> None:
-        """See `InferenceEngine`."""
         for running in list(self._running.values()):
             if self._loop is not None and (request_ids is None or running.request.request_id in request_ids):
                 self._loop.call(self._cancel, running)
 
     def pause(self) -> None:
-        """See `InferenceEngine`."""
         self._paused = True
         self.engine.pause()
 
     def resume(self) -> None:
-        """See `InferenceEngine`."""
         self.engine.resume()
         self._paused = False
 

@@ -23,8 +23,7 @@ CLOSE_S = 10.0
 def find(multi_turn_scheduler: str | None, gym_env: str | None, max_turns: int | None) -> Play | None:
     """What `--multi_turn_scheduler` or `--gym_env` names; None for neither.
 
-    Raises:
-        ConfigError: nothing of that name is registered, it is neither scheduler nor function, or has a `run`.
+    Raises ConfigError: nothing of that name is registered, it is neither scheduler nor function, or has a `run`.
     """
     from swift.plugin import envs, multi_turns
 
@@ -65,7 +64,6 @@ def _built(scheduler: type, name: str, max_turns: int | None) -> Any:
 
 
 async def _result(value: Any) -> Any:
-    """A value, or what a coroutine comes to."""
     return await value if inspect.isawaitable(value) else value
 
 

@@ -37,13 +37,11 @@ class Loop:
         """
         with self.changed:
             limit = 0 if self._late else limit_s
-            self._late = not self.changed.wait_for(self._settled, limit)
-
-    def _settled(self) -> bool:
-        return self.idle and not self.threads and self._asked == self._begun
+            self._late = not self.changed.wait_for(
+                lambda: self.idle and not self.threads and self._asked == self._begun, limit
+            )
 
     def close(self) -> None:
-        """Cancel what runs, and end the thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5.0)
 
@@ -70,7 +68,6 @@ class _EventLoop(asyncio.SelectorEventLoop):
         self._home = home
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
-        """As of an event loop."""
         if executor is not None:
             return super().run_in_executor(executor, func, *args)
         done: Future[Any] = Future()
@@ -101,7 +98,6 @@ class _Selector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
         self._home = home
 
     def select(self, timeout: float | None = None) -> Any:
-        """As of a selector."""
         waits = timeout is None or timeout > 0
         if waits:
             with self._home.changed:

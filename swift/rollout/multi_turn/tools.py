@@ -46,10 +46,9 @@ class Toolbox:
         return self.template.encode_prompt(messages, self.shown(tools))
 
     def shown(self, tools: Sequence[Schema] | None) -> list[Schema]:
-        """The schemas that a prompt shows: those of its row, which must be tools of the run, or all.
+        """The schemas that a prompt shows: those of its row, or all.
 
-        Raises:
-            ConfigError: the row has another one.
+        Raises ConfigError: the row has one that is no tool of the run.
         """
         for one in tools or ():
             name = _function(one).get("name")
@@ -116,8 +115,7 @@ class Toolbox:
 def open_toolbox(names: Sequence[str], parser: str | None, template: Template, limit_s: float) -> Toolbox:
     """The tools of `--rollout_tools`, in the format of the template or of `--tool_parser`.
 
-    Raises:
-        ConfigError: no such tool or format, a function without a schema, or a template that cannot show tools.
+    Raises ConfigError: no such tool or format, a function without a schema, or a template that cannot show tools.
     """
     from swift.plugin import tools
 
@@ -139,8 +137,7 @@ def open_toolbox(names: Sequence[str], parser: str | None, template: Template, l
 def read_calls(text: str, format: Mapping[str, Any], schemas: Sequence[Schema] = ()) -> list[Mapping[str, Any]]:
     """The calls in an answer, as {"name", "arguments"}; values of formats without types get those of the schemas.
 
-    Raises:
-        ValueError: a call that cannot be read.
+    Raises ValueError: a call that cannot be read.
     """
     from transformers.utils.chat_parsing import parse_response
 
@@ -178,7 +175,8 @@ def format_of(template: Template, parser: str | None) -> Mapping[str, Any]:
             raise ConfigError(f"--tool_parser: {parser}: {first_line(error)}; correct the plugin") from error
         return dict(tool_parsers[parser])
     call = {"name": "probe", "arguments": {"text": "a probe"}}
-    chat = [{"role": "user", "content": _ASKED}, _calling(call)]
+    calling = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": dict(call)}]}
+    chat = [{"role": "user", "content": _ASKED}, calling]
     try:
         _, _, written = template.render(chat).rpartition(_ASKED)
     except RefusedChat:
@@ -191,10 +189,6 @@ def format_of(template: Template, parser: str | None) -> Mapping[str, Any]:
         f"{FLAG}: the chat template writes tool calls in none of the formats {', '.join(sorted(tool_parsers))}; "
         "use --template qwen3, or name the format of the answers with --tool_parser"
     )
-
-
-def _calling(call: Mapping[str, Any]) -> Message:
-    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": dict(call)}]}
 
 
 def _reads(format: Mapping[str, Any], text: str, call: Mapping[str, Any]) -> bool:

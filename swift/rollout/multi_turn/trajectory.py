@@ -94,11 +94,7 @@ class Trajectory:
     # --- what the environment calls -------------------------------------------------------------------------------
 
     def begin(self, messages: Sequence[Message]) -> None:
-        """Another prompt than the row's; before the first answer.
-
-        Raises:
-            Excluded: it leaves no room for an answer.
-        """
+        """Another prompt than the row's; before the first answer. Raises Excluded: it leaves no room for an answer."""
         self.messages = list(messages)
         self._start = len(self.messages)
         self.prompt_ids = self.template.encode_prompt(self.messages, self.tools)
@@ -114,7 +110,7 @@ class Trajectory:
         """
         if self._said:
             self._take_said()
-        room = self._room()
+        room = min(self._left(), self.request.sampling.max_new_tokens)
         if room < 1:
             self.finish_reason = "length"
             raise OutOfRoom
@@ -139,8 +135,7 @@ class Trajectory:
     def add_turn(self, prompt_ids: Sequence[int], done: Completion) -> None:
         """A turn that somebody else had the policy sample; what its prompt adds to the tokens so far is masked.
 
-        Raises:
-            Excluded, OutOfRoom: the prompt does not begin with those tokens; see `Limits.on_prefix_break`.
+        A prompt that does not begin with those tokens raises what `Limits.on_prefix_break` says.
         """
         if not self.turns:
             self.prompt_ids = list(prompt_ids)
@@ -161,10 +156,8 @@ class Trajectory:
     def become(self, messages: Sequence[Message]) -> None:
         """The chat as an environment wants it: more messages, and maybe another end of the last answer.
 
-        Without more messages the last answer goes on.
-
-        Raises:
-            Excluded, OutOfRoom: earlier messages were changed; see `Limits.on_prefix_break`.
+        Without more messages the last answer goes on. Changed earlier messages raise what `Limits.on_prefix_break`
+        says.
         """
         count = len(self.messages)
         if list(messages[: count - 1]) != self.messages[:-1] or len(messages) < count:
@@ -213,7 +206,6 @@ class Trajectory:
 
     @property
     def last_ids(self) -> list[int]:
-        """Token ids of the last answer."""
         return self.token_ids[self._answer_at :]
 
     # --- tokens ---------------------------------------------------------------------------------------------------
@@ -273,9 +265,6 @@ class Trajectory:
         if self.limits.scope == "total":
             left = min(left, self.request.sampling.max_new_tokens - len(self.token_ids))
         return left
-
-    def _room(self) -> int:
-        return min(self._left(), self.request.sampling.max_new_tokens)
 
     # --- the end --------------------------------------------------------------------------------------------------
 

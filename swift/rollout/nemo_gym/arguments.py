@@ -73,7 +73,6 @@ class NemoGymArguments:
         return {str(entry["server_name"]) for entry in self.nemo_gym_datasets if entry.get("server_name")}
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with these settings, one line each."""
         given: Any = self
         if given.rollout_source != "nemo_gym":
             return

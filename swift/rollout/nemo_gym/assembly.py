@@ -31,8 +31,7 @@ class Call:
 def calls_of(output: Sequence[Item], vocab_size: int) -> list[Call]:
     """The calls in an agent's output; their ids sit on the last item of each, and results of tools have none.
 
-    Raises:
-        Excluded: "ids_missing", "empty" or "misaligned".
+    Raises Excluded: "ids_missing", "empty" or "misaligned".
     """
     with_ids = [item for item in output if item.get("generation_token_ids") is not None]
     if not with_ids:
@@ -63,17 +62,10 @@ def assemble(
     versions: Sequence[list[tuple[int, int, int]] | None],
     end_token_ids: Collection[int],
 ) -> None:
-    """Make the trajectory one of these calls.
+    """Make the new trajectory one of these calls. Raises as `Trajectory.add_turn`, and Excluded: "too_long".
 
-    Args:
-        trajectory: new.
-        output: all items, for people.
-        calls: in order.
-        versions: of the weights that sampled each; None is unknown.
-        end_token_ids: tokens that end an answer; without one it was cut off.
-
-    Raises:
-        Excluded, OutOfRoom: see `Trajectory.add_turn`; "too_long".
+    output: all items, for people. versions: of the weights that sampled each call; None is unknown. end_token_ids:
+    tokens that end an answer; without one it was cut off.
     """
     trajectory.messages += chat_of_items(output)
     for call, known in zip(calls, versions, strict=True):

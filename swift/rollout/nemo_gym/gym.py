@@ -11,7 +11,7 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,6 +22,7 @@ from swift.data.responses import COLUMN, without_nulls
 from swift.errors import ConfigError
 from swift.rollout.child import Child
 from swift.rollout.engines.base import InferenceEngine
+from swift.rollout.engines.wire import Spans, Versions
 from swift.rollout.multi_turn.trajectory import Excluded, Trajectory
 from swift.rollout.nemo_gym.assembly import assemble, calls_of
 from swift.rollout.nemo_gym.servers import Servers
@@ -32,9 +33,6 @@ RETRY_S = 0.25
 """Pause before the second try."""
 FAILURE = "_ng_failure_class"
 """Key of an answer that says that its reward is none."""
-
-Versions = Callable[[Sequence[tuple[Sequence[int], Sequence[int]]]], Sequence[list[tuple[int, int, int]] | None]]
-"""(prompt ids, token ids) of completions -> the weight versions of each, as in `Completion.versions`; None: unknown."""
 
 
 @dataclass(eq=False)
@@ -91,7 +89,7 @@ class NemoGym:
         if not isinstance(output, list) or not all(isinstance(item, Mapping) for item in output):
             raise Excluded("empty")
         calls = calls_of(output, self.vocab_size)
-        versions: Sequence[list[tuple[int, int, int]] | None] = [None] * len(calls)
+        versions: Sequence[Spans | None] = [None] * len(calls)
         if self.versions_of is not None:
             versions = await asyncio.to_thread(self.versions_of, [call.key for call in calls])
         assemble(trajectory, output, calls, versions, trajectory.template.stop_token_ids)
@@ -116,12 +114,7 @@ class NemoGym:
         }
 
     def _score(self, trajectory: Trajectory, reply: Mapping[str, Any]) -> None:
-        """Take the reward of an answer, and its components for the log.
-
-        Raises:
-            Excluded: it has none.
-            ConfigError: a component has the name of a reward function.
-        """
+        """Take the reward of an answer, and its components for the log. Raises Excluded: it has none."""
         if (failure := reply.get(FAILURE)) is not None:
             raise Excluded("failure_" + (re.sub(r"\W+", "_", str(failure))[:40] or "unknown"))
         reward = reply.get("reward")
@@ -141,9 +134,7 @@ class NemoGym:
     async def _post(self, trajectory: Trajectory, url: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """The answer to a call; only its own limit bounds it, and waiting until it may be made takes nothing from that.
 
-        Raises:
-            Excluded: it failed.
-            EngineError: what serves NeMo Gym has ended.
+        Raises Excluded: it failed. Raises EngineError: what serves NeMo Gym has ended.
         """
         host = self._hosts.setdefault(urlsplit(url).netloc, asyncio.Semaphore(CALLS[self.mode][0]))
         with trajectory.untimed():

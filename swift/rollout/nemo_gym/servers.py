@@ -33,12 +33,8 @@ class Servers:
     def url(self, kind: str, *names: str | None) -> str:
         """The URL of the first of these that is there; without names, of the only one.
 
-        Args:
-            kind: "agents" or "resources".
-            names: of servers of that kind; of a resources server also that of its agent.
-
-        Raises:
-            ConfigError: none of them is there, or none is named of several.
+        kind: "agents" or "resources". names: of servers of that kind; of a resources server also that of its agent.
+        Raises ConfigError: none of them is there, or none is named of several.
         """
         urls: Mapping[str, str] = getattr(self, kind)
         named = [name for name in names if name is not None]
@@ -59,11 +55,7 @@ def head_url(head: str) -> str:
 
 
 def read_config(text: str, head: str) -> Servers:
-    """The servers of a config: a JSON string that holds YAML.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """The servers of a config: a JSON string that holds YAML. Raises ValueError: it is something else."""
     config = json.loads(text)
     if isinstance(config, str):
         config = yaml.safe_load(config)
@@ -94,17 +86,10 @@ def _url(server: Mapping[str, Any], host: str) -> str:
 def find_servers(
     head: str, *, kind: str, limit_s: float, starting: bool = False, check: Callable[[], None] = lambda: None
 ) -> Servers:
-    """Read the config, and wait until every server of a kind answers.
+    """Read the config, and wait until every server of a kind answers. Raises EngineError: one does not.
 
-    Args:
-        head: URL or port of the head server.
-        kind: "agents" or "resources".
-        limit_s: for all of it.
-        starting: whether the head server may not be there yet.
-        check: called while it waits; what it raises ends that.
-
-    Raises:
-        EngineError: the head server or another one does not answer.
+    kind: "agents" or "resources". limit_s: for all of it. starting: whether the head server may not be there yet.
+    check: called while it waits; what it raises ends that.
     """
     url, deadline = head_url(head), time.monotonic() + limit_s
     with httpx.Client(trust_env=False) as http:

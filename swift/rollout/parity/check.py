@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,15 @@ from swift.models.forward import TokenSequence
 from swift.models.quantisation import is_quantised, rounds_activations
 from swift.rollout.engines.base import Capabilities, InferenceEngine
 from swift.rollout.engines.process import same_randomness
-from swift.rollout.parity.noise import make_noise
+from swift.rollout.parity.noise import applied, make_noise
 from swift.rollout.parity.tolerance import Gaps, Limits, Sample, Verdict, contract_faults, limits_for, measure
 from swift.rollout.seeds import sample_seed
 from swift.rollout.weights.base import dtype_name
-from swift.rollout.weights.sync import REHEARSAL, Ranks, WeightSync
+from swift.rollout.weights.sync import REHEARSAL, WeightSync
 from swift.types import Prompt, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from swift.trainers.distributed import Collectives
 
 PROMPTS, SAMPLES, TOKENS = 8, 2, 32
 """Size of a stage: prompts, samples of each, tokens of each sample."""
@@ -74,7 +77,6 @@ class ParityReport:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst of all stages."""
         return self._worst.verdict
 
     @property
@@ -82,7 +84,6 @@ class ParityReport:
         return max(self.stages, key=lambda stage: stage.badness)
 
     def line(self) -> str:
-        """One readable line."""
         gaps = [stage.gaps for stage in self.stages]
         tokens, top = sum(one.tokens for one in gaps), max(gaps, key=lambda one: one.maximum)
         mean = sum(one.mean * one.tokens for one in gaps) / max(tokens, 1)
@@ -120,19 +121,11 @@ class ParityReport:
 class ParityCheck:
     """Compares an engine with the trainer.
 
-    Args:
-        engine: this rank's engine, or None.
-        score: the trainer's log-probs at a temperature; makes one forward pass.
-        model: the policy as the trainer holds it, wrappers and all.
-        weight_sync: sends weights to the engines, on all ranks together.
-        prompts: the first of the data set.
-        sampling: the training distribution; truncation, penalties and stop words are left out, as they change the
-            engine's distribution on purpose.
-        ranks: the collectives.
-        end_token_ids: tokens that end every completion.
-        adapter_only: only the LoRA adapter is synced.
-        around: entered by every rank around sampling (a sharded policy needs it).
-        seed: of samples and noise.
+    engine: this rank's, or None. score: the trainer's log-probs at a temperature; makes one forward pass. model: the
+    policy as the trainer holds it, wrappers and all. prompts: the first of the data set. sampling: the training
+    distribution; truncation, penalties and stop words are left out, as they change the engine's distribution on
+    purpose. end_token_ids: tokens that end every completion. adapter_only: only the LoRA adapter is synced. around:
+    entered by every rank around sampling (a sharded policy needs it). seed: of samples and noise.
     """
 
     def __init__(
@@ -144,7 +137,7 @@ class ParityCheck:
         weight_sync: WeightSync,
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
-        ranks: Ranks,
+        ranks: Collectives,
         end_token_ids: Collection[int] = (),
         adapter_only: bool = False,
         around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
@@ -168,8 +161,8 @@ class ParityCheck:
     def run(self) -> ParityReport:
         """All stages; ends with the true weights synced under the present version. Collective.
 
-        Raises:
-            SyncFailed, EngineDead: the engine could not be sampled from, or did not take the weights; on every rank.
+        Raises SyncFailed or EngineDead on every rank: the engine could not be sampled from, or did not take the
+        weights.
         """
         with same_randomness():
             stages = [self._compare(AS_LOADED, self._version(), ends=True)]
@@ -177,11 +170,11 @@ class ParityCheck:
                 return self._report(stages)
             noise = make_noise(self.model, seed=self.seed, adapter_only=self.adapter_only)
             if self.capabilities.shares_weights:  # it follows the noise without a sync
-                with noise.applied():
+                with applied(self.model, noise):
                     stages.append(self._compare(NOISY, self._version(), requests=self._requests[::SAMPLES]))
                 return self._report(stages)
             self.weight_sync.separate()  # the noise stands in for parameters that are put aside meanwhile
-            with noise.applied():
+            with applied(self.model, noise):
                 self.weight_sync.rehearse()
                 stages.append(self._compare(NOISY, REHEARSAL))
             self.weight_sync.refresh()
@@ -273,7 +266,6 @@ class ParityCheck:
             self.model.train(was_training)
 
     def _version(self) -> int:
-        """What the engines say they sample with."""
         return int(self._first(self.engine.version if self.engine is not None else None))
 
     def _first(self, mine: Any) -> Any:

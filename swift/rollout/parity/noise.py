@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -41,31 +40,21 @@ _VECTORS = re.compile(r"(norm|\bln_)[^.]*\.weight$|\.bias$")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
-@dataclass(frozen=True, slots=True)
-class Noise:
-    """Noisy values of some parameters of `model`: whole tensors by parameter name."""
-
-    model: nn.Module
-    values: Mapping[str, Tensor]
-
-    @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        """The parameters hold the noise inside the block; a collective when they are sharded."""
-        _reshard(self.model)
-        try:
-            with exchanged(dict(self.model.named_parameters()), dict(self.values)):
-                yield
-        finally:
-            _reshard(self.model)
+@contextlib.contextmanager
+def applied(model: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
+    """The parameters hold these values inside the block; a collective when they are sharded."""
+    _reshard(model)
+    try:
+        with exchanged(dict(model.named_parameters()), values):
+            yield
+    finally:
+        _reshard(model)
 
 
-def make_noise(model: nn.Module, *, seed: int = 0, adapter_only: bool = False) -> Noise:
-    """Choose the tensors and draw the noise; a collective when parameters are sharded.
+def make_noise(model: nn.Module, *, seed: int, adapter_only: bool) -> dict[str, Tensor]:
+    """Noisy values of some parameters, whole tensors by name, equal on every rank; a collective if they are sharded.
 
-    Args:
-        model: the policy as the trainer holds it.
-        seed: equal seeds give equal noise, on every rank.
-        adapter_only: the engine gets nothing but the adapter, so only that may change.
+    adapter_only: the engine gets nothing but the adapter, so only that may change.
     """
     parameters = dict(model.named_parameters())
     values = {}
@@ -73,10 +62,10 @@ def make_noise(model: nn.Module, *, seed: int = 0, adapter_only: bool = False) -
         for name in choose(model, adapter_only=adapter_only):
             with gathered([parameters[name]]) as whole:
                 values[name] = _with_noise(name, whole(parameters[name]), seed)
-    return Noise(model, values)
+    return values
 
 
-def choose(model: nn.Module, *, adapter_only: bool = False) -> list[str]:
+def choose(model: nn.Module, *, adapter_only: bool) -> list[str]:
     """Names of one parameter of each place in a layer, in a layer somewhere in the model, and of every LoRA B."""
     chosen: list[str] = []
     places: dict[str, list[str]] = {}

@@ -42,7 +42,6 @@ class Sample:
 
     @property
     def sequence(self) -> TokenSequence:
-        """For the trainer's forward."""
         return TokenSequence(self.request.prompt_ids, self.completion.token_ids)
 
 
@@ -70,7 +69,6 @@ class Gaps:
 
     @property
     def place(self) -> str:
-        """The worst token, in words."""
         one = self.worst
         return f"; worst at prompt {one.prompt}, token {one.position} (id {one.token_id})" if one else ""
 
@@ -94,11 +92,8 @@ def measure(samples: Sequence[Sample], trainer_N: Tensor) -> Gaps:
 def contract_faults(samples: Sequence[Sample], *, end_token_ids: Collection[int], limit: int, version: int) -> str:
     """Where the completions break the engine's contract, each kind of fault once; "" when nowhere.
 
-    Args:
-        samples: without stop strings.
-        end_token_ids: tokens that end every completion, besides a request's own `stop_token_ids`.
-        limit: most tokens of prompt and completion together.
-        version: of the weights that they should have been sampled with.
+    end_token_ids: tokens that end every completion, besides a request's own `stop_token_ids`. limit: most tokens of
+    prompt and completion together. version: of the weights that they should have been sampled with.
     """
     found: dict[str, str] = {}
     for one in samples:
@@ -162,12 +157,9 @@ QUANTISED = Limits("quantised", {"k3": (math.inf, 0.1)})
 def limits_for(trainer: str, engine: str, device: str, *, tf32: bool | None = None, quantised: bool = False) -> Limits:
     """The row that applies.
 
-    Args:
-        trainer: torch dtype name of the policy's weights.
-        engine: dtype that the engine declares; one that is no torch float counts as quantised.
-        device: type of the trainer's device, "cpu" or an accelerator.
-        tf32: whether float32 products are rounded to TF32 there; None looks at torch's settings.
-        quantised: either side holds quantised weights.
+    trainer: torch dtype name of the policy's weights. engine: dtype that the engine declares; one that is no torch
+    float counts as quantised. device: type of the trainer's. tf32: whether float32 products are rounded to TF32 there;
+    None looks at torch's settings. quantised: either side holds quantised weights.
     """
     if quantised or trainer not in FULL + HALF or engine not in FULL + HALF:
         return QUANTISED

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import hmac
 import time
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,11 +17,8 @@ import msgspec
 from fastapi import Depends
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 Shape = TypeVar("Shape")
 
 OPEN_PATHS = ("/health", "/health/")
@@ -60,11 +57,7 @@ class Limits:
 class Refused(Exception):
     """A request that is not carried out.
 
-    Args:
-        status: HTTP status.
-        kind: one word for programs.
-        problem: one line for people.
-        facts: more for programs, JSON-safe.
+    status: of HTTP. kind: one word for programs. problem: one line for people. facts: more for programs, JSON-safe.
     """
 
     def __init__(self, status: int, kind: str, problem: str, **facts: Any) -> None:
@@ -72,7 +65,6 @@ class Refused(Exception):
         self.status, self.kind, self.problem, self.facts = status, kind, problem, facts
 
     def response(self) -> Response:
-        """The reply."""
         headers = HEADERS.get(self.status)
         error = {"message": self.problem, "type": "", "code": self.status, "kind": self.kind, **self.facts}
         return json_response({"error": error}, self.status, headers)
@@ -97,14 +89,9 @@ def check_count(name: str, seen: int, limit: int) -> None:
 
 
 class Gate:
-    """ASGI middleware that asks for the bearer token.
+    """ASGI middleware that asks for the bearer token, if there is one."""
 
-    Args:
-        app: what is behind it.
-        api_key: the token, or None.
-    """
-
-    def __init__(self, app: Application, api_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
         self.app = app
         self.expected = f"Bearer {api_key}".encode() if api_key else None
 
@@ -130,15 +117,9 @@ class Gate:
 
 
 async def read_body(http: HttpRequest, limit: int, came: Callable[[], object] = lambda: None) -> bytearray:
-    """The body of a request.
+    """The body of a request. Raises Refused: it is longer than `limit` (413), or stops on the way (408).
 
-    Args:
-        http: the request.
-        limit: longest allowed, in bytes, whatever its headers say.
-        came: called as its parts arrive.
-
-    Raises:
-        Refused: it is longer (413), or stops on the way (408).
+    limit: in bytes, whatever its headers say. came: called as its parts arrive.
     """
     said = http.headers.get("content-length", "")
     too_long = f"longer than the limit of {limit} bytes"
@@ -169,11 +150,7 @@ def kind_of(http: HttpRequest) -> str:
 
 
 async def read_json(http: HttpRequest, decode: Callable[[bytearray], Shape]) -> Shape:
-    """A JSON body, decoded.
-
-    Raises:
-        Refused: it is too long (413), or no JSON of this shape (422).
-    """
+    """A JSON body, decoded. Raises Refused: it is too long (413), or no JSON of this shape (422)."""
     if (kind := kind_of(http)) != "json":  # a page in somebody's browser may send others without asking
         raise Refused(422, "body", f"body: its content type is {kind}; send application/json")
     data = await read_body(http, http.app.state.limits.body_bytes)
@@ -195,11 +172,7 @@ def json_body(shape: type[Any], *, needed: bool = True) -> Any:
 
 
 def decoded(shape: type[Shape], data: bytes | bytearray) -> Shape:
-    """JSON as an object of this shape.
-
-    Raises:
-        Refused: it is no JSON, or does not have this shape.
-    """
+    """JSON as an object of this shape. Raises Refused: it is no JSON, or does not have this shape."""
     try:
         return msgspec.json.decode(data, type=shape)
     except msgspec.ValidationError as error:
@@ -227,9 +200,6 @@ class Lease:
     A run takes the lease with an id of its own, and everything it sends renews it; other runs are refused and told who
     holds it. A run that fell silent can be replaced; until then it may come back as if nothing was. Clients without a
     run id may change weights only while nobody holds the lease.
-
-    Args:
-        lifetime_s: how long silence is tolerated.
     """
 
     def __init__(self, lifetime_s: float = LIFETIME_S) -> None:
@@ -247,7 +217,6 @@ class Lease:
             self._resets -= 1
 
     def silent(self, now: float) -> Holder | None:
-        """The holder, when it has been silent for too long."""
         holder = self.holder
         return holder if holder is not None and not self._lasts(holder, now) else None
 
@@ -255,11 +224,7 @@ class Lease:
         return self._resets > 0 or holder.expires_at > now
 
     def take(self, run_id: str, name: str, now: float) -> bool:
-        """Become the holder; returns whether it was another run before (or none).
-
-        Raises:
-            Refused: another run holds it.
-        """
+        """Become the holder; whether it was another run before (or none). Raises Refused: another run holds it."""
         before = self.holder
         if before is not None and before.run_id != run_id and self._lasts(before, now):
             raise self._held(before, now)
@@ -269,8 +234,7 @@ class Lease:
     def renew(self, run_id: str | None, now: float) -> None:
         """Check that a request may change things, and renew the lease of its run.
 
-        Raises:
-            Refused: another run holds the lease, or this one never took it (409, "no_lease").
+        Raises Refused: another run holds the lease, or this one never took it (409, "no_lease").
         """
         holder = self.holder
         if holder is not None and holder.run_id == run_id:

@@ -48,12 +48,7 @@ nobody sends a second time would be waited for.
 
 
 def make_app(service: Service, give_up: Callable[[EngineDead], None] = lambda error: None) -> Any:
-    """The application of a server, as ASGI.
-
-    Args:
-        service: what it serves.
-        give_up: called once no engine is left that could be replaced.
-    """
+    """The application of a server, as ASGI. give_up: called once no engine is left that could be replaced."""
 
     async def watch() -> None:
         give_up(await service.watch())
@@ -74,7 +69,6 @@ def make_app(service: Service, give_up: Callable[[EngineDead], None] = lambda er
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """How a failure looks to clients."""
     match error:
         case Refused():
             return error.response()

@@ -22,8 +22,7 @@ TEXTS = ("text", "input_text", "output_text")
 def read_chat(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Messages as chat templates print them: texts whole, arguments of calls as objects.
 
-    Raises:
-        Refused: a part that is no text, or a call that is none (422).
+    Raises Refused: a part that is no text, or a call that is none (422).
     """
     turns = []
     for number, message in enumerate(messages, start=1):
@@ -47,11 +46,7 @@ def _text(part: Any, number: int) -> str:
 
 
 class CallReader:
-    """Reads the tool calls in answers, if the chat template writes them in a format that is known.
-
-    Args:
-        template: of the model.
-    """
+    """Reads the tool calls in answers, if the chat template writes them in a format that is known."""
 
     def __init__(self, template: Template) -> None:
         from transformers.utils.chat_parsing.response_templates import load_response_template
@@ -65,10 +60,8 @@ class CallReader:
     def message(self, text: str, raw: str, tools: Sequence[dict[str, Any]] | None) -> dict[str, Any]:
         """An answer with its calls in `tool_calls`, or as it is where it has none that can be read.
 
-        Args:
-            text: of the answer, for a client without tools.
-            raw: the same with its special tokens.
-            tools: that the client offers.
+        text: of the answer, for a client without tools. raw: the same with its special tokens. tools: that the client
+        offers.
         """
         message = {"role": "assistant", "content": text}
         if not tools or self._format is None:

@@ -13,9 +13,8 @@ from swift.types import Request, SamplingParams
 
 TOKENS = 16
 """Length of the answer."""
-TOLERANCE = {"float32": 1e-4}
-"""Largest difference of its log-probs by type of the weights; other types round more."""
-ROUNDED_TOLERANCE = 5e-2
+TOLERANCE, ROUNDED_TOLERANCE = 1e-4, 5e-2
+"""Largest difference of its log-probs: of float32, and of types that round more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +31,15 @@ class Fingerprint:
 
     def difference(self, other: Fingerprint, dtype: str) -> str:
         """How the weights differ, in words; "" when they do not. Only float32 must take the same path to its end."""
-        exact = dtype in TOLERANCE
+        exact = dtype == "float32"
         same = 0
         while same < min(len(self.token_ids), len(other.token_ids)) and self.token_ids[same] == other.token_ids[same]:
             same += 1
         if same == 0 or (exact and self.token_ids != other.token_ids):
             return f"they answer with other tokens from place {same} on"
         gap = max(abs(a - b) for a, b in zip(self.logprobs[:same], other.logprobs[:same], strict=True))
-        tolerance = TOLERANCE.get(dtype, ROUNDED_TOLERANCE)
-        return f"log-probs of the same tokens differ by {gap:.2g}" if gap > tolerance else ""
+        wrong = gap > (TOLERANCE if exact else ROUNDED_TOLERANCE)
+        return f"log-probs of the same tokens differ by {gap:.2g}" if wrong else ""
 
 
 def take_fingerprint(engine: InferenceEngine, prompt: Sequence[int]) -> Fingerprint:

@@ -18,11 +18,7 @@ LIMIT = 100_000
 
 
 class VersionLedger:
-    """See the module's docstring.
-
-    Args:
-        limit: completions that are remembered.
-    """
+    """See the module's docstring."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.limit = limit

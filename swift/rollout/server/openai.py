@@ -57,9 +57,6 @@ class Texts:
     """Tokenizer and template of the server, off the event loop and one call at a time.
 
     The loop has other clients to serve, and tokenizers are not made for several threads.
-
-    Args:
-        service: whose model it is.
     """
 
     def __init__(self, service: Service) -> None:
@@ -72,15 +69,10 @@ class Texts:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def tokenize(self, text: str, *, special: bool = True) -> list[int]:
-        """Text to ids, as the tokenizer does it."""
         return list(self.service.template.tokenizer(text, add_special_tokens=special)["input_ids"])
 
     def chat_ids(self, body: ChatRequest | TokenizeRequest, *, prompt: bool = True) -> list[int]:
-        """Messages to ids, with the template of the server.
-
-        Raises:
-            Refused: the template refuses them (422).
-        """
+        """Messages to ids, with the template of the server. Raises Refused: it does not take them (422)."""
         messages = read_chat(body.messages or [])
         try:
             text = self.service.template.render(
@@ -127,12 +119,10 @@ class Texts:
         return {"index": index, **said, **ended, "weight_version": self.version(completion)}
 
     def version(self, completion: Completion) -> int:
-        """The newest weights that sampled it."""
         return max((version for version, _, _ in completion.versions), default=self.service.engine.version)
 
 
 def _facts(routes: APIRouter, texts: Texts) -> None:
-    """Models and tokens."""
     service = texts.service
 
     @routes.get("/v1/models")
@@ -166,8 +156,6 @@ def _facts(routes: APIRouter, texts: Texts) -> None:
 
 
 def _completions(routes: APIRouter, texts: Texts) -> None:
-    """Texts or ids in, completions out."""
-
     @routes.post("/v1/completions")
     async def completions(
         body: Annotated[CompletionRequest, open_body(CompletionRequest)], http: HttpRequest
@@ -194,8 +182,6 @@ def _completions(routes: APIRouter, texts: Texts) -> None:
 
 
 def _chats(routes: APIRouter, texts: Texts) -> None:
-    """Messages in, a message out."""
-
     @routes.post("/v1/chat/completions")
     async def chat_completions(body: Annotated[ChatRequest, open_body(ChatRequest)], http: HttpRequest) -> Response:
         check_logprobs(body.top_logprobs, "top_logprobs")
@@ -229,8 +215,6 @@ def _chats(routes: APIRouter, texts: Texts) -> None:
 
 
 def _plain(routes: APIRouter, texts: Texts) -> None:
-    """The plain shape."""
-
     @routes.post("/generate")
     async def generate(body: Annotated[PlainGenerate, open_body(PlainGenerate)], http: HttpRequest) -> Response:
         check_logprobs(body.logprobs)
@@ -281,7 +265,6 @@ def _prompts(texts: Texts, body: CompletionRequest) -> list[list[int]]:
 
 
 def _plain_prompt(texts: Texts, given: str | dict[str, Any]) -> tuple[list[int], str]:
-    """The ids of a prompt, and its text."""
     if isinstance(given, str):
         return texts.tokenize(given), given
     ids = token_ids(given.get("prompt_token_ids"))

@@ -51,9 +51,7 @@ class Stopped(BaseException):
 def bind(host: str, port: int) -> socket.socket:
     """The socket that will listen; that of the process before, if this one follows it.
 
-    Raises:
-        ResourceError: somebody else has the port.
-        ConfigError: no such address here.
+    Raises ResourceError: somebody else has the port. Raises ConfigError: no such address here.
     """
     inherited = os.environ.pop(LISTENER_VARIABLE, None)
     if inherited is not None:
@@ -128,7 +126,6 @@ class Connection(H11Protocol):
         self._await_reader()
 
     def resume_writing(self) -> None:
-        """It was taken."""
         super().resume_writing()
         self._stalled.cancel()
 
@@ -141,13 +138,7 @@ class Connection(H11Protocol):
 
 
 class WebServer(uvicorn.Server):
-    """Prints `ready` when it listens, and leaves signals to `Signals`.
-
-    Args:
-        service: what it serves.
-        ready: the line.
-        give_up: see `make_app`.
-    """
+    """Prints the line `ready` when it listens, and leaves signals to `Signals`. give_up: see `make_app`."""
 
     def __init__(self, service: Service, ready: str, give_up: Callable[[EngineDead], None]) -> None:
         limit = _connections()
@@ -170,13 +161,11 @@ class WebServer(uvicorn.Server):
         self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Say so once it listens."""
         await super().startup(sockets)
         print(self._ready, flush=True)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
-        """Leave them alone."""
         yield
 
     def stop(self) -> None:
@@ -199,9 +188,7 @@ def _connections() -> int:
 class Signals(contextlib.ExitStack):
     """What signals that ask to stop do: before the server is up they end the start, then they end the serving.
 
-    Attributes:
-        server: once it runs.
-        closing: the way out is not interrupted.
+    server: once it runs. closing: the way out is not interrupted.
     """
 
     def __init__(self) -> None:

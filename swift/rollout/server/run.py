@@ -58,7 +58,6 @@ class Plan:
     notes: tuple[str, ...] = field(default=())
 
     def lines(self) -> list[str]:
-        """The plan in words."""
         width, count = self.specs[0].tensor_parallel_size, len(self.specs)
         devices = ", ".join(device for spec in self.specs for device in spec.devices)
         engines = f"{count} {'engine' if count == 1 else 'engines'}"
@@ -68,11 +67,7 @@ class Plan:
 
 
 def check(args: Any, given: Collection[str]) -> Plan:
-    """Everything that can be wrong before weights are loaded.
-
-    Args:
-        args: `RolloutServerArguments`.
-        given: names of the settings that the user wrote.
+    """Everything that can be wrong before weights are loaded. given: names of the settings that the user wrote.
 
     Raises:
         ConfigError: settings, model or devices.
@@ -124,13 +119,7 @@ def run(resolved: Any) -> int:
 
 
 def serve(args: Any, plan: Plan) -> int:
-    """Until a signal comes; returns the exit code.
-
-    Raises:
-        ResourceError: the port is taken, or memory does not suffice.
-        EngineDead: no engine is left, and none may be started again.
-        SwiftError: an engine does not start.
-    """
+    """Until a signal comes; the exit code. Raises EngineDead: no engine is left, and none may be started again."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
     for line in plan.lines():
         print(f"swift: {line}", file=sys.stderr, flush=True)

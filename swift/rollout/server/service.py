@@ -77,18 +77,11 @@ class RestartWanted(EngineDead):
 class Service:
     """See the module's docstring.
 
-    Args:
-        engine: the engines as one, started.
-        template: tokenizer and chat template of the model.
-        settings: see `Settings`.
-
-    Attributes:
-        adapter: name of the one that is loaded, or "".
-        digest: of the present weights, "" while they are those of the start.
-        ledger: versions of what was sampled for clients without a run.
-        restart: why the process is to start anew, or None.
-        held: requests of such clients wait, because the run that owns the server does not want older samples.
-        large: held while a thread reads a large request; so others find a thread, and the interpreter.
+    engine: the engines as one, started. adapter: name of the one that is loaded, or "". digest: of the present weights,
+    "" while they are those of the start. ledger: versions of what was sampled for clients without a run. restart: why
+    the process is to start anew, or None. held: requests of such clients wait, because the run that owns the server
+    does not want older samples. large: held while a thread reads a large request; so others find a thread, and the
+    interpreter.
     """
 
     def __init__(self, engine: InferenceEngine, template: Template, settings: Settings) -> None:
@@ -119,7 +112,6 @@ class Service:
     # --- its state --------------------------------------------------------------------------------------------
 
     def info(self) -> dict[str, Any]:
-        """GET /info."""
         holder, settings, can = self.lease.holder, self.settings, self.engine.capabilities
         running, waiting = self.queue.load
         return {
@@ -150,7 +142,6 @@ class Service:
 
     @property
     def running_of(self) -> dict[str, int]:
-        """Number of running samples by run, in words."""
         found = self.queue.running_by_owner
         return {"clients without a run" if own is None else f"run {own}": count for own, count in found.items()}
 
@@ -225,11 +216,7 @@ class Service:
     # --- requests ---------------------------------------------------------------------------------------------
 
     def open(self, requests: Sequence[Request], owner: str | None = None) -> Answers:
-        """Queue requests; their answers come on the caller's event loop.
-
-        Raises:
-            SwiftError: see `CompletionStream.submit`.
-        """
+        """Queue requests; their answers come on the caller's event loop. Raises as `CompletionStream.submit`."""
         answers = Answers(self.queue, owner)
         answers.stream.submit(requests)
         return answers
@@ -237,8 +224,7 @@ class Service:
     async def admitted(self, gone: Callable[[], Any]) -> None:
         """Wait while requests are held back, or the weights are none of the run's: a parity check changes them.
 
-        Raises:
-            ClientDisconnect: the client is `gone`.
+        Raises ClientDisconnect: the client is `gone`.
         """
         while self.held or self.engine.version == REHEARSAL:
             await asyncio.sleep(HELD_S)
@@ -246,14 +232,9 @@ class Service:
                 raise ClientDisconnect
 
     async def all_of(self, requests: Sequence[Request], gone: Callable[[], Any]) -> list[Completion]:
-        """Every completion, in the order of the requests.
+        """Every completion, in the order of the requests; raises what an engine raised, and aborts the rest.
 
-        Args:
-            requests: to sample.
-            gone: asks whether the client has hung up; then the rest is aborted.
-
-        Raises:
-            SwiftError: what an engine raised; the rest is aborted.
+        gone: asks whether the client has hung up; then the rest is aborted, too.
         """
         await self.admitted(gone)
         done: dict[str, Completion] = {}
@@ -275,8 +256,7 @@ class Service:
     async def job(self, future: Future[T]) -> T:
         """Wait for a job of the queue, in a bounded time.
 
-        Raises:
-            Refused: others' requests did not end in time; nothing was done (409).
+        Raises Refused: others' requests did not end in time; nothing was done (409).
         """
         settings = self.settings
         try:
@@ -359,8 +339,7 @@ class Service:
     async def watch(self) -> EngineDead:
         """Give up what silent clients left, and replace engines that died while nobody asked.
 
-        Returns:
-            Why none is left that could be replaced, or why the process is to start anew; without end otherwise.
+        Returns why none is left that could be replaced, or why the process is to start anew; without end otherwise.
         """
         while True:
             await asyncio.sleep(WATCH_S)
@@ -409,8 +388,6 @@ class Service:
         return await self.do(load)
 
     async def drop_adapter(self) -> None:
-        """Sample with the base weights again."""
-
         def drop(engine: InferenceEngine) -> None:
             engine.drop_adapter()
             self.adapter = self.digest = ""
@@ -418,13 +395,11 @@ class Service:
         await self.do(drop)
 
     def disconnect(self) -> None:
-        """Leave the broadcast group of a trainer."""
         receiver, self.broadcast = self.broadcast, None
         if receiver is not None:
             receiver.close()
 
     def close(self) -> None:
-        """End engines and threads."""
         self.queue.close()
         self.disconnect()
         if self.probe is not None and self.settings.weights_folder is not None:
@@ -432,12 +407,7 @@ class Service:
 
 
 class Answers:
-    """A `CompletionStream` on the event loop; leaving the context aborts what is left.
-
-    Args:
-        queue: of the engines.
-        owner: the run it belongs to.
-    """
+    """A `CompletionStream` on the event loop; leaving the context aborts what is left."""
 
     def __init__(self, queue: RequestQueue, owner: str | None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -466,12 +436,7 @@ class Answers:
 
 
 class AnswersResponse(StreamingResponse):
-    """A streamed reply that leaves nothing behind, also if the client is gone before its first byte.
-
-    Args:
-        answers: what it streams; closed at the end.
-        content, media_type: of the reply.
-    """
+    """A streamed reply that leaves nothing behind, also if the client is gone before its first byte."""
 
     def __init__(self, answers: Answers, content: AsyncIterator[bytes], media_type: str) -> None:
         super().__init__(content, media_type=media_type)

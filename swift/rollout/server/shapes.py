@@ -143,11 +143,7 @@ def open_body(shape: type[Shape]) -> Any:
 
 
 def _refuse_extras(shape: type[Struct], fields: dict[str, msgspec.Raw]) -> None:
-    """Refuse a request that asks for something this server does not have.
-
-    Raises:
-        Refused: 422, naming the field and its value.
-    """
+    """Refuse a request that asks for something this server does not have, naming the field and its value (422)."""
     for name in fields.keys() - set(shape.__struct_fields__):
         value, neutral = decoded(object, bytes(fields[name])), NEUTRAL.get(name)
         if value is None or value in ("", [], {}) or (neutral is not None and value in neutral):
@@ -166,11 +162,7 @@ def check_logprobs(value: int | None, name: str = "logprobs") -> None:
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Refuse numbers that no distribution has.
-
-    Raises:
-        Refused: 422, naming the field and its value.
-    """
+    """Refuse numbers that no distribution has, naming the field and its value (422)."""
     for name, (kind, low, high) in RANGES.items():
         value = getattr(sampling, name)
         if not ((value > low if kind == "above" else value >= low) and value <= high):
@@ -184,16 +176,9 @@ def check_sampling(sampling: SamplingParams) -> None:
 def requests_of(
     settings: Settings, prompts: Sequence[Sequence[int]], wanted: Sampling, *, max_tokens: int
 ) -> list[Request]:
-    """One request per sample, prompt by prompt.
+    """One request per sample, prompt by prompt. Raises Refused: too many, or numbers out of range.
 
-    Args:
-        settings: of the server.
-        prompts: token ids.
-        wanted: what the client asked for.
-        max_tokens: new tokens when it did not say.
-
-    Raises:
-        Refused: too many, or numbers out of range.
+    prompts: token ids. max_tokens: new tokens when the client did not say.
     """
     count = 1 if wanted.n is None else wanted.n
     check_count("prompts", len(prompts), settings.limits.prompts)
@@ -234,7 +219,6 @@ def _seed(first: int, index: int) -> int:
 
 
 def _guidance(wanted: Sampling) -> dict[str, Any]:
-    """Fields of `SamplingParams` for `structured_outputs`."""
     own = {name: value for name, value in (wanted.structured_outputs or {}).items() if value is not None}
     if "regex" not in own:
         return {"extra": {"structured_outputs": own}} if own else {}

@@ -70,7 +70,6 @@ def router(service: Service) -> APIRouter:
 
 
 def _updates(routes: APIRouter, service: Service) -> None:
-    """Whole models."""
     updates = service.queue.updates
 
     @routes.post("/weights/begin")
@@ -129,8 +128,6 @@ async def _deliver_named(service: Service, named: NamedBucket) -> None:
 
 
 def _adapters(routes: APIRouter, service: Service) -> None:
-    """LoRA adapters."""
-
     @routes.post("/v1/load_lora_adapter")
     async def load_lora_adapter(http: HttpRequest, version: Annotated[int, Query(ge=0)], run: RunId = None) -> Response:
         if run is None:  # it would be sampled with under the name of the model
@@ -148,7 +145,6 @@ def _adapters(routes: APIRouter, service: Service) -> None:
 
 
 def _tensor_info(name: str, dtype: str, shape: list[int]) -> TensorInfo:
-    """Raises Refused for a type that torch does not have."""
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise field_error(f"manifest: {name}: {dtype} is no torch type")
     return TensorInfo(name, dtype, tuple(shape))

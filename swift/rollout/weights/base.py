@@ -41,12 +41,10 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return math.prod(self.shape) * torch_dtype(self.dtype).itemsize
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> TensorInfo:
-        """What `tensor` will be called and look like."""
         return cls(name, dtype_name(tensor.dtype), tuple(tensor.shape))
 
     def __str__(self) -> str:
@@ -62,7 +60,6 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return sum(tensor.numel() * tensor.element_size() for _, tensor in self.tensors)
 
     def once(self, key: str, make: Callable[[], T]) -> T:
@@ -78,13 +75,11 @@ class Bucket:
         return self.once("checksums", lambda: dict(zip(names, checksums(tensors), strict=True)))
 
     def add_to(self, digest: StreamDigest) -> None:
-        """Append all tensors to a digest."""
         known = self.checksums()
         for name, tensor in self.tensors:
             digest.add(name, tensor, known[name])
 
     def digest(self) -> str:
-        """Over its own tensors."""
         stream = StreamDigest()
         self.add_to(stream)
         return stream.hexdigest()
@@ -129,7 +124,6 @@ class AdapterWeights:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def digest(self) -> str:
@@ -153,10 +147,7 @@ class Ack:
 class WeightUpdate(ABC):
     """One update in progress, made by `InferenceEngine.begin_update`.
 
-    Args:
-        engine: name of the receiver, for messages.
-        manifest: every tensor that will come.
-        version: of the policy.
+    engine: name of the receiver, for messages. manifest: every tensor that will come. version: of the policy.
     """
 
     def __init__(self, engine: str, manifest: Sequence[TensorInfo], version: int) -> None:
@@ -170,15 +161,10 @@ class WeightUpdate(ABC):
 
     @property
     def name(self) -> str:
-        """Of the update, for messages."""
         return f"weights: version {self.version} for {self.engine}"
 
     def send(self, bucket: Bucket) -> None:
-        """Deliver a bucket.
-
-        Raises:
-            SyncFailed: a tensor that the manifest does not have at this place, or the receiver failed.
-        """
+        """Deliver a bucket. Raises SyncFailed: not what the manifest has at this place, or the receiver failed."""
         wait = self.start(bucket)
         if wait is not None:
             wait()
@@ -199,8 +185,7 @@ class WeightUpdate(ABC):
     def commit(self) -> Ack:
         """All buckets are sent; the receiver switches to them.
 
-        Raises:
-            SyncFailed: incomplete, or the receiver has something else than was sent.
+        Raises SyncFailed: incomplete, or the receiver has something else than was sent.
         """
         self._check_open()
         if self.sent != len(self.manifest):

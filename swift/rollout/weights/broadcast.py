@@ -61,11 +61,7 @@ class Invitation:
 
 
 class BroadcastGroup:
-    """One side's membership.
-
-    Raises:
-        SyncFailed: the others did not come.
-    """
+    """One side's membership. Raises SyncFailed: the others did not come."""
 
     def __init__(self, store: dist.Store, invitation: Invitation, device: torch.device) -> None:
         rank, size, backend = invitation.rank, invitation.size, invitation.backend
@@ -107,8 +103,7 @@ class BroadcastGroup:
     def broadcast(self, flat: Tensor) -> None:
         """Send (trainer) or fill (engine) a tensor. After a failure the group is gone.
 
-        Raises:
-            SyncFailed: another member is gone, or time is over.
+        Raises SyncFailed: another member is gone, or time is over.
         """
         what = f"weights: {self._backend} broadcast"
         if self._group is None:
@@ -138,7 +133,6 @@ class BroadcastGroup:
 
     @property
     def is_open(self) -> bool:
-        """Whether nothing has failed so far."""
         return self._group is not None
 
     def close(self) -> None:
@@ -168,14 +162,7 @@ def _nccl_group(store: dist.Store, rank: int, size: int, timeout_s: float) -> An
 
 
 class BroadcastSender:
-    """The trainer's end.
-
-    Args:
-        backend: see `BroadcastGroup`.
-        device: of the trainer's tensors.
-        timeout_s: bound on each wait.
-        host: address under which the engines reach this process.
-    """
+    """The trainer's end. device: of its tensors. host: address under which the engines reach this process."""
 
     def __init__(
         self, *, timeout_s: float, backend: GroupBackend = "gloo", device: str = "cpu", host: str = "127.0.0.1"
@@ -186,14 +173,10 @@ class BroadcastSender:
         self._group: BroadcastGroup | None = None
 
     def connect(self, members: Mapping[str, object], invite: Callable[[str, dict[str, Any]], Wait]) -> None:
-        """Make sure that these engines, and no others, are in the group.
+        """Make sure that these engines, and no others, are in the group. Raises SyncFailed: it could not be made.
 
-        Args:
-            members: by name; the value is another one when the engine is another process than before.
-            invite: tells an engine how to join (JSON-safe) and returns at once.
-
-        Raises:
-            SyncFailed: the group could not be made.
+        members: by name; the value is another one when the engine is another process than before. invite: tells an
+        engine how to join (JSON-safe) and returns at once.
         """
         if self._group is not None and self._group.is_open and self.members == members:
             return
@@ -210,12 +193,8 @@ class BroadcastSender:
     def transmit(self, bucket: Bucket, announce: Callable[[dict[str, Any]], Wait]) -> Wait:
         """Send a bucket to one engine of the group; whoever waits first sends it to all that it was announced to.
 
-        Args:
-            bucket: the same for every engine.
-            announce: tells the engine what comes (JSON-safe) and returns at once.
-
-        Returns:
-            Waits until the engine has it; raises SyncFailed.
+        announce: tells the engine what comes (JSON-safe) and returns at once. Returns what waits until the engine has
+        it.
         """
         flat, entries = bucket.once("broadcast", lambda: pack(bucket, self.device))
         arrived = announce({"entries": [list(entry) for entry in entries], "size": flat.numel()})
@@ -254,11 +233,7 @@ def _store(host: str, size: int, timeout_s: float) -> dist.TCPStore:
 
 
 class BroadcastReceiver(BroadcastGroup):
-    """An engine's end.
-
-    Raises:
-        SyncFailed: the trainer cannot be reached.
-    """
+    """An engine's end. Raises SyncFailed: the trainer cannot be reached."""
 
     def __init__(self, invitation: dict[str, Any], device: torch.device) -> None:
         mine = Invitation(**invitation)
@@ -269,7 +244,6 @@ class BroadcastReceiver(BroadcastGroup):
         super().__init__(store, mine, device)
 
     def receive(self, header: dict[str, Any]) -> list[tuple[str, Tensor]]:
-        """Take part in one broadcast; the tensors are views of one buffer."""
         flat = torch.empty(int(header["size"]), dtype=torch.uint8, device=self.device)
         self.broadcast(flat)
         return unpack(flat, header["entries"])

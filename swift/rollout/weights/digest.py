@@ -34,7 +34,6 @@ class StreamDigest:
         self._hash.update(f"{name}\x1f{dtype}\x1f{shape}\x1f{number:016x}\x1e".encode())
 
     def hexdigest(self) -> str:
-        """The digest of all tensors so far, 32 hexadecimal digits."""
         return self._hash.hexdigest()
 
 

@@ -28,14 +28,10 @@ KEPT_VERSIONS = 2
 """Versions of a run that stay on disk: the present one, and the one that an engine may still be reading."""
 
 
-# --- bytes ------------------------------------------------------------------------------------------------------------
-
-
 def as_bytes(tensors: Sequence[tuple[str, Tensor]], metadata: dict[str, str] | None = None) -> bytes:
     """A safetensors file in memory. Tied tensors are written under each of their names.
 
-    Raises:
-        SyncFailed: a type that the format does not have.
+    Raises SyncFailed: a type that the format does not have.
     """
     seen: set[Any] = set()
     apart: dict[str, Tensor] = {}
@@ -64,9 +60,6 @@ def metadata_of(data: bytes | bytearray) -> dict[str, str]:
     return found if isinstance(found, dict) else {}
 
 
-# --- writing ----------------------------------------------------------------------------------------------------------
-
-
 class RunFolder:
     """What a run has below a weights folder. All its servers that see the folder share one; see `open_run`."""
 
@@ -77,11 +70,7 @@ class RunFolder:
         self._complete: list[str] = []
 
     def add(self, bucket: Bucket, version: int) -> dict[str, str]:
-        """Write a bucket; returns its path below the folder and its digest, once the disk has it.
-
-        Raises:
-            ResourceError: the folder cannot be written.
-        """
+        """Write a bucket; its path below the folder and its digest, once the disk has it. Raises ResourceError."""
         name = f"v{version:07d}"
         if not self._written or not self._written[0].startswith(f"{name}/"):
             self._written = []
@@ -144,14 +133,10 @@ def write_whole(path: Path, content: bytes) -> None:
         os.close(descriptor)
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
-
-
 def inside(folder: Path | None, name: str) -> Path:
     """The file or folder `name`, absolute or below `folder`, with every link resolved.
 
-    Raises:
-        ConfigError: no folder is configured, it lies elsewhere, or it does not exist.
+    Raises ConfigError: no folder is configured, it lies elsewhere, or it does not exist.
     """
     if folder is None:
         raise ConfigError(f"path: {name}: this server takes no paths; start it with --weights_folder")
@@ -169,15 +154,9 @@ def inside(folder: Path | None, name: str) -> Path:
 
 
 def read_bucket(path: Path, wanted: Sequence[TensorInfo], digest: str | None) -> Bucket:
-    """The tensors of a file, in the order of the manifest, mapped and not copied.
+    """The tensors of a file, in the order of the manifest, mapped and not copied. Raises SyncFailed: it holds others.
 
-    Args:
-        path: of the file.
-        wanted: what it should hold next; it may hold fewer.
-        digest: of its content, compared when given.
-
-    Raises:
-        SyncFailed: it holds something else.
+    wanted: what it should hold next; it may hold fewer. digest: of its content, compared when given.
     """
     try:
         with safe_open(path, framework="pt") as file:

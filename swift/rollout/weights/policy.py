@@ -30,16 +30,11 @@ from swift.rollout.weights.base import BUCKET_BYTES, AdapterWeights, Bucket, Ten
 class PolicyWeights:
     """The weights of a model in training under the names of its checkpoint; see `WeightSource`.
 
-    Args:
-        model: the policy: a transformers model, also under PEFT, DDP, DeepSpeed's engine or FSDP2.
-        dtype: what the engine stores; None sends the policy's own. Tensors that the policy keeps in another type than
-            most of its weights (float32 routers, integer buffers) keep it.
-        move_model_batches: `--move_model_batches`: cut the layers into this many buckets, the rest is one more.
-            None fills buckets up to `bucket_bytes`.
-        bucket_bytes: upper size of a bucket, in the types that are sent; a larger layer is a bucket of its own.
-
-    Raises:
-        ConfigError: an adapter that cannot be merged into weights.
+    model: a transformers model, also under PEFT, DDP, DeepSpeed's engine or FSDP2. dtype: what the engine stores; None
+    sends the policy's own. Tensors that the policy keeps in another type than most of its weights (float32 routers,
+    integer buffers) keep it. move_model_batches: `--move_model_batches`: cut the layers into this many buckets, the
+    rest is one more. None fills buckets up to `bucket_bytes`, in the types that are sent; a larger layer is a bucket of
+    its own.
     """
 
     def __init__(
@@ -63,7 +58,6 @@ class PolicyWeights:
         self._manifest: tuple[TensorInfo, ...] | None = None
 
     def manifest(self) -> tuple[TensorInfo, ...]:
-        """Every tensor in the order of the buckets; no collective."""
         if self._manifest is None:
             self._manifest = tuple(
                 TensorInfo.of(name, self._cast(tensor))
@@ -93,7 +87,6 @@ class PolicyWeights:
         return one.identity == (id(source),) and not spread and not away
 
     def buckets(self) -> Iterator[Bucket]:
-        """The tensors, whole layers together; see `WeightSource.buckets`."""
         for group in self._groups:
             sources = [source for unit in group for one in unit.tensors for source in one.sources]
             with torch.no_grad(), gathered(sources) as whole:
@@ -122,7 +115,6 @@ def adapter_weights(model: nn.Module) -> AdapterWeights:
 
 
 def _main_dtype(units: list[CheckpointUnit]) -> torch.dtype | None:
-    """The floating type that most numbers have."""
     counts: dict[torch.dtype, int] = {}
     for one in (tensor for unit in units for tensor in unit.tensors):
         if one.dtype.is_floating_point:

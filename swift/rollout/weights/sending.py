@@ -38,9 +38,7 @@ class Kept:
     def send(self, transport: Transport, name: str, timeout_s: float) -> str:
         """Bring it to another life of the engine; returns what sleeps there.
 
-        Raises:
-            SyncFailed: its ack is not that of the first time.
-            Lost, SwiftError.
+        Raises SyncFailed: its ack is not that of the first time.
         """
         deadline = time.monotonic() + timeout_s
         number = transport.call("begin_update", timeout_s, manifest=self.manifest, version=self.version)
@@ -57,11 +55,7 @@ class Kept:
 
 
 class ClientUpdate(WeightUpdate):
-    """See the module's docstring.
-
-    Args:
-        deadline: of the whole update, by the monotonic clock.
-    """
+    """See the module's docstring. deadline: of the whole update, by the monotonic clock."""
 
     def __init__(
         self, owner: EngineClient, number: int, manifest: Sequence[TensorInfo], version: int, deadline: float
@@ -77,7 +71,6 @@ class ClientUpdate(WeightUpdate):
         self._asleep = ""
 
     def way_of(self, bucket: Bucket) -> str:
-        """How this engine is sent a bucket."""
         return self.owner.weight_transport or self._transport.choose(bucket)
 
     def _deliver(self, bucket: Bucket) -> Wait | None:
@@ -154,8 +147,6 @@ class ClientUpdate(WeightUpdate):
             problem = error.problems[0].removeprefix(f"{self.engine}: ")
         raise SyncFailed(f"{self.name}: {phase}: {problem}")
 
-    # --- broadcast --------------------------------------------------------------------------------------------
-
     def take_part_in(self, sender: BroadcastSender) -> None:
         """Use this sender, which others may share; a former one is left."""
         if self.owner.broadcaster is not sender and self.owner.broadcaster is not None:
@@ -163,20 +154,14 @@ class ClientUpdate(WeightUpdate):
         self.owner.broadcaster = self._sender = sender
 
     def invite(self, invitation: dict[str, Any]) -> Wait:
-        """Tell the engine how to join the group."""
         wait = self._guarded(
-            "connect",
-            lambda: self._transport.start_call("connect", _left(self._deadline), invitation=invitation),
+            "connect", lambda: self._transport.start_call("connect", _left(self._deadline), invitation=invitation)
         )
         return lambda: self._guarded("connect", wait)
 
 
 def join_broadcast(updates: Sequence[WeightUpdate], bucket: Bucket) -> None:
-    """Before the first bucket: the engines that are reached by a broadcast are in one group.
-
-    Raises:
-        SyncFailed: it could not be made.
-    """
+    """Before the first bucket: the engines that are reached by a broadcast are in one group. Raises SyncFailed."""
     members = [one for one in updates if isinstance(one, ClientUpdate) and one.way_of(bucket) == "broadcast"]
     if not members:
         return

@@ -18,11 +18,14 @@ import contextlib
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from swift.errors import EngineDead, SwiftError, SyncFailed
 from swift.rollout.engines.base import Ack, InferenceEngine
 from swift.rollout.weights.base import AdapterWeights, Live, WeightSource
+
+if TYPE_CHECKING:
+    from swift.trainers.distributed import Collectives
 
 logger = logging.getLogger(__name__)
 
@@ -36,29 +39,16 @@ Outcome = tuple[T | None, SwiftError | None]
 """What came of work on this rank, or why nothing did."""
 
 
-class Ranks(Protocol):
-    """The collective that a weight sync needs; see `swift.trainers.distributed`."""
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Values of all ranks, everywhere."""
-        ...
-
-
 class WeightSync:
     """Brings the policy of one run to its engines.
 
-    Args:
-        engine: this rank's engine, or None.
-        source: makes a source of the current weights; on every rank.
-        adapter: reads the current adapter alone (a collective); when given, only the adapter is sent.
-        live: the policy's own memory. When given, engine and policy become one memory with the first `sync`, where
-            the engine can do that. Only for an engine in this process that rests whenever the weights change. Ignored
-            with an `interval` above 1, which asks for older weights than those of now.
-        interval: optimizer steps between syncs (`--vllm_sync_interval`); 1 for an engine that shares the trainer's
-            weights, since it never samples with older ones.
-        ranks: the collectives.
-        timer: context manager factory; syncs count as "sync", with "rebuild" inside where that is needed.
-        progress: called after each bucket.
+    source: makes a source of the current weights; on every rank. adapter: reads the current adapter alone (a
+    collective); when given, only the adapter is sent. live: the policy's own memory. When given, engine and policy
+    become one memory with the first `sync`, where the engine can do that. Only for an engine in this process that rests
+    whenever the weights change. Ignored with an `interval` above 1, which asks for older weights than those of now.
+    interval: optimizer steps between syncs (`--vllm_sync_interval`); 1 for an engine that shares the trainer's weights,
+    since it never samples with older ones. timer: context manager factory; syncs count as "sync", with "rebuild" inside
+    where that is needed. progress: called after each bucket.
     """
 
     def __init__(
@@ -69,7 +59,7 @@ class WeightSync:
         adapter: Callable[[], AdapterWeights] | None = None,
         live: Callable[[], Live] | None = None,
         interval: int = 1,
-        ranks: Ranks,
+        ranks: Collectives,
         timer: Callable[[str], AbstractContextManager[Any]] = lambda phase: contextlib.nullcontext(),
         progress: Callable[[], None] = lambda: None,
     ) -> None:
@@ -88,7 +78,6 @@ class WeightSync:
         self._saved = False
 
     def due(self, step: int) -> bool:
-        """Whether `interval` steps have passed since the last sync."""
         return step - self.last_step >= self.interval
 
     def step_of(self, version: int) -> int:
@@ -98,8 +87,7 @@ class WeightSync:
     def sync(self, step: int) -> Ack | None:
         """Bring the weights of now to every engine as the next version; returns the ack of this rank's engine.
 
-        Raises:
-            SyncFailed, EngineDead: on every rank, when an engine could not be brought to these weights.
+        Raises SyncFailed or EngineDead on every rank, when an engine could not be brought to these weights.
         """
         ack = self._everywhere(self.version + 1)
         self.version += 1
@@ -132,17 +120,13 @@ class WeightSync:
     def update(self, step: int, *, current: bool = False, lost: bool = False) -> Ack | None:
         """What a generation phase calls: sync if due, else send again what the engine has lost, else nothing.
 
-        Args:
-            step: optimizer steps done.
-            current: weights older than `step` will not do (evaluation).
-            lost: the engine has dropped its weights (level-2 sleep).
+        current: weights older than `step`, the optimizer steps done, will not do (evaluation). lost: the engine has
+        dropped its weights (level-2 sleep).
         """
         behind = step != self.last_step
         if self.due(step) or (behind and (current or lost or self._lost or self._saved)):
             return self.sync(step)
         return self.refresh() if lost or self._lost else None
-
-    # --- one attempt, and another ---------------------------------------------------------------------------------
 
     def _everywhere(self, version: int) -> Ack | None:
         if self.engine is not None and self.engine.capabilities.shares_weights:
@@ -216,8 +200,6 @@ class WeightSync:
         if update is not None and failure is not None:
             update.abort()
         return ack, failure
-
-    # --- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """A JSON-safe state; see the module's docstring for what taking it means for the next `update`."""

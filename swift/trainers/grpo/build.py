@@ -280,7 +280,7 @@ def _atropos_engine(run: Attempt, engine: InferenceEngine, sources: Sources) -> 
         engine,
         api,
         reader,
-        sources.check,
+        sources.processes.check,
         versions=engine.versions_of,
         hold_back=engine.hold_back,
         max_batches=None if behind is None else behind // updates,

@@ -48,7 +48,6 @@ class Sampler:
     guides: GuideFactory | None
 
     def row(self, request: Request, budget: int) -> Row:
-        """A row that has sampled nothing."""
         wanted = request.sampling
         ends = frozenset((*self.eos_token_ids, *wanted.stop_token_ids))
         guide = None
@@ -58,7 +57,6 @@ class Sampler:
         return Row(request, budget=budget, ends=ends, uniforms=sample_uniforms(wanted.seed, budget), guide=guide)
 
     def ending(self, row: Row) -> FinishReason | None:
-        """Why a row ends with its last token, if it does."""
         wanted = row.request.sampling
         if row.token_ids[-1] in row.ends:
             return "stop"
@@ -82,11 +80,9 @@ class BatchRun:
 
     @property
     def done(self) -> bool:
-        """Whether every request has ended."""
         return not self.live()
 
     def live(self) -> list[Row]:
-        """Rows that have not ended."""
         return [*(row for row in self.rows if not row.ended), *self.joining]
 
     def takes(self, request: Request) -> bool:
@@ -94,7 +90,6 @@ class BatchRun:
         return request.sampling.regex is None and all(row.guide is None for row in self.rows)
 
     def join(self, rows: Sequence[Row]) -> None:
-        """Sample these too, from the next step on."""
         self.joining += rows
         self._num_rows += len(rows)
 
@@ -110,14 +105,9 @@ class BatchRun:
     def step(self, model: nn.Module, version: int) -> list[Completion]:
         """Sample one token per live row; the completions that end with it.
 
-        A row without a distribution to sample from (its logits are not numbers) ends alone, with "error".
-
-        Args:
-            model: may hold other weights than at the step before.
-            version: of its weights.
-
-        Raises:
-            NumericError: that happened to every row of the batch.
+        The model may hold other weights than at the step before; version: of these. A row without a distribution to
+        sample from (its logits are not numbers) ends alone, with "error"; NumericError says that it was every row of
+        the batch.
         """
         logits_RV = self._forward(model)
         if self._drawing is None:
@@ -239,8 +229,7 @@ class BatchRun:
 class OwnCacheRun(BatchRun):
     """One batch of prompts of one length, decoded with the model's own attention and cache.
 
-    Args:
-        rotary: whether positions are given to the model; one without rotary positions counts them itself.
+    rotary: whether positions are given to the model; one without rotary positions counts them itself.
     """
 
     def __init__(self, *args: Any, rotary: bool) -> None:

@@ -23,7 +23,6 @@ class PromptCapture:
         self.layers: Layers = []
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Called by each attention layer."""
         assert layer_idx == len(self.layers)
         self.layers.append((key, value))
         return key, value
@@ -38,8 +37,7 @@ class RowCache:
 
         slots     [ left padding | prompt | generated so far | free ]     the new token of every row is in the same slot
 
-    Args:
-        like: the layers of some prompts, for number, type and sizes.
+    like: the layers of some prompts, for number, type and sizes.
     """
 
     is_compileable = False
@@ -55,10 +53,8 @@ class RowCache:
     def add(self, prompts: Layers, spans: Sequence[Span], budgets: Sequence[int]) -> None:
         """Rows behind those that are there; all move so that the first slot in use is slot 0.
 
-        Args:
-            prompts: per layer (key, value) of the packed prompts, [1, Hkv, T, D].
-            spans: for each row, where its prompt lies in the packed stream.
-            budgets: for each row, the most tokens that it will have.
+        prompts: per layer (key, value) of the packed prompts, [1, Hkv, T, D]. spans: for each row, where its prompt
+        lies in the packed stream. budgets: for each row, the most tokens that it will have.
         """
         device = prompts[0][0].device
         lengths = torch.tensor([span.length for span in spans])

@@ -25,23 +25,15 @@ from swift.rollout.weights.digest import StreamDigest, checksum
 class InPlaceUpdate(WeightUpdate):
     """Writes an update into a model's parameters as it comes.
 
-    A model that loading has rearranged (experts fused into one parameter, say) is written through the inverse of
-    what saving does to it. Tied tensors may come under any of their names, and must agree when they come twice.
+    A model that loading has rearranged (experts fused into one parameter, say) is written through the inverse of what
+    saving does to it. Tied tensors may come under any of their names, and must agree when they come twice.
 
-    Args:
-        ended: called once: committed, or given up.
-
-    Raises:
-        SyncFailed: names or shapes are not those of the model's checkpoint; nothing has changed.
+    ended: called once: committed, or given up. Raises SyncFailed: names or shapes are not those of the model's
+    checkpoint; nothing has changed.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        manifest: Sequence[TensorInfo],
-        version: int,
-        *,
-        ended: Callable[[InPlaceUpdate], None],
+        self, model: nn.Module, manifest: Sequence[TensorInfo], version: int, *, ended: Callable[[InPlaceUpdate], None]
     ) -> None:
         super().__init__("transformers", manifest, version)
         self.committed = False
@@ -188,11 +180,8 @@ class _Rearranged:
 class MergedAdapter:
     """The weights that a LoRA adapter leaves (plain LoRA: `W + scaling * B A`).
 
-    Computed in float32 from the base values and rounded once to the model's type.
-
-    Args:
-        model: without PEFT; not changed before `merge`.
-        adapter: as peft saves it; modules that were trained whole (`modules_to_save`) replace those of the model.
+    Computed in float32 from the base values and rounded once to the model's type. The model, without PEFT, is not
+    changed before `merge`; modules that were trained whole (`modules_to_save`) replace those of the model.
 
     Raises:
         SyncFailed: its tensors do not fit the model or its own config.
@@ -215,7 +204,6 @@ class MergedAdapter:
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Change the weights."""
         for target, one in zip(self._targets, self._changed, strict=True):
             self._bases.append(target.detach().clone())
             target.copy_(one.read(lambda tensor: tensor))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from swift.rollout.arguments import EXTRA_FIELDS
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.engines.vllm.versions import lora_rank_at_least
 from swift.types import SamplingParams
@@ -45,12 +46,9 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Keyword arguments of `EngineArgs`; the spec's `engine_kwargs` come last and win.
 
-    Args:
-        spec: the engine.
-        on_cpu: the device has no memory of its own.
-        limit: see `context_limit`.
-        kv_bytes: size of the KV cache; None leaves it to the share of the device's memory.
-        executor: "uni" (this process), "mp" (processes of vLLM) or "external_launcher" (the calling ranks).
+    on_cpu: the device has no memory of its own. limit: see `context_limit`. kv_bytes: size of the KV cache; None leaves
+    it to the share of the device's memory. executor: "uni" (this process), "mp" (processes of vLLM) or
+    "external_launcher" (the calling ranks).
     """
     arguments: dict[str, Any] = {
         "model": spec.model,
@@ -92,18 +90,11 @@ def engine_arguments(
     return arguments | {name.replace("-", "_"): value for name, value in spec.engine_kwargs.items()}
 
 
-OWN_SAMPLING_FIELDS = (
-    "bad_words", "logit_bias", "allowed_token_ids", "structured_outputs", "thinking_token_budget",
-    "repetition_detection",
-)  # fmt: skip
-"""Fields of vLLM's `SamplingParams` that requests may set besides ours; 0.26 lacks the last ones."""
-
-
 def sampling_fields(vllm: SimpleNamespace) -> tuple[str, ...]:
-    """What of `SamplingParams.unusual` the installed vLLM takes."""
+    """What of `SamplingParams.unusual` the installed vLLM takes; 0.26 lacks some fields."""
     own = set(inspect.signature(vllm.SamplingParams).parameters)
     common = ("frequency_penalty", "presence_penalty", "min_tokens")
-    return (*common, *(name for name in OWN_SAMPLING_FIELDS if name in own))
+    return (*common, *(name for name in EXTRA_FIELDS["vllm"] if name in own))
 
 
 def sampling_parameters(
@@ -111,8 +102,7 @@ def sampling_parameters(
 ) -> Any:
     """A request's sampling in vLLM's words; a regular expression beats what `structured_outputs` asks for.
 
-    Raises:
-        TypeError, ValueError: values that vLLM refuses.
+    Raises TypeError or ValueError for values that vLLM refuses.
     """
     extra = dict(wanted.extra)
     if "logit_bias" in extra:  # the keys of a JSON object are texts

@@ -32,14 +32,9 @@ class NotShareable(Exception):
 class SingleCopy:
     """The trainer's tensors as views of the engine's memory, which holds the same bits at this moment.
 
-    Args:
-        model: vLLM's.
-        live: the trainer's parameters by the names of an update; tied ones are one object under two names.
-        tied: name of the head when it is the embedding, or "".
-        embedding: name of the embedding then.
-
-    Raises:
-        NotShareable: nothing has changed.
+    model: vLLM's. live: the trainer's parameters by the names of an update; tied ones are one object under two names.
+    tied: name of the head when it is the embedding, or "". embedding: name of the embedding then. Raises NotShareable:
+    nothing has changed.
     """
 
     def __init__(self, model: nn.Module, live: Live, *, tied: str = "", embedding: str = "") -> None:
@@ -158,11 +153,7 @@ def _targets(model: nn.Module, names: Sequence[str]) -> dict[str, tuple[str, int
 
 
 def _cut(owner: str, data: Tensor, shapes: Mapping[str, tuple[int, ...]], *, padded: bool) -> dict[str, Tensor]:
-    """The rows of a parameter that its tensors are, in order.
-
-    Raises:
-        NotShareable: they do not fill it, unless the rest pads a vocabulary.
-    """
+    """The rows of a parameter that its tensors are, in order. They fill it, unless the rest pads a vocabulary."""
     if data.is_meta or not data.is_contiguous():
         raise NotShareable(f"{owner} is stored in another way")
     if [tuple(data.shape)] == list(shapes.values()):

@@ -50,13 +50,7 @@ def executor_of(spec: EngineSpec) -> Executor:
 
 
 def start(vllm: SimpleNamespace, spec: EngineSpec, config: Any, *, on_cpu: bool) -> Any:
-    """Make vLLM's engine, first weights loaded; the process is otherwise as before.
-
-    Raises:
-        ResourceError: memory does not suffice, or vLLM lacks something that is used.
-        ConfigError: arguments or a model that vLLM refuses.
-        EngineError: any other failure.
-    """
+    """Make vLLM's engine, first weights loaded; the process is otherwise as before. Raises: see `_start_error`."""
     executor = executor_of(spec)
     arguments = arguments_for(vllm, spec, config, executor, on_cpu=on_cpu)
     with same_randomness(), same_environment(environment(spec, executor)):

@@ -61,11 +61,7 @@ def installed_version() -> str | None:
 
 
 def require_version() -> str:
-    """The version of the installed vLLM; cheap, imports nothing.
-
-    Raises:
-        ResourceError: none is installed, or one that is not supported.
-    """
+    """The version of the installed vLLM; cheap, imports nothing. Raises ResourceError: none, or one not supported."""
     version = installed_version()
     if version is None:
         raise ResourceError(f"--use_vllm: true: No module named 'vllm'; {HINT}")
@@ -79,10 +75,8 @@ def require_version() -> str:
 def load_vllm() -> SimpleNamespace:
     """Import vLLM: everything in `SYMBOLS`, its `version`, and `reloads_under_adapters`.
 
-    The last says whether the base weights of an engine with LoRA layers can be replaced.
-
-    Raises:
-        ResourceError: not installed, not supported, does not import, or lacks a name that is used.
+    The last says whether the base weights of an engine with LoRA layers can be replaced. Raises ResourceError: vLLM is
+    not installed, not supported, does not import, or lacks a name that is used.
     """
     version = require_version()
     found, missing = SimpleNamespace(version=version), []

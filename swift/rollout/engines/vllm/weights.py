@@ -34,11 +34,9 @@ SHARED_MEMORY = Path("/dev/shm")
 class ReloadUpdate(WeightUpdate):
     """One layerwise reload in all workers of an engine.
 
-    Args:
-        call: calls a method of every worker by name; the replies.
-        apart: workers are other processes, tensors reach them as a file in shared memory.
-        failed: called with why the engine's weights are invalid from now on.
-        done: called when all weights are in; resets caches, sets the version and may raise.
+    call: calls a method of every worker by name; the replies. apart: workers are other processes, tensors reach them as
+    a file in shared memory. failed: called with why the engine's weights are invalid from now on. done: called when all
+    weights are in; resets caches, sets the version and may raise.
     """
 
     def __init__(
@@ -136,8 +134,7 @@ class LoadedAdapter:
 class Adapters:
     """The adapters of one engine, oldest first.
 
-    Args:
-        make_request: vLLM's `LoRARequest`; its fields differ between versions, so they are given by name.
+    make_request: vLLM's `LoRARequest`; its fields differ between versions, so they are given by name.
     """
 
     def __init__(self, make_request: Callable[..., Any]) -> None:
@@ -150,8 +147,7 @@ class Adapters:
     def load(self, llm: Any, adapter: AdapterWeights, version: int, *, in_use: Collection[int | None]) -> Ack:
         """Load a version and sample with it from now on; those `in_use` by paused requests are held as well.
 
-        Raises:
-            SyncFailed: the former one stays.
+        After SyncFailed the former one stays.
         """
         self._root = self._root or Path(tempfile.mkdtemp(prefix="swift-adapters-"))
         self._count += 1
