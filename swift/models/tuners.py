@@ -158,7 +158,9 @@ def _check_names(model: nn.Module, args: TunerArguments) -> None:
         for one, pattern in named:
             found = [module for name, module in modules.items() if re.fullmatch(pattern, name)]
             if not found and one != "all-linear":
-                names = {part for name in modules if not (part := name.rpartition(".")[2]).isdigit()} - {""}
+                least = 1 if flag == "modules_to_save" else 2  # dimensions of a weight: adapters change matrices
+                weighty = {name for name, weight in model.named_parameters() if weight.ndim >= least}
+                names = {name.removesuffix(".weight").rpartition(".")[2] for name in weighty}
                 valid = ["all-linear"] * (flag == "target_modules") + sorted(names)
                 raise ConfigError(f"--{flag}: {one}: fits no module of the model; valid: {', '.join(valid)}")
             if flag == "modules_to_save" and any(map(is_quantised, found)):

@@ -250,7 +250,7 @@ MODES = [
     ),
     ("sft", "--model m --dataset d --num_generations 4", "--num_generations: 4: not a flag of swift sft"),
     ("infer", "--val_dataset d", "--model: missing"),
-    ("infer", "--model m --infer_backend vllm", "--infer_backend: vllm: not a flag of swift infer"),
+    ("infer", "--model m --num_generations 8", "--num_generations: 8: not a flag of swift infer"),
     ("export", "--merge_lora true", "--adapters: missing"),
     ("export", "--adapters a", "--merge_lora: false"),
     ("reward-test", "--reward_funcs accuracy", "--dataset: missing"),

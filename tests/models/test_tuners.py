@@ -178,7 +178,7 @@ def test_a_ratio_freezes_from_the_first_parameter_on(qwen2):
         ({"tuner_type": "vera", "target_modules": ["q_porj"]}, "--target_modules: q_porj"),
         (
             {"target_modules": ["q_proj", "v_porj"]},
-            "--target_modules: v_porj: fits no module.*valid: all-linear, act_fn",
+            "--target_modules: v_porj: fits no module.*valid: all-linear, down_proj",
         ),
         ({"modules_to_save": ["nrom"]}, "--modules_to_save: nrom: fits no module"),
         ({"rank_pattern": {"q_porj": 4}}, "--rank_pattern: q_porj: fits no module"),
