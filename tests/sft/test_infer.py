@@ -11,6 +11,7 @@ from swift.arguments import parse
 from swift.errors import ConfigError
 from swift.models.arguments import ModelArguments
 from swift.models.policy import load_policy
+from swift.models.tiny import build_tiny
 from swift.rollout.engines.transformers import TransformersEngine
 from swift.rollout.infer import Chat, StreamPrinter, answers, load_engine, run
 from swift.types import Prompt, SamplingParams
@@ -164,15 +165,15 @@ def test_two_processes_write_the_file_that_one_writes(nano_folders, questions, t
 
 @pytest.mark.long
 @pytest.mark.parametrize("tuner", [{"use_dora": True}, {"tuner_type": "ia3"}], ids=["dora", "ia3"])
-def test_vllm_gives_the_answers_of_transformers_with_any_adapter(nano_folders, questions, tmp_path, tuner):
+def test_vllm_gives_the_answers_of_transformers_with_any_adapter(questions, tmp_path, tuner):
     pytest.importorskip("vllm")
-    model = str(nano_folders["qwen2"])
+    model = str(build_tiny(tmp_path / "model", arch="qwen2", size="tiny", init_std=0.2))
     policy = load_policy(ModelArguments(model=model, lora_dropout=0.0, **{"tuner_type": "lora", **tuner}))
     torch.manual_seed(0)
     with torch.no_grad():
         for one in policy.parameters():
             if one.requires_grad:
-                one.add_(0.2 * torch.randn_like(one))
+                one.add_(0.5 * torch.randn_like(one))
     policy.save_pretrained(tmp_path / "adapter")
     argv = ["--model", model, "--val_dataset", str(questions), "--temperature", "0"]
     texts = []
