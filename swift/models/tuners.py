@@ -249,7 +249,7 @@ def _untie(policy: nn.Module) -> None:
 
     owners = Counter(id(weight) for _, weight in policy.named_parameters(remove_duplicate=False))
     for name, layer in policy.named_modules():
-        if name.endswith(".base_layer") and owners[id(layer.weight)] > 1:
+        if name.endswith(".base_layer") and owners[id(getattr(layer, "weight", None))] > 1:
             layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
 
 
