@@ -95,6 +95,8 @@ class ProcessRewardArguments(PreferenceArguments):
 
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one line each."""
+        if self.tuner_type == "vera":
+            yield "--tuner_type: vera: PEFT cannot keep it out of the head, which is trained in full; use lora"
         if not self.step_separator:
             yield "--step_separator: '': empty; give the text between steps, such as '\\n'"
         elif self.step_separator != "\n" and self.tuner_type != "full":
