@@ -93,6 +93,8 @@ class ProcessRewardArguments(PreferenceArguments):
     """Whether only the last step of an answer is learnt, which makes an outcome reward model."""
 
     def problems(self) -> Iterator[str]:
+        if self.tuner_type == "vera":
+            yield "--tuner_type: vera: PEFT cannot keep it out of the head, which is trained in full; use lora"
         if not self.step_separator:
             yield "--step_separator: '': empty; give the text between steps, such as '\\n'"
         elif self.step_separator != "\n" and self.tuner_type != "full":

@@ -224,6 +224,7 @@ WRONG = {
     "empty step": ("prm", [ROW, {**ROW, "completions": ["a", " "]}], (), "empty"),
     "empty separator": ("prm", [ROW], ("--step_separator", ""), "--step_separator"),
     "separator of an adapter": ("prm", [ROW], ("--step_separator", "##", "--tuner_type", "lora"), "--step_separator"),
+    "tuner of heads too": ("prm", [ROW], ("--tuner_type", "vera"), "--tuner_type: vera: PEFT cannot keep it out"),
     "too long": ("prm", [ROW], ("--max_length", "3"), "longer than max_length"),
     "no teacher": ("gkd", list(chats(2)), (), "--teacher_model: missing"),
     "teacher nowhere": ("gkd", list(chats(2)), ("--teacher_model", "./nowhere"), "--teacher_model"),
