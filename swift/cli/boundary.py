@@ -81,8 +81,10 @@ def guarded(
 ) -> int:
     """Runs `action`; returns its exit code (None counts as 0) or that of its failure, which is printed.
 
-    debug: whether anticipated errors keep their traceback; asked only after a failure. as_json: whether a failure is
-    told on stdout, too, as JSON.
+    Args:
+        action: the command.
+        debug: whether anticipated errors keep their traceback; asked only after a failure.
+        as_json: whether a failure is told on stdout, too, as JSON.
     """
 
     def tell(error: BaseException) -> int:

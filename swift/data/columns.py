@@ -35,11 +35,17 @@ RESERVED = frozenset(
 class ColumnPlan:
     """How the rows of one dataset are read: those that completions are sampled for.
 
-    A final assistant turn is dropped; `answer` and the like stay among the columns. A ConfigError: no prompt column or
-    several, names that clash.
+    A final assistant turn is dropped; `answer` and the like stay among the columns.
 
-    columns: names in the file that hold values. renames: `--columns`, old name to new; entries for columns that are not
-    here are ignored. flag, name: how errors call setting and dataset. chats: columns whose values look like chats.
+    Args:
+        columns: names in the file that hold values.
+        renames: `--columns`, old name to new; entries for columns that are not here are ignored.
+        flag: how errors call the setting.
+        name: how errors call the dataset.
+        chats: columns whose values look like chats.
+
+    Raises:
+        ConfigError: no prompt column or several, names that clash.
     """
 
     others_are = "to rewards"

@@ -55,10 +55,12 @@ def as_number(value: Any) -> float | None:
 
 
 def stages(numbers: Sequence[float], *, descending: bool = False, bins: int | None = None) -> np.ndarray:
-    """The stage of each row, from 0, by its difficulty.
+    """The stage of each row, from 0.
 
-    descending: the largest numbers come first. bins: stages of about equally many rows; None makes a stage of each
-    different number.
+    Args:
+        numbers: difficulty of each row.
+        descending: the largest numbers come first.
+        bins: stages of about equally many rows; None makes a stage of each different number.
 
     >>> stages([3, 1, 2, 2], bins=2).tolist()
     [1, 0, 0, 0]

@@ -38,8 +38,11 @@ def mixed_stream(
 ) -> Iterator[Row]:
     """The rows of one epoch; a function of its arguments and the rows alone.
 
-    open_rows: reads a dataset from its beginning. shares: above 0, adding up to 1. seed: of the draws; for a stream
-    also its epoch. strategy: first_exhausted or all_exhausted.
+    Args:
+        open_rows: reads a dataset from its beginning.
+        shares: of the datasets, above 0, adding up to 1.
+        seed: of the draws; for a stream also its epoch.
+        strategy: first_exhausted or all_exhausted.
     """
     streams = [open_rows(index) for index in range(len(shares))]
     ahead = [next(stream, None) for stream in streams]  # one row ahead: the last row of a dataset may end the epoch

@@ -109,10 +109,20 @@ class Table:
 
 
 def load_rows(args: DataArguments, split: Split, *, purpose: Purpose = "chat") -> Rows:
-    """The rows of one split, at least one except for "val".
+    """The rows of one split.
 
-    split: "val" means `--val_dataset`, else the part that `--split_dataset_ratio` splits off; without either the result
-    is empty. purpose: see `Purpose`.
+    Args:
+        args: the data settings.
+        split: "val" means `--val_dataset`, else the part that `--split_dataset_ratio` splits off; without
+            either the result is empty.
+        purpose: "chat" gives messages that end with the assistant's answer (supervised training); "text" one
+            assistant turn that is a document (pre-training); "prompt" gives messages to be answered, with a final
+            assistant turn dropped and `answer` and the like left among the columns (reinforcement learning,
+            reward-test, infer); "pair" and "label" give prompts, and their answers in columns (preferences);
+            "steps" prompts, and the steps of their answers.
+
+    Returns:
+        at least one row, except for an empty "val".
 
     Raises:
         ConfigError: anything wrong with a dataset, file, column, or (strict) row.

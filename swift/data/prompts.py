@@ -62,7 +62,16 @@ class Tokenizer:
 
 
 class PromptDataset(Sequence[Prompt]):
-    """The prompts of one split, by index. num_proc: processes that tokenise when all lengths are needed at once."""
+    """The prompts of one split, by index.
+
+    Args:
+        rows: with purpose "prompt".
+        tokenizer: makes the ids and knows the limit.
+        num_proc: processes that tokenise when all lengths are needed at once.
+
+    Raises:
+        ConfigError: `delete` leaves no row of a dataset that had some.
+    """
 
     def __init__(self, rows: Rows, tokenizer: Tokenizer, *, num_proc: int = 1) -> None:
         self.report = rows.report

@@ -18,8 +18,15 @@ if TYPE_CHECKING:
 class PromptStream:
     """Row indexes without end; every row exactly once per epoch.
 
-    seed: any integer. shuffle: False gives 0 .. size-1 in every epoch. stages: of a curriculum, one number per row:
-    rows of smaller ones come first in every epoch, and shuffling stays inside of a stage.
+    Args:
+        size: number of rows, at least 1.
+        seed: any integer.
+        shuffle: False gives 0 .. size-1 in every epoch.
+        stages: of a curriculum, one number per row: rows of smaller ones come first in every epoch, and shuffling
+            stays inside of a stage.
+
+    Raises:
+        ConfigError: there are no rows.
     """
 
     def __init__(self, size: int, *, seed: int, shuffle: bool, stages: np.ndarray | None = None) -> None:

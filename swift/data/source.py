@@ -22,7 +22,17 @@ if TYPE_CHECKING:
 
 
 class IndexedPrompts:
-    """The prompts of a dataset in memory, without end, in the order of a `PromptStream`."""
+    """The prompts of a dataset in memory, without end.
+
+    Args:
+        dataset: at least one prompt.
+        seed: of the epochs' permutations.
+        shuffle: False keeps the order of the dataset.
+        stages: of a curriculum; see `PromptStream`.
+
+    Raises:
+        ConfigError: the dataset is empty.
+    """
 
     def __init__(self, dataset: PromptDataset, seed: int, shuffle: bool, stages: np.ndarray | None = None) -> None:
         self.dataset, self.report = dataset, dataset.report

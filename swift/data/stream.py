@@ -45,10 +45,15 @@ Item = TypeVar("Item")
 class ExampleStream(Generic[Item]):
     """What is made of rows that are read as they are needed.
 
-    `#n` takes the first n rows of a dataset. Files must not change between a run and its continuation. Errors are those
-    of `load_rows`, for what the first rows show; later rows raise from `next`.
+    `#n` takes the first n rows of a dataset. Files must not change between a run and its continuation.
 
-    prepare: what is made of a row; None passes over it.
+    Args:
+        args: the data settings; `shuffle_buffer_size` rows are mixed when `dataset_shuffle` is on.
+        prepare: what is made of a row; None passes over it.
+        purpose: see `load_rows`.
+
+    Raises:
+        ConfigError, ResourceError: as `load_rows`, for what the first rows show; later rows raise from `next`.
     """
 
     def __init__(self, args: StreamArguments, prepare: Callable[[Example], Item | None], *, purpose: Purpose) -> None:

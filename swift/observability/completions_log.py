@@ -26,7 +26,10 @@ QUEUE_BATCHES = 64
 def completion_rows(scored: ScoredRound, *, attempt: int, reward_names: Sequence[str]) -> list[dict[str, Any]]:
     """The rows of a scored round, in the order of its groups and of the completions in each.
 
-    attempt: the number of this start of the run. reward_names: functions first, then models.
+    Args:
+        scored: the round.
+        attempt: the number of this start of the run.
+        reward_names: K names, functions first, then models.
     """
     of_completions = zip(scored.rewards, scored.advantages, scored.excluded, scored.used, strict=True)
     rows: list[dict[str, Any]] = []

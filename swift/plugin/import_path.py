@@ -25,9 +25,16 @@ def is_import_path(name: str) -> bool:
 
 
 def register_import_path(registry: Registry, name: str, *, flag: str, path: str | None = None) -> None:
-    """Registers what an import path leads to, under `name`; a ConfigError if nothing can be called there.
+    """Registers what an import path leads to, under `name`.
 
-    flag: the setting, for messages: "--reward_funcs". path: the import path where it is not the name.
+    Args:
+        registry: where.
+        name: as typed.
+        flag: the setting, for messages: "--reward_funcs".
+        path: the import path where it is not the name.
+
+    Raises:
+        ConfigError: no such module or attribute, it cannot be called, or the import raises.
     """
     module_name, _, attribute = (path or name).rpartition(".")
     module = _import(module_name, f"{flag}: {name}")

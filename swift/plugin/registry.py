@@ -74,8 +74,10 @@ class Registration:
 class Registry(MutableMapping[str, Any]):
     """A mapping of named parts that knows who registered what.
 
-    key: the name that users import: "orms". kind: what the entries are, for messages: "reward function". home: module
-    that registers the built-in entries, or package whose modules do.
+    Args:
+        key: the name that users import: "orms".
+        kind: what the entries are, for messages: "reward function".
+        home: module that registers the built-in entries, or package whose modules do; None for none.
     """
 
     def __init__(self, key: str, kind: str, home: str | None = None) -> None:

@@ -42,10 +42,16 @@ PATIENCE = 4
 class RewardPipeline:
     """The reward functions and models of a run.
 
-    seed: random generators inside functions are seeded from it, per group. max_completion_length: in tokens; default of
-    the length rewards. decode: token ids -> text, to see whether the prompt's template opened `<think>`; None: it did
-    not. tokenizer_path: folder of the policy's, for plugins that ask for one. reward_models: score the columns after
-    the functions; None when `reward_model` is empty.
+    Args:
+        args: the settings of `RewardArguments`, and whatever flags the functions read.
+        seed: of the run; random generators inside functions are seeded from it, per group.
+        max_completion_length: in tokens; default of the length rewards.
+        decode: token ids -> text, to see whether the prompt's template opened `<think>`; None: it did not.
+        tokenizer_path: folder of the policy's tokenizer, for plugins that ask for one.
+        reward_models: scores the columns after the functions; None when `reward_model` is empty.
+
+    Raises:
+        ConfigError: for unknown, repeated or unusable functions and plugins.
     """
 
     def __init__(

@@ -121,8 +121,10 @@ def plan_batches(
 def describe(plan: BatchPlan, *, most_launches: int = 1, every_row: bool = False) -> str:
     """The plan in one line, for people.
 
-    most_launches: groups sampled for one that is trained, at most: with dynamic sampling replaced ones draw rows.
-    every_row: batches go on from one epoch to the next, so that no row is left out.
+    Args:
+        plan: of the run.
+        most_launches: groups sampled for one that is trained, at most: with dynamic sampling replaced ones draw rows.
+        every_row: batches go on from one epoch to the next, so that no row is left out.
     """
     p = plan
     parts = [

@@ -143,9 +143,12 @@ class BatchMaker:
         return samples
 
     def make(self, groups: Sequence[RolloutGroup], step: int, partial: PartialBatch | None = None) -> MadeBatch:
-        """The rollout batch of a round, of which `partial` has been computed before.
+        """The rollout batch of a round.
 
-        groups: scored, in launch order; as many as a rollout batch has. step: optimizer steps done.
+        Args:
+            groups: scored, in launch order; as many as a rollout batch has.
+            step: optimizer steps done.
+            partial: what was computed of the same groups before.
         """
         config = self.config
         if partial is None:

@@ -42,10 +42,17 @@ def is_of_launch(name: str) -> bool:
 
 
 class Child:
-    """See the module's docstring. Raises ResourceError: it cannot be started.
+    """See the module's docstring.
 
-    name: of the command, for messages. command: its words. folder: where it starts; None is the working folder.
-    variables: added to the environment. advice: what to do when it ends with an error.
+    Args:
+        name: of the command, for messages.
+        command: its words.
+        folder: where it starts; None is the working folder.
+        variables: added to the environment.
+        advice: what to do when it ends with an error.
+
+    Raises:
+        ResourceError: it cannot be started.
     """
 
     def __init__(

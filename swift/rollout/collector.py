@@ -100,8 +100,10 @@ class RolloutCollector:
     ) -> RoundResult:
         """Bring a round to every rank and wait for its scores; collective; what failed on any rank is raised on all.
 
-        timer: context manager factory for the phases "generate" and "reward". meanwhile: called on every rank with the
-        groups of a fixed round, if reward functions still work on them.
+        Args:
+            current: the round.
+            timer: context manager factory for the phases "generate" and "reward".
+            meanwhile: called on every rank with the groups of a fixed round, if reward functions still work on them.
         """
         fixed = current.group_filter is None
         with timer("generate"):

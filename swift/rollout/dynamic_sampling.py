@@ -57,9 +57,11 @@ class Selection:
 class GroupFilter:
     """One batch of dynamic sampling.
 
-    quota: Q, groups that the batch trains on. carried: groups of the batch before that it begins with, at most Q.
-    max_resample_times: extra launches that may be spent, in multiples of Q. rate: expected share of informative groups,
-    taken within [1/2, 1]; 1 launches no more than is wanted.
+    Args:
+        quota: Q, groups that the batch trains on.
+        carried: groups of the batch before that it begins with, at most Q.
+        max_resample_times: extra launches that may be spent, in multiples of Q.
+        rate: expected share of informative groups, taken within [1/2, 1]; 1 launches no more than is wanted.
 
     Example, with informative groups 0, 2, 5, 6, 7, ... and Q = 4:
         rate 1 launches 4, then 3 for the zero-variance groups, and trains 0, 2, 5, 6; rate 1/2 launches 12 at once,

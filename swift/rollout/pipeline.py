@@ -65,13 +65,19 @@ class PipelineState(msgspec.Struct):
 class RolloutPipeline:
     """Makes rollout batches and hands out their global batches.
 
-    timer: context manager factory for the phases of a step. observer: gets every scored round, on every rank. phase:
-    makes the engine ready for generation (`swift.trainers.memory.colocate`); None syncs weights only. replay: groups to
-    stand in for zero-variance groups.
+    Args:
+        scheduler: decides what is sampled.
+        collector: samples and scores.
+        config: how groups become rollout batches.
+        timer: context manager factory for the phases of a step.
+        observer: gets every scored round, on every rank.
+        weight_sync: gives the rollout engine new weights.
+        phase: makes the engine ready for generation (`swift.trainers.memory.colocate`); None syncs weights only.
+        replay: groups to stand in for zero-variance groups.
 
-    With `config.prefetch_depth` > 0 the next rounds are sampled on a thread while this one trains. Every decision (what
-    is launched, when weights are synced) still falls on the main thread, at points that depend on step numbers only, so
-    the run does not depend on how fast anything was.
+    With `config.prefetch_depth` > 0 the next rounds are sampled on a thread while this one trains. Every decision
+    (what is launched, when weights are synced) still falls on the main thread, at points that depend on step numbers
+    only, so the run does not depend on how fast anything was.
     """
 
     def __init__(

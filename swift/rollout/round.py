@@ -70,16 +70,22 @@ class EngineShare:
 class Round:
     """A round from its first launch to its result, on one rank.
 
-    log: what it took from the scheduler; the launches of a fixed round are in it from the start. num_generations: G.
-    progress: what reward functions see as `trainer_state`. seed_namespace: keeps the seeds of evaluation apart from
-    those of training. group_filter: decides what is dropped and replaced; None replaces nothing. Used by rank 0 after
-    the start. draw: the next launches of a round with a filter. informative, failed: whether a scored group is
-    informative, and whether all of its completions failed.
+    Args:
+        home: the collector of this rank.
+        log: what it took from the scheduler; the launches of a fixed round are in it from the start.
+        num_generations: G.
+        progress: what reward functions see as `trainer_state`.
+        seed_namespace: keeps the seeds of evaluation apart from those of training.
+        group_filter: decides what is dropped and replaced; None replaces nothing. Used by rank 0 after the start.
+        draw: the next launches of a round with a filter.
+        informative, failed: whether a scored group is informative, and whether all of its completions failed.
 
-    groups: those of which this rank has every completion, by launch index. parts: launch index -> sample -> completion
-    that this rank has. failure: why it will not be completed. partial_batch: what was computed for its batch while it
-    was scored. result: its scored groups once they are on every rank. settled: it has a result, or its failure was
-    raised.
+    Attributes:
+        groups: those of which this rank has every completion, by launch index. parts: launch index -> sample ->
+            completion that this rank has.
+        failure: why it will not be completed.
+        partial_batch: what was computed for its batch while it was scored.
+        result: its scored groups once they are on every rank. settled: it has a result, or its failure was raised.
     """
 
     home: RolloutCollector

@@ -67,7 +67,15 @@ def commit_checkpoint(folder: Path, final: Path, *, step: int) -> None:
     """Seal a written folder and give it its name; afterwards the checkpoint is on the disk.
 
     A checkpoint that already has this name, left by an attempt that went further before this one was resumed, is
-    replaced; if the disk is full, it stays as it was. `folder` is on the same file system as `final`.
+    replaced.
+
+    Args:
+        folder: the written files, on the same file system as `final`.
+        final: `<run_dir>/checkpoint-<step>`.
+        step: optimizer steps done.
+
+    Raises:
+        ResourceError: when the disk is full; `final` is then as it was.
     """
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
     names = [path.relative_to(folder).as_posix() for path in paths]

@@ -100,8 +100,13 @@ class EngineSetup:
 def find_placement(args: Any, *, local_ranks: int | None = None, prefetch_given: bool = False) -> Placement:
     """The placement of this node, from the settings, the launch variables and the machine.
 
-    local_ranks: training processes of the node; None asks the variables of a worker. prefetch_given: whether the user
-    gave `prefetch_depth`.
+    Args:
+        args: the settings.
+        local_ranks: training processes of the node; None asks the variables of a worker.
+        prefetch_given: whether the user gave `prefetch_depth`.
+
+    Raises:
+        ConfigError: the numbers do not fit together.
     """
     accelerators, kind = count_accelerators()
     if accelerators and getattr(args, "ray_address", None):  # engines have devices of other nodes, after those here

@@ -116,8 +116,13 @@ def require_packages(args: Any) -> None:
 def find_start(args: Any, settings: Mapping[str, Any], world_size: int | None = None) -> Start:
     """The checkpoint that `--resume_from_checkpoint` names, verified, or a fresh start.
 
-    Refuses settings of the run that may not change, and a read-only `--output_dir`. world_size: processes that share
-    the batches; None leaves them out of the comparison.
+    Args:
+        args: with `resume_from_checkpoint` and `output_dir`.
+        settings: of the run, by name.
+        world_size: processes that share the batches; None leaves them out of the comparison.
+
+    Raises:
+        ConfigError: no valid checkpoint there, a setting differs that may not change, or a read-only `--output_dir`.
     """
     if world_size is not None:
         settings = {**settings, "world_size": world_size}

@@ -198,9 +198,15 @@ def sequence_weights(
 ) -> list[float]:
     """`share_i / Z` of some sequences of the global batch; 0 for a sequence without trained tokens.
 
-    counts: of the whole global batch, all ranks. trained_tokens: T_i of the sequences asked for. nominal_tokens:
-    trained tokens of the nominal micro-batch of each (bnpo); None means T_i. max_completion_length: longest completion
-    in tokens (dr_grpo). A ValueError: Z is 0, so that there is nothing to train on and no update may be made.
+    Args:
+        loss: the loss.
+        counts: of the whole global batch, all ranks.
+        trained_tokens: T_i of the sequences asked for.
+        nominal_tokens: trained tokens of the nominal micro-batch of each (bnpo); None means T_i.
+        max_completion_length: longest completion in tokens (dr_grpo); None where the loss needs none.
+
+    Raises:
+        ValueError: Z is 0, so that there is nothing to train on and no update may be made.
     """
     total = loss.normaliser.total(counts, max_completion_length or 0)
     if not total > 0:

@@ -88,8 +88,14 @@ class _Unreachable(Exception):
 class MessageAPI:
     """A connection to the message API.
 
-    timeout_s: longest time without data. queue_size: groups that wait at the API, as last seen. counters: what happened
-    since somebody took them; received: groups by environment.
+    Attributes:
+        url: of the API.
+        registration: of this trainer.
+        group_size: sequences of a group.
+        timeout_s: longest time without data.
+        clock, sleep: of the process.
+        queue_size: groups that wait at the API, as last seen.
+        counters: what happened since somebody took them; `received` counts groups by environment.
     """
 
     url: str

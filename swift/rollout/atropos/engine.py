@@ -38,9 +38,14 @@ class AtroposEngine(EngineAround):
     Nothing is too old to be trained on. With `max_batches` the policy server holds back what environments ask for while
     nothing is waited for and so many batches are there already; weights are newer when it goes on.
 
-    engine: the policy server's client. check: raises if a process that this run needs has died. versions: the policy
-    server's memory of what sampled which tokens. hold_back: has the policy server keep requests of environments
-    waiting, or not.
+    Attributes:
+        engine: the policy server's client.
+        api: of the environments.
+        reader: makes completions of groups.
+        check: raises if a process that this run needs has died.
+        versions: the policy server's memory of what sampled which tokens.
+        hold_back: has the policy server keep requests of environments waiting, or not.
+        max_batches: batches that may be there; None for any number.
     """
 
     engine: InferenceEngine

@@ -35,10 +35,16 @@ class _Excluded(Exception):
 class GroupReader:
     """Makes completions of groups.
 
-    max_token_len: sequences have fewer tokens. temperature: of the loss; sequences that say another one are excluded.
-    require_logprobs: whether sequences without sampler log-probs are excluded. use_advantages: whether the
-    environment's advantages count instead of those that follow from scores. end_token_ids: a completion that ends
-    otherwise was cut. rows: sequences seen; leaked: of these, how many had log-probs above 0.
+    Attributes:
+        group_size: sequences of a group, `--num_generations`.
+        vocab_size: ids are below it.
+        max_token_len: sequences have fewer tokens.
+        temperature: of the loss; sequences that say another one are excluded.
+        require_logprobs: whether sequences without sampler log-probs are excluded.
+        use_advantages: whether the environment's advantages count instead of those that follow from scores.
+        end_token_ids: a completion that ends otherwise was cut.
+        decode: token ids to text.
+        rows: sequences seen. leaked: of these, how many had log-probs above 0.
     """
 
     group_size: int

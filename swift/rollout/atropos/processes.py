@@ -52,10 +52,17 @@ class Processes:
         advice: str = "correct the command",
         may_end: bool = False,
     ) -> None:
-        """Start one. Raises ResourceError: it cannot be started.
+        """Start one.
 
-        name: for messages and the log. command: words; no shell. variables: of its environment, beside those of this
-        process. advice: what to do when it has died. may_end: whether it may end by itself, with code 0.
+        Args:
+            name: for messages and the log.
+            command: words; no shell.
+            variables: of its environment, beside those of this process.
+            advice: what to do when it has died.
+            may_end: whether it may end by itself, with code 0.
+
+        Raises:
+            ResourceError: it cannot be started.
         """
         child = Child(name, command, variables={"PYTHONUNBUFFERED": "1", **(variables or {})}, advice=advice)
         with self._lock:

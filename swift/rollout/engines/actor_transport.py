@@ -69,8 +69,14 @@ class _Life:
 class ActorTransport(Transport):
     """Starts an actor at once; see the module's docstring.
 
-    spec: the engine, as this process sees the devices. log_file: of the engine's own output. restarts: lives that may
-    be replaced per hour. options: of the actor: where Ray is to place it. uses: the cluster; closed with the transport.
+    Args:
+        spec: the engine, as this process sees the devices.
+        name: for messages and logs.
+        log_file: of the engine's own output.
+        timeouts: see `Timeouts`.
+        restarts: lives that may be replaced per hour.
+        options: of the actor: where Ray is to place it.
+        uses: the cluster; closed with the transport.
     """
 
     life: _Life

@@ -41,13 +41,20 @@ T = TypeVar("T")
 class EngineClient:
     """See the module's docstring; connects when it is first needed.
 
-    weight_transport: how weights travel; None chooses by devices. keeps_weights: keep the last update for a restart;
-    False where there is none. end_tokens: ids that end a completion, sent with every request; for engines that may know
-    others. force_restart: have the server start anew before the adapter of the next version.
+    Args:
+        transport: to the engine.
+        timeouts: see `Timeouts`.
+        weight_transport: how weights travel; None chooses by devices.
+        keeps_weights: keep the last update for a restart; False where there is none.
+        end_tokens: ids that end a completion, sent with every request; for engines that may know others.
+        force_restart: have the server start anew before the adapter of the next version.
 
-    version: of the policy that it samples with. dead: why it will not come back, or None. void: why its weights belong
-    to no version; "" when they do. asleep: what of it sleeps; "" when nothing does. replacing: it is lost, and about to
-    be there again.
+    Attributes:
+        version: of the policy that it samples with.
+        dead: why it will not come back, or None.
+        void: why its weights belong to no version; "" when they do.
+        asleep: what of it sleeps; "" when nothing does.
+        replacing: it is lost, and about to be there again.
     """
 
     def __init__(

@@ -105,8 +105,10 @@ class Offer:
 def use(address: str | None = None, token_file: Path | None = None, *, store_bytes: int = 0) -> Cluster:
     """The cluster of this process, started or joined if need be; every call needs a `close` of its own.
 
-    address: of a cluster to join, "auto" or host:port; None starts a local one. token_file: the shared secret of a
-    cluster that is joined. store_bytes: room for weights in the object store of a local one.
+    Args:
+        address: of a cluster to join, "auto" or host:port; None starts a local one.
+        token_file: the shared secret of a cluster that is joined.
+        store_bytes: room for weights in the object store of a local one.
 
     Raises:
         ResourceError: no cluster can be started.

@@ -32,8 +32,10 @@ Arrival = Completion | Failure
 class CompletionStream:
     """The requests of one client and their completions; made by `RequestQueue.open`. Thread-safe.
 
-    owner: the run it belongs to, or None. number: tells its request ids from those of other streams. outstanding: for
-    the queue: names of its requests there.
+    Attributes:
+        owner: the run it belongs to, or None.
+        number: of this stream; tells its request ids from those of others.
+        outstanding: for the queue: names of its requests there.
     """
 
     def __init__(self, queue: RequestQueue, number: int, owner: str | None, notify: Callable[[], None]) -> None:

@@ -32,9 +32,13 @@ BUSY_S = 1.0
 class Dispatch:
     """See the module's docstring.
 
-    table: the requests. changed: guards it, and is notified of whatever a stream waits for. clients, buried: engines
-    that are alive, as far as anybody looked, and those that are left out. events: what has arrived and was not read.
-    paused_at: monotonic time since which nothing is sent, or None. closed: nothing is waited for any more.
+    Attributes:
+        table: the requests.
+        changed: guards it, and is notified of whatever a stream waits for.
+        clients, buried: engines that are alive, as far as anybody looked, and those that are left out.
+        events: what has arrived and was not read.
+        paused_at: monotonic time since which nothing is sent, or None.
+        closed: nothing is waited for any more.
     """
 
     def __init__(self, clients: Sequence[EngineClient]) -> None:

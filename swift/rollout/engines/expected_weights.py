@@ -39,10 +39,15 @@ class ExpectedWeights:
 
     @classmethod
     def of_checkpoint(cls, folder: str | Path, *, model_class: Any, tied: bool) -> ExpectedWeights:
-        """Reads names and shapes of a folder's safetensors files, no data. Raises ConfigError: there are none.
+        """Reads names and shapes of a folder's safetensors files, no data.
 
-        model_class: transformers' class of the model, or None; says what it ignores in checkpoints. tied: the config
-        ties the head to the embedding.
+        Args:
+            folder: of the checkpoint.
+            model_class: transformers' class of the model, or None; says what it ignores in checkpoints.
+            tied: the config ties the head to the embedding.
+
+        Raises:
+            ConfigError: the folder has no safetensors files.
         """
         from safetensors import safe_open
 
@@ -124,7 +129,11 @@ def manifest_problems(
 ) -> list[str]:
     """Why an update would not be complete and fitting, one line each; [] when it would.
 
-    shapes: of the model's tensors by name. optional: names that may be left out. key: makes names comparable.
+    Args:
+        manifest: of the update.
+        shapes: of the model's tensors by name.
+        optional: names that may be left out.
+        key: makes names comparable.
     """
     wanted = {key(name): shape for name, shape in shapes.items()}
     problems, seen = [], set()
@@ -180,7 +189,10 @@ def model_config(spec: EngineSpec) -> Any:
 def kv_token_bytes(config: Any, *, width: int, ranks: int = 1) -> int:
     """Bytes of one token in the KV cache of a plain decoder, over all layers; 0 when not known.
 
-    width: bytes of a number. ranks: over which heads are cut.
+    Args:
+        config: of the decoder.
+        width: bytes of a number.
+        ranks: over which heads are cut.
     """
     heads = getattr(config, "num_attention_heads", None)
     layers = getattr(config, "num_hidden_layers", None)

@@ -20,8 +20,10 @@ from swift.types import Request
 class EngineLife(InferenceEngine):
     """An engine with these states; call `_reset_life` before anything else.
 
-    name: of the backend. keeps_base: only adapters are synced, so that level 2 of `sleep` must not drop the base
-    weights. vocab_size: ids of a prompt are below it.
+    Attributes:
+        name: of the backend.
+        keeps_base: only adapters are synced, so that level 2 of `sleep` must not drop the base weights.
+        vocab_size: ids of a prompt are below it.
     """
 
     name: str

@@ -317,9 +317,14 @@ def server_engine(
 ) -> EngineClient:
     """The client of the engine behind a `swift rollout` server.
 
-    spec: what this run expects of it. api_key: None takes SWIFT_API_KEY from the environment, if set. run_id: of this
-    run, the same for all its servers; None makes one. weight_transport: "disk", "http" or "broadcast"; None takes the
-    disk where it is shared, and HTTP elsewhere. force_restart: see `EngineClient`.
+    Args:
+        url: of the server.
+        spec: what this run expects of it.
+        timeouts: see `Timeouts`.
+        api_key: its key; None takes SWIFT_API_KEY from the environment, if set.
+        run_id: of this run, the same for all its servers; None makes one.
+        weight_transport: "disk", "http" or "broadcast"; None takes the disk where it is shared, and HTTP elsewhere.
+        force_restart: see `EngineClient`.
     """
     return EngineClient(
         HttpTransport(url, spec=spec, api_key=api_key, timeouts=timeouts, run_id=run_id),

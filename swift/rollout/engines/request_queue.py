@@ -45,8 +45,14 @@ T = TypeVar("T")
 class RequestQueue:
     """See the module's docstring; starts its thread.
 
-    engine: owned by the queue from now on, with its `between_steps`. limit: samples that may wait or run; None for no
-    limit. dead: why the engine cannot go on, or None. paused: whether nothing is submitted until `resume`.
+    Args:
+        engine: owned by the queue from now on, with its `between_steps`.
+        limit: samples that may wait or run; None for no limit.
+
+    Attributes:
+        dead: why the engine cannot go on, or None.
+        paused: whether nothing is submitted until `resume`.
+        updates: its weight updates.
     """
 
     def __init__(self, engine: InferenceEngine, *, limit: int | None = None) -> None:

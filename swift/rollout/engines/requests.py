@@ -46,10 +46,14 @@ class Entry:
 class RequestTable:
     """See the module's docstring.
 
-    limit_s: seconds from `send` to arrival, after which a request is to be aborted and sampled once more. grace_s:
-    seconds that an aborted request may take to arrive. retries: whether a request that was aborted by nobody here, or
-    for its time limit, is sampled again. ready: completions for the caller to take. late: requests that exceeded the
-    time limit while they were sampled, once for each try.
+    Args:
+        limit_s: seconds from `send` to arrival, after which a request is to be aborted and sampled once more.
+        grace_s: seconds that an aborted request may take to arrive.
+        retries: whether a request that was aborted by nobody here, or for its time limit, is sampled again.
+
+    Attributes:
+        ready: completions for the caller to take.
+        late: requests that exceeded the time limit while they were sampled, once for each try.
     """
 
     def __init__(self, *, limit_s: float = math.inf, grace_s: float = math.inf, retries: bool = True) -> None:

@@ -63,11 +63,15 @@ Deliver = Callable[[object, Event], None]
 class Transport(ABC):
     """How a client reaches its engine.
 
-    name: of the engine, for messages. life: another object once the engine was replaced, or what it had in flight was
-    given up. deliver: takes what comes of requests. stored: the way in which an update can be sent again to an engine
-    that was lost. devices: of the engine, as this process numbers them. restartable: whether an engine that does not
-    answer is replaced; otherwise it is dead. counters: what the present life says it has done. progress_at: monotonic
-    time of the last sign of progress.
+    Attributes:
+        name: of the engine, for messages.
+        life: another object once the engine was replaced, or what it had in flight was given up.
+        deliver: takes what comes of requests.
+        stored: the way in which an update can be sent again to an engine that was lost.
+        devices: of the engine, as this process numbers them.
+        restartable: whether an engine that does not answer is replaced; otherwise it is dead.
+        counters: what the present life says it has done.
+        progress_at: monotonic time of the last sign of progress.
     """
 
     name: str

@@ -28,9 +28,12 @@ def continuation(
 ) -> list[int]:
     """Ids between the last sampled token of an answer and the first of the next one.
 
-    messages: the chat up to the answer, which is its last message. new: what follows it: tool results, an observation,
-    a user's turn. ended: whether the answer ends with its end token; otherwise the template's is added. tools: as in
-    the prompt.
+    Args:
+        template: the policy's chat template.
+        messages: the chat up to the answer, which is its last message.
+        new: what follows it: tool results, an observation, a user's turn.
+        ended: whether the answer ends with its end token; otherwise the template's is added.
+        tools: as in the prompt.
 
     Raises:
         HistoryRewritten: the rendering of `messages` changes when `new` follows.

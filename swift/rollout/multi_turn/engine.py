@@ -63,8 +63,12 @@ class _Running:
 class TrajectoryEngine(EngineAround):
     """An engine of trajectories; weights, sleep and end of `engine` are its owner's business.
 
-    play: drives a trajectory. name: of the environment, for messages. limit_s: bound on one trajectory
-    (`--rollout_timeout`); a late one is left out.
+    Attributes:
+        template: the policy's.
+        limits: of each trajectory.
+        play: drives one.
+        name: of the environment, for messages.
+        limit_s: bound on one trajectory (`--rollout_timeout`); a late one is left out.
     """
 
     engine: InferenceEngine

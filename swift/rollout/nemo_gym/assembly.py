@@ -62,10 +62,17 @@ def assemble(
     versions: Sequence[list[tuple[int, int, int]] | None],
     end_token_ids: Collection[int],
 ) -> None:
-    """Make the new trajectory one of these calls. Raises as `Trajectory.add_turn`, and Excluded: "too_long".
+    """Make the trajectory one of these calls.
 
-    output: all items, for people. versions: of the weights that sampled each call; None is unknown. end_token_ids:
-    tokens that end an answer; without one it was cut off.
+    Args:
+        trajectory: new.
+        output: all items, for people.
+        calls: in order.
+        versions: of the weights that sampled each; None is unknown.
+        end_token_ids: tokens that end an answer; without one it was cut off.
+
+    Raises:
+        Excluded, OutOfRoom: see `Trajectory.add_turn`; "too_long".
     """
     trajectory.messages += chat_of_items(output)
     for call, known in zip(calls, versions, strict=True):

@@ -86,10 +86,17 @@ def _url(server: Mapping[str, Any], host: str) -> str:
 def find_servers(
     head: str, *, kind: str, limit_s: float, starting: bool = False, check: Callable[[], None] = lambda: None
 ) -> Servers:
-    """Read the config, and wait until every server of a kind answers. Raises EngineError: one does not.
+    """Read the config, and wait until every server of a kind answers.
 
-    kind: "agents" or "resources". limit_s: for all of it. starting: whether the head server may not be there yet.
-    check: called while it waits; what it raises ends that.
+    Args:
+        head: URL or port of the head server.
+        kind: "agents" or "resources".
+        limit_s: for all of it.
+        starting: whether the head server may not be there yet.
+        check: called while it waits; what it raises ends that.
+
+    Raises:
+        EngineError: the head server or another one does not answer.
     """
     url, deadline = head_url(head), time.monotonic() + limit_s
     with httpx.Client(trust_env=False) as http:

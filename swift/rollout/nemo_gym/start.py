@@ -33,7 +33,12 @@ def serving(
 ) -> Iterator[None]:
     """Servers of NeMo Gym inside, if that is what plays; collective. Rank 0 starts and finds them for all.
 
-    policy_servers: URLs of the run's `swift rollout` servers. interrupted: raises when it was asked to stop.
+    Args:
+        play: of the run.
+        args: its settings.
+        ranks: its processes.
+        policy_servers: URLs of its `swift rollout` servers.
+        interrupted: raises when it was asked to stop.
 
     Raises:
         ConfigError, ResourceError: the command cannot be started.

@@ -121,11 +121,19 @@ class ParityReport:
 class ParityCheck:
     """Compares an engine with the trainer.
 
-    engine: this rank's, or None. score: the trainer's log-probs at a temperature; makes one forward pass. model: the
-    policy as the trainer holds it, wrappers and all. prompts: the first of the data set. sampling: the training
-    distribution; truncation, penalties and stop words are left out, as they change the engine's distribution on
-    purpose. end_token_ids: tokens that end every completion. adapter_only: only the LoRA adapter is synced. around:
-    entered by every rank around sampling (a sharded policy needs it). seed: of samples and noise.
+    Args:
+        engine: this rank's engine, or None.
+        score: the trainer's log-probs at a temperature; makes one forward pass.
+        model: the policy as the trainer holds it, wrappers and all.
+        weight_sync: sends weights to the engines, on all ranks together.
+        prompts: the first of the data set.
+        sampling: the training distribution; truncation, penalties and stop words are left out, as they change the
+            engine's distribution on purpose.
+        ranks: the collectives.
+        end_token_ids: tokens that end every completion.
+        adapter_only: only the LoRA adapter is synced.
+        around: entered by every rank around sampling (a sharded policy needs it).
+        seed: of samples and noise.
     """
 
     def __init__(

@@ -52,9 +52,12 @@ def applied(model: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
 
 
 def make_noise(model: nn.Module, *, seed: int, adapter_only: bool) -> dict[str, Tensor]:
-    """Noisy values of some parameters, whole tensors by name, equal on every rank; a collective if they are sharded.
+    """Choose the tensors and draw the noise; a collective when parameters are sharded.
 
-    adapter_only: the engine gets nothing but the adapter, so only that may change.
+    Args:
+        model: the policy as the trainer holds it.
+        seed: equal seeds give equal noise, on every rank.
+        adapter_only: the engine gets nothing but the adapter, so only that may change.
     """
     parameters = dict(model.named_parameters())
     values = {}

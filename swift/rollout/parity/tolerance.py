@@ -92,8 +92,11 @@ def measure(samples: Sequence[Sample], trainer_N: Tensor) -> Gaps:
 def contract_faults(samples: Sequence[Sample], *, end_token_ids: Collection[int], limit: int, version: int) -> str:
     """Where the completions break the engine's contract, each kind of fault once; "" when nowhere.
 
-    end_token_ids: tokens that end every completion, besides a request's own `stop_token_ids`. limit: most tokens of
-    prompt and completion together. version: of the weights that they should have been sampled with.
+    Args:
+        samples: without stop strings.
+        end_token_ids: tokens that end every completion, besides a request's own `stop_token_ids`.
+        limit: most tokens of prompt and completion together.
+        version: of the weights that they should have been sampled with.
     """
     found: dict[str, str] = {}
     for one in samples:
@@ -157,9 +160,12 @@ QUANTISED = Limits("quantised", {"k3": (math.inf, 0.1)})
 def limits_for(trainer: str, engine: str, device: str, *, tf32: bool | None = None, quantised: bool = False) -> Limits:
     """The row that applies.
 
-    trainer: torch dtype name of the policy's weights. engine: dtype that the engine declares; one that is no torch
-    float counts as quantised. device: type of the trainer's. tf32: whether float32 products are rounded to TF32 there;
-    None looks at torch's settings. quantised: either side holds quantised weights.
+    Args:
+        trainer: torch dtype name of the policy's weights.
+        engine: dtype that the engine declares; one that is no torch float counts as quantised.
+        device: type of the trainer's device, "cpu" or an accelerator.
+        tf32: whether float32 products are rounded to TF32 there; None looks at torch's settings.
+        quantised: either side holds quantised weights.
     """
     if quantised or trainer not in FULL + HALF or engine not in FULL + HALF:
         return QUANTISED

@@ -57,7 +57,11 @@ class Limits:
 class Refused(Exception):
     """A request that is not carried out.
 
-    status: of HTTP. kind: one word for programs. problem: one line for people. facts: more for programs, JSON-safe.
+    Args:
+        status: HTTP status.
+        kind: one word for programs.
+        problem: one line for people.
+        facts: more for programs, JSON-safe.
     """
 
     def __init__(self, status: int, kind: str, problem: str, **facts: Any) -> None:
@@ -117,9 +121,15 @@ class Gate:
 
 
 async def read_body(http: HttpRequest, limit: int, came: Callable[[], object] = lambda: None) -> bytearray:
-    """The body of a request. Raises Refused: it is longer than `limit` (413), or stops on the way (408).
+    """The body of a request.
 
-    limit: in bytes, whatever its headers say. came: called as its parts arrive.
+    Args:
+        http: the request.
+        limit: longest allowed, in bytes, whatever its headers say.
+        came: called as its parts arrive.
+
+    Raises:
+        Refused: it is longer (413), or stops on the way (408).
     """
     said = http.headers.get("content-length", "")
     too_long = f"longer than the limit of {limit} bytes"

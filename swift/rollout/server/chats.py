@@ -60,8 +60,10 @@ class CallReader:
     def message(self, text: str, raw: str, tools: Sequence[dict[str, Any]] | None) -> dict[str, Any]:
         """An answer with its calls in `tool_calls`, or as it is where it has none that can be read.
 
-        text: of the answer, for a client without tools. raw: the same with its special tokens. tools: that the client
-        offers.
+        Args:
+            text: of the answer, for a client without tools.
+            raw: the same with its special tokens.
+            tools: that the client offers.
         """
         message = {"role": "assistant", "content": text}
         if not tools or self._format is None:

@@ -138,7 +138,13 @@ class Connection(H11Protocol):
 
 
 class WebServer(uvicorn.Server):
-    """Prints the line `ready` when it listens, and leaves signals to `Signals`. give_up: see `make_app`."""
+    """Prints `ready` when it listens, and leaves signals to `Signals`.
+
+    Args:
+        service: what it serves.
+        ready: the line.
+        give_up: see `make_app`.
+    """
 
     def __init__(self, service: Service, ready: str, give_up: Callable[[EngineDead], None]) -> None:
         limit = _connections()

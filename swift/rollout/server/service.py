@@ -77,11 +77,18 @@ class RestartWanted(EngineDead):
 class Service:
     """See the module's docstring.
 
-    engine: the engines as one, started. adapter: name of the one that is loaded, or "". digest: of the present weights,
-    "" while they are those of the start. ledger: versions of what was sampled for clients without a run. restart: why
-    the process is to start anew, or None. held: requests of such clients wait, because the run that owns the server
-    does not want older samples. large: held while a thread reads a large request; so others find a thread, and the
-    interpreter.
+    Args:
+        engine: the engines as one, started.
+        template: tokenizer and chat template of the model.
+        settings: see `Settings`.
+
+    Attributes:
+        adapter: name of the one that is loaded, or "".
+        digest: of the present weights, "" while they are those of the start.
+        ledger: versions of what was sampled for clients without a run.
+        restart: why the process is to start anew, or None.
+        held: requests of such clients wait, because the run that owns the server does not want older samples.
+        large: held while a thread reads a large request; so others find a thread, and the interpreter.
     """
 
     def __init__(self, engine: InferenceEngine, template: Template, settings: Settings) -> None:
@@ -436,7 +443,12 @@ class Answers:
 
 
 class AnswersResponse(StreamingResponse):
-    """A streamed reply that leaves nothing behind, also if the client is gone before its first byte."""
+    """A streamed reply that leaves nothing behind, also if the client is gone before its first byte.
+
+    Args:
+        answers: what it streams; closed at the end.
+        content, media_type: of the reply.
+    """
 
     def __init__(self, answers: Answers, content: AsyncIterator[bytes], media_type: str) -> None:
         super().__init__(content, media_type=media_type)

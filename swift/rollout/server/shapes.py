@@ -176,9 +176,16 @@ def check_sampling(sampling: SamplingParams) -> None:
 def requests_of(
     settings: Settings, prompts: Sequence[Sequence[int]], wanted: Sampling, *, max_tokens: int
 ) -> list[Request]:
-    """One request per sample, prompt by prompt. Raises Refused: too many, or numbers out of range.
+    """One request per sample, prompt by prompt.
 
-    prompts: token ids. max_tokens: new tokens when the client did not say.
+    Args:
+        settings: of the server.
+        prompts: token ids.
+        wanted: what the client asked for.
+        max_tokens: new tokens when it did not say.
+
+    Raises:
+        Refused: too many, or numbers out of range.
     """
     count = 1 if wanted.n is None else wanted.n
     check_count("prompts", len(prompts), settings.limits.prompts)

@@ -147,7 +147,10 @@ class Ack:
 class WeightUpdate(ABC):
     """One update in progress, made by `InferenceEngine.begin_update`.
 
-    engine: name of the receiver, for messages. manifest: every tensor that will come. version: of the policy.
+    Args:
+        engine: name of the receiver, for messages.
+        manifest: every tensor that will come.
+        version: of the policy.
     """
 
     def __init__(self, engine: str, manifest: Sequence[TensorInfo], version: int) -> None:

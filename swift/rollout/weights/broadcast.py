@@ -162,7 +162,14 @@ def _nccl_group(store: dist.Store, rank: int, size: int, timeout_s: float) -> An
 
 
 class BroadcastSender:
-    """The trainer's end. device: of its tensors. host: address under which the engines reach this process."""
+    """The trainer's end.
+
+    Args:
+        backend: see `BroadcastGroup`.
+        device: of the trainer's tensors.
+        timeout_s: bound on each wait.
+        host: address under which the engines reach this process.
+    """
 
     def __init__(
         self, *, timeout_s: float, backend: GroupBackend = "gloo", device: str = "cpu", host: str = "127.0.0.1"

@@ -154,9 +154,15 @@ def inside(folder: Path | None, name: str) -> Path:
 
 
 def read_bucket(path: Path, wanted: Sequence[TensorInfo], digest: str | None) -> Bucket:
-    """The tensors of a file, in the order of the manifest, mapped and not copied. Raises SyncFailed: it holds others.
+    """The tensors of a file, in the order of the manifest, mapped and not copied.
 
-    wanted: what it should hold next; it may hold fewer. digest: of its content, compared when given.
+    Args:
+        path: of the file.
+        wanted: what it should hold next; it may hold fewer.
+        digest: of its content, compared when given.
+
+    Raises:
+        SyncFailed: it holds something else.
     """
     try:
         with safe_open(path, framework="pt") as file:

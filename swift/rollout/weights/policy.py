@@ -30,11 +30,16 @@ from swift.rollout.weights.base import BUCKET_BYTES, AdapterWeights, Bucket, Ten
 class PolicyWeights:
     """The weights of a model in training under the names of its checkpoint; see `WeightSource`.
 
-    model: a transformers model, also under PEFT, DDP, DeepSpeed's engine or FSDP2. dtype: what the engine stores; None
-    sends the policy's own. Tensors that the policy keeps in another type than most of its weights (float32 routers,
-    integer buffers) keep it. move_model_batches: `--move_model_batches`: cut the layers into this many buckets, the
-    rest is one more. None fills buckets up to `bucket_bytes`, in the types that are sent; a larger layer is a bucket of
-    its own.
+    Args:
+        model: the policy: a transformers model, also under PEFT, DDP, DeepSpeed's engine or FSDP2.
+        dtype: what the engine stores; None sends the policy's own. Tensors that the policy keeps in another type than
+            most of its weights (float32 routers, integer buffers) keep it.
+        move_model_batches: `--move_model_batches`: cut the layers into this many buckets, the rest is one more.
+            None fills buckets up to `bucket_bytes`.
+        bucket_bytes: upper size of a bucket, in the types that are sent; a larger layer is a bucket of its own.
+
+    Raises:
+        ConfigError: an adapter that cannot be merged into weights.
     """
 
     def __init__(

@@ -42,13 +42,18 @@ Outcome = tuple[T | None, SwiftError | None]
 class WeightSync:
     """Brings the policy of one run to its engines.
 
-    source: makes a source of the current weights; on every rank. adapter: reads the current adapter alone (a
-    collective); when given, only the adapter is sent. live: the policy's own memory. When given, engine and policy
-    become one memory with the first `sync`, where the engine can do that. Only for an engine in this process that rests
-    whenever the weights change. Ignored with an `interval` above 1, which asks for older weights than those of now.
-    interval: optimizer steps between syncs (`--vllm_sync_interval`); 1 for an engine that shares the trainer's weights,
-    since it never samples with older ones. timer: context manager factory; syncs count as "sync", with "rebuild" inside
-    where that is needed. progress: called after each bucket.
+    Args:
+        engine: this rank's engine, or None.
+        source: makes a source of the current weights; on every rank.
+        adapter: reads the current adapter alone (a collective); when given, only the adapter is sent.
+        live: the policy's own memory. When given, engine and policy become one memory with the first `sync`, where
+            the engine can do that. Only for an engine in this process that rests whenever the weights change. Ignored
+            with an `interval` above 1, which asks for older weights than those of now.
+        interval: optimizer steps between syncs (`--vllm_sync_interval`); 1 for an engine that shares the trainer's
+            weights, since it never samples with older ones.
+        ranks: the collectives.
+        timer: context manager factory; syncs count as "sync", with "rebuild" inside where that is needed.
+        progress: called after each bucket.
     """
 
     def __init__(
@@ -120,8 +125,10 @@ class WeightSync:
     def update(self, step: int, *, current: bool = False, lost: bool = False) -> Ack | None:
         """What a generation phase calls: sync if due, else send again what the engine has lost, else nothing.
 
-        current: weights older than `step`, the optimizer steps done, will not do (evaluation). lost: the engine has
-        dropped its weights (level-2 sleep).
+        Args:
+            step: optimizer steps done.
+            current: weights older than `step` will not do (evaluation).
+            lost: the engine has dropped its weights (level-2 sleep).
         """
         behind = step != self.last_step
         if self.due(step) or (behind and (current or lost or self._lost or self._saved)):

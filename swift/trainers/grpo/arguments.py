@@ -43,10 +43,15 @@ def entropy_settings(args: Any) -> EntropySettings:
 
 
 def trainer_settings(args: Any, *, logprob_support: str = "full", given: Collection[str] = ()) -> GRPOSettings:
-    """The step's settings; a ConfigError if they compare sampler and trainer by log-probs that the engine lacks.
+    """The step's settings.
 
-    logprob_support: of the engines (`swift.rollout.engines.base`). given: settings that the user wrote; what merely
-    follows from others yields where the engine cannot do it.
+    Args:
+        args: of the run.
+        logprob_support: of the engines (`swift.rollout.engines.base`).
+        given: settings that the user wrote; what merely follows from others yields where the engine cannot do it.
+
+    Raises:
+        ConfigError: sampler and trainer are to be compared by log-probs that the engine does not have.
     """
     from swift.trainers.grpo.settings import CorrectionSettings, GRPOSettings
 

@@ -83,8 +83,14 @@ class GlobalBatchStep:
     def run(self, model: nn.Module, policy: nn.Module, batch: RolloutBatch, report: StepMetrics) -> Tensor:
         """Forward and backward of the next global batch; gradients are complete when it returns.
 
-        Returns this rank's share of the loss times the number of ranks (their mean is the loss). model: the policy as
-        it is wrapped for training; policy: the same, unwrapped. report: gets what there is to log.
+        Args:
+            model: the policy as it is wrapped for training.
+            policy: the same, unwrapped.
+            batch: the rollout batch.
+            report: gets what there is to log.
+
+        Returns:
+            this rank's share of the loss times the number of ranks (their mean is the loss).
         """
         model.train()
         if batch.arriving is not None:

@@ -76,12 +76,19 @@ class TrainerState(msgspec.Struct):
 
 
 class GRPOTrainer(AtomicTrainer):
-    """Trains a policy on what a rollout pipeline brings.
+    """Trains a policy on what a rollout pipeline brings; besides Trainer's arguments it takes
 
-    metrics: collects what each step reports (rank 0 logs it). reference: needed when `settings.loss.beta` > 0. report:
-    what is shown and written (rank 0 only); brought to the disk before a checkpoint counts. on_progress: called after
-    each micro-batch. stops_at_alert: whether an alert of the report's health rules ends the run, after a checkpoint.
-    trainer_arguments: of `AtomicTrainer` and Trainer; gradient_accumulation_steps is 1 and max_steps > 0.
+    Args:
+        settings: of loss and batches.
+        pipeline: where rollout batches come from.
+        collectives: the data-parallel ranks.
+        metrics: collects what each step reports (rank 0 logs it).
+        reference: the KL reference; needed when `settings.loss.beta` > 0.
+        eval_prompts: held-out prompts, or none.
+        report: what is shown and written (rank 0 only); brought to the disk before a checkpoint counts.
+        on_progress: called after each micro-batch.
+        stops_at_alert: whether an alert of the report's health rules ends the run, after a checkpoint.
+        trainer_arguments: of `AtomicTrainer` and Trainer; gradient_accumulation_steps is 1 and max_steps > 0.
     """
 
     def __init__(

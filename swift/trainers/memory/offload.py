@@ -45,9 +45,12 @@ class _Absent(NamedTuple):
 
 
 class Offloader:
-    """The tensors of one owner; they leave `device` together and come back together.
+    """The tensors of one owner; they leave together and come back together.
 
-    tensors: names those that the owner has at this moment. keep: names those that stay even if the owner lists them.
+    Args:
+        tensors: names the tensors that the owner has at this moment.
+        device: what they are taken from; tensors elsewhere are left alone.
+        keep: names tensors that stay even if the owner lists them.
     """
 
     def __init__(

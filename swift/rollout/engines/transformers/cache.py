@@ -53,8 +53,10 @@ class RowCache:
     def add(self, prompts: Layers, spans: Sequence[Span], budgets: Sequence[int]) -> None:
         """Rows behind those that are there; all move so that the first slot in use is slot 0.
 
-        prompts: per layer (key, value) of the packed prompts, [1, Hkv, T, D]. spans: for each row, where its prompt
-        lies in the packed stream. budgets: for each row, the most tokens that it will have.
+        Args:
+            prompts: per layer (key, value) of the packed prompts, [1, Hkv, T, D].
+            spans: for each row, where its prompt lies in the packed stream.
+            budgets: for each row, the most tokens that it will have.
         """
         device = prompts[0][0].device
         lengths = torch.tensor([span.length for span in spans])

@@ -52,13 +52,23 @@ IDLE_LIMIT_S = 60.0
 class TransformersEngine(EngineLife):
     """Samples from a transformers decoder in this process.
 
-    model: the policy, unwrapped (no DDP); PEFT is fine. tokenizer: needed for stop strings and regular expressions
-    only. max_model_len: None takes the model's own. max_rows: most rows decoded together. cache_bytes: most bytes of
-    key/value cache; a fixed number keeps batch shapes reproducible. reload: loads the weights of version 0 again.
-    Given, `model` is a copy that belongs to this engine; None says that it is the trainer's. obstacle: why the model
-    keeps its own attention and cache, which is slower, or None. joins: whether requests join a batch that runs.
+    Args:
+        model: the policy, unwrapped (no DDP); PEFT is fine. Its weights are read at every step.
+        eos_token_ids: tokens that end a completion.
+        tokenizer: needed for stop strings and regular expressions only.
+        max_model_len: prompt + completion limit in tokens; None takes the model's own.
+        max_rows: most rows decoded together.
+        cache_bytes: most bytes of key/value cache; a fixed number keeps batch shapes reproducible.
+        reload: loads the weights of version 0 again. Given, `model` is a copy that belongs to this engine; None says
+            that it is the trainer's.
+        keeps_base: only adapters will be synced, so that level 2 of `sleep` must not drop the weights.
 
-    Raises ConfigError for an architecture that can neither be packed nor decoded with its own cache.
+    Attributes:
+        obstacle: why the model keeps its own attention and cache, which is slower; None when it does not.
+        joins: whether requests join a batch that runs.
+
+    Raises:
+        ConfigError: an architecture that can neither be packed nor decoded with its own cache.
     """
 
     name = "transformers"

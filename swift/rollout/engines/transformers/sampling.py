@@ -76,7 +76,10 @@ class BatchSampler:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Token ids [R], their log-probs [R] (fp32), and the log of the kept mass [R], None where no row is narrowed.
 
-        uniform_R: float64 in [0, 1). allowed_RV: tokens that may be drawn; None for all.
+        Args:
+            logits_RV: of the rows.
+            uniform_R: float64 in [0, 1).
+            allowed_RV: tokens that may be drawn; None for all.
         """
         logits_RV = logits_RV.float()
         if self.penalises:

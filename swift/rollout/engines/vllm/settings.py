@@ -46,9 +46,12 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Keyword arguments of `EngineArgs`; the spec's `engine_kwargs` come last and win.
 
-    on_cpu: the device has no memory of its own. limit: see `context_limit`. kv_bytes: size of the KV cache; None leaves
-    it to the share of the device's memory. executor: "uni" (this process), "mp" (processes of vLLM) or
-    "external_launcher" (the calling ranks).
+    Args:
+        spec: the engine.
+        on_cpu: the device has no memory of its own.
+        limit: see `context_limit`.
+        kv_bytes: size of the KV cache; None leaves it to the share of the device's memory.
+        executor: "uni" (this process), "mp" (processes of vLLM) or "external_launcher" (the calling ranks).
     """
     arguments: dict[str, Any] = {
         "model": spec.model,

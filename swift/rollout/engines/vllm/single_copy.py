@@ -32,9 +32,14 @@ class NotShareable(Exception):
 class SingleCopy:
     """The trainer's tensors as views of the engine's memory, which holds the same bits at this moment.
 
-    model: vLLM's. live: the trainer's parameters by the names of an update; tied ones are one object under two names.
-    tied: name of the head when it is the embedding, or "". embedding: name of the embedding then. Raises NotShareable:
-    nothing has changed.
+    Args:
+        model: vLLM's.
+        live: the trainer's parameters by the names of an update; tied ones are one object under two names.
+        tied: name of the head when it is the embedding, or "".
+        embedding: name of the embedding then.
+
+    Raises:
+        NotShareable: nothing has changed.
     """
 
     def __init__(self, model: nn.Module, live: Live, *, tied: str = "", embedding: str = "") -> None:

@@ -34,9 +34,11 @@ SHARED_MEMORY = Path("/dev/shm")
 class ReloadUpdate(WeightUpdate):
     """One layerwise reload in all workers of an engine.
 
-    call: calls a method of every worker by name; the replies. apart: workers are other processes, tensors reach them as
-    a file in shared memory. failed: called with why the engine's weights are invalid from now on. done: called when all
-    weights are in; resets caches, sets the version and may raise.
+    Args:
+        call: calls a method of every worker by name; the replies.
+        apart: workers are other processes, tensors reach them as a file in shared memory.
+        failed: called with why the engine's weights are invalid from now on.
+        done: called when all weights are in; resets caches, sets the version and may raise.
     """
 
     def __init__(

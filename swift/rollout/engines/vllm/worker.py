@@ -51,10 +51,12 @@ class WorkerExtension:
     def swift_load(
         self, tensors: Sequence[tuple[str, Tensor]], copies: Mapping[str, str], known: Mapping[str, int] | None = None
     ) -> None:
-        """Load some tensors, counted and digested while the model takes them.
+        """Load some tensors.
 
-        copies: further name -> name among `tensors`: a tied head that does not come by itself. Not counted. known:
-        checksums by name, where sender and receiver look at the same memory; else they are computed here.
+        Args:
+            tensors: as sent; they are counted and digested while the model takes them.
+            copies: further name -> name among `tensors`: a tied head that does not come by itself. Not counted.
+            known: checksums by name, where sender and receiver look at the same memory; else they are computed here.
         """
 
         def counted() -> Iterator[tuple[str, Tensor]]:
