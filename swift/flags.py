@@ -7,8 +7,9 @@ The annotation decides how a value is read: bool, int, float, str, `list[...]`, 
 `| None` where the setting may be absent. The text under the field is its help; help, docs and schema read it
 from here and from nowhere else. The first sentence stands alone in short lists.
 
-Dataclasses of such fields sit beside the component that reads them; `swift.arguments` composes them. An entry of a
-registry (a loss, a reward function, an engine, ...) may have such a dataclass too, as its attribute `parameters`.
+Dataclasses of such fields sit beside the component that reads them; `swift.arguments` composes them. Each may have
+`problems()`, what is wrong with its settings, and `notes()`, remarks about settings that work, one line each. An entry
+of a registry (a loss, a reward function, an engine, ...) may have such a dataclass too, as its attribute `parameters`.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import json
 import re
 import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 Kind = Literal["bool", "int", "float", "str", "dict"]
@@ -143,6 +144,17 @@ class Flag:
         return (self.name, *self.details.aliases)
 
 
+def typed(value: Any) -> str:
+    """A value as it would be typed."""
+    if value is None or value == [] or value == {}:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return " ".join(map(typed, value))
+    return json.dumps(value) if isinstance(value, dict) else str(value)
+
+
 def registered(registry: str) -> Any:
     """The entries of a registry of `swift.plugin.registry`, by name; {} before something has loaded it."""
     return getattr(sys.modules.get("swift.plugin.registry"), registry, {})
@@ -161,11 +173,6 @@ def spellings_of(cls: type) -> dict[str, str]:
     return {spelling: flag.name for flag in flags_of(cls).values() for spelling in flag.spellings}
 
 
-def aliases_of(cls: type) -> dict[str, str]:
-    """The spellings that are not canonical -> canonical name."""
-    return {spelling: name for spelling, name in spellings_of(cls).items() if spelling != name}
-
-
 @functools.cache
 def help_texts(cls: type) -> dict[str, str]:
     """The texts under the fields that `cls` itself defines, each joined to one line."""
@@ -181,9 +188,7 @@ def help_texts(cls: type) -> dict[str, str]:
 
 @functools.cache
 def _module_tree(module: str) -> ast.Module:
-    path = sys.modules[module].__file__
-    assert path is not None, "arguments are defined in files"
-    return ast.parse(Path(path).read_text(encoding="utf-8"))
+    return ast.parse(inspect.getsource(sys.modules[module]))
 
 
 def _read(cls: type, field: dataclasses.Field[Any], hint: Any) -> Flag:

@@ -31,9 +31,7 @@ def process_group_place(timeout_s: float) -> dict[str, Any]:
     They meet at a store of rank 0 at MASTER_ADDR:MASTER_PORT. On one node it listens on 127.0.0.1 only, and so does
     gloo, whose messages between ranks are pickles. Where a torchrun agent holds a store, torch knows better.
 
-    Raises:
-        ResourceError: the port is taken.
-        EngineError: node 0 cannot be reached, or a node does not come, within `timeout_s`.
+    An EngineError: node 0 cannot be reached, or a node does not come, within `timeout_s`.
     """
     import torch.distributed as dist
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from swift.flags import typed
 from swift.rollout.placement import has_own_engine
 
 if TYPE_CHECKING:
@@ -36,14 +37,14 @@ def lay_bridge(args: Any, reader: Reader) -> dict[str, str]:
         seen = getattr(args, name)
         if name in reader.origins and seen != value:
             reader.problems.append(
-                f"--{name}: {_shown(seen)}: --weight_bridge {bridge} is --{name} {_shown(value)}; leave one of them out"
+                f"--{name}: {typed(seen)}: --weight_bridge {bridge} is --{name} {typed(value)}; leave one of them out"
             )
         setattr(args, name, value)
     sets = list(wanted)
     if "vllm_sync_interval" not in {*wanted, *reader.origins}:
         args.vllm_sync_interval = INTERVAL
         sets.append("vllm_sync_interval")
-    shown = " ".join(f"--{name} {_shown(getattr(args, name))}" for name in sets)
+    shown = " ".join(f"--{name} {typed(getattr(args, name))}" for name in sets)
     reader.notes.append(f"--weight_bridge: {bridge}: stands for {shown}")
     return dict.fromkeys(sets, f"with weight_bridge {bridge}")
 
@@ -74,7 +75,3 @@ def bridge_problems(args: Any) -> Iterator[str]:
             yield f"--weight_bridge: {bridge}: {problem}"
     if args.force_restart and (bridge != "lora_restart" or args.vllm_mode != "server"):
         yield "--force_restart: true: only servers with --weight_bridge lora_restart start anew; leave it out"
-
-
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

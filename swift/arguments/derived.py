@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.arguments.bridges import lay_bridge
@@ -17,7 +17,7 @@ from swift.arguments.plugins import CHOICES, entry_of
 from swift.arguments.values import convert
 from swift.data.system import shipped_example
 from swift.devices import allowed_cores, torch_is_for_cpu_only
-from swift.flags import registered
+from swift.flags import registered, typed
 from swift.rollout.arguments import ENVIRONMENT_REWARDS
 from swift.rollout.placement import has_own_engine
 
@@ -71,44 +71,33 @@ def _same_as(name: str, other: str, when: Condition = lambda args, machine: True
 
 def _given(name: str, value: Any, choice: str, *chosen: Any) -> Rule:
     """A value that goes with values of another setting."""
-    words = " or ".join(str(one).lower() if isinstance(one, bool) else str(one) for one in chosen)
-    text = f"{str(value).lower() if isinstance(value, bool) else value} with {choice} {words}"
+    text = f"{typed(value)} with {choice} {' or '.join(map(typed, chosen))}"
     return _fixed(name, value, text, lambda args, machine: getattr(args, choice) in chosen)
 
 
 def _declared(name: str, choice: str, attribute: str) -> Rule:
     """What the chosen loss or estimator declares."""
 
-    def shown(value: Any) -> str:
-        return str(value).lower() if isinstance(value, bool) else str(value)
-
     def text(args: Any) -> str:
         if args is not None:
-            return f"{shown(getattr(entry_of(args, choice), attribute))} with {choice} {getattr(args, choice)}"
+            return f"{typed(getattr(entry_of(args, choice), attribute))} with {choice} {getattr(args, choice)}"
         owners: dict[Any, list[str]] = {}
         for entry, declares in registered(CHOICES[choice]).items():
             owners.setdefault(getattr(declares, attribute), []).append(entry)
         usual = type(declares).__dataclass_fields__[attribute].default
-        special = [f"{shown(v)} with {choice} {' or '.join(names)}" for v, names in owners.items() if v != usual]
-        return "; ".join([*special, f"else {shown(usual)}"])
+        special = [f"{typed(v)} with {choice} {' or '.join(names)}" for v, names in owners.items() if v != usual]
+        return "; ".join([*special, f"else {typed(usual)}"])
 
     return Rule(name, text, lambda args, machine: getattr(entry_of(args, choice), attribute))
 
 
-def _is_rl(args: Any, _: Machine) -> bool:
-    return hasattr(args, "num_generations")
+def _has(setting: str) -> Condition:
+    """Whether the mode has a setting."""
+    return lambda args, machine: hasattr(args, setting)
 
 
-def _is_rlhf(args: Any, _: Machine) -> bool:
-    return hasattr(args, "rlhf_type")
-
-
-def _merges(args: Any, _: Machine) -> bool:
-    return hasattr(args, "merge_lora")
-
-
-def _names_a_model(args: Any, machine: Machine) -> bool:
-    return bool(args.model or args.adapters) and not _merges(args, machine)
+def _names_a_model(args: Any, _: Machine) -> bool:
+    return bool(args.model or args.adapters) and not hasattr(args, "merge_lora")
 
 
 def _names_another_backend(args: Any, _: Machine) -> bool:
@@ -121,6 +110,7 @@ def _is_off_policy(args: Any, _: Machine) -> bool:
     return bool(args.async_generate or args.dynamic_sample or args.replay_buffer_size or seldom)
 
 
+_merges = _has("merge_lora")
 _CORRECTION = "rollout_importance_sampling_mode"
 RULES: tuple[Rule, ...] = (
     _same_as("ref_model", "model"),
@@ -134,14 +124,10 @@ RULES: tuple[Rule, ...] = (
     _fixed("torch_dtype", "float32", "float32 on a CPU", lambda args, machine: not _merges(args, machine)),
     _fixed("learning_rate", 1e-4, "1e-4 with an adapter", lambda args, machine: args.tuner_type != "full"),
     _fixed("learning_rate", 1e-5, "1e-5 with tuner_type full"),
-    _fixed("lora_dropout", 0.0, "0.0 in rlhf", _is_rlhf),
+    _fixed("lora_dropout", 0.0, "0.0 in rlhf", _has("rlhf_type")),
     _fixed("lora_dropout", 0.05, "0.05 in supervised tuning"),
     _same_as("data_seed", "seed"),
-    _same_as(
-        "steps_per_generation",
-        "gradient_accumulation_steps",
-        lambda args, machine: args.generation_batch_size is None,
-    ),
+    _same_as("steps_per_generation", "gradient_accumulation_steps", lambda args, _: args.generation_batch_size is None),
     _same_as("num_generations_eval", "num_generations"),
     _same_as("epsilon_high", "epsilon", lambda args, machine: "epsilon" in entry_of(args, "loss_type").settings),
     _given("scale_rewards", "gdpo", "multi_objective_aggregation", "normalize_then_sum"),
@@ -153,12 +139,7 @@ RULES: tuple[Rule, ...] = (
     _given(_CORRECTION, "none", "old_logprobs", "sampler"),
     _given(_CORRECTION, "none", "vllm_importance_sampling_correction", False),
     _given(_CORRECTION, "token_truncate", "vllm_importance_sampling_correction", True),
-    _fixed(
-        _CORRECTION,
-        "token_truncate",
-        "token_truncate if tokens may be older than the policy",
-        _is_off_policy,
-    ),
+    _fixed(_CORRECTION, "token_truncate", "token_truncate if tokens may be older than the policy", _is_off_policy),
     _fixed(_CORRECTION, "none", "else none"),
     _fixed("use_vllm", False, "false with another infer_backend or use_lmdeploy", _names_another_backend),
     _fixed("use_vllm", True, "else true on a server"),
@@ -172,7 +153,7 @@ RULES: tuple[Rule, ...] = (
         "ebft/cfm_loss with ebft_mode strided",
         lambda args, machine: getattr(args, "ebft_mode", None) == "strided",
     ),
-    _fixed("metric_for_best_model", "reward", "reward in reinforcement learning", _is_rl),
+    _fixed("metric_for_best_model", "reward", "reward in reinforcement learning", _has("num_generations")),
     _fixed("metric_for_best_model", "loss", "else loss"),
     _rule(
         "greater_is_better",
@@ -188,11 +169,11 @@ RULES: tuple[Rule, ...] = (
         lambda args, machine: args.sent_rank,
         lambda args, machine: hasattr(args, "lora_rank") and args.sent_rank != args.lora_rank,
     ),
-    _same_as("vllm_max_lora_rank", "lora_rank", lambda args, machine: hasattr(args, "lora_rank")),
+    _same_as("vllm_max_lora_rank", "lora_rank", _has("lora_rank")),
     Rule(
         "output_dir",
         lambda args: "output/<model name>",
-        lambda args, machine: str(Path("output", _model_name(args))),
+        lambda args, machine: str(Path("output", Path(str(args.model or args.adapters[0])).name or "model")),
         _names_a_model,
     ),
 )
@@ -271,11 +252,7 @@ def find_plugin(path: str) -> str:
 
 
 def load_plugins(paths: Sequence[str]) -> None:
-    """Loads plugins, so that help and schema have their settings.
-
-    Raises:
-        ConfigError: as `swift.plugin.load_external_plugins` does.
-    """
+    """Loads plugins, so that help and schema have their settings."""
     if paths:
         from swift.plugin import load_external_plugins
 
@@ -379,11 +356,6 @@ def rule_texts(name: str, *, exporting: bool = False) -> list[str]:
     if name == "torch_dtype":
         return [text for text in texts if text.endswith("merging") == exporting]
     return [] if exporting else texts
-
-
-def _model_name(args: Any) -> str:
-    name = str(args.model or args.adapters[0]).rstrip("/")
-    return PurePosixPath(name).name or "model"
 
 
 def _has_accelerator(environ: Mapping[str, str]) -> bool:

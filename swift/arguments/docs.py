@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from swift.arguments.common import GROUPS
 from swift.arguments.help import default_text, type_text
-from swift.arguments.modes import GROUPS, MODES
+from swift.arguments.modes import MODES
 from swift.arguments.plugins import settings_class
 from swift.arguments.presets import table
 from swift.flags import Flag, flags_of, help_texts

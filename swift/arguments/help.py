@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Sequence
-from typing import Any
 
 from swift.arguments import known
+from swift.arguments.common import GROUPS
 from swift.arguments.derived import load_plugins, rule_texts
 from swift.arguments.layers import normalise, read_command_line
-from swift.arguments.modes import GROUPS, command_of
+from swift.arguments.modes import command_of
 from swift.arguments.plugins import plugin_paths, settings_class
 from swift.errors import ConfigError, suggest
-from swift.flags import Flag, flags_of, spellings_of
+from swift.flags import Flag, flags_of, spellings_of, typed
 from swift.plugin.registry import presets
 
 WIDTH = 110
@@ -21,14 +20,11 @@ _INDENT = 34
 
 
 def render(mode: str, everyday: bool = True) -> str:
-    """The help of a mode: its settings by group, those of every day or all of them.
-
-    Raises:
-        ConfigError: an unknown mode.
-    """
+    """The help of a mode: its settings by group, those of every day or all of them."""
     cls, command = settings_class(mode), command_of(mode)
     flags = [flag for flag in flags_of(cls).values() if not everyday or flag.details.everyday]
-    lines = [_purpose(cls), "", f"usage: swift {command} [config.yaml] [--flag value ...]"]
+    purpose = (cls.__doc__ or "").strip().splitlines()[0].replace("`", "")
+    lines = [purpose, "", f"usage: swift {command} [config.yaml] [--flag value ...]"]
     for group in GROUPS:
         members = [flag for flag in flags if flag.group == group]
         if members:
@@ -43,11 +39,7 @@ def render(mode: str, everyday: bool = True) -> str:
 
 
 def render_flag(mode: str, flag: str) -> str:
-    """All about one flag of a mode; `flag` is its name or an alias, with or without dashes.
-
-    Raises:
-        ConfigError: an unknown mode or flag.
-    """
+    """All about one flag of a mode; `flag` is its name or an alias, with or without dashes."""
     cls = settings_class(mode)
     spellings, name = spellings_of(cls), normalise(flag.lstrip("-"))
     if name not in spellings:
@@ -98,22 +90,7 @@ def default_text(flag: Flag, cls: type) -> str:
         return "; ".join(rules)
     if flag.default in (None, []) and flag.details.unset:
         return flag.details.unset
-    return value_text(flag.default)
-
-
-def value_text(value: Any) -> str:
-    """A value as it would be typed."""
-    if value is None or value == [] or value == {}:
-        return "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return " ".join(map(str, value))
-    return json.dumps(value) if isinstance(value, dict) else str(value)
-
-
-def _purpose(cls: type) -> str:
-    return (cls.__doc__ or "").strip().splitlines()[0].replace("`", "")
+    return typed(flag.default)
 
 
 def _presets() -> list[str]:

@@ -122,9 +122,6 @@ def read_config(path: str) -> Layer:
 
     Scalars stay texts, because the flag's type decides what they mean: `1e-6` is a float where YAML sees a
     text, `eval_strategy: no` a text where YAML sees a boolean.
-
-    Raises:
-        ConfigError: the file cannot be read, or is no map.
     """
     import yaml
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from swift.arguments.common import GROUPS, CommonArguments, backend_problems, model_missing
+from swift.arguments.common import CommonArguments, backend_problems, model_missing
 from swift.arguments.ebft import EBFTArguments
 from swift.arguments.ebft_strided import StridedArguments
 from swift.arguments.preferences import PREFERENCES
@@ -47,7 +47,6 @@ class InferArguments(CommonArguments, GenerationArguments, DataArguments, QuantA
     """File for the answers to a dataset, one JSON object per row; must not exist."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with these settings, one line each."""
         yield from model_missing(self)
         yield from self.quant_problems()
         if self.quant_method and self.infer_backend == "vllm":
@@ -65,7 +64,6 @@ class ExportArguments(CommonArguments, CheckpointArguments):
     """Folder for the result; must be new or empty."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with these settings, one line each."""
         if not self.adapters:
             yield "--adapters: missing: there is nothing to merge; give the checkpoint folder of a run with an adapter"
         if not self.merge_lora:
@@ -105,7 +103,6 @@ class RewardTestArguments(CommonArguments, RewardArguments, DataArguments):
     """Length in tokens of the longest completion, for the length rewards."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with these settings, one line each."""
         if not self.dataset and not self.completions:
             yield "--dataset: missing: nothing to score; give --dataset or --completions"
 
@@ -157,7 +154,6 @@ class RolloutServerArguments(CommonArguments, EngineArguments, GenerationArgumen
     """Whether to check everything, print the plan and end, without loading weights."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with these settings, one line each."""
         yield from model_missing(self)
         yield from backend_problems(self)
         if not self._is_local() and not self.api_key and not self.allow_unauthenticated:
@@ -167,7 +163,6 @@ class RolloutServerArguments(CommonArguments, EngineArguments, GenerationArgumen
             )
 
     def notes(self) -> Iterator[str]:
-        """Remarks about settings that work but should be known about."""
         if not self._is_local() and not self.api_key and self.allow_unauthenticated:
             yield (
                 f"warning: --allow_unauthenticated: true: everybody who reaches {self.host} can use this server and "
@@ -189,7 +184,6 @@ class DoctorArguments(CommonArguments):
     """Folder of the run."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with these settings, one line each."""
         if self.run is None:
             yield "--run: missing: required; give the folder of a run"
 
@@ -222,7 +216,6 @@ class ImportConfigArguments(CommonArguments):
     """File for our configuration; must not exist."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with these settings, one line each."""
         if self.file is None:
             yield "--file: missing: required; give the configuration to import"
 
@@ -265,6 +258,3 @@ def command_of(mode: str) -> str:
     if mode not in METHODS:
         return mode
     return f"rlhf --rlhf_type {'ebft --ebft_mode strided' if mode == 'ebft_strided' else mode}"
-
-
-__all__ = ["GROUPS", "METHODS", "MODES", "command_of", "mode_of"]

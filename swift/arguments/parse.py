@@ -81,8 +81,7 @@ class Resolved:
 def parse(mode: str, argv: Sequence[str], environ: Mapping[str, str]) -> Resolved:
     """The settings of one invocation, `argv` being the words after the mode; `--rlhf_type` may choose another mode.
 
-    Raises:
-        ConfigError: with every problem found.
+    A ConfigError has every problem found.
     """
     line = read_command_line(argv)
     file = read_config(line.config) if line.config else Layer()
@@ -107,9 +106,8 @@ def parse(mode: str, argv: Sequence[str], environ: Mapping[str, str]) -> Resolve
 
     args = reader.cls(**reader.values)
     rules = {**sources, **complete(args, reader, Machine.look(variables))}
-    reader.problems += [
-        reader.with_origin(problem) for problem in _ask(args, "problems") if not reader.already_reported(problem)
-    ]
+    unread = tuple(f"--{name}:" for name in reader.broken)  # reported already
+    reader.problems += [reader.with_origin(one) for one in _ask(args, "problems") if not one.startswith(unread)]
     reader.problems += _out_of_place(args, reader)
     join_problems(reader.problems)
     return Resolved(
@@ -218,10 +216,6 @@ class Reader:
         """A problem, with a remark where its value is one that the user did not write but chose with a preset."""
         given = self.origins.get(problem.partition(":")[0].removeprefix("--"))
         return f"{problem} (the value is that of {given.given_as})" if given and given.source == "preset" else problem
-
-    def already_reported(self, problem: str) -> bool:
-        """Whether a problem is about a setting whose value could not be read in the first place."""
-        return any(problem.startswith(f"--{name}:") for name in self.broken)
 
     def _settle(self, flag: Flag, said: list[Given]) -> None:
         """The value of one setting in one layer, from all its spellings there."""

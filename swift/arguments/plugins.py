@@ -42,11 +42,7 @@ CHOICES = {
 
 
 def settings_class(mode: str) -> type:
-    """The settings of a mode, those of registered entries included.
-
-    Raises:
-        ConfigError: an unknown mode, or a parameter with the name of another setting.
-    """
+    """The settings of a mode, those of registered entries included."""
     if mode not in MODES:
         raise ConfigError(f"mode: {mode}: unknown mode; {suggest(mode, list(MODES))}")
     owners: dict[type, list[str]] = {}

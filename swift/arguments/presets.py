@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from swift.flags import flags_of
+from swift.flags import flags_of, typed
 from swift.plugin.registry import losses, presets
 from swift.rl.losses import CLIP_SETTINGS
 
@@ -29,7 +29,7 @@ class PaperValue:
     @property
     def shown(self) -> str:
         """The value as it would be typed."""
-        return str(self.value).lower() if isinstance(self.value, bool) else f"{self.value}"
+        return typed(self.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,9 +209,7 @@ def values_under(name: str, given: Mapping[str, Any]) -> dict[str, PaperValue]:
 def plan_lines(args: Any, provenance: Mapping[str, Mapping[str, str | None]]) -> list[str]:
     """The preset of resolved settings: a line of values with their places, those overridden marked, and what is beside.
 
-    Args:
-        args: resolved settings whose `preset` is not none.
-        provenance: as in args.json.
+    provenance: as in args.json.
     """
     preset = presets[args.preset]
     parts = []
@@ -219,7 +217,7 @@ def plan_lines(args: Any, provenance: Mapping[str, Mapping[str, str | None]]) ->
         now, part = getattr(args, name), f"{name} {item.shown} ({item.where}"
         if now != item.value:
             by = provenance[name]["given_as"] or provenance[name]["rule"] or "the default, as the loss is another"
-            part += f"; OVERRIDDEN: {PaperValue(now, '').shown} by {by}"
+            part += f"; OVERRIDDEN: {typed(now)} by {by}"
         parts.append(part + ")")
     line = f"preset {args.preset} ({preset.title}, {preset.paper}): {', '.join(parts)}"
     return [line, *([f"beside preset {args.preset}: {preset.beside}"] if preset.beside else [])]

@@ -77,7 +77,6 @@ class RLHFArguments(
     """YAML or JSON file with other limits of health rules, such as `kl: 5.0`. false leaves a rule out."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with these settings, one line each."""
         if self.rlhf_type is None:
             valid = ", ".join(map(str, flags_of(MethodArguments)["rlhf_type"].choices))
             yield f"--rlhf_type: missing: required; valid: {valid}"
@@ -111,6 +110,11 @@ class RLHFArguments(
             yield (
                 "--vllm_enable_lora: true: engines do not compute with --use_dora; --vllm_enable_lora false sends "
                 "merged weights"
+            )
+        elif self.vllm_enable_lora and self.use_vllm and self.modules_to_save:
+            yield (
+                f"--modules_to_save: {' '.join(self.modules_to_save)}: vLLM takes low-rank matrices alone; "
+                "--vllm_enable_lora false sends merged weights"
             )
         elif self.vllm_enable_lora and own_engine and max_rank is not None and self.sent_rank > max_rank:
             yield (
@@ -274,7 +278,6 @@ class RLHFArguments(
         return [name for name, is_given in given.items() if is_given]
 
     def notes(self) -> Iterator[str]:
-        """Remarks about settings that work but should be known about."""
         if not has_own_engine(self):
             idle = {"vllm_sync_interval": self.vllm_sync_interval > 1, "vllm_enable_lora": self.vllm_enable_lora}
             for name in (name for name, given in idle.items() if given):

@@ -36,11 +36,7 @@ _BOOLEANS = ("true", "false", *BOOLEAN_WORDS, "t", "f", "y", "n", "1", "0")
 
 
 def json_schema(mode: str, external_plugins: Sequence[str] = ()) -> dict[str, Any]:
-    """The JSON schema (2020-12) of a mode's config file; other spellings refer to canonical names.
-
-    Raises:
-        ConfigError: an unknown mode, or a plugin that cannot be loaded.
-    """
+    """The JSON schema (2020-12) of a mode's config file; other spellings refer to canonical names."""
     load_plugins(external_plugins)
     cls = settings_class(mode)
     properties: dict[str, Any] = {}

@@ -57,7 +57,6 @@ class LanguageModelingArguments(
     """Whether tokenised rows of an earlier run with equal rows and settings are used again."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with these settings, one line each."""
         yield from model_missing(self)
         yield from training_data_missing(self)
         yield from adamw_cpu_problems(self)
@@ -105,7 +104,6 @@ class SFTArguments(LanguageModelingArguments):
         return "last_round" if self.completion_only_loss and self.loss_scale == "default" else self.loss_scale
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with these settings, one line each."""
         for name in ("assistant_only_loss", "completion_only_loss"):
             value = getattr(self, name)
             others = ("all",) if value else ("last_round", "ignore_empty_think", "last_round+ignore_empty_think")
@@ -130,7 +128,6 @@ class PTArguments(LanguageModelingArguments):
     wherever a packed row is full."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with these settings, one line each."""
         for name in ("system", "template", "chat_template_kwargs"):
             if value := getattr(self, name):
                 yield f"--{name}: {value}: plain text has no chat template; leave it out, or use swift sft"

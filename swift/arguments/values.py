@@ -37,11 +37,7 @@ _PROBLEMS = {
 
 
 def convert(flag: Flag, raw: Raw) -> Any:
-    """The value of `flag` that `raw` stands for.
-
-    Raises:
-        ValueError: it is not of the flag's type, not one of its choices, or out of its range.
-    """
+    """The value of `flag` that `raw` stands for; a ValueError says what is wrong and what to give."""
     from pydantic import ValidationError
 
     value = _prepared(flag, raw)

@@ -22,7 +22,6 @@ import json
 import logging
 import os
 import select
-import shutil
 import signal
 import sys
 import traceback
@@ -30,6 +29,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from swift.cli.console import discard
 from swift.errors import (
     ConfigError,
     Interrupted,
@@ -40,6 +40,7 @@ from swift.errors import (
     on_sudden_end,
     unfinished,
 )
+from swift.observability.files import free_bytes
 from swift.observability.secrets import mask_text
 
 EXIT_DIR = "SWIFT_EXIT_DIR"
@@ -62,7 +63,6 @@ LOWER = {
 }
 """Three settings to lower (or choose) when memory ran out, by phase."""
 
-
 LIMITS = {errno.EFBIG: "disk", errno.EROFS: "disk", errno.EIO: "disk", errno.EMFILE: "files", errno.ENFILE: "files"}
 """Failures of the system that no setting of ours causes -> what they are about."""
 
@@ -75,21 +75,14 @@ class Ending:
     text: str = ""
     advice: str = ""
 
-    def as_json(self) -> str:
-        """Code and problems."""
-        lines = [line.removeprefix("swift: ") for line in self.text.splitlines() if line.startswith("swift: ")]
-        return json.dumps({"exit_code": self.exit_code, "errors": [line.removeprefix("error: ") for line in lines]})
-
 
 def guarded(
     action: Callable[[], int | None], *, debug: Callable[[], bool], as_json: Callable[[], bool] = lambda: False
 ) -> int:
     """Runs `action`; returns its exit code (None counts as 0) or that of its failure, which is printed.
 
-    Args:
-        action: the command.
-        debug: whether anticipated errors keep their traceback; asked only after a failure.
-        as_json: whether a failure is told on stdout, too, as JSON.
+    debug: whether anticipated errors keep their traceback; asked only after a failure. as_json: whether a failure is
+    told on stdout, too, as JSON.
     """
 
     def tell(error: BaseException) -> int:
@@ -97,7 +90,9 @@ def guarded(
         _keep_in_log(ending)
         _tell(ending, error, os.environ)
         if as_json() and EXIT_DIR not in os.environ and os.environ.get("RANK", "0") == "0":
-            print(ending.as_json(), flush=True)
+            lines = [line.removeprefix("swift: ") for line in ending.text.splitlines() if line.startswith("swift: ")]
+            errors = [line.removeprefix("error: ") for line in lines]
+            print(json.dumps({"exit_code": ending.exit_code, "errors": errors}), flush=True)
         return ending.exit_code
 
     note_unfinished(None)
@@ -110,7 +105,7 @@ def guarded(
         raise
     except BaseException as error:
         if isinstance(error, BrokenPipeError) and _reader_is_gone():
-            _discard_stdout()
+            discard(sys.stdout.fileno())  # so that the interpreter's own flush at exit succeeds
             return READER_GONE
         return tell(error)
 
@@ -184,8 +179,8 @@ def _resource_error(error: BaseException) -> SwiftError | None:
         hint = LOWER.get(phase, LOWER["train"])
         return ResourceError(f"memory: out of memory in phase {phase}: {_peak()}; lower {hint}")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        where = str(error.filename or Path.cwd())
-        return ResourceError(f"disk: {where}: no space left, {_free_bytes(where)} bytes free; free some, or move it")
+        where = Path(error.filename or Path.cwd())
+        return ResourceError(f"disk: {where}: no space left, {free_bytes(where)} bytes free; free some, or move it")
     if isinstance(error, OSError) and error.errno in LIMITS:
         return ResourceError(
             f"{LIMITS[error.errno]}: {error.filename or 'this process'}: {error.strerror}; raise the limit"
@@ -217,14 +212,6 @@ def _peak() -> str:
     return f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20:.0f} MiB{of}"
 
 
-def _free_bytes(path: str) -> int:
-    """Free bytes of the file system of `path`, which may not exist yet."""
-    folder = Path(path).absolute()
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
-
-
 def _reader_is_gone() -> bool:
     """Whether stdout is a pipe that nobody reads any more."""
     try:
@@ -234,9 +221,3 @@ def _reader_is_gone() -> bool:
     poll = select.poll()
     poll.register(descriptor, 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
-
-
-def _discard_stdout() -> None:
-    """Lets the interpreter's own flush at exit succeed."""
-    with Path(os.devnull).open("w", encoding="utf-8") as nothing:
-        os.dup2(nothing.fileno(), sys.stdout.fileno())

@@ -26,12 +26,7 @@ CALLED_ROWS = 4
 
 
 def rehearse_rlhf(resolved: Resolved) -> int:
-    """The dry run of `swift rlhf`; returns 0.
-
-    Raises:
-        ConfigError: settings, placement, data, columns or batch sizes.
-        RewardError: a reward function broke its contract.
-    """
+    """The dry run of `swift rlhf`; returns 0."""
     from swift.models.policy import check_targets
     from swift.trainers.distributed import Collectives
     from swift.trainers.grpo.prepare import batch_line, prepare
@@ -54,11 +49,7 @@ def rehearse_rlhf(resolved: Resolved) -> int:
 
 
 def rehearse_trl(resolved: Resolved) -> int:
-    """The dry run of a mode with a trainer of TRL or transformers; returns 0.
-
-    Raises:
-        ConfigError: settings, data or rows.
-    """
+    """The dry run of a mode with a trainer of TRL or transformers; returns 0."""
     from swift.models import load_chat
     from swift.models.policy import check_targets
     from swift.trainers.session import find_start, require_packages
@@ -69,7 +60,7 @@ def rehearse_trl(resolved: Resolved) -> int:
     require_packages(args)
     placed = _place(resolved)
     where = [placement.describe(placed), *placed.notes, *find_start(args, resolved.to_json()).notes]
-    check_targets(args)
+    check_targets(args, {"rm": "answer", "prm": "step"}.get(resolved.mode))  # type: ignore[arg-type]
     method = method_of(resolved.mode)
     train, _, lines = method.encode(args, load_chat(args, plain=method.plain))
     plan = plan_line(args, train, launcher.world_size(os.environ))
@@ -149,13 +140,9 @@ def show(resolved: Resolved, lines: Sequence[str]) -> None:
     print("given:")
     for name, origin in given.items():
         whence = origin["rule"] if origin["source"] == "preset" else origin["given_as"]
-        print(f"  {name:<{width}} = {_text(values[name])}  ({origin['source']}: {whence})")
+        print(f"  {name:<{width}} = {json.dumps(values[name], ensure_ascii=False)}  ({origin['source']}: {whence})")
     print("derived:")
     for name, origin in derived.items():
-        print(f"  {name:<{width}} = {_text(values[name])}  ({origin['rule']})")
+        print(f"  {name:<{width}} = {json.dumps(values[name], ensure_ascii=False)}  ({origin['rule']})")
     print("\n".join(lines))
     print("dry run: all checks passed; no weights were loaded, no file was written")
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)

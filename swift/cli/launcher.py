@@ -62,9 +62,6 @@ def plan_launch(environ: Mapping[str, str]) -> LaunchPlan | None:
     """What the variables ask for; None when this process shall train itself.
 
     That is so for a single process, and under an outer launcher (RANK and WORLD_SIZE are set).
-
-    Raises:
-        ConfigError: a variable is no fitting number, or one that several nodes need is missing.
     """
     if is_worker(environ):
         return None
@@ -157,9 +154,6 @@ def launch(
 
     Must be called on the main thread: it takes the signals of `swift.signals` for the time of the run. The lines of the
     failed worker are printed on stderr.
-
-    Raises:
-        ResourceError: MASTER_PORT is in use on this node.
     """
     port = _master_port(plan)
     with tempfile.TemporaryDirectory(prefix="swift-exit-") as records:

@@ -14,25 +14,14 @@ from swift.errors import ConfigError, suggest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
-
-    Args:
-        argv: the words after `swift`; None takes them from the process.
-
-    Returns:
-        The exit code (see `swift.cli.boundary`). Errors are printed, not raised.
-    """
+    """Runs one command, `argv` or that of the process; returns its exit code. Errors are printed, not raised."""
     survive_console("stderr")
     words = sys.argv[1:] if argv is None else list(argv)
     return guarded(lambda: route(words), debug=lambda: wanted(words, "debug"), as_json=lambda: wanted(words, "json"))
 
 
 def route(words: Sequence[str]) -> int | None:
-    """Runs the mode that `words` name.
-
-    Raises:
-        ConfigError: no mode, or an unknown one.
-    """
+    """Runs the mode that `words` name."""
     if not words:
         raise ConfigError(f"mode: none given; valid: {', '.join(MODES)}; `swift --help` explains them")
     first = words[0]

@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from swift.cli import launcher
@@ -69,38 +69,14 @@ MODES = {
     ),
 }
 
-METHODS = {
-    "ebft": Mode(
-        "energy-based fine-tuning",
-        "swift.trainers.ebft.structured:run",
-        "swift.cli.dry_run:rehearse_rlhf",
-        workers=True,
-        runs=True,
-    ),
-}
-METHODS |= {
-    name: Mode(summary, *TRL, workers=True, runs=True)
-    for name, summary in {
-        "dpo": "direct preference optimization",
-        "ipo": "identity preference optimization",
-        "kto": "answers with a verdict each",
-        "orpo": "odds ratio preference optimization",
-        "simpo": "simple preference optimization",
-        "cpo": "contrastive preference optimization",
-        "rm": "reward model",
-        "prm": "process reward model",
-        "gkd": "generalized knowledge distillation",
-        "ebft_strided": "energy-based fine-tuning on documents",
-    }.items()
-}
-"""The same for the methods of `swift rlhf` beside grpo."""
+EBFT = replace(MODES["rlhf"], action="swift.trainers.ebft.structured:run")
+"""`--rlhf_type ebft`; the other methods of `swift rlhf` beside grpo start as `swift sft` does."""
 
 
 def start(name: str, words: Sequence[str]) -> int | None:
     """Runs the mode `name` with the words after it; returns the exit code, None for 0.
 
-    Raises:
-        ConfigError: all that is wrong with the settings, before anything heavy is loaded.
+    A ConfigError has all that is wrong with the settings, before anything heavy is loaded.
     """
     if name != "rollout":  # whose log has times
         show_warnings()
@@ -108,7 +84,7 @@ def start(name: str, words: Sequence[str]) -> int | None:
     resolved = resolve(name, words)
     if resolved is None:
         return 0
-    mode = METHODS.get(resolved.mode, MODES[name])
+    mode = EBFT if resolved.mode == "ebft" else MODES[name] if resolved.mode in MODES else MODES["sft"]
     dry = mode.dry_run is not None and resolved.args.dry_run
     if mode.runs and not dry:
         survive_console("stdout", "stderr")

@@ -72,7 +72,6 @@ class DataArguments(HubArguments):
     """Seed of row selection and row order."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with these settings, one line each."""
         if wrong := [old for old, new in self.columns.items() if not isinstance(new, str) or not new]:
             yield (
                 f"--columns: {json.dumps(self.columns)}: {wrong[0]} must be renamed to a name; "
@@ -116,7 +115,6 @@ class PromptArguments(StreamArguments):
     """Number of stages of about equal size."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with these settings, one line each."""
         if self.curriculum_column is not None and self.streaming:
             yield (
                 f"--curriculum_column: {self.curriculum_column}: a stream is not known before it is read, so it cannot "

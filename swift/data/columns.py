@@ -26,19 +26,8 @@ CHATS = ("messages", "conversations")
 PROMPTS = ("query", "prompt", "question", "problem", "instruction")
 
 RESERVED = frozenset(
-    {
-        "completions",
-        "messages",
-        "prompt_id",
-        "group_id",
-        "request_id",
-        "finish_reason",
-        "is_truncated",
-        "response_token_ids",
-        "trainer_state",
-        "environment_reward",
-        "turn_rewards",
-    }
+    {"completions", "messages", "prompt_id", "group_id", "request_id", "finish_reason", "is_truncated"}
+    | {"response_token_ids", "trainer_state", "environment_reward", "turn_rewards"}
 )
 """Keywords of reward functions; a column so called would hide one."""
 
@@ -46,17 +35,11 @@ RESERVED = frozenset(
 class ColumnPlan:
     """How the rows of one dataset are read: those that completions are sampled for.
 
-    A final assistant turn is dropped; `answer` and the like stay among the columns.
+    A final assistant turn is dropped; `answer` and the like stay among the columns. A ConfigError: no prompt column or
+    several, names that clash.
 
-    Args:
-        columns: names in the file that hold values.
-        renames: `--columns`, old name to new; entries for columns that are not here are ignored.
-        flag: how errors call the setting.
-        name: how errors call the dataset.
-        chats: columns whose values look like chats.
-
-    Raises:
-        ConfigError: no prompt column or several, names that clash.
+    columns: names in the file that hold values. renames: `--columns`, old name to new; entries for columns that are not
+    here are ignored. flag, name: how errors call setting and dataset. chats: columns whose values look like chats.
     """
 
     others_are = "to rewards"
@@ -116,14 +99,9 @@ class ColumnPlan:
         return []
 
     def read(self, values: Mapping[str, Any], system: str | None) -> tuple[list[Message], dict[str, Any]]:
-        """One row's messages and its other columns.
+        """One row's messages and its other columns; a RowError if it does not fit the plan.
 
-        Args:
-            values: the row under the names of its file.
-            system: the text of `--system`, used where the row has none.
-
-        Raises:
-            RowError: the row does not fit the plan.
+        values: the row under the names of its file. system: the text of `--system`, used where the row has none.
         """
         row = self.renamed(values)
         messages = self.finish(self.with_system_of(row, self._prompt_messages(row), system), row)
@@ -198,8 +176,7 @@ class ColumnPlan:
     def only_one(self, accepted: Sequence[str], doubt: str, target: str) -> str | None:
         """The only one of the `accepted` columns that is here, or that `--columns` chose; None without any.
 
-        Raises:
-            ConfigError: several, with a `--columns` line that chooses each by calling it `target`.
+        If there are several, the error has a `--columns` line that chooses each by calling it `target`.
         """
         candidates = [name for name in accepted if name in self.names]
         chosen = [new for new in self.here.values() if new in candidates]
@@ -225,11 +202,7 @@ def check_renames(renames: Mapping[str, str], seen: Sequence[str]) -> None:
 
 
 def text_of(value: Any, column: str) -> str:
-    """A cell that must hold text.
-
-    Raises:
-        RowError: it does not.
-    """
+    """A cell that must hold text."""
     if not isinstance(value, str):
         raise RowError(f"{column} must be text, not {type(value).__name__}")
     if not value.strip():

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from swift.data.report import first_few
-from swift.errors import ConfigError, suggest
+from swift.errors import ConfigError, join_problems, suggest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,11 +23,7 @@ FLAG = "--curriculum_column"
 
 
 def curriculum_stages(args: PromptArguments, examples: Sequence[Example]) -> np.ndarray | None:
-    """The stage of every row; None without a curriculum.
-
-    Raises:
-        ConfigError: no such column, or rows without a number in it; the first ones are named.
-    """
+    """The stage of every row; None without a curriculum."""
     column = args.curriculum_column
     if column is None:
         return None
@@ -42,8 +38,7 @@ def curriculum_stages(args: PromptArguments, examples: Sequence[Example]) -> np.
         for example, number in zip(examples, numbers, strict=True)
         if number is None
     ]
-    if problems:
-        raise ConfigError(*first_few(problems, f"{FLAG}: {column}: {len(problems)} rows without a number"))
+    join_problems(first_few(problems, f"{FLAG}: {column}: {len(problems)} rows without a number"))
     present = [number for number in numbers if number is not None]
     return stages(present, descending=args.curriculum_order == "descending", bins=args.curriculum_bins)
 
@@ -60,12 +55,10 @@ def as_number(value: Any) -> float | None:
 
 
 def stages(numbers: Sequence[float], *, descending: bool = False, bins: int | None = None) -> np.ndarray:
-    """The stage of each row, from 0.
+    """The stage of each row, from 0, by its difficulty.
 
-    Args:
-        numbers: difficulty of each row.
-        descending: the largest numbers come first.
-        bins: stages of about equally many rows; None makes a stage of each different number.
+    descending: the largest numbers come first. bins: stages of about equally many rows; None makes a stage of each
+    different number.
 
     >>> stages([3, 1, 2, 2], bins=2).tolist()
     [1, 0, 0, 0]

@@ -37,11 +37,7 @@ def read_local(spec: DatasetSpec) -> Iterator[Record]:
 
 
 def data_files(spec: DatasetSpec) -> list[Path]:
-    """The files of a local spec: itself, or those below the folder or its subsets; hidden ones are left out.
-
-    Raises:
-        ConfigError: an unknown suffix, or a folder without a data file.
-    """
+    """The files of a local spec: itself, or those below the folder or its subsets; hidden ones are left out."""
     root = Path(spec.target)
     parts = [root / subset for subset in spec.subsets] or [root]
     files = [file for part in parts for file in (_below(part) if part.is_dir() else [part])]
@@ -57,11 +53,7 @@ def data_files(spec: DatasetSpec) -> list[Path]:
 
 
 def read_file(file: Path) -> Iterator[Record]:
-    """The records of one file, by its suffix.
-
-    Raises:
-        ConfigError: the file cannot be opened.
-    """
+    """The records of one file, by its suffix."""
     readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
     try:
         if is_lfs_pointer(file):
@@ -244,5 +236,4 @@ def _read_parquet(file: Path) -> Iterator[Record]:
                     number += 1
                     yield plain_row(values, f"{file}:{number}")
     except pyarrow.ArrowException as error:
-        reason = first_line(error)
-        yield _damaged(file, number + 1, f"broken parquet: {reason}; write the file again")
+        yield _damaged(file, number + 1, f"broken parquet: {first_line(error)}; write the file again")

@@ -36,11 +36,7 @@ class HubRecords(Sequence[Record]):
 
 
 def load_hub(spec: DatasetSpec, *, split: str) -> tuple[Sequence[Record], list[str]]:
-    """The rows of all subsets, downloaded or from the cache, and their columns.
-
-    Args:
-        spec: a hub spec.
-        split: "train" takes the dataset's train split; "val" a validation or test split, else train.
+    """The rows of all subsets, downloaded or from the cache, and their columns; split: see `choose_split`.
 
     Raises:
         ConfigError: the id, subset or split does not exist, or the access is refused.
@@ -100,7 +96,7 @@ def _load_hugging_face(spec: DatasetSpec, subset: str | None, streaming: bool) -
         except ValueError as error:  # a wrong subset, or one that must be named
             raise _subset_problem(spec, error) from error
         except (OSError, RuntimeError) as error:  # includes the library's ConnectionError and DatasetNotFoundError
-            raise _not_loaded(spec, "Hugging Face", unreachable or _short(error)) from error
+            raise _not_loaded(spec, "Hugging Face", unreachable or first_line(error)) from error
 
 
 def _hugging_face_problem(spec: DatasetSpec) -> str | None:
@@ -126,9 +122,9 @@ def _hugging_face_problem(spec: DatasetSpec) -> str | None:
             f"(or it is private: set HF_TOKEN); check the id, {_INSTEAD}"
         ) from error
     except (HfHubHTTPError, OfflineModeIsEnabled) as error:
-        return _short(error)
+        return first_line(error)
     except Exception as error:  # the transport's errors differ between versions of the client's HTTP library
-        return f"no answer: {_short(error)}"
+        return f"no answer: {first_line(error)}"
     return None
 
 
@@ -162,7 +158,7 @@ def _load_modelscope(spec: DatasetSpec, subset: str | None, streaming: bool) -> 
     except ValueError as error:
         raise _subset_problem(spec, error) from error
     except Exception as error:  # the client raises its own HTTP, hub and bare exceptions
-        raise _not_loaded(spec, "ModelScope", _short(error)) from error
+        raise _not_loaded(spec, "ModelScope", first_line(error)) from error
     parts = loaded if hasattr(loaded, "keys") else {"train": loaded}
     return {name: data.to_hf_dataset() if hasattr(data, "to_hf_dataset") else data for name, data in parts.items()}
 
@@ -182,7 +178,7 @@ def _check_modelscope_answers(spec: DatasetSpec) -> None:
                 f"check the id, take it from Hugging Face with hf::{spec.target}, {_INSTEAD}"
             ) from error
     except OSError as error:
-        raise _not_loaded(spec, "ModelScope", f"no answer from {url}: {_short(error)}") from error
+        raise _not_loaded(spec, "ModelScope", f"no answer from {url}: {first_line(error)}") from error
 
 
 def _not_loaded(spec: DatasetSpec, hub: str, reason: str) -> ResourceError:
@@ -201,8 +197,4 @@ def _subset_problem(spec: DatasetSpec, error: ValueError) -> ConfigError:
     if names:
         hint = suggest(asked, names) if asked else f"add one, as in {spec.target}:{names[0]}; valid: {', '.join(names)}"
         return spec.wrong(f"subset {asked or 'missing'}: {hint}")
-    return spec.wrong(f"{_short(error)}; check id and subset, {_INSTEAD}")
-
-
-def _short(error: BaseException) -> str:
-    return first_line(error)
+    return spec.wrong(f"{first_line(error)}; check id and subset, {_INSTEAD}")

@@ -22,11 +22,7 @@ _COUNTER = 2**32 - 3  # keeps these random numbers apart from those of sampling,
 
 
 def interleave(sizes: Sequence[int], shares: Sequence[float], *, seed: int, strategy: str) -> list[tuple[int, int]]:
-    """(dataset, row) of each place, for datasets of `sizes` rows.
-
-    Raises:
-        ConfigError: the mixture would have more than `MOST_ROWS` rows.
-    """
+    """(dataset, row) of each place, for datasets of `sizes` rows; at most `MOST_ROWS` places."""
     likely = max(size / share for size, share in zip(sizes, shares, strict=True))
     if strategy == "all_exhausted" and likely > MOST_ROWS:
         raise ConfigError(
@@ -42,11 +38,8 @@ def mixed_stream(
 ) -> Iterator[Row]:
     """The rows of one epoch; a function of its arguments and the rows alone.
 
-    Args:
-        open_rows: reads a dataset from its beginning.
-        shares: of the datasets, above 0, adding up to 1.
-        seed: of the draws; for a stream also its epoch.
-        strategy: first_exhausted or all_exhausted.
+    open_rows: reads a dataset from its beginning. shares: above 0, adding up to 1. seed: of the draws; for a stream
+    also its epoch. strategy: first_exhausted or all_exhausted.
     """
     streams = [open_rows(index) for index in range(len(shares))]
     ahead = [next(stream, None) for stream in streams]  # one row ahead: the last row of a dataset may end the epoch

@@ -39,9 +39,10 @@ if TYPE_CHECKING:
 Split = Literal["train", "val"]
 
 Purpose = Literal["prompt", "chat", "text", "pair", "label", "steps", "judged", "document"]
-"""`prompt`: what a completion is sampled for. `chat`: prompt and answer, to be learnt from. `text`: documents.
-`pair`, `label`: answers with preferences, see `swift.data.pairs`. `steps`, `judged`: see `swift.data.steps`.
-`document`: what strided EBFT continues."""
+"""`prompt`: what a completion is sampled for; a final assistant turn is dropped, `answer` and the like stay columns.
+`chat`: prompt and answer, to be learnt from. `text`: documents, each an assistant turn. `pair`, `label`: prompts, their
+answers in columns, see `swift.data.pairs`. `steps`, `judged`: see `swift.data.steps`. `document`: what strided EBFT
+continues."""
 
 PLANS: Mapping[str, Callable[..., ColumnPlan]] = {
     "prompt": ColumnPlan,
@@ -108,20 +109,10 @@ class Table:
 
 
 def load_rows(args: DataArguments, split: Split, *, purpose: Purpose = "chat") -> Rows:
-    """The rows of one split.
+    """The rows of one split, at least one except for "val".
 
-    Args:
-        args: the data settings.
-        split: "val" means `--val_dataset`, else the part that `--split_dataset_ratio` splits off; without
-            either the result is empty.
-        purpose: "chat" gives messages that end with the assistant's answer (supervised training); "text" one
-            assistant turn that is a document (pre-training); "prompt" gives messages to be answered, with a final
-            assistant turn dropped and `answer` and the like left among the columns (reinforcement learning,
-            reward-test, infer); "pair" and "label" give prompts, and their answers in columns (preferences);
-            "steps" prompts, and the steps of their answers; "judged" chats, or the same as "steps".
-
-    Returns:
-        at least one row, except for an empty "val".
+    split: "val" means `--val_dataset`, else the part that `--split_dataset_ratio` splits off; without either the result
+    is empty. purpose: see `Purpose`.
 
     Raises:
         ConfigError: anything wrong with a dataset, file, column, or (strict) row.
@@ -147,9 +138,6 @@ def split_examples(examples: Sequence[Example], ratio: float, seed: int) -> tupl
 
     About `ratio` of the rows (at least one) go to evaluation; rows of equal content stay together, so that
     nothing is evaluated that was trained on.
-
-    Raises:
-        ConfigError: fewer than two different rows.
     """
     digests = [example.digest for example in examples]
     distinct = list(dict.fromkeys(digests))
@@ -195,8 +183,7 @@ def understood(record: Record, plan: ColumnPlan, system: str | None) -> Example 
 
 def check_undamaged(records: Iterable[Record]) -> None:
     """Raises ConfigError where files do not parse, with the first places as `file:line`."""
-    if damaged := [record for record in records if isinstance(record, BadRow) and record.damaged]:
-        raise ConfigError(*bad_rows(damaged))
+    join_problems(bad_rows([record for record in records if isinstance(record, BadRow) and record.damaged]))
 
 
 def bad_rows(bad: Sequence[BadRow]) -> list[str]:
@@ -217,22 +204,23 @@ def too_many_bad(bad: Sequence[BadRow], num_rows: int, spec: DatasetSpec, args: 
 def plan_datasets(
     specs: Sequence[DatasetSpec], tables: Sequence[Table], args: DataArguments, purpose: Purpose, report: DataReport
 ) -> list[ColumnPlan]:
-    """How the rows of each dataset are read; the mappings go into `report`.
+    """How the rows of each dataset are read; the mappings go into `report`."""
 
-    Raises:
-        ConfigError: an empty dataset, columns that do not fit, or `--columns` that name none.
-    """
+    def check(pair: tuple[DatasetSpec, Table]) -> None:
+        spec, table = pair
+        if not table.columns:
+            raise _no_rows(spec, table, [record for record in table.records if isinstance(record, BadRow)])
+
+    def plan(pair: tuple[DatasetSpec, Table]) -> ColumnPlan:
+        spec, table = pair
+        first = next((record.values for record in table.records if isinstance(record, RawRow)), {})
+        chats = [name for name, value in first.items() if is_chat(value)]
+        return PLANS[purpose](table.columns, args.columns, flag=spec.flag, name=spec.name, chats=chats)
+
     pairs = list(zip(specs, tables, strict=True))
-    each(pairs, lambda pair: _check_not_empty(*pair))
+    each(pairs, check)
     _check_names(tables, args, report)
-    renames: dict[str, str] = args.columns
-    plan = PLANS[purpose]
-    plans = each(
-        pairs,
-        lambda pair: plan(
-            pair[1].columns, renames, flag=pair[0].flag, name=pair[0].name, chats=chat_columns(pair[1].records)
-        ),
-    )
+    plans = each(pairs, plan)
     report.mappings = {spec.name: plan.line for spec, plan in zip(specs, plans, strict=True)}
     return plans
 
@@ -271,7 +259,8 @@ def _load(args: DataArguments, split: Split, purpose: Purpose) -> Rows:
     tables = each(specs, lambda spec: _open_table(spec, split, data_seed(args)))
     if name := getattr(args, "dataset_transform", None):
         _check_names(tables, args, report)
-        tables = [_transformed(table, name, args.columns) for table in tables]
+        changed = [list(transformed(table.records, name, args.columns)) for table in tables]
+        tables = [Table(rows, *filled_columns(rows)) for rows in changed]
         args = without_renames(args)
     plans = plan_datasets(specs, tables, args, purpose, report)
     report.notes += [
@@ -300,12 +289,6 @@ def _load(args: DataArguments, split: Split, purpose: Purpose) -> Rows:
     return Rows(examples, report, sizes)
 
 
-def chat_columns(records: Sequence[Record]) -> list[str]:
-    """Columns of the first row that look like chats."""
-    first = next((record for record in records if isinstance(record, RawRow)), None)
-    return [name for name, value in first.values.items() if is_chat(value)] if first else []
-
-
 def _open_table(spec: DatasetSpec, split: Split, seed: int) -> Table:
     if spec.kind == "hub":
         records, columns = load_hub(spec, split=split)
@@ -313,16 +296,6 @@ def _open_table(spec: DatasetSpec, split: Split, seed: int) -> Table:
     found = list(read_local(spec) if spec.kind == "local" else read_procedural(spec, seed=seed))
     check_undamaged(found)
     return Table(found, *filled_columns(found))
-
-
-def _transformed(table: Table, name: str, renames: Mapping[str, str]) -> Table:
-    rows = list(transformed(table.records, name, renames))
-    return Table(rows, *filled_columns(rows))
-
-
-def _check_not_empty(spec: DatasetSpec, table: Table) -> None:
-    if not table.columns:
-        raise _no_rows(spec, table, [record for record in table.records if isinstance(record, BadRow)])
 
 
 def _no_rows(spec: DatasetSpec, table: Table, bad: Sequence[BadRow]) -> ConfigError:

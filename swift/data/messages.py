@@ -32,17 +32,14 @@ ALIASES = {
 }
 """Roles of other formats."""
 
-
 _KEYS = {"role", "from"}
 
 
 def read_messages(value: Any, column: str = "messages") -> list[Message]:
     """A checked copy of a row's chat; a cell of a csv file may hold it as JSON text.
 
-    Further keys of a turn (`name`, `tool_calls`) are kept for the template, null ones dropped.
-
-    Raises:
-        RowError: with the number of the turn that is wrong.
+    Further keys of a turn (`name`, `tool_calls`) are kept for the template, null ones dropped. A RowError, here and
+    below, says what is wrong.
     """
     value = parsed(value, column)
     if not isinstance(value, list):
@@ -75,11 +72,7 @@ def is_chat(value: Any) -> bool:
 
 
 def read_tools(value: Any) -> list[dict[str, Any]]:
-    """Functions for the chat template: a list of JSON schemas, as a list or as JSON text.
-
-    Raises:
-        RowError: it is something else.
-    """
+    """Functions for the chat template: a list of JSON schemas, as a list or as JSON text."""
     value = parsed(value, "tools")
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise RowError("tools must be a list of function schemas, or JSON text of one")
@@ -87,11 +80,7 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
 
 
 def read_history(value: Any) -> list[Message]:
-    """Earlier exchanges beside a query: a list of `[query, response]`, as a list or as JSON text.
-
-    Raises:
-        RowError: it is something else.
-    """
+    """Earlier exchanges beside a query: a list of `[query, response]`, as a list or as JSON text."""
     value = parsed(value, "history")
     if not isinstance(value, list):
         raise RowError(f"history must be a list of [query, response], not {_kind(value)}")
@@ -104,11 +93,7 @@ def read_history(value: Any) -> list[Message]:
 
 
 def parsed(value: Any, column: str) -> Any:
-    """The list in a cell that holds it as JSON text, else the value itself.
-
-    Raises:
-        RowError: text that begins like a list and is no JSON.
-    """
+    """The list in a cell that holds it as JSON text, else the value itself."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
     try:
@@ -118,11 +103,7 @@ def parsed(value: Any, column: str) -> Any:
 
 
 def prompt_of(messages: list[Message]) -> list[Message]:
-    """The chat without its final assistant turn: what a completion is sampled for.
-
-    Raises:
-        RowError: nothing is left to answer.
-    """
+    """The chat without its final assistant turn: what a completion is sampled for."""
     prompt = messages[:-1] if messages[-1]["role"] == "assistant" else messages
     if not any(turn["role"] in ("user", "tool") for turn in prompt):
         raise RowError("messages have no user turn to answer")
@@ -132,11 +113,7 @@ def prompt_of(messages: list[Message]) -> list[Message]:
 
 
 def chat_of(messages: list[Message]) -> list[Message]:
-    """The chat as it is learnt from: it ends with an assistant turn.
-
-    Raises:
-        RowError: it does not, or it holds nothing but that.
-    """
+    """The chat as it is learnt from: it ends with an assistant turn, which is not all of it."""
     if messages[-1]["role"] != "assistant":
         raise RowError(f"messages end with a {messages[-1]['role']} turn; there is no final assistant turn to learn")
     prompt_of(messages)
@@ -144,11 +121,7 @@ def chat_of(messages: list[Message]) -> list[Message]:
 
 
 def with_system(messages: list[Message], row_system: str | None, flag_system: str | None) -> list[Message]:
-    """The chat with its system turn: that of the row, else that of `--system`, else none (the template's).
-
-    Raises:
-        RowError: the row has two different ones.
-    """
+    """The chat with its system turn: that of the row, else that of `--system`, else none (the template's)."""
     own = messages[0]["content"] if messages[0]["role"] in INSTRUCTIONS else None
     if own is not None:
         if row_system and row_system != own:

@@ -19,16 +19,7 @@ DEFAULT_COUNT = 500
 
 
 def read_procedural(spec: DatasetSpec, *, seed: int) -> Iterator[Record]:
-    """The `count` (default 500) rows of a task, made one by one.
-
-    Args:
-        spec: a procedural spec; a `seed` among its options wins over `seed`.
-        seed: the data seed.
-
-    Raises:
-        ConfigError: unknown task or setting (with the nearest), or a value that the task refuses.
-        ResourceError: the library is not installed.
-    """
+    """The `count` (default 500) rows of a task, made one by one; a `seed` among its options wins over `seed`."""
     task = _create(spec, seed)
     for index in range(spec.count or DEFAULT_COUNT):
         entry = task[index]

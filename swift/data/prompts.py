@@ -11,10 +11,9 @@ import multiprocessing
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swift.data.loading import Example, Rows, Split, load_rows, write_examples
+from swift.data.loading import Example, Rows, Split, load_rows
 from swift.errors import ConfigError, counted
 from swift.types import Prompt
 
@@ -40,11 +39,7 @@ class Tokenizer:
     strategy: str = "left"
 
     def ids(self, example: Example) -> list[int]:
-        """All token ids of the row's prompt, not cut.
-
-        Raises:
-            ConfigError: the chat template refuses the row; the line names `file:line`.
-        """
+        """All token ids of the row's prompt, not cut; `file:line` where the chat template refuses it."""
         try:
             return self.tokenize(example.messages, *([tools] if (tools := example.columns.get("tools")) else []))
         except ConfigError as error:
@@ -67,16 +62,7 @@ class Tokenizer:
 
 
 class PromptDataset(Sequence[Prompt]):
-    """The prompts of one split, by index.
-
-    Args:
-        rows: with purpose "prompt".
-        tokenizer: makes the ids and knows the limit.
-        num_proc: processes that tokenise when all lengths are needed at once.
-
-    Raises:
-        ConfigError: `delete` leaves no row of a dataset that had some.
-    """
+    """The prompts of one split, by index. num_proc: processes that tokenise when all lengths are needed at once."""
 
     def __init__(self, rows: Rows, tokenizer: Tokenizer, *, num_proc: int = 1) -> None:
         self.report = rows.report
@@ -103,10 +89,6 @@ class PromptDataset(Sequence[Prompt]):
         """Digest of all rows in their order: two datasets that share it give the same run."""
         return hashlib.blake2b("".join(self._digests).encode(), digest_size=8).hexdigest()
 
-    def write_jsonl(self, path: str | Path) -> None:
-        """Writes the rows so that loading the file gives the same prompts again."""
-        write_examples(self.examples, path)
-
     def _delete_long(self, num_proc: int) -> None:
         all_ids = _tokenize_all(self._tokenizer, self.examples, num_proc)
         pairs = zip(self.examples, all_ids, strict=True)
@@ -123,11 +105,7 @@ class PromptDataset(Sequence[Prompt]):
 
 
 def load_prompts(args: DataArguments, tokenizer: Tokenizer, split: Split = "train") -> PromptDataset:
-    """The prompts of `--dataset` ("train") or of `--val_dataset` or the split-off part ("val", may be empty).
-
-    Raises:
-        ConfigError, ResourceError: see `swift.data.loading.load_rows`.
-    """
+    """The prompts of `--dataset` ("train") or of `--val_dataset` or the split-off part ("val", may be empty)."""
     return PromptDataset(load_rows(args, split, purpose="prompt"), tokenizer, num_proc=args.dataset_num_proc)
 
 

@@ -15,11 +15,7 @@ JOINTS = {"assistant": "", "system": "\n\n"}
 
 
 def prompt_from(params: Any) -> list[Message]:
-    """The chat of a row's `input`, which every message enters.
-
-    Raises:
-        RowError: it is no request, or does not end where the policy is to speak.
-    """
+    """The chat of a row's `input`, which every message enters, and which ends where the policy is to speak."""
     given = params.get("input") if isinstance(params, Mapping) else None
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items or not all(isinstance(item, Mapping) for item in items):

@@ -18,15 +18,8 @@ if TYPE_CHECKING:
 class PromptStream:
     """Row indexes without end; every row exactly once per epoch.
 
-    Args:
-        size: number of rows, at least 1.
-        seed: any integer.
-        shuffle: False gives 0 .. size-1 in every epoch.
-        stages: of a curriculum, one number per row: rows of smaller ones come first in every epoch, and shuffling
-            stays inside of a stage.
-
-    Raises:
-        ConfigError: there are no rows.
+    seed: any integer. shuffle: False gives 0 .. size-1 in every epoch. stages: of a curriculum, one number per row:
+    rows of smaller ones come first in every epoch, and shuffling stays inside of a stage.
     """
 
     def __init__(self, size: int, *, seed: int, shuffle: bool, stages: np.ndarray | None = None) -> None:
@@ -54,11 +47,7 @@ class PromptStream:
         return {"epoch": self.epoch, "cursor": self.cursor, **self._settings()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes to a saved position.
-
-        Raises:
-            ConfigError: the state belongs to another number of rows, seed, shuffle setting or curriculum.
-        """
+        """Goes to a saved position, of the same number of rows, seed, shuffle setting and curriculum."""
         check_same(state, self._settings())
         self._enter(int(state["epoch"]), int(state["cursor"]))
 

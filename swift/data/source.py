@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from swift.data.arguments import PromptArguments
 from swift.data.curriculum import curriculum_stages
 from swift.data.loading import Example, data_seed
-from swift.data.placeholder import PlaceholderPrompts
 from swift.data.prompts import PromptDataset, Tokenizer, load_prompts
+from swift.data.report import DataReport
 from swift.data.sampler import PromptStream, check_same
 from swift.data.stream import ExampleStream
 from swift.types import Prompt
@@ -22,17 +22,7 @@ if TYPE_CHECKING:
 
 
 class IndexedPrompts:
-    """The prompts of a dataset in memory, without end.
-
-    Args:
-        dataset: at least one prompt.
-        seed: of the epochs' permutations.
-        shuffle: False keeps the order of the dataset.
-        stages: of a curriculum; see `PromptStream`.
-
-    Raises:
-        ConfigError: the dataset is empty.
-    """
+    """The prompts of a dataset in memory, without end, in the order of a `PromptStream`."""
 
     def __init__(self, dataset: PromptDataset, seed: int, shuffle: bool, stages: np.ndarray | None = None) -> None:
         self.dataset, self.report = dataset, dataset.report
@@ -59,15 +49,7 @@ class IndexedPrompts:
 
 
 class StreamingPrompts(ExampleStream[Prompt]):
-    """Prompts of rows that are read as they are needed; those over the limit are cut, or with `delete` passed over.
-
-    Args:
-        args: the data settings.
-        tokenizer: makes the ids and knows the limit.
-
-    Raises:
-        ConfigError, ResourceError: see `ExampleStream`.
-    """
+    """Prompts of rows that are read as they are needed; those over the limit are cut, or with `delete` passed over."""
 
     size: int | None = None
     """The length of a stream is not known."""
@@ -75,6 +57,15 @@ class StreamingPrompts(ExampleStream[Prompt]):
     def __init__(self, args: PromptArguments, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         super().__init__(args, self._prompt, purpose="prompt")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position, and the rows passed over so far."""
+        return {**super().state_dict(), "deleted": self.report.num_deleted}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `ExampleStream.load_state_dict`."""
+        super().load_state_dict(state)
+        self.report.num_deleted = int(state.get("deleted", 0))
 
     def _prompt(self, example: Example) -> Prompt | None:
         ids = self._tokenizer.ids(example)
@@ -86,16 +77,40 @@ class StreamingPrompts(ExampleStream[Prompt]):
         return Prompt(example.digest, example.messages, self._tokenizer.cut(ids), example.columns, example.is_chat)
 
 
+class PlaceholderPrompts:
+    """One prompt again and again, where others choose what is asked, and keep their own place.
+
+    The scheduler launches it, and checks sample from it.
+    """
+
+    size: int | None = None
+    """There are no epochs."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.report = DataReport()
+        self._prompt = prompt
+
+    def next(self) -> Prompt:
+        """The prompt."""
+        return self._prompt
+
+    def skip_to_epoch_end(self) -> None:
+        """There are no epochs."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing."""
+
+
 PromptSource = IndexedPrompts | StreamingPrompts | PlaceholderPrompts
 """An endless, deterministic, resumable supply of prompts."""
 
 
 def open_prompts(args: PromptArguments, tokenizer: Tokenizer) -> PromptSource:
-    """The source that `--streaming` asks for, in the order of `--data_seed` and `--dataset_shuffle`.
-
-    Raises:
-        ConfigError, ResourceError: as `load_prompts`.
-    """
+    """The source that `--streaming` asks for, in the order of `--data_seed` and `--dataset_shuffle`."""
     if args.streaming:
         return StreamingPrompts(args, tokenizer)
     dataset = load_prompts(args, tokenizer)

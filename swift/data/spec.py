@@ -61,13 +61,7 @@ class DatasetSpec:
 def parse_spec(text: str, *, use_hf: bool = False, flag: str = "--dataset") -> DatasetSpec:
     """Understands one entry; looks at the file system, never at the network.
 
-    Args:
-        text: the entry as typed.
-        use_hf: ids without prefix are looked up on Hugging Face instead of ModelScope.
-        flag: how errors call the setting.
-
-    Raises:
-        ConfigError: bad count or option, missing file (with the nearest names), not an id at all.
+    use_hf: ids without prefix are looked up on Hugging Face instead of ModelScope. flag: how errors call the setting.
 
     >>> parse_spec("AI-MO/NuminaMath-TIR#5000").count
     5000

@@ -45,15 +45,10 @@ Item = TypeVar("Item")
 class ExampleStream(Generic[Item]):
     """What is made of rows that are read as they are needed.
 
-    `#n` takes the first n rows of a dataset. Files must not change between a run and its continuation.
+    `#n` takes the first n rows of a dataset. Files must not change between a run and its continuation. Errors are those
+    of `load_rows`, for what the first rows show; later rows raise from `next`.
 
-    Args:
-        args: the data settings; `shuffle_buffer_size` rows are mixed when `dataset_shuffle` is on.
-        prepare: what is made of a row; None passes over it.
-        purpose: see `load_rows`.
-
-    Raises:
-        ConfigError, ResourceError: as `load_rows`, for what the first rows show; later rows raise from `next`.
+    prepare: what is made of a row; None passes over it.
     """
 
     def __init__(self, args: StreamArguments, prepare: Callable[[Example], Item | None], *, purpose: Purpose) -> None:
@@ -80,11 +75,7 @@ class ExampleStream(Generic[Item]):
         self._enter(0, 0)
 
     def next(self) -> Item:
-        """What is made of the next row; a new epoch begins where the rows end.
-
-        Raises:
-            ConfigError: an epoch has no usable row, a file is damaged, or (strict) a row is bad.
-        """
+        """What is made of the next row; a new epoch begins where the rows end."""
         while True:
             example = next(self._rows, None)
             if example is None:
@@ -106,11 +97,7 @@ class ExampleStream(Generic[Item]):
         return {"epoch": self._epoch, "cursor": self._drawn, "given": self._given, **self._settings()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Reads up to a saved position.
-
-        Raises:
-            ConfigError: other settings, or fewer rows than the saved run had read.
-        """
+        """Reads up to a saved position."""
         check_same(state, self._settings())
         self._enter(int(state["epoch"]), int(state["cursor"]))
         self._given = int(state["given"])
@@ -171,15 +158,13 @@ class ExampleStream(Generic[Item]):
         return understood(record, self._plans[index], self._system)
 
     def _records(self, spec: DatasetSpec) -> Iterator[Record]:
-        rows = self._rows_of(spec)
-        return transformed(rows, self._transform, self._args.columns) if self._transform else rows
-
-    def _rows_of(self, spec: DatasetSpec) -> Iterator[Record]:
         if spec.kind == "local":
-            return read_local(spec)
-        if spec.kind == "hub":
-            return stream_hub(spec, split="train")
-        return read_procedural(spec, seed=data_seed(self._args))
+            rows = read_local(spec)
+        elif spec.kind == "hub":
+            rows = stream_hub(spec, split="train")
+        else:
+            rows = read_procedural(spec, seed=self._seed)
+        return transformed(rows, self._transform, self._args.columns) if self._transform else rows
 
 
 def shuffled(rows: Iterator[Example], size: int, seed: int, epoch: int) -> Iterator[Example]:

@@ -17,11 +17,7 @@ _SHIPPED = (_PACKAGE.parent.parent / "examples", _PACKAGE / "shipped" / "example
 
 
 def resolve_system(value: str | None) -> tuple[str | None, list[str]]:
-    """The system prompt that `--system` stands for (None: there is none), and a note when a shipped file was read.
-
-    Raises:
-        ConfigError: a file that exists nowhere, is empty, or is not UTF-8 text.
-    """
+    """The system prompt that `--system` stands for (None: there is none), and a note when a shipped file was read."""
     if not value or not value.strip():
         return None, []
     name = value.strip()

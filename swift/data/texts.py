@@ -34,11 +34,7 @@ class TextPlan(ColumnPlan):
         return super().line.replace("prompt <-", "text <-", 1)
 
     def read(self, values: Mapping[str, Any], system: str | None) -> tuple[list[Message], dict[str, Any]]:
-        """One row's document and its other columns.
-
-        Raises:
-            RowError: no text, a turn of somebody else, or a system prompt.
-        """
+        """One row's document and its other columns."""
         if system:
             raise RowError("plain text has no system prompt; leave --system out")
         messages, columns = super().read(values, None)

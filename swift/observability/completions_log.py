@@ -26,10 +26,7 @@ QUEUE_BATCHES = 64
 def completion_rows(scored: ScoredRound, *, attempt: int, reward_names: Sequence[str]) -> list[dict[str, Any]]:
     """The rows of a scored round, in the order of its groups and of the completions in each.
 
-    Args:
-        scored: the round.
-        attempt: the number of this start of the run.
-        reward_names: K names, functions first, then models.
+    attempt: the number of this start of the run. reward_names: functions first, then models.
     """
     of_completions = zip(scored.rewards, scored.advantages, scored.excluded, scored.used, strict=True)
     rows: list[dict[str, Any]] = []
@@ -79,20 +76,17 @@ def turns_of(completion: Completion) -> list[dict[str, Any]] | None:
 
 def sample_line(row: Mapping[str, Any]) -> str:
     """A completion and its prompt in one line, for the console."""
-    prompt, completion = (repr(shorten(row[name], most)) for name, most in (("prompt", 60), ("completion", 160)))
+    prompt, completion = (repr(_shorten(row[name], most)) for name, most in (("prompt", 60), ("completion", 160)))
     reward = "none" if row["reward"] is None else f"{row['reward']:.3f}"
     return f"sample of step {row['step']}: {prompt} -> {completion}, reward {reward}"
 
 
-def shorten(text: str, most: int) -> str:
-    """The text, with its middle left out if it has more than `most` characters."""
+def _shorten(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
 def _prompt_text(prompt: Prompt, completion: Completion) -> str:
-    """The conversation for readers, the environment's where it wrote one: each role on a line of its own, then its
-    content.
-    """
+    """The conversation for readers, the environment's where it wrote one: a line with the role before each content."""
     episode = completion.episode
     messages = episode.messages[: episode.start] if episode is not None and episode.prompt_ids else prompt.messages
     return "\n".join(f"[{message['role']}]\n{message.get('content') or ''}" for message in messages)
@@ -108,13 +102,11 @@ class CompletionsLog:
         self._writer = JsonlWriter(path)
         self._queue_batches = queue_batches
         self._pending: deque[Future[None]] = deque()
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="completions-log")
 
     def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Hand rows over; they must not be changed afterwards."""
         self._wait(self._queue_batches)
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="completions-log")
         if rows:
             self._pending.append(self._pool.submit(self._writer.write, *rows))
 
@@ -124,13 +116,11 @@ class CompletionsLog:
         self._writer.sync()
 
     def close(self) -> None:
-        """Flush, end the thread and close the file; a later `write` starts them again."""
+        """Flush, end the thread and close the file; repeatable."""
         try:
             self._wait(0)
         finally:
-            if self._pool is not None:
-                self._pool.shutdown()
-                self._pool = None
+            self._pool.shutdown()
             self._writer.close()
 
     def _wait(self, most: int) -> None:

@@ -17,11 +17,7 @@ ALERTS = "alerts.jsonl"
 
 
 def run(resolved: Resolved) -> int:
-    """The mode: prints the alerts that count, oldest first; returns 0.
-
-    Raises:
-        ConfigError: the folder is no run.
-    """
+    """The mode: prints the alerts that count, oldest first; returns 0."""
     args: Any = resolved.args
     folder = Path(args.run).expanduser()
     if not (folder / LOGGING).is_file():

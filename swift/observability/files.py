@@ -43,11 +43,11 @@ def _reason(error: Exception, path: Path) -> str | None:
         number = int(found[1])
     elif not isinstance(error, RuntimeError) or not any(word in str(error) for word in _TORCH_WRITE_FAILED):
         return None
-    elif _free(path) < _FULL_BYTES:
+    elif free_bytes(path) < _FULL_BYTES:
         number = errno.ENOSPC
     if number in _NO_SPACE:
         return (
-            f"no space left ({_free(path)} bytes free); free some, lower --save_total_limit, or choose another "
+            f"no space left ({free_bytes(path)} bytes free); free some, lower --save_total_limit, or choose another "
             "--output_dir"
         )
     fix = "check its mount and ulimit -f" if path.parent.exists() else "its folder is gone"
@@ -55,11 +55,7 @@ def _reason(error: Exception, path: Path) -> str | None:
 
 
 def check_writable(folder: Path) -> None:
-    """Refuse an `--output_dir` in which nothing can be written, whether it exists yet or not; leaves nothing there.
-
-    Raises:
-        ConfigError: a file is in the way, or the place is read-only.
-    """
+    """Refuse an `--output_dir` in which nothing can be written, whether it exists yet or not; leaves nothing there."""
     place = folder.expanduser().absolute()
     while not place.exists():
         place = place.parent
@@ -73,7 +69,7 @@ def check_writable(folder: Path) -> None:
         raise ConfigError(f"--output_dir: {folder}: {reason}; choose another folder") from error
 
 
-def _free(path: Path) -> int:
+def free_bytes(path: Path) -> int:
     """Free bytes of the file system of `path`, which need not exist."""
     path = path.absolute()
     while not path.exists():
@@ -91,11 +87,7 @@ def fsync_file(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file by `text` (UTF-8) in one step: a reader sees the old content or the new.
-
-    Raises:
-        ResourceError: when the disk is full; the old content is then intact.
-    """
+    """Replace a file by `text` (UTF-8) in one step: a reader sees the old content or the new; so after a full disk."""
     staging = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path):
         try:
@@ -110,9 +102,5 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any, *, indent: int | None = None) -> None:
-    """Replace a file by `value` as JSON in one step; floats come back bit for bit (NaN and inf too).
-
-    Raises:
-        ResourceError: when the disk is full.
-    """
+    """Replace a file by `value` as JSON in one step; floats come back bit for bit (NaN and inf too)."""
     write_text(path, json.dumps(value, indent=indent, ensure_ascii=False) + "\n")

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from swift.errors import ConfigError, suggest
+from swift.errors import ConfigError, join_problems, suggest
 
 GROWTH_STEPS, WARM_UP_STEPS = 100, 20
 """Optimizer steps over which the growth of memory is measured, after those in which caches fill."""
@@ -232,11 +232,7 @@ RULES: dict[str, Rule] = {
 
 
 def load_rules(path: str | None) -> dict[str, Rule]:
-    """The rules with the limits of a YAML or JSON file: rule -> limit, or `false` for no such rule.
-
-    Raises:
-        ConfigError: no such file, unknown rules, values that are no limits; all problems together.
-    """
+    """The rules with the limits of a YAML or JSON file: rule -> limit, or `false` for no such rule."""
     if path is None:
         return dict(RULES)
     flag = f"--health_rules: {path}"
@@ -259,8 +255,7 @@ def load_rules(path: str | None) -> dict[str, Rule]:
         else:
             form = "[low, high]" if isinstance(RULES[name].limit, list) else "a number"
             problems.append(f"{flag}: {name}: {value}: not a limit; give {form}, or false to leave the rule out")
-    if problems:
-        raise ConfigError(*problems)
+    join_problems(problems)
     return rules
 
 

@@ -11,7 +11,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +54,7 @@ def _finite(value: Any) -> Any:
 
 
 def repair(path: Path) -> int:
-    """Cut off a last line that a kill has torn.
-
-    Returns:
-        the number of bytes removed; 0 when the file is valid, empty or missing.
-    """
+    """Cut off a last line that a kill has torn; the number of bytes removed, 0 when there is none."""
     if not path.exists() or not path.stat().st_size:
         return 0
     with path.open("rb+") as file:
@@ -91,11 +87,7 @@ class JsonlWriter:
         self._descriptor: int | None = None
 
     def write(self, *rows: Mapping[str, Any]) -> None:
-        """Append rows in one write.
-
-        Raises:
-            ResourceError: when the disk is full.
-        """
+        """Append rows in one write; a full disk is a ResourceError."""
         data = b"".join(encode_row(row) for row in rows)
         with writing(self.path):
             if self._descriptor is None:
@@ -128,11 +120,7 @@ class JsonlWriter:
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file; none when it does not exist. A torn last line is passed over.
-
-    Raises:
-        ConfigError: when a line other than a torn last one is not JSON; names file and line.
-    """
+    """The rows of a file; none when it does not exist. A torn last line is passed over, any other is a ConfigError."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -147,28 +135,14 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
                 raise ConfigError(f"{path}:{number}: {line[:60]!r}: not JSON; remove the line") from error
 
 
-def latest_attempts(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows that count: for a step that several attempts went through, those of the highest attempt.
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The rows of a logging.jsonl or completions.jsonl that count: of each step, those of its highest attempt.
 
     Rows of a step keep their order; steps ascend.
-
-    >>> latest_attempts([{"step": 4, "attempt": 1}, {"step": 5, "attempt": 1}, {"step": 5, "attempt": 2}])
-    [{'step': 4, 'attempt': 1}, {'step': 5, 'attempt': 2}]
     """
-    by_step: dict[Any, list[dict[str, Any]]] = {}
-    for row in rows:
-        same_step = by_step.setdefault(row["step"], [])
-        newest = same_step[0]["attempt"] if same_step else row["attempt"]
-        if row["attempt"] > newest:
-            same_step.clear()
-        if row["attempt"] >= newest:
-            same_step.append(dict(row))
-    return [row for step in sorted(by_step) for row in by_step[step]]
-
-
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """The rows of a logging.jsonl or completions.jsonl that count, over all attempts."""
-    return latest_attempts(read_jsonl(path))
+    rows = list(read_jsonl(path))
+    newest = {row["step"]: row["attempt"] for row in sorted(rows, key=lambda row: row["attempt"])}
+    return sorted((row for row in rows if row["attempt"] == newest[row["step"]]), key=lambda row: row["step"])
 
 
 def series(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:

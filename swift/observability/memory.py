@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,16 +42,6 @@ class MemoryFigures:
     rss: int
 
 
-@dataclass(frozen=True, slots=True)
-class Holders:
-    """Who holds how many bytes of the device; None is unknown."""
-
-    trainer: int = 0
-    optimizer: int = 0
-    engine_weights: int | None = None
-    engine_kv: int | None = None
-
-
 def measure(device: torch.device) -> MemoryFigures:
     """The figures of now; cheap, and without waiting for the device."""
     import psutil
@@ -71,20 +62,12 @@ def measure(device: torch.device) -> MemoryFigures:
     return MemoryFigures(str(device), None, None, available_bytes(), rss)
 
 
-def memory_line(step: int, phase: str, figures: MemoryFigures, holders: Holders, freed: int) -> str:
-    """The line of the module's docstring."""
-    values = {
-        "alloc": figures.alloc,
-        "reserved": figures.reserved,
-        "free": figures.free,
-        "rss": figures.rss,
-        "trainer": holders.trainer,
-        "optim": holders.optimizer,
-        "engine_w": holders.engine_weights,
-        "engine_kv": holders.engine_kv,
-        "freed": freed,
-    }
-    numbers = " ".join(f"{name}={_mib(value)}" for name, value in values.items())
+def memory_line(step: int, phase: str, figures: MemoryFigures, held: Mapping[str, int | None], freed: int) -> str:
+    """The line of the module's docstring; held: bytes from `trainer` to `engine_kv`, None where unknown."""
+    now = {name: getattr(figures, name) for name in ("alloc", "reserved", "free", "rss")}
+    values = {**now, **held, "freed": freed}
+    shown = {name: "-" if value is None else round(value / MIB) for name, value in values.items()}
+    numbers = " ".join(f"{name}={value}" for name, value in shown.items())
     return f"mem step={step} phase={phase} dev={figures.device} {numbers}"
 
 
@@ -98,7 +81,3 @@ def freed_between(before: MemoryFigures, after: MemoryFigures) -> int:
 def too_little(freed: int, expected: int) -> bool:
     """Whether so little was freed that something must be wrong; small expectations are never judged."""
     return expected >= TOO_SMALL and freed < ENOUGH * expected
-
-
-def _mib(value: int | None) -> str:
-    return "-" if value is None else str(round(value / MIB))

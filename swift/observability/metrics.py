@@ -99,22 +99,12 @@ class MetricStore:
 
     # --- collecting -----------------------------------------------------------------------------------------------
 
-    def add(self, name: str, value: float, *, weight: float = 1.0, kind: Kind | None = None) -> None:
-        """Fold a value into the current step; NaN and infinities are kept.
-
-        Args:
-            name: as logged.
-            value: a number.
-            weight: for means: how much the value counts. 0 is ignored.
-            kind: None means `kind_of(name)`; a name that had another one before is a ValueError.
-        """
-        kind = kind or kind_of(name)
-        if weight == 0:
-            return
-        self._step.combine(name, kind, float(value) * weight if kind == "mean" else float(value), weight)
+    def add(self, name: str, value: float, *, kind: Kind | None = None) -> None:
+        """Fold a value into the current step, by default as `kind_of(name)`; NaN and infinities are kept."""
+        self._step.combine(name, kind or kind_of(name), float(value))
 
     def add_many(self, values: Mapping[str, float]) -> None:
-        """Fold several values, each with weight 1."""
+        """Fold several values."""
         for name, value in values.items():
             self.add(name, value)
 
@@ -147,11 +137,7 @@ class MetricStore:
     # --- steps and windows ----------------------------------------------------------------------------------------
 
     def commit(self, step: int) -> dict[str, float]:
-        """End an optimizer step: its values, with `step_time` and `time/<phase>` in seconds, join the window.
-
-        Returns:
-            the step's own values.
-        """
+        """End an optimizer step: its values, with `step_time` and `time/<phase>`, join the window, and are returned."""
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"step {step} was committed after step {self._last_step}")
         now = self._clock()

@@ -47,12 +47,8 @@ def smooth(values: Sequence[float]) -> list[float]:
     return result
 
 
-def write_plots(rows: Rows, folder: Path) -> list[Path]:
-    """Draw every picture that rows of logging.jsonl have values for into `folder`, made when there is one.
-
-    Raises:
-        ResourceError: when the disk is full.
-    """
+def write_plots(rows: Rows, folder: Path) -> None:
+    """Draw every picture that rows of logging.jsonl have values for into `folder`, made when there is one."""
     train = [row for row in rows if not any(key.startswith("eval_") for key in row)]
     evaluation = [row for row in rows if any(key.startswith("eval_") for key in row)]
     functions = _function_keys(train)
@@ -85,13 +81,9 @@ def write_plots(rows: Rows, folder: Path) -> list[Path]:
             ("learning rate", {"learning_rate": "learning_rate"}, {}),
         ],
     }
-    written = [
-        path
-        for name, parts in panels.items()
-        if (path := _draw_panels(folder / f"{name}.png", parts, train, evaluation)) is not None
-    ]
-    time_path = _draw_time(folder / "time.png", train)
-    return [*written, time_path] if time_path is not None else written
+    for name, parts in panels.items():
+        _draw_panels(folder / f"{name}.png", parts, train, evaluation)
+    _draw_time(folder / "time.png", train)
 
 
 def _with_evaluation(keys: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
@@ -122,7 +114,7 @@ def _panels(count: int, height_in: float) -> list[Axes]:
     return list(figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0])
 
 
-def _draw_panels(path: Path, parts: Sequence[Panel], train: Rows, evaluation: Rows) -> Path | None:
+def _draw_panels(path: Path, parts: Sequence[Panel], train: Rows, evaluation: Rows) -> None:
     """One picture of panels on top of each other; those without a value are left out."""
     filled = []
     for title, keys, eval_keys in parts:
@@ -132,7 +124,7 @@ def _draw_panels(path: Path, parts: Sequence[Panel], train: Rows, evaluation: Ro
         if curves:
             filled.append((title, curves))
     if not filled:
-        return None
+        return
     panels = _panels(len(filled), _PANEL_HEIGHT_IN)
     for axes, (title, curves) in zip(panels, filled, strict=True):
         for number, (label, steps, values, is_evaluation) in enumerate(curves):
@@ -146,7 +138,7 @@ def _draw_panels(path: Path, parts: Sequence[Panel], train: Rows, evaluation: Ro
         if len(curves) > 1:
             axes.legend(loc="best", fontsize="small", framealpha=0.7)
     panels[-1].set_xlabel("optimizer step")
-    return _save(panels[-1].figure, path)
+    _save(panels[-1].figure, path)
 
 
 def _draw_curve(
@@ -160,7 +152,7 @@ def _draw_curve(
     axes.plot(steps, smooth(values), label=label, **style)
 
 
-def _draw_time(path: Path, rows: Rows) -> Path | None:
+def _draw_time(path: Path, rows: Rows) -> None:
     """Seconds of a step, stacked by phase; what no phase accounts for is "other".
 
     A bar is as wide as the steps whose mean it is. Evaluation and saving follow a step that is logged, so they are in
@@ -169,7 +161,7 @@ def _draw_time(path: Path, rows: Rows) -> Path | None:
     timed = [row for row in rows if isinstance(row.get("step_time"), int | float)]
     names = [name for name in PHASES if any(f"time/{name}" in row for row in timed)]
     if not timed or not names:
-        return None
+        return
     layers = {name: [float(row.get(f"time/{name}") or 0.0) for row in timed] for name in names}
     known = [math.fsum(seconds) for seconds in zip(*layers.values(), strict=True)]
     layers["other"] = [max(0.0, float(row["step_time"]) - used) for row, used in zip(timed, known, strict=True)]
@@ -192,7 +184,7 @@ def _draw_time(path: Path, rows: Rows) -> Path | None:
     axes.set_ylim(0.0, max(max(heights) * 1.2, 1e-9))  # room for the legend above the bars
     axes.set_xlabel("optimizer step")
     axes.legend(loc="upper left", fontsize="small", framealpha=0.7, ncols=len(layers) + len(BETWEEN_STEPS))
-    return _save(axes.figure, path)
+    _save(axes.figure, path)
 
 
 def _finish(axes: Axes, title: str, steps: Sequence[int]) -> None:
@@ -210,7 +202,7 @@ def _finish(axes: Axes, title: str, steps: Sequence[int]) -> None:
         axes.set_xlim(min(low, first - 1), max(high, last + 1))
 
 
-def _save(figure: Any, path: Path) -> Path:
+def _save(figure: Any, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     canvas = FigureCanvasAgg(figure)
@@ -222,4 +214,3 @@ def _save(figure: Any, path: Path) -> Path:
             staging.replace(path)
         finally:
             staging.unlink(missing_ok=True)
-    return path

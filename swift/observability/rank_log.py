@@ -27,11 +27,7 @@ class _LogFile(logging.FileHandler):
 
 
 class RankLog:
-    """Writes logs/attempt-<k>/rank-<r>.log until it is closed.
-
-    Args:
-        path: the file; appended to.
-    """
+    """Appends to logs/attempt-<k>/rank-<r>.log until it is closed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -60,10 +60,8 @@ def library_versions() -> dict[str, str]:
 class RunDirectory:
     """One run's folder; at most one process holds it open.
 
-    Args:
-        output_dir: as given by the user.
-        add_version: make a new v<N>-<date>-<time> folder inside; false uses `output_dir` itself.
-        resume_run: the existing run folder to continue in; `output_dir` and `add_version` then do not matter.
+    add_version: make a new v<N>-<date>-<time> folder inside `output_dir`; false uses it itself. resume_run: the
+    existing run folder to continue in; `output_dir` and `add_version` then do not matter.
     """
 
     def __init__(self, output_dir: str | Path, *, add_version: bool = True, resume_run: Path | None = None) -> None:
@@ -97,13 +95,9 @@ class RunDirectory:
     ) -> Path:
         """Create or reopen the folder, take its lock and record the start.
 
-        Args:
-            argv: the command line; secrets are masked here.
-            settings: the content of args.json, secrets already masked.
-            config_file: copied beside args.json under its own name, its secrets masked.
-            changed: settings that differ from those of the checkpoint, as (then, now).
-            start_step: optimizer steps already done.
-            now: the time of the start; None asks the clock.
+        argv: secrets are masked here. settings: the content of args.json, secrets already masked. config_file: copied
+        beside args.json under its own name, its secrets masked. changed: settings that differ from those of the
+        checkpoint, as (then, now). start_step: optimizer steps already done. now: None asks the clock.
 
         Raises:
             ResourceError: when another live process holds the folder, or the disk is full.

@@ -26,13 +26,9 @@ def summarise(
     best_checkpoint: Path | None = None,
     last_checkpoint: Path | None = None,
 ) -> str:
-    """The summary shown when a run ends, several lines.
+    """The summary shown when a run ends, several lines; of `run_dir` only what exists is listed.
 
-    Args:
-        rows: of logging.jsonl, those that count.
-        run_dir: the run's folder; only what exists in it is listed.
-        best_checkpoint: by the metric the run was told to watch.
-        last_checkpoint: the newest.
+    rows: of logging.jsonl, those that count. best_checkpoint: by the metric the run was told to watch.
     """
     parts = [_headline(rows), *_rewards(rows), *_sampler(rows), *_time_table(rows)]
     return "\n".join([*parts, *_places(run_dir, best_checkpoint, last_checkpoint)])

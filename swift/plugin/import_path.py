@@ -25,16 +25,9 @@ def is_import_path(name: str) -> bool:
 
 
 def register_import_path(registry: Registry, name: str, *, flag: str, path: str | None = None) -> None:
-    """Registers what an import path leads to, under `name`.
+    """Registers what an import path leads to, under `name`; a ConfigError if nothing can be called there.
 
-    Args:
-        registry: where.
-        name: as typed.
-        flag: the setting, for messages: "--reward_funcs".
-        path: the import path where it is not the name.
-
-    Raises:
-        ConfigError: no such module or attribute, it cannot be called, or the import raises.
+    flag: the setting, for messages: "--reward_funcs". path: the import path where it is not the name.
     """
     module_name, _, attribute = (path or name).rpartition(".")
     module = _import(module_name, f"{flag}: {name}")
@@ -67,18 +60,12 @@ def _import(module: str, subject: str) -> Any:
             raise ConfigError(
                 f"{subject}: no module {missing!r} in {Path.cwd()} or among installed packages; {fix}"
             ) from error
-        raise ConfigError(f"{subject}: {_place(error)}: raised while it was imported: {_last_line(error)}") from error
-
-
-def _place(error: BaseException) -> str:
-    if isinstance(error, SyntaxError):
-        return f"{error.filename}:{error.lineno}"
-    frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith("<frozen")]
-    return f"{frames[-1].filename}:{frames[-1].lineno}"
-
-
-def _last_line(error: BaseException) -> str:
-    return traceback.format_exception_only(error)[-1].strip()
+        frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith("<frozen")]
+        wrong: Any = error if isinstance(error, SyntaxError) else frames[-1]
+        last_line = traceback.format_exception_only(error)[-1].strip()
+        raise ConfigError(
+            f"{subject}: {wrong.filename}:{wrong.lineno}: raised while it was imported: {last_line}"
+        ) from error
 
 
 @contextmanager

@@ -33,15 +33,9 @@ _loaded: dict[str, Recorded] = {}  # module name -> what the plugin registered
 
 
 def load_external_plugins(paths: Sequence[str | Path]) -> list[ModuleType]:
-    """Imports the plugin files in order and registers what they define.
+    """Imports the plugin files in order and registers what they define; one module per distinct file.
 
     A file that this process has imported before is not run again; its entries are registered anew.
-
-    Args:
-        paths: `.py` files, relative to the working folder.
-
-    Returns:
-        One module per distinct file.
 
     Raises:
         ConfigError: with one problem per file that is missing, is no Python file, has a syntax error,

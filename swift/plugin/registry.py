@@ -74,10 +74,8 @@ class Registration:
 class Registry(MutableMapping[str, Any]):
     """A mapping of named parts that knows who registered what.
 
-    Args:
-        key: the name that users import: "orms".
-        kind: what the entries are, for messages: "reward function".
-        home: module that registers the built-in entries, or package whose modules do; None for none.
+    key: the name that users import: "orms". kind: what the entries are, for messages: "reward function". home: module
+    that registers the built-in entries, or package whose modules do.
     """
 
     def __init__(self, key: str, kind: str, home: str | None = None) -> None:
@@ -95,11 +93,9 @@ class Registry(MutableMapping[str, Any]):
         return self._registered
 
     def register(self, name: str, *, parameters: type | None = None) -> Callable[[Entry], Entry]:
-        """A decorator that registers a class or function under `name`.
+        """A decorator that registers a class or function under `name`, as users write it on the command line.
 
-        Args:
-            name: as users write it on the command line.
-            parameters: dataclass of the entry's own settings, one `swift.flags.flag` per field.
+        parameters: dataclass of the entry's own settings, one `swift.flags.flag` per field.
         """
         origin = _origin()
 
@@ -174,11 +170,7 @@ def _origin() -> str:
 
 @contextmanager
 def registering(origin: str) -> Iterator[Recorded]:
-    """Entries that are assigned inside the block, in any registry, come from `origin`, a plugin's path.
-
-    Yields:
-        The entries assigned so far inside the block.
-    """
+    """Entries that are assigned inside the block, in any registry, come from `origin`, a plugin's path; yields them."""
     global _loading, _recording
     before = _loading, _recording
     _loading, _recording = origin, {}

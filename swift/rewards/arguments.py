@@ -49,7 +49,6 @@ class RewardArguments:
     """Number of reward processes per node."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with these settings, one line each."""
         if self.NEEDS_REWARD and not self.reward_funcs and not self.reward_model:
             yield "--reward_funcs: none: nothing to score completions with; give --reward_funcs or --reward_model"
         rewards = [*self.reward_funcs, *self.reward_model]

@@ -8,13 +8,13 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import PurePath
 from typing import Any
 
 from swift.data.spec import each
 from swift.errors import join_problems, nearest
-from swift.flags import aliases_of
+from swift.flags import spellings_of
 from swift.plugin import orms
 from swift.plugin.import_path import is_import_path, register_import_path
 from swift.plugin.registry import Registration
@@ -30,14 +30,9 @@ TRL_FUNCTIONS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_r
 
 
 def read_signatures(args: Any, flags: Mapping[str, Any]) -> list[Signature]:
-    """The signatures of `reward_funcs`, in order.
+    """The signatures of `reward_funcs`, in order, whose plugins are loaded; a ConfigError has every problem found.
 
-    Args:
-        args: with `reward_funcs` and `reward_model`; plugins are loaded already.
-        flags: all flags by name, for the constructors of classes.
-
-    Raises:
-        ConfigError: with every problem found.
+    flags: all flags by name, for the constructors of classes.
     """
     functions = [str(name) for name in args.reward_funcs]
     known = [name for name in functions if is_known(name)]
@@ -59,11 +54,7 @@ def is_known(name: str) -> bool:
 
 
 def find(name: str) -> Registration:
-    """The entry of a reward function, registered by its import path if need be.
-
-    Raises:
-        ConfigError: the import path leads nowhere.
-    """
+    """The entry of a reward function, registered by its import path if need be."""
     if name not in orms:
         path = f"trl.rewards.{name}" if name in TRL_FUNCTIONS else name
         register_import_path(orms, name, flag="--reward_funcs", path=path)
@@ -99,11 +90,8 @@ def _read(name: str, found: Registration, flags: Mapping[str, Any]) -> Signature
     entry = found.entry
     signature = contract.signature_of(name, entry, origin=found.origin)
     if signature.without_self:
-        logger.warning(
-            "warning: reward function %s: __call__ has no self (%s); called as a static method",
-            name,
-            signature.where,
-        )
+        said = "warning: reward function %s: __call__ has no self (%s); called as a static method"
+        logger.warning(said, name, signature.where)
     elif inspect.isclass(entry):
         contract.constructor_arguments(name, entry, {**flags, "args": None, "tokenizer": None})
     return signature
@@ -113,5 +101,5 @@ def run_flags(args: Any) -> dict[str, Any]:
     """The settings of a run by canonical name and by alias: of a dataclass, or the attributes of a namespace."""
     if not is_dataclass(args):
         return dict(vars(args))
-    named = {item.name: getattr(args, item.name) for item in fields(args)}
-    return {alias: named[name] for alias, name in aliases_of(type(args)).items()} | named
+    cls: Any = type(args)
+    return {spelling: getattr(args, name) for spelling, name in spellings_of(cls).items()}

@@ -55,11 +55,7 @@ class Signature:
 
 
 def signature_of(name: str, entry: Any, *, origin: str = SESSION) -> Signature:
-    """Reads the signature of a registry entry, which `origin` registered, without building it.
-
-    Raises:
-        ConfigError: for an entry that cannot be called with completions, or an unknown `scope`.
-    """
+    """Reads the signature of a registry entry, which `origin` registered, without building it."""
     function, skip, without_self = _call_target(name, entry)
     where = location(entry)
     scope = getattr(entry, "scope", "sample")
@@ -119,11 +115,7 @@ def location(entry: Any) -> str:
 
 
 def constructor_arguments(name: str, entry: type, available: Mapping[str, Any]) -> dict[str, Any]:
-    """What a class is built with, by parameter name, out of `available`: flags, `args` and `tokenizer`.
-
-    Raises:
-        ConfigError: for a parameter that is not available and has no default.
-    """
+    """What a class is built with, by parameter name, out of `available`: flags, `args` and `tokenizer`."""
     chosen: dict[str, Any] = {}
     for parameter in inspect.signature(entry).parameters.values():
         if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
@@ -202,15 +194,10 @@ def _environment_reward(completion: Completion) -> float | None:
 
 
 def read_values(result: Any, count: int) -> list[float | None]:
-    """The returned values as floats; NaN and infinities stay as they are.
+    """The returned values of `count` completions as floats; NaN and infinities stay as they are.
 
-    Args:
-        result: a list, tuple, array or tensor with one entry per completion: a number, bool, 0-d array or
-            tensor, or None.
-        count: number of completions.
-
-    Raises:
-        ContractBroken: wrong length or type, with what was seen.
+    result: a list, tuple, array or tensor of numbers, bools, 0-d arrays or tensors, or None. Anything else, or another
+    length, is a `ContractBroken`.
     """
     if isinstance(result, str | bytes | Mapping) or not hasattr(result, "__len__"):
         raise ContractBroken(f"returned {type(result).__name__}, not one value per completion")
@@ -222,11 +209,7 @@ def read_values(result: Any, count: int) -> list[float | None]:
 
 
 def read_outcome(result: Any, count: int, logged: Logged) -> Outcome:
-    """The outcome of a call that returned `result` and has logged something.
-
-    Raises:
-        ContractBroken: as `read_values`; a logged column of another length.
-    """
+    """The outcome of a call that returned `result` and has logged something; see `read_values`."""
     values = read_values(result, count)
     for name, column in logged.columns.items():
         if len(column) != count:

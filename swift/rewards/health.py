@@ -77,11 +77,7 @@ class _Behaviour:
 
 
 class RewardHealth:
-    """Counts, warns and stops; see the module's docstring.
-
-    Args:
-        names: of functions and models, in the order of the score columns.
-    """
+    """Counts, warns and stops. names: of functions and models, in the order of the score columns."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = list(names)
@@ -124,11 +120,7 @@ class RewardHealth:
         return new
 
     def end_batch(self, records: Sequence[GroupRecord]) -> None:
-        """Checks one generation batch.
-
-        Raises:
-            RewardError: naming every function that failed on all samples of the last batches.
-        """
+        """Checks one generation batch; a RewardError names functions that failed on all samples of the last ones."""
         samples = sum(len(record.scores.values) for record in records)
         if samples == 0:
             return

@@ -37,15 +37,7 @@ class RewardModelSource:
 
 
 def find_reward_models(args: Any) -> list[RewardModelSource]:
-    """Resolves and checks `reward_model` before anything heavy is loaded (configs are read, no weights).
-
-    Args:
-        args: with `reward_model`, `reward_model_revision`, `reward_adapters` (lists), `use_hf`.
-
-    Raises:
-        ConfigError: unknown folders, more than one label, a causal model without a score head.
-        ResourceError: a hub's client package is not installed.
-    """
+    """Resolves and checks `reward_model` before anything heavy is loaded: configs are read, no weights."""
     from swift.models.source import adapter_folder, find_base, find_folder, is_adapter
 
     models = [str(model) for model in args.reward_model]
@@ -316,15 +308,7 @@ class RewardModels:
 
 
 def load_reward_models(args: Any, *, device: torch.device | str) -> RewardModels | None:
-    """Loads the models of `reward_model`; None when there are none.
-
-    Args:
-        args: as for `find_reward_models`, and `torch_dtype`, `trust_remote_code`.
-        device: where they compute.
-
-    Raises:
-        ConfigError, ResourceError: see `find_reward_models` and `RewardModel`.
-    """
+    """Loads the models of `reward_model` onto `device`; None when there are none."""
     from swift.models.policy import pick_dtype
 
     sources = find_reward_models(args)

@@ -17,13 +17,9 @@ Payload = Mapping[str, Any]
 class LoadSpec:
     """What a worker builds before its first call.
 
-    Attributes:
-        functions: names in the registry; jobs refer to them by position.
-        plugins: plugin files, absolute.
-        flags: the settings of the run by canonical name and by alias.
-        tokenizer: folder of the policy's tokenizer, for classes that ask for it.
-        timeout_s: limit of a call.
-        memory_bytes: limit of the worker's own memory; None means no limit.
+    functions: names in the registry; jobs refer to them by position. plugins: files, absolute. flags: the settings of
+    the run by canonical name and by alias. tokenizer: folder of the policy's, for classes that ask for it. timeout_s:
+    limit of a call. memory_bytes: of the worker's own memory; None is no limit.
     """
 
     functions: list[str]

@@ -10,6 +10,7 @@ Every group ends exactly once: its future gets scores, or the error that broke t
 from __future__ import annotations
 
 import asyncio
+import statistics
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -23,7 +24,6 @@ from swift.rewards.catalogue import model_names, read_signatures, run_flags
 from swift.rewards.contract import Signature, group_keywords
 from swift.rewards.health import Failure, GroupRecord, RewardHealth
 from swift.rewards.payload import Job, LoadSpec, Outcome, Payload, call_seed, is_finite
-from swift.rewards.scores import exclude_without_reward, statistics
 from swift.rewards.trl_convention import logged_means
 from swift.rewards.workers import WorkerPool, memory_limit, worker_share
 from swift.types import GroupScores, Prompt, RolloutGroup, TrainerProgress
@@ -42,16 +42,10 @@ PATIENCE = 4
 class RewardPipeline:
     """The reward functions and models of a run.
 
-    Args:
-        args: the settings of `RewardArguments`, and whatever flags the functions read.
-        seed: of the run; random generators inside functions are seeded from it, per group.
-        max_completion_length: in tokens; default of the length rewards.
-        decode: token ids -> text, to see whether the prompt's template opened `<think>`; None: it did not.
-        tokenizer_path: folder of the policy's tokenizer, for plugins that ask for one.
-        reward_models: scores the columns after the functions; None when `reward_model` is empty.
-
-    Raises:
-        ConfigError: for unknown, repeated or unusable functions and plugins.
+    seed: random generators inside functions are seeded from it, per group. max_completion_length: in tokens; default of
+    the length rewards. decode: token ids -> text, to see whether the prompt's template opened `<think>`; None: it did
+    not. tokenizer_path: folder of the policy's, for plugins that ask for one. reward_models: score the columns after
+    the functions; None when `reward_model` is empty.
     """
 
     def __init__(
@@ -123,16 +117,15 @@ class RewardPipeline:
         self.close()
 
     def submit(self, group: RolloutGroup, progress: TrainerProgress) -> Future[GroupScores]:
-        """Scores one group in the background.
-
-        The columns of reward models stay None until `add_model_scores`. A "batch" function sees this group
-        as its whole batch; use `submit_batch` where `needs_whole_batch`. The future raises a `SwiftError` when the
-        functions cannot be called at all.
-        """
+        """Scores one group in the background; where `needs_whole_batch` use `submit_batch`."""
         return self.submit_batch([group], progress)[0]
 
     def submit_batch(self, groups: Sequence[RolloutGroup], progress: TrainerProgress) -> list[Future[GroupScores]]:
-        """Scores the groups of a generation batch in the background, one future each."""
+        """Scores the groups of a generation batch in the background, one future each.
+
+        The columns of reward models stay None until `add_model_scores`. A future raises a `SwiftError` when the
+        functions cannot be called at all.
+        """
         if len(self.names) > len(self._functions) and self._models is None:
             raise RuntimeError("the run names reward models, but this pipeline was built without them")
         records = [self._new_record(group) for group in groups]
@@ -147,11 +140,7 @@ class RewardPipeline:
         ]
 
     def score(self, groups: Sequence[RolloutGroup], progress: TrainerProgress) -> list[GroupScores]:
-        """Scores groups and waits, reward models included; call it on the main thread.
-
-        Raises:
-            SwiftError: when the functions cannot be called at all.
-        """
+        """Scores groups and waits, reward models included; call it on the main thread."""
         futures = self.submit_batch(groups, progress)
         return self.add_model_scores(groups, [future.result() for future in futures])
 
@@ -167,7 +156,7 @@ class RewardPipeline:
                         group_scores.values[sample][column] = value
                     elif group_scores.excluded[sample] is None:
                         group_scores.excluded[sample] = f"not_finite: {self.names[column]}"
-            exclude_without_reward(group_scores)
+            _exclude_without_reward(group_scores)
         return list(scores)
 
     def drain_metrics(self, groups: Sequence[RolloutGroup] | None = None) -> dict[str, float]:
@@ -179,7 +168,9 @@ class RewardPipeline:
         step to keep groups that were scored ahead out of its metrics.
         """
         records = self._find_records(groups, forget=True)
-        metrics = logged_means(one.metrics for one in records) | statistics(self.names, [one.scores for one in records])
+        metrics = logged_means(one.metrics for one in records) | _statistics(
+            self.names, [one.scores for one in records]
+        )
         for name in self._functions:
             metrics[f"health/reward_failed/{name}"] = float(sum(one.failed(name) for one in records))
             metrics[f"health/reward_timeout/{name}"] = float(sum(one.failed(name, "timeout") for one in records))
@@ -193,8 +184,7 @@ class RewardPipeline:
     def end_batch(self, groups: Sequence[RolloutGroup] | None = None) -> None:
         """Checks a generation batch (None: all scored since the last `drain_metrics`), once, before `drain_metrics`.
 
-        Raises:
-            RewardError: a function failed on every sample of three batches in a row.
+        A RewardError: a function failed on every sample of three batches in a row.
         """
         self._health.end_batch(self._find_records(groups))
 
@@ -203,15 +193,9 @@ class RewardPipeline:
         return self._health.diagnosis()
 
     def self_check(self, rows: Sequence[Prompt], *, max_steps: int = 0) -> None:
-        """The start-up call: columns, ground truths and one real call of every function on the first rows.
+        """The start-up call: columns, ground truths and a real call of every function on the first of `rows`.
 
-        Args:
-            rows: the first rows of the data set (up to 64 are read, the first few are scored).
-            max_steps: shown to the functions in `trainer_state`.
-
-        Raises:
-            ConfigError: missing columns; all rows without a ground truth.
-            RewardError: a function breaks its contract, or fails on every ground truth.
+        Refuses a function that breaks its contract, or fails on every ground truth. max_steps: for `trainer_state`.
         """
         self.check_columns(rows)
         progress = TrainerProgress(global_step=0, max_steps=max_steps, epoch=0.0)
@@ -230,8 +214,7 @@ class RewardPipeline:
     ) -> dict[str, list[Outcome]]:
         """Calls every function (or those in `only`) on every group, alone, without metrics or re-runs.
 
-        Returns:
-            name -> outcomes, one per group; a value that is no finite number is a failure.
+        Name -> outcomes, one per group; a value that is no finite number is a failure.
         """
         wanted = [k for k, name in enumerate(self._functions) if only is None or name in only]
         payloads = [self._payload([group], progress) for group in groups]
@@ -299,8 +282,7 @@ class RewardPipeline:
     def _bound_hangs(self, function: int, outcome: Outcome, group_id: str) -> None:
         """Ends a function whose calls all hang: three batches of them would take very long. Awaited ones hang together.
 
-        Raises:
-            RewardError: it timed out so many times, in several groups, without a result in between.
+        That is after so many time-outs, in several groups, without a result in between.
         """
         hung = self._hung[function]
         if outcome.kind != "timeout" or self.signatures[function].is_async:
@@ -348,7 +330,7 @@ class RewardPipeline:
         for failure in reversed(record.failures):  # the first function that failed is the reason
             scores.excluded[failure.sample] = f"{failure.kind}: {failure.name}"
         if self._models is None:
-            exclude_without_reward(scores)
+            _exclude_without_reward(scores)
         with self._records_lock:
             self._records[group.group_id] = record
             if len(self._records) > _KEPT_RECORDS:
@@ -390,3 +372,24 @@ class RewardPipeline:
             for key in keys if forget else ():
                 self._records.pop(key, None)
         return found
+
+
+def _exclude_without_reward(scores: GroupScores) -> None:
+    """Marks the samples to which no function applied; other exclusions keep their reason."""
+    for index, row in enumerate(scores.values):
+        if row and scores.excluded[index] is None and all(value is None for value in row):
+            scores.excluded[index] = "no_reward"
+
+
+def _statistics(names: Sequence[str], scores: Sequence[GroupScores]) -> dict[str, float]:
+    """`rewards/<name>/{mean,std}` over all samples with a value; std with n - 1, 0 for one sample.
+
+    A function that applied to no sample has no entry.
+    """
+    result: dict[str, float] = {}
+    for column, name in enumerate(names):
+        values = [value for group in scores for row in group.values if (value := row[column]) is not None]
+        if values:
+            result[f"rewards/{name}/mean"] = statistics.fmean(values)
+            result[f"rewards/{name}/std"] = statistics.stdev(values) if len(values) > 1 else 0.0
+    return result

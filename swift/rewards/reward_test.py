@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError, suggest
-from swift.rewards.adversarial import adversarial_texts
 from swift.rewards.payload import Outcome
 from swift.rewards.pipeline import RewardPipeline
-from swift.rewards.selfcheck import made_up_group, truth_forms, truth_of
+from swift.rewards.selfcheck import adversarial_texts, made_up_group, truth_forms, truth_of
 from swift.types import Prompt, TrainerProgress
 
 if TYPE_CHECKING:
@@ -84,11 +83,7 @@ class Report:
 
 
 def run(resolved: Resolved) -> int:
-    """Runs the mode with resolved arguments, prints the report and returns the exit code.
-
-    Raises:
-        ConfigError: wrong flags, data sets or completion files.
-    """
+    """The mode: prints the report and returns the exit code."""
     args: Any = resolved.args
     rows = load_prompts(args)
     report = examine(args, rows, read_completions(args.completions, rows) if args.completions else [])
@@ -99,11 +94,7 @@ def run(resolved: Resolved) -> int:
 
 
 def load_prompts(args: Any) -> list[Prompt]:
-    """The first `rows` rows of the data set, as prompts without tokens; [] without a data set.
-
-    Raises:
-        ConfigError: as `swift.data.loading.load_rows`; a `gold_column` that the rows lack.
-    """
+    """The first `rows` rows of the data set, as prompts without tokens; [] without a data set."""
     from swift.data.loading import load_rows
 
     if not args.dataset:
@@ -119,11 +110,7 @@ def load_prompts(args: Any) -> list[Prompt]:
 
 
 def read_completions(given: str, rows: Sequence[Prompt]) -> list[tuple[Prompt, str]]:
-    """Completions of an old run (`--completions`), each with its row: by prompt_id, else by its own columns.
-
-    Raises:
-        ConfigError: a missing file, or a line that is no object with a `completion`.
-    """
+    """Completions of an old run (`--completions`), each with its row: by prompt_id, else by its own columns."""
     if not Path(given).is_file():
         raise ConfigError(f"--completions: {given}: no such file; give the completions.jsonl of a run")
     by_id = {prompt.prompt_id: prompt for prompt in rows}
@@ -145,11 +132,7 @@ def _read_completion(line: str, where: str, by_id: Mapping[str, Prompt]) -> tupl
 
 
 def examine(args: Any, rows: Sequence[Prompt], given: Sequence[tuple[Prompt, str]] = ()) -> Report:
-    """Scores true, adversarial and given texts of `rows` with the functions of `args`.
-
-    Raises:
-        ConfigError: functions, plugins or columns that do not fit.
-    """
+    """Scores true, adversarial and given texts of `rows` with the functions of `args`."""
     samples = row_samples(rows, [truth_of(prompt, args.gold_column) for prompt in rows])
     samples += [
         Sample(row, prompt, "given", "given", text) for row, (prompt, text) in enumerate(given, start=len(rows))
@@ -178,14 +161,10 @@ def row_samples(rows: Sequence[Prompt], truths: Sequence[str]) -> list[Sample]:
         if truth:
             samples += [Sample(index, prompt, "truth", form, text) for form, text in truth_forms(truth).items()]
         other = next((item for item in truths if item and item != truth), None)
-        texts = adversarial_texts(_question(prompt), truth, other)
+        questions = [message["content"] for message in prompt.messages if message.get("role") == "user"]
+        texts = adversarial_texts(str(questions[-1]) if questions else "", truth, other)
         samples += [Sample(index, prompt, "adversarial", form, text) for form, text in texts.items()]
     return samples
-
-
-def _question(prompt: Prompt) -> str:
-    said = [message["content"] for message in prompt.messages if message.get("role") == "user"]
-    return str(said[-1]) if said else ""
 
 
 def _tokenizer(folder: str | None) -> Callable[[str], Sequence[Any]]:

@@ -1,4 +1,4 @@
-"""The start-up call: does every function fit the data, and does it keep its contract? Pure, except for logs."""
+"""The start-up call: does every function fit the data, and does it keep its contract? And the texts of trial calls."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ FAILURES = ("exception", "timeout", "crash", "not_finite")
 
 
 def check_rows(signatures: Sequence[Signature], rows: Sequence[Prompt]) -> None:
-    """Columns and ground truths of the first rows.
-
-    Raises:
-        ConfigError: with one problem per missing column, and when no row has a ground truth.
-    """
+    """Refuses rows that miss columns, or all of which lack a ground truth."""
     if not rows:
         return
     columns = sorted({name for row in rows for name in row.columns})
@@ -53,6 +49,29 @@ def truth_forms(truth: str) -> dict[str, str]:
         "plain": truth,
         "boxed": f"\\boxed{{{truth}}}",
         "tagged": f"<think>The answer is {truth}.</think><answer>{truth}</answer>",
+    }
+
+
+def adversarial_texts(question: str, truth: str, other_truth: str | None) -> dict[str, str]:
+    """Texts that a good reward function must not pay for, one per kind.
+
+    "another row's truth" is left out when no other row has a different ground truth.
+    """
+    other = {"another row's truth": f"<think>so</think><answer>{other_truth}</answer>"} if other_truth else {}
+    return {
+        "empty": "",
+        "blanks": " \n\t " * 8,
+        "echoed question": question,
+        **other,
+        "truth 200 times": f"{truth} " * 200,
+        "several boxed values": f"\\boxed{{{truth}}} \\boxed{{0}} \\boxed{{1}} \\boxed{{-1}}",
+        "unclosed brace": f"\\boxed{{{truth}",
+        "empty tags": "<think></think><answer></answer>",
+        "nested tags": "<think><think></think><answer><answer></answer></answer>",
+        "100,000 characters": "the answer is " * 7142 + "nothing",
+        "control characters": "".join(map(chr, range(1, 32))) * 8 + "\u202e\ufeff\x7f",
+        "power tower": "\\boxed{9^{9^{9^{9}}}}",
+        "reward claim": "reward: 1.0",
     }
 
 

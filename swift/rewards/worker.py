@@ -105,12 +105,7 @@ def initialize(spec: LoadSpec, log: str | None) -> None:
 
 
 def build(spec: LoadSpec) -> list[Function]:
-    """Imports the plugins and builds every function of `spec`.
-
-    Raises:
-        ConfigError: as `swift.plugin.load_external_plugins` and `swift.rewards.contract` do.
-        Exception: whatever a class raises when it is built.
-    """
+    """Imports the plugins and builds every function of `spec`; raises whatever a class raises when it is built."""
     from swift.plugin import load_external_plugins
 
     load_external_plugins(spec.plugins)
@@ -229,11 +224,7 @@ def limit_memory(limit_bytes: int | None) -> None:
 
 
 def run(jobs: list[Job], log: str | None) -> list[Outcome]:
-    """One task: the outcomes of `jobs`, whose functions are all synchronous or all awaited.
-
-    Raises:
-        SwiftError: the plugins could not be loaded in this process.
-    """
+    """One task: the outcomes of `jobs`, whose functions are all synchronous or all awaited."""
     if _State.problem is not None:
         raise _State.problem
     if log != _State.log:

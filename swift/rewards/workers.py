@@ -170,15 +170,12 @@ class _Lost(Exception):
 
 
 class WorkerPool:
-    """`num_workers` processes that run reward functions.
-
-    Args:
-        spec: what each worker loads.
-        num_workers: processes kept alive, >= 1.
-    """
+    """`num_workers` processes that run reward functions, kept alive; at least 1."""
 
     def __init__(self, spec: LoadSpec, *, num_workers: int) -> None:
         self._spec = spec
+        self.timeout_s = spec.timeout_s
+        """Limit of a call."""
         self._num_workers = num_workers
         self._log: str | None = None  # what the workers print is lost
         self._loop: asyncio.AbstractEventLoop  # while `_thread` runs it
@@ -192,11 +189,6 @@ class WorkerPool:
         self.replaced = 0
         """Workers killed or lost and replaced so far."""
 
-    @property
-    def timeout_s(self) -> float:
-        """Limit of a call."""
-        return self._spec.timeout_s
-
     def start(self) -> None:
         """Starts the workers in the background and returns at once; harmless when they run already."""
         if self._thread is None and self._broken is None:
@@ -208,11 +200,7 @@ class WorkerPool:
                 self._loop.call_soon_threadsafe(lambda: self._broken or self._working_pool())
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Runs a coroutine, which may use `call` and `call_awaited`, beside the others; starts the pool.
-
-        Raises:
-            SwiftError: the pool is closed.
-        """
+        """Runs a coroutine, which may use `call` and `call_awaited`, beside the others; starts the pool."""
         self.start()
         if self._thread is None:
             coroutine.close()
@@ -245,16 +233,12 @@ class WorkerPool:
             await asyncio.wait(others)
 
     async def call(self, jobs: list[Job], *, grace_s: float = 0.0) -> list[Outcome]:
-        """Runs calls on one worker.
+        """Runs calls on one worker: "timeout" or "crash" is the outcome of all if it was killed or lost.
 
-        Returns:
-            One outcome per job; "timeout" or "crash" for all of them if their worker was killed or lost.
-
-        Raises:
-            SwiftError: the pool cannot run anything any more.
+        A SwiftError, here and below: the pool cannot run anything any more.
         """
         try:
-            return await self._task(jobs, self._spec.timeout_s + grace_s)
+            return await self._task(jobs, self.timeout_s + grace_s)
         except _Lost as lost:
             return [lost.outcome] * len(jobs)
 
@@ -276,7 +260,7 @@ class WorkerPool:
             if self._gathering is gathering:
                 self._gathering = None
             try:
-                return await self._task(gathering.jobs, self._spec.timeout_s + worker.CANCEL_GRACE_S)
+                return await self._task(gathering.jobs, self.timeout_s + worker.CANCEL_GRACE_S)
             except _Lost as lost:
                 if len(gathering.jobs) == 1:
                     return [lost.outcome]
@@ -288,12 +272,7 @@ class WorkerPool:
             return (await self.call([job], grace_s=worker.CANCEL_GRACE_S))[0]
 
     async def _task(self, jobs: list[Job], limit_s: float) -> list[Outcome]:
-        """One task of the pool, begun again when the pool breaks before it is done.
-
-        Raises:
-            _Lost: its own worker was killed or has died.
-            SwiftError: the pool cannot run anything any more.
-        """
+        """One task of the pool, begun again when the pool breaks before it is done; `_Lost` if its own worker died."""
         for _ in range(MAX_START_FAILURES + 1):
             pool = self._working_pool()
             try:
@@ -322,17 +301,13 @@ class WorkerPool:
 
     def _lost(self, error: TimeoutError | ProcessExpired) -> _Lost:
         self.replaced += 1
-        limit_s = self._spec.timeout_s
+        limit_s = self.timeout_s
         if isinstance(error, TimeoutError):
             return _Lost(Outcome("timeout", detail=f"time-out after {limit_s:g} s; worker replaced", seconds=limit_s))
         return _Lost(Outcome("crash", detail=f"worker {describe_exit(error.exitcode)}; worker replaced"))
 
     def _working_pool(self) -> _Pool:
-        """The pool, or a new one if idle or starting workers died and broke it.
-
-        Raises:
-            SwiftError: that is hopeless, or the pool is closed.
-        """
+        """The pool, or a new one if idle or starting workers died and broke it."""
         if self._broken is None and self._pool is not None and self._pool.ended.done():
             self._start_failures += 1
             threading.Thread(target=self._pool.stop, daemon=True).start()

@@ -197,7 +197,6 @@ class ObjectiveArguments:
     """Reward up to which a completion counts as failed."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with these settings, one line each."""
         yield from (f"--{line}" for line in loss_problems(self))
         if self.scale_rewards is not None and self.multi_objective_aggregation is not None:
             normalises_each = self.multi_objective_aggregation == "normalize_then_sum"

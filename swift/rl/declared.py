@@ -8,11 +8,7 @@ from typing import Any
 
 
 def find(registry: Mapping[str, Any], name: str, flag: str) -> Any:
-    """The entry of that name.
-
-    Raises:
-        ValueError: there is none; the message begins with `flag`.
-    """
+    """The entry of that name; a ValueError, which begins with `flag`, if there is none."""
     if name not in registry:
         raise ValueError(f"{flag}: {name}: unknown; valid: {', '.join(registry)}")
     return registry[name]

@@ -26,9 +26,8 @@ class BatchCounts:
 def count_batch(trained_tokens: Sequence[int], nominal_size: int | None = None) -> BatchCounts:
     """Count a global batch.
 
-    Args:
-        trained_tokens: T_i of each sequence; sequences that were filtered or excluded are listed with 0.
-        nominal_size: sequences of a nominal micro-batch, which is a run of them; None makes all sequences one.
+    trained_tokens: T_i of each sequence; sequences that were filtered or excluded are listed with 0. nominal_size:
+    sequences of a nominal micro-batch, which is a run of them; None makes all sequences one.
     """
     count = len(trained_tokens)
     return BatchCounts(

@@ -121,14 +121,8 @@ def choose_way(num_bytes: int, *, hidden_learns: bool, head_learns: bool, entrop
     """What to keep for the backward pass.
 
     An entropy with a gradient gains nothing from a direction: it would need a second product in the forward pass, as
-    much as making the logits again.
-
-    Args:
-        num_bytes: of all logits.
-        hidden_learns: the hidden states need a gradient.
-        head_learns: weight or bias does.
-        entropy: as in `linear_logprobs`.
-        keep_bytes: the budget.
+    much as making the logits again. num_bytes: of all logits. hidden_learns, head_learns: whether the hidden states,
+    and weight or bias, need a gradient. keep_bytes: the budget.
     """
     if not hidden_learns and not head_learns:
         return "value"

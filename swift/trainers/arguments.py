@@ -102,7 +102,6 @@ class OptimizationArguments:
     """Whether to use deterministic kernels only: reproducible on GPUs, slower."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with these settings, one line each."""
         if self.optim == "adamw_cpu" and self.deepspeed:
             yield (
                 f"--optim: adamw_cpu: --deepspeed {self.deepspeed} keeps the optimizer's state itself; use "
@@ -165,7 +164,6 @@ class TrainerArguments:
     """Whether the repository is private if it is made."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with these settings, one line each."""
         if self.push_to_hub and not self.hub_model_id:
             yield "--push_to_hub: true: --hub_model_id is missing; give --hub_model_id owner/name"
         if self.early_stopping_patience and getattr(self, "eval_strategy", "no") == "no":
@@ -235,7 +233,6 @@ class RunArguments:
     """Whether to check everything, print the plan and end, without loading weights."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with these settings, one line each."""
         if len(self.report_to) > 1 and "none" in self.report_to:
             yield f"--report_to: {' '.join(self.report_to)}: none excludes the others; drop none"
         if self.load_best_model_at_end:

@@ -67,11 +67,7 @@ class AtomicTrainer(Trainer):
     # --- an end between two updates -----------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | None = None, **arguments: Any) -> Any:
-        """Trainer's.
-
-        Raises:
-            ConfigError: the checkpoint holds objects that could run code, where tensors and numbers belong.
-        """
+        """Trainer's; refuses a checkpoint with objects that could run code, where tensors and numbers belong."""
         if resume_from_checkpoint is not None:
             self._saved_step = step_of(Path(resume_from_checkpoint)) or -1
         try:

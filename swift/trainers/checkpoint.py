@@ -67,15 +67,7 @@ def commit_checkpoint(folder: Path, final: Path, *, step: int) -> None:
     """Seal a written folder and give it its name; afterwards the checkpoint is on the disk.
 
     A checkpoint that already has this name, left by an attempt that went further before this one was resumed, is
-    replaced.
-
-    Args:
-        folder: the written files, on the same file system as `final`.
-        final: `<run_dir>/checkpoint-<step>`.
-        step: optimizer steps done.
-
-    Raises:
-        ResourceError: when the disk is full; `final` is then as it was.
+    replaced; if the disk is full, it stays as it was. `folder` is on the same file system as `final`.
     """
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
     names = [path.relative_to(folder).as_posix() for path in paths]
@@ -101,11 +93,7 @@ def write_state(folder: Path, state: Any) -> None:
 
 
 def read_state(checkpoint: Path, kind: type[T]) -> T:
-    """The state that `write_state` wrote.
-
-    Raises:
-        ConfigError: another version of swift wrote it.
-    """
+    """The state that `write_state` wrote; a ConfigError if that was another version of swift."""
     try:
         number, state = decode((checkpoint / STATE).read_bytes(), tuple[int, kind])  # type: ignore[valid-type]
         if number != FORMAT:
@@ -154,8 +142,7 @@ def last_checkpoint(run_dir: Path) -> Path | None:
 def verify(checkpoint: Path) -> Manifest:
     """Read every file of a checkpoint and compare it with the manifest. Files added later are not looked at.
 
-    Raises:
-        ConfigError: naming each file that is missing, cut off or altered; or what makes it no checkpoint.
+    A ConfigError names each file that is missing, cut off or altered; or what makes it no checkpoint.
     """
     if not checkpoint.is_dir():
         raise ConfigError(f"{_FLAG}: {checkpoint}: no such folder; name a checkpoint-<step> folder, or use last")
@@ -205,59 +192,45 @@ def latest_valid(run_dir: Path) -> Path | None:
 # --- tidying ----------------------------------------------------------------------------------------------------
 
 
-def rotate(run_dir: Path, limit: int | None, *, keep: str | Path | None = None) -> list[Path]:
-    """Remove the oldest checkpoints until `limit` remain; None or 0 removes nothing. Returns the removed ones.
+def rotate(run_dir: Path, limit: int | None, *, keep: str | Path | None = None) -> None:
+    """Remove the oldest checkpoints until `limit` remain; None removes nothing.
 
     `keep`, the best one, stays whatever its age, and so does the newest: with a limit of 1 two may remain.
     """
     checkpoints = list_checkpoints(run_dir)
-    if not limit or limit < 0 or len(checkpoints) <= limit:
-        return []
+    if not limit or len(checkpoints) <= limit:
+        return
     best = Path(keep).name if keep else None
     protected = [path for path in checkpoints if path.name == best or path == checkpoints[-1]]
     others = [path for path in checkpoints if path not in protected]
-    stay = max(0, limit - len(protected))
-    removed = others[: len(others) - stay]
-    for path in removed:
+    for path in others[: len(others) - max(0, limit - len(protected))]:
         doomed = path.with_name(_DELETED + path.name)
         shutil.rmtree(doomed, ignore_errors=True)
         path.rename(doomed)
         shutil.rmtree(doomed)
-    return removed
 
 
-def clean_staging(run_dir: Path) -> list[Path]:
-    """Remove what a killed run left incomplete, and return it; only while holding the run's lock.
+def clean_staging(run_dir: Path) -> None:
+    """Remove what a killed run left incomplete; only while holding the run's lock.
 
     A checkpoint that was being replaced when the kill came gets its name back.
     """
-    left = sorted(path for prefix in (_STAGING, _REPLACED, _DELETED) for path in run_dir.glob(f"{prefix}*"))
-    for path in left:
+    for path in [path for prefix in (_STAGING, _REPLACED, _DELETED) for path in run_dir.glob(f"{prefix}*")]:
         final = run_dir / path.name.removeprefix(_REPLACED)
         if path.name.startswith(_REPLACED) and not final.exists():
             path.rename(final)
         else:
             shutil.rmtree(path)
-    return left
 
 
 # --- resuming ---------------------------------------------------------------------------------------------------
 
 
 def resolve_resume(resume_from_checkpoint: str, output_dir: str | Path) -> tuple[Path, Path]:
-    """The run folder and the checkpoint to continue from.
+    """The run folder and the checkpoint to continue from, both absolute; the checkpoint is verified.
 
-    Args:
-        resume_from_checkpoint: a checkpoint, a run folder or an output folder (their newest valid checkpoint), or
-            `last`: the newest run under `output_dir` that has a valid checkpoint.
-        output_dir: where `last` looks.
-
-    Returns:
-        (run folder, checkpoint), both absolute; the checkpoint is verified.
-
-    Raises:
-        ConfigError: when there is no such checkpoint, a file of it is missing, incomplete or altered, or it holds the
-            weights only.
+    resume_from_checkpoint: a checkpoint, a run folder or an output folder (their newest valid checkpoint), or `last`:
+    the newest run under `output_dir` that has a valid checkpoint.
     """
     last = resume_from_checkpoint == "last"
     folder = Path(output_dir if last else resume_from_checkpoint).expanduser().absolute()

@@ -17,14 +17,7 @@ import torch.distributed as dist
 
 
 class Collectives:
-    """Gather, broadcast and reduce over the data-parallel ranks.
-
-    Args:
-        timeout_s: bound on every collective, in seconds.
-
-    Attributes:
-        waiting: entered around every collective.
-    """
+    """Gather, broadcast and reduce over the data-parallel ranks. timeout_s: bound on every collective."""
 
     def __init__(self, timeout_s: float = 1800.0) -> None:
         self.active = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -32,6 +25,7 @@ class Collectives:
         self.world_size = dist.get_world_size() if self.active else 1
         self._group: Any = None
         self.waiting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        """Entered around every collective."""
         if self.active:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 

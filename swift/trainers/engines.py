@@ -64,12 +64,6 @@ class EngineSetup:
         """Whether engine and trainer share a device but not the weights."""
         return self.placement.mode == "colocate"
 
-    def __enter__(self) -> EngineSetup:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """End the engines; repeatable."""
         if self.engine is not None:
@@ -106,13 +100,8 @@ class EngineSetup:
 def find_placement(args: Any, *, local_ranks: int | None = None, prefetch_given: bool = False) -> Placement:
     """The placement of this node, from the settings, the launch variables and the machine.
 
-    Args:
-        args: the settings.
-        local_ranks: training processes of the node; None asks the variables of a worker.
-        prefetch_given: whether the user gave `prefetch_depth`.
-
-    Raises:
-        ConfigError: the numbers do not fit together.
+    local_ranks: training processes of the node; None asks the variables of a worker. prefetch_given: whether the user
+    gave `prefetch_depth`.
     """
     accelerators, kind = count_accelerators()
     if accelerators and getattr(args, "ray_address", None):  # engines have devices of other nodes, after those here
@@ -138,12 +127,7 @@ def find_placement(args: Any, *, local_ranks: int | None = None, prefetch_given:
 
 
 def require_backend(args: Any) -> None:
-    """Checks, before any weights are loaded, that `--infer_backend` exists and its package is installed.
-
-    Raises:
-        ConfigError: no such backend.
-        ResourceError: its package is missing, or has a version that is not supported.
-    """
+    """Checks, before any weights are loaded, that `--infer_backend` exists and its package is installed."""
     from swift.rollout.engines.spec import factory
     from swift.rollout.placement import has_own_engine
 
@@ -169,11 +153,7 @@ def bind_trainer(placement: Placement, local_rank: int) -> None:
 
 
 def build_engines(parts: Parts, model: Any) -> EngineSetup:
-    """The engine of this rank, started, where its placement wants one; collective.
-
-    Raises:
-        ConfigError, ResourceError, EngineError: on every rank, when an engine cannot be made.
-    """
+    """The engine of this rank, started, where its placement wants one; collective: if one fails, all ranks raise."""
     args, placement = parts.args, parts.placement
     own_limit_s = _own_limit(args, placement.mode)
     if parts.rollout_func is not None or parts.play is not None:  # may take so long beside what the engine takes

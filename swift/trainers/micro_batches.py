@@ -87,19 +87,11 @@ def plan_micro_batches(
     packed: bool = True,
     work: Work = Work(),
 ) -> MicroBatchPlan:
-    """Cut a global batch over the ranks and each rank's share into micro-batches.
+    """Cut a global batch over the ranks and each rank's share into micro-batches; useful samples appear exactly once.
 
-    Args:
-        samples: those of the rollout batch.
-        chosen: sample indices of the global batch in launch order.
-        world_size: data-parallel ranks.
-        limits: of one micro-batch.
-        useful: per position, whether the sample can contribute to the gradient; others are left out.
-        packed: whether neighbours share their prompt; otherwise each completion is a padded row.
-        work: what the ranks' shares are weighed by.
-
-    Returns:
-        the plan; useful samples appear exactly once.
+    chosen: indices into `samples` in launch order. useful: for each, whether it can contribute to the gradient. packed:
+    whether neighbours share their prompt; otherwise each completion is a padded row. work: what the ranks' shares are
+    weighed by.
     """
     prompts: dict[bytes, int] = {}
     loads = []

@@ -124,14 +124,6 @@ class RunReport:
         rows = read_log(self.run_dir / LOGGING)
         return summarise(rows, run_dir=self.run_dir, best_checkpoint=best, last_checkpoint=last)
 
-    def state_dict(self) -> dict[str, Any]:
-        """What the warnings remember."""
-        return self.health.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after `state`."""
-        self.health.load_state_dict(state)
-
 
 class ReportCallback(TrainerCallback):
     """Hands Trainer's log events to the report."""

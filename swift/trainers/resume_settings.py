@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from swift.errors import counted
+from swift.flags import typed
+from swift.observability.secrets import MASK
 
 # fmt: off
 FIXED = frozenset(
@@ -35,7 +37,8 @@ FIXED = frozenset(
         "advantage_estimator", "dynamic_sample", "sync_ref_model", "optim", "optim_args",
         "deepspeed", "fsdp", "reward_funcs", "reward_model", "ebft_mode", "ebft_feature_layers", "ebft_feature_norm",
         "ebft_embed_method", "dataset_transform", "ebft_stride", "ebft_context_length", "ebft_generate_max_len",
-        "ebft_min_completion_prefix", "ebft_mask_thinking_ce",
+        "ebft_min_completion_prefix", "ebft_mask_thinking_ce", "teacher_model", "step_separator",
+        "train_on_last_step_only",
     }
 )
 """Changing one of these is an error."""
@@ -73,8 +76,6 @@ there. Free only while weights are synced after every update anyway.
 """
 # fmt: on
 
-MASK = "***"
-
 
 @dataclass(frozen=True, slots=True)
 class SettingsChange:
@@ -90,15 +91,10 @@ class SettingsChange:
 
 
 def compare_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> SettingsChange:
-    """Compare two args.json contents; pure apart from resolving paths.
+    """Compare two args.json contents, of the checkpoint and of the command that resumes; pure apart from paths.
 
-    Args:
-        saved: of the checkpoint. Names it lacks (written by an older version) and masked values are passed over.
-        current: of the command that resumes.
-
-    Example:
-        num_generations 8 -> 4 is a problem, learning_rate 1e-5 -> 1e-6 a note, save_steps neither unless
-        vllm_sync_interval is above 1.
+    Names that the former lacks (an older version wrote it) and masked values are passed over. Example: num_generations
+    8 -> 4 is a problem, learning_rate 1e-5 -> 1e-6 a note, save_steps neither unless vllm_sync_interval is above 1.
     """
     change = SettingsChange()
     interval = max(int(settings.get("vllm_sync_interval") or 1) for settings in (saved, current))
@@ -116,14 +112,14 @@ def compare_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Se
             )
         elif name in FIXED:
             change.problems.append(
-                f"--{name}: {_shown(now)}: the checkpoint was made with {_shown(then)} and this setting may not "
-                f"change on resume; use --{name} {_shown(then)}, or start a new run"
+                f"--{name}: {typed(now)}: the checkpoint was made with {typed(then)} and this setting may not "
+                f"change on resume; use --{name} {typed(then)}, or start a new run"
             )
         elif name not in FREE:
-            change.notes.append(f"resume: {name} changes from {_shown(then)} to {_shown(now)} at this step")
+            change.notes.append(f"resume: {name} changes from {typed(then)} to {typed(now)} at this step")
         elif interval > 1 and name in OUT_OF_TURN:
             change.notes.append(
-                f"resume: {name} changes from {_shown(then)} to {_shown(now)} at this step; with --vllm_sync_interval "
+                f"resume: {name} changes from {typed(then)} to {typed(now)} at this step; with --vllm_sync_interval "
                 f"{interval} it also decides when the sampler gets new weights"
             )
     return change
@@ -138,13 +134,3 @@ def _same(then: Any, now: Any) -> bool:
     if not (isinstance(then, str) and isinstance(now, str)):
         return False
     return Path(now).exists() and Path(then).resolve() == Path(now).resolve()
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list | tuple):
-        return " ".join(_shown(item) for item in value) or "[]"
-    return str(value)

@@ -80,12 +80,7 @@ SAME_IN_TRANSFORMERS = (
 
 
 def require_packages(args: Any) -> None:
-    """Checks, before anything is loaded, that the optional packages behind settings are there, and can be used so.
-
-    Raises:
-        ResourceError: one line per missing package.
-        ConfigError: DeepSpeed, FSDP, FlexAttention or the optimizer cannot be used like this.
-    """
+    """Checks, before anything is loaded, that the optional packages behind settings are there, and can be used so."""
     import torch
 
     from swift.trainers.optimizers.choice import check_optimizer
@@ -121,13 +116,8 @@ def require_packages(args: Any) -> None:
 def find_start(args: Any, settings: Mapping[str, Any], world_size: int | None = None) -> Start:
     """The checkpoint that `--resume_from_checkpoint` names, verified, or a fresh start.
 
-    Args:
-        args: with `resume_from_checkpoint` and `output_dir`.
-        settings: of the run, by name.
-        world_size: processes that share the batches; None leaves them out of the comparison.
-
-    Raises:
-        ConfigError: no valid checkpoint there, a setting differs that may not change, or a read-only `--output_dir`.
+    Refuses settings of the run that may not change, and a read-only `--output_dir`. world_size: processes that share
+    the batches; None leaves them out of the comparison.
     """
     if world_size is not None:
         settings = {**settings, "world_size": world_size}
@@ -176,11 +166,9 @@ def continuation(mode: str, checkpoint: Path | None) -> str:
 
 
 def join_processes(timeout_s: float, *, always: bool = False) -> Collectives:
-    """Joins the launcher's process group, when there is one (WORLD_SIZE > 1).
+    """Joins the launcher's process group, when there is one (WORLD_SIZE > 1). timeout_s: bound on every collective.
 
-    Args:
-        timeout_s: bound on every collective.
-        always: make a group of one process where nobody launched several (DeepSpeed and FSDP want one).
+    always: make a group of one process where nobody launched several (DeepSpeed and FSDP want one).
     """
     import torch
     import torch.distributed as dist
@@ -292,8 +280,7 @@ class SignalTrap(contextlib.ExitStack):
     def check(self, mode: str, collectives: Collectives, start: Start) -> None:
         """Between the phases before the first step; every process calls it at the same places.
 
-        Raises:
-            Interrupted: on all processes, when any of them was asked to stop.
+        If any of them was asked to stop, all raise.
         """
         if collectives.any(self.caught is not None):
             raise self.stopped(mode, start)

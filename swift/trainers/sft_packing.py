@@ -27,11 +27,9 @@ class Packing:
     length: int
 
     def __call__(self, table: Any, options: Mapping[str, Any] | None = None) -> Any:
-        """A table or stream of the same kind, with a column `seq_lengths`: how long the parts of a row are.
+        """A table or stream of rows as one of the same kind, with a column `seq_lengths`: how long its parts are.
 
-        Args:
-            table: rows with input_ids and labels.
-            options: further arguments of its method `map`.
+        options: further arguments of its method `map`.
         """
         if self.strategy == "wrapped":
             return table.map(self.wrap, batched=True, **(options or {}))
@@ -60,11 +58,7 @@ class Packing:
 
 
 def require_packed(model: nn.Module, args: Any) -> None:
-    """Gives the model packed attention.
-
-    Raises:
-        ConfigError: its own attention is something else, so rows in one stream would see each other.
-    """
+    """Gives the model packed attention; refuses one in which rows of one stream would see each other."""
     if (obstacle := choose_attention(model)) is not None:
         flag = "packing" if args.packing else "padding_free"
         raise ConfigError(

@@ -6,13 +6,14 @@ import sys
 import pytest
 
 from swift.arguments import docs
+from swift.arguments.common import GROUPS
 from swift.arguments.derived import RULES
 from swift.arguments.help import render, render_flag
 from swift.arguments.known import is_known
-from swift.arguments.modes import GROUPS, MODES
+from swift.arguments.modes import MODES
 from swift.arguments.plugins import settings_class
 from swift.errors import ConfigError
-from swift.flags import aliases_of, flags_of, spellings_of
+from swift.flags import flags_of, spellings_of
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -25,7 +26,7 @@ def test_every_setting_is_described_and_belongs_to_a_group(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_no_spelling_means_two_settings(mode):
     cls = settings_class(mode)
-    assert not set(aliases_of(cls)) & set(flags_of(cls))
+    assert not {alias for flag in flags_of(cls).values() for alias in flag.details.aliases} & set(flags_of(cls))
     assert len(spellings_of(cls)) == sum(len(flag.spellings) for flag in flags_of(cls).values())
 
 

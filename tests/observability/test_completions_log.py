@@ -81,8 +81,8 @@ def test_flush_means_the_rows_are_in_the_file(tmp_path):
         log.write([{"n": number}])
     log.flush()
     assert [row["n"] for row in read_jsonl(tmp_path / "c.jsonl")] == list(range(200))
-    log.close()
     log.write([{"n": 200}])
+    log.close()
     log.close()
     assert len(list(read_jsonl(tmp_path / "c.jsonl"))) == 201
 

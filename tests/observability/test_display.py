@@ -89,11 +89,12 @@ def test_on_a_terminal_a_bar_shows_the_same_values():
 
 
 def test_every_picture_with_values_is_drawn_and_no_other(tmp_path):
-    written = write_plots(train_rows(range(1, 31)), tmp_path / "images")
-    assert [path.name for path in written] == ["reward.png", "length.png", "policy.png", "optimization.png", "time.png"]
+    write_plots(train_rows(range(1, 31)), tmp_path / "images")
+    written = list((tmp_path / "images").iterdir())
+    assert {path.stem for path in written} == {"reward", "length", "policy", "optimization", "time"}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
-    assert sorted((tmp_path / "images").iterdir()) == sorted(written)
-    assert [path.name for path in write_plots([{"step": 1, "loss": 1.0}], tmp_path)] == ["optimization.png"]
+    write_plots([{"step": 1, "loss": 1.0}], tmp_path)
+    assert [path.name for path in tmp_path.glob("*.png")] == ["optimization.png"]
 
 
 @pytest.fixture
@@ -151,7 +152,8 @@ def test_saving_stands_on_the_step_that_was_saved(drawn):
 
 @pytest.mark.parametrize("rows", [train_rows([1]), [{"step": 1, "reward": None, "eval_reward": 0.5}]])
 def test_one_point_can_be_drawn(tmp_path, rows):
-    assert (tmp_path / "reward.png") in write_plots(rows, tmp_path)
+    write_plots(rows, tmp_path)
+    assert (tmp_path / "reward.png").is_file()
 
 
 def test_curves_are_drawn_at_a_save_and_at_an_end_of_any_kind(tmp_path, monkeypatch):
@@ -178,7 +180,7 @@ def test_curves_that_cannot_be_drawn_do_not_hide_what_ended_the_run(tmp_path):
 
 
 def test_nothing_to_draw_makes_no_folder(tmp_path):
-    assert write_plots([], tmp_path / "images") == []
+    write_plots([], tmp_path / "images")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swift.errors import ConfigError
-from swift.observability.jsonl import JsonlWriter, encode_row, latest_attempts, read_jsonl, repair, series
+from swift.observability.jsonl import JsonlWriter, encode_row, read_jsonl, read_log, repair, series
 
 
 def write(path, *rows):
@@ -87,7 +87,7 @@ def test_a_lone_surrogate_can_be_written(tmp_path):
     assert list(read_jsonl(tmp_path / "a.jsonl")) == [{"text": "\ud800"}]
 
 
-def test_for_a_repeated_step_the_highest_attempt_counts():
+def test_for_a_repeated_step_the_highest_attempt_counts(tmp_path):
     rows = [
         {"attempt": 1, "step": 1, "loss": 0.1},
         {"attempt": 1, "step": 2, "loss": 0.2},
@@ -95,5 +95,6 @@ def test_for_a_repeated_step_the_highest_attempt_counts():
         {"attempt": 2, "step": 2, "loss": 0.4},
         {"attempt": 2, "step": 3, "loss": 0.5},
     ]
-    assert latest_attempts(rows) == [rows[0], rows[3], rows[4]]
-    assert series(latest_attempts(rows), "loss") == ([1, 2, 3], [0.1, 0.4, 0.5])
+    write(tmp_path / "a.jsonl", *rows)
+    assert read_log(tmp_path / "a.jsonl") == [rows[0], rows[3], rows[4]]
+    assert series(read_log(tmp_path / "a.jsonl"), "loss") == ([1, 2, 3], [0.1, 0.4, 0.5])

@@ -6,15 +6,15 @@ import torch
 from timings import is_timing
 
 from swift import devices
-from swift.observability.memory import Holders, MemoryFigures, freed_between, measure, memory_line, too_little
+from swift.observability.memory import MemoryFigures, freed_between, measure, memory_line, too_little
 
 MIB = 1 << 20
 GPU = MemoryFigures("cuda:0", 100 * MIB, 160 * MIB, 7000 * MIB, 900 * MIB)
 
 
 def test_the_line_names_every_holder_in_mib():
-    holders = Holders(10 * MIB, 20 * MIB, 30 * MIB, 40 * MIB)
-    assert memory_line(3, "generate", GPU, holders, 5 * MIB + MIB // 2 + 1) == (
+    held = {"trainer": 10 * MIB, "optim": 20 * MIB, "engine_w": 30 * MIB, "engine_kv": 40 * MIB}
+    assert memory_line(3, "generate", GPU, held, 5 * MIB + MIB // 2 + 1) == (
         "mem step=3 phase=generate dev=cuda:0 alloc=100 reserved=160 free=7000 rss=900 trainer=10 optim=20 "
         "engine_w=30 engine_kv=40 freed=6"
     )
@@ -22,7 +22,7 @@ def test_the_line_names_every_holder_in_mib():
 
 def test_what_is_not_known_is_a_dash_and_not_a_zero():
     figures = MemoryFigures("cpu", None, None, 5 * MIB, 7 * MIB)
-    line = memory_line(0, "before", figures, Holders(1, 0, None, None), 0)
+    line = memory_line(0, "before", figures, {"trainer": 1, "optim": 0, "engine_w": None, "engine_kv": None}, 0)
     assert "alloc=- reserved=- free=5 rss=7 trainer=0 optim=0 engine_w=- engine_kv=- freed=0" in line
 
 

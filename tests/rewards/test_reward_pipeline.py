@@ -9,7 +9,6 @@ import pytest
 
 from swift.arguments import parse
 from swift.errors import ConfigError, RewardError
-from swift.rewards import total
 from swift.rewards.arguments import RewardArguments
 from swift.rewards.workers import worker_share
 from swift.types import GroupScores, Prompt
@@ -19,11 +18,6 @@ def config_problems(build):
     with pytest.raises(ConfigError) as caught:
         build()
     return caught.value.problems
-
-
-def test_the_total_leaves_out_what_does_not_apply():
-    assert total([1.0, None, 0.5], [1.0, 9.0, 2.0]) == 2.0
-    assert total([None, None], [1.0, 1.0]) is None
 
 
 def test_built_ins_score_a_group_in_the_order_given(pipeline, group, progress):

@@ -10,8 +10,7 @@ import pytest
 from swift.arguments.modes import RewardTestArguments
 from swift.errors import ConfigError
 from swift.rewards import reward_test
-from swift.rewards.adversarial import adversarial_texts
-from swift.rewards.selfcheck import truth_of
+from swift.rewards.selfcheck import adversarial_texts, truth_of
 from swift.types import Prompt
 
 

@@ -1,6 +1,7 @@
 import pytest
 from scripted_engine import ScriptedEngine
 from small_runs import SlowScorer, SmallRun
+from trajectories import LIMITS, Once
 
 
 @pytest.fixture
@@ -19,3 +20,37 @@ def run(request):
     for one in made:
         one.close()
         assert getattr(one.engine, "overlaps", []) == [], "two threads were in the engine at the same time"
+
+
+@pytest.fixture(scope="module")
+def policy(nano_folders):
+    """A model, and its template."""
+    from oracle import load
+
+    from swift.models.arguments import CheckpointArguments
+    from swift.models.tokenizer import load_chat
+
+    folder = nano_folders["qwen2"]
+    return load(folder), load_chat(CheckpointArguments(model=str(folder)))
+
+
+@pytest.fixture
+def engine_of(policy, nano_folders):
+    """Makes an engine of trajectories; no token ends an answer."""
+    from oracle import load
+
+    from swift.rollout.engines.transformers import TransformersEngine
+    from swift.rollout.multi_turn.engine import TrajectoryEngine
+
+    model, template = load(nano_folders["qwen2"]), policy[1]
+    made = []
+    Once.closed = Once.asleep = 0
+
+    def make(play, limits=LIMITS, name="--gym_env: mine", limit_s=600.0):
+        inner = TransformersEngine(model, eos_token_ids=(), tokenizer=template.tokenizer)
+        made.append(TrajectoryEngine(inner, template, limits, play, name, limit_s))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()

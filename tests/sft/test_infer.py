@@ -151,7 +151,7 @@ def test_without_a_dataset_it_is_a_conversation(nano_folders, monkeypatch, capsy
     assert capsys.readouterr().out.startswith("system prompt: be kind\n")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_write_the_file_that_one_writes(nano_folders, questions, tmp_path):
     def argv(name: str) -> list[str]:
         given = {"--model": str(nano_folders["qwen2"]), "--dataset": str(questions), "--max_completion_length": "6"}

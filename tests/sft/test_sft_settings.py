@@ -6,20 +6,13 @@ import shutil
 import huggingface_hub
 import pytest
 from safetensors.torch import load_file
-from test_sft_run import losses, newest_run, rows
+from test_sft_run import losses, rows, sft
 
 from swift.arguments import parse
 from swift.errors import ConfigError, ResourceError
 from swift.models.arguments import ModelArguments
 from swift.models.policy import load_for_inference
 from swift.trainers.trl.run import run
-
-
-def trained(mode, argv):
-    """Runs a mode in this process; the run's folder."""
-    resolved = parse(mode, argv, {})
-    assert run(resolved) == 0
-    return newest_run(resolved.args.output_dir)
 
 
 @pytest.mark.parametrize(
@@ -39,13 +32,13 @@ def trained(mode, argv):
 def test_a_resumed_run_ends_as_an_uninterrupted_one(sft_argv, flags):
     """The stream of 12 steps goes through its 64 rows one and a half times."""
     argv = sft_argv(*flags.split(), "--save_steps", "3", "--logging_steps", "1", "--neftune_noise_alpha", "5")
-    run_dir = trained("sft", argv)
+    run_dir = sft(argv)
     logged = losses(run_dir)
     last = run_dir / f"checkpoint-{logged[-1][0]}"
     straight = load_file(last / "model.safetensors")
     shutil.rmtree(last)
     (run_dir / "logging.jsonl").unlink()
-    assert trained("sft", [*argv, "--resume_from_checkpoint", str(run_dir / "checkpoint-3")]) == run_dir
+    assert sft([*argv, "--resume_from_checkpoint", str(run_dir / "checkpoint-3")]) == run_dir
     assert losses(run_dir) == logged[3:]
     resumed = load_file(last / "model.safetensors")
     assert all(straight[name].equal(resumed[name]) for name in straight)
@@ -64,17 +57,17 @@ def test_several_evaluation_sets_have_their_own_loss_and_accuracy_and_one_can_st
         "9",
     )
     argv = [*sft_argv(*flags, "--metric_for_best_model", "val_loss"), "--val_dataset", f"{sums}#4", f"{other}#6"]
-    run_dir = trained("sft", argv)
+    run_dir = sft(argv)
     evaluations = [row for row in rows(run_dir / "logging.jsonl") if "loss" not in row]
     assert [row["step"] for row in evaluations] == [1, 1, 2, 2, 3, 3], "no improvement by 9 in the second and third"
     for row, name in zip(evaluations, ("sums", "val") * 3, strict=True):
         assert {f"eval_{name}_loss", f"eval_{name}_mean_token_accuracy"} <= row.keys()
         assert "eval_mean_token_accuracy" not in row
     assert (run_dir / "checkpoint-3").is_dir(), "the last step is saved"
-    resumed = trained("sft", [*argv, "--resume_from_checkpoint", str(run_dir / "checkpoint-2")])
+    resumed = sft([*argv, "--resume_from_checkpoint", str(run_dir / "checkpoint-2")])
     assert rows(resumed / "logging.jsonl")[-1]["step"] == 3, "evaluations before the checkpoint count"
     with pytest.raises(ConfigError, match=r"--metric_for_best_model: loss: .*use sums_loss or val_loss"):
-        trained("sft", [*sft_argv(*flags), *argv[-3:]])
+        sft([*sft_argv(*flags), *argv[-3:]])
 
 
 def test_the_model_is_uploaded_without_what_only_a_resumed_run_needs(sft_argv, monkeypatch):
@@ -83,7 +76,7 @@ def test_the_model_is_uploaded_without_what_only_a_resumed_run_needs(sft_argv, m
         monkeypatch.setattr(
             huggingface_hub.HfApi, request, lambda self, _name=request, **given: asked.append((_name, given))
         )
-    run_dir = trained("sft", sft_argv("--push_to_hub", "true", "--hub_model_id", "me/sums", "--max_steps", "1"))
+    run_dir = sft(sft_argv("--push_to_hub", "true", "--hub_model_id", "me/sums", "--max_steps", "1"))
     (made, repository), (uploaded, what) = asked
     assert (made, uploaded) == ("create_repo", "upload_folder")
     assert repository["repo_id"] == what["repo_id"] == "me/sums"
@@ -105,12 +98,12 @@ def test_pre_training_needs_no_chat_template_and_saves_a_model(nano_folders, sft
     data = tmp_path / "texts.jsonl"
     data.write_text("".join(json.dumps({"text": "abc" * n}) + "\n" for n in range(1, 40)))
     argv = sft_argv("--model", str(model), "--dataset", str(data), "--val_dataset", str(data), "--max_length", "32")
-    run_dir = trained("pt", argv)
+    run_dir = sft(argv, "pt")
     evaluations = [row["eval_loss"] for row in rows(run_dir / "logging.jsonl") if "eval_loss" in row]
     assert evaluations and load_for_inference(ModelArguments(model=str(run_dir / "checkpoint-6"))) is not None
     assert "attn" not in (run_dir / "checkpoint-6" / "config.json").read_text()
     with pytest.raises(ConfigError, match=r"--template: none: the tokenizer of .* has no chat template"):
-        trained("sft", argv)
+        sft(argv)
 
 
 WRONG = [

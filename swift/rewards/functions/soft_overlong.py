@@ -26,7 +26,6 @@ class SoftOverlongParameters:
     (arXiv:2503.14476) uses a fifth."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with these settings, one line each."""
         longest = self.soft_max_length
         if "soft_overlong" in getattr(self, "reward_funcs", []) and longest is not None:
             yield from ramp_problems(longest, self.soft_cache_length)

@@ -52,9 +52,5 @@ class AdvantageEstimator:
 
 
 def get_estimator(name: str) -> AdvantageEstimator:
-    """The estimator of that name.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The estimator of that name; a ValueError if there is none."""
     return find(advantages, name, "advantage_estimator")

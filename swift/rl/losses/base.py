@@ -20,7 +20,7 @@ T packed tokens, S sequences.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from swift.plugin.registry import losses
@@ -35,14 +35,6 @@ Level = Literal["token", "sequence", "sequence_token"]
 
 CLIP_SETTINGS = ("epsilon", "epsilon_high", "delta", "importance_sampling_level")
 """Settings that several losses share; `Loss.settings` names those that one reads."""
-
-
-def _no_problems(settings: Any) -> Iterator[str]:
-    yield from ()
-
-
-def _ratio_bounds(config: LossConfig) -> str:
-    return f"{config.level} ratio"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +59,8 @@ class Loss:
     applies_sampler_weight: bool = False
     settings: tuple[str, ...] = ("importance_sampling_level",)
     parameters: type | None = None
-    problems: Callable[[Any], Iterator[str]] = _no_problems
-    bounds: Callable[[LossConfig], str] = _ratio_bounds
+    problems: Callable[[Any], Iterator[str]] = lambda settings: iter(())
+    bounds: Callable[[LossConfig], str] = lambda config: f"{config.level} ratio"
     summary: str = ""
 
     @property
@@ -79,34 +71,21 @@ class Loss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossConfig:
-    """The settings of a policy loss; plain numbers. A ValueError names settings that the loss refuses."""
+    """The settings of a policy loss, as `swift.rl.arguments` describes them; a ValueError names what the loss refuses.
+
+    importance_sampling_level: None takes the loss's own. epsilon_high: None means `epsilon`. beta: of the KL that is in
+    the loss. parameters: the loss's own settings; None takes their defaults.
+    """
 
     loss_type: str = "dapo"
-    """Name in `losses`."""
-
     importance_sampling_level: Level | None = None
-    """Level of the ratio; None takes the loss's own (sequence for gspo and luspo, else token)."""
-
     epsilon: float = 0.2
-    """Lower clip range of the ratio."""
-
     epsilon_high: float | None = None
-    """Upper clip range; None means `epsilon`. For cispo the cap on the ratio itself, which must be given."""
-
     delta: float | None = None
-    """Two-sided clip: cap of the unclipped ratio, > 1 + epsilon_high (arXiv:2505.07291); None is off."""
-
     beta: float = 0.0
-    """Weight of the KL to the reference; 0 is off and needs no reference."""
-
     rollout_kl_coef: float = 0.0
-    """Weight of the KL to the policy that sampled; 0 is off."""
-
     kl_bias_correction: bool = False
-    """Multiply k3 by the token ratio (arXiv:2512.02556)."""
-
     parameters: Any = None
-    """The loss's own settings; None takes their defaults."""
 
     def __post_init__(self) -> None:
         loss = get_loss(self.loss_type)
@@ -118,17 +97,9 @@ class LossConfig:
     @classmethod
     def read(cls, settings: Any, *, beta: float) -> LossConfig:
         """From the flat settings of a run, with the weight of the KL that is left for the loss."""
-        return cls(
-            loss_type=settings.loss_type,
-            importance_sampling_level=settings.importance_sampling_level,
-            epsilon=settings.epsilon,
-            epsilon_high=settings.epsilon_high,
-            delta=settings.delta,
-            beta=beta,
-            rollout_kl_coef=settings.rollout_kl_coef,
-            kl_bias_correction=settings.kl_bias_correction,
-            parameters=parameters_of(get_loss(settings.loss_type), settings),
-        )
+        same = [field.name for field in fields(cls) if field.name not in ("beta", "parameters")]
+        values = {name: getattr(settings, name) for name in same}
+        return cls(**values, beta=beta, parameters=parameters_of(get_loss(settings.loss_type), settings))
 
     @property
     def clip_high(self) -> float:
@@ -195,11 +166,7 @@ SEQUENCE_MEAN = Normaliser(
 
 
 def get_loss(name: str) -> Loss:
-    """The loss of that name.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The loss of that name; a ValueError if there is none."""
     return find(losses, name, "loss_type")
 
 
@@ -214,8 +181,7 @@ def loss_problems(settings: Any) -> Iterator[str]:
 def describe(config: LossConfig) -> str:
     """One line: the loss with its paper, its normaliser, and the bounds of the ratio as they act.
 
-    Example:
-        cispo with epsilon_high 5: "cispo (arXiv:2506.13585): sum m f / N; token ratio, capped at 5".
+    Example: "cispo (arXiv:2506.13585): sum m f / N; token ratio, capped at 5".
     """
     loss = get_loss(config.loss_type)
     kl = f"; {config.beta:g} KL" + ", bias-corrected" * config.kl_bias_correction if config.beta > 0 else ""
@@ -232,15 +198,9 @@ def sequence_weights(
 ) -> list[float]:
     """`share_i / Z` of some sequences of the global batch; 0 for a sequence without trained tokens.
 
-    Args:
-        loss: the loss.
-        counts: of the whole global batch, all ranks.
-        trained_tokens: T_i of the sequences asked for.
-        nominal_tokens: trained tokens of the nominal micro-batch of each (bnpo); None means T_i.
-        max_completion_length: longest completion in tokens (dr_grpo); None where the loss needs none.
-
-    Raises:
-        ValueError: Z is 0, so that there is nothing to train on and no update may be made.
+    counts: of the whole global batch, all ranks. trained_tokens: T_i of the sequences asked for. nominal_tokens:
+    trained tokens of the nominal micro-batch of each (bnpo); None means T_i. max_completion_length: longest completion
+    in tokens (dr_grpo). A ValueError: Z is 0, so that there is nothing to train on and no update may be made.
     """
     total = loss.normaliser.total(counts, max_completion_length or 0)
     if not total > 0:

@@ -45,8 +45,7 @@ class AlignmentCheck:
     def look(self, batch: RolloutBatch) -> None:
         """Check a batch before its first update; collective where the model is sharded.
 
-        Raises:
-            NumericError: log-probs are shifted, not tempered, or wrong in two batches in a row.
+        A NumericError: log-probs are shifted, not tempered, or wrong in two batches in a row.
         """
         chosen = [one for one in batch.samples if _comparable(one) and self.is_fresh(one)][:SAMPLES]
         if not chosen:

@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 
 def loss_settings(args: Any) -> LossConfig:
-    """The policy loss; a KL that lowers the rewards is no term of it.
-
-    Raises:
-        ConfigError: a value that the loss refuses.
-    """
+    """The policy loss; a KL that lowers the rewards is no term of it."""
     from swift.rl.losses import LossConfig
 
     try:
@@ -34,31 +30,23 @@ def entropy_settings(args: Any) -> EntropySettings:
     from swift.rl.entropy import AdaptiveEntropy
     from swift.trainers.grpo.entropy import EntropySettings
 
-    controller = AdaptiveEntropy(
-        coefficient=args.entropy_coef,
-        target=args.entropy_target,
-        step=args.entropy_coef_delta,
-        minimum=args.entropy_coef_min,
-        maximum=args.entropy_coef_max,
-    )
+    controller = None
+    if args.use_adaptive_entropy:
+        bounds = args.entropy_coef_min, args.entropy_coef_max
+        controller = AdaptiveEntropy(args.entropy_coef, args.entropy_target, args.entropy_coef_delta, *bounds)
     return EntropySettings(
         coefficient=args.entropy_coef,
-        adaptive=controller if args.use_adaptive_entropy else None,
+        adaptive=controller,
         quantile=args.top_entropy_quantile,
         log=args.log_entropy,
     )
 
 
 def trainer_settings(args: Any, *, logprob_support: str = "full", given: Collection[str] = ()) -> GRPOSettings:
-    """The step's settings.
+    """The step's settings; a ConfigError if they compare sampler and trainer by log-probs that the engine lacks.
 
-    Args:
-        args: of the run.
-        logprob_support: of the engines (`swift.rollout.engines.base`).
-        given: settings that the user wrote; what merely follows from others yields where the engine cannot do it.
-
-    Raises:
-        ConfigError: sampler and trainer are to be compared by log-probs that the engine does not have.
+    logprob_support: of the engines (`swift.rollout.engines.base`). given: settings that the user wrote; what merely
+    follows from others yields where the engine cannot do it.
     """
     from swift.trainers.grpo.settings import CorrectionSettings, GRPOSettings
 
@@ -87,6 +75,7 @@ def trainer_settings(args: Any, *, logprob_support: str = "full", given: Collect
         old_logprobs=args.old_logprobs,
         entropy=entropy_settings(args),
         ce_coef=getattr(args, "ebft_ce_coef", None),
+        rl_coef=getattr(args, "ebft_rl_coef", 1.0),
     )
 
 
@@ -120,11 +109,7 @@ def uncorrected_lines(settings: GRPOSettings) -> list[str]:
 
 
 def max_prompt_length(args: Any) -> int | None:
-    """`--max_length`: the longest prompt in tokens; by default what the model's context leaves beside the completion.
-
-    Raises:
-        ConfigError: the completion fills the context, alone or with `--max_length`.
-    """
+    """`--max_length`: the longest prompt in tokens; by default what the context leaves beside the completion."""
     from swift.models.policy import context_length
 
     context, completion, longest = context_length(args), args.max_completion_length, args.max_length

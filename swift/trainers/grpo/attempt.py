@@ -145,10 +145,7 @@ class Attempt:
         return next(one for one in self.parts.collectives.all_gather(mine) if one is not None)
 
     def _epoch(self) -> float:
-        """Passes over the data set so far, by optimizer steps, or by launches where a step draws what it needs.
-
-        0 for a stream.
-        """
+        """Passes over the data so far, 0 for a stream; by steps, or by launches where a step draws what it needs."""
         plan, step = self.parts.plan, self.trainer.state.global_step
         if plan.num_rows and self.parts.args.dynamic_sample:
             scheduler = self.trainer.pipeline.scheduler
@@ -218,12 +215,7 @@ class Attempt:
             raise self.trap.interruption("rlhf", self.folder, self.trainer.state.global_step)
 
     def _check_parity(self) -> None:
-        """Compare rollout engine and trainer in all stages, on the first prompts; print the figures.
-
-        Raises:
-            NumericError: they disagree by more than rounding explains.
-            SyncFailed, EngineDead: weights did not reach an engine.
-        """
+        """Compare rollout engine and trainer in all stages, on the first prompts; print the figures."""
         args = self.parts.args
         if args.adapters or args.quant_method:  # the engine read the base alone, as it is in its files
             self.weight_sync.refresh()

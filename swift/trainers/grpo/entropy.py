@@ -89,15 +89,12 @@ def restored_controller(start: AdaptiveEntropy | None, state: dict[str, Any] | N
 
 
 class EntropyControl:
-    """The bonus's weight, and the mask of the top entropies.
-
-    Attributes:
-        controller: steers the coefficient; None where it is fixed.
-    """
+    """The bonus's weight, and the mask of the top entropies."""
 
     def __init__(self, logprobs: LogProbs) -> None:
         self.logprobs = logprobs
         self.controller = self.settings.adaptive
+        """Steers the coefficient; None where it is fixed."""
 
     @property
     def settings(self) -> EntropySettings:

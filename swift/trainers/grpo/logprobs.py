@@ -87,16 +87,10 @@ class LogProbs:
 
     # --- forward passes ---------------------------------------------------------------------------------------
 
-    def policy(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        """Log-prob and, where a setting asks for it, entropy of each completion token [N] from one forward pass."""
-        return self.scores(model, batch, self.settings.entropy.kind)
-
     def scores(
         self, model: nn.Module, batch: MicroBatch, entropy: Entropy = "none", temperature: float | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-prob of each completion token and entropy of its distribution [N], by default at the temperature of
-        sampling, fp32.
-        """  # fmt: skip
+        """Log-prob of each completion token and entropy of its distribution, [N], fp32; as sampled, by default."""
         tokens = batch.tokens if is_packed(model) else batch.sequences()
         temperature = temperature or self.settings.temperature
         return score_tokens(model, tokens, temperature=temperature, entropy=entropy, device=self.device)
@@ -134,8 +128,7 @@ class LogProbs:
     def check_old(self, batch: RolloutBatch, held: Sequence[int]) -> None:
         """Only the first update after a rollout may take the policy itself for the old one.
 
-        Raises:
-            NumericError: a sample of a later update has no old log-probs on this rank, so its ratio would be 1.
+        In a later one the ratio of a sample without old log-probs on this rank would be 1.
         """
         if batch.position == 0 and (batch.arriving is not None or not self.settings.keep_dropout):
             return

@@ -76,7 +76,8 @@ def _load_and_train(resolved: Resolved, parts: Parts, trap: SignalTrap) -> None:
 
         model, reference = load_models(parts.args)
         setup = build_engines(parts, model)
-    with setup:
+    with contextlib.closing(setup):
+        from swift.data.loading import write_examples
         from swift.trainers.grpo.attempt import Attempt
         from swift.trainers.session import open_run
 
@@ -87,7 +88,7 @@ def _load_and_train(resolved: Resolved, parts: Parts, trap: SignalTrap) -> None:
                 if (child := getattr(parts.play, "child", None)) is not None:
                     child.log_to(opened.log.path.with_name("nemo_gym.log"))
                 if parts.eval_prompts is not None and parts.args.split_dataset_ratio > 0:
-                    parts.eval_prompts.write_jsonl(opened.folder / "val_dataset.jsonl")
+                    write_examples(parts.eval_prompts.examples, opened.folder / "val_dataset.jsonl")
             with collector_resting():
                 attempt = Attempt(resolved, parts, opened, model, reference, setup, trap)
             opened.steps = lambda: attempt.trainer.state.global_step

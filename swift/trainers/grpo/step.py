@@ -83,14 +83,8 @@ class GlobalBatchStep:
     def run(self, model: nn.Module, policy: nn.Module, batch: RolloutBatch, report: StepMetrics) -> Tensor:
         """Forward and backward of the next global batch; gradients are complete when it returns.
 
-        Args:
-            model: the policy as it is wrapped for training.
-            policy: the same, unwrapped.
-            batch: the rollout batch.
-            report: gets what there is to log.
-
-        Returns:
-            this rank's share of the loss times the number of ranks (their mean is the loss).
+        Returns this rank's share of the loss times the number of ranks (their mean is the loss). model: the policy as
+        it is wrapped for training; policy: the same, unwrapped. report: gets what there is to log.
         """
         model.train()
         if batch.arriving is not None:
@@ -255,7 +249,7 @@ class GlobalBatchStep:
             batch.mask_N = torch.zeros_like(batch.mask_N)
         self.logprobs.ensure_reference(batch, keep=bool(held))
         with self._gradients_meet(model, last):
-            policy_logprobs_N, entropy_N = self.logprobs.policy(model, batch)
+            policy_logprobs_N, entropy_N = self.logprobs.scores(model, batch, self.settings.entropy.kind)
             correction = self.correction(batch, policy_logprobs_N)
             loss, output = self._loss(shared, held, batch, policy_logprobs_N, entropy_N, correction)
             loss = loss * self.collectives.world_size
@@ -268,7 +262,7 @@ class GlobalBatchStep:
             if self.settings.ce_coef is not None:
                 logprobs_N = policy_logprobs_N.detach().double()
                 reinforce = -(batch.weights_N * batch.advantages_N * logprobs_N).sum()
-                shared.report.combine("ebft/rl_loss", "sum", float(reinforce))
+                shared.report.combine("ebft/rl_loss", "sum", float(reinforce) / (self.settings.rl_coef or 1.0))
         return loss.detach()
 
     def _gradients_meet(self, model: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:
@@ -308,13 +302,8 @@ class GlobalBatchStep:
         )
         if entropy_N is None or not self.settings.entropy.has_bonus:
             return output.loss, output
-        bonus = entropy_bonus(
-            entropy_N,
-            batch.mask_N,
-            coefficient=shared.coefficient,
-            num_tokens=num_top_tokens,
-            keep_T=top_N,
-        )
+        coefficient, tokens = shared.coefficient, num_top_tokens
+        bonus = entropy_bonus(entropy_N, batch.mask_N, coefficient=coefficient, num_tokens=tokens, keep_T=top_N)
         values = entropy_N.detach()[batch.mask_N if top_N is None else batch.mask_N & top_N]
         shared.entropy_sum += float(values.double().sum())
         shared.entropy_count += values.numel()

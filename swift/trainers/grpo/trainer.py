@@ -76,19 +76,12 @@ class TrainerState(msgspec.Struct):
 
 
 class GRPOTrainer(AtomicTrainer):
-    """Trains a policy on what a rollout pipeline brings; besides Trainer's arguments it takes
+    """Trains a policy on what a rollout pipeline brings.
 
-    Args:
-        settings: of loss and batches.
-        pipeline: where rollout batches come from.
-        collectives: the data-parallel ranks.
-        metrics: collects what each step reports (rank 0 logs it).
-        reference: the KL reference; needed when `settings.loss.beta` > 0.
-        eval_prompts: held-out prompts, or none.
-        report: what is shown and written (rank 0 only); brought to the disk before a checkpoint counts.
-        on_progress: called after each micro-batch.
-        stops_at_alert: whether an alert of the report's health rules ends the run, after a checkpoint.
-        trainer_arguments: of `AtomicTrainer` and Trainer; gradient_accumulation_steps is 1 and max_steps > 0.
+    metrics: collects what each step reports (rank 0 logs it). reference: needed when `settings.loss.beta` > 0. report:
+    what is shown and written (rank 0 only); brought to the disk before a checkpoint counts. on_progress: called after
+    each micro-batch. stops_at_alert: whether an alert of the report's health rules ends the run, after a checkpoint.
+    trainer_arguments: of `AtomicTrainer` and Trainer; gradient_accumulation_steps is 1 and max_steps > 0.
     """
 
     def __init__(
@@ -324,7 +317,7 @@ class GRPOTrainer(AtomicTrainer):
             metrics=self.metrics.state_dict(),
             entropy=controller_state(self.entropy.controller),
             fitting_tokens=self.planner.fitting_tokens,
-            report=self.report.state_dict() if self.report is not None else None,
+            report=self.report.health.state_dict() if self.report is not None else None,
         )
 
     def load_pipeline_state(self, checkpoint: Path) -> None:
@@ -339,4 +332,4 @@ class GRPOTrainer(AtomicTrainer):
             self.reference.load_state(moved)
             self._reference_moved = True
         if self.report is not None and state.report is not None:
-            self.report.load_state_dict(state.report)
+            self.report.health.load_state_dict(state.report)

@@ -40,15 +40,7 @@ from transformers import set_seed
 
 from swift.errors import ConfigError, EngineDead, ResourceError, SwiftError, end_process
 from swift.models.sharded import is_sharded, reading_from
-from swift.observability.memory import (
-    MIB,
-    Holders,
-    MemoryFigures,
-    freed_between,
-    measure,
-    memory_line,
-    too_little,
-)
+from swift.observability.memory import MIB, MemoryFigures, freed_between, measure, memory_line, too_little
 from swift.rollout.engines.process import same_randomness
 from swift.rollout.seeds import sample_seed
 from swift.trainers.memory.offload import Offloader, model_tensors, optimizer_tensors, ran_out
@@ -83,9 +75,6 @@ class ColocateCycle:
     log: takes the memory lines and remarks. metrics: takes `memory/...` and `health/memory_not_freed`. warn: takes
     warnings. copies_on_host: move tensors even where host and device are the same memory, for tests. notes: what the
     flags do not do here, one line each.
-
-    Raises:
-        ConfigError: the engine cannot sleep that deep.
     """
 
     def __init__(
@@ -308,9 +297,13 @@ class ColocateCycle:
             engine = self.engine.memory()
         except SwiftError:
             engine = {}  # of a broken engine, whose own error is on its way
-        trainer, optimizer = self._model.resident_bytes(), self._optimizer.resident_bytes()
-        holders = Holders(trainer, optimizer, engine.get("weights"), engine.get("kv"))
-        self._log(memory_line(turn.step, phase, figures, holders, freed))
+        held = {
+            "trainer": self._model.resident_bytes(),
+            "optim": self._optimizer.resident_bytes(),
+            "engine_w": engine.get("weights"),
+            "engine_kv": engine.get("kv"),
+        }
+        self._log(memory_line(turn.step, phase, figures, held, freed))
 
     def _not_freed(self, who: str, freed: int, expected: int) -> bool:
         """Whether memory that should be free is not; one warning."""

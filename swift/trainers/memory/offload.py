@@ -45,12 +45,9 @@ class _Absent(NamedTuple):
 
 
 class Offloader:
-    """The tensors of one owner; they leave together and come back together.
+    """The tensors of one owner; they leave `device` together and come back together.
 
-    Args:
-        tensors: names the tensors that the owner has at this moment.
-        device: what they are taken from; tensors elsewhere are left alone.
-        keep: names tensors that stay even if the owner lists them.
+    tensors: names those that the owner has at this moment. keep: names those that stay even if the owner lists them.
     """
 
     def __init__(
@@ -73,11 +70,7 @@ class Offloader:
 
     @torch.no_grad()
     def leave(self) -> None:
-        """Copy to the host and release the device's memory.
-
-        Raises:
-            ResourceError: the host has no room; nothing has left.
-        """
+        """Copy to the host and release the device's memory; if the host has no room, nothing has left."""
         assert not self._absent, "already away"
         found = {key: storage for key, storage in self._own_storages() if storage.resizable()}
         aligned = [-(-storage.nbytes() // ALIGNMENT) * ALIGNMENT for storage in found.values()]
@@ -93,11 +86,7 @@ class Offloader:
 
     @torch.no_grad()
     def come_back(self) -> None:
-        """Take device memory again and fill it. Nothing to do is fine.
-
-        Raises:
-            ResourceError: the device has no room; a second call brings back what is still away.
-        """
+        """Take device memory again and fill it. If there is no room, a second call brings back what is still away."""
         filled = []
         try:
             for key, one in self._absent.items():
@@ -168,11 +157,7 @@ class HostBuffer:
         self._unlock: Callable[[], Any] = lambda: None
 
     def take(self, nbytes: int) -> Tensor:
-        """Bytes [nbytes]; the same memory at every call, unless it has to grow.
-
-        Raises:
-            ResourceError: the host has no room.
-        """
+        """Bytes [nbytes]; the same memory at every call, unless it has to grow."""
         if nbytes > self._memory.numel():
             self._unlock()
             self._memory = torch.empty(0, dtype=torch.uint8)  # released before more is taken
@@ -215,10 +200,8 @@ def model_tensors(model: nn.Module) -> Iterator[Tensor]:
 def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
     """Everything an optimizer holds: state, what it updates (float32 masters, ZeRO's partitions), gradients.
 
-    The model's parameters are among them unless the optimizer updates copies; a caller keeps them apart.
-
-    Args:
-        optimizer: of torch, also inside of accelerate's or DeepSpeed's; None has no tensors.
+    The model's parameters are among them unless the optimizer updates copies; a caller keeps them apart. `optimizer` is
+    one of torch, also inside of accelerate's or DeepSpeed's; None has no tensors.
     """
     while optimizer is not None:
         yield from _tensors_in([group["params"] for group in getattr(optimizer, "param_groups", ())])

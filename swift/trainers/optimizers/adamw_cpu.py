@@ -30,12 +30,9 @@ HOST = torch.device("cpu")
 
 @optimizers.register("adamw_cpu")
 class CPUAdamW(AdamW):
-    """torch's AdamW on float32 masters in the host's memory.
+    """torch's AdamW, always `fused`, on float32 masters in the host's memory.
 
-    Args:
-        params: as for `torch.optim.AdamW`; those of the device and those of 16 bits get a master, float32 weights on
-            the CPU are updated in place.
-        options: as for `torch.optim.AdamW`; it is always `fused`.
+    Parameters of the device and those of 16 bits get a master; float32 weights on the CPU are updated in place.
     """
 
     def __init__(self, params: ParamsT, **options: Any) -> None:

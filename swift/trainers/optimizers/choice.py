@@ -27,11 +27,7 @@ def is_registered(name: str) -> bool:
 
 
 def own_optimizer(args: Any, arguments: TrainingArguments) -> tuple[Callable[..., Optimizer], dict[str, Any]] | None:
-    """What Trainer takes as `optimizer_cls_and_kwargs`; None for an optimizer of transformers.
-
-    Raises:
-        ConfigError: `--optim_args`, which the entry would not see.
-    """
+    """What Trainer takes as `optimizer_cls_and_kwargs`; None for an optimizer of transformers."""
     if not is_registered(args.optim):
         return None
     entry, parameters = optimizers[args.optim], optimizers.parameters_of(args.optim)
@@ -46,11 +42,7 @@ def own_optimizer(args: Any, arguments: TrainingArguments) -> tuple[Callable[...
 
 
 def check_optimizer(args: Any) -> None:
-    """Builds optimizer and schedule of one weight, where they have settings that nothing else has looked at.
-
-    Raises:
-        ConfigError: `--optim_args` or `--lr_scheduler_kwargs` are not theirs.
-    """
+    """Builds optimizer and schedule of one weight, where they have settings that nothing else has looked at."""
     if not (args.optim_args or args.lr_scheduler_kwargs) or is_registered(args.optim):
         return
     import torch

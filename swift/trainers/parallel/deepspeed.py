@@ -63,9 +63,6 @@ def deepspeed_config(args: Any) -> dict[str, Any] | None:
     """The configuration that `--deepspeed` asks for, for transformers' TrainingArguments; None without it.
 
     Batch sizes and clipping are "auto", which transformers fills in from its arguments.
-
-    Raises:
-        ConfigError: no such preset or file, or keys in it that cannot be used, one line each.
     """
     if not args.deepspeed:
         return None
@@ -95,12 +92,7 @@ def deepspeed_config(args: Any) -> dict[str, Any] | None:
 
 
 def require_deepspeed(args: Any) -> None:
-    """Checks `--deepspeed` before anything is loaded.
-
-    Raises:
-        ResourceError: the package is missing.
-        ConfigError: see `deepspeed_config`.
-    """
+    """Checks `--deepspeed` before anything is loaded."""
     if not args.deepspeed:
         return
     if importlib.util.find_spec("deepspeed") is None:
@@ -170,11 +162,8 @@ def _read(name: str) -> dict[str, Any]:
 def _mistyped(content: Mapping[str, Any]) -> list[str]:
     """Entries that are read here and are not of the type that DeepSpeed wants."""
     objects = ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler")
-    wrong = [
-        f"{key} {json.dumps(content[key])}: not an object"
-        for key in objects
-        if not isinstance(content.get(key, {}), dict)
-    ]
+    others = [key for key in objects if not isinstance(content.get(key, {}), dict)]
+    wrong = [f"{key} {json.dumps(content[key])}: not an object" for key in others]
     if wrong:
         return wrong
     if not isinstance(content.get("optimizer", {}).get("params", {}), dict):

@@ -15,12 +15,7 @@ from swift.trainers.parallel.deepspeed import (
 
 
 def require_sharding(args: Any) -> None:
-    """Checks `--deepspeed` and `--fsdp` before anything is loaded.
-
-    Raises:
-        ConfigError: they do not go together with other settings.
-        ResourceError: DeepSpeed is missing.
-    """
+    """Checks `--deepspeed` and `--fsdp` before anything is loaded."""
     require_deepspeed(args)
     problems = []
     if args.fsdp and args.deepspeed:

@@ -35,14 +35,8 @@ STORE_LIMIT_S = 5.0
 class Heartbeat:
     """Watches the other ranks while it is entered; a no-op in a single process.
 
-    Args:
-        collectives: the ranks.
-        beat_s: seconds between two beats.
-        silent_s: seconds without a beat after which a rank counts as lost.
-
-    Attributes:
-        state: of this rank; travels with its beats.
-        before_end: called before this process is ended for another rank's sake.
+    beat_s: seconds between two beats. silent_s: seconds without a beat after which a rank counts as lost. state: of
+    this rank; travels with its beats. before_end: called before this process is ended for another rank's sake.
     """
 
     def __init__(self, collectives: Collectives, *, beat_s: float = BEAT_S, silent_s: float = SILENT_S) -> None:

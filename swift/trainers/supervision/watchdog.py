@@ -45,16 +45,11 @@ DEBUGGERS = {"pdb", "bdb", "ipdb", "debugpy", "pydevd", "_pydevd_bundle"}
 class Watchdog:
     """Ends the process when nothing moves; acts between `start` and `stop`.
 
-    Args:
-        limit_s: ticks without progress, in seconds.
-        limits: phase -> longer bound, where waits are bounded otherwise.
-        meters: give values that change while something moves; called on the watchdog's thread, must not wait.
-        log_file: takes the stacks of all threads.
-        rank: of this process.
-        remarks: what else to say, one line each, "" for nothing: where engines are, for whom this rank waits.
-        farewell: told the error's line before the end, so that other ranks know.
-        tick_s: between two looks.
-        end: ends the process.
+    limit_s: ticks without progress, in seconds. limits: phase -> longer bound, where waits are bounded otherwise.
+    meters: give values that change while something moves; called on the watchdog's thread, must not wait. log_file:
+    takes the stacks of all threads. remarks: what else to say, one line each, "" for nothing: where engines are, for
+    whom this rank waits. farewell: told the error's line before the end, so that other ranks know. tick_s: between two
+    looks. end: ends the process.
     """
 
     def __init__(

@@ -1,0 +1,275 @@
+"""Environments that wait, fail, hang and end the run: what becomes of the samples of a rollout of several turns."""
+
+import asyncio
+import contextlib
+import statistics
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from small_runs import SmallRun
+from trajectories import Once, requests, run, sleepy
+
+from swift.errors import EngineError
+from swift.rollout.multi_turn.environments import of_envs
+from swift.rollout.multi_turn.loop import Loop
+from swift.rollout.multi_turn.trajectory import Excluded, OutOfRoom
+from swift.rollout.round_result import fault
+from swift.types import Prompt
+
+
+def test_an_environment_that_waits_holds_nobody_up(policy, engine_of):
+    _, template = policy
+
+    began = time.monotonic()
+    assert len(run(engine_of(of_envs({"slow": sleepy(0.3)}, "slow")), requests(template, 20))) == 20
+    assert time.monotonic() - began < 3.0, "one after the other they take six seconds"
+
+
+def asking(wait):
+    """Two answers, with `wait` between them."""
+
+    async def play(trajectory):
+        await trajectory.answer()
+        await wait()
+        trajectory.say({"role": "user", "content": "and?"})
+        await trajectory.answer()
+
+    return play
+
+
+def on_a_thread(seconds):
+    return lambda: asyncio.to_thread(time.sleep, seconds)
+
+
+def test_what_a_thread_does_at_once_meets_the_engine_at_the_same_step(policy, engine_of):
+    _, template = policy
+    steps = set()
+    for _ in range(5):
+        engine = engine_of(asking(on_a_thread(0.0)))
+        run(engine, requests(template, 8))
+        steps.add(engine.engine.counters.decode_steps)
+    assert len(steps) == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("wait", [on_a_thread, lambda seconds: lambda: asyncio.sleep(seconds)], ids=["sync", "async"])
+def test_64_trajectories_with_a_slow_tool_take_hardly_longer(policy, engine_of, wait):
+    _, template = policy
+    wanted = requests(template, 64)
+    sized = [replace(one.sampling, max_new_tokens=20 + 5 * number) for number, one in enumerate(wanted)]
+    wanted = [replace(request, sampling=sampling) for request, sampling in zip(wanted, sized, strict=True)]
+
+    def seconds(asked):
+        engine = engine_of(asking(wait(asked)))
+        began = time.monotonic()
+        run(engine, wanted)
+        return time.monotonic() - began
+
+    seconds(0.0)
+    pairs = [(seconds(0.0), seconds(0.2)) for _ in range(5)]
+    print(pairs)
+    assert statistics.median(slow / fast for fast, slow in pairs) < 1.3
+
+
+def test_a_sample_whose_environment_fails_is_left_out(policy, engine_of, caplog):
+    _, template = policy
+
+    class Shaky(Once):
+        async def step(self, messages):
+            if self.config["worth"] == "bad":
+                raise KeyError("the board")
+            return "", 1.0, True, {}
+
+    wanted = requests(template, 4)
+    for request, worth in zip(wanted, ["good", "bad", "good", "bad"], strict=True):
+        object.__setattr__(
+            request, "prompt", Prompt("p", request.prompt.messages, [1], {"env_config": {"worth": worth}})
+        )
+    done = run(engine_of(of_envs({"shaky": Shaky}, "shaky")), wanted)
+    assert [fault(one) for one in done] == [None, "environment: KeyError", None, "environment: KeyError"]
+    assert Once.closed == 4
+
+
+def test_an_environment_that_never_works_ends_the_run(policy, engine_of, caplog):
+    _, template = policy
+
+    class Broken(Once):
+        async def step(self, messages):
+            raise KeyError("the board")
+
+    with pytest.raises(
+        EngineError, match=r"--gym_env: mine: raised KeyError: 'the board' \(.*test_trajectory_ends.py:\d+\)"
+    ):
+        run(engine_of(of_envs({"broken": Broken}, "broken")), requests(template, 40))
+    assert len([line for line in caplog.messages if "KeyError" in line]) == 1
+
+
+def full(trajectory):
+    raise OutOfRoom
+
+
+def left_out(trajectory):
+    raise Excluded("for a reason")
+
+
+@pytest.mark.parametrize("end", [full, left_out], ids=["full", "excluded"])
+def test_a_trajectory_that_came_to_any_end_shows_that_the_environment_works(policy, engine_of, end):
+    _, template = policy
+
+    async def play(trajectory):
+        if trajectory.request.request_id == "p-0/0":
+            end(trajectory)
+        await asyncio.sleep(0.01)
+        raise KeyError("the board")
+
+    assert [fault(one) for one in run(engine_of(play), requests(template, 40))][1:] == ["environment: KeyError"] * 39
+
+
+@pytest.mark.parametrize("waits", ["for its environment", "for its turn"])
+def test_a_trajectory_that_takes_too_long_is_left_out_and_counted(policy, engine_of, waits):
+    _, template = policy
+
+    class Long(Once):
+        async def step(self, messages):
+            if self.config["long"]:
+                await asyncio.sleep(100)
+            return await super().step(messages)
+
+    engine = engine_of(of_envs({"long": Long}, "long"), limit_s=1.0)
+    wanted = [requests(template, 2, env_config={"long": bool(i)})[i] for i in range(2)]
+    if waits == "for its turn":
+        wanted[1] = replace(wanted[1], sampling=replace(wanted[1].sampling, max_new_tokens=900))
+        engine.between_steps = lambda: time.sleep(0.005)
+    assert [fault(one) for one in run(engine, wanted)] == [None, "environment: timeout"]
+    assert (engine.late, Once.closed) == (1, 2)
+    assert engine.engine.counters.decode_rows < 900
+
+
+def test_an_environment_that_is_always_late_ends_the_run(policy, engine_of):
+    _, template = policy
+    engine = engine_of(of_envs({"slow": sleepy(100)}, "slow"), limit_s=0.3)
+    with pytest.raises(EngineError, match=r"--gym_env: mine: took over --rollout_timeout 0.3 s; the first 32"):
+        run(engine, requests(template, 32))
+
+
+def test_an_environments_own_timeout_is_its_failure(policy, engine_of):
+    _, template = policy
+
+    class Impatient(Once):
+        async def step(self, messages):
+            async with asyncio.timeout(0.01):
+                await asyncio.sleep(1)
+
+    engine = engine_of(of_envs({"impatient": Impatient}, "impatient"))
+    assert [fault(one) for one in run(engine, requests(template, 1))] == ["environment: TimeoutError"]
+    assert engine.late == 0
+
+
+@pytest.mark.parametrize("message", [{"role": "assistant"}, {"content": "?"}, "no message"])
+def test_whatever_an_environment_makes_of_its_messages_every_request_ends(policy, engine_of, message):
+    _, template = policy
+
+    async def play(trajectory):
+        trajectory.messages.append(message)
+
+    engine = engine_of(play)
+    for request in requests(template, 2):
+        engine.submit(request)
+    ended, stream = [], engine.stream()
+    with contextlib.suppress(AttributeError):
+        for one in stream:
+            ended.append(one.request_id)
+    assert {*ended, *(one.request_id for one in engine.stream())} == {"p-0/0", "p-0/1"}
+
+
+def test_an_environment_that_exits_fails_its_sample_alone(policy, engine_of):
+    _, template = policy
+
+    class Leaves(Once):
+        async def step(self, messages):
+            raise SystemExit(1)
+
+    engine = engine_of(of_envs({"leaves": Leaves}, "leaves"))
+    assert {fault(one) for one in run(engine, requests(template, 2))} == {"environment: SystemExit"}
+
+
+def test_the_end_of_the_pipeline_closes_environments(policy, engine_of):
+    _, template = policy
+    engine = engine_of(of_envs({"endless": sleepy(100)}, "endless"))
+    pipeline = SmallRun(engine).pipeline
+    engine.submit(requests(template, 1)[0])
+    stream = threading.Thread(target=list, args=(engine.stream(),))
+    stream.start()
+    while not Once.asleep:
+        time.sleep(0.01)
+    pipeline.close()
+    assert Once.closed == 1
+    stream.join(10)
+    assert not stream.is_alive()
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_unused_loop_closes_without_a_warning():
+    Loop().close()
+
+
+def test_an_abort_ends_trajectories_where_they_are(policy, engine_of):
+    _, template = policy
+
+    engine = engine_of(of_envs({"endless": sleepy(100)}, "endless"))
+    wanted = requests(template, 3)
+    engine.between_steps = lambda: engine.abort(["p-0/1", "p-0/2"]) if time.monotonic() > begun + 0.5 else None
+    begun = time.monotonic()
+    for request in wanted:
+        engine.submit(request)
+    stream = engine.stream()
+    ended = [next(stream), next(stream)]
+    assert {(one.request_id, one.finish_reason) for one in ended} == {("p-0/1", "abort"), ("p-0/2", "abort")}
+    engine.abort()
+    assert [one.request_id for one in stream] == ["p-0/0"]
+    assert Once.closed == 3
+    assert not list(engine.engine.stream())
+
+
+def test_an_abort_before_the_first_step_ends_every_request(policy, engine_of):
+    engine = engine_of(of_envs({"once": Once}, "once"))
+    engine._loop = Loop()
+    engine._loop.call(time.sleep, 0.2)  # all of what follows runs at once
+    for request in requests(policy[1], 3):
+        engine.submit(request)
+    engine.abort()
+    ended = []
+    stream = threading.Thread(target=lambda: ended.extend(engine.stream()), daemon=True)
+    stream.start()
+    stream.join(10)
+    assert sorted((one.request_id, one.finish_reason) for one in ended) == [(f"p-0/{i}", "abort") for i in range(3)]
+
+
+@pytest.mark.parametrize("when", ["while it is deleted", "after what is ready was taken"])
+def test_the_last_sample_is_never_lost(policy, engine_of, monkeypatch, when):
+    """It ends while the stream looks whether anything is left."""
+
+    class Slow(dict):
+        def __delitem__(self, name):
+            super().__delitem__(name)
+            time.sleep(0.3)
+
+    async def play(trajectory):
+        await asyncio.sleep(0.2)
+
+    engine = engine_of(play)
+    if when == "while it is deleted":
+        monkeypatch.setattr("swift.rollout.multi_turn.engine.LOOK_S", 0.01)
+        engine._running = Slow()
+    else:
+        take = engine._come
+
+        def come():
+            yield from take()
+            while engine._running:
+                time.sleep(0.01)
+
+        monkeypatch.setattr(engine, "_come", come)
+    assert len(run(engine, requests(policy[1], 1))) == 1
