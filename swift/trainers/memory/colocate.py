@@ -297,8 +297,12 @@ class ColocateCycle:
             engine = self.engine.memory()
         except SwiftError:
             engine = {}  # of a broken engine, whose own error is on its way
-        held = {"trainer": self._model.resident_bytes(), "optim": self._optimizer.resident_bytes()}
-        held |= {"engine_w": engine.get("weights"), "engine_kv": engine.get("kv")}
+        held = {
+            "trainer": self._model.resident_bytes(),
+            "optim": self._optimizer.resident_bytes(),
+            "engine_w": engine.get("weights"),
+            "engine_kv": engine.get("kv"),
+        }
         self._log(memory_line(turn.step, phase, figures, held, freed))
 
     def _not_freed(self, who: str, freed: int, expected: int) -> bool:
