@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 from preloaded import run_ranks
-from test_sft_run import losses, newest_run, rows
-from test_sft_settings import trained
+from test_sft_run import losses, newest_run, rows, sft
 
 pytestmark = pytest.mark.long
 
@@ -20,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("packing", ["true", "false"])
 def test_32_rows_are_memorised(sft_argv, sums, packing):
     flags = ("--dataset", f"{sums}#32", "--packing", packing, "--max_length", "128", "--max_steps", "400")
-    run_dir = trained("sft", sft_argv(*flags, "--learning_rate", "1e-2", "--logging_steps", "50"))
+    run_dir = sft(sft_argv(*flags, "--learning_rate", "1e-2", "--logging_steps", "50"))
     assert losses(run_dir)[-1][1] < 0.1
 
 
@@ -37,7 +36,7 @@ def test_two_processes_train_on_the_rows_that_one_does(sft_argv, tmp_path, flags
     def argv(name, batch):
         return sft_argv(*flags, "--per_device_train_batch_size", str(batch), "--output_dir", str(tmp_path / name))
 
-    alone = trained("sft", argv("one", 2))
+    alone = sft(argv("one", 2))
     run_ranks(["-m", "swift", "sft", *argv("two", 1)], tmp_path / "logs", limit_s=240)
     together = newest_run(tmp_path / "two")
     for (_, a), (_, b) in zip(losses(alone), losses(together), strict=True):
@@ -71,6 +70,6 @@ def test_the_perplexity_of_held_out_text_falls_below_that_of_a_bigram_model(tmp_
         "--per_device_train_batch_size": 4, "--per_device_eval_batch_size": 8, "--num_train_epochs": 3,
         "--gradient_checkpointing": "false", "--report_to": "none", "--save_strategy": "no", "--eval_strategy": "epoch",
     }  # fmt: skip
-    run_dir = trained("pt", [str(word) for pair in argv.items() for word in pair])
+    run_dir = sft([str(word) for pair in argv.items() for word in pair], "pt")
     *_, found = [row["eval_loss"] for row in rows(run_dir / "logging.jsonl") if "eval_loss" in row]
     assert found < bigram_loss(texts, held_out)
