@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import supported
 import yaml
 
 ROOT = Path(__file__).parent.parent
@@ -84,3 +85,7 @@ def test_a_quoted_message_is_one_that_the_program_prints(message):
     assert pieces
     for piece in pieces:
         assert piece in program, piece
+
+
+def test_the_page_of_what_is_supported_is_that_of_the_tests():
+    assert supported.PAGE.read_text(encoding="utf-8") == supported.page(), "python tests/support/supported.py --write"

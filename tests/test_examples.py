@@ -70,18 +70,27 @@ class Call:
 
 def calls(script: Path, tmp_path: Path, *words: str, **variables: str) -> list[Call]:
     """What `script`, called with `words`, does with `swift`."""
-    shutil.copytree(ROOT / "examples", tmp_path / "examples")
     shutil.copytree(ROOT / "swift" / "models", tmp_path / "swift" / "models")
-    bin_folder, record = tmp_path / "bin", tmp_path / "record.jsonl"
+    record = tmp_path / "record.jsonl"
+    run_script(
+        script, tmp_path, *words, programs={"swift": SWIFT_STAND_IN, "python": NOTHING, "ray": NOTHING},
+        RECORD=str(record), **TOLD, **variables,
+    )  # fmt: skip
+    return [Call(**json.loads(line)) for line in record.read_text().splitlines()]
+
+
+def run_script(script: Path, tmp_path: Path, *words: str, programs: dict[str, str], **variables: str) -> None:
+    """Runs a copy of `script` beside all examples, in which the shell finds `programs`."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    bin_folder = tmp_path / "bin"
     bin_folder.mkdir()
-    for program, text in (("swift", SWIFT_STAND_IN), ("python", NOTHING), ("ray", NOTHING)):
+    for program, text in programs.items():
         (bin_folder / program).write_text(text)
         (bin_folder / program).chmod(0o755)
     environ = {key: value for key, value in os.environ.items() if key not in LAUNCH}
-    environ |= {"PATH": f"{bin_folder}:{os.environ['PATH']}", "RECORD": str(record), **TOLD, **variables}
+    environ |= {"PATH": f"{bin_folder}:{os.environ['PATH']}", **variables}
     run = execute([shell_of(script), name(script), *words], cwd=tmp_path, environ=environ)
-    assert run.returncode == 0, run.stderr
-    return [Call(**json.loads(line)) for line in record.read_text().splitlines()]
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
 
 
 def execute(command: list[str], *, cwd: Path = ROOT, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -146,6 +155,54 @@ def test_the_training_scripts_take_further_flags(script, tmp_path):
     train = calls(script, tmp_path, "--seed", "7", "--dry_run", "true")[-1]
     assert train.words[0] == "rlhf"
     assert (train.resolve().args.seed, train.resolve().args.dry_run) == (7, True)
+
+
+# --- scripts that are run, in small -------------------------------------------------------------------------
+
+OPTIONAL = Path(sys.prefix) / "optional"
+"""Where `make install` puts packages that not every process is to import."""
+TRAIN = ROOT / "examples" / "train"
+SMALL = [
+    *sorted((TRAIN / "sft").glob("*.sh")),
+    *sorted((TRAIN / "preference").glob("*.sh")),
+    TRAIN / "grpo" / "qlora.sh",
+    TRAIN / "grpo" / "reward_model.sh",
+]
+"""Beside chain.sh, which `end_to_end/test_chain.py` runs."""
+IN_SMALL = f"""#!{sys.executable}
+import os, sys
+words, short = sys.argv[1:], []
+for flag in ("model", "reward_model", "dataset", "val_dataset"):
+    at = words.index("--" + flag) + 1 if "--" + flag in words else 0
+    if at and not os.path.exists(words[at]):  # it is on a hub, or the user's
+        words[at] = os.environ["SMALL_" + flag.upper()]
+        short = ["--max_steps", "2", "--save_steps", "2", "--eval_steps", "2"]
+os.execv(sys.executable, [sys.executable, "-m", "swift", *words, *short])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("script", SMALL, ids=name)
+def test_a_script_ends_well_in_small(script, nano_folders, tmp_path):
+    """With a nano model and rows in place of those of a hub, and two steps; what it builds itself, it trains on."""
+    from swift.models.tiny import build_tiny_reward_model
+
+    if "quant_method" in script.read_text() and not list(OPTIONAL.glob("bitsandbytes-*")):
+        pytest.skip(f"no bitsandbytes in {OPTIONAL}; make install puts it there")
+    rows = tmp_path / "rows.jsonl"
+    chats = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": str(n)}] for n in range(200)]
+    lines = [{"messages": chat, "solution": chat[1]["content"]} for chat in chats]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    reward_model = build_tiny_reward_model(tmp_path / "reward", "qwen2", "nano")
+    few = ["--max_steps", "4", "--eval_steps", "2"] if script.parent.name == "preference" else []
+    run_script(
+        script, tmp_path, *few, programs={"swift": IN_SMALL, "python": f'#!/bin/sh\nexec {sys.executable} "$@"\n'},
+        SMALL_MODEL=str(nano_folders["qwen2"]), SMALL_REWARD_MODEL=str(reward_model), SMALL_DATASET=str(rows),
+        SMALL_VAL_DATASET=str(rows), PYTHONPATH=f"{ROOT}{os.pathsep}{OPTIONAL}",
+    )  # fmt: skip
+    weights = [path for path in (tmp_path / "output").rglob("*model.safetensors") if "checkpoint-" in path.parent.name]
+    assert weights
 
 
 # --- commands in documents ----------------------------------------------------------------------------------

@@ -110,12 +110,18 @@ def _is_off_policy(args: Any, _: Machine) -> bool:
     return bool(args.async_generate or args.dynamic_sample or args.replay_buffer_size or seldom)
 
 
+_merges = _has("merge_lora")
 _CORRECTION = "rollout_importance_sampling_mode"
 RULES: tuple[Rule, ...] = (
     _same_as("ref_model", "model"),
-    _fixed("torch_dtype", "float32", "float32 for merging", _has("merge_lora")),
-    _fixed("torch_dtype", "bfloat16", "bfloat16 with an accelerator", lambda args, machine: machine.has_accelerator),
-    _fixed("torch_dtype", "float32", "float32 on a CPU"),
+    _fixed("torch_dtype", None, "that of each tensor in the base's files for merging", _merges),
+    _fixed(
+        "torch_dtype",
+        "bfloat16",
+        "bfloat16 with an accelerator",
+        lambda args, machine: machine.has_accelerator and not _merges(args, machine),
+    ),
+    _fixed("torch_dtype", "float32", "float32 on a CPU", lambda args, machine: not _merges(args, machine)),
     _fixed("learning_rate", 1e-4, "1e-4 with an adapter", lambda args, machine: args.tuner_type != "full"),
     _fixed("learning_rate", 1e-5, "1e-5 with tuner_type full"),
     _fixed("lora_dropout", 0.0, "0.0 in rlhf", _has("rlhf_type")),

@@ -25,6 +25,10 @@ REPLACED = {
     "num_iterations": "--num_iterations 1: each rollout has one update",
     "top_entropy_quantile": "--top_entropy_quantile 1.0: all tokens are trained on",
     "loss_type": "leave it out: with one update of each rollout the ratio is 1, and the loss is REINFORCE",
+    "epsilon": "leave it out: with one update of each rollout the ratio is 1",
+    "epsilon_high": "leave it out: with one update of each rollout the ratio is 1",
+    "delta": "leave it out: with one update of each rollout the ratio is 1",
+    "importance_sampling_level": "leave it out: with one update of each rollout the ratio is 1",
     "old_logprobs": "--old_logprobs trainer",
     "rollout_func": "leave it out: features need the tokens of the engine",
     "rollout_source": "--rollout_source engine: others bring rewards of their own",
@@ -159,3 +163,8 @@ class EBFTArguments(RLHFArguments, FeatureArguments):
         """What is wrong with these settings, one line each."""
         if self.truncation_strategy != "delete":
             yield f"--truncation_strategy: {self.truncation_strategy}: EBFT cuts no row; leave it out, or use delete"
+        if not self.ebft_adaptive_max_tokens and self.ebft_gt_length_multiplier != 1.5:
+            yield (
+                f"--ebft_gt_length_multiplier: {self.ebft_gt_length_multiplier:g}: no effect with "
+                "--ebft_adaptive_max_tokens false; leave one of them out"
+            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from swift.arguments.common import CommonArguments, backend_problems, model_missing
 from swift.arguments.ebft import EBFTArguments
@@ -29,12 +29,28 @@ class InferArguments(CommonArguments, GenerationArguments, DataArguments, QuantA
     temperature: float = flag(0.9, at_least=0, group="Sampling")
     """Sampling temperature; 0 is greedy."""
 
+    infer_backend: Literal["transformers", "vllm"] = flag("transformers", values={"pt": "transformers"}, group="Engine")
+    """Inference library. Scores of a reward model and quantised bases need transformers."""
+
+    vllm_gpu_memory_utilization: float = flag(0.9, above=0, at_most=1, group="Engine", needs="infer_backend=vllm")
+    """Share of a device's memory for vLLM."""
+
+    vllm_max_model_len: int | None = flag(
+        at_least=1, group="Engine", everyday=False, needs="infer_backend=vllm", unset="the model's context"
+    )
+    """Maximum length of prompt and completion, in tokens."""
+
+    vllm_engine_kwargs: dict[str, Any] = flag({}, group="Engine", everyday=False, needs="infer_backend=vllm")
+    """Further arguments of vLLM's engine; not checked."""
+
     result_path: str | None = flag(group="Run", unset="output/infer/<model>-<time>.jsonl")
     """File for the answers to a dataset, one JSON object per row; must not exist."""
 
     def problems(self) -> Iterator[str]:
         yield from model_missing(self)
         yield from self.quant_problems()
+        if self.quant_method and self.infer_backend == "vllm":
+            yield "--quant_method: bnb: vLLM gets merged, unquantised weights; use --infer_backend transformers"
 
 
 @dataclass(kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from swift.arguments.common import CommonArguments, adamw_cpu_problems, model_missing, training_data_missing
 from swift.arguments.rlhf import MethodArguments
-from swift.data.arguments import DataArguments
+from swift.data.arguments import StreamArguments
 from swift.flags import flag
 from swift.models.arguments import TunerArguments
 from swift.trainers.arguments import OptimizationArguments, RunArguments, TrainerArguments
@@ -28,7 +28,7 @@ class PreferenceArguments(
     RunArguments,
     TrainerArguments,
     OptimizationArguments,
-    DataArguments,
+    StreamArguments,
     TunerArguments,
     MethodArguments,
 ):
@@ -45,11 +45,6 @@ class PreferenceArguments(
         yield from training_data_missing(self)
         yield from adamw_cpu_problems(self)
         yield from self.tuner_problems()
-        if self.changes_base:
-            yield (
-                f"--init_weights: {self.init_weights}: the reference is the model without its adapter, and the base "
-                "lacks what this adapter starts with; use true, or gaussian"
-            )
 
 
 @dataclass(kw_only=True)
@@ -98,6 +93,8 @@ class ProcessRewardArguments(PreferenceArguments):
     """Whether only the last step of an answer is learnt, which makes an outcome reward model."""
 
     def problems(self) -> Iterator[str]:
+        if self.tuner_type == "vera":
+            yield "--tuner_type: vera: PEFT cannot keep it out of the head, which is trained in full; use lora"
         if not self.step_separator:
             yield "--step_separator: '': empty; give the text between steps, such as '\\n'"
         elif self.step_separator != "\n" and self.tuner_type != "full":

@@ -111,6 +111,11 @@ class RLHFArguments(
                 "--vllm_enable_lora: true: engines do not compute with --use_dora; --vllm_enable_lora false sends "
                 "merged weights"
             )
+        elif self.vllm_enable_lora and self.use_vllm and self.modules_to_save:
+            yield (
+                f"--modules_to_save: {' '.join(self.modules_to_save)}: vLLM takes low-rank matrices alone; "
+                "--vllm_enable_lora false sends merged weights"
+            )
         elif self.vllm_enable_lora and own_engine and max_rank is not None and self.sent_rank > max_rank:
             yield (
                 f"--vllm_max_lora_rank: {max_rank}: below the rank {self.sent_rank} of the adapter that is sent; "

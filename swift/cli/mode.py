@@ -57,7 +57,7 @@ MODES = {
         runs=True,
     ),
     "reward-test": Mode("try reward functions on a dataset, without a model", "swift.rewards.reward_test:run"),
-    "infer": Mode("generate, interactively or over a dataset", "swift.rollout.infer:run", workers=True),
+    "infer": Mode("answers at the terminal or over a dataset; scores", "swift.cli.infer:run", workers=True),
     "export": Mode("merge an adapter into its base model", "swift.models.export:run"),
     "merge-lora": Mode("merge an adapter into its base model (= export --merge_lora true)", "swift.models.export:run"),
     "doctor": Mode("health alerts of a run", "swift.observability.doctor:run"),

@@ -27,7 +27,7 @@ from swift.data.records import BadRow, RawRow, Record, RowError, filled_columns
 from swift.data.report import DataReport, first_few
 from swift.data.sampler import generator
 from swift.data.spec import DatasetSpec, each, parse_specs
-from swift.data.steps import StepPlan
+from swift.data.steps import StepPlan, steps_or_chats
 from swift.data.system import resolve_system
 from swift.data.texts import TextPlan, chats_or_texts
 from swift.data.transforms import transformed
@@ -38,10 +38,11 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "val"]
 
-Purpose = Literal["prompt", "chat", "text", "pair", "label", "steps", "document"]
+Purpose = Literal["prompt", "chat", "text", "pair", "label", "steps", "judged", "document"]
 """`prompt`: what a completion is sampled for; a final assistant turn is dropped, `answer` and the like stay columns.
 `chat`: prompt and answer, to be learnt from. `text`: documents, each an assistant turn. `pair`, `label`: prompts, their
-answers in columns, see `swift.data.pairs`. `steps`: see `swift.data.steps`. `document`: what strided EBFT continues."""
+answers in columns, see `swift.data.pairs`. `steps`, `judged`: see `swift.data.steps`. `document`: what strided EBFT
+continues."""
 
 PLANS: Mapping[str, Callable[..., ColumnPlan]] = {
     "prompt": ColumnPlan,
@@ -50,6 +51,7 @@ PLANS: Mapping[str, Callable[..., ColumnPlan]] = {
     "pair": PairPlan,
     "label": pairs_or_labels,
     "steps": StepPlan,
+    "judged": steps_or_chats,
     "document": DocumentPlan,
 }
 """How rows are read for each purpose."""

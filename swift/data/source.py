@@ -58,6 +58,15 @@ class StreamingPrompts(ExampleStream[Prompt]):
         self._tokenizer = tokenizer
         super().__init__(args, self._prompt, purpose="prompt")
 
+    def state_dict(self) -> dict[str, Any]:
+        """Position, and the rows passed over so far."""
+        return {**super().state_dict(), "deleted": self.report.num_deleted}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `ExampleStream.load_state_dict`."""
+        super().load_state_dict(state)
+        self.report.num_deleted = int(state.get("deleted", 0))
+
     def _prompt(self, example: Example) -> Prompt | None:
         ids = self._tokenizer.ids(example)
         if self._tokenizer.too_long(example, ids):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from swift.data.chats import ChatPlan
 from swift.data.columns import ColumnPlan, text_of
 from swift.data.messages import Message
 from swift.data.records import RowError
@@ -44,3 +45,9 @@ class StepPlan(ColumnPlan):
             raise RowError(f"{LABELS} must be true or false, not {wrong[0]!r}")
         texts = [text_of(step, STEPS) for step in steps]
         return messages, {**self.rest_of(row), STEPS: texts, LABELS: [bool(label) for label in labels]}
+
+
+def steps_or_chats(columns: Sequence[str], renames: Mapping[str, str], **named: Any) -> ColumnPlan:
+    """How rows with these columns are read to be judged: as chats, unless they have steps and labels."""
+    names = {renames.get(column, column) for column in columns}
+    return (StepPlan if {STEPS, LABELS} <= names else ChatPlan)(columns, renames, **named)

@@ -39,10 +39,14 @@ def opencode(row: Mapping[str, Any]) -> list[Row]:
 
 
 def chat_multiturn(row: Mapping[str, Any]) -> list[Row]:
-    """The first assistant turn is the reference; what follows goes into `remaining_turns`."""
+    """The first assistant turn is the reference; what follows, up to the last one, goes into `remaining_turns`."""
     messages = _chat(row)
-    first = _turns(messages)[0]
-    return [_prompt(messages, first) | {"remaining_turns": messages[first + 1 :]}]
+    turns = _turns(messages)
+    first, last = turns[0], turns[-1]
+    rest = messages[first + 1 : last + 1]
+    if rest and rest[0]["role"] == "assistant":
+        raise RowError("two assistant turns in a row")
+    return [_prompt(messages, first) | {"remaining_turns": rest}]
 
 
 def chat_multiturn_last(row: Mapping[str, Any]) -> list[Row]:
@@ -177,9 +181,10 @@ def _split(turn: Message) -> Message:
     if turn["role"] != "assistant" or "reasoning_content" in turn:
         return turn
     for opening, closing in THOUGHTS:
-        before, mark, rest = turn["content"].partition(opening)
+        text = turn["content"] if opening in turn["content"] else opening + turn["content"]  # the prompt may open it
+        before, _, rest = text.partition(opening)
         thought, end, answer = rest.partition(closing)
-        if mark and end:
+        if end:
             return turn | {"reasoning_content": thought.strip(), "content": (before + answer).strip()}
     return turn
 
@@ -187,4 +192,5 @@ def _split(turn: Message) -> Message:
 def _without_thoughts(text: str) -> str:
     for opening, closing in THOUGHTS:
         text = re.sub(f"{re.escape(opening)}.*?{re.escape(closing)}\\s*", "", text, flags=re.DOTALL)
+        text = text.rpartition(closing)[2]  # the prompt may have opened it
     return text.strip()

@@ -33,9 +33,11 @@ def merged_tensors(
         ValueError: the tensors fit neither the config nor the model.
         ConfigError: an adapter whose merged weights cannot be computed from the model's.
     """
-    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+    from peft import LoraConfig, get_peft_model
 
-    _check_method(config)
+    if (method := str(config.get("peft_type") or "LORA")) != "LORA":
+        raise ConfigError(f"peft_type {method}: only LoRA can be merged into weights")
+    check_start(config)
     own = dict(model.named_parameters(remove_duplicate=False))
     trains_biases = config.get("bias", "none") != "none"  # PEFT loads them into the base
     shared = [one for name, one in own.items() if not (trains_biases and name.endswith(".bias"))]
@@ -46,8 +48,23 @@ def merged_tensors(
             policy = get_peft_model(twin, LoraConfig.from_peft_type(**options))  # type: ignore[arg-type]
         except (TypeError, ValueError, KeyError) as error:
             raise ConfigError(f"adapter_config.json: {first_line(error)}") from error
-    wanted = get_peft_model_state_dict(policy, save_embedding_layers=False)
-    problems = [f"{name} is missing" for name in wanted.keys() - tensors.keys()]
+    load_adapter(policy, tensors)
+    found = [one for unit in checkpoint_units(policy) for one in unit.tensors]
+    return [one for one in found if (one.name in own and one.sources[0] is not own[one.name]) or len(one.sources) > 1]
+
+
+def load_adapter(policy: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Puts the tensors of an adapter's file into a `peft.PeftModel`, also where it has none yet (on the meta device).
+
+    Raises:
+        ValueError: they are not those of the adapter.
+    """
+    from peft import get_peft_model_state_dict
+
+    own = policy.state_dict(keep_vars=True)
+    needed = get_peft_model_state_dict(policy, state_dict=own, save_embedding_layers=False)
+    wanted = get_peft_model_state_dict(policy, state_dict=own, save_embedding_layers=True)  # PEFT saves them at times
+    problems = [f"{name} is missing" for name in needed.keys() - tensors.keys()]
     problems += [f"{name} is no tensor of such an adapter on this model" for name in tensors.keys() - wanted.keys()]
     problems += [
         f"{name} has shape {list(one.shape)} instead of {list(wanted[name].shape)}"
@@ -56,14 +73,15 @@ def merged_tensors(
     ]
     if problems:
         raise ValueError("; ".join(sorted(problems)[:3]))
-    set_peft_model_state_dict(policy, dict(tensors))
-    found = [one for unit in checkpoint_units(policy) for one in unit.tensors]
-    return [one for one in found if (one.name in own and one.sources[0] is not own[one.name]) or len(one.sources) > 1]
+    names = {id(one): name for name, one in own.items()}
+    loaded = {names[id(one)]: tensors[key] if one.is_meta else tensors[key].to(one) for key, one in needed.items()}
+    policy.load_state_dict(loaded, strict=False, assign=True)
 
 
-def _check_method(config: Mapping[str, Any]) -> None:
-    method, start = str(config.get("peft_type") or "LORA"), config.get("init_lora_weights")
-    if method != "LORA":
-        raise ConfigError(f"peft_type {method}: only LoRA can be merged into weights")
+def check_start(config: Mapping[str, Any]) -> None:
+    """Raises ConfigError: an adapter that belongs to other base weights than those of the model."""
+    start = config.get("init_lora_weights")
     if isinstance(start, str) and CHANGES_BASE.match(start):
         raise ConfigError(f"init_lora_weights {start}: changes the base weights too; send merged weights")
+    if config.get("ensure_weight_tying"):
+        raise ConfigError("ensure_weight_tying: true: ties an adapter of the embedding to the head; cannot be merged")

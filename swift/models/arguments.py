@@ -190,7 +190,8 @@ class TunerArguments(QuantArguments):
     @property
     def sent_rank(self) -> int:
         """The largest rank of the LoRA adapter that engines get."""
-        largest = max([self.lora_rank, *self.rank_pattern.values()])
+        ranks = [one for one in self.rank_pattern.values() if isinstance(one, int)]
+        largest = max([self.lora_rank, *ranks])
         return 2 * largest if self.changes_base else largest
 
     def tuner_problems(self) -> Iterator[str]:
@@ -203,33 +204,58 @@ class TunerArguments(QuantArguments):
             )
         if self.init_weights == "orthogonal" and self.lora_rank % 2:
             yield f"--lora_rank: {self.lora_rank}: --init_weights orthogonal halves it; use an even rank"
-        for name in ("target_regex", "freeze_parameters_regex", "trainable_parameters_regex"):
-            try:
-                re.compile(getattr(self, name) or "")
-            except re.error as error:
-                yield f"--{name}: {getattr(self, name)}: no regular expression ({error}); correct it"
-        if self.target_regex and self.target_modules != ["all-linear"]:
-            yield f"--target_regex: {self.target_regex}: excludes --target_modules; leave one of them out"
+        yield from self._module_problems()
         if self.tuner_type == "boft" and bool(self.boft_block_size) == bool(self.boft_block_num):
             yield (
                 f"--boft_block_num: {self.boft_block_num}: together with --boft_block_size {self.boft_block_size}; "
                 "give one of them, and 0 for the other"
             )
-        sharded = "deepspeed" if getattr(self, "deepspeed", None) else "fsdp" if getattr(self, "fsdp", None) else None
-        if self.quant_method and self.tuner_type != "lora":
+        if self.quant_method:
+            yield from self.quantised_problems(f"--quant_method: {self.quant_method}")
+        elif self.sharded_by and (self.changes_base or self.tuner_type in ("vera", "boft")):
+            subject = "init_weights" if self.changes_base else "tuner_type"
             yield (
-                f"--quant_method: {self.quant_method}: quantised weights do not learn, and {self.tuner_type} is not "
-                "made for them; use --tuner_type lora"
+                f"--{subject}: {getattr(self, subject)}: is computed from whole weights; leave --{self.sharded_by} "
+                "out, or use plain LoRA"
             )
-        if self.quant_method and self.changes_base:
+
+    def _module_problems(self) -> Iterator[str]:
+        regexes = "target_regex", "freeze_parameters_regex", "trainable_parameters_regex"
+        texts = [(name, getattr(self, name) or "") for name in regexes]
+        texts += [(name, text) for name in ("rank_pattern", "alpha_pattern") for text in getattr(self, name)]
+        for name, text in texts:
+            try:
+                re.compile(text)
+            except re.error as error:
+                yield f"--{name}: {text}: no regular expression ({error}); correct it"
+        if self.target_regex and self.target_modules != ["all-linear"]:
+            yield f"--target_regex: {self.target_regex}: excludes --target_modules; leave one of them out"
+        if len(self.target_modules) > 1 and "all-linear" in self.target_modules:
+            others = " ".join(one for one in self.target_modules if one != "all-linear")
+            yield f"--target_modules: all-linear: excludes {others}; leave it out and name every module"
+        for name, kinds in (("rank_pattern", (int,)), ("alpha_pattern", (int, float))):
+            for module, value in getattr(self, name).items():
+                if type(value) not in kinds or value <= 0:
+                    wanted = "number" if float in kinds else "whole number"
+                    yield f"--{name}: {module}: {value}: not a {wanted} above 0"
+
+    @property
+    def sharded_by(self) -> str:
+        """The setting that shards the weights over the ranks, or ""."""
+        return next((name for name in ("deepspeed", "fsdp") if getattr(self, name, None)), "")
+
+    def quantised_problems(self, subject: str) -> Iterator[str]:
+        """What is wrong beside quantised weights, one line each; `subject`: the setting that they come from."""
+        if self.tuner_type != "lora":
+            yield (
+                f"{subject}: quantised weights do not learn, and {self.tuner_type} is not made for them; "
+                "use --tuner_type lora"
+            )
+        if self.changes_base:
             yield f"--init_weights: {self.init_weights}: changes weights that are quantised; use true or gaussian"
-        if sharded and (self.quant_method or self.changes_base or self.tuner_type in ("vera", "boft")):
-            subject = "quant_method" if self.quant_method else "init_weights" if self.changes_base else "tuner_type"
-            yield (
-                f"--{subject}: {getattr(self, subject)}: is computed from whole weights; leave --{sharded} out, or use "
-                "plain LoRA"
-            )
-        if self.quant_method and getattr(self, "offload_model", False):
+        if self.sharded_by:
+            yield f"{subject}: is computed from whole weights; leave --{self.sharded_by} out, or use plain LoRA"
+        if getattr(self, "offload_model", False):
             yield "--offload_model: true: quantised weights stay on their device; use --offload_model false"
 
 

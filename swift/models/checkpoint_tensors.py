@@ -74,7 +74,7 @@ def checkpoint_units(model: nn.Module) -> list[CheckpointUnit]:
     """
     base = base_model(model)
     layers = _layer_lists(base)
-    tensors = list(_walk(base, ""))
+    tensors = checkpoint_tensors(model)
     _check_ties(base, tensors)
     partner = _tied_partners(tensors)
     units: dict[str, CheckpointUnit] = {}
@@ -85,6 +85,16 @@ def checkpoint_units(model: nn.Module) -> list[CheckpointUnit]:
         unit = units.setdefault(key, CheckpointUnit(key, layer is not None and layers[layer]))
         unit.tensors.append(tensor)
     return list(units.values())
+
+
+def checkpoint_tensors(model: nn.Module) -> list[CheckpointTensor]:
+    """The same without units, also of a model whose tied weights were trained apart."""
+    return list(_walk(base_model(model), ""))
+
+
+def own_parameters(model: nn.Module) -> dict[int, str]:
+    """Names of the parameters of the model below an adapter, by identity."""
+    return {id(one): _clean(name) for name, one in base_model(model).named_parameters()}
 
 
 def read_unit(model: nn.Module, unit: CheckpointUnit, whole: Whole) -> dict[str, Tensor]:

@@ -6,14 +6,13 @@ A folder that holds anything is refused, and the result appears under its name o
 
 from __future__ import annotations
 
-import copy
 import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError, ResourceError
-from swift.models.source import ModelSource, locate
+from swift.models.source import ModelSource, head_of, locate
 
 if TYPE_CHECKING:
     from swift.arguments import Resolved
@@ -26,8 +25,8 @@ SIDE_FILES = ("generation_config.json", "*.py")
 def merge_adapter(args: CheckpointArguments, output: str | Path) -> Path:
     """Writes `--model` with all `--adapters` merged in, in order, to the new folder `output`.
 
-    The weights are merged in `torch_dtype` (float32 when None, whatever the device), so that merging rounds
-    once, when it is saved.
+    Merging computes in float32 and rounds once, to `torch_dtype`, or to the types of the base's files when it is None.
+    The base is never loaded; see `swift.models.shard_merge`.
 
     Returns:
         `output` as an absolute path.
@@ -36,7 +35,8 @@ def merge_adapter(args: CheckpointArguments, output: str | Path) -> Path:
         ConfigError: no adapter, an unfit one, or an `output` that exists and is not empty.
         ResourceError: the folder cannot be written.
     """
-    from swift.models.policy import load_for_inference, quiet_loading
+    from swift.models.policy import pick_dtype
+    from swift.models.shard_merge import MergedModel
     from swift.models.tokenizer import load_tokenizer
 
     source = locate(args)
@@ -44,11 +44,14 @@ def merge_adapter(args: CheckpointArguments, output: str | Path) -> Path:
         raise ConfigError("--adapters: none: there is nothing to merge; give the checkpoint folder of a LoRA run")
     output = new_folder(output)
     tokenizer = load_tokenizer(args)
-    model = load_for_inference(_on_cpu(args), device="cpu")
+    model = MergedModel(source, args, pick_dtype(args.torch_dtype) if args.torch_dtype else None)
     partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
     try:
-        with quiet_loading():
-            model.save_pretrained(partial)  # type: ignore[operator]  # a transformers model
+        partial.mkdir()
+        model.write(partial)
+        if head_of(source.base, *source.adapters):  # it reads the last token that is no padding
+            model.config.pad_token_id = tokenizer.pad_token_id
+        model.config.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         _copy_side_files(source, partial)
         if output.exists():
@@ -89,12 +92,6 @@ def run(resolved: Resolved) -> int:
 def _default_output(source: ModelSource) -> Path:
     name = source.adapters[-1] if source.adapters else source.base
     return name.with_name(f"{name.name}-merged")
-
-
-def _on_cpu(args: CheckpointArguments) -> CheckpointArguments:
-    settings = copy.copy(args)
-    settings.torch_dtype = args.torch_dtype or "float32"
-    return settings
 
 
 def _copy_side_files(source: ModelSource, output: Path) -> None:

@@ -35,7 +35,8 @@ def feature_layers(fractions: Sequence[float], num_layers: int) -> list[int]:
     Raises:
         ValueError: two depths are the same layer.
     """
-    layers = [max(1, min(num_layers, int(fraction * num_layers))) for fraction in fractions]
+    # .58 of 50 is 29, though the product of these floats is below it
+    layers = [max(1, min(num_layers, int(round(fraction * num_layers, 9)))) for fraction in fractions]
     if len(set(layers)) < len(layers):
         raise ValueError(f"of {num_layers} layers these are {' '.join(map(str, layers))}")
     return layers

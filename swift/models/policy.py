@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from swift.errors import ConfigError, ResourceError, first_line, suggest, unusable
-from swift.models.quantisation import is_quantised_layer, quantisation_config, settle
+from swift.errors import ConfigError, ResourceError, first_line, join_problems, suggest, unusable
+from swift.models.quantisation import is_quantised, quantisation_config, settle
 from swift.models.source import locate, read_json
 from swift.models.tuners import add_adapter, freeze, merge_in
 from swift.startup import hush_libraries
@@ -62,6 +62,8 @@ def load_policy(
     """
     source = locate(args)
     model = load_base(source.base, args, device=device, model_dropout=model_dropout, reward_head=reward_head)
+    if is_quantised(model):  # by --quant_method, or in its files
+        join_problems([*args.quantised_problems(f"--model: {source.base}")])
     if args.tuner_type == "full":
         for folder in source.adapters:
             model = merge_in(model, folder)
@@ -106,6 +108,8 @@ def load_base(
         clear_config_dropout(config)
     dtype = pick_dtype(args.torch_dtype, device)
     quantisation = quantisation_config(args, dtype)
+    if quantisation is not None and hasattr(config, "quantization_config"):
+        raise ConfigError(f"--quant_method: bnb: the weights in {folder} are quantised already; leave it out")
     if quantisation is not None or hasattr(config, "quantization_config"):
         placed = {"quantization_config": quantisation, "device_map": {"": device or "cpu"}}
     else:
@@ -126,8 +130,7 @@ def load_base(
             )
     except ImportError as error:
         raise ResourceError(f"--attn_impl: {args.attn_impl}: {first_line(error)}; use --attn_impl sdpa") from error
-    for layer in filter(is_quantised_layer, model.modules()):
-        settle(layer, dtype)
+    settle(model, dtype)
     if reward_head:
         info["missing_keys"] = [name for name in info["missing_keys"] if name.startswith(f"{model.base_model_prefix}.")]
     _check_complete(folder, info)
@@ -222,22 +225,27 @@ def clear_module_dropout(model: nn.Module) -> None:
             module.p = 0.0
 
 
-def check_targets(args: TunerArguments) -> None:
+def check_targets(args: TunerArguments, reward_head: Head | None = None) -> None:
     """Refuses names of modules and parameters that the model does not have, without loading its weights.
+
+    Args:
+        args: model and tuner settings.
+        reward_head: see `load_policy`.
 
     Raises:
         ConfigError: no module, or no parameter, has one of the names.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     source = locate(args)
     if source.adapters:
         return
-    if args.tuner_type != "full" and not args.target_regex and list(args.target_modules) in ([], ["all-linear"]):
+    named = args.target_regex or args.modules_to_save or args.rank_pattern or args.alpha_pattern
+    if args.tuner_type != "full" and not named and list(args.target_modules) in ([], ["all-linear"]):
         return
     with torch.device("meta"), quiet_loading():
-        model = AutoModelForCausalLM.from_config(
+        model = getattr(transformers, HEADS[reward_head][0]).from_config(
             load_config(source.base, args), trust_remote_code=args.trust_remote_code
         )
     if args.tuner_type == "full":

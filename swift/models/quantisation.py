@@ -5,6 +5,7 @@ The weights stay as they are: an adapter learns on top, and what leaves the proc
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
@@ -44,14 +45,33 @@ def quantisation_config(args: Any, dtype: torch.dtype) -> Any:
     )
 
 
-def settle(layer: Any, dtype: torch.dtype) -> None:
-    """Marks a quantised layer with the type that its weight has when it is dequantised for others.
+def settle(model: Any, dtype: torch.dtype) -> None:
+    """Marks quantised layers with the type that their weights have when they are dequantised for others.
 
-    It also keeps bitsandbytes from repacking the weight in forward passes without gradients on CPUs with AVX-512: they
-    would compute in bfloat16, whatever the model's type, and leave weights that cannot be dequantised.
+    It also keeps bitsandbytes from repacking weights in forward passes without gradients on CPUs with AVX-512: they
+    would compute in bfloat16, whatever the model's type, and leave weights that cannot be dequantised. 8-bit layers
+    keep their scales when their weight is moved, as DoRA does in each forward pass. Where the files are quantised,
+    what is dequantised has none of the names in them.
     """
-    layer.unquantised_dtype = dtype
-    layer.support_avx512bf16_for_cpu = False
+    layers = [one for one in model.modules() if is_quantised_layer(one)]
+    for layer in layers:
+        layer.unquantised_dtype = dtype
+        layer.support_avx512bf16_for_cpu = False
+        if hasattr(layer, "init_8bit_state"):
+            layer.init_8bit_state = functools.partial(_take_8bit_state, layer)
+    if layers and getattr(model, "_weight_conversions", None):
+        packed = "Bnb4bitDeserialize"
+        model._weight_conversions = [
+            one
+            for one in model._weight_conversions
+            if packed not in [type(step).__name__ for step in getattr(one, "operations", [])]
+        ]
+
+
+def _take_8bit_state(layer: Any) -> None:
+    """`Linear8bitLt.init_8bit_state`, which takes the scales away from the weight, so that a moved one has none."""
+    layer.state.CB, layer.state.SCB = layer.weight.CB, layer.weight.SCB
+    layer.weight.CB = None
 
 
 def is_quantised(model: nn.Module) -> bool:
@@ -65,12 +85,19 @@ def is_quantised_layer(layer: nn.Module) -> bool:
 
 
 def rounds_activations(model: nn.Module) -> bool:
-    """Whether products with 8-bit weights round activations, too, so that no dequantised copy has equal log-probs."""
-    return any(type(one).__name__ == "Int8Params" for one in model.parameters())
+    """Whether products round activations, too, so that no dequantised copy has equal log-probs.
+
+    With 8-bit weights they do, and with 4-bit ones if `--bnb_4bit_compute_dtype` is not the model's type.
+    """
+    return any(
+        layer.unquantised_dtype not in (None, getattr(layer, "compute_dtype", None))
+        for layer in model.modules()
+        if is_quantised_layer(layer)
+    )
 
 
 def dequantised(layer: nn.Module) -> torch.Tensor:
     """The weight [out, in] that a quantised layer computes with, in float32."""
-    from peft.utils.integrations import dequantize_module_weight
+    from peft.utils.integrations import dequantize_bnb_weight  # dequantize_module_weight replaces the weight
 
-    return dequantize_module_weight(layer).float()  # type: ignore[no-untyped-call]
+    return dequantize_bnb_weight(layer.weight, getattr(layer, "state", None)).float()

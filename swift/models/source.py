@@ -8,9 +8,10 @@ pickled `.bin` files can run code when they are read.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from swift.data.files import is_lfs_pointer
 from swift.errors import ConfigError, ResourceError, first_line, nearest, parse_json
@@ -134,6 +135,29 @@ def _refuse_weights(folder: Path, flag: str) -> NoReturn:
 def is_adapter(folder: Path) -> bool:
     """Whether `folder` is a LoRA checkpoint and not a whole model."""
     return (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model: those that its index names, for folders sometimes hold the weights twice."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.exists():
+        return sorted({folder / name for name in read_json(index)["weight_map"].values()})
+    return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+
+
+def head_of(base: Path, *adapters: Path) -> Literal["answer", "step"] | None:
+    """The head of scores of a model: of an answer or of its steps; None for a language model.
+
+    The last adapter that brings one decides, else the base.
+    """
+    architecture = (read_json(base / "config.json").get("architectures") or [""])[0]
+    tasks = [read_json(one / "adapter_config.json").get("task_type") for one in reversed(adapters)]
+    for task in (*tasks, architecture):
+        if task == "TOKEN_CLS" or "ForTokenClassification" in str(task):
+            return "step"
+        if task == "SEQ_CLS" or re.search("ForSequenceClassification|RewardModel", str(task)):
+            return "answer"
+    return None
 
 
 def has_tokenizer(folder: Path) -> bool:

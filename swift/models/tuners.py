@@ -11,6 +11,7 @@ import json
 import math
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError, first_line, unusable
+from swift.flags import flags_of
 from swift.models.quantisation import is_quantised
 from swift.models.source import ModelSource, read_json
 
@@ -39,6 +41,9 @@ class Tuner:
 def _same(*names: str, **others: str) -> dict[str, str]:
     return {**{name: name for name in names}, **others}
 
+
+_HEADS = {"score", "classifier"}
+"""Heads of reward models, which PEFT trains in full without being told."""
 
 TUNERS = {
     "lora": Tuner(
@@ -74,6 +79,7 @@ def add_adapter(model: Any, source: ModelSource, args: TunerArguments, task: str
         )
     if source.adapters:
         return _continued(model, source.adapters[0], args)
+    _check_names(model, args)
     config = adapter_config(model, args, task)
     config.base_model_name_or_path = str(source.base)
     try:
@@ -83,6 +89,7 @@ def add_adapter(model: Any, source: ModelSource, args: TunerArguments, task: str
     if isinstance(config.target_modules, set):
         config.target_modules = sorted(config.target_modules)  # equal runs write equal adapter_config.json files
     if args.changes_base:
+        _check_ranks(policy, args)
         tensors = get_peft_model_state_dict(policy, save_embedding_layers=False)
         policy.adapter_start = {name: one.clone() for name, one in tensors.items() if _axis(name) is not None}
     return policy
@@ -107,7 +114,7 @@ def adapter_config(model: Any, args: TunerArguments, task: str) -> Any:
     if args.tuner_type == "ia3":
         targets, options["feedforward_modules"] = _ia3_targets(model, targets)
     if task == "TOKEN_CLS":
-        options["exclude_modules"] = ["score", "classifier"]  # heads, trained in full
+        options["exclude_modules"] = sorted(_HEADS)
     with unusable(f"--tuner_type: {args.tuner_type}: its settings cannot be used"):
         return getattr(peft, tuner.config)(
             task_type=task,
@@ -126,14 +133,51 @@ def _ia3_targets(model: Any, targets: Any) -> tuple[Any, Any]:
 
     family = model.config.model_type
     feedforward = TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING.get(family, [])
+    if isinstance(targets, list):
+        return targets, [name for name in targets if name.rpartition(".")[2] in feedforward]
     if targets != "all-linear":
-        return targets, [name for name in feedforward if name in targets] if isinstance(targets, list) else []
+        return targets, feedforward
     if family not in TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING:
         raise ConfigError(
             f"--target_modules: all-linear: PEFT has no choice of modules for ia3 on {family}; "
             f"name them: {', '.join(linear_names(model))}"
         )
     return TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING[family], feedforward
+
+
+def _check_names(model: nn.Module, args: TunerArguments) -> None:
+    """Refuses names that fit no module, over which PEFT passes in silence, and quantised modules that are to learn."""
+    modules = dict(model.named_modules())
+    patterns = {  # as PEFT reads them
+        "target_modules": [(one, rf"(.*\.)?{re.escape(one)}") for one in args.target_modules],
+        "modules_to_save": [(one, f".*{re.escape(one)}") for one in args.modules_to_save],
+        "rank_pattern": [(one, rf"(.*\.)?({one})") for one in args.rank_pattern],
+        "alpha_pattern": [(one, rf"(.*\.)?({one})") for one in args.alpha_pattern],
+    }
+    for flag, named in patterns.items():
+        for one, pattern in named:
+            found = [module for name, module in modules.items() if re.fullmatch(pattern, name)]
+            if not found and one != "all-linear":
+                least = 1 if flag == "modules_to_save" else 2  # dimensions of a weight: adapters change matrices
+                weighty = {name for name, weight in model.named_parameters() if weight.ndim >= least}
+                names = {name.removesuffix(".weight").rpartition(".")[2] for name in weighty}
+                valid = ["all-linear"] * (flag == "target_modules") + sorted(names)
+                raise ConfigError(f"--{flag}: {one}: fits no module of the model; valid: {', '.join(valid)}")
+            if flag == "modules_to_save" and any(map(is_quantised, found)):
+                raise ConfigError(
+                    f"--modules_to_save: {one}: its weights are quantised and do not learn; use --target_modules"
+                )
+
+
+def _check_ranks(policy: nn.Module, args: TunerArguments) -> None:
+    """Refuses ranks above the number of singular values, of which PiSSA and OLoRA make matrices of another shape."""
+    for name, layer in policy.named_modules():
+        for adapter, first in getattr(layer, "lora_A", {}).items():
+            if len(first.weight) < layer.r[adapter]:
+                raise ConfigError(
+                    f"--lora_rank: {layer.r[adapter]}: --init_weights {args.init_weights} finds {len(first.weight)} "
+                    f"directions in {name.removeprefix('base_model.model.')}; use at most these"
+                )
 
 
 def _refusal(model: Any, args: TunerArguments, error: ValueError) -> str:
@@ -154,15 +198,29 @@ def _continued(model: Any, folder: Path, args: TunerArguments) -> Any:
     if kind != args.tuner_type:
         fix = f"use --tuner_type {kind}" if kind in TUNERS else "merge it with `swift merge-lora`"
         raise ConfigError(f"--adapters: {folder}: an adapter of type {kind}, not {args.tuner_type}; {fix}")
-    if args.changes_base:
+    if kind == "lora" and args.init_weights != "true":
         raise ConfigError(
             f"--init_weights: {args.init_weights}: --adapters {folder} is the start; leave one of them out"
         )
+    _check_unchanged(start, folder, args)
     for name, field in TUNERS[kind].fields.items():
         if name.endswith("dropout"):  # a rate left from supervised tuning must not enter RL
             setattr(start, field, getattr(args, name) or 0.0)
     with adapter_errors(folder):
         return PeftModel.from_pretrained(model, str(folder), config=start, is_trainable=True)
+
+
+def _check_unchanged(start: Any, folder: Path, args: TunerArguments) -> None:
+    """Refuses settings of a fresh adapter that the one to start from does not have; a default counts as not given."""
+    targets = _same("target_modules", "modules_to_save", target_regex="target_modules")
+    fields = {**TUNERS[args.tuner_type].fields, **targets}
+    cls: Any = type(args)
+    for name, field in fields.items():
+        given, has = getattr(args, name), getattr(start, field) or ""
+        same = set(given) == set(has) - _HEADS if isinstance(given, list) else given == has
+        if not same and not name.endswith("dropout") and given != flags_of(cls)[name].default:
+            words = " ".join(given) if isinstance(given, list) else given
+            raise ConfigError(f"--{name}: {words}: --adapters {folder} was made with another value; leave it out")
 
 
 def merge_in(model: Any, folder: Path) -> Any:
@@ -181,7 +239,18 @@ def merge_in(model: Any, folder: Path) -> Any:
         )
     with adapter_errors(folder):
         policy = PeftModel.from_pretrained(model, str(folder))
+        _untie(policy)
         return policy if quantised else policy.merge_and_unload(safe_merge=True)
+
+
+def _untie(policy: nn.Module) -> None:
+    """Gives adapted layers that share their weight (an embedding, the head) one of their own to merge into."""
+    from torch import nn
+
+    owners = Counter(id(weight) for _, weight in policy.named_parameters(remove_duplicate=False))
+    for name, layer in policy.named_modules():
+        if name.endswith(".base_layer") and owners[id(getattr(layer, "weight", None))] > 1:
+            layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
 
 
 def adapter_errors(folder: Path) -> AbstractContextManager[None]:

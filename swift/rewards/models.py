@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError, join_problems, unusable
-from swift.models.source import read_json
+from swift.models.source import ModelSource, head_of, read_json
 from swift.models.step_scores import DEFAULT_SEPARATOR, SEPARATOR, encode_steps, steps_of
 from swift.rewards.catalogue import model_names
 from swift.types import RolloutGroup
@@ -58,32 +58,55 @@ def find_reward_models(args: Any) -> list[RewardModelSource]:
     return found
 
 
-def _check_head(model: str, folder: Path, adapter: Path | None) -> None:
+def find_reward_model(source: ModelSource) -> RewardModelSource:
+    """The model of `--model` and at most one of `--adapters`; see `find_reward_models`."""
+    adapter = source.adapters[0] if source.adapters else None
+    _check_head(str(source.base), source.base, adapter, "--model")
+    return RewardModelSource(source.base.name, source.base, adapter)
+
+
+def _check_head(model: str, folder: Path, adapter: Path | None, flag: str = "--reward_model") -> None:
     config = read_json(folder / "config.json")
     architecture = (config.get("architectures") or ["unknown"])[0]
-    head, wanted = _head_of(folder, adapter), 1
-    if adapter is not None and head:
+    head, wanted = head_of(folder), 1
+    if adapter is not None and read_json(adapter / "adapter_config.json").get("task_type") in ("SEQ_CLS", "TOKEN_CLS"):
         return  # the adapter brings the head; its shape is checked when it is loaded
     if head == "step":
         wanted = 2
-    elif "ForSequenceClassification" not in architecture and "RewardModel" not in architecture:
+    elif head is None:
         raise ConfigError(
-            f"--reward_model: {model}: {architecture} has no score head; give a sequence-classification model "
+            f"{flag}: {model}: {architecture} has no score head; give a sequence-classification model "
             f"with one label (a causal model cannot score)"
         )
     labels = len(config.get("id2label") or ()) or int(config.get("num_labels") or 2)  # as transformers reads a config
     if labels != wanted:
         raise ConfigError(
-            f"--reward_model: {model}: its head has {labels} labels; a reward model needs exactly {wanted} "
+            f"{flag}: {model}: its head has {labels} labels; a reward model needs exactly {wanted} "
             f"(num_labels {wanted} in config.json)"
         )
 
 
 class RewardModel:
-    """One scalar head with its own tokenizer and chat template."""
+    """One scalar head with its own tokenizer and chat template.
+
+    Args:
+        source: from `find_reward_models`.
+        device: where it computes.
+        dtype: of its weights.
+        trust_remote_code: whether code from its repository may run.
+        quantised: settings of a base that is quantised while it is loaded.
+
+    Raises:
+        ConfigError: weights or tokenizer that cannot be loaded, or no chat template.
+    """
 
     def __init__(
-        self, source: RewardModelSource, device: torch.device | str, dtype: torch.dtype, trust_remote_code: bool
+        self,
+        source: RewardModelSource,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        trust_remote_code: bool,
+        quantised: Any = None,
     ) -> None:
         from swift.models.source import has_tokenizer
         from swift.models.template import Template
@@ -101,7 +124,7 @@ class RewardModel:
                 f"completions cannot be rendered for it; add chat_template.jinja to the folder"
             )
         self._template = Template(tokenizer)
-        self._model = _load(source, dtype, trust_remote_code).to(device)
+        self._model = _load(source, device, dtype, trust_remote_code, quantised)
         self._device = device
         config = self._model.config.get_text_config()
         limits = (getattr(config, "max_position_embeddings", None), tokenizer.model_max_length)
@@ -178,31 +201,30 @@ class ProcessRewardModel(RewardModel):
         return scores
 
     def _steps(self, chat: Sequence[dict[str, Any]]) -> tuple[list[int], list[int]]:
-        separator = getattr(self._model.config, SEPARATOR, DEFAULT_SEPARATOR)
+        separator = self.separator
         return encode_steps(self._template, chat[:-1], steps_of(chat[-1]["content"] or "", separator), separator)
+
+    @property
+    def separator(self) -> str:
+        """The text between two steps of an answer."""
+        return str(getattr(self._model.config, SEPARATOR, DEFAULT_SEPARATOR))
 
 
 def judges_steps(source: RewardModelSource) -> bool:
     """Whether a reward model was trained by `--rlhf_type prm`, in full or as an adapter."""
-    return _head_of(source.folder, source.adapter) == "step"
+    return head_of(source.folder, *([source.adapter] if source.adapter else [])) == "step"
 
 
-def _head_of(folder: Path, adapter: Path | None) -> str | None:
-    """The name of the head in `HEADS` that files bring; None for another."""
-    task = read_json(adapter / "adapter_config.json").get("task_type") if adapter is not None else None
-    architecture = (read_json(folder / "config.json").get("architectures") or [""])[0]
-    if task == "TOKEN_CLS" or "ForTokenClassification" in architecture:
-        return "step"
-    return "answer" if task == "SEQ_CLS" else None
-
-
-def _load(source: RewardModelSource, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+def _load(source: RewardModelSource, device: Any, dtype: torch.dtype, trust_remote_code: bool, quantised: Any) -> Any:
     import transformers
 
     from swift.models.policy import HEADS, quiet_loading
+    from swift.models.quantisation import is_quantised_layer, quantisation_config, settle
     from swift.models.tuners import adapter_errors
 
     kind, _, num_labels = HEADS["step" if judges_steps(source) else "answer"]
+    config = quantisation_config(quantised, dtype)
+    placed = {} if config is None else {"quantization_config": config, "device_map": {"": device}}
     with quiet_loading(), unusable(f"--reward_model: {source.folder}: cannot be loaded"):
         model, info = getattr(transformers, kind).from_pretrained(
             source.folder,
@@ -212,7 +234,10 @@ def _load(source: RewardModelSource, dtype: torch.dtype, trust_remote_code: bool
             local_files_only=True,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            **placed,
         )
+    for layer in filter(is_quantised_layer, model.modules()):
+        settle(layer, dtype)
     missing = sorted(info["missing_keys"])
     if missing and source.adapter is None:
         raise ConfigError(
@@ -223,7 +248,9 @@ def _load(source: RewardModelSource, dtype: torch.dtype, trust_remote_code: bool
         from peft import PeftModel
 
         with adapter_errors(source.adapter):
-            model = PeftModel.from_pretrained(model, str(source.adapter)).merge_and_unload(safe_merge=True)
+            model = PeftModel.from_pretrained(model, str(source.adapter))
+            model = model.merge_and_unload(safe_merge=True) if config is None else model
+    model = model if placed else model.to(device)
     return model.requires_grad_(False).eval()
 
 

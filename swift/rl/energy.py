@@ -16,6 +16,7 @@ so r = 1.4, -.8, -.2, the rloo advantages 2.4, -1.2, -1.2, and the loss .4.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -24,6 +25,8 @@ from torch.nn.functional import normalize
 
 Estimator = Literal["rloo", "group_norm", "reinforce"]
 Whitening = Literal["none", "pooled", "group"]
+PooledMap = Callable[[Tensor], Tensor]
+"""The linear map of pooled whitening, for vectors [..., D]."""
 
 STD_EPSILON = 1e-4
 """Added to the standard deviation that divides, as in `swift.rl.advantages`."""
@@ -114,6 +117,13 @@ def energy_metrics(
     return metrics | {"ebft/advantages_std": float(advantages.std()) if advantages.numel() > 1 else 0.0}
 
 
+def describe(*, estimator: Estimator, rl_coef: float, ce_coef: float, beta: float) -> str:
+    """The loss of structured EBFT in one line, N trained tokens."""
+    parts = [f"{rl_coef:g} sum -A lp / N, A by {estimator}"] if rl_coef else []
+    parts += [f"{ce_coef:g} cross-entropy of references"] if ce_coef else []
+    return f"ebft (arXiv:2603.12248): {' + '.join([*parts, *([f'{beta:g} KL'] if beta else [])])}"
+
+
 # --- whitening -------------------------------------------------------------------------------------------------------
 
 
@@ -121,8 +131,7 @@ def whiten(
     features: Tensor,
     reference: Tensor,
     kind: Whitening,
-    shrinkage: float,
-    references: Tensor,
+    pooled: PooledMap | None = None,
 ) -> tuple[Tensor, Tensor, float]:
     """Whitened features of unit length, so that `a / 2` and `d / 2` are cosines.
 
@@ -130,8 +139,7 @@ def whiten(
         features: [G, n, D].
         reference: [G, D].
         kind: none; pooled, one fixed linear map for features and reference; group, of the samples of each group alone.
-        shrinkage: lambda of pooled.
-        references: [N, D] of the whole generation batch, all ranks; read by pooled.
+        pooled: that map, of the references of the whole generation batch, all ranks.
 
     Returns:
         features, reference, and the share of groups whose samples are linearly dependent (group; else 0). Where they
@@ -139,14 +147,15 @@ def whiten(
     """
     deficient = 0.0
     if kind == "pooled":
-        features, reference = pooled_whitening([features, reference], references, shrinkage)
+        assert pooled is not None, "pooled whitening takes the references of the batch"
+        features, reference = pooled(features), pooled(reference)
     elif kind == "group":
         features, deficient = group_whitening(features)
     return normalize(features, dim=-1), normalize(reference, dim=-1), deficient
 
 
-def pooled_whitening(vectors: list[Tensor], references: Tensor, shrinkage: float) -> list[Tensor]:
-    """`Sigma^{-1/2} v` for each v [..., D], where Sigma is the second moment of the references [N, D], shrunk.
+def pooled_whitening(references: Tensor, shrinkage: float) -> PooledMap:
+    """`v -> Sigma^{-1/2} v`, where Sigma is the second moment of the references [N, D], shrunk by lambda.
 
         Sigma = (1 - lambda) / N sum phi* phi*^T + lambda kappa I,    kappa = tr(sum phi* phi*^T) / (N D)
 
@@ -157,7 +166,7 @@ def pooled_whitening(vectors: list[Tensor], references: Tensor, shrinkage: float
     _, singular_K, basis_KD = torch.linalg.svd(references, full_matrices=False)
     floor = (shrinkage * kappa).rsqrt()
     scale_K = ((1 - shrinkage) * singular_K.square() / num + shrinkage * kappa).rsqrt() - floor
-    return [floor * one + ((one @ basis_KD.mT) * scale_K) @ basis_KD for one in vectors]
+    return lambda vectors: floor * vectors + ((vectors @ basis_KD.mT) * scale_K) @ basis_KD
 
 
 def group_whitening(features: Tensor) -> tuple[Tensor, float]:

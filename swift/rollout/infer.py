@@ -25,7 +25,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from swift.devices import own_device
 from swift.errors import ConfigError, PromptTooLong, ResourceError, counted
+from swift.models.source import locate
 from swift.rollout.collector import launches_of
+from swift.rollout.engines.spec import EngineSpec, build_engine
 from swift.rollout.seeds import sample_seed
 from swift.startup import collector_resting
 from swift.types import Completion, Prompt, Request, SamplingParams
@@ -33,7 +35,7 @@ from swift.types import Completion, Prompt, Request, SamplingParams
 if TYPE_CHECKING:
     from swift.arguments import Resolved
     from swift.models.template import Template
-    from swift.rollout.engines.transformers import TransformersEngine
+    from swift.rollout.engines.base import InferenceEngine
 
 HELP = "commands: /reset forgets the conversation, /system TEXT sets the system prompt, /exit ends"
 
@@ -49,47 +51,96 @@ def run(resolved: Resolved) -> int:
     asked = bool(args.val_dataset or args.dataset)
     if not asked and os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError(f"NPROC_PER_NODE: {os.environ['WORLD_SIZE']}: a chat runs in one process; unset it")
+    if args.infer_backend == "vllm" and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError(
+            f"NPROC_PER_NODE: {os.environ['WORLD_SIZE']}: vLLM runs in one process here; unset it, or give several "
+            "engines to `swift rollout --vllm_data_parallel_size`"
+        )
     if args.vllm_guided_decoding_regex is not None:
         from swift.rollout.engines.guided import require
 
-        require("transformers", args.vllm_guided_decoding_regex)
-    result_path = _new_file(args.result_path, args) if asked else None
+        require(args.infer_backend, args.vllm_guided_decoding_regex)
+    result_path = new_file(args.result_path, args) if asked else None
     template, engine = load_engine(args)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="replace")
-    if result_path is not None:
-        return answer_dataset(args, template, engine, result_path)
-    return Chat(template, engine, args.sampling_params(), system=_system(args), seed=args.seed).loop(
-        sys.stdin, sys.stdout
-    )
+    with contextlib.closing(engine):
+        if result_path is not None:
+            return answer_dataset(args, template, engine, result_path)
+        chat = Chat(template, engine, args.sampling_params(), system=_system(args), seed=args.seed)
+        return chat.loop(sys.stdin, sys.stdout)
 
 
-def load_engine(args: Any) -> tuple[Template, TransformersEngine]:
-    """Tokenizer, template and the in-process engine for the model of the settings, adapters merged."""
+def load_engine(args: Any) -> tuple[Template, InferenceEngine]:
+    """Tokenizer, template and the engine for the model of the settings, in this process, adapters merged."""
     with collector_resting():
         from swift.models import load_chat, load_for_inference
         from swift.rollout.engines.transformers import TransformersEngine
 
         template = load_chat(args)
+        if args.infer_backend == "vllm":
+            return template, build_engine(_vllm_spec(args, template))
         model = load_for_inference(args, device=str(own_device()))
         engine = TransformersEngine(model, eos_token_ids=template.stop_token_ids, tokenizer=template.tokenizer)
     return template, engine
 
 
-def answer_dataset(args: Any, template: Template, engine: TransformersEngine, result_path: Path) -> int:
+def _vllm_spec(args: Any, template: Template) -> EngineSpec:
+    source = locate(args)
+    return EngineSpec(
+        backend="vllm",
+        model=str(source.base),
+        adapters=tuple(map(str, source.adapters)),
+        dtype=args.torch_dtype,
+        eos_token_ids=tuple(template.stop_token_ids),
+        max_model_len=args.vllm_max_model_len,
+        seed=args.seed,
+        devices=(str(own_device()),),
+        memory_share=args.vllm_gpu_memory_utilization,
+        trust_remote_code=args.trust_remote_code,
+        engine_kwargs=dict(args.vllm_engine_kwargs),
+    )
+
+
+def answer_dataset(args: Any, template: Template, engine: InferenceEngine, result_path: Path) -> int:
     """Answers every row of the dataset and writes one JSON object per row; returns the exit code."""
     from swift.data.prompts import Tokenizer, load_prompts
 
     limit = engine.capabilities.max_model_len - 1
     tokenizer = Tokenizer(template.encode_prompt, min(args.max_length or limit, limit), args.truncation_strategy)
     prompts = load_prompts(args, tokenizer, "val" if args.val_dataset else "train")
+
+    def answered(rows: range) -> Iterator[dict[str, Any]]:
+        return answers(prompts, rows, engine, template, args.sampling_params(), args.seed)
+
+    return write_results(result_path, len(prompts), answered, "answered", prompts.report.lines)
+
+
+def write_results(
+    result_path: Path,
+    size: int,
+    results: Callable[[range], Iterator[dict[str, Any]]],
+    done: str,
+    notes: Callable[[], list[str]],
+) -> int:
+    """Writes the results of `size` rows, of which each process makes a share; returns the exit code.
+
+    Args:
+        result_path: the file, which appears under its name when it is complete.
+        size: number of rows.
+        results: makes those of some rows, in their order.
+        done: what happened to the rows, for people.
+        notes: about the rows, known when all are done.
+
+    Raises:
+        ResourceError: the file cannot be written.
+    """
     rank, ranks, wait = _join_processes()
     started = time.monotonic()
-    mine = range(rank, len(prompts), ranks)
     parts = [result_path.with_name(f".{result_path.name}.part-{number}") for number in range(ranks)]
     try:
         with parts[rank].open("w", encoding="utf-8") as lines:
-            for line in answers(prompts, mine, engine, template, args.sampling_params(), args.seed):
+            for line in results(range(rank, size, ranks)):
                 lines.write(json.dumps(line, ensure_ascii=False) + "\n")
                 lines.flush()
         wait()
@@ -98,16 +149,16 @@ def answer_dataset(args: Any, template: Template, engine: TransformersEngine, re
     except OSError as error:
         raise ResourceError(f"--result_path: {result_path}: cannot be written ({error})") from error
     if rank == 0:
-        for note in prompts.report.lines():
+        for note in notes():
             print(note)
-        print(f"{counted(len(prompts), 'row')} answered in {time.monotonic() - started:.1f} s: {result_path}")
+        print(f"{counted(size, 'row')} {done} in {time.monotonic() - started:.1f} s: {result_path}")
     return 0
 
 
 def answers(
     prompts: Sequence[Prompt],
     rows: Iterable[int],
-    engine: TransformersEngine,
+    engine: InferenceEngine,
     template: Template,
     sampling: SamplingParams,
     seed: int,
@@ -157,7 +208,7 @@ class Chat:
     """
 
     template: Template
-    engine: TransformersEngine
+    engine: InferenceEngine
     sampling: SamplingParams
     system: str | None = None
     seed: int = 42
@@ -209,7 +260,7 @@ class Chat:
         self.num_turns += 1
         printer = StreamPrinter(self.template, out)
         try:
-            for token, _ in self.engine.stream_tokens(request):
+            for token in _tokens(self.engine, request):
                 printer.add(token)
             said = printer.finish()
         except KeyboardInterrupt:
@@ -220,6 +271,16 @@ class Chat:
             return
         print(file=out, flush=True)
         self.history = [*messages, {"role": "assistant", "content": said}]
+
+
+def _tokens(engine: InferenceEngine, request: Request) -> Iterator[int]:
+    """The tokens of an answer: as they come from the in-process engine, together from others."""
+    stream = getattr(engine, "stream_tokens", None)
+    if stream is not None:
+        yield from (token for token, _ in stream(request))
+        return
+    for completion in engine.generate([request]):
+        yield from completion.token_ids
 
 
 class StreamPrinter:
@@ -273,7 +334,8 @@ def _merge(parts: list[Path], result_path: Path) -> None:
         part.unlink()
 
 
-def _new_file(given: str | None, args: Any) -> Path:
+def new_file(given: str | None, args: Any) -> Path:
+    """`--result_path`, or a name made of the model's; its folder is there. Raises ConfigError: the file exists."""
     if given:
         path = Path(given).expanduser().resolve()
     else:

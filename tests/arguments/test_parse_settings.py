@@ -397,7 +397,7 @@ def test_a_mask_is_no_secret(tmp_path):
 
 def test_merge_lora_is_export_with_one_answer():
     assert parse("merge-lora", ["--adapters", "a"], {}).args.merge_lora is True
-    assert parse("export", ["--adapters", "a", "--merge_lora"], {}).args.torch_dtype == "float32"
+    assert parse("export", ["--adapters", "a", "--merge_lora"], {}).args.torch_dtype is None
 
 
 # Weight bridges

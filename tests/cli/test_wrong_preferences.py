@@ -82,7 +82,16 @@ TABLE = {
     "margin that is text": (method("rm", rows=with_answers(margin="big")), "margin must be a number, not 'big'"),
     "every row too long": (
         method("orpo", "--max_length 4"),
-        "--dataset: no usable row | left out 6 rows: 6 (longer than max_length; the first: | pairs.jsonl:1)",
+        "--dataset: no usable row | 6 of them: longer than max_length (--max_length 4); the first: | pairs.jsonl:1",
+    ),
+    "stream to precompute": (
+        method("dpo", "--streaming --max_steps 2 --precompute_ref_log_probs"),
+        "--precompute_ref_log_probs: true: a stream",
+    ),
+    "stream without end": (method("rm", "--streaming --max_steps -1"), "--max_steps: -1: a stream has no known end"),
+    "tools that nobody sees": (
+        method("simpo", "--strict", with_answers(tools=[{"type": "function", "function": {"name": "f"}}])),
+        "pairs.jsonl:1: | the chat template shows no tool",
     ),
     "no such reference": (method("dpo", "--ref_model ./nothing"), "--ref_model: ./nothing: no such folder"),
 }

@@ -226,6 +226,9 @@ def test_a_stream_stops_where_too_many_rows_are_bad(tmp_path):
 def test_a_stream_deletes_long_prompts_and_ends_when_none_is_left(ten):
     source = stream(ten, limit=3, strategy="delete")
     assert {len(prompt.token_ids) for prompt in take(source, 6)} == {1, 2, 3}
+    resumed = stream(ten, limit=3, strategy="delete")
+    resumed.load_state_dict(source.state_dict())
+    assert resumed.report.num_deleted == source.report.num_deleted > 0, "a resumed run logs the same count"
     with pytest.raises(ConfigError, match="no usable row in the stream"):
         stream(ten, limit=1, strategy="delete", system="S").next()
 

@@ -12,6 +12,7 @@ from swift.data.loading import load_rows
 from swift.data.records import BadRow, RawRow
 from swift.data.transforms import DOCUMENTS, PROMPTS, transformed
 from swift.errors import ConfigError
+from swift.trainers.ebft.turns import remaining_turns
 
 
 def turn(role, content, **more):
@@ -29,7 +30,7 @@ CHAT = [
 SPLIT = turn("assistant", "a1", reasoning_content="t1")
 EXPECTED = {
     "opencode": [{"messages": [turn("user", "task")], "ground_truth": "program"}],
-    "chat_multiturn": [{"messages": CHAT[:2], "ground_truth": CHAT[2]["content"], "remaining_turns": CHAT[3:]}],
+    "chat_multiturn": [{"messages": CHAT[:2], "ground_truth": CHAT[2]["content"], "remaining_turns": CHAT[3:5]}],
     "chat_multiturn_last": [{"messages": CHAT[:4], "ground_truth": CHAT[4]["content"]}],
     "chat_multiturn_all": [
         {"messages": CHAT[:2], "ground_truth": CHAT[2]["content"]},
@@ -79,6 +80,15 @@ def test_a_chat_without_an_assistant_turn_is_refused(name):
     assert isinstance(bad, BadRow) and bad.reason == "no assistant turn"
 
 
+@pytest.mark.parametrize("chat", [CHAT, CHAT[:3], CHAT[:4], CHAT[:5]])
+def test_further_turns_are_those_that_samples_can_answer(chat):
+    """A chat may end with the user."""
+    (found,) = made("chat_multiturn", {"messages": chat})
+    assert remaining_turns(found.values) == CHAT[3 : min(len(chat), 5)] * (len(chat) > 4)
+    (bad,) = made("chat_multiturn", {"messages": [*CHAT[:3], *CHAT[2:]]})
+    assert isinstance(bad, BadRow) and bad.reason == "two assistant turns in a row"
+
+
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
@@ -96,6 +106,14 @@ def test_other_tags_of_thoughts_are_known():
     chat = [turn("user", "q"), turn("assistant", "<reasoning>t</reasoning>a")]
     (found,) = made("reasoning_answer_only", {"messages": chat})
     assert found.values["ground_truth"] == "a"
+
+
+def test_a_thought_that_the_prompt_has_opened_is_one():
+    chat = [turn("user", "q"), turn("assistant", "t</think>a")]
+    (found,) = made("reasoning_answer_only", {"messages": chat})
+    assert found.values["ground_truth"] == "a"
+    (found,) = made("reasoning_split_thinking", {"messages": chat})
+    assert found.values["ground_truth"] == "<think>\nt\n</think>\n\na"
 
 
 def load(tmp_path, rows, name, **settings):

@@ -5,7 +5,7 @@ import pytest
 from swift.models import load_chat
 from swift.models.arguments import ModelArguments
 from swift.trainers.ebft.documents import NO_BLOCK, DocumentEncoder
-from swift.trainers.sft_data import TOO_LONG
+from swift.trainers.rows import TOO_LONG
 
 IGNORED = -100
 

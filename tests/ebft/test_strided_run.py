@@ -7,10 +7,13 @@ import pytest
 import torch
 from preloaded import run_ranks
 from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy, normalize
+from transformers import AutoModelForCausalLM
 
 from swift.arguments import parse
 from swift.cli.dry_run import rehearse_trl
 from swift.errors import ConfigError
+from swift.rl.energy import energy_advantages, energy_rewards
 from swift.trainers.checkpoint import list_checkpoints
 from swift.trainers.ebft.strided import METRICS
 from swift.trainers.trl.run import run
@@ -52,11 +55,68 @@ def test_a_run_logs_its_metrics_and_both_losses(strided_argv):
     assert (run_dir / "images").is_dir()
 
 
+def test_a_step_follows_the_gradient_that_ordinary_passes_give(strided_argv, nano_folders, monkeypatch):
+    """Two micro-batches, one step of plain gradient descent, against REINFORCE and cross-entropy by hand."""
+    from swift.trainers.ebft import strided as module
+
+    drawn, original = [], module.sample_blocks
+
+    def noted(model, ids, stream, *rest, **more):
+        tokens = original(model, ids, stream, *rest, **more)
+        drawn.append((ids, stream, tokens))
+        return tokens
+
+    monkeypatch.setattr(module, "sample_blocks", noted)
+    flags = (
+        "--optim",
+        "sgd",
+        "--weight_decay",
+        "0",
+        "--learning_rate",
+        "1",
+        "--lr_scheduler_type",
+        "constant",
+        "--max_grad_norm",
+        "0",
+    )
+    flags += ("--max_steps", "1", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2")
+    flags += ("--ebft_rl_coef", "0.5", "--ebft_ce_coef", "0.3", "--ebft_n_samples_per_prompt", "3")
+    after = load_file(strided(strided_argv(*flags)) / "checkpoint-1" / "model.safetensors")
+    plain = AutoModelForCausalLM.from_pretrained(nano_folders["qwen2"], dtype=torch.float32).eval()
+
+    def last_feature(ids):
+        with torch.no_grad():
+            states = plain(input_ids=ids[None], output_hidden_states=True).hidden_states
+        return normalize(torch.cat([states[1][0, -1], states[2][0, -1]]), dim=0)
+
+    reinforce = entropy = num_sampled = num_targets = 0
+    for ids, stream, tokens in drawn:
+        documents = ids.split(stream.lengths)
+        for one in documents:
+            entropy = entropy + cross_entropy(plain(input_ids=one[None]).logits[0, :-1], one[1:], reduction="sum")
+            num_targets += len(one) - 1
+        num_sampled += tokens.numel()
+        for first in range(0, len(stream.columns), 3):
+            document, anchor = stream.columns[first]
+            prefix = documents[document][:anchor]
+            rows = [torch.cat([prefix, tokens[:, first + sample]]) for sample in range(3)]
+            star = last_feature(documents[document][: anchor + 4])
+            a, d = energy_rewards(torch.stack([last_feature(row) for row in rows])[None], star[None])
+            advantages = energy_advantages(a, d, alignment_coef=1.0, diversity_coef=1.0)[0]
+            for row, advantage in zip(rows, advantages, strict=True):
+                logits = plain(input_ids=row[None]).logits[0, anchor - 1 : -1] / 0.6
+                reinforce = reinforce + advantage * cross_entropy(logits, row[anchor:], reduction="sum")
+    (0.5 * reinforce / num_sampled + 0.3 * entropy / num_targets).backward()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(parameter.detach() - after[name], parameter.grad, rtol=2e-3, atol=2e-6)
+
+
 @pytest.mark.parametrize("whitening", ["pooled", pytest.param("group", marks=pytest.mark.long)])
 def test_gradient_accumulation_equals_a_larger_batch(strided_argv, whitening):
     flags = ("--ebft_whitening", whitening, "--ebft_advantage_estimator", "reinforce")
     once = strided(strided_argv(*flags, "--per_device_train_batch_size", "4"))
-    twice = strided(strided_argv(*flags, "--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "4"))
+    parts = ("--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "4")
+    twice = strided(strided_argv(*flags, *parts, "--gradient_checkpointing", "true"))
     for line in (lines := (log(once), log(twice)))[0] + lines[1]:
         line.pop("ebft/advantages_std")  # of a micro-batch
         assert ("ebft/rank_deficient_frac" in line) and line["ebft/rank_deficient_frac"] <= 1
@@ -96,15 +156,31 @@ def test_cross_entropy_alone_samples_in_evaluation_only(strided_argv, texts, mon
     assert {f"eval_{name}" for name in METRICS} <= evaluations[0].keys()
 
 
-def test_evaluation_samples_do_not_change_with_the_step(strided_argv, texts):
-    flags = ("--val_dataset", f"{texts}#4", "--eval_steps", "1", "--max_steps", "2", "--learning_rate", "1e-12")
-    first, second = [line for line in log(strided(strided_argv(*flags))) if "eval_loss" in line]
-    first.pop("step"), second.pop("step")
-    first.pop("epoch", 0), second.pop("epoch", 0)
-    timed = [name for name in first if "second" in name or name == "eval_runtime"]
-    assert {k: v for k, v in first.items() if k not in timed} == pytest.approx(
-        {k: v for k, v in second.items() if k not in timed}, abs=1e-5
-    )
+def test_an_evaluation_is_that_of_its_tokens_at_any_step_and_however_it_is_cut(strided_argv, texts, tmp_path):
+    """Batches of other sizes, of which the last holds one document, and weights that do not move."""
+    flags = ("--val_dataset", f"{texts}#5", "--eval_steps", "1", "--learning_rate", "1e-12")
+    found = []
+    for size, steps in (("2", "2"), ("5", "1")):
+        own = ("--per_device_eval_batch_size", size, "--max_steps", steps, "--output_dir", str(tmp_path / size))
+        found += [line for line in log(strided(strided_argv(*flags, *own))) if "eval_loss" in line]
+    for line in found:
+        timed = [name for name in line if "second" in name or "runtime" in name]
+        for name in ("step", "max_steps", "epoch", "eval_ebft/advantages_std", *timed):  # the deviation is of a batch
+            line.pop(name, None)
+    first, second, other = found
+    assert first["eval_loss"] == pytest.approx(first["eval_ebft/rl_loss"] + 0.1 * first["eval_ebft/ce_loss"])
+    assert first == pytest.approx(second, abs=1e-5) and first == pytest.approx(other, abs=1e-5)
+
+
+@pytest.mark.long
+def test_weights_of_16_bits_and_other_pooling_and_truncated_samples(strided_argv):
+    """Everything that the other runs leave at its default, at once."""
+    own = ("--torch_dtype", "bfloat16", "--ebft_embed_method", "concat", "--ebft_feature_norm", "per_layer")
+    own += ("--ebft_top_p", "0.9", "--ebft_advantage_estimator", "group_norm", "--ebft_alignment_coef", "0.5")
+    lines = log(strided(strided_argv(*own, tuner="lora")))
+    for line in lines:
+        assert line["grad_norm"] > 0 and abs(line["ebft/alignment"]) <= 1
+        assert line["ebft/effective_reward"] == pytest.approx(line["ebft/alignment"] - line["ebft/diversity"], abs=1e-5)
 
 
 def test_a_dry_run_counts_documents_and_blocks_and_writes_nothing(strided_argv, tmp_path, capsys):
@@ -205,15 +281,21 @@ def test_names_of_the_seed_and_a_block_of_yaml_choose_the_mode(strided_argv, tmp
 
 
 @pytest.mark.long
-def test_two_processes_train_the_model_that_one_does(strided_argv, tmp_path):
-    whitened = ("--ebft_whitening", "pooled")
+@pytest.mark.parametrize("documents", [1, 3])
+def test_two_processes_train_the_model_that_one_does(strided_argv, tmp_path, texts, documents):
+    """And evaluate the same documents, of which one of them has fewer."""
+    whitened = ("--ebft_whitening", "pooled", "--val_dataset", f"{texts}#{documents}", "--eval_steps", "2")
+    whitened = (*whitened, "--per_device_eval_batch_size", "4")
     alone = strided(strided_argv(*whitened, "--output_dir", str(tmp_path / "one")))
     flags = ("--per_device_train_batch_size", "2", "--output_dir", str(tmp_path / "two"))
+    whitened = (*whitened[:-1], "2")
     run_ranks(["-m", "swift", "rlhf", *strided_argv(*whitened, *flags)], tmp_path / "logs", limit_s=240)
     lines = [log(alone), log(newest_run(tmp_path / "two"))]
     for ours, theirs in zip(*lines, strict=True):
         for line in (ours, theirs):
-            line.pop("ebft/advantages_std")  # of a micro-batch
+            timed = [name for name in line if "second" in name or "runtime" in name]
+            for name in ("ebft/advantages_std", "eval_ebft/advantages_std", *timed):  # of a micro-batch
+                line.pop(name, None)
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
     ours, theirs = (
         load_file(path / "checkpoint-4" / "model.safetensors") for path in (alone, newest_run(tmp_path / "two"))

@@ -93,3 +93,23 @@ def test_the_samplers_log_probs_stand_in_for_the_old_ones(cli):
     assert [row["completion"] for row in completion_rows(sampler)] == [
         row["completion"] for row in completion_rows(usual)
     ]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["gdpo", "rloo"])
+def test_a_method_that_is_a_preset_learns_and_resumes_bit_for_bit(cli, method):
+    flags = {"rlhf_type": method, "max_steps": 60, "save_steps": 30, "learning_rate": 3e-3, "num_generations": 8}
+    flags |= {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
+    straight, _, _ = cli.finish("straight", **flags)
+    rows = completion_rows(straight)
+
+    def odd(steps):
+        texts = [row["completion"] for row in rows if row["step"] in steps]
+        return sum(ord(one) % 2 for text in texts for one in text) / sum(map(len, texts))
+
+    assert odd(range(51, 61)) > odd(range(1, 11)) + 0.1
+    half = cli.folder / "half"
+    shutil.copytree(straight / "checkpoint-30", half / "checkpoint-30")
+    folder, _, _ = cli.finish("half", **flags, resume_from_checkpoint="last")
+    assert_same(log_rows(folder), log_rows(straight)[30:], "logging")
+    assert_same(state_files(folder), state_files(straight), "checkpoint")

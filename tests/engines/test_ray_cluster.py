@@ -1,6 +1,8 @@
 """A Ray cluster that exists already: engines join it with its token, and leave it running."""
 
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -152,8 +154,26 @@ def test_a_process_without_the_marker_is_remembered_when_its_parent_has_ended():
     parent.communicate("\n")
     known = guard.family(os.getpid(), b"MARK=1", known)
     assert set(known) == {child}
-    guard.end(b"MARK=1", known)
-    assert guard.family(os.getpid(), b"MARK=1", known) == {}
+    os.kill(child, signal.SIGKILL)
+    assert wait_for(lambda: not guard.family(os.getpid(), b"MARK=1", known))
+
+
+def test_a_guard_that_finishes_ends_processes_without_the_marker_too():
+    script = "env -i sleep 60 >&- 2>&- & echo $!; wait"
+    parent = subprocess.Popen(["sh", "-c", script], env={**os.environ, "MARK": "2"}, stdout=-1, text=True)
+    child = int(parent.stdout.readline())
+    watch = guard.start("MARK=2")
+    assert wait_for(lambda: signal.SIGUSR2 in caught(watch.pid))
+    guard.finish(watch, "MARK=2")
+    assert wait_for(lambda: not guard.born(child))
+    parent.wait(10)
+    parent.stdout.close()
+
+
+def caught(pid):
+    """Signals that a process handles."""
+    mask = int(re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1], 16)
+    return {number for number in signal.valid_signals() if mask >> (number - 1) & 1}
 
 
 def test_a_local_cluster_asks_for_its_token_even_if_ray_was_imported_without_one():

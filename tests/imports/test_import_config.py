@@ -145,12 +145,18 @@ def test_what_trl_does_by_default_is_written_down():
     from trl import DPOConfig, GRPOConfig, KTOConfig, ModelConfig, RewardConfig, SFTConfig
 
     methods = {"rlhf": GRPOConfig, "sft": SFTConfig, "dpo": DPOConfig, "rm": RewardConfig, "kto": KTOConfig}
-    names = {"lora_rank": "lora_r"}
+    names = {
+        "lora_rank": "lora_r",
+        "rollout_importance_sampling_mode": "vllm_importance_sampling_mode",
+        "rollout_importance_sampling_threshold": "vllm_importance_sampling_clip_max",
+        "kl_bias_correction": "use_bias_correction_kl",
+        "bnb_4bit_use_double_quant": "use_bnb_nested_quant",
+    }
     for mode, config in methods.items():
         theirs = {one.name: one.default for cls in (config, ModelConfig) for one in fields(cls)}
-        for name, value in trl.defaults(mode).items():
-            if name in theirs or name in names:
-                assert theirs[names.get(name, name)] == value, (mode, name)
+        for name, value in trl.defaults(mode, {"use_vllm": True, "beta": 0.1, "quant_method": "bnb"}).items():
+            if (their_name := names.get(name, name)) in theirs:
+                assert theirs[their_name] == value, (mode, name)
 
 
 def test_the_shell_around_a_script_is_understood(imported):
@@ -162,6 +168,34 @@ def test_the_shell_around_a_script_is_understood(imported):
     assert ours["model"] == "org/model" and ours["dataset"] == ["a b", "c"] and ours["torch_dtype"] == "bfloat16"
     assert ours["ENV"] == {"MAX_PIXELS": "9"} and {"WANDB_API_KEY", "max_length", "swift infer"} <= lost(result)
     assert "hunter2" not in result.to_yaml("theirs.sh", "ours.yaml")
+
+
+def test_secrets_stay_where_they_are(imported):
+    ours = {"model": "m", "dataset": ["d"], "ENV": {"HF_TOKEN": "hunter2", "A": "1"}}
+    theirs = {
+        "base_model": "m", "vllm_server_api_key": "hunter2",
+        "datasets": [{"path": "d", "storage_options": {"secret": "hunter2"}}],
+    }  # fmt: skip
+    for config in (ours, theirs):
+        result, _ = imported(config)
+        assert "hunter2" not in result.to_yaml("theirs.yaml", "ours.yaml") + "\n".join(result.report())
+    assert imported(ours)[1]["ENV"] == {"A": "1"}
+
+
+def test_targets_that_are_a_regular_expression_are_one_here(imported):
+    regex = r"model.layers.[\d]+.(mlp|self_attn).(up|q)_proj"
+    _, ours = imported({"base_model": "m", "adapter": "lora", "lora_target_modules": regex})
+    assert ours["target_regex"] == regex and "target_modules" not in ours
+
+
+def test_what_trl_does_beside_a_setting_is_added_with_it(imported):
+    grpo = {"model_name_or_path": "m", "dataset_name": "d", "reward_funcs": ["accuracy"]}
+    _, alone = imported(grpo, method="grpo")
+    more = {"use_vllm": True, "beta": 0.1, "model_init_kwargs": {"torch_dtype": "bfloat16"}, "load_in_4bit": True}
+    _, beside = imported({**grpo, **more}, method="grpo")
+    assert not {"rollout_importance_sampling_mode", "kl_bias_correction", "bnb_4bit_use_double_quant"} & alone.keys()
+    assert beside["rollout_importance_sampling_mode"] == "sequence_mask" and beside["kl_bias_correction"] is True
+    assert beside["torch_dtype"] == "bfloat16" and beside["bnb_4bit_use_double_quant"] is False
 
 
 def test_a_value_that_we_do_not_have_is_named_with_the_choices(imported):

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import torch
 
+from swift.errors import ConfigError
 from swift.models.arguments import ModelArguments, QuantArguments
 from swift.models.checkpoint_tensors import checkpoint_units, read_unit
 from swift.models.export import merge_adapter
 from swift.models.policy import load_for_inference, load_policy
-from swift.models.quantisation import is_quantised
+from swift.models.quantisation import is_quantised, rounds_activations
 from swift.models.reference import load_reference
 
 MODEL, SCRATCH = sys.argv[1], Path(sys.argv[2])
@@ -22,6 +23,7 @@ CASES = {
     },
     "dora": {"quant_bits": 4, "use_dora": True},
     "int8": {"quant_bits": 8},
+    "dora int8": {"quant_bits": 8, "use_dora": True},
 }  # fmt: skip
 
 
@@ -32,6 +34,14 @@ def logprobs(model: torch.nn.Module) -> torch.Tensor:
 
 def gap(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).abs().max())
+
+
+def weights_for_engines(policy: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        key: tensor
+        for unit in checkpoint_units(policy)
+        for key, tensor in read_unit(policy, unit, torch.Tensor.detach).items()
+    }
 
 
 def check(name: str, more: dict) -> None:
@@ -53,13 +63,10 @@ def check(name: str, more: dict) -> None:
         assert gap(logprobs(module), start) < 1e-6, "the reference is the base"
 
     engine = load_for_inference(ModelArguments(model=MODEL))
-    sent = {
-        key: tensor
-        for unit in checkpoint_units(policy)
-        for key, tensor in read_unit(policy, unit, torch.Tensor.detach).items()
-    }
-    engine.load_state_dict(sent, strict=False)
-    limit = 0.3 if name == "int8" else 1e-5  # int8 rounds activations, too
+    engine.load_state_dict(weights_for_engines(policy), strict=False)
+    limit = 0.3 if more["quant_bits"] == 8 else 1e-5  # int8 rounds activations, too
+    assert rounds_activations(policy) == (more["quant_bits"] == 8)
+    assert torch.equal(logprobs(policy), wanted), "reading leaves it as it was"
     assert gap(logprobs(engine), wanted) < limit, "engines sample from the policy"
 
     folder = SCRATCH / name
@@ -75,6 +82,41 @@ def check(name: str, more: dict) -> None:
     assert gap(logprobs(merged), logprobs(unquantised)) < 1e-5, "merged into the unquantised base"
 
 
+def check_quantised_files() -> None:
+    """A folder whose weights are packed already."""
+    folder = SCRATCH / "packed"
+    plain = load_for_inference(QuantArguments(model=MODEL, quant_method="bnb", quant_bits=4))
+    plain.save_pretrained(folder)
+    policy = load_policy(ModelArguments(model=str(folder), tuner_type="lora", lora_dropout=0.0)).eval()
+    with torch.no_grad():
+        for one in policy.parameters():
+            one.add_(0.05 * torch.randn_like(one)) if one.requires_grad else None
+    engine = load_for_inference(ModelArguments(model=MODEL))
+    engine.load_state_dict(weights_for_engines(policy), strict=False)
+    assert gap(logprobs(engine), logprobs(policy)) < 1e-5, "engines sample from the policy"
+    for more, flag in (
+        ({"tuner_type": "full"}, "--model"),
+        ({"init_weights": "pissa"}, "--init_weights"),
+        ({"modules_to_save": ["q_proj"]}, "--modules_to_save"),
+        ({"quant_method": "bnb", "quant_bits": 4}, "--quant_method"),
+    ):
+        try:
+            load_policy(ModelArguments(model=str(folder), **more))
+        except ConfigError as error:
+            assert str(error).startswith(flag), error
+        else:
+            raise AssertionError(more)
+
+
+def check_rounded_products() -> None:
+    """Products in another type than the model's differ from those with dequantised weights."""
+    args = ModelArguments(model=MODEL, quant_method="bnb", quant_bits=4, bnb_4bit_compute_dtype="bfloat16")
+    assert rounds_activations(load_policy(args))
+
+
 for case, settings in CASES.items():
     check(case, settings)
     print("checked", case)
+check_quantised_files()
+check_rounded_products()
+print("checked files, products")

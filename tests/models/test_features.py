@@ -9,9 +9,11 @@ from torch.nn.functional import normalize
 
 from swift.errors import ConfigError
 from swift.models.arguments import ModelArguments
+from swift.models.attention.choice import choose_attention
 from swift.models.features import feature_layers, load_features, pool, token_features
 from swift.models.forward import TokenSequence
 from swift.models.policy import load_for_inference, load_policy
+from swift.models.scoring import prepare_scoring
 
 PROMPT = [70, 71, 72, 73]
 COMPLETIONS = [[80, 81, 82, 83, 84], [85], [], [86, 87, 88]]
@@ -23,6 +25,11 @@ SEQUENCES = [TokenSequence(PROMPT, one) for one in COMPLETIONS] + [TokenSequence
 )
 def test_depths_are_layers(num_layers, layers):
     assert feature_layers([0.25, 0.5, 0.75], num_layers) == layers
+
+
+@pytest.mark.parametrize(("depth", "num_layers", "layer"), [(0.58, 50, 29), (0.29, 100, 29), (0.579, 50, 28)])
+def test_the_floor_of_a_depth_is_that_of_the_decimal_number(depth, num_layers, layer):
+    assert feature_layers([depth], num_layers) == [layer], "0.58 * 50 is 28.999... in floats"
 
 
 def test_depths_stay_within_the_model_and_apart():
@@ -89,6 +96,8 @@ def test_features_are_those_of_each_sequence_alone(qwen2, method, packed, monkey
 def test_features_stay_while_the_policy_moves(qwen2, tuner):
     args = settings(qwen2, tuner)
     policy = load_policy(args)
+    choose_attention(policy)
+    prepare_scoring(policy)  # replaces its forward, as a run does before the copy is made
     network = load_features(args, policy)
     before = network.of_sequences(SEQUENCES)
     torch.manual_seed(3)

@@ -90,7 +90,12 @@ WINDOWED = [
     ("gemma2", {"attn_logit_softcapping": 2.0, "num_key_value_heads": 2}),
     ("gemma3_text", {"num_key_value_heads": 2}),
     ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"]}),
-    *((arch, {}) for arch in ("phi3", "starcoder2", "cohere2", "olmo3", "exaone4", "afmoe")),
+    ("phi3", {}),
+    ("starcoder2", {}),
+    ("cohere2", {}),
+    ("olmo3", {}),
+    ("exaone4", {}),
+    ("afmoe", {}),
 ]
 LONG = [
     TokenSequence(list(range(2, 14)), list(range(20, 29))),

@@ -61,7 +61,10 @@ def test_rank_alpha_targets_and_modules_to_save_are_passed_on(qwen2):
 
 
 def test_unknown_target_modules_list_the_valid_ones(qwen2):
-    with pytest.raises(ConfigError, match=r"--target_modules: qproj: .*valid: all-linear, down_proj, gate_proj"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--target_modules: qproj: .*valid: all-linear, down_proj, embed_tokens, gate_proj, k_proj, o_proj,",
+    ):
         load_policy(lora(qwen2, target_modules=["qproj"]))
 
 

@@ -176,6 +176,13 @@ def test_a_ratio_freezes_from_the_first_parameter_on(qwen2):
         ({"tuner_type": "full", "freeze_parameters_ratio": 1.0}, "--freeze_parameters: every parameter is frozen"),
         ({"target_regex": "q_porj"}, "--target_regex: q_porj: .*valid: all-linear, down_proj"),
         ({"tuner_type": "vera", "target_modules": ["q_porj"]}, "--target_modules: q_porj"),
+        (
+            {"target_modules": ["q_proj", "v_porj"]},
+            "--target_modules: v_porj: fits no module.*valid: all-linear, down_proj",
+        ),
+        ({"modules_to_save": ["nrom"]}, "--modules_to_save: nrom: fits no module"),
+        ({"rank_pattern": {"q_porj": 4}}, "--rank_pattern: q_porj: fits no module"),
+        ({"alpha_pattern": {r"layers.9\..*": 4}}, "--alpha_pattern: .*: fits no module"),
     ],
 )
 def test_a_name_that_the_model_does_not_have_is_refused_before_weights_are_read(flags, message, qwen2):
@@ -189,6 +196,55 @@ def test_an_adapter_is_trained_further_by_its_own_tuner(qwen2, tmp_path):
     load_policy(settings(qwen2, tuner_type="ia3", adapters=[adapter]))
     with pytest.raises(ConfigError, match="an adapter of type ia3, not lora; use --tuner_type ia3"):
         load_policy(settings(qwen2, adapters=[adapter]))
+
+
+@pytest.mark.parametrize(
+    "targets", [{"target_modules": ["q_proj", "mlp.down_proj"]}, {"target_regex": r".*\.(q|down)_proj"}]
+)
+def test_ia3_scales_the_input_of_feedforward_layers_however_they_are_named(targets, qwen2):
+    policy = load_policy(settings(qwen2, tuner_type="ia3", **targets))
+    found = {name: one.is_feedforward for name, one in policy.named_modules() if hasattr(one, "is_feedforward")}
+    assert found and all(feedforward == ("down_proj" in name) for name, feedforward in found.items())
+
+
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_a_start_in_the_base_has_no_more_directions_than_a_weight(start, qwen2):
+    with pytest.raises(
+        ConfigError, match=f"--lora_rank: 64: --init_weights {start} finds 32 directions in model.layers"
+    ):
+        load_policy(settings(qwen2, init_weights=start, lora_rank=64))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"lora_rank": 16}, "--lora_rank: 16: --adapters .* was made with another value"),
+        ({"use_rslora": True}, "--use_rslora: True: "),
+        ({"target_modules": ["q_proj"]}, "--target_modules: q_proj: "),
+        ({"modules_to_save": ["norm"]}, "--modules_to_save: norm: "),
+        ({"init_weights": "gaussian"}, "--init_weights: gaussian: "),
+        ({"lora_rank": 4, "target_modules": ["k_proj", "q_proj"], "lora_alpha": 32.0}, None),
+    ],
+)
+def test_settings_that_the_adapter_to_start_from_does_not_have_are_refused(flags, message, qwen2, tmp_path):
+    policy = load_policy(settings(qwen2, lora_rank=4, target_modules=["q_proj", "k_proj"]))
+    args = settings(qwen2, adapters=[saved(policy, tmp_path / "adapter")], **flags)
+    if message is None:
+        load_policy(args)
+        return
+    with pytest.raises(ConfigError, match=message):
+        load_policy(args)
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_an_adapter_on_one_of_two_tied_weights_is_merged_into_that_one(target, qwen2, tmp_path, logits):
+    policy = trained(settings(qwen2, target_modules=[target]))
+    adapter = saved(policy, tmp_path / "adapter")
+    assert gap(logits(load_for_inference(ModelArguments(adapters=[adapter]))), logits(policy)) < 1e-5
+    merged = merge_adapter(ModelArguments(adapters=[adapter]), tmp_path / "merged")
+    assert gap(logits(load_for_inference(ModelArguments(model=str(merged)))), logits(policy)) < 1e-5
+    with pytest.raises(ConfigError, match="the model ties it to"):
+        checkpoint_units(policy)
 
 
 def test_the_page_names_every_setting_that_is_tried_here():

@@ -22,7 +22,7 @@ def settings(nano_folders, tmp_path):
             "--gradient_checkpointing": "false",
             "--report_to": "none",
         }
-        words = [word for flag, value in base.items() if flag not in flags[::2] for word in (flag, value)]
+        words = [word for flag, value in base.items() if flag not in flags for word in (flag, value)]
         return parse("rlhf", ["--rlhf_type", method, *words, *flags], {})
 
     return resolved

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from small_pairs import sums
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
@@ -13,20 +14,27 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from swift.models import load_chat
 from swift.trainers.distributed import Collectives
+from swift.trainers.session import SAME_IN_TRANSFORMERS
 from swift.trainers.trl.frame import build_trainer
 from swift.trainers.trl.method import method_of
 from swift.trainers.trl.run import load_model
 
 TRL = {
     "dpo": (DPOTrainer, DPOConfig, {}),
+    "mpo": (DPOTrainer, DPOConfig, {"loss_type": ["sigmoid", "aot", "sft"], "loss_weights": [0.8, 0.2, 0.5]}),
+    "ld": (DPOTrainer, DPOConfig, {"ld_alpha": 0.3, "f_divergence_type": "js_divergence"}),
     "ipo": (DPOTrainer, DPOConfig, {"loss_type": ["ipo"]}),
     "kto": (KTOTrainer, KTOConfig, {"desirable_weight": 1.5}),
     "orpo": (ORPOTrainer, ORPOConfig, {}),
     "cpo": (CPOTrainer, CPOConfig, {"label_smoothing": 0.1}),
     "simpo": (CPOTrainer, CPOConfig, {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 1.0, "cpo_alpha": 0.0}),
     "rm": (RewardTrainer, RewardConfig, {"center_rewards_coefficient": 0.01}),
+    "margin": (RewardTrainer, RewardConfig, {}),
 }
+NAMES = {"mpo": "dpo", "ld": "dpo", "margin": "rm"}
 FLAGS = {
+    "mpo": ("--loss_type", "sigmoid", "aot", "--loss_weights", "0.8", "0.2", "--rpo_alpha", "0.5"),
+    "ld": ("--ld_alpha", "0.3", "--f_divergence_type", "js_divergence"),
     "kto": ("--desirable_weight", "1.5"),
     "cpo": ("--label_smoothing", "0.1"),
     "rm": ("--center_rewards_coefficient", "0.01"),
@@ -41,18 +49,23 @@ def first_step(trainer):
     return loss.item(), {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
 
 
-def bare(method, resolved, folder):
+def bare(case, resolved, folder):
     """TRL's trainer as its users make it, given the rows of the file."""
-    trainer, config, options = TRL[method]
+    trainer, config, options = TRL[case]
     args = resolved.args
-    kind = AutoModelForSequenceClassification if method == "rm" else AutoModelForCausalLM
+    kind = AutoModelForSequenceClassification if resolved.mode == "rm" else AutoModelForCausalLM
     torch.manual_seed(args.seed)
-    model = kind.from_pretrained(args.model, dtype=torch.float32, **({"num_labels": 1} if method == "rm" else {}))
+    model = kind.from_pretrained(
+        args.model, dtype=torch.float32, **({"num_labels": 1} if resolved.mode == "rm" else {})
+    )
     with Path(args.dataset[0]).open() as lines:
         rows = Dataset.from_list([json.loads(line) for line in lines])
     options = {"train_sampling_strategy": "sequential", "max_length": 512, **options}
     shared = {"output_dir": str(folder), "use_cpu": True, "bf16": False, "report_to": "none", "seed": args.seed}
     options |= {"per_device_train_batch_size": 4, "gradient_checkpointing": False, **shared}
+    options |= {name: getattr(args, name) for name in SAME_IN_TRANSFORMERS if name not in options}
+    options |= {"optim": "adamw_torch", "warmup_steps": args.warmup_steps or args.warmup_ratio, "save_strategy": "no"}
+    options |= {name: getattr(args, name) for name in ("max_steps", "gradient_accumulation_steps")}
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     return trainer(model=model, args=config(**options), train_dataset=rows, processing_class=tokenizer)
 
@@ -67,12 +80,33 @@ def ours(resolved, folder):
     return build_trainer(method, args, folder, model, template, train, val, [], **more)
 
 
-@pytest.mark.parametrize("method", TRL)
-def test_loss_and_gradient_of_the_first_step_are_trls(settings, method, tmp_path):
-    resolved = settings(method, *FLAGS.get(method, ()), "--dataset_shuffle", "false")
-    expected, theirs = first_step(bare(method, resolved, tmp_path / "trl"))
-    found, grads = first_step(ours(resolved, tmp_path / "swift"))
+def pair_of(settings, case, folder, *flags):
+    """Our trainer and TRL's."""
+    rows = [{**pair, "margin": n % 3} for n, pair in enumerate(sums(32))] if case == "margin" else None
+    given = (*FLAGS.get(case, ()), "--dataset_shuffle", "false", *flags)
+    resolved = settings(NAMES.get(case, case), *given, rows=rows)
+    return ours(resolved, folder / "swift"), bare(case, resolved, folder / "trl")
+
+
+@pytest.mark.parametrize("case", TRL)
+def test_loss_and_gradient_of_the_first_step_are_trls(settings, case, tmp_path):
+    mine, bare = pair_of(settings, case, tmp_path)
+    expected, theirs = first_step(bare)
+    found, grads = first_step(mine)
     assert found == pytest.approx(expected, abs=1e-6)
     assert grads.keys() == theirs.keys()
     assert all(torch.allclose(grads[name], theirs[name], atol=1e-6) for name in grads)
     assert any(grad.abs().max() > 1e-4 for grad in grads.values())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", TRL)
+def test_steps_of_several_micro_batches_are_trls(settings, case, tmp_path):
+    mine, bare = pair_of(settings, case, tmp_path, "--gradient_accumulation_steps", "2", "--save_strategy", "no")
+    for trainer in (mine, bare):
+        trainer.train()
+    weights, theirs = (dict(one.model.named_parameters()) for one in (mine, bare))
+    assert all(torch.allclose(weights[name], theirs[name], atol=1e-6) for name in theirs)
+    for name in ("loss", "grad_norm"):
+        found, expected = ([row[name] for row in one.state.log_history if name in row] for one in (mine, bare))
+        assert len(found) == 4 and found == pytest.approx(expected, abs=1e-5)

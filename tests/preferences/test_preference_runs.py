@@ -1,15 +1,23 @@
+import os
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from preloaded import run_ranks
 from safetensors.torch import load_file
-from small_pairs import logged, sums, trained, written
+from small_pairs import logged, sums, trained, verdicts, written
+from test_against_trl import ours
 
 from swift.arguments import parse
 from swift.cli.dry_run import rehearse_trl
 from swift.trainers.grpo.run import run as run_grpo
+from swift.trainers.trl import frame
 
+OPTIONAL = Path(sys.prefix) / "optional"
 METHODS = ("dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm")
 LORA = ("--tuner_type", "lora")
+WAYS = [("--deepspeed", "zero2"), ("--deepspeed", "zero3"), ("--fsdp", "full_shard")]
 
 
 def weights(checkpoint):
@@ -31,11 +39,16 @@ def assert_resumes_exactly(settings, method, *flags):
 
 
 FAST = [("dpo", LORA), ("kto", ()), ("rm", LORA)]
+PISSA = (*LORA, "--init_weights", "pissa_niter_4")
 REST = [
     *((method, tuner) for method in METHODS for tuner in ((), LORA) if (method, tuner) not in FAST),
     ("dpo", ("--precompute_ref_log_probs", "true")),
     ("dpo", ("--sync_ref_model", "true", "--ref_model_sync_steps", "1")),
     ("kto", ("--precompute_ref_log_probs", "true", *LORA)),
+    ("dpo", (*LORA, "--use_dora", "true")),
+    ("dpo", PISSA),
+    ("rm", PISSA),
+    *((method, ("--streaming", "true", "--shuffle_buffer_size", "7")) for method in METHODS),
 ]
 
 
@@ -64,6 +77,46 @@ def test_evaluation_has_accuracy_and_margin(settings, tmp_path, capsys, method, 
     assert "evaluation: loss" in out and "accuracy" in out.split("evaluation: loss")[1]
 
 
+SETS = [("dpo", "rewards/margins"), ("kto", "kl"), ("orpo", "rewards/accuracies"), ("rm", "accuracy")]
+
+
+@pytest.mark.parametrize(
+    ("method", "metric"), [SETS[0], *(pytest.param(*one, marks=pytest.mark.long) for one in SETS[1:])]
+)
+def test_several_evaluation_sets_have_metrics_of_their_own(settings, tmp_path, capsys, method, metric):
+    make = verdicts if method == "kto" else sums
+    easy, hard = (written(tmp_path / f"{name}.jsonl", make(8, seed=n)) for n, name in enumerate(("easy", "hard"), 1))
+    flags = ("--eval_steps", "2", "--max_steps", "2", "--metric_for_best_model", "hard_loss")
+    flags = (*flags, "--early_stopping_patience", "1")
+    resolved = settings(method, *flags)
+    resolved.args.val_dataset, resolved.args.eval_strategy = [str(easy), str(hard)], "steps"
+    run_dir = trained(resolved)
+    for name in ("easy", "hard"):
+        assert (
+            logged(run_dir, f"eval_{name}_loss").keys() == logged(run_dir, f"eval_{name}_{metric}").keys() == {(1, 2)}
+        )
+    assert method != "dpo" or "margin" in capsys.readouterr().out.split("evaluation of hard: ")[1].splitlines()[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("method", "flags"), [("dpo", PISSA), ("kto", LORA), ("orpo", LORA), ("simpo", ()), ("rm", LORA)]
+)
+def test_a_run_ends_with_its_best_weights(settings, tmp_path, method, flags):
+    val = written(tmp_path / "val.jsonl", (verdicts if method == "kto" else sums)(8, seed=1))
+    flags = (*flags, "--learning_rate", "1", "--val_dataset", str(val), "--eval_steps", "2", "--save_steps", "2")
+    resolved = settings(method, *flags, "--eval_on_start", "true", "--load_best_model_at_end", "true")
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        build = frame.build_trainer
+        patch.setattr(frame, "build_trainer", lambda *a, **k: made.append(build(*a, **k)) or made[0])
+        run_dir = trained(resolved)
+    saved = weights(run_dir / f"checkpoint-{made[0].state.best_global_step}")
+    made[0].save_model(tmp_path / "end")
+    ended = weights(tmp_path / "end")
+    assert all(torch.equal(saved[name], ended[name]) for name in saved)
+
+
 @pytest.mark.parametrize("method", ["dpo", "kto", "rm"])
 def test_a_dry_run_plans_and_writes_nothing(settings, tmp_path, capsys, method):
     assert rehearse_trl(settings(method, "--dry_run", "true")) == 0
@@ -72,12 +125,60 @@ def test_a_dry_run_plans_and_writes_nothing(settings, tmp_path, capsys, method):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_reference_of_an_adapter_to_start_from_is_that_adapter(settings):
-    start = trained(settings("dpo", *LORA, "--max_steps", "2", "--learning_rate", "1e-2")) / "checkpoint-2"
-    again = trained(settings("dpo", *LORA, "--adapters", str(start), "--max_steps", "2"))
-    rewards = logged(again, "rewards/margins")
+@pytest.mark.parametrize(
+    "tuner", ["ia3", *(pytest.param(one, marks=pytest.mark.long) for one in ("lora", "vera", "boft"))]
+)
+def test_the_reference_of_an_adapter_to_start_from_is_that_adapter(settings, tuner):
+    flags = ("--tuner_type", tuner, "--max_steps", "2", "--learning_rate", "1e-1")
+    start = trained(settings("dpo", *flags)) / "checkpoint-2"
+    rewards = logged(trained(settings("dpo", *flags, "--adapters", str(start))), "rewards/margins")
     assert rewards[1, 1] == pytest.approx(0, abs=1e-5), "policy and reference are the same at the first step"
     assert abs(rewards[1, 2]) > 1e-4
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not list(OPTIONAL.glob("bitsandbytes-*")), reason="make install puts bitsandbytes there")
+def test_on_quantised_weights_the_reference_is_the_adapter_in_full_precision(settings, tmp_path):
+    flags = (*LORA, "--quant_method", "bnb", "--quant_bits", "4", "--learning_rate", "1e-1")
+
+    def run(name, *more):
+        resolved = settings("dpo", *flags, "--max_steps", "2", "--output_dir", str(tmp_path / name), *more)
+        path = os.pathsep.join([*filter(None, sys.path), str(OPTIONAL)])
+        run_ranks(["-m", "swift", "rlhf", *words_of(resolved)], tmp_path / f"logs-{name}", count=1, PYTHONPATH=path)
+        (run_dir,) = (tmp_path / name).glob("v*-*")
+        return run_dir
+
+    again = run("again", "--adapters", str(run("first") / "checkpoint-2"))
+    assert logged(again, "rewards/margins")[1, 1] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("init", ["false", "pissa"])
+def test_the_reference_of_an_adapter_is_its_start_without_dropout(settings, tmp_path, init):
+    flags = (*LORA, "--init_weights", init, "--lora_dropout", "0.5", "--gradient_checkpointing", "false")
+    trainer = ours(settings("dpo", *flags), tmp_path)
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert trainer.model.training
+    first, again = (torch.stack(trainer.compute_ref_log_probs(trainer.model, batch)) for _ in range(2))
+    trainer.model.eval()
+    policy = trainer.model(batch["input_ids"], attention_mask=batch["attention_mask"], labels=None).logits
+    logps = policy[:, :-1].log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+    own = (logps * batch["completion_mask"][:, 1:]).sum(1).view(2, -1)
+    assert torch.equal(first, again)
+    assert torch.allclose(first, own, atol=1e-4)
+
+
+@pytest.mark.long
+def test_precomputed_log_probs_are_those_of_the_settings(settings):
+    flags = ("--precompute_ref_log_probs", "true", "--max_steps", "1")
+    for more in ((), ("--ld_alpha", "0.2")):  # the second finds the file of the first
+        run_dir = trained(settings("dpo", *flags, *more, rows=uneven(8)))
+        assert logged(run_dir, "rewards/margins")[1, 1] == pytest.approx(0, abs=1e-5)
+
+
+def uneven(count):
+    """Pairs whose rejected answer is longer."""
+    for pair in sums(count):
+        yield {**pair, "rejected": [{"role": "assistant", "content": "I do not know"}]}
 
 
 def test_a_reference_of_its_own_is_compared_with(settings, nano_folders):
@@ -110,14 +211,49 @@ def test_a_reward_model_serves_grpo_at_once(settings, nano_folders, tmp_path, tu
     [*((method, ()) for method in METHODS), ("dpo", ("--precompute_ref_log_probs", "true"))],
 )
 def test_two_processes_train_the_model_that_one_does(settings, tmp_path, method, flags):
-    alone = settings(method, *flags, "--gradient_accumulation_steps", "2", "--output_dir", str(tmp_path / "one"))
-    two = settings(method, *flags, "--output_dir", str(tmp_path / "two"))
-    words = [word for name in two.given for word in (f"--{name}", *_words(getattr(two.args, name)))]
-    run_ranks(["-m", "swift", "rlhf", *words], tmp_path / "logs", limit_s=240)
+    train_as_one_and_as_two(lambda *more: settings(method, *flags, *more), tmp_path)
+
+
+SHARDED = [
+    *(("dpo", way, flags) for way in WAYS for flags in ((), LORA)),
+    *(("dpo", way, ("--precompute_ref_log_probs", "true")) for way in WAYS),
+    *((method, WAYS[1], ()) for method in ("kto", "orpo", "rm")),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("method", "way", "flags"), SHARDED)
+def test_sharded_processes_train_the_model_that_one_does_and_resume(settings, tmp_path, method, way, flags):
+    train_as_one_and_as_two(lambda *more: settings(method, *flags, "--save_steps", "2", *more), tmp_path, *way)
+    (run_dir,) = (tmp_path / "two").glob("v*-*")
+    train_two(
+        settings(method, *flags, "--save_steps", "2", *way, "--resume_from_checkpoint", f"{run_dir}/checkpoint-2"),
+        tmp_path,
+    )
+    losses = logged(run_dir)
+    assert [losses[2, step] for step in (3, 4)] == [losses[1, step] for step in (3, 4)]
+
+
+def train_two(resolved, tmp_path):
+    """Runs it in two processes."""
+    run_ranks(["-m", "swift", "rlhf", *words_of(resolved)], tmp_path / "logs", limit_s=240)
+
+
+def words_of(resolved):
+    """The flags of a command that was parsed."""
+    return [word for name in resolved.given for word in (f"--{name}", *_words(getattr(resolved.args, name)))]
+
+
+def train_as_one_and_as_two(make, tmp_path, *way):
+    """Runs `make(*flags)` in one process, with two micro-batches, and in two, sharded by `way`: the same model."""
+    alone = make("--gradient_accumulation_steps", "2", "--output_dir", str(tmp_path / "one"))
+    train_two(make("--output_dir", str(tmp_path / "two"), *way), tmp_path)
     alone = trained(alone)
     (together,) = (tmp_path / "two").glob("v*-*")
     ours, theirs = weights(alone / "checkpoint-4"), weights(together / "checkpoint-4")
     assert all(torch.allclose(ours[name], theirs[name], atol=5e-4) for name in ours)
+    for name in ("loss", "grad_norm"):  # Adam hides a factor
+        assert logged(alone, name) == pytest.approx(logged(together, name), rel=1e-2)
 
 
 def _words(value):

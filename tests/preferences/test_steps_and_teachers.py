@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from small_pairs import sums, written
 from test_against_trl import first_step, ours
-from test_preference_runs import assert_resumes_exactly, logged, trained
+from test_preference_runs import WAYS, assert_resumes_exactly, logged, train_as_one_and_as_two, train_two, trained
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 from trl.experimental.gkd import GKDConfig, GKDTrainer
 
@@ -19,7 +19,8 @@ from swift.cli.main import main
 from swift.models import load_chat
 from swift.models.step_scores import steps_of
 from swift.rewards.models import ProcessRewardModel, load_reward_models
-from swift.trainers.preferences.steps import IGNORED, encode, step_metrics
+from swift.trainers.preferences.steps import encode, step_metrics
+from swift.trainers.rows import IGNORED
 
 
 def steps(count, seed=0):
@@ -37,6 +38,9 @@ def steps(count, seed=0):
 def chats(count):
     for pair in sums(count):
         yield {"messages": [*pair["prompt"], *pair["chosen"]]}
+
+
+STREAM = ("--streaming", "true", "--shuffle_buffer_size", "7")
 
 
 @pytest.fixture
@@ -62,8 +66,10 @@ def test_the_label_of_a_step_sits_on_the_separator_after_it(settings):
     text = template.tokenizer.decode(ids)
     assert text.endswith("1+1=2##2+2=5##")
     assert template.tokenizer.decode(ids[: at[0] + 1]).endswith("1+1=2##")
-    args.train_on_last_step_only = True
-    assert [label for label in encode(args, template)[0][0]["labels"] if label != IGNORED] == [0]
+    args.train_on_last_step_only, args.val_dataset = True, args.dataset
+    learnt, judged, _ = encode(args, template)
+    assert [label for label in learnt[0]["labels"] if label != IGNORED] == [0]
+    assert [label for label in judged[0]["labels"] if label != IGNORED] == [1, 0], "evaluation is of all steps"
 
 
 def test_steps_are_counted_in_evaluation():
@@ -130,16 +136,44 @@ def perturbed(folder):
     return model
 
 
+def test_gkd_keeps_the_dropout_of_an_adapter_and_samples_with_a_cache(gkd, tmp_path):
+    flags = ("--tuner_type", "lora", "--lora_dropout", "0.3", "--gradient_checkpointing", "true")
+    trainer = ours(gkd(*flags), tmp_path)
+    assert trainer.generation_config.use_cache and trainer.generation_kwargs["use_cache"]
+    assert {one.p for name, one in trainer.model.named_modules() if name.endswith("dropout.default")} == {0.3}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("flags", [(), ("--tuner_type", "lora")])
+@pytest.mark.parametrize("method", ["prm", "gkd"])
+def test_two_processes_have_the_losses_of_one(prm, gkd, tmp_path, method):
+    make = {"prm": prm, "gkd": lambda *flags: gkd("--lmbda", "0", *flags)}[method]
+    train_as_one_and_as_two(make, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flags", [(), ("--tuner_type", "lora"), STREAM])
 def test_prm_resumes_exactly(settings, flags):
     assert_resumes_exactly(lambda method, *more: settings(method, *more, rows=steps(32)), "prm", *flags)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("flags", [("--lmbda", "0.5"), ("--lmbda", "0.5", "--seq_kd", "true", "--tuner_type", "lora")])
+@pytest.mark.parametrize(
+    "flags", [("--lmbda", "0.5"), ("--lmbda", "0.5", "--seq_kd", "true", "--tuner_type", "lora"), STREAM]
+)
 def test_gkd_resumes_exactly(gkd, flags):
     assert_resumes_exactly(lambda method, *more: gkd(*more), "gkd", *flags)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS)
+def test_gkd_samples_in_sharded_processes_and_resumes_exactly(gkd, tmp_path, way):
+    flags = ("--lmbda", "0.6", "--seq_kd", "true", "--save_steps", "2", *way, "--output_dir", str(tmp_path / "two"))
+    train_two(gkd(*flags), tmp_path)
+    (run_dir,) = (tmp_path / "two").glob("v*-*")
+    train_two(gkd(*flags, "--resume_from_checkpoint", str(run_dir / "checkpoint-2")), tmp_path)
+    losses = logged(run_dir)
+    assert losses[1, 4] > 0
+    assert [losses[2, step] for step in (3, 4)] == [losses[1, step] for step in (3, 4)]
 
 
 @pytest.mark.long
@@ -190,6 +224,7 @@ WRONG = {
     "empty step": ("prm", [ROW, {**ROW, "completions": ["a", " "]}], (), "empty"),
     "empty separator": ("prm", [ROW], ("--step_separator", ""), "--step_separator"),
     "separator of an adapter": ("prm", [ROW], ("--step_separator", "##", "--tuner_type", "lora"), "--step_separator"),
+    "tuner of heads too": ("prm", [ROW], ("--tuner_type", "vera"), "--tuner_type: vera: PEFT cannot keep it out"),
     "too long": ("prm", [ROW], ("--max_length", "3"), "longer than max_length"),
     "no teacher": ("gkd", list(chats(2)), (), "--teacher_model: missing"),
     "teacher nowhere": ("gkd", list(chats(2)), ("--teacher_model", "./nowhere"), "--teacher_model"),

@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import tensor
 
-from swift.rl.energy import cfm_loss, energy_advantages, energy_metrics, energy_rewards, group_whitening, whiten
+from swift.rl.energy import (
+    cfm_loss,
+    energy_advantages,
+    energy_metrics,
+    energy_rewards,
+    group_whitening,
+    pooled_whitening,
+    whiten,
+)
 
 PHI = tensor([[[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]]], dtype=torch.float64)
 STAR = tensor([[1.0, 0.0]], dtype=torch.float64)
@@ -28,6 +36,7 @@ def test_three_samples_by_hand():
     close(a - d, [[1.4, -0.8, -0.2]])
     close(advantages(PHI, STAR), [[2.4, -1.2, -1.2]])
     close(advantages(PHI, STAR, "reinforce"), [[1.4, -0.8, -0.2]])
+    close(a - d - ((a - d).sum() - (a - d)) / 2, [[1.9, -1.4, -0.5]])  # a plain leave-one-out mean: another gradient
     close(cfm_loss(PHI, STAR), [0.4])
     plug_in = (PHI.mean(dim=1) - STAR).square().sum(dim=1)
     close(plug_in, [0.577778], 1e-6)
@@ -123,7 +132,7 @@ def test_metrics_are_cosines_and_means():
 
 def test_group_whitening_leaves_near_duplicates_alone():
     rows = tensor([[[1.0, 0, 0], [1, 0, 0], [0, 1, 0]]])
-    phi, _, deficient = whiten(rows, tensor([[1.0, 0, 0]]), "group", 0.1, torch.empty(0, 3))
+    phi, _, deficient = whiten(rows, tensor([[1.0, 0, 0]]), "group")
     assert deficient == 1.0
     # unit length after the projection: each row of the gram matrix is scaled by the roots of its diagonal
     close(phi[0] @ phi[0].T, [[1, 1, 0], [1, 1, 0], [0, 0, 1]], 1e-6)
@@ -144,7 +153,7 @@ def test_the_gram_matrix_of_whitened_groups_is_a_projector(rows, gram, d):
 
 def test_whitened_groups_have_no_diversity_and_keep_the_direction_of_the_reference():
     rows, star = tensor([[[1.0, 0, 0], [0.6, 0.8, 0], [0, 0, 1]]]), tensor([[2.0, 0, 0]])
-    phi, reference, deficient = whiten(rows, star, "group", 0.1, torch.empty(0, 3))
+    phi, reference, deficient = whiten(rows, star, "group")
     a, d = energy_rewards(phi, reference)
     assert deficient == 0.0
     close(d, [[0.0, 0, 0]], 1e-6)
@@ -157,7 +166,7 @@ def test_pooled_whitening_is_the_root_of_the_shrunk_covariance():
     values, vectors = torch.linalg.eigh(sigma)
     root = vectors @ torch.diag(values.rsqrt()) @ vectors.T
     basis = torch.eye(2, dtype=torch.float64)
-    phi, reference, _ = whiten(basis[None], star[:1], "pooled", 0.1, star)
+    phi, reference, _ = whiten(basis[None], star[:1], "pooled", pooled_whitening(star, 0.1))
     torch.testing.assert_close(phi[0], torch.nn.functional.normalize(basis @ root, dim=-1))
     torch.testing.assert_close(reference, torch.nn.functional.normalize(star[:1] @ root, dim=-1))
     close((phi[0, 0] * phi[0, 1]).sum(), -0.456632, 1e-6)
@@ -170,4 +179,4 @@ def test_pooled_whitening_of_fewer_references_than_dimensions():
     values, vectors = torch.linalg.eigh(sigma)
     others = torch.randn(3, 2, 8, generator=generator, dtype=torch.float64)
     wanted = torch.nn.functional.normalize(others @ (vectors @ torch.diag(values.rsqrt()) @ vectors.T), dim=-1)
-    torch.testing.assert_close(whiten(others, star, "pooled", 0.1, star)[0], wanted)
+    torch.testing.assert_close(whiten(others, star, "pooled", pooled_whitening(star, 0.1))[0], wanted)

@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM
 from swift.arguments import parse
 from swift.errors import ConfigError
 from swift.models.arguments import ModelArguments
+from swift.models.policy import load_policy
+from swift.models.tiny import build_tiny
 from swift.rollout.engines.transformers import TransformersEngine
 from swift.rollout.infer import Chat, StreamPrinter, answers, load_engine, run
 from swift.types import Prompt, SamplingParams
@@ -20,7 +22,7 @@ SAMPLING = SamplingParams(max_new_tokens=8, temperature=1.0)
 
 @pytest.fixture
 def loaded(nano_folders):
-    return load_engine(ModelArguments(model=str(nano_folders["qwen2"])))
+    return load_engine(parse("infer", ["--model", str(nano_folders["qwen2"])], {}).args)
 
 
 def prompts_of(template, questions):
@@ -149,7 +151,7 @@ def test_without_a_dataset_it_is_a_conversation(nano_folders, monkeypatch, capsy
     assert capsys.readouterr().out.startswith("system prompt: be kind\n")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_write_the_file_that_one_writes(nano_folders, questions, tmp_path):
     def argv(name: str) -> list[str]:
         given = {"--model": str(nano_folders["qwen2"]), "--dataset": str(questions), "--max_completion_length": "6"}
@@ -159,3 +161,33 @@ def test_two_processes_write_the_file_that_one_writes(nano_folders, questions, t
     assert run(parse("infer", argv("one.jsonl"), {})) == 0
     run_ranks(["-m", "swift", "infer", *argv("two.jsonl")], tmp_path / "logs", limit_s=240)
     assert (tmp_path / "one.jsonl").read_text() == (tmp_path / "two.jsonl").read_text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tuner", [{"use_dora": True}, {"tuner_type": "ia3"}], ids=["dora", "ia3"])
+def test_vllm_gives_the_answers_of_transformers_with_any_adapter(questions, tmp_path, tuner):
+    pytest.importorskip("vllm")
+    model = str(build_tiny(tmp_path / "model", arch="qwen2", size="tiny", init_std=0.2))
+    policy = load_policy(ModelArguments(model=model, lora_dropout=0.0, **{"tuner_type": "lora", **tuner}))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for one in policy.parameters():
+            if one.requires_grad:
+                one.add_(0.5 * torch.randn_like(one))
+    policy.save_pretrained(tmp_path / "adapter")
+    argv = ["--model", model, "--val_dataset", str(questions), "--temperature", "0"]
+    texts = []
+    for name, more in (("plain", []), ("hf", ["--adapters"]), ("vllm", ["--infer_backend", "vllm", "--adapters"])):
+        adapter = [str(tmp_path / "adapter")] if more else []
+        assert infer(*argv, "--result_path", str(tmp_path / name), *more, *adapter) == 0
+        texts.append([json.loads(line)["response"] for line in (tmp_path / name).read_text().splitlines()])
+    assert texts[0] != texts[1] == texts[2]
+
+
+def test_vllm_runs_in_one_process_with_unquantised_weights(nano_folders, questions, monkeypatch):
+    argv = ["--model", str(nano_folders["qwen2"]), "--val_dataset", str(questions), "--infer_backend", "vllm"]
+    with pytest.raises(ConfigError, match="--quant_method: bnb: vLLM gets merged, unquantised weights"):
+        infer(*argv, "--quant_method", "bnb", "--quant_bits", "4")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="NPROC_PER_NODE: 2: vLLM runs in one process here"):
+        infer(*argv)

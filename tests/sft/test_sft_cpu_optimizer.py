@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file
 from test_sft_run import losses, sft
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 def test_it_trains_like_adamw_and_resumes_exactly(sft_argv):

@@ -2,12 +2,14 @@ from pathlib import Path
 
 import pytest
 
+from swift.data.loading import Example
 from swift.errors import ConfigError, ResourceError
 from swift.models.template import Template
 from swift.models.templates import TEMPLATES, read_template
 from swift.models.tiny import build_tokenizer
+from swift.trainers.rows import IGNORED, TOO_LONG, encode_table
 from swift.trainers.sft import training_template
-from swift.trainers.sft_data import IGNORED, NO_ANSWER, TOO_LONG, ChatEncoder, encode_rows
+from swift.trainers.sft_data import NO_ANSWER, ChatEncoder
 from swift.trainers.sft_packing import Packing
 
 
@@ -16,7 +18,7 @@ def chat(question: str, answer: str) -> list[dict[str, str]]:
 
 
 def as_rows(chats):
-    return [{"messages": messages} for messages in chats]
+    return [Example(messages, {}, f"d.jsonl:{line}") for line, messages in enumerate(chats, start=1)]
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +37,13 @@ def test_labels_are_the_answer_and_its_end_token(template):
 def test_a_row_over_max_length_is_left_out_and_one_at_it_is_kept(template):
     length = len(template.encode_chat(chat("q", "a"))[0])
     rows = [chat("q", "a"), chat("q", "aa")]
-    table, report = encode_rows(as_rows(rows), ChatEncoder(template, length))
+    table, report = encode_table(as_rows(rows), ChatEncoder(template, length))
     assert [len(ids) for ids in table["input_ids"]] == [length]
     assert report.num_kept == 1
     assert report.dropped == {TOO_LONG: 1}
     assert report.lines("train") == [
         f"train: 1 row, {length} tokens, 2 of them trained on",
-        "train: left out 1 row: 1 (longer than max_length)",
+        "train: left out 1 row: 1 (longer than max_length; the first: d.jsonl:2)",
     ]
 
 
@@ -51,17 +53,20 @@ def test_rows_without_an_answer_and_rows_the_template_refuses_are_counted_by_rea
         "{% if messages[0].content == 'bad' %}{{ raise_exception('no bad words') }}{% endif %}" + TEMPLATES["chatml"]
     )
     rows = [chat("bad", "a"), [{"role": "user", "content": "q"}], chat("good", "a")]
-    table, report = encode_rows(as_rows(rows), ChatEncoder(Template(tokenizer), None))
+    table, report = encode_table(as_rows(rows), ChatEncoder(Template(tokenizer), None))
     assert len(table) == 1
     assert report.dropped[NO_ANSWER] == 1
     assert any("no bad words" in reason for reason in report.dropped)
+    assert list(report.firsts.values()) == ["d.jsonl:1", "d.jsonl:2"]
+    with pytest.raises(ConfigError, match=r"d.jsonl:1: .*no bad words\n?.*d.jsonl:2: no assistant turn"):
+        encode_table(as_rows(rows), ChatEncoder(Template(tokenizer), None), strict=True)
 
 
 def test_no_usable_row_names_the_reason_and_the_limit(template):
     with pytest.raises(ConfigError, match=r"--dataset: no usable row .*longer than max_length \(--max_length 3\)"):
-        encode_rows(as_rows([chat("q", "a")]), ChatEncoder(template, 3))
+        encode_table(as_rows([chat("q", "a")]), ChatEncoder(template, 3))
     with pytest.raises(ConfigError, match=r"--val_dataset: .*no assistant turn"):
-        encode_rows(as_rows([chat("q", "a")[:1]]), ChatEncoder(template, None), split="val")
+        encode_table(as_rows([chat("q", "a")[:1]]), ChatEncoder(template, None), split="val")
 
 
 def test_a_template_that_cannot_be_trained_on_stops_the_run():
@@ -70,13 +75,13 @@ def test_a_template_that_cannot_be_trained_on_stops_the_run():
         "{% for m in messages %}{{ m.role if loop.last else 'x' }}{{ m.content }}<|im_end|>{% endfor %}"
     )
     with pytest.raises(ConfigError, match="rewrites earlier turns"):
-        encode_rows(as_rows([chat("q", "a")]), ChatEncoder(Template(tokenizer), None))
+        encode_table(as_rows([chat("q", "a")]), ChatEncoder(Template(tokenizer), None))
 
 
 def test_worker_processes_give_the_same_table(template):
     rows = [chat(f"{n}+1?", str(n + 1)) for n in range(20)]
-    alone, _ = encode_rows(as_rows(rows), ChatEncoder(template, None))
-    together, _ = encode_rows(as_rows(rows), ChatEncoder(template, None), num_proc=2)
+    alone, _ = encode_table(as_rows(rows), ChatEncoder(template, None))
+    together, _ = encode_table(as_rows(rows), ChatEncoder(template, None), num_proc=2)
     assert alone.to_list() == together.to_list()
 
 
@@ -160,7 +165,7 @@ def test_tokenised_rows_are_read_again_until_rows_or_settings_differ(template, t
     def encoded(*answers, **settings):
         tokenised.clear()
         rows = as_rows([chat("2+3?", answer) for answer in answers])
-        table, _ = encode_rows(rows, ChatEncoder(template, **settings), cached=True, packing=Packing("bfd", 128))
+        table, _ = encode_table(rows, ChatEncoder(template, **settings), cached=True, packing=Packing("bfd", 128))
         return len(tokenised), table.to_list(), table.cache_files
 
     first, rows, files = encoded("5", "6", max_length=64)
@@ -180,7 +185,7 @@ def test_a_cache_that_cannot_be_written_names_the_variable(template, tmp_path, m
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "file")
     with pytest.raises(ResourceError, match=r"HF_DATASETS_CACHE: .*--load_from_cache_file false"):
-        encode_rows(as_rows([chat("q", "a")]), ChatEncoder(template, None), cached=True)
+        encode_table(as_rows([chat("q", "a")]), ChatEncoder(template, None), cached=True)
 
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]

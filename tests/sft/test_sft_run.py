@@ -40,8 +40,7 @@ def losses(run_dir: Path) -> list[tuple[int, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tuner", ["full", "lora"])
-@pytest.mark.parametrize("model", ["qwen2", "llama", "qwen3"])
+@pytest.mark.parametrize(("model", "tuner"), [("qwen2", "full"), ("llama", "lora"), ("qwen3", "lora")])
 def test_the_loss_falls_and_the_final_checkpoint_is_a_usable_model(sft_argv, model, tuner):
     run_dir = sft(sft_argv("--max_steps", "12", "--learning_rate", "1e-2", model=model, tuner=tuner))
     logged = losses(run_dir)
@@ -78,7 +77,7 @@ def test_rows_over_max_length_are_left_out_and_the_plan_is_that_of_the_rest(sft_
     flags = ("--dataset", str(data), "--max_length", "100", "--per_device_train_batch_size", "1", "--dry_run", "true")
     assert rehearse_trl(parse("sft", sft_argv(*flags), {})) == 0
     printed = capsys.readouterr().out
-    assert "train: left out 1 row: 1 (longer than max_length)" in printed
+    assert "train: left out 1 row: 1 (longer than max_length; the first: " in printed
     assert "plan: 2 rows; 1 per device x 1 process x 1 accumulation step = 1 row per step" in printed
     assert not (tmp_path / "out").exists(), "a dry run writes nothing"
 
@@ -185,7 +184,23 @@ def test_a_signal_ends_the_run_with_a_checkpoint_that_can_be_resumed(sft_argv, t
     assert losses(run_dir) == straight
 
 
-@pytest.mark.slow
+def test_a_signal_while_the_trainer_is_made_ends_the_start(sft_argv, tmp_path, monkeypatch):
+    from swift.trainers.trl import frame
+
+    original = frame.build_trainer
+
+    def interrupted(*args, **named):
+        trainer = original(*args, **named)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return trainer
+
+    monkeypatch.setattr(frame, "build_trainer", interrupted)
+    with pytest.raises(Interrupted, match=r"stopped before the first step, there is no checkpoint yet"):
+        sft(sft_argv())
+    assert not list_checkpoints(newest_run(tmp_path / "out"))
+
+
+@pytest.mark.long
 def test_two_processes_train_the_model_that_one_does(sft_argv, tmp_path):
     alone = sft(sft_argv("--per_device_train_batch_size", "8", "--output_dir", str(tmp_path / "one")))
     argv = sft_argv("--per_device_train_batch_size", "4", "--output_dir", str(tmp_path / "two"))

@@ -10,7 +10,7 @@ import pytest
 from swift.errors import NumericError
 from swift.trainers.distributed import Collectives
 from swift.trainers.session import SignalTrap
-from swift.trainers.trl.callbacks import NON_FINITE_LIMIT, LogLines, StopOnSignal
+from swift.trainers.trl.callbacks import NON_FINITE_LIMIT, EarlyStop, LogLines, StopOnSignal
 
 
 def state(step: int, max_steps: int = 10) -> SimpleNamespace:
@@ -81,6 +81,15 @@ def test_a_loss_that_stays_non_finite_ends_the_run(tmp_path):
         log.on_log(None, state(step), None, bad)
     with pytest.raises(NumericError, match="lower --learning_rate"):
         log.on_log(None, state(9), None, bad)
+
+
+def test_a_resumed_run_goes_on_counting_evaluations_with_the_patience_of_its_start():
+    before = EarlyStop(1)
+    before.early_stopping_patience_counter = 1
+    args = SimpleNamespace(load_best_model_at_end=True, metric_for_best_model="loss", eval_strategy="steps")
+    now = EarlyStop(3)
+    now.on_train_begin(args, SimpleNamespace(stateful_callbacks={"EarlyStop": before.state()}), control())
+    assert (now.early_stopping_patience_counter, now.early_stopping_patience) == (1, 3)
 
 
 def test_the_example_problems_are_worked_correctly():

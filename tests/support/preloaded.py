@@ -100,6 +100,7 @@ class Program:
 def _run(words: list[str], env: dict[str, str], cwd: str, output: str, errors: str) -> None:
     """In the fork: become the program."""
     os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -10,13 +11,17 @@ from grpo_parts import Scorer, gradients_of_one_step, make_trainer, policy_of
 from threaded_ranks import on_ranks
 from transformers import AutoTokenizer
 
+from swift.arguments import parse
+from swift.cli.dry_run import rehearse_rlhf
+from swift.data.arguments import PromptArguments
 from swift.data.loading import Example
+from swift.data.source import StreamingPrompts
 from swift.errors import ConfigError
 from swift.models.features import FeatureNetwork
 from swift.models.forward import TokenSequence
 from swift.models.reference import FrozenReference
 from swift.models.template import load_template
-from swift.rl.energy import cfm_loss, energy_advantages, energy_rewards, whiten
+from swift.rl.energy import cfm_loss, energy_advantages, energy_rewards, pooled_whitening, whiten
 from swift.rollout.multi_turn.trajectory import Limits, Trajectory
 from swift.trainers.distributed import Collectives
 from swift.trainers.ebft.references import References, ReferenceTokenizer
@@ -70,7 +75,7 @@ def test_rewards_and_advantages_are_those_of_the_features(network, whitening):
     stars = torch.stack([one[0] for one in found])
     losses = []
     for one, rows in zip(groups, found, strict=True):
-        phi, star, _ = whiten(rows[None, 1:], rows[:1], whitening, 0.1, stars)
+        phi, star, _ = whiten(rows[None, 1:], rows[:1], whitening, pooled_whitening(stars, 0.1))
         a, d = energy_rewards(phi, star)
         wanted = energy_advantages(a, d, alignment_coef=1.0, diversity_coef=0.5)
         assert [row[-1] for row in one.scores.values] == pytest.approx((a - 0.5 * d)[0].tolist(), abs=1e-4)
@@ -140,6 +145,15 @@ def test_a_reference_is_tokenised_once_and_has_no_stop_token():
     assert made.without_stop([]) == []
 
 
+def test_the_ids_of_a_stream_of_references_do_not_pile_up(monkeypatch):
+    calls = []
+    monkeypatch.setattr("swift.trainers.ebft.references.MOST_KEPT", 2)
+    made = References(SimpleNamespace(encode_text=lambda text: calls.append(text) or [1], stop_token_ids=()), 256)
+    for text in "aabbccaacc":
+        assert made.of(prompt(text)) == [1]
+    assert calls == ["a", "b", "c", "a"], "the oldest goes first"
+
+
 @pytest.mark.parametrize(("value", "said"), [(None, "missing"), ("", "empty"), (["a"], "not a text")])
 def test_a_row_without_a_reference_is_an_error(value, said):
     tokenizer = ReferenceTokenizer(list, references=references())
@@ -155,6 +169,23 @@ def test_a_row_is_left_out_for_its_prompt_or_its_reference():
         tokenizer.too_long(example(columns={"ground_truth": "a" * n}), [0] * m) for n, m in [(5, 3), (6, 3), (5, 4)]
     ]
     assert found == [False, True, True]
+
+
+def test_a_stream_leaves_them_out_too(tmp_path):
+    """It used to cut their prompts and to keep their references."""
+    rows = [{"prompt": "abcd", "ground_truth": "x"}, {"prompt": "a", "ground_truth": "x" * 6}]
+    rows += [{"prompt": "a", "ground_truth": "x" * n} for n in (1, 2)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def ids(messages):
+        return [ord(one) for one in messages[0]["content"]]
+
+    tokenizer = ReferenceTokenizer(ids, 3, references=references(max_tokens=5))
+    args = PromptArguments(dataset=[str(data)], streaming=True, dataset_shuffle=False)
+    stream = StreamingPrompts(args, tokenizer)
+    assert [stream.next().columns["ground_truth"] for _ in range(2)] == ["x", "xx"]
+    assert stream.report.num_deleted == 2
 
 
 CHAT = {
@@ -202,6 +233,33 @@ def test_turns_that_are_no_conversation_are_refused(turns):
         references().of(row)
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--gym_env x", "--gym_env: x: makes the completions, and rows have remaining_turns"),
+        ("--multi_turn_scheduler x", "--multi_turn_scheduler: x: makes the completions"),
+        ("--steps_per_generation 2 --per_device_train_batch_size 8", "--steps_per_generation: 2 optimizer steps per"),
+    ],
+)
+def test_conversations_are_seen_wherever_they_stand(nano_folders, tmp_path, flags, said):
+    """The first 64 rows have none; one that came later used to be answered once and compared with all its turns."""
+    rows = [{"prompt": "count", "ground_truth": "one"}] * 70 + [{"prompt": "count", **CHAT}]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = f"--rlhf_type ebft --model {nano_folders['qwen2']} --dataset {data} --dry_run true {flags}"
+    with pytest.raises(ConfigError, match=said):
+        rehearse_rlhf(parse("rlhf", words.split(), {"CUDA_VISIBLE_DEVICES": ""}))
+
+
+def test_a_stream_whose_first_rows_have_no_turns_refuses_later_ones(nano_folders):
+    made = References(load_template(AutoTokenizer.from_pretrained(nano_folders["qwen2"])), 256)
+    made.of(prompt("a"))
+    made.settle()
+    assert made.conversations is False
+    with pytest.raises(ConfigError, match="--dataset: remaining_turns: not in the first rows"):
+        made.of(Prompt("p", [], [1], CHAT))
+
+
 # --- the step -------------------------------------------------------------------------------------------------------
 
 
@@ -216,7 +274,9 @@ class NoRewards(Scorer):
 
 
 def ebft_trainer(folder, output, network, *, ce_coef=0.0, rl_coef=1.0):
-    trainer = make_trainer(folder, output, scorer=NoRewards(lambda *_: 0.0), settings={"ce_coef": ce_coef})
+    trainer = make_trainer(
+        folder, output, scorer=NoRewards(lambda *_: 0.0), settings={"ce_coef": ce_coef, "rl_coef": rl_coef}
+    )
     for one in trainer.pipeline.scheduler.source.prompts:
         one.columns["ground_truth"] = "abc" * len(one.token_ids)
     own = {"trains_references": ce_coef > 0, "rl_coef": rl_coef}
@@ -257,9 +317,13 @@ def test_the_gradient_is_reinforce_and_the_cross_entropy_of_references(
 
 
 def test_what_is_logged(nano_folders, tmp_path, network):
-    trainer = ebft_trainer(nano_folders["qwen2"], tmp_path, network, ce_coef=0.1)
-    trainer.train()
-    rows = [row for row in trainer.state.log_history if "loss" in row]
+    rows, weighted = [], []
+    for rl_coef, found in ((1.0, rows), (0.25, weighted)):
+        trainer = ebft_trainer(nano_folders["qwen2"], tmp_path, network, ce_coef=0.1, rl_coef=rl_coef)
+        trainer.train()
+        found += [row for row in trainer.state.log_history if "loss" in row]
+    for name in ("ebft/rl_loss", "ebft/ce_loss"):
+        assert weighted[0][name] == pytest.approx(rows[0][name], rel=1e-4), "without its coefficient"
     names = ["alignment", "diversity", "reward", "effective_reward", "cfm_loss", "advantages_std", "skipped_rows"]
     assert len(rows) == 2
     assert all({f"ebft/{name}" for name in [*names, "rl_loss", "ce_loss"]} <= row.keys() for row in rows)

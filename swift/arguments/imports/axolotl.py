@@ -8,7 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from swift.arguments.imports import trl
-from swift.arguments.imports.draft import Draft, Renamed, Rule, known_mode, lost, same, variable, where_true
+from swift.arguments.imports.draft import (
+    Draft,
+    Renamed,
+    Rule,
+    known_mode,
+    lost,
+    same,
+    shown,
+    text_of,
+    variable,
+    where_true,
+)
 from swift.arguments.plugins import settings_class
 from swift.arguments.values import Raw, show
 from swift.flags import spellings_of
@@ -81,15 +92,15 @@ def _take_part(draft: Draft, place: str, part: str, value: Any, columns: dict[st
     elif part in ("message_property_mappings", "roles", "roles_to_train"):
         draft.same(place, "role and content, from and value, and the usual names of roles are recognised")
     else:
-        draft.lose(place, f"{value}: datasets have no such setting here")
+        draft.lose(place, f"{shown(part, value)}: datasets have no such setting here")
 
 
 def _share_of_rows(draft: Draft, key: str, raw: Any) -> None:
     """`val_set_size`: a share, or a number of rows."""
-    if float(raw) < 1:
-        draft.take(key, "split_dataset_ratio", raw)
-    else:
+    if re.fullmatch(r"[1-9]\d*(\.0*)?", str(raw)):
         draft.lose(key, f"{raw} rows: --split_dataset_ratio is a share; or give --val_dataset")
+    else:
+        draft.take(key, "split_dataset_ratio", raw)
 
 
 def _times_per_epoch(name: str) -> Rule:
@@ -124,6 +135,9 @@ def _fsdp(draft: Draft, key: str, raw: Any) -> None:
 
 
 def _fsdp_config(draft: Draft, key: str, raw: Any) -> None:
+    for name, value in raw.items() if isinstance(raw, dict) else ():
+        if name.endswith("offload_params") and show(text_of(value)) == "true":
+            draft.lose(f"{key}.{name}", "parameters stay on their device; see --offload_model, --offload_optimizer")
     draft.same(key, "layers are wrapped, and states saved, without settings")
     if "fsdp" not in draft.settings:
         draft.take(key, "fsdp", "full_shard")
@@ -186,7 +200,7 @@ RULES: dict[str, Rule] = {
     "excess_length_strategy": Renamed("truncation_strategy", {"drop": "delete", "truncate": "right"}),
     "adapter": _adapter,
     "lora_r": Renamed("lora_rank"),
-    "lora_target_modules": Renamed("target_modules"),
+    "lora_target_modules": trl.take_targets,
     "lora_target_linear": where_true(target_modules="all-linear"),
     "lora_modules_to_save": Renamed("modules_to_save"),
     "lora_model_dir": Renamed("adapters"),
@@ -230,7 +244,9 @@ RULES: dict[str, Rule] = {
 }  # fmt: skip
 
 
-def defaults(mode: str) -> dict[str, Any]:
-    """What Axolotl uses where a configuration is silent."""
+def defaults(mode: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What Axolotl uses where a configuration is silent; see `trl.defaults`."""
     sampling = {"temperature": 1.0, "beta": 0.0} if mode == "rlhf" else {}
+    for name, more in trl.SAMPLING.items():
+        sampling |= more if given.get(name) else {}
     return {**trl.TRAINER, "tuner_type": "full", "lora_dropout": 0.0, **sampling}

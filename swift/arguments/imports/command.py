@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swift.arguments.imports import axolotl, ms_swift, trl
+from swift.arguments.imports import axolotl, ms_swift, shell, trl
 from swift.arguments.imports.draft import Draft, Renamed, Rule, known_mode
 from swift.arguments.layers import CONFIG_SUFFIXES, read_config
 from swift.arguments.modes import METHODS, command_of
@@ -118,7 +118,8 @@ def import_file(path: str, method: str | None = None) -> Imported:
     if config.get("model") and "model_name_or_path" not in config:
         mode = known_mode(str(config.get("rlhf_type") or method or "sft"), f"{path}: rlhf_type")
         imported = _filled("ms-swift", mode, config, ms_swift.RULES)
-        imported.draft.environment |= file.environment
+        for name, value in file.environment.items():
+            imported.draft.export(name, name, value)
         return imported
     mode = known_mode(method, "--method") if method else _told_by_keys(path, config)
     return _filled("TRL", mode, config, trl.RULES, trl.defaults)
@@ -130,7 +131,7 @@ def _filled(
     draft = Draft(mode)
     draft.translate(config.items(), rules)
     if defaults is not None:
-        draft.add(defaults(mode), project)
+        draft.add(defaults(mode, draft.settings), project)
     return Imported(project, draft)
 
 
@@ -140,20 +141,18 @@ def _import_script(path: str) -> Imported:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a UTF-8 text"
         raise ConfigError(f"{path}: script: cannot be read ({reason}); check the path") from error
-    script = ms_swift.read_script(path, text)
-    given = {one.spelling: one for one in script.given}
-    method = given["rlhf_type"].shown if script.command == "rlhf" and "rlhf_type" in given else script.command
-    draft = Draft(known_mode("grpo" if method == "rlhf" else method, f"{path}: rlhf_type"))
+    script = shell.read_script(path, text)
+    config = {one.spelling: _words(one.raw) for one in script.given}
+    if script.project == "trl":
+        config = {name.removeprefix("no_"): "false" if name.startswith("no_") else raw for name, raw in config.items()}
+        imported = _filled("TRL", script.mode, config, trl.RULES, trl.defaults)
+    else:
+        imported = _filled("ms-swift", script.mode, config, ms_swift.RULES)
     for name, value in script.environment.items():
-        draft.export(name, name, value)
-    for name, value in script.shell.items():
-        draft.lose(name, f"{value}: known to the shell alone; give its value")
-    draft.translate(
-        ((name, _words(one.raw)) for name, one in given.items() if name not in script.shell), ms_swift.RULES
-    )
-    for command in script.others:
-        draft.lose(command, "another command of the script")
-    return Imported("ms-swift", draft)
+        imported.draft.export(name, name, value)
+    for name, why in script.lost:
+        imported.draft.lose(name, why)
+    return imported
 
 
 def _words(raw: Any) -> Raw:

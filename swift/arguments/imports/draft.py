@@ -98,11 +98,12 @@ class Draft:
             self.take(key, name, raw)
 
     def _foreign(self, name: str, text: str) -> str:
+        text = mask(name, text)
         elsewhere = [command_of(mode) for mode in MODES if name in spellings_of(settings_class(mode))]
         if elsewhere:
             return f"{text}: not a setting of swift {command_of(self.mode)}; one of: {', '.join(elsewhere)}"
         if known.is_known(name):
-            return f"{mask(name, text)}: {known.refusal(name).removeprefix('known in ms-swift, ')}"
+            return f"{text}: {known.refusal(name).removeprefix('known in ms-swift, ')}"
         near = nearest(name, spellings_of(self.cls), 1, likeness=0.75)
         return f"unknown to swift{'; nearest: ' + near[0] if near else ''}"
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections import ChainMap
+from collections.abc import Mapping
 from typing import Any
 
 from swift.arguments.imports.draft import Draft, Renamed, Rule, lost, same, variable, where_true
@@ -68,6 +72,17 @@ def take_precision(dtype: str) -> Rule:
     return rule
 
 
+def take_targets(draft: Draft, key: str, raw: Any) -> None:
+    """`lora_target_modules`: for PEFT a list has names, and a text with other characters is a regular expression."""
+    is_regex = isinstance(raw, str) and re.search(r"[^\w.\s-]", raw)
+    draft.take(key, "target_regex" if is_regex else "target_modules", raw)
+
+
+def _model_settings(draft: Draft, key: str, raw: Any) -> None:
+    """`model_init_kwargs`: a map, or its JSON on a command line."""
+    draft.translate((json.loads(raw) if isinstance(raw, str) else raw).items(), RULES)
+
+
 def _prompt_limit(draft: Draft, key: str, raw: Any) -> None:
     """`max_prompt_length`: the limit of prompts where completions are sampled."""
     if draft.mode == "rlhf":
@@ -97,7 +112,7 @@ RULES: dict[str, Rule] = {
     "dataset_mixture": _mixture,
     "use_peft": Renamed("tuner_type", {"true": "lora", "false": "full"}),
     "lora_r": Renamed("lora_rank"),
-    "lora_target_modules": Renamed("target_modules"),
+    "lora_target_modules": take_targets,
     "lora_modules_to_save": Renamed("modules_to_save"),
     "lora_task_type": same("the task follows from the method"),
     "use_bnb_nested_quant": Renamed("bnb_4bit_use_double_quant"),
@@ -108,6 +123,7 @@ RULES: dict[str, Rule] = {
     "max_prompt_length": _prompt_limit,
     "top_k": Renamed("top_k", {"0": "-1"}),
     "vllm_max_model_length": Renamed("vllm_max_model_len"),
+    "model_init_kwargs": _model_settings,
     "do_train": same("a run trains", "true"),
     "do_eval": same("evaluation follows from --val_dataset and --split_dataset_ratio"),
     "logging_strategy": same("a line every --logging_steps", "steps"),
@@ -130,8 +146,17 @@ _METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def defaults(mode: str) -> dict[str, Any]:
-    """What TRL uses where a configuration is silent."""
+SAMPLING: dict[str, dict[str, Any]] = {
+    "use_vllm": {"rollout_importance_sampling_mode": "sequence_mask", "rollout_importance_sampling_threshold": 3.0},
+    "beta": {"kl_bias_correction": True},
+}
+"""Settings -> what TRL's GRPO does beside them."""
+_BESIDE = {**SAMPLING, "quant_method": {"bnb_4bit_use_double_quant": False}}
+
+
+def defaults(mode: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What TRL uses where a configuration is silent; `given`: our settings, made of what it says."""
     tuner = {"tuner_type": "full", "lora_rank": 16, "lora_dropout": 0.05}
     common = {"lr_scheduler_type": "linear", "per_device_train_batch_size": 8, "logging_steps": 10}
-    return {**TRAINER, **tuner, **common, "eval_strategy": "no", **_METHODS.get(mode, {})}
+    beside = [more for name, more in _BESIDE.items() if given.get(name)]
+    return {**TRAINER, **tuner, **common, "eval_strategy": "no", **_METHODS.get(mode, {}), **dict(ChainMap(*beside))}

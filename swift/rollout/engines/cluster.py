@@ -37,7 +37,6 @@ from swift.signals import kept_from_children
 MARKER = "SWIFT_CLUSTER"
 """Variable that all processes of a cluster of ours have."""
 MIN_STORE_BYTES = 160 << 20
-CLOSE_S = 10.0
 REACH_S = 10.0
 PLACE_S = 60.0
 """How long a joined cluster may take to make room for the engines."""
@@ -156,9 +155,7 @@ def _home(token: str) -> Iterator[tuple[Path, subprocess.Popen[bytes], dict[str,
 
 def _end(folder: Path, watch: subprocess.Popen[bytes]) -> None:
     """Everything that was started with this folder, and the folder."""
-    guard.end(f"{MARKER}={folder}".encode())
-    watch.kill()
-    watch.wait(CLOSE_S)
+    guard.finish(watch, f"{MARKER}={folder}")
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -5,7 +5,6 @@ Engines load whatever they are given: a tensor that is missing is at best logged
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from swift.errors import ConfigError, first_line, nearest
+from swift.models.source import weight_files
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.weights.base import AdapterWeights, TensorInfo, WeightSource
 
@@ -46,12 +46,12 @@ class ExpectedWeights:
         """
         from safetensors import safe_open
 
-        files = sorted(Path(folder).glob("*.safetensors"))
+        files = weight_files(Path(folder))
         if not files:
             raise ConfigError(f"--model: {folder}: has no safetensors files; weight sync needs them")
         ignored = [*NOT_WEIGHTS, *(getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or [])]
         shapes: dict[str, tuple[int, ...]] = {}
-        for file in _of_index(Path(folder), files):
+        for file in files:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a dict
                     if not any(re.search(pattern, name) for pattern in ignored):
@@ -145,15 +145,6 @@ def few(problems: Sequence[str]) -> str:
     """The first three of many, and how many there are more."""
     more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
     return "; ".join(problems[:3]) + more
-
-
-def _of_index(folder: Path, files: list[Path]) -> list[Path]:
-    """The files that an index names; folders sometimes hold the same weights twice."""
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        single = folder / "model.safetensors"
-        return [single] if single.exists() else files
-    return sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
 
 
 def _embedding(shapes: dict[str, tuple[int, ...]]) -> str:

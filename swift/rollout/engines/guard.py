@@ -1,8 +1,8 @@
 """Ends what a process leaves behind. A script of its own: `python -I -S guard.py WARD MARKER [FOLDER]`.
 
-When the process WARD, which starts the guard, has ended in any way, every process whose environment holds `MARKER` is
-killed, shared-memory files that these alone had mapped are unlinked, and `FOLDER` is removed. Semaphore and
-shared-memory trackers of Python get `GRACE_S` to clean up themselves.
+When the process WARD, which starts the guard, has ended in any way or calls `finish`, every process whose environment
+holds `MARKER` is killed, shared-memory files that these alone had mapped are unlinked, and `FOLDER` is removed.
+Semaphore and shared-memory trackers of Python get `GRACE_S` to clean up themselves.
 """
 
 import contextlib
@@ -118,18 +118,30 @@ def start(marker: str, folder: str = "") -> subprocess.Popen[bytes]:
     return subprocess.Popen(words, start_new_session=True, env={})
 
 
+def finish(guard: subprocess.Popen[bytes], marker: str) -> None:
+    """Have a guard end now what it watches; it knows processes that cannot be found any more."""
+    guard.send_signal(signal.SIGUSR2)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        guard.wait(LIMIT_S + 2.0)
+    guard.kill()
+    guard.wait()
+    end(marker.encode())  # if it was too young to understand, or was killed
+
+
 def main() -> None:
     """Wait for the end of the ward."""
     ward, marker, folder = int(sys.argv[1]), sys.argv[2].encode(), sys.argv[3] if len(sys.argv) > 3 else ""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    called: list[int] = []
+    signal.signal(signal.SIGUSR2, lambda number, frame: called.append(number))
     known: dict[int, str] = {}
     looked_at = 0.0
-    while os.getppid() == ward:
+    while os.getppid() == ward and not called:
         if time.monotonic() - looked_at > LOOK_S:
             known, looked_at = family(ward, marker, known), time.monotonic()
         time.sleep(POLL_S)
-    end(marker, known)
+    end(marker, family(ward, marker, known))
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -176,7 +176,7 @@ def format_of(template: Template, parser: str | None) -> Mapping[str, Any]:
         return dict(tool_parsers[parser])
     call = {"name": "probe", "arguments": {"text": "a probe"}}
     calling = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": dict(call)}]}
-    chat = [{"role": "user", "content": _ASKED}, calling]
+    chat: list[Message] = [{"role": "user", "content": _ASKED}, calling]
     try:
         _, _, written = template.render(chat).rpartition(_ASKED)
     except RefusedChat:

@@ -24,7 +24,7 @@ from swift.models.attention.strided import block_anchors
 from swift.models.template import RefusedChat
 from swift.rollout.seeds import seed_of
 from swift.trainers.ebft.blocks import IGNORED
-from swift.trainers.sft_data import TOO_LONG
+from swift.trainers.rows import TOO_LONG
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from swift.data.prompts import Tokenizer
 from swift.errors import ConfigError
+from swift.trainers.ebft.turns import COLUMN as TURNS
 from swift.trainers.ebft.turns import conversation, remaining_turns
 
 if TYPE_CHECKING:
@@ -26,18 +27,23 @@ COLUMN = "ground_truth"
 LEAST_TOKENS = 64
 """Of a completion whose length adapts to its reference."""
 
+MOST_KEPT = 4096
+"""References whose token ids stay in memory; those of others are made again."""
+
 
 @dataclass(eq=False)
 class References:
     """Token ids of references.
 
     template: of the policy. max_tokens: `--max_completion_length`. multiplier: completions are at most so many times as
-    long as their reference; None leaves them at `max_tokens`.
+    long as their reference; None leaves them at `max_tokens`. conversations: whether any row so far has further turns;
+    None until one has, or `settle` was called.
     """
 
     template: Template
     max_tokens: int
     multiplier: float | None = None
+    conversations: bool | None = None
     _rows: dict[str, tuple[array[int], bytes]] = field(default_factory=dict)
 
     def of(self, row: Prompt | Example) -> list[int]:
@@ -52,8 +58,18 @@ class References:
         """Which of its tokens the assistant wrote."""
         return [bool(one) for one in self._made(row)[1]]
 
+    def settle(self) -> None:
+        """The rows seen so far decide whether samples answer further turns; later ones of a stream must be alike."""
+        self.conversations = bool(self.conversations)
+
     def _made(self, row: Prompt | Example) -> tuple[array[int], bytes]:
         text, turns = row.columns.get(COLUMN), remaining_turns(row.columns)
+        if turns and self.conversations is False:
+            raise ConfigError(
+                f"--dataset: {TURNS}: not in the first rows of a stream, which tell whether samples answer further "
+                "turns; put a row with them first, or leave --streaming out"
+            )
+        self.conversations = bool(turns) or self.conversations
         if not isinstance(text, str) or not text:
             raise ConfigError(
                 f"--dataset: {COLUMN}: {'missing' if text is None else 'not a text, or empty'}: EBFT compares "
@@ -66,6 +82,8 @@ class References:
             ids = self.without_stop(ids)
             if not ids:
                 raise ConfigError(f"--dataset: {COLUMN}: {text!r}: is nothing but a stop token; give a text")
+            if len(self._rows) >= MOST_KEPT:
+                del self._rows[next(iter(self._rows))]
             self._rows[key] = array("i", ids), bytes(own[: len(ids)])
         return self._rows[key]
 
@@ -84,6 +102,7 @@ class References:
 class ReferenceTokenizer(Tokenizer):
     """Also leaves out rows whose reference is longer than a completion can be."""
 
+    strategy: str = "delete"
     references: References | None = None
 
     @property

@@ -19,7 +19,16 @@ from torch import Tensor
 
 from swift.models.features import FeatureNetwork, load_features
 from swift.models.forward import TokenSequence
-from swift.rl.energy import Estimator, Whitening, energy_advantages, energy_metrics, energy_rewards, whiten
+from swift.rl.energy import (
+    Estimator,
+    PooledMap,
+    Whitening,
+    energy_advantages,
+    energy_metrics,
+    energy_rewards,
+    pooled_whitening,
+    whiten,
+)
 from swift.rollout.round_result import fault
 from swift.rollout.samples import TrainSample
 from swift.trainers.ebft.references import References
@@ -102,9 +111,11 @@ class FeatureRewards:
         ranks = self.collectives
         own = range(ranks.rank, len(groups), ranks.world_size)
         features = self._features([groups[i] for i in own])
-        starred = [one[0] for one in features]
-        all_starred = [one for part in ranks.all_gather(starred) for one in part] if self.whitening == "pooled" else []
-        mine = {i: self._energies(one, all_starred or starred) for i, one in zip(own, features, strict=True)}
+        pooled = None
+        if self.whitening == "pooled":
+            starred = [one for part in ranks.all_gather([one[0] for one in features]) for one in part]
+            pooled = pooled_whitening(torch.stack(starred), self.shrinkage)
+        mine = {i: self._energies(one, pooled) for i, one in zip(own, features, strict=True)}
         found = {i: one for part in ranks.all_gather(mine) for i, one in part.items()}
         for i, group in enumerate(groups):
             _book(group, found[i], self.rl_coef)
@@ -128,13 +139,11 @@ class FeatureRewards:
             samples.append(TrainSample(number, prompt, ids, unknown, learnt, 0.0))
         return samples
 
-    def _energies(self, features: Tensor, starred: Sequence[Tensor]) -> Energies:
-        """Of one group: features [1 + n, D], that of the reference first; starred: references of the batch."""
+    def _energies(self, features: Tensor, pooled: PooledMap | None) -> Energies:
+        """Of one group: features [1 + n, D], that of the reference first."""
         if len(features) == 1:
             return Energies([], [], {})
-        phi, star, deficient = whiten(
-            features[None, 1:], features[:1], self.whitening, self.shrinkage, torch.stack(list(starred))
-        )
+        phi, star, deficient = whiten(features[None, 1:], features[:1], self.whitening, pooled)
         a, d = energy_rewards(phi, star)
         weights = {"alignment_coef": self.alignment_coef, "diversity_coef": self.diversity_coef}
         metrics = energy_metrics(phi, star, **weights, estimator=self.estimator)

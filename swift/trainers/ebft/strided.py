@@ -22,7 +22,7 @@ from swift.errors import ConfigError
 from swift.models.features import FeatureNetwork, load_features
 from swift.models.scoring import ScoreRequest, score_requests
 from swift.models.sharded_sampling import gathered_for_generation
-from swift.rl.energy import energy_advantages, energy_metrics, energy_rewards, whiten
+from swift.rl.energy import PooledMap, energy_advantages, energy_metrics, energy_rewards, pooled_whitening, whiten
 from swift.rl.linear_logprobs import LogitMap
 from swift.trainers.atomic_trainer import AtomicTrainer
 from swift.trainers.ebft.blocks import (
@@ -55,13 +55,13 @@ tokens."""
 class GlobalBatch:
     """What micro-batches need to know of all.
 
-    num_sampled, num_targets: sampled tokens, and those with a cross-entropy. references: [N, D] features of all
-    references with pooled whitening, else empty.
+    num_sampled, num_targets: sampled tokens, and those with a cross-entropy. pooled: the map of pooled whitening, by
+    all references.
     """
 
     num_sampled: int
     num_targets: int
-    references: Tensor
+    pooled: PooledMap | None
 
 
 class StridedSteps(AtomicTrainer):
@@ -86,25 +86,36 @@ class StridedSteps(AtomicTrainer):
     def get_batch_samples(self, *arguments: Any, **named: Any) -> tuple[list, GlobalBatch]:
         """The micro-batches of a step, and what they need to know of all."""
         batches, _ = super().get_batch_samples(*arguments, **named)
-        return batches, self._global_batch([one for batch in batches for one in batch["documents"]])
+        documents = [one for batch in batches for one in batch["documents"]]
+        return batches, self._global_batch(documents, len(documents))
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
         """This rank's and micro-batch's part of the loss, times the number of ranks, over which gradients are means."""
-        return self._loss(model, inputs["documents"], num_items_in_batch, "train")
+        documents = inputs["documents"]
+        return self._loss(model, documents, len(documents), num_items_in_batch, "train")
 
     def prediction_step(self, model: nn.Module, inputs: Any, *_: Any, **__: Any) -> tuple[Tensor, None, None]:
-        """The loss of an evaluation batch alone, over all ranks."""
+        """Books an evaluation batch; the first documents are repeated where the ranks' last batches are not full."""
+        documents, last = inputs["documents"], self.accelerator.gradient_state
+        counted = len(documents)
+        if last.end_of_dataloader and last.remainder > 0:
+            counted = min(counted, max(0, last.remainder - self.collectives.rank * counted))
         with torch.no_grad(), self.compute_loss_context_manager():
-            documents = inputs["documents"]
-            return self._loss(model, documents, self._global_batch(documents), "eval").detach(), None, None
+            batch = self._global_batch(documents, counted)
+            return self._loss(model, documents, counted, batch, "eval").detach(), None, None
 
     def evaluation_loop(self, *arguments: Any, metric_key_prefix: str = "eval", **named: Any) -> EvalLoopOutput:
-        """Trainer's, with the metrics."""
+        """Trainer's, with the metrics; the loss is that of all documents, however they are cut into batches."""
         self._totals["eval"] = {}
         output = super().evaluation_loop(*arguments, metric_key_prefix=metric_key_prefix, **named)
-        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in self._means("eval").items()})
+        means, settings = self._means("eval"), self.settings
+        means["loss"] = sum(
+            coefficient * means.get(name, 0.0)
+            for name, coefficient in (("ebft/rl_loss", settings.ebft_rl_coef), ("ebft/ce_loss", settings.ebft_ce_coef))
+        )
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in means.items()})
         return output
 
     def log(self, logs: dict[str, float], *arguments: Any) -> None:
@@ -113,18 +124,24 @@ class StridedSteps(AtomicTrainer):
 
     # --- a micro-batch ------------------------------------------------------------------------------------------
 
-    def _global_batch(self, documents: Sequence[Document]) -> GlobalBatch:
-        settings = self.settings
+    def _global_batch(self, documents: Sequence[Document], counted: int) -> GlobalBatch:
+        """Of all ranks' documents the first `counted` of each."""
+        settings, own = self.settings, documents[:counted]
         per_block = settings.ebft_n_samples_per_prompt * settings.ebft_generate_max_len
-        mine = [per_block * sum(len(one.anchors) for one in documents), sum(len(one.targets) for one in documents)]
+        num_blocks = sum(len(one.anchors) for one in own)
+        mine = [per_block * num_blocks, sum(len(one.targets) for one in own)]
         num_sampled, num_targets = map(int, self.collectives.sum([float(one) for one in mine]))
-        references = torch.empty(0)
+        pooled = None
         if settings.ebft_whitening == "pooled":
-            own = reference_features(self.features, documents, settings.ebft_generate_max_len, self.args.device)
-            references = torch.cat([one.to(own.device) for one in self.collectives.all_gather(own.cpu())])
-        return GlobalBatch(num_sampled, num_targets, references)
+            device = self.args.device
+            features = reference_features(self.features, documents, settings.ebft_generate_max_len, device)
+            parts = self.collectives.all_gather(features[:num_blocks].cpu())
+            pooled = pooled_whitening(torch.cat(parts).to(device), settings.ebft_whitening_shrinkage)
+        return GlobalBatch(num_sampled, num_targets, pooled)
 
-    def _loss(self, model: nn.Module, documents: Sequence[Document], batch: GlobalBatch, phase: str) -> Tensor:
+    def _loss(
+        self, model: nn.Module, documents: Sequence[Document], counted: int, batch: GlobalBatch, phase: str
+    ) -> Tensor:
         settings, evaluates = self.settings, phase == "eval"
         num_samples = settings.ebft_n_samples_per_prompt if settings.ebft_rl_coef or evaluates else 0
         stream = block_stream(documents, num_samples=num_samples, length=settings.ebft_generate_max_len)
@@ -137,16 +154,18 @@ class StridedSteps(AtomicTrainer):
             logit_map = LogitMap(temperature=settings.ebft_temperature)
             requests.append(ScoreRequest(predictors, tokens.flatten(), logit_map, "none"))
         if settings.ebft_ce_coef or evaluates:
-            places = [start + at for start, one in zip(stream.starts, documents, strict=True) for at in one.targets]
+            own = zip(stream.starts, documents[:counted], strict=False)
+            places = [start + at for start, one in own for at in one.targets]
             index = torch.tensor(places, dtype=torch.long, device=ids.device)
             requests.append(ScoreRequest(index - 1, ids[index], LogitMap(), "none"))
         blocks = Blocks(stream, ids, tokens)
         found = list(score_requests(model, blocks.inputs(), tuple(requests)))
         if num_samples:
             logprobs = found.pop(0)
-            surrogate = -(self._advantages(blocks, batch, phase) * logprobs.view(tokens.shape)).sum()
-            self._note(phase, "ebft/rl_loss", surrogate, tokens.numel())
-            loss = loss + settings.ebft_rl_coef * surrogate / batch.num_sampled
+            advantages = self._advantages(blocks, counted, batch, phase)
+            surrogate = -(advantages * logprobs.view(tokens.shape)[:, : len(advantages)]).sum()
+            self._note(phase, "ebft/rl_loss", surrogate, len(advantages) * len(tokens))
+            loss = loss + settings.ebft_rl_coef * surrogate / max(1, batch.num_sampled)
         if found:
             entropy = -found[0].sum()
             self._note(phase, "ebft/ce_loss", entropy, index.numel())
@@ -175,25 +194,26 @@ class StridedSteps(AtomicTrainer):
         finally:
             module.train(trains)
 
-    def _advantages(self, blocks: Blocks, batch: GlobalBatch, phase: str) -> Tensor:
-        """[C] of each column; all its tokens have it."""
-        settings, stream = self.settings, blocks.stream
-        num_samples = settings.ebft_n_samples_per_prompt
-        raw, own = block_features(self.features, blocks, num_samples)
-        shrinkage = settings.ebft_whitening_shrinkage
-        features, reference, deficient = whiten(raw, own, settings.ebft_whitening, shrinkage, batch.references)
+    def _advantages(self, blocks: Blocks, counted: int, batch: GlobalBatch, phase: str) -> Tensor:
+        """[C] of each column of the documents that count; all its tokens have it."""
+        settings, num_samples = self.settings, self.settings.ebft_n_samples_per_prompt
+        columns = [one for one in blocks.stream.columns if one[0] < counted]
+        raw, own = (one[: len(columns) // num_samples] for one in block_features(self.features, blocks, num_samples))
+        if not columns:
+            return raw.new_empty(0)
+        features, reference, deficient = whiten(raw, own, settings.ebft_whitening, batch.pooled)
         weights: Any = {
             "alignment_coef": settings.ebft_alignment_coef,
             "diversity_coef": settings.ebft_diversity_coef,
             "estimator": settings.ebft_advantage_estimator,
         }
         metrics = energy_metrics(features, reference, **weights) | {"ebft/rank_deficient_frac": deficient}
-        num_blocks, num_documents = len(reference), len(stream.lengths)
+        num_blocks = len(reference)
         for name, value in metrics.items():
             self._note(phase, name, value * num_blocks, num_blocks)
-        self._note(phase, "ebft/num_blocks", num_blocks, num_documents)
-        first = dict(reversed(stream.columns))  # the first anchor of each document
-        self._note(phase, "ebft/anchor_offset", sum(first.values()), num_documents)
+        self._note(phase, "ebft/num_blocks", num_blocks, counted)
+        first = dict(reversed(columns))  # the first anchor of each document
+        self._note(phase, "ebft/anchor_offset", sum(first.values()), counted)
         return energy_advantages(*energy_rewards(features, reference), **weights).flatten()
 
     # --- metrics ------------------------------------------------------------------------------------------------

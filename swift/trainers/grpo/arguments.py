@@ -75,6 +75,7 @@ def trainer_settings(args: Any, *, logprob_support: str = "full", given: Collect
         old_logprobs=args.old_logprobs,
         entropy=entropy_settings(args),
         ce_coef=getattr(args, "ebft_ce_coef", None),
+        rl_coef=getattr(args, "ebft_rl_coef", 1.0),
     )
 
 

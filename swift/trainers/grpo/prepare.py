@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -140,7 +140,9 @@ def prepare(
         )
     depth, stalest = _prefetch_depth(args, plan)
     require_backend(args)
-    play = toolbox.play if toolbox is not None else _play_of(args, rewards.names, first)
+    play = _conversations(args, references)
+    if play is None:
+        play = toolbox.play if toolbox is not None else _play_of(args, rewards.names)
     _check_rollouts(args, placement, play)
     return Parts(
         args, collectives, template, source, first, eval_prompts, rewards, plan, start, placement, depth, stalest,
@@ -152,13 +154,26 @@ def prepare(
     )  # fmt: skip
 
 
-def _play_of(args: Any, reward_names: list[str], first: Sequence[Prompt]) -> Play | None:
-    """What makes completions of the engine's answers, if anything does."""
-    if hasattr(args, "ebft_mode"):
-        from swift.trainers.ebft import turns
+def _conversations(args: Any, references: References | None) -> Play | None:
+    """What answers the further turns of EBFT's rows, if any have them."""
+    if references is None:
+        return None
+    from swift.rollout.arguments import MAKERS, in_use
+    from swift.trainers.ebft import turns
 
-        if any(one.columns.get(turns.COLUMN) for one in first):
-            return turns.play
+    references.settle()
+    if not references.conversations:
+        return None
+    if makers := in_use(args, MAKERS):
+        raise ConfigError(
+            f"{makers[0]}: makes the completions, and rows have {turns.COLUMN}, which samples answer; leave it out, or "
+            "the column"
+        )
+    return turns.play
+
+
+def _play_of(args: Any, reward_names: list[str]) -> Play | None:
+    """What makes completions of the engine's answers, if anything does."""
     if args.rollout_source == "nemo_gym":
         from swift.rollout.nemo_gym.start import nemo_gym_of
 
@@ -281,17 +296,26 @@ def goes_on_over_epochs(args: Any) -> bool:
 
 def plan_lines(parts: Parts) -> list[str]:
     """The plan in words: devices, mode, batches, steps."""
+    from swift.rl.energy import describe as describe_energy
     from swift.rl.losses import describe as describe_loss
     from swift.rollout.placement import describe as describe_placement
     from swift.trainers.parallel.sharding import describe as describe_sharding
 
-    device = own_device()
+    device, args = own_device(), parts.args
+    if parts.references is None:
+        loss = describe_loss(loss_settings(args))
+    else:
+        loss = describe_energy(
+            estimator=args.ebft_advantage_estimator,
+            rl_coef=args.ebft_rl_coef,
+            ce_coef=args.ebft_ce_coef,
+            beta=args.beta,
+        )
     world = parts.collectives.world_size
-    where = (f"{world} x {device.type}" if world > 1 else str(device)) + describe_sharding(parts.args)
-    backend = parts.args.infer_backend
+    where = (f"{world} x {device.type}" if world > 1 else str(device)) + describe_sharding(args)
     lines = [
-        f"plan: train on {where}; generate with {backend}; {batch_line(parts.args, parts.plan)}",
-        f"loss: {describe_loss(loss_settings(parts.args))}",
+        f"plan: train on {where}; generate with {args.infer_backend}; {batch_line(args, parts.plan)}",
+        f"loss: {loss}",
     ]
     if parts.placement.mode == "in_process":
         return lines

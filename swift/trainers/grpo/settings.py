@@ -39,6 +39,7 @@ class GRPOSettings:
         that the sampler recorded (the ratio of the Atropos example trainer), for which no forward pass is needed.
     entropy: bonus, choice of tokens, logs.
     ce_coef: weight of the cross-entropy of `RolloutBatch.references`, a mean over their tokens; None outside of EBFT.
+    rl_coef: factor that the advantages have in EBFT.
     """
 
     loss: LossConfig
@@ -57,3 +58,4 @@ class GRPOSettings:
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
     entropy: EntropySettings = field(default_factory=EntropySettings)
     ce_coef: float | None = None
+    rl_coef: float = 1.0

@@ -262,7 +262,7 @@ class GlobalBatchStep:
             if self.settings.ce_coef is not None:
                 logprobs_N = policy_logprobs_N.detach().double()
                 reinforce = -(batch.weights_N * batch.advantages_N * logprobs_N).sum()
-                shared.report.combine("ebft/rl_loss", "sum", float(reinforce))
+                shared.report.combine("ebft/rl_loss", "sum", float(reinforce) / (self.settings.rl_coef or 1.0))
         return loss.detach()
 
     def _gradients_meet(self, model: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:

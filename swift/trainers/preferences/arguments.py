@@ -14,7 +14,7 @@ DPOLoss = Literal[
 ]  # fmt: skip
 """The losses of TRL's DPOTrainer."""
 
-SMOOTHED = ("robust", "exo_pair")
+SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")
 DIVERGENCES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
 """Losses of the difference of two rewards, in which the partition function of another f-divergence cancels."""
 
@@ -57,6 +57,11 @@ class ReferenceArguments(BetaArguments):
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one line each."""
         args: Any = self
+        if self.precompute_ref_log_probs and args.streaming:
+            yield (
+                "--precompute_ref_log_probs: true: a stream has no end that could be reached before training; use "
+                "--streaming false, or leave it out"
+            )
         if not self.sync_ref_model:
             return
         if args.tuner_type != "full":
@@ -103,7 +108,8 @@ class DPOParameters(DivergenceArguments):
     """Weight of the negative log-likelihood of the chosen answer, which is added (RPO, arXiv:2404.19733)."""
 
     label_smoothing: float = flag(0.0, at_least=0, below=0.5, everyday=False)
-    """Probability that a preference is wrong, for robust; the smoothing of exo_pair (1e-3 in arXiv:2402.00856)."""
+    """Probability that a preference is wrong, for robust and aot; for exo_pair its smoothing (1e-3 in
+    arXiv:2402.00856)."""
 
     use_weighting: bool = flag(False, everyday=False)
     """Whether pairs are weighted by their probability under the model (WPO, arXiv:2406.11827)."""

@@ -5,53 +5,28 @@ Answers are those of the data, the student's own (`--lmbda`) or the teacher's (`
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from swift.errors import ConfigError
-from swift.models.template import Template
-from swift.trainers.preferences.rows import AnswerEncoder, encode_rows
-from swift.trainers.trl.method import Method
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-
-    from swift.data.loading import Example
+from swift.trainers.preferences.rows import encoding
+from swift.trainers.trl.method import Method, model_without_dropout
 
 
-def encode(args: Any, template: Template) -> tuple[Dataset, Dataset | None, list[str]]:
-    """Rows of prompt and final answer, as GKDTrainer's collator takes them, and lines to print about both.
+class Distilled:
+    """In front of TRL's trainer, which divides the loss by the tokens of all processes."""
 
-    Raises:
-        ConfigError: wrong data, or no usable row.
-    """
-    from swift.data.loading import load_rows
-    from swift.models.policy import context_length
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        # TRL turns checkpointing off while sampling, so keys and values can be kept
+        self.generation_kwargs["use_cache"] = self.generation_config.use_cache = True  # type: ignore[attr-defined]
 
-    encoder = AnswerEncoder(template, "verdict", args.max_length or context_length(args))
-    tables: dict[str, Dataset] = {}
-    lines: list[str] = []
-    for split in ("train", "val"):
-        rows = load_rows(args, split, purpose="chat")
-        lines += rows.report.lines()
-        if len(rows):
-            examples = [_split(example) for example in rows.examples]
-            table, more = encode_rows(examples, encoder, num_proc=args.dataset_num_proc, split=split)
-            tables[split] = table.map(_joined, remove_columns=table.column_names)
-            lines += more
-    return tables["train"], tables.get("val"), lines
-
-
-def _split(example: Example) -> Example:
-    """A chat as its prompt and its final turn."""
-    answer = {"completion": example.messages[-1:], "label": True, "tools": example.columns.get("tools")}
-    return dataclasses.replace(example, messages=example.messages[:-1], columns=answer)
-
-
-def _joined(row: dict[str, Any]) -> dict[str, Any]:
-    prompt, answer = row["prompt_ids"], row["completion_ids"]
-    mask = [0] * len(prompt) + [1] * len(answer)
-    return {"input_ids": [*prompt, *answer], "completion_mask": mask, "prompt": ""}  # whose text nobody reads
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """TRL's; gradients are averaged over processes, so each divides by its share of the tokens."""
+        if num_items_in_batch is not None:
+            num_items_in_batch = num_items_in_batch / self.args.world_size  # type: ignore[attr-defined]
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
 
 
 def load_teacher(args: Any, model: Any) -> dict[str, Any]:
@@ -76,19 +51,21 @@ def load_teacher(args: Any, model: Any) -> dict[str, Any]:
 def _options(args: Any) -> dict[str, Any]:
     return {
         "max_length": None,  # rows over it are left out already
+        "disable_dropout": False,
         "lmbda": args.lmbda,
         "beta": args.beta,
         "seq_kd": args.seq_kd,
         "temperature": args.temperature,
         "max_new_tokens": args.max_completion_length,
-        "train_sampling_strategy": "random" if args.dataset_shuffle else "sequential",
     }
 
 
 GKD = Method(
     trainer="trl.experimental.gkd:GKDTrainer",
     config="trl.experimental.gkd:GKDConfig",
-    encode=encode,
+    encode=encoding("turn"),
+    load_model=model_without_dropout,
     options=_options,
     parts=load_teacher,
+    overrides=(Distilled,),
 )

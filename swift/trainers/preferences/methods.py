@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from swift.devices import own_device
 from swift.errors import counted
 from swift.trainers.preferences.reference import ReferenceInCheckpoint, reference_parts
 from swift.trainers.preferences.rows import encoding
-from swift.trainers.trl.method import Encoded, Method
+from swift.trainers.trl.method import Encoded, Method, model_without_dropout
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-
     from swift.models.template import Template
 
 IDEAL_RATIO = 4 / 3
 """How much more the desirable answers of KTO may weigh than the undesirable ones, equation 8 of arXiv:2402.01306."""
-
-
-def _policy(args: Any) -> Any:
-    """The causal language model; its dropout is off, so that model and reference differ by training only."""
-    from swift.models import load_policy
-
-    return load_policy(args, device=own_device())
 
 
 def _reward_model(args: Any) -> Any:
@@ -38,10 +29,20 @@ def _reward_model(args: Any) -> Any:
 class RowsAsTheyAre:
     """Keeps the token ids that `encode` has made."""
 
-    tokenize_row = staticmethod(lambda feature, model=None: feature)
-
-    def _prepare_dataset(self, dataset: Dataset, *_: Any) -> Dataset:
+    def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
         return dataset
+
+
+class RowsNotMapped:
+    """Keeps them from trainers that map any rows while they are made, and cannot map a stream or several sets."""
+
+    def __init__(self, *, train_dataset: Any, eval_dataset: Any, **arguments: Any) -> None:
+        from datasets import Dataset
+
+        nothing = Dataset.from_list([])
+        evaluated = None if eval_dataset is None else nothing
+        super().__init__(train_dataset=nothing, eval_dataset=evaluated, **arguments)  # type: ignore[call-arg]
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
 
 
 def _options(*names: str, **fixed: Any) -> Any:
@@ -81,18 +82,20 @@ _verdicts = encoding("verdict")
 
 def _encode_verdicts(args: Any, template: Template) -> Encoded:
     """Rows for KTO: shuffled here, for its batches keep their order; see `with_others_answers`."""
-    train, val, lines = cast("tuple[Dataset, Dataset | None, list[str]]", _verdicts(args, template))
-    lines += balance_lines(train["label"], args.desirable_weight, args.undesirable_weight)
-    if args.dataset_shuffle:
-        train = train.shuffle(seed=args.data_seed)
+    train, val, lines = _verdicts(args, template)
+    if not args.streaming:
+        lines += balance_lines(train["label"], args.desirable_weight, args.undesirable_weight)
+        if args.dataset_shuffle:
+            train = train.shuffle(seed=args.data_seed)
     if args.loss_type == "kto":
         # of as many rows in evaluation too, whose batches may have one row
-        train = with_others_answers(train, args.per_device_train_batch_size)
-        val = val if val is None else with_others_answers(val, args.per_device_train_batch_size)
+        rotated = functools.partial(with_others_answers, batch_size=args.per_device_train_batch_size)
+        train = rotated(train)
+        val = {name: rotated(part) for name, part in val.items()} if isinstance(val, dict) else val and rotated(val)
     return train, val, lines
 
 
-def with_others_answers(rows: Dataset, batch_size: int) -> Dataset:
+def with_others_answers(rows: Any, batch_size: int) -> Any:
     """The rows, each with the answer of the row before it in its batch, for KTO's estimate of the KL."""
 
     def rotated(batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
@@ -130,7 +133,7 @@ _pairs = functools.partial(
     trainer="trl:DPOTrainer",
     config="trl:DPOConfig",
     encode=encoding("pair"),
-    load_model=_policy,
+    load_model=model_without_dropout,
     parts=reference_parts,
     overrides=(RowsAsTheyAre, ReferenceInCheckpoint),
     logged=("entropy", "mean_token_accuracy", *MARGINS, ACCURACY[0]),
@@ -143,7 +146,7 @@ KTO = Method(
     trainer="trl:KTOTrainer",
     config="trl:KTOConfig",
     encode=_encode_verdicts,
-    load_model=_policy,
+    load_model=model_without_dropout,
     options=_options(
         *REFERENCE, "loss_type", "desirable_weight", "undesirable_weight", train_sampling_strategy="sequential"
     ),
@@ -156,8 +159,8 @@ KTO = Method(
 _without_reference = functools.partial(
     Method,
     encode=encoding("labelled pair"),
-    load_model=_policy,
-    overrides=(RowsAsTheyAre,),
+    load_model=model_without_dropout,
+    overrides=(RowsNotMapped,),
     shown=(ACCURACY, MARGIN),
 )
 ORPO = _without_reference(

@@ -1,12 +1,14 @@
 """The reference model of DPO, IPO and KTO, and how one that moves goes on after a restart.
 
 A full policy gets a frozen copy, which TRL shards as it does the policy. Of an adapter TRL keeps a second one, frozen
-as it starts: for a fresh adapter of LoRA that is the base model.
+as it starts: for a fresh adapter of LoRA that is the base model, for PiSSA and OLoRA what they took out of it, too.
 """
 
 from __future__ import annotations
 
 import functools
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +36,30 @@ class ReferenceInCheckpoint(AtomicTrainer):
     """Keeps a frozen adapter out of checkpoints, and puts a reference that has moved into them."""
 
     ref_model: Any
+    start: Mapping[str, torch.Tensor]
+    """While the trainer is made: tensors of the adapter, before TRL rounds those on quantised weights."""
+    _precompute_model_hash: str | None
 
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
+    def __init__(self, *, model: Any, **arguments: Any) -> None:
+        if hasattr(model, "adapter_start"):  # a second start would be taken out of the base weights once more
+            model.peft_config["default"].init_lora_weights = True
+        if is_peft(model):
+            self.start = {name: one.data for name, one in model.named_parameters() if one.requires_grad}
+        super().__init__(model=model, **arguments)
         if is_peft(self.model):
+            complete_reference(self.model, self.start)
+            del self.start
             # the reference's adapter follows from --model and --adapters
             self.model.save_pretrained = functools.partial(self.model.save_pretrained, selected_adapters=["default"])
 
     def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
-        """TRL's: rank 0 writes a file beside those of the rows, which the other ranks read; so rows need a folder."""
+        """TRL's: rank 0 writes a file beside those of the rows, which the other ranks read; so rows need a folder.
+
+        The file's name is a digest of rows and reference; what else decides the log-probs is added here.
+        """
+        if is_peft(self.model):
+            complete_reference(self.model, self.start)
+        self._precompute_model_hash = f"{self._precompute_model_hash} {getattr(self, 'ld_alpha', None)}"
         if self.collectives.active:
             folder = Path(self.args.output_dir) / "reference_logps" / name
             with self.collectives.together(), writing(folder.parent):
@@ -63,3 +80,17 @@ class ReferenceInCheckpoint(AtomicTrainer):
             moved = torch.load(Path(resume_from_checkpoint) / STATE, map_location="cpu", weights_only=True)
             self.ref_model.load_state_dict(moved)
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **arguments)
+
+
+def complete_reference(model: Any, start: Mapping[str, torch.Tensor]) -> None:
+    """Gives TRL's copy of the adapter the values of `start`, also those that PEFT keeps in a ParameterDict.
+
+    TRL passes over these (IA3, VeRA, BOFT, embeddings of LoRA), and over dropout, which a reference has not.
+    """
+    named = dict(model.named_parameters())
+    for name, data in start.items():
+        if (other := named.get(re.sub(r"\.default(?=\.|$)", ".ref", name))) is not None and other is not named[name]:
+            other.data.copy_(data)
+    for name, module in model.named_modules():
+        if name.endswith("dropout.ref"):
+            module.p = 0.0

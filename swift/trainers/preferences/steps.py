@@ -6,79 +6,75 @@ Source: Let's Verify Step by Step (arXiv:2305.20050); stepwise rows as of Math-S
 
 from __future__ import annotations
 
-from collections import Counter
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from swift.devices import own_device
-from swift.errors import ConfigError, counted
+from swift.errors import ConfigError
 from swift.models.step_scores import SEPARATOR, encode_steps
 from swift.models.template import RefusedChat, Template
 from swift.trainers.atomic_trainer import AtomicTrainer
-from swift.trainers.preferences.rows import IGNORED, TOO_LONG
-from swift.trainers.trl.method import Method
+from swift.trainers.rows import IGNORED, TOO_LONG, Encoder, counts
+from swift.trainers.splits import encode_splits
+from swift.trainers.trl.method import Encoded, Method
 
 if TYPE_CHECKING:
     import torch
-    from datasets import Dataset
 
-    from swift.data.loading import Rows, Split
+    from swift.data.loading import Example
 
 
-def encode(args: Any, template: Template) -> tuple[Dataset, Dataset | None, list[str]]:
-    """Rows of `input_ids` and `labels`, for training and evaluation, and lines to print about both.
+@dataclass(frozen=True)
+class StepEncoder(Encoder):
+    """Turns a prompt with the steps of its answer into token ids and labels of equal length; see `Encoder`."""
+
+    separator: str
+    last_only: bool = False
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        """See `Encoder`."""
+        return {"input_ids": "ids", "labels": "ids"}
+
+    def given(self, example: Example) -> Iterator[list[Any]]:
+        """See `Encoder`."""
+        columns = example.columns
+        yield [example.messages, columns["completions"], columns["labels"], columns.get("tools")]
+
+    def __call__(
+        self, prompt: list[dict[str, Any]], steps: Sequence[str], verdicts: Sequence[bool], tools: Any = None
+    ) -> dict[str, Any]:
+        """See `Encoder`; as many tokens are trained on as there are steps to judge."""
+        try:
+            ids, ends = encode_steps(self.template, prompt, steps, self.separator, tools)
+        except RefusedChat as error:
+            return self.left_out(str(error))
+        if self.max_length is not None and len(ids) > self.max_length:
+            return self.left_out(TOO_LONG)
+        judged = list(zip(ends, verdicts, strict=True))[-1 if self.last_only else 0 :]
+        labels = [IGNORED] * len(ids)
+        for end, right in judged:
+            labels[end] = int(right)
+        return {"input_ids": ids, "labels": labels, **counts(len(ids), len(judged))}
+
+
+def encode(args: Any, template: Template) -> Encoded:
+    """Rows for training and evaluation, which is of all steps, and lines to print about both.
 
     Raises:
         ConfigError: wrong data, or no usable row.
     """
-    from swift.data.loading import load_rows
     from swift.models.policy import context_length
 
     if not template.encode_text(args.step_separator):
         raise ConfigError(
             f"--step_separator: {args.step_separator!r}: the model's tokenizer has no token for it; give another"
         )
-    length = args.max_length or context_length(args)
-    tables: dict[str, Dataset] = {}
-    lines: list[str] = []
-    splits: list[tuple[Split, str]] = [("train", "--dataset"), ("val", "--val_dataset")]
-    for split, flag in splits:
-        rows = load_rows(args, split, purpose="steps")
-        lines += rows.report.lines()
-        if len(rows):
-            tables[split], left_out = encode_rows(rows, template, args, length)
-            num_steps = sum(label != IGNORED for labels in tables[split]["labels"] for label in labels)
-            lines.append(f"{split}: {counted(len(tables[split]), 'row')}, {counted(num_steps, 'step')} to judge")
-            if left_out:
-                reasons = ", ".join(f"{count} ({reason})" for reason, count in left_out.most_common())
-                lines.append(f"{split}: left out {counted(sum(left_out.values()), 'row')}: {reasons}")
-            if not len(tables[split]):
-                raise ConfigError(f"{flag}: no usable row for --max_length {length}; {lines[-1]}")
-    return tables["train"], tables.get("val"), lines
-
-
-def encode_rows(rows: Rows, template: Template, args: Any, length: int | None) -> tuple[Dataset, Counter[str]]:
-    """The rows as token ids and labels of equal length, and the reasons for which others are left out."""
-    from datasets import Dataset
-
-    table: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
-    left_out: Counter[str] = Counter()
-    for row in rows:
-        try:
-            steps, tools = row["completions"], row.get("tools")
-            ids, ends = encode_steps(template, row["messages"], steps, args.step_separator, tools)
-        except RefusedChat as error:
-            left_out[str(error)] += 1
-            continue
-        if length is not None and len(ids) > length:
-            left_out[TOO_LONG] += 1
-            continue
-        judged = list(zip(ends, row["labels"], strict=True))
-        labels = [IGNORED] * len(ids)
-        for end, label in judged[-1:] if args.train_on_last_step_only else judged:
-            labels[end] = int(label)
-        table["input_ids"].append(ids)
-        table["labels"].append(labels)
-    return Dataset.from_dict(table), left_out
+    every = StepEncoder(template, args.max_length or context_length(args), args.step_separator)
+    train = dataclasses.replace(every, last_only=args.train_on_last_step_only)
+    return encode_splits(args, train, "steps", held_out=every)
 
 
 def step_metrics(prediction: Any) -> dict[str, float]:
@@ -121,7 +117,6 @@ PRM = Method(
     config="transformers:TrainingArguments",
     encode=encode,
     load_model=_load_model,
-    options=lambda args: {"train_sampling_strategy": "random" if args.dataset_shuffle else "sequential"},
     overrides=(StepTrainer,),
     shown=(("accuracy", "accuracy"), ("f1", "F1 of wrong steps")),
 )

@@ -43,7 +43,13 @@ class StopOnSignal(TrainerCallback):
 
 
 class EarlyStop(EarlyStoppingCallback):
-    """transformers', with a checkpoint of the step that is the last then."""
+    """transformers', with a checkpoint of the step that is the last then; a resumed run goes on counting."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Reads the count from the checkpoint; patience and threshold are those of this start."""
+        super().on_train_begin(args, state, control, **kwargs)
+        saved = state.stateful_callbacks.get(type(self).__name__) or self.state()
+        self.early_stopping_patience_counter = saved["attributes"]["early_stopping_patience_counter"]
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
         """After the evaluation of one dataset; only those with the metric count."""
@@ -131,11 +137,11 @@ class LogLines(TrainerCallback):
 
     def _line(self, row: Mapping[str, Any], *, evaluation: bool) -> str:
         head = f"step {row['step']}/{row['max_steps']}"
-        prefix = "eval_" if evaluation else ""
+        of = next(iter(losses_of(row)), "eval_loss") if evaluation else "loss"
+        prefix = of.removesuffix("loss")
         more = "".join(f"  {word} {row[prefix + name]:.4g}" for name, word in self.shown if prefix + name in row)
         if evaluation:
-            name = next(iter(losses_of(row)), "eval_loss")
-            return f"{head}  evaluation{of_which(name)}: loss {row.get(name, math.nan):.4f}{more}"
+            return f"{head}  evaluation{of_which(of)}: loss {row.get(of, math.nan):.4f}{more}"
         elapsed, done = self.clock() - self._started[0], row["step"] - self._started[1]
         left = elapsed / max(1, done) * (row["max_steps"] - row["step"])
         return (

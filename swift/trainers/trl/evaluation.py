@@ -18,8 +18,12 @@ class EvaluationNames:
 
     def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
         """TRL's, which adds its metrics of the evaluation to `logs`."""
-        metrics: Any = getattr(self, "_metrics", {})
-        if self._dataset and any(name.startswith("eval_") for name in logs) and "eval" in metrics:
-            renamed = {f"{self._dataset}_{name}": values for name, values in metrics["eval"].items()}
-            metrics["eval"] = defaultdict(list, renamed)
+        for name in ("_metrics", "_stored_metrics"):  # TRL's trainers have one or the other, which has the prefix
+            metrics: Any = getattr(self, name, {})
+            if self._dataset and any(one.startswith("eval_") for one in logs) and "eval" in metrics:
+                metrics["eval"] = defaultdict(list, {self._renamed(one): them for one, them in metrics["eval"].items()})
         super().log(logs, *arguments, **named)  # type: ignore[misc]
+
+    def _renamed(self, name: str) -> str:
+        prefix = "eval_" if name.startswith("eval_") else ""
+        return f"{prefix}{self._dataset}_{name.removeprefix('eval_')}"

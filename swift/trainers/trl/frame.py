@@ -55,7 +55,9 @@ def build_trainer(
     if getattr(args, "early_stopping_patience", None):
         callbacks = [*callbacks, EarlyStop(args.early_stopping_patience, args.early_stopping_threshold)]
     arguments = on_one_device(named(method.config)(**options))
-    types = {one: one.dtype for one in model.parameters() if one.requires_grad}
+    if getattr(args, "streaming", False):
+        arguments.accelerator_config.dispatch_batches = False  # each process reads the stream and takes its share
+    given = {one: one.data for one in model.parameters() if one.requires_grad}
     trainer = trainer_class(method)(
         model=model,
         args=arguments,
@@ -69,8 +71,9 @@ def build_trainer(
         save_total_limit=args.save_total_limit,
         **(parts or {}),
     )
-    for one, dtype in types.items():  # TRL rounds adapters on quantised weights to 16 bits, PEFT reads them in 32
-        one.data = one.data.to(dtype)
+    for one, data in given.items():  # TRL rounds adapters on quantised weights to 16 bits, PEFT reads them in 32
+        if one.dtype != data.dtype:
+            one.data = data
     trainer.optimizer_cls_and_kwargs = own_optimizer(args, arguments)  # not every trainer takes it as an argument
     attach_own_optimizer(args, trainer)
     trainer.remove_callback(PrinterCallback)  # `LogLines` speaks instead
@@ -95,7 +98,6 @@ def _options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, Any]:
         "dataloader_num_workers": args.dataloader_num_workers if args.dataloader_num_workers > 1 else 0,
         **{name: getattr(args, name) for name in SAME_IN_TRAINERS if hasattr(args, name)},
         "train_sampling_strategy": _sampling(args),
-        "restore_callback_states_from_checkpoint": bool(getattr(args, "early_stopping_patience", None)),
         **({} if args.deepspeed or args.fsdp else precision),
     }
 

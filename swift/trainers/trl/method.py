@@ -31,6 +31,14 @@ def causal_model(args: Any) -> Any:
     return load_policy(args, device=own_device(), model_dropout=True)
 
 
+def model_without_dropout(args: Any) -> Any:
+    """The same without it, so that the model and a frozen one differ by training only; an adapter keeps its own."""
+    from swift.devices import own_device
+    from swift.models import load_policy
+
+    return load_policy(args, device=own_device())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
     """A method, as the frame sees it.

@@ -130,6 +130,7 @@ def _train(
                 parts=parts,
             )
             opened.steps = lambda: trainer.state.global_step
+            trap.check(resolved.command, collectives, start)  # log-probs of a reference take their time
             trainer.train(resume_from_checkpoint=str(start.checkpoint) if start.checkpoint else None)
             if stop.interrupted:
                 raise trap.interruption(resolved.command, folder, trainer.state.global_step)

@@ -1,0 +1,171 @@
+"""Shell scripts of ms-swift and TRL: the one command that trains, with the values that the script itself sets."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from swift.arguments.imports.draft import known_mode
+from swift.arguments.layers import Given, Layer, read_command_line
+from swift.errors import ConfigError
+from swift.observability.secrets import mask
+
+TRAINING = {
+    "swift": {name: name for name in ("sft", "rlhf", "pt")},
+    "trl": {
+        **{name: name for name in ("sft", "grpo", "dpo", "kto", "orpo", "cpo", "gkd", "prm")},
+        "reward": "rm",
+        "reward_modeling": "rm",
+    },
+}
+"""Commands that train, and their methods; a script that a launcher starts has the name of one of them."""
+
+LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "python", "python3", "uv", "srun")
+LAUNCHED = {
+    "nproc_per_node": "NPROC_PER_NODE", "num_processes": "NPROC_PER_NODE", "num_gpus": "NPROC_PER_NODE",
+    "nnodes": "NNODES", "num_machines": "NNODES", "node_rank": "NODE_RANK", "machine_rank": "NODE_RANK",
+    "master_addr": "MASTER_ADDR", "main_process_ip": "MASTER_ADDR", "master_port": "MASTER_PORT",
+    "main_process_port": "MASTER_PORT",
+}  # fmt: skip
+"""Flags of launchers -> our variables."""
+
+_BEFORE = ("export", "env", "nohup", "exec", "time", "then", "else", "do", "{", "(")
+"""Words that a command follows."""
+_REST = ("$@", "$*", "${@}")
+_QUOTED = r"""('[^']*'|"[^"]*")|"""
+_COMMENT = re.compile(_QUOTED + r"(?<!\S)#.*")
+_REDIRECTION = re.compile(_QUOTED + r"(?<!\S)\d*(?:&>>?|>>?&?|<)\s*\S+")
+_SUBSTITUTION = re.compile(r"\$\([^()]*\)|`[^`]*`")
+_ARRAY = re.compile(r"^[ \t]*(\w+)\+?=\(([^()]*)\)", re.MULTILINE)
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
+_SHELL_WORD = re.compile(r"[$`]")
+
+
+@dataclass
+class Script:
+    """The one command of a script that trains.
+
+    project: swift (ms-swift's, or ours) or trl. environment: variables that it sees, of launchers too. lost: what
+    cannot be taken, and why.
+    """
+
+    project: str
+    command: str
+    given: list[Given]
+    environment: dict[str, str]
+    lost: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def mode(self) -> str:
+        """The method that is trained."""
+        method = TRAINING[self.project][self.command]
+        types = [one.shown for one in self.given if one.spelling == "rlhf_type"]
+        return known_mode((types or ["grpo"])[-1] if method == "rlhf" else method, "rlhf_type" if types else method)
+
+
+def read_script(path: str, text: str) -> Script:
+    """Understands assignments, arrays, `export`, comments, continued lines, quotes, `&&`, pipes and launchers.
+
+    Raises:
+        ConfigError: quotes that do not end, no command that trains, or several.
+    """
+    variables: dict[str, str] = {}
+    exported: dict[str, str] = {}
+    found: list[Script] = []
+    others: list[tuple[str, str]] = []
+    for words in _commands(path, text):
+        words = _expanded(words, variables)
+        local: dict[str, str] = {}
+        exports = words[:1] == ["export"]
+        while words and (words[0] in _BEFORE or _ASSIGNMENT.fullmatch(words[0])):
+            if assigned := _ASSIGNMENT.fullmatch(words.pop(0)):
+                local[assigned[1]] = assigned[2]
+        if exports or not words:
+            variables |= local
+            exported |= {name: variables[name] for name in {*local, *words} & variables.keys() if exports}
+            continue
+        launcher, project, command, flags = _program(words)
+        if words[0] in ("megatron", "axolotl"):
+            why = "its settings are in a file; give that file" if words[0] == "axolotl" else "Megatron is not supported"
+            raise ConfigError(f"{path}: {' '.join(words[:3])}: {why}")
+        if words[0].startswith("--"):
+            raise ConfigError(f"{path}: {words[0]}: no command precedes it; a comment or an empty line ends a command")
+        if command in TRAINING.get(project, {}):
+            environment = {name: value for name, value in {**exported, **local}.items() if name.isupper()}
+            found.append(_script(project, command, launcher, read_command_line(flags), environment))
+        elif project:
+            others.append((" ".join(words[:2]), "another command of the script"))
+    if len(found) != 1:
+        seen = ", ".join(f"{one.project} {one.command}" for one in found) or "none"
+        raise ConfigError(
+            f"{path}: {seen}: a script is imported if one command of it trains (swift sft, rlhf or pt; trl <method>)"
+        )
+    found[0].lost += others
+    return found[0]
+
+
+def _commands(path: str, text: str) -> Iterator[list[str]]:
+    """The words of each simple command."""
+    text = _COMMENT.sub(lambda one: one[1] or "", text).replace("\\\n", " ")
+    arrays: dict[str, str] = {}
+    for name, body in _ARRAY.findall(text):
+        arrays[name] = f"{arrays.get(name, '')} {' '.join(body.splitlines())}"
+    text = _ARRAY.sub("", text)
+    for name, body in arrays.items():
+        text = re.sub(rf'"?\$\{{{name}\[[@*]\]\}}"?', body.replace("\\", r"\\"), text)
+    text = _REDIRECTION.sub(lambda one: one[1] or "", _SUBSTITUTION.sub(lambda one: shlex.quote(one[0]), text))
+    for line in text.splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
+        lexer.whitespace_split, lexer.commenters = True, ""
+        words: list[str] = []
+        try:
+            for word in lexer:
+                if word and set(word) <= set(";&|"):
+                    yield words
+                    words = []
+                else:
+                    words.append(word)
+        except ValueError as error:
+            raise ConfigError(f"{path}: {line.strip()[:60]}: not a command ({error}); correct its quotes") from error
+        yield words
+
+
+def _expanded(words: list[str], variables: Mapping[str, str]) -> list[str]:
+    """Words with the variables that the script itself has set; one that holds flags becomes several words."""
+    values: list[str] = []
+    for word in words:
+        value = _VARIABLE.sub(lambda one: variables.get(one[1] or one[3], one[2] or one[0]), word)
+        if word not in _REST:
+            values += shlex.split(value) if value.startswith("--") and _VARIABLE.fullmatch(word) else [value]
+    return values
+
+
+def _program(words: list[str]) -> tuple[list[str], str, str, list[str]]:
+    """The words of a launcher, project and command that it starts, and the words after them."""
+    for at, word in enumerate(words if words[0] in LAUNCHERS else words[:1]):
+        if word in TRAINING and at + 1 < len(words):
+            return words[:at], word, words[at + 1], words[at + 2 :]
+        if word.endswith(".py"):
+            return words[:at], "swift" if "swift/" in word else "trl", Path(word).stem, words[at + 1 :]
+    return [], "", "", []
+
+
+def _script(project: str, command: str, launcher: list[str], line: Layer, environment: dict[str, str]) -> Script:
+    lost = [("command line", problem) for problem in line.problems]
+    if line.config:
+        lost.append(("config", f"{line.config}: a file of settings; import it as well"))
+    for one in read_command_line(launcher[1:]).given:
+        if one.spelling in LAUNCHED:
+            environment.setdefault(LAUNCHED[one.spelling], one.shown)
+        else:
+            lost.append(
+                (one.spelling, f"{mask(one.spelling, one.shown)}: of {launcher[0]}, which starts the command there")
+            )
+    unknown = [one for one in line.given if _SHELL_WORD.search(one.shown)]
+    for one in unknown:
+        lost.append((one.spelling, f"{mask(one.spelling, one.shown)}: known to the shell alone; give its value"))
+    return Script(project, command, [one for one in line.given if one not in unknown], environment, lost)

@@ -1,0 +1,75 @@
+"""`swift infer`: answers of a language model, or scores of a reward model.
+
+A reward model judges the answers of a dataset: chats, or for a process reward model also its own kind of rows. Each row
+gives one JSON object, as with a language model: row, messages (the prompt), response, score, step_scores of a process
+reward model, and columns. The scores are those that GRPO would get.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from swift.errors import ConfigError
+from swift.models.source import ModelSource, head_of, locate
+from swift.rollout import infer
+
+if TYPE_CHECKING:
+    from swift.arguments import Resolved
+    from swift.data.loading import Example
+
+
+def run(resolved: Resolved) -> int:
+    """The mode infer; returns the exit code.
+
+    Raises:
+        ConfigError, ResourceError: see `swift.rollout.infer.run`; also settings that scores do not have.
+    """
+    source = locate(resolved.args)
+    return infer.run(resolved) if head_of(source.base, *source.adapters) is None else score(resolved.args, source)
+
+
+def score(args: Any, source: ModelSource) -> int:
+    """Scores every row of the dataset; returns the exit code."""
+    from swift.data.loading import load_rows
+    from swift.data.steps import STEPS
+    from swift.devices import own_device
+    from swift.models.policy import pick_dtype
+    from swift.rewards.models import ProcessRewardModel, RewardModel, find_reward_model
+
+    if not args.val_dataset and not args.dataset:
+        raise ConfigError(f"--model: {source.base}: a reward model does not chat; give answers with --val_dataset")
+    if args.infer_backend != "transformers":
+        raise ConfigError(f"--infer_backend: {args.infer_backend}: scores come from transformers; leave it out")
+    if args.template or args.chat_template_kwargs:
+        raise ConfigError("--template: a reward model reads chats as it was trained; leave it and its variables out")
+    if len(source.adapters) > 1:
+        raise ConfigError("--adapters: several on a reward model; merge them with `swift merge-lora`")
+    result_path = infer.new_file(args.result_path, args)
+    found = find_reward_model(source)
+    rows = load_rows(args, "val" if args.val_dataset else "train", purpose="judged")
+    kind = RewardModel if head_of(source.base, *source.adapters) == "answer" else ProcessRewardModel
+    device = own_device()
+    model = kind(found, device, pick_dtype(args.torch_dtype, device), args.trust_remote_code, args)
+
+    def chat_of(example: Example) -> list[dict[str, Any]]:
+        if example.messages[-1]["role"] == "assistant":
+            return example.messages
+        text = getattr(model, "separator", "\n").join(example.columns[STEPS])
+        return [*example.messages, {"role": "assistant", "content": text}]
+
+    def scored(numbers: range) -> Iterator[dict[str, Any]]:
+        chats = [chat_of(rows.examples[number]) for number in numbers]
+        steps = model.step_scores(chats) if isinstance(model, ProcessRewardModel) else None
+        scores = model.score(chats) if steps is None else [min(one, default=None) for one in steps]
+        for index, number in enumerate(numbers):
+            *prompt, answer = chats[index]
+            line = {"row": number, "messages": prompt, "response": answer["content"], "score": scores[index]}
+            more = {} if steps is None else {"step_scores": steps[index]}
+            yield {**line, **more, "columns": rows.examples[number].columns}
+
+    def notes() -> list[str]:
+        cut = model.num_truncated
+        return [*rows.report.lines(), *([f"warning: rows cut to the model's context: {cut}"] if cut else [])]
+
+    return infer.write_results(result_path, len(rows), scored, "scored", notes)

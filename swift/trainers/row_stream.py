@@ -1,0 +1,87 @@
+"""Rows of a method that are read and tokenised while training.
+
+A stream has no end and depends on files and settings only. A resumed run reads it again up to its place.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from swift.data.loading import Example, Purpose
+from swift.data.stream import ExampleStream
+from swift.errors import ConfigError
+from swift.trainers.rows import TOO_LONG, Encoder, features_of
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+
+    from swift.data.arguments import StreamArguments
+    from swift.trainers.sft_packing import Packing
+
+logger = logging.getLogger("swift.trainers")
+
+SAID = tuple(10**power for power in range(12))
+"""Numbers of rows left out at which the log says so."""
+
+
+@dataclass
+class RowStream:
+    """Makes the stream from its beginning, as often as it is called; rows left out are counted in `left_out`."""
+
+    args: StreamArguments
+    encoder: Encoder
+    purpose: Purpose
+    left_out: Counter[str] = field(default_factory=Counter)
+
+    def open(self) -> ExampleStream[list[dict[str, Any]]]:
+        """The rows of each example, ready to be read; raises what the first of them show, as `ExampleStream` does."""
+        return ExampleStream(self.args, self.encoded, purpose=self.purpose)
+
+    def __call__(self) -> Iterator[dict[str, Any]]:
+        """Row after row, as the encoder makes them."""
+        stream, num_bad = self.open(), 0
+        while True:
+            yield from stream.next()
+            if stream.report.num_skipped > num_bad:
+                num_bad = stream.report.num_skipped
+                if num_bad in SAID:
+                    logger.warning(stream.report.lines()[-1])
+
+    def encoded(self, example: Example) -> list[dict[str, Any]] | None:
+        """The rows of an example, or None if all of them are left out.
+
+        Raises:
+            ConfigError: (strict) the encoder refuses one.
+        """
+        found = []
+        for given in self.encoder.given(example):
+            row = self.encoder(*given)
+            if problem := row["problem"]:
+                self._leave_out(problem, example.origin)
+            else:
+                found.append({name: row[name] for name in self.encoder.columns})
+        return found or None
+
+    def _leave_out(self, problem: str, origin: str) -> None:
+        if self.args.strict and problem != TOO_LONG:
+            raise ConfigError(f"{origin}: {problem}")
+        self.left_out[problem] += 1
+        if (count := self.left_out.total()) in SAID:
+            logger.warning("stream: %s: left out: %s; %d rows so far", origin, problem, count)
+
+
+def open_stream(rows: RowStream, packing: Packing | None) -> tuple[IterableDataset, list[str]]:
+    """The stream as a dataset, packed if `packing` is given, and lines to print about its columns.
+
+    Raises:
+        ConfigError, ResourceError: for what the first rows show.
+    """
+    from datasets import IterableDataset
+
+    lines = rows.open().report.lines()
+    stream = IterableDataset.from_generator(rows, features=features_of(rows.encoder.columns))
+    return (packing(stream) if packing else stream), [*lines, "train: a stream of rows"]

@@ -1,0 +1,146 @@
+"""Scripts as people write them: what the shell would make of them is what arrives."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import yaml
+
+from swift.arguments.imports.command import import_file, problems_of
+from swift.cli.main import main
+from swift.errors import ConfigError
+
+SCRIPTS = {
+    "variables, continued lines, redirection": (
+        """#!/bin/bash
+        set -euo pipefail  # it's a comment
+        cd "$(dirname "$0")/.."
+        MODEL=${MODEL:-nano}
+        export CUDA_VISIBLE_DEVICES=0 lower=1
+        nohup swift sft \\
+            --model "$MODEL" --dataset 'rows.jsonl#10' rows.jsonl --lora_rank 4 \\
+            --max_steps 2 --output_dir out "$@" > train.log 2>&1 &
+        """,
+        "sft",
+        {"model": "nano", "dataset": ["rows.jsonl#10", "rows.jsonl"], "max_steps": 2, "output_dir": "out",
+         "ENV": {"CUDA_VISIBLE_DEVICES": "0"}},
+        set(),
+    ),
+    "arrays, words in a variable, a pipe": (
+        """ARGS=(
+          --rlhf_type dpo   # the method
+          --model nano
+          --dataset "pairs.jsonl"
+        )
+        ARGS+=(--max_steps 3)
+        EXTRA="--learning_rate 1e-5 --warmup_ratio 0.1"
+        mkdir -p out && swift rlhf "${ARGS[@]}" $EXTRA | tee log.txt
+        """,
+        "dpo",
+        {"dataset": ["pairs.jsonl"], "max_steps": 3, "learning_rate": 1e-5, "warmup_ratio": 0.1},
+        set(),
+    ),
+    "torchrun": (
+        """n=2
+        torchrun --nproc_per_node=$n --nnodes 1 --rdzv_backend c10d swift/cli/rlhf.py --rlhf_type grpo --model nano \\
+          --dataset rows.jsonl --reward_funcs accuracy format --num_generations 4 --per_device_train_batch_size 4
+        """,
+        "rlhf",
+        {"reward_funcs": ["accuracy", "format"], "ENV": {"NPROC_PER_NODE": "2", "NNODES": "1"}},
+        {"rdzv_backend"},
+    ),
+    "a loop, a secret, two commands": (
+        """if [ ! -d out ]; then mkdir out; fi
+        for lr in 1e-4 1e-5; do
+          WANDB_API_KEY=hunter2 swift pt --model nano --dataset text.jsonl --learning_rate $lr; done
+        swift infer --model x
+        """,
+        "pt",
+        {"dataset": ["text.jsonl"]},
+        {"learning_rate", "WANDB_API_KEY", "swift infer"},
+    ),
+    "quoted operators": (
+        """swift sft --model=nano --dataset=rows.jsonl --system 'a | b; c && d > e' --run_name "" \\
+          --columns '{"solution": "note"}'
+        """,
+        "sft",
+        {"system": "a | b; c && d > e", "run_name": None, "columns": {"solution": "note"}},
+        set(),
+    ),
+    "trl": (
+        "uv run trl sft --model_name_or_path nano --dataset_name rows.jsonl --packing --max_length 64 && echo done",
+        "sft",
+        {"model": "nano", "packing": True, "max_length": 64, "tuner_type": "full", "weight_decay": 0.0},
+        set(),
+    ),
+    "a script of trl": (
+        """accelerate launch --config_file zero3.yaml --num_processes 2 trl/scripts/reward.py \\
+            --model_name_or_path nano --dataset_name pairs.jsonl --use_peft --lora_r 8 --config more.yaml \\
+            --no_remove_unused_columns
+        """,
+        "rm",
+        {"model": "nano", "tuner_type": "lora", "lora_rank": 8, "ENV": {"NPROC_PER_NODE": "2"}},
+        {"config_file", "config"},
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_says_what_the_shell_would_say(name, place):
+    text, mode, settings, lost = SCRIPTS[name]
+    (place / "theirs.sh").write_text(text)
+    imported = import_file("theirs.sh")
+    (place / "ours.yaml").write_text(imported.to_yaml("theirs.sh", "ours.yaml"))
+    ours = yaml.safe_load((place / "ours.yaml").read_text())
+    assert imported.draft.mode == mode
+    assert {key: ours.get(key) for key in settings} == settings
+    assert {key for key, fate, _ in imported.draft.lines if fate == "no counterpart"} == lost
+    assert problems_of(imported.command, "ours.yaml") == []
+    assert "hunter2" not in str(ours)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("swift sft \\\n  --model m \\\n  # a comment\n  --dataset d\n", "--dataset: no command precedes it"),
+        ("axolotl train config.yml\n", "axolotl train config.yml: its settings are in a file; give that file"),
+        ("python train.py --model m\n", "none: a script is imported if one command of it trains"),
+        ("trl ppo --model_name_or_path m\n", "none: a script is imported if one command of it trains"),
+        ("echo swift sft --model m\n", "none"),
+    ],
+)
+def test_a_script_that_would_be_read_wrong_is_refused(text, problem, place):
+    (place / "theirs.sh").write_text(text)
+    with pytest.raises(ConfigError, match=problem):
+        import_file("theirs.sh")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_what_is_written_passes_a_dry_run(name, place, nano_folders, monkeypatch):
+    text, _, _, lost = SCRIPTS[name]
+    (place / "nano").symlink_to(nano_folders["qwen2"])
+    (place / "theirs.sh").write_text(text)
+    rows = {
+        "rows": {
+            "messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}],
+            "solution": "2",
+        },
+        "pairs": {"prompt": "1", "chosen": "2", "rejected": "3"},
+        "text": {"text": "1 2 3 " * 20},
+    }
+    for kind, row in rows.items():
+        (place / f"{kind}.jsonl").write_text((json.dumps(row) + "\n") * 32)
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # the block ENV stays here
+    imported = import_file("theirs.sh")
+    (place / "ours.yaml").write_text(imported.to_yaml("theirs.sh", "ours.yaml"))
+    more = ["--learning_rate", "1e-4"] if "learning_rate" in lost else []
+    assert main([imported.command, "ours.yaml", "--dry_run", "true", *more]) == 0
