@@ -99,6 +99,7 @@ def _read(name: str, found: Registration, flags: Mapping[str, Any]) -> Signature
 
 def run_flags(args: Any) -> dict[str, Any]:
     """The settings of a run by canonical name and by alias: of a dataclass, or the attributes of a namespace."""
-    if not is_dataclass(args):
+    kind: Any = type(args)
+    if not is_dataclass(kind):
         return dict(vars(args))
     return {spelling: getattr(args, name) for spelling, name in spellings_of(kind).items()}
