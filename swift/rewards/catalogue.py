@@ -99,7 +99,7 @@ def _read(name: str, found: Registration, flags: Mapping[str, Any]) -> Signature
 
 def run_flags(args: Any) -> dict[str, Any]:
     """The settings of a run by canonical name and by alias: of a dataclass, or the attributes of a namespace."""
-    kind: Any = type(args)
-    if not is_dataclass(kind):
+    if not is_dataclass(args):
         return dict(vars(args))
+    kind: Any = type(args)
     return {spelling: getattr(args, name) for spelling, name in spellings_of(kind).items()}
