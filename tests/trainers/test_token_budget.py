@@ -33,13 +33,13 @@ class Ranks:
 def passes_of(trainer):
     """(completions, tokens) of each forward pass of one global batch."""
     made = []
-    original = trainer.logprobs.policy
+    original = trainer.logprobs.scores
 
-    def counting(model, batch):
+    def counting(model, batch, *args, **kwargs):
         made.append((len(batch.samples), batch.tokens.input_ids.numel()))
-        return original(model, batch)
+        return original(model, batch, *args, **kwargs)
 
-    trainer.logprobs.policy = counting
+    trainer.logprobs.scores = counting
     return gradients_of_one_step(trainer), made
 
 
