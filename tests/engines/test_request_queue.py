@@ -64,6 +64,10 @@ def until(condition):
     assert wait_for(condition, LIMIT_S)
 
 
+def until_submitted(queue, count):
+    until(lambda: len(queue.engine.events) == count)
+
+
 def test_clients_with_the_same_ids_each_get_their_own_answers(made):
     queue = made(ScriptedEngine(), ScriptedEngine())
     boxes = [Box(queue, some(20, start=100 * index)) for index in range(4)]
@@ -113,7 +117,7 @@ def test_only_one_thread_is_ever_in_the_engine(made):
 def test_a_job_waits_for_what_runs_and_nothing_begins_before_it(made):
     queue = made(ScriptedEngine(step_s=0.02))
     first = Box(queue, some(8))
-    until(lambda: queue.load[0] == 8)
+    until_submitted(queue, 8)
     seen = []
     job = queue.do(lambda engine: seen.append(len(first.look())))
     second = Box(queue, some(8))
@@ -134,7 +138,7 @@ def test_a_job_may_sample_on_its_own(made):
 def test_a_job_that_is_cancelled_in_time_is_not_carried_out(made):
     queue = made(ScriptedEngine(step_s=0.02))
     box = Box(queue, some(4))
-    until(lambda: queue.load[0] == 4)
+    until_submitted(queue, 4)
     seen = []
     assert queue.do(seen.append).cancel()
     box.wait(4)
@@ -156,7 +160,7 @@ def test_a_job_that_raises_hands_its_error_over_and_others_go_on(made):
 def test_what_is_paused_in_flight_goes_on_after_jobs(made):
     queue = made(ScriptedEngine(step_s=0.02))
     box = Box(queue, [ask("g/0", [1], seed=6)])
-    until(lambda: queue.load[0] == 1)
+    until_submitted(queue, 1)
     queue.pause_in_flight()
     queue.do(lambda engine: None).result(LIMIT_S)
     time.sleep(0.1)
@@ -190,7 +194,7 @@ def test_caches_are_reset_between_two_tokens(made):
     engine = Cached(step_s=0.05)
     queue = made(engine)
     box = Box(queue, [ask("g/0", [1], seed=6)])
-    until(lambda: queue.load[0] == 1)
+    until_submitted(queue, 1)
     queue.reset_caches().result(LIMIT_S)
     assert box.look() == []
     box.wait(1)
@@ -220,7 +224,7 @@ def test_an_abort_during_submission_is_not_lost(made):
 def test_requests_are_aborted_by_stream_and_by_owner(made):
     queue = made(ScriptedEngine(step_s=0.05))
     mine, theirs = Box(queue, some(4), owner="me"), Box(queue, some(4), owner="them")
-    until(lambda: queue.load[0] == 8)
+    until_submitted(queue, 8)
     assert queue.abort(lambda stream: stream is mine.stream, ["g/0", "unknown"]) == 1
     assert queue.abort(lambda stream: stream.owner == "me") >= 3
     assert {one.finish_reason for one in mine.wait(4).values()} <= {"abort", "stop"}
@@ -231,7 +235,7 @@ def test_requests_are_aborted_by_stream_and_by_owner(made):
 def test_a_closed_stream_is_aborted_and_silent(made):
     queue = made(ScriptedEngine(step_s=0.05))
     box = Box(queue, some(8))
-    until(lambda: queue.load[0] == 8)
+    until_submitted(queue, 8)
     box.stream.close()
     until(lambda: queue.load == (0, 0))
     assert box.look() == []
@@ -326,7 +330,7 @@ def test_an_engine_that_dies_tells_everybody_and_takes_nothing_more(made, failur
 def test_closing_tells_whoever_waits(made):
     queue = made(ScriptedEngine(step_s=0.2))
     box = Box(queue, some(3))
-    until(lambda: queue.load[0] == 3)
+    until_submitted(queue, 3)
     job = queue.do(lambda engine: None)
     queue.close()
     box.wait(3)

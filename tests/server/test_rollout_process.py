@@ -4,7 +4,9 @@ import os
 import signal
 import socket
 import threading
+import time
 
+import httpx
 import psutil
 import pytest
 from oracle import PROMPT, ask, difference, load, run, with_noise
@@ -46,6 +48,29 @@ def test_a_signal_lets_requests_end_and_leaves_no_process(nano_folders, tmp_path
     assert "Traceback" not in server.text()
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.1", server.port), timeout=2)
+
+
+@pytest.mark.slow
+def test_a_second_signal_that_insists_does_not_wait(nano_folders, tmp_path):
+    server = Server(nano_folders["qwen2"], tmp_path)
+    answers = []
+
+    def long_request():
+        body = {"prompt": PROMPT, "max_tokens": 400, "n": 64, "ignore_eos": True}
+        with server.client() as http, pytest.raises(httpx.HTTPError):
+            answers.append(http.post("/v1/completions", json=body).raise_for_status())
+
+    thread = threading.Thread(target=long_request)
+    thread.start()
+    with server.client() as http:
+        assert wait_for(lambda: http.get("/info").json()["running"])
+    os.kill(server.process.pid, signal.SIGTERM)
+    time.sleep(0.5)
+    os.kill(server.process.pid, signal.SIGTERM)
+    assert server.process.wait(END_LIMIT_S) == 0
+    thread.join(END_LIMIT_S)
+    assert not answers
+    assert "Traceback" not in server.text()
 
 
 @pytest.mark.slow

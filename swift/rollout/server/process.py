@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 import resource
@@ -165,6 +166,7 @@ class WebServer(uvicorn.Server):
             )
         )
         self._ready = ready
+        logging.getLogger("uvicorn.error").addFilter(_not_cancelled)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -174,10 +176,21 @@ class WebServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
         yield
 
-    def stop(self) -> None:
-        """First drain, then do not wait."""
-        self.force_exit = self.should_exit
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.force_exit:  # uvicorn leaves it out then, and prints how it was cancelled
+            await self.lifespan.shutdown()
+
+    def stop(self, insisting: bool) -> None:
+        """First drain; a second signal that insists does not wait. Signals may come inside of this."""
+        if insisting:
+            self.force_exit = self.should_exit
         self.should_exit = True
+
+
+def _not_cancelled(record: logging.LogRecord) -> bool:
+    """Whether it is anything but the traceback of a request that ends with the server."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 def _connections() -> int:
@@ -210,8 +223,7 @@ class Signals(contextlib.ExitStack):
         if self.closing:
             return
         if self.server is not None:
-            if number in INSISTING or not self.server.should_exit:
-                self.server.stop()
+            self.server.stop(number in INSISTING)
             return
         self.closing = True
         raise Stopped
