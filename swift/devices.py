@@ -37,6 +37,16 @@ def own_device() -> torch.device:
     return torch.device("cpu")
 
 
+def cache_room(device: torch.device) -> int:
+    """Bytes for keys and values of a model that samples in this process: a fixed share of the device's memory."""
+    import psutil
+    import torch
+
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory // 4)
+    return int(psutil.virtual_memory().total // 8)
+
+
 def torch_is_for_cpu_only() -> bool:
     """Whether the installed torch can see no accelerator at all, told without loading it.
 

@@ -171,14 +171,21 @@ def first_line(error: BaseException) -> str:
     return lines[0][:200] if lines else type(error).__name__
 
 
+OUT_OF_MEMORY = (
+    "out of memory", "not enough memory", "allocate memory", "alloc_cpu", "defaultcpuallocator", "alloc_failed",
+    "failed to map segment", "std::bad_alloc",
+)  # fmt: skip
+"""What CUDA, cuBLAS, NCCL, vLLM and the C library say, in small letters, in errors of their own kinds."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """MemoryError, any torch accelerator's OutOfMemoryError, and what libraries make of the system's ENOMEM."""
+    """Whether memory did not suffice: the system's or an accelerator's, whatever a library makes of that."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     if any(cls.__name__ == "OutOfMemoryError" for cls in type(error).__mro__):
         return True
-    words = ("DefaultCPUAllocator", "Cannot allocate memory", "failed to map segment", "std::bad_alloc")
-    return any(word in str(error) for word in words)
+    text = str(error).lower()
+    return any(words in text for words in OUT_OF_MEMORY)
 
 
 @contextlib.contextmanager

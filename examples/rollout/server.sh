@@ -4,6 +4,7 @@
 #   SWIFT_API_KEY=... bash examples/rollout/server.sh                                      one GPU
 #   SWIFT_API_KEY=... bash examples/rollout/server.sh --vllm_data_parallel_size 4          four engines
 #   SWIFT_API_KEY=... bash examples/rollout/server.sh --vllm_tensor_parallel_size 2        one engine on two GPUs
+#   SWIFT_API_KEY=... bash examples/rollout/server.sh --vllm_enable_lora true --vllm_max_lora_rank 32    for adapters up to rank 32
 #
 # It prints `ready <url> ...` when it can be used. Everybody who has the key can use it and replace its weights, so the key
 # belongs to the trainer alone; without a key the server listens on this machine only.

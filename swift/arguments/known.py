@@ -109,7 +109,7 @@ def changes_nothing(name: str, text: str) -> bool:
         return True
     if same := _SAME.get(name):
         return text.lower() == same or (same == "true" and text.lower() in ("1", "yes", "on"))
-    return name not in _REFUSED and name not in _REPLACED and text.lower() in _OFF
+    return name not in _REFUSED and (name not in _REPLACED or name == "fp16") and text.lower() in _OFF
 
 
 def refusal(name: str) -> str:

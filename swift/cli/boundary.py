@@ -51,17 +51,21 @@ PHASES = {
     "swift.rewards": "reward",
     "swift.rl": "train",
     "swift.trainers": "train",
-    "swift.models": "model",
+    "swift.models.policy": "model",
+    "swift.models.reference": "model",
     "swift.data": "data",
 }
-"""Which phase of a run a package stands for, where memory ran out."""
+"""Which phase of a run a package or module stands for, where memory ran out. A forward pass belongs to its caller."""
 
 LOWER = {
     "generate": "--max_completion_length, --num_generations, --vllm_gpu_memory_utilization",
-    "train": "--mini_batch_size, --max_completion_length, --per_device_train_batch_size",
+    "train": (
+        "--mini_batch_size (rlhf_type grpo) or --per_device_train_batch_size, and --max_completion_length or "
+        "--max_length; or shard full tuning: --deepspeed zero3"
+    ),
     "model": "the size of --model, --torch_dtype bfloat16, --tuner_type lora",
 }
-"""Three settings to lower (or choose) when memory ran out, by phase."""
+"""Settings to lower (or choose) when memory ran out, by phase."""
 
 LIMITS = {errno.EFBIG: "disk", errno.EROFS: "disk", errno.EIO: "disk", errno.EMFILE: "files", errno.ENFILE: "files"}
 """Failures of the system that no setting of ours causes -> what they are about."""
@@ -196,8 +200,9 @@ def _phase(error: BaseException) -> str:
     """The phase of the innermost frame of ours that belongs to one."""
     phase = "start"
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        package = ".".join(frame.f_globals.get("__name__", "").split(".")[:2])
-        phase = PHASES.get(package, phase)
+        module = frame.f_globals.get("__name__", "")
+        package = ".".join(module.split(".")[:2])
+        phase = PHASES.get(module) or PHASES.get(package, phase)
     return phase
 
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from swift.errors import ConfigError
-from swift.models.attention.choice import choose_attention
 from swift.models.attention.interface import is_packed, transformers_model
 from swift.models.forward import TokenSequence, pack
 from swift.models.reference import ReferenceModel, load_reference
@@ -81,7 +80,7 @@ class FeatureNetwork:
     """The policy as a run began, frozen: a LoRA policy without its training, or a copy of a fully tuned one.
 
     Args:
-        model: gives the module, without gradient and in evaluation mode.
+        model: gives the module, without gradient and in evaluation mode; prepared before the first pass.
         fractions: depths of the layers, see `feature_layers`.
         norm: of a token. method: of pooling.
 
@@ -94,7 +93,6 @@ class FeatureNetwork:
     ) -> None:
         self.model, self.norm, self.method = model, norm, method
         with model.active() as module:
-            choose_attention(module)
             config = transformers_model(module).config.get_text_config()
             self.layers = feature_layers(fractions, config.num_hidden_layers)
 
@@ -156,7 +154,7 @@ class FeatureNetwork:
 
 
 def load_features(
-    args: Any, policy: nn.Module, reference: ReferenceModel | None = None, *, device: torch.device | str | None = None
+    args: Any, policy: nn.Module, reference: ReferenceModel | None = None, *, on_host: bool = False
 ) -> FeatureNetwork:
     """The feature network of a policy that was just loaded and not yet trained or resumed, by `--ebft_...` settings.
 
@@ -164,7 +162,7 @@ def load_features(
         args: with those settings.
         policy: what `load_policy` returned, not wrapped.
         reference: the KL reference, which is used if it is the same model.
-        device: of a copy; None means the policy's.
+        on_host: a copy waits there, see `load_reference`.
 
     Raises:
         ConfigError: the depths of `--ebft_feature_layers` are not different layers.
@@ -172,7 +170,7 @@ def load_features(
     own = copy.copy(args)
     own.ref_model = None
     same = reference is not None and args.ref_model in (None, args.model) and not args.sync_ref_model
-    model = reference if same else load_reference(own, policy, device=device)
+    model = reference if same else load_reference(own, policy, on_host=on_host)
     assert model is not None
     try:
         return FeatureNetwork(

@@ -25,6 +25,7 @@ from swift.models.tuners import merge_in
 
 if TYPE_CHECKING:
     import torch
+    from accelerate import Accelerator
     from torch import nn
 
     from swift.models.arguments import ModelArguments, TunerArguments
@@ -46,6 +47,16 @@ class ReferenceModel:
         """The reference as a module, without gradients and in evaluation mode, inside the block only."""
         raise NotImplementedError
         yield
+
+    def prepare(self, accelerator: Accelerator) -> str | None:
+        """Make it ready for passes, as soon as the policy is wrapped for training; collective.
+
+        What is the policy itself is ready.
+
+        Returns:
+            why log-probs come from its logits, as `prepare_scoring`.
+        """
+        return None
 
     def weights(self) -> dict[str, torch.Tensor]:
         """What `blend` moves, by the names that the policy has for it; whole tensors, the same on every rank.
@@ -123,11 +134,26 @@ class ReferenceModel:
 
 
 class FrozenReference(ReferenceModel):
-    """A module of its own, never trained."""
+    """A module of its own, never trained. Each rank has a part of it where the policy is sharded, unless it moves."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, moves: bool = False) -> None:
         super().__init__()
         self.module = module.requires_grad_(False).eval()
+        self.moves = moves
+
+    def prepare(self, accelerator: Accelerator) -> str | None:
+        """See `ReferenceModel.prepare`."""
+        from swift.models.attention.choice import choose_attention
+        from swift.models.scoring import prepare_scoring
+        from swift.models.sharded import is_sharded, shard_frozen
+
+        if is_sharded(self.module):
+            return None
+        choose_attention(self.module.to(accelerator.device))
+        obstacle = prepare_scoring(self.module)
+        if not self.moves:
+            shard_frozen(self.module, accelerator)
+        return obstacle
 
     @contextlib.contextmanager
     def active(self) -> Iterator[nn.Module]:
@@ -190,25 +216,25 @@ class StartAdapterReference(ReferenceModel):
 
 
 def load_reference(
-    args: ModelArguments, policy: nn.Module, *, device: torch.device | str | None = None, moves: bool = False
+    args: ModelArguments, policy: nn.Module, *, moves: bool = False, on_host: bool = False
 ) -> ReferenceModel:
     """The KL reference of a policy that was just loaded and not yet trained or resumed.
 
     Args:
         args: the settings the policy was loaded with.
         policy: what `load_policy` returned, not wrapped.
-        device: for a separate model; None means the policy's.
         moves: it will be moved towards the policy, so it needs numbers of its own.
+        on_host: a separate model waits in the host's memory for `prepare`; else it is on the policy's device.
 
     Raises:
         ConfigError, ResourceError: as `load_policy`, about `--ref_model`; it is to move and cannot.
     """
-    device = device if device is not None else next(policy.parameters()).device
+    device = None if on_host else next(policy.parameters()).device
     reference: ReferenceModel
     if args.ref_model and args.ref_model != args.model:
-        reference = FrozenReference(load_other(args.ref_model, args, device))
+        reference = FrozenReference(load_other(args.ref_model, args, device), moves=moves)
     elif args.tuner_type == "full":
-        reference = FrozenReference(copy.deepcopy(policy).to(device))
+        reference = FrozenReference(_copied(policy, device or "cpu"), moves=moves)
     elif moves or locate(args).adapters or args.changes_base or args.init_weights == "false":
         reference = StartAdapterReference(policy)
     else:
@@ -224,6 +250,16 @@ def load_other(name: str, args: TunerArguments, device: Any, flag: str = "--ref_
         folder = adapter_folder(name)
         return merge_in(load_base(find_base(None, [folder], use_hf=args.use_hf), args, device=device), folder)
     return load_base(find_folder(name, flag=flag, use_hf=args.use_hf), args, device=device)
+
+
+def _copied(module: nn.Module, device: torch.device | str) -> nn.Module:
+    """A copy with its tensors there, which are never two times on the device of `module`; ties stay."""
+    from torch import nn
+
+    tensors: dict[int, Any] = {id(one): one.detach().to(device, copy=True) for one in module.buffers()}
+    for one in module.parameters():
+        tensors[id(one)] = nn.Parameter(one.detach().to(device, copy=True), requires_grad=False)
+    return copy.deepcopy(module, tensors)
 
 
 @contextlib.contextmanager

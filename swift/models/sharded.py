@@ -9,6 +9,7 @@ its parameters is met.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -40,6 +41,25 @@ def is_dtensor(tensor: Any) -> bool:
 def is_sharded(module: nn.Module) -> bool:
     """Whether a forward pass of `module` is a collective, because it gathers parameters on its way."""
     return any(is_zero3(parameter) or is_dtensor(parameter) for parameter in module.parameters())
+
+
+def shard_frozen(module: nn.Module, accelerator: Any) -> None:
+    """Cut a model that is not trained over the ranks, as the trained one is: by ZeRO-3, or FSDP2 layer by layer.
+
+    Args:
+        module: whole, with the same values on all ranks. Without either of them it stays so.
+        accelerator: accelerate's, which has wrapped the trained model.
+    """
+    if accelerator.is_fsdp2:
+        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+        fsdp2_prepare_model(accelerator, module).set_reshard_after_forward(True)  # no backward pass will do it
+    elif (plugin := accelerator.state.deepspeed_plugin) is not None and plugin.zero_stage == 3:
+        import deepspeed
+
+        config = copy.deepcopy(plugin.deepspeed_config)
+        config["zero_optimization"].pop("offload_optimizer", None)  # it would make an optimizer
+        deepspeed.initialize(model=module, config=config)
 
 
 def whole_shape(tensor: Tensor) -> tuple[int, ...]:

@@ -337,8 +337,10 @@ class EngineArguments:
     vllm_device: list[str] = flag(["auto"], everyday=False)
     """Devices of the engines, such as `cuda:7`. auto takes the last ones, or each process's own in colocate."""
 
-    vllm_gpu_memory_utilization: float = flag(0.9, above=0, at_most=1, needs="use_vllm")
-    """Share of a device's memory for vLLM."""
+    vllm_gpu_memory_utilization: float | None = flag(
+        above=0, at_most=1, needs="use_vllm", unset="0.45 in colocate, else 0.9"
+    )
+    """Share of a device's memory for vLLM. In colocate it must be free beside the trainer's weights at the start."""
 
     vllm_max_model_len: int | None = flag(
         at_least=1, needs="use_vllm", everyday=False, unset="max_length + max_completion_length"

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from swift.devices import own_device
+from swift.devices import cache_room, own_device
 from swift.errors import ConfigError, PromptTooLong, ResourceError, counted
 from swift.models.source import locate
 from swift.rollout.collector import launches_of
@@ -80,8 +80,10 @@ def load_engine(args: Any) -> tuple[Template, InferenceEngine]:
         template = load_chat(args)
         if args.infer_backend == "vllm":
             return template, build_engine(_vllm_spec(args, template))
-        model = load_for_inference(args, device=str(own_device()))
-        engine = TransformersEngine(model, eos_token_ids=template.stop_token_ids, tokenizer=template.tokenizer)
+        device, ends = own_device(), template.stop_token_ids
+        model = load_for_inference(args, device=str(device))
+        room = cache_room(device)
+        engine = TransformersEngine(model, eos_token_ids=ends, tokenizer=template.tokenizer, cache_bytes=room)
     return template, engine
 
 

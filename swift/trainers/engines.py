@@ -21,13 +21,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
-from swift.devices import allowed_cores, count_accelerators, own_device
+from swift.devices import allowed_cores, cache_room, count_accelerators, own_device
 from swift.errors import ConfigError, SwiftError, end_process
 from swift.rollout.engines.guided import require as require_guidance
-from swift.rollout.engines.spec import EngineSpec, build_engine, spec_from
-from swift.rollout.placement import OWN_SERVER, Placement, check_transport, place, request_from
+from swift.rollout.engines.spec import EngineSpec, build_engine, factory, spec_from
+from swift.rollout.placement import (
+    OWN_SERVER,
+    Placement,
+    check_transport,
+    has_own_engine,
+    place,
+    request_from,
+)
 from swift.rollout.round import EngineShare
 
 if TYPE_CHECKING:
@@ -37,6 +42,10 @@ if TYPE_CHECKING:
     from swift.rollout.engines.transport import Timeouts
     from swift.trainers.distributed import Collectives
     from swift.trainers.grpo.prepare import Parts
+
+
+COLOCATED_SHARE = 0.45
+"""Of a device's memory for vLLM beside a trainer, which has its weights there when the engine starts."""
 
 
 @dataclass(slots=True)
@@ -122,6 +131,13 @@ def find_placement(args: Any, *, local_ranks: int | None = None, prefetch_given:
             heads=lambda: attention_heads(args),
         )
     )
+    ranks = int(os.environ.get("WORLD_SIZE", "1")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    several = max(int(os.environ.get("NNODES", "1")), ranks) > 1 or getattr(args, "ray_address", None)
+    if placement.mode == "dedicated" and getattr(args, "use_lmdeploy", False) and several:
+        raise ConfigError(
+            "--use_lmdeploy: true: in a Ray cluster it waits for devices that its own engine holds; "
+            "use --use_vllm true, or engines on this machine alone"
+        )
     check_transport(
         placement.mode,
         weight_transport=getattr(args, "weight_transport", "auto"),
@@ -133,9 +149,6 @@ def find_placement(args: Any, *, local_ranks: int | None = None, prefetch_given:
 
 def require_backend(args: Any) -> None:
     """Checks, before any weights are loaded, that `--infer_backend` exists and its package is installed."""
-    from swift.rollout.engines.spec import factory
-    from swift.rollout.placement import has_own_engine
-
     make = factory(args.infer_backend)
     check = getattr(importlib.import_module(make.__module__), "require", None)
     if check is not None and has_own_engine(args) and args.vllm_mode != "server":
@@ -192,15 +205,9 @@ def _in_trainer(parts: Parts, model: Any) -> InferenceEngine:
 
     Its cache is a fixed share of the device, so that batch shapes are the same in every run.
     """
-    import torch
-
     from swift.rollout.engines.transformers import TransformersEngine
 
-    device, ends = own_device(), parts.template.stop_token_ids
-    if device.type == "cuda":
-        room = torch.cuda.get_device_properties(device).total_memory // 4
-    else:
-        room = psutil.virtual_memory().total // 8
+    ends, room = parts.template.stop_token_ids, cache_room(own_device())
     return TransformersEngine(model, eos_token_ids=ends, tokenizer=parts.template.tokenizer, cache_bytes=room)
 
 
@@ -257,13 +264,15 @@ def _engine_spec(parts: Parts) -> EngineSpec:
 
     args, placement, longest = parts.args, parts.placement, max_prompt_length(parts.args)
     given = args.lmdeploy_session_len if args.use_lmdeploy else args.vllm_max_model_len
+    colocated = placement.mode == "colocate"
     return spec_from(
         args,
+        vllm_share=COLOCATED_SHARE if colocated else 0.9,
         model=str(locate(args).base),
         eos_token_ids=tuple(parts.template.stop_token_ids),
         max_model_len=given or (longest and longest + args.max_completion_length),
         tensor_parallel_size=placement.tensor_parallel_size,
-        in_ranks=placement.mode == "colocate" and placement.tensor_parallel_size > 1,
+        in_ranks=colocated and placement.tensor_parallel_size > 1,
         sleep=placement.sleep_level > 0,
     )
 

@@ -67,7 +67,7 @@ def test_help_of_a_flag_knows_every_spelling(spelling):
 
 def test_help_of_a_flag_tells_range_default_and_what_it_needs():
     text = render_flag("rlhf", "vllm_gpu_memory_utilization")
-    assert "default:    0.9" in text
+    assert "default:    0.45 in colocate, else 0.9" in text
     assert "valid:      above 0 and at most 1" in text
     assert "acts with:  --use_vllm" in text
     assert "default:    = epsilon" in render_flag("rlhf", "epsilon_high")

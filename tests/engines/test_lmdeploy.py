@@ -389,6 +389,24 @@ def test_the_cycle_of_sleep_update_and_wake(start, nano_folders, level):
     assert len(run(engine, requests())) == 3  # with handles made after the wake
 
 
+def test_a_kv_cache_without_room_does_not_keep_the_weights_awake(start, monkeypatch):
+    engine = start()
+    engine.sleep(1)
+    engine.wake(["weights"])
+
+    def full(tag):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(engine, "_wake_up", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.wake(["kv_cache"])
+    engine.sleep(1)
+    monkeypatch.undo()
+    with pytest.raises(EngineAsleep):
+        engine.submit(requests(1)[0])
+    assert engine.wake() is True
+
+
 # --- the end --------------------------------------------------------------------------------------------------
 
 

@@ -171,6 +171,7 @@ def test_processes_of_vllm_get_the_cores_and_devices_of_the_spec(monkeypatch):
     assert start.environment(on_gpu, "mp")["CUDA_VISIBLE_DEVICES"] == "2,3"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,5,7")
     assert start.environment(on_gpu, "mp")["CUDA_VISIBLE_DEVICES"] == "5,7"
+    assert start.environment(on_gpu, "mp")["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
 
 
 @pytest.mark.parametrize(
@@ -178,6 +179,13 @@ def test_processes_of_vllm_get_the_cores_and_devices_of_the_spec(monkeypatch):
     [
         (ValueError("To serve at least one request, 1 GiB KV cache is needed"), ResourceError, "--vllm_max_model_len"),
         (torch.OutOfMemoryError("CUDA out of memory"), ResourceError, "--vllm_gpu_memory_utilization"),
+        (
+            ValueError(
+                "Free memory on device cuda:0 (1/80 GiB) on startup is less than desired GPU memory utilization"
+            ),
+            ResourceError,
+            "; lower --vllm_gpu_memory_utilization to what the trainer leaves free",
+        ),
         (AssertionError("Expandable segments are not compatible with memory pool"), ConfigError, "; unset it"),
         (RuntimeError("create shm in SHMManager failed. errno: 17"), ResourceError, "remove /dev/shm/*-cpushm_*"),
         (ValueError("head size"), ConfigError, "--model: m: vLLM refuses it (head size)"),

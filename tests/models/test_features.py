@@ -82,7 +82,9 @@ def alone(module, sequence, method, layers=(1, 2)):
 @pytest.mark.parametrize("packed", [True, False])
 def test_features_are_those_of_each_sequence_alone(qwen2, method, packed, monkeypatch):
     args = settings(qwen2, ebft_embed_method=method)
-    network = load_features(args, load_policy(args))
+    policy = load_policy(args)
+    choose_attention(policy)
+    network = load_features(args, policy)
     plain = load_for_inference(args).eval()
     if not packed:
         monkeypatch.setattr("swift.models.features.is_packed", lambda module: False)

@@ -215,6 +215,7 @@ def test_a_student_comes_closer_to_its_teacher(gkd, tmp_path):
 
 
 ROW = {"prompt": "p", "completions": ["a", "b"], "labels": [True, False]}
+UNTRAINED = {"messages": [{"role": "user", "content": "p"}, {"role": "assistant", "content": "a", "loss": False}]}
 WRONG = {
     "no labels": ("prm", [{"prompt": "p", "completions": ["a"]}], (), "no labels"),
     "no steps": ("prm", [{"prompt": "p", "labels": [True]}], (), "no completions"),
@@ -229,6 +230,7 @@ WRONG = {
     "no teacher": ("gkd", list(chats(2)), (), "--teacher_model: missing"),
     "teacher nowhere": ("gkd", list(chats(2)), ("--teacher_model", "./nowhere"), "--teacher_model"),
     "share above one": ("gkd", list(chats(2)), ("--teacher_model", "x", "--lmbda", "1.5"), "--lmbda"),
+    "answer without loss": ("gkd", [UNTRAINED], ("--teacher_model", "MODEL"), 'an answer with "loss": false'),
     "two presets": ("rloo", [{"query": "q"}], ("--preset", "dapo", "--reward_funcs", "format"), "--preset: dapo"),
 }
 
@@ -238,6 +240,7 @@ def test_wrong_inputs_are_one_line(nano_folders, tmp_path, capsys, name):
     method, rows, flags, expected = WRONG[name]
     data = written(tmp_path / "rows.jsonl", rows)
     words = ["--rlhf_type", method, "--model", str(nano_folders["qwen2"]), "--dataset", str(data), "--strict", "true"]
+    flags = [str(nano_folders["qwen2"]) if one == "MODEL" else one for one in flags]
     words += ["--output_dir", str(tmp_path / "out"), "--report_to", "none", *flags]
     words += [] if "--tuner_type" in flags else ["--tuner_type", "full"]
     assert main(["rlhf", *words]) == 2

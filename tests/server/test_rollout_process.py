@@ -10,7 +10,7 @@ import httpx
 import psutil
 import pytest
 from oracle import PROMPT, ask, difference, load, run, with_noise
-from processes import wait_for
+from processes import alive, wait_for
 from server_parts import END_LIMIT_S, KEY, Server
 
 from swift.cli.main import main
@@ -83,13 +83,23 @@ def test_engines_end_with_a_server_that_is_killed(nano_folders, tmp_path):
 
 
 HANGS = """
+import subprocess
+import sys
 import time
+from dataclasses import replace
+
 from swift.plugin import inference_backends
 from swift.rollout.engines.transformers import build
 
 
+WORKER = "import time, setproctitle; setproctitle.setproctitle('title' * 1000); time.sleep(1000)"
+
+
 def hanging(spec):
-    engine = build(spec)
+    if spec.tensor_parallel_size > 1:  # as vLLM's, whose title is where its environment was
+        subprocess.Popen([sys.executable, "-c", WORKER])
+        time.sleep(2)
+    engine = build(replace(spec, tensor_parallel_size=1, devices=spec.devices[:1]))
     submit = engine.submit
 
     def submit_or_hang(request):
@@ -103,6 +113,27 @@ def hanging(spec):
 
 inference_backends["hanging"] = hanging
 """
+
+
+@pytest.mark.slow
+def test_processes_of_a_hung_engine_end_before_the_server_starts_again(nano_folders, tmp_path):
+    plugin = tmp_path / "hanging_engine.py"
+    plugin.write_text(HANGS)
+    server = Server(
+        nano_folders["qwen2"], tmp_path, "--infer_backend", "hanging", "--external_plugins", str(plugin),
+        "--stall_timeout", "2", "--engine_restarts", "1", "--vllm_tensor_parallel_size", "2",
+    )  # fmt: skip
+    bad = {"prompts": [PROMPT], "requests": [{"id": "bad", "prompt": 0, "sampling": {"max_new_tokens": 4}}]}
+    for last in (False, True):
+        titled = [one for one in psutil.Process(server.process.pid).children() if one.cmdline()[0].startswith("title")]
+        assert len(titled) == 1
+        with server.client() as http:
+            http.post("/infer/", json=bad)
+        assert wait_for(lambda: not alive(titled[0].pid)), "its memory is needed"  # noqa: B023
+        if not last:
+            with server.client() as http:
+                http.get("/info")
+    assert server.process.wait(END_LIMIT_S) == 4
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 import threading
@@ -23,7 +24,7 @@ from preloaded import run_ranks
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from swift.models.reference import AdapterOffReference, FrozenReference, StartAdapterReference
-from swift.models.sharded import gathered
+from swift.models.sharded import gathered, is_zero3, whole_shape
 from swift.models.sharded_sampling import sampling_from
 from swift.rl.entropy import AdaptiveEntropy
 from swift.rollout.engines.spec import EngineSpec, build_engine
@@ -75,7 +76,7 @@ def load(task: dict[str, Any]) -> tuple[Any, Any]:
     kind = task.get("policy", "full")
     if kind == "full":
         model = base()
-        return model, FrozenReference(base())
+        return model, FrozenReference(base(), moves="moves" in task)
     if kind == "adapter":
         model = PeftModel.from_pretrained(base(), task["adapter"], is_trainable=True)
         return model, StartAdapterReference(model)
@@ -206,6 +207,7 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
         "synced": synced,
         "adapter": adapter,
         "reference": reference_weights(trainer),
+        "share": share_of_reference(trainer),
         "controller": asdict(controller) if (controller := trainer.entropy.controller) is not None else None,
         "ranks": trainer.collectives.all_gather(turns),
         "tokens": [list(c.token_ids) for one in trainer.rounds for group in one.groups for c in group.completions],
@@ -217,10 +219,20 @@ def reference_weights(trainer: Any) -> dict[str, torch.Tensor]:
     """Copies of the reference's own numbers, where it has any."""
     if not isinstance(trainer.reference, FrozenReference | StartAdapterReference):
         return {}
-    mine = trainer.reference.state()
+    own = isinstance(trainer.reference, FrozenReference) and not trainer.reference.moves
+    mine = whole_state(trainer.reference.module) if own else trainer.reference.state()
     for theirs in trainer.collectives.all_gather(mine):
         assert all(torch.equal(mine[name], theirs[name]) for name in mine), "ranks have different references"
     return {name: tensor.float().clone() for name, tensor in mine.items()}
+
+
+def share_of_reference(trainer: Any) -> float | None:
+    """How much of a reference that is a module of its own this rank holds."""
+    if not isinstance(trainer.reference, FrozenReference):
+        return None
+    held = list(trainer.reference.module.parameters())
+    parts = [one.ds_tensor if is_zero3(one) else local(one) for one in held]
+    return sum(one.numel() for one in parts) / sum(math.prod(whole_shape(one)) for one in held)
 
 
 def main(path: str) -> None:

@@ -17,6 +17,7 @@ from swift.data.arguments import PromptArguments
 from swift.data.loading import Example
 from swift.data.source import StreamingPrompts
 from swift.errors import ConfigError
+from swift.models.attention.choice import choose_attention
 from swift.models.features import FeatureNetwork
 from swift.models.forward import TokenSequence
 from swift.models.reference import FrozenReference
@@ -52,8 +53,9 @@ def group(answers=ANSWERS, number=0, reasons=(), **columns):
 
 @pytest.fixture(scope="module")
 def network(nano_folders):
-    model = FrozenReference(policy_of(nano_folders["qwen2"]))
-    return FeatureNetwork(model, fractions=[0.5, 1.0], norm="concat", method="completion_mean")
+    model = policy_of(nano_folders["qwen2"])
+    choose_attention(model)
+    return FeatureNetwork(FrozenReference(model), fractions=[0.5, 1.0], norm="concat", method="completion_mean")
 
 
 def scorer(network, **settings):

@@ -214,6 +214,12 @@ def assert_same_objective(ours, theirs):
     assert any(not torch.equal(value, theirs["state"][name]) for name, value in theirs["reference"].items())
 
 
+@pytest.mark.parametrize("name", ["zero2", "zero3", "zero3-on-shards", "zero3-objective", "fsdp", "fsdp-objective"])
+def test_a_frozen_copy_is_sharded_as_the_policy_is_unless_it_moves(sharded, name):
+    whole = name == "zero2" or name.endswith("objective")
+    assert sharded[name]["share"] == (1.0 if whole else pytest.approx(0.5, abs=0.05))
+
+
 def test_one_process_under_zero_is_one_process(alone):
     assert_same_training(alone["under zero2"], alone["full"], tolerance=1e-5)
 

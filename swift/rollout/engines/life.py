@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
-from swift.errors import EngineAsleep, EngineDead, EngineError, RequestRefused, SyncFailed
+from swift.errors import EngineAsleep, EngineDead, EngineError, RequestRefused, SyncFailed, is_out_of_memory
 from swift.rollout.engines.base import ALL_TAGS, Health, InferenceEngine, SleepLevel, SleepReport, Tag
 from swift.types import Request
 
@@ -69,10 +69,18 @@ class EngineLife(InferenceEngine):
             return SleepReport()
         self._check_idle(f"sleep({level})", kept=False)
         if self._asleep:
-            self.wake()  # no backend goes from one level to the other
+            self._wake_for_sleep()
         freed, more = self._fall_asleep(level)
         self._asleep, self._dropped = set(ALL_TAGS), self._dropped or level == 2
         return SleepReport(max(0, freed), "; ".join([*more, *notes]))
+
+    def _wake_for_sleep(self) -> None:
+        """No backend goes from one level to the other; a KV cache that has no room stays asleep."""
+        try:
+            self.wake()
+        except Exception as error:
+            if "weights" in self._asleep or not is_out_of_memory(error):
+                raise
 
     def wake(self, tags: Sequence[Tag] = ALL_TAGS) -> bool:
         """See `InferenceEngine.wake`; a tag that does not sleep, or does not exist, never reaches the backend.

@@ -71,12 +71,14 @@ def visible_devices(devices: Sequence[str]) -> str:
     return ",".join(ours[one] if one < len(ours) else str(one) for one in numbers)
 
 
-def spec_from(args: Any, **fields: Any) -> EngineSpec:
+def spec_from(args: Any, *, vllm_share: float = 0.9, **fields: Any) -> EngineSpec:
     """The spec of an engine from resolved settings, as a trainer and a server read them alike.
 
+    vllm_share: of a device's memory, if the settings name none.
     fields: of the spec, what differs between the two: model, devices, lengths, sleep.
     """
-    memory = args.lmdeploy_cache_max_entry_count if args.use_lmdeploy else args.vllm_gpu_memory_utilization
+    vllm_share = args.vllm_gpu_memory_utilization or vllm_share
+    memory = args.lmdeploy_cache_max_entry_count if args.use_lmdeploy else vllm_share
     return EngineSpec(
         backend=args.infer_backend,
         dtype=args.torch_dtype,

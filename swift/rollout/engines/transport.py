@@ -23,7 +23,7 @@ class Timeouts:
     without an answer mean death. close_s: an orderly end.
     """
 
-    start_s: float = 600.0
+    start_s: float = 1800.0
     server_s: float = 120.0
     poll_s: float = 2.0
     request_s: float = 600.0

@@ -23,7 +23,6 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from swift.errors import ConfigError, EngineDead, ResourceError
-from swift.rollout.engines import guard
 from swift.rollout.server import access
 from swift.rollout.server.app import make_app
 from swift.rollout.server.service import Service
@@ -240,9 +239,7 @@ def may_start_again(restarts: int) -> bool:
 
 def start_again(listener: socket.socket) -> NoReturn:
     """Become a new process of the same command, which goes on listening at this socket; never returns."""
-    marker = os.environ.pop(MARKER, None)
-    if marker is not None:
-        guard.end(f"{MARKER}={marker}".encode())
+    os.environ.pop(MARKER, None)
     os.environ[LISTENER_VARIABLE] = str(os.dup2(listener.fileno(), LISTENER))
     os.closerange(LISTENER + 1, os.sysconf("SC_OPEN_MAX"))  # whatever a library has opened without O_CLOEXEC
     os.execv(sys.executable, [sys.executable, "-m", "swift", *sys.argv[1:]])

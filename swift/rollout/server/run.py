@@ -123,15 +123,17 @@ def serve(args: Any, plan: Plan) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
     for line in plan.lines():
         print(f"swift: {line}", file=sys.stderr, flush=True)
+    before_restart = contextlib.ExitStack()
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(contextlib.closing(bind(args.host, args.port)))
         signals = stack.enter_context(Signals())
         try:
-            service = _start(args, plan, stack)
+            service = _start(args, plan, stack, before_restart)
             dead, copy = listen(service, listener, args.host, signals) or (None, None)
             wanted = isinstance(dead, RestartWanted)
             if copy is not None and len(plan.specs) == 1 and (wanted or may_start_again(args.engine_restarts)):
                 print(f"swift: {dead}; the server starts again", file=sys.stderr, flush=True)
+                before_restart.close()
                 start_again(copy)
             if dead is not None:
                 raise dead
@@ -142,21 +144,28 @@ def serve(args: Any, plan: Plan) -> int:
     return 0
 
 
-def _start(args: Any, plan: Plan, stack: contextlib.ExitStack) -> Service:
+def _start(args: Any, plan: Plan, stack: contextlib.ExitStack, before_restart: contextlib.ExitStack) -> Service:
     """One engine runs in this process, several in Ray actors."""
-    engine = _in_actors(args, plan, stack) if len(plan.specs) > 1 else _in_this_process(plan.specs[0], stack)
+    if len(plan.specs) > 1:
+        engine = _in_actors(args, plan, stack)
+    else:
+        engine = _in_this_process(plan.specs[0], stack, before_restart)
     stack.callback(engine.close)
     service = Service(engine, plan.template, plan.settings)
     stack.callback(service.close)
     return service
 
 
-def _in_this_process(spec: EngineSpec, stack: contextlib.ExitStack) -> InferenceEngine:
-    """A guard ends the processes of its tensor-parallel parts with this one."""
+def _in_this_process(
+    spec: EngineSpec, stack: contextlib.ExitStack, before_restart: contextlib.ExitStack
+) -> InferenceEngine:
+    """A guard ends the processes of its tensor-parallel parts with this one, and before it becomes another."""
     if spec.tensor_parallel_size > 1:
-        marker = secrets.token_hex(8)
-        os.environ[MARKER] = marker
-        stack.callback(guard.start(f"{MARKER}={marker}").kill)
+        os.environ[MARKER] = secrets.token_hex(8)
+        marker = f"{MARKER}={os.environ[MARKER]}"
+        watch = guard.start(marker)
+        for end in (stack, before_restart):
+            end.callback(guard.finish, watch, marker)
     with collector_resting():
         return build_engine(spec)
 

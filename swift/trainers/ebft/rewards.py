@@ -45,8 +45,11 @@ def attach(run: Attempt, trainer: GRPOTrainer, model: Any) -> None:
     args, parts = run.parts.args, run.parts
     assert parts.references is not None, "prepared for another mode"
     report = parts.source.report
+    network = load_features(args, model, trainer.reference, on_host=bool(args.sharded_by))
+    if network.model not in trainer.frozen:
+        trainer.frozen.append(network.model)
     trainer.pipeline.features = FeatureRewards(
-        load_features(args, model, trainer.reference),
+        network,
         parts.references,
         parts.collectives,
         device=trainer.args.device,

@@ -67,6 +67,7 @@ class GlobalBatch:
 class StridedSteps(AtomicTrainer):
     """The trainer; what it overrides:
 
+    _prepare_for_training   shards the frozen network too
     get_batch_samples   counts the global batch
     compute_loss        samples, scores, returns the loss
     log                 adds the metrics of the window
@@ -83,11 +84,17 @@ class StridedSteps(AtomicTrainer):
         super().__init__(**trainer_arguments)
         self.loss_is_scaled_for_ga = True
 
+    def _prepare_for_training(self, *arguments: Any, **named: Any) -> Any:
+        """Wrap the model, and prepare the network as it is wrapped."""
+        prepared = super()._prepare_for_training(*arguments, **named)
+        self.features.model.prepare(self.accelerator)
+        return prepared
+
     def get_batch_samples(self, *arguments: Any, **named: Any) -> tuple[list, GlobalBatch]:
         """The micro-batches of a step, and what they need to know of all."""
         batches, _ = super().get_batch_samples(*arguments, **named)
         documents = [one for batch in batches for one in batch["documents"]]
-        return batches, self._global_batch(documents, len(documents))
+        return batches, self._global_batch(documents, len(documents), samples=bool(self.settings.ebft_rl_coef))
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -103,7 +110,7 @@ class StridedSteps(AtomicTrainer):
         if last.end_of_dataloader and last.remainder > 0:
             counted = min(counted, max(0, last.remainder - self.collectives.rank * counted))
         with torch.no_grad(), self.compute_loss_context_manager():
-            batch = self._global_batch(documents, counted)
+            batch = self._global_batch(documents, counted, samples=True)
             return self._loss(model, documents, counted, batch, "eval").detach(), None, None
 
     def evaluation_loop(self, *arguments: Any, metric_key_prefix: str = "eval", **named: Any) -> EvalLoopOutput:
@@ -124,15 +131,15 @@ class StridedSteps(AtomicTrainer):
 
     # --- a micro-batch ------------------------------------------------------------------------------------------
 
-    def _global_batch(self, documents: Sequence[Document], counted: int) -> GlobalBatch:
-        """Of all ranks' documents the first `counted` of each."""
+    def _global_batch(self, documents: Sequence[Document], counted: int, *, samples: bool) -> GlobalBatch:
+        """Of all ranks' documents the first `counted` of each; samples: some will be compared with them."""
         settings, own = self.settings, documents[:counted]
         per_block = settings.ebft_n_samples_per_prompt * settings.ebft_generate_max_len
         num_blocks = sum(len(one.anchors) for one in own)
         mine = [per_block * num_blocks, sum(len(one.targets) for one in own)]
         num_sampled, num_targets = map(int, self.collectives.sum([float(one) for one in mine]))
         pooled = None
-        if settings.ebft_whitening == "pooled":
+        if samples and settings.ebft_whitening == "pooled":
             device = self.args.device
             features = reference_features(self.features, documents, settings.ebft_generate_max_len, device)
             parts = self.collectives.all_gather(features[:num_blocks].cpu())
@@ -267,7 +274,7 @@ STRIDED = Method(
     options=lambda args: {"remove_unused_columns": False, "label_names": []},
     parts=lambda args, model: {
         "settings": args,
-        "features": load_features(args, model),
+        "features": load_features(args, model, on_host=bool(args.sharded_by)),
         "data_collator": _documents,
     },
     overrides=(StridedSteps,),

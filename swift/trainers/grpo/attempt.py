@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PrinterCallback
 
 from swift.errors import NumericError, counted
+from swift.models.reference import FrozenReference
 from swift.observability.health import HealthMonitor
 from swift.observability.metrics import MetricStore
 from swift.observability.progress import Progress
@@ -62,8 +63,7 @@ class Attempt:
         self.cycle = build_cycle(self)
         self.trainer = self._build_trainer(model, reference)
         if self.cycle is not None:
-            models = [reference, getattr(getattr(self.trainer.pipeline.features, "network", None), "model", None)]
-            beside = list({id(one): one.module for one in models if hasattr(one, "module")}.values())
+            beside = [one.module for one in self.trainer.frozen if isinstance(one, FrozenReference)]
             self.cycle.attach(model, lambda: self.trainer.optimizer, beside=beside)
         self.parity = build_parity(self)
 

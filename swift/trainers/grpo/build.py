@@ -56,13 +56,15 @@ if TYPE_CHECKING:
 
 
 def load_models(args: Any) -> tuple[Any, Any]:
-    """The policy and, with beta > 0, its reference, on this process's device."""
+    """The policy on this process's device and, with beta > 0, its reference."""
     logging.disable_progress_bar()  # ours is the only one
     device = own_device()
     set_seed(args.seed)  # fresh adapter weights depend on the seed only
     policy = load_policy(args, device=device)
-    reference = load_reference(args, policy, device=device, moves=args.sync_ref_model) if args.beta > 0 else None
-    return policy, reference
+    if args.beta == 0:
+        return policy, None
+    on_host = bool(args.sharded_by)  # it comes to the device when most of the policy has left it
+    return policy, load_reference(args, policy, moves=args.sync_ref_model, on_host=on_host)
 
 
 def build_watchdog(run: Attempt) -> Watchdog:

@@ -10,7 +10,7 @@ The hooks that the subclass overrides, and why:
     create_optimizer       16-bit weights are updated through float32 masters
     _get_grad_norm         a non-finite gradient skips the update on all ranks alike
     _prepare_for_training  notes how the model was wrapped: DeepSpeed updates inside `training_step`, a sharded model
-                           (ZeRO-3, FSDP2) needs the same number of forward passes on each rank
+                           (ZeRO-3, FSDP2) needs the same number of forward passes on each rank; frozen models follow
     evaluate               samples and scores held-out prompts
     log                    adds the metrics of the steps to what Trainer logs
     state_beside_weights, add_to_checkpoint  what a checkpoint of `AtomicTrainer` holds beyond Trainer's files
@@ -109,6 +109,8 @@ class GRPOTrainer(AtomicTrainer):
         self.stops_at_alert = stops_at_alert
         self.alert: Alert | None = None
         self.reference = reference
+        self.frozen = [reference] if reference is not None else []
+        """Models beside the policy that are not trained."""
         self.eval_prompts = list(eval_prompts)
         self.report = report
         self.interrupted = False
@@ -152,12 +154,6 @@ class GRPOTrainer(AtomicTrainer):
             sequences=pipeline.scheduler.groups_per_batch * pipeline.config.num_generations,
             timer=metrics.timer,
         )
-        if reference is not None:
-            with reference.active() as module:
-                choose_attention(module)
-                self._whole_logits = prepare_scoring(module) or self._whole_logits
-        if self._whole_logits is not None:
-            self._say(f"log-probs: from whole logits ({self._whole_logits}), which takes more memory")
 
     @property
     def settings(self) -> GRPOSettings:
@@ -201,11 +197,15 @@ class GRPOTrainer(AtomicTrainer):
         return 0.0
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Wrap the model; from here on it may be sharded."""
+        """Wrap the model; from here on it may be sharded, and what is frozen beside it."""
         prepared = super()._prepare_for_training(*args, **kwargs)
         self.step.deepspeed = DeepSpeedSteps(self.model_wrapped) if self.is_deepspeed_enabled else None
         self.step.fsdp = self.is_fsdp_enabled
         self.logprobs.in_step = is_sharded(self.model)
+        for one in self.frozen:
+            self._whole_logits = one.prepare(self.accelerator) or self._whole_logits
+        if self._whole_logits is not None:
+            self._say(f"log-probs: from whole logits ({self._whole_logits}), which takes more memory")
         return prepared
 
     # --- one optimizer step -----------------------------------------------------------------------------------

@@ -38,12 +38,12 @@ import torch
 from torch import nn
 from transformers import set_seed
 
-from swift.errors import ConfigError, EngineDead, ResourceError, SwiftError, end_process
+from swift.errors import ConfigError, EngineDead, ResourceError, SwiftError, end_process, is_out_of_memory
 from swift.models.sharded import is_sharded, reading_from
 from swift.observability.memory import MIB, MemoryFigures, freed_between, measure, memory_line, too_little
 from swift.rollout.engines.process import same_randomness
 from swift.rollout.seeds import sample_seed
-from swift.trainers.memory.offload import Offloader, model_tensors, optimizer_tensors, ran_out
+from swift.trainers.memory.offload import Offloader, model_tensors, optimizer_tensors
 
 if TYPE_CHECKING:
     from swift.observability.metrics import MetricStore
@@ -232,7 +232,7 @@ class ColocateCycle:
         except SwiftError:
             raise
         except Exception as error:
-            if not ran_out(error):
+            if not is_out_of_memory(error):
                 raise EngineDead(f"engine: {name}: wake({tag}) failed ({type(error).__name__}: {error})") from error
             raise ResourceError(self._no_room(tag)) from error
         if tag == "kv_cache" and not complete:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from swift.errors import ResourceError
+from swift.errors import ResourceError, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,6 @@ PARTITIONS = (
     "fp32_groups_flat",  # stage 0 in 16 bits
 )
 """Where DeepSpeed's optimizers keep tensors that their inner optimizer does not list between two steps."""
-OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "alloc_cpu")
 
 
 class _Absent(NamedTuple):
@@ -97,7 +96,7 @@ class Offloader:
                 _bytes_of(one.storage).copy_(one.host, non_blocking=True)
                 filled.append(key)
         except RuntimeError as error:
-            if not ran_out(error):
+            if not is_out_of_memory(error):
                 raise
             missing = sum(one.host.numel() for key, one in self._absent.items() if key not in filled)
             raise ResourceError(
@@ -212,12 +211,6 @@ def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
             yield from _tensors_in(getattr(optimizer, name, None))
         yield from _tensors_in(getattr(optimizer, "state", None))
         optimizer = getattr(optimizer, "optimizer", None)
-
-
-def ran_out(error: BaseException) -> bool:
-    """Whether an error of torch or of an engine says that memory did not suffice."""
-    text = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in text for words in OUT_OF_MEMORY)
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

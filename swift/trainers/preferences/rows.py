@@ -38,6 +38,7 @@ PURPOSES: dict[Layout, Purpose] = {"verdict": "label", "turn": "chat"}
 
 EMPTY = "an empty answer"
 NO_PROMPT = "no prompt before the answer"
+NO_LOSS = 'an answer with "loss": false'
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class AnswerEncoder(Encoder):
         """The columns of the layout; `more` is the label of a verdict, or the margin of a scored pair."""
         if not prompt:
             return self.left_out(NO_PROMPT)
+        if any(not turn.get("loss", True) for answer in answers for turn in answer):
+            return self.left_out(NO_LOSS)
         encode = self.template.encode_finished if self.layout == "scored pair" else self._encode
         try:
             alone = self.template.encode_prompt(prompt, tools)

@@ -5,7 +5,7 @@
 #   ROLE=trainer SWIFT_API_KEY=... SERVER="10.0.0.1 10.0.0.2" bash .../trainer_and_server.sh       on the third
 #
 # A server can be stopped and started again at any time; the trainer waits for it (--vllm_server_timeout seconds), sends
-# it the present weights and goes on. SERVER may name any number of addresses.
+# it the present weights and goes on. SERVER may name any number of addresses. ENGINES: one for each GPU of a server.
 #
 # Batch: 1 per device x 8 processes x 2 micro-batches = 16 completions = 2 prompts x 8 completions per step.
 set -euo pipefail
@@ -21,6 +21,7 @@ if [ "${ROLE:?server or trainer}" = server ]; then
         --host 0.0.0.0 \
         --port "${PORT:-8000}" \
         --vllm_max_model_len 4096 \
+        --vllm_data_parallel_size "${ENGINES:-8}" \
         "$@"
 fi
 

@@ -4,8 +4,8 @@
 # Eight devices, NPROC_PER_NODE=7 and num_infer_workers 1 select dedicated mode; vLLM takes the last device. With
 # async_generate the batch of step t+1 is sampled while step t trains, with weights one step old; every token knows
 # which weights sampled it, and off_policy/mean and off_policy/max in the log say how old they were.
-# Is time/generate in the log near 0, generation hides behind training; if not, give it more devices
-# (NPROC_PER_NODE=6, num_infer_workers 2).
+# If time/generate in the log is near 0, generation hides behind training; if not, give it more devices:
+# NPROC_PER_NODE=6 and the flags --num_infer_workers 2 --num_generations 6.
 #
 # Batch: 1 per device x 7 processes x 2 micro-batches = 14 completions = 2 prompts x 7 completions per step.
 set -euo pipefail

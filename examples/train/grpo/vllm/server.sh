@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The trainer on this machine, generation on others: start
-# `bash examples/rollout/server.sh --vllm_enable_lora true` there first.
+# `bash examples/rollout/server.sh --vllm_enable_lora true` there first (with --vllm_max_lora_rank R above rank 16).
 #
 #   SERVERS="10.0.0.1 10.0.0.2" SWIFT_API_KEY=... bash examples/train/grpo/vllm/server.sh
 #

@@ -2,11 +2,11 @@
 # One GPU, vLLM and the trainer share it (colocate): they take turns, and each gives its memory to the other.
 #
 #   sleep_level 1        vLLM's weights go to the host and its KV cache is dropped while the trainer trains
-#   offload_model        the trainer's weights go to the host while vLLM samples
-#   offload_optimizer    so does the optimizer's state
+#   offload_optimizer    the optimizer's state goes to the host while vLLM samples
 #
-# Memory at the worst moment is the larger of the two sides, not their sum (docs/memory.md). Without the three flags the
-# steps are faster, and vllm_gpu_memory_utilization must leave room for the trainer.
+# When vLLM starts, its share (vllm_gpu_memory_utilization) must be free beside the trainer's weights: 15 GB here. Full
+# tuning can add --offload_model true: the weights leave during sampling too, and each weight sync gets slower
+# (docs/memory.md).
 #
 # Batch: 4 completions per micro-batch x 4 micro-batches = 16 completions = 2 prompts x 8 completions per step.
 set -euo pipefail
@@ -24,7 +24,6 @@ swift rlhf \
     --use_vllm true \
     --vllm_gpu_memory_utilization 0.5 \
     --sleep_level 1 \
-    --offload_model true \
     --offload_optimizer true \
     --gc_collect_after_offload true \
     --train_type lora \

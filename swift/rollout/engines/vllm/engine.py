@@ -120,6 +120,8 @@ class VLLMEngine(EngineLife):
         self.abort()
         self._settle()
         self.separate()
+        if self._asleep:
+            self.wake()  # CUDA cannot free memory that sleeps
         try:
             self._shut_down()
             self._llm = start.start(self._vllm, self.spec, self._config, on_cpu=self._on_cpu)
@@ -351,7 +353,7 @@ class VLLMEngine(EngineLife):
     def _weights_arrived(self, version: int) -> None:
         """All weights are in: adapters and what was computed with the old ones are gone, then the version changes."""
         self._adapters.drop(self._llm)
-        if not self._on_cpu:
+        if not self._on_cpu and self._executor != "mp":
             torch.accelerator.synchronize()  # vLLM may run on another stream than what has written them
         self._reset_awake_caches()
         self._dropped = False
@@ -362,7 +364,9 @@ class VLLMEngine(EngineLife):
         self._check_takes_adapters()
         rank, limit = adapter_rank(adapter), lora_rank_at_least(self.spec.max_lora_rank)
         if rank > limit:
-            raise ConfigError(f"--vllm_max_lora_rank: {limit}: the adapter has rank {rank}; set it to {rank}")
+            raise ConfigError(
+                f"--vllm_max_lora_rank: {limit}: the adapter has rank {rank}; set it to {rank} (on a server, there)"
+            )
         if problems := self._expected.check_adapter(adapter):
             raise Unsupported(
                 f"weights: adapter version {version} for vllm: {few(problems)}; --vllm_enable_lora false merges it"
@@ -403,9 +407,10 @@ class VLLMEngine(EngineLife):
     def _fall_asleep(self, level: SleepLevel) -> tuple[int, list[str]]:
         self.reset_caches()
         if not self._on_cpu:
-            before = torch.cuda.mem_get_info()[0]
+            own = self._executor != "mp"  # else its workers have devices, and this process none
+            before = torch.cuda.mem_get_info()[0] if own else 0
             self._llm.sleep(level)
-            return torch.cuda.mem_get_info()[0] - before, []
+            return torch.cuda.mem_get_info()[0] - before if own else 0, []
         obstacle, freed = self._kv_obstacle(), 0
         if not obstacle:
             try:

@@ -121,6 +121,7 @@ def environment(spec: EngineSpec, executor: Executor) -> dict[str, str]:
     wanted = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     if executor != "mp":
         return wanted
+    wanted["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a process that has counted its GPUs cannot fork; vLLM would
     if spec.cores:
         each = max(1, len(spec.cores) // spec.tensor_parallel_size)
         parts = [spec.cores[index : index + each] for index in range(0, len(spec.cores), each)]
@@ -136,6 +137,10 @@ def _start_error(spec: EngineSpec, error: Exception) -> SwiftError:
     line = first_line(error)
     if re.search("expandable.segments", str(error), re.IGNORECASE):
         return ConfigError(f"PYTORCH_CUDA_ALLOC_CONF: expandable_segments: vLLM refuses it ({line}); unset it")
+    if "on startup" in line and "utilization" in line:
+        return ResourceError(
+            f"engine: vllm: {line}; lower --vllm_gpu_memory_utilization to what the trainer leaves free"
+        )
     if re.search(r"\bmemory\b|kv cache", line, re.IGNORECASE) and not isinstance(error, AttributeError):
         return ResourceError(
             f"engine: vllm: {line}; lower --vllm_max_model_len, --vllm_max_num_seqs or --vllm_gpu_memory_utilization"
