@@ -71,10 +71,18 @@ def training_data_missing(args: Any) -> Iterator[str]:
             yield f"--{kind}_strategy: epoch: a stream has no epochs; use --{kind}_strategy steps --{kind}_steps N"
 
 
-def adamw_cpu_problems(args: Any) -> Iterator[str]:
-    """TRL's trainers scale the loss of float16, which an optimizer on the host does not undo."""
-    if args.optim == "adamw_cpu" and args.torch_dtype == "float16":
+def float16_problems(args: Any) -> Iterator[str]:
+    """Trainers of TRL and transformers scale the loss of float16, which only float32 gradients can be freed of."""
+    if args.torch_dtype != "float16":
+        return
+    if args.optim == "adamw_cpu":
         yield (
             "--optim: adamw_cpu: cannot undo the loss scaling of --torch_dtype float16; "
             "use --torch_dtype bfloat16, or --optim adamw"
+        )
+    has_head = getattr(args, "rlhf_type", None) in ("rm", "prm")
+    if not args.deepspeed and (args.tuner_type == "full" or args.modules_to_save or has_head):
+        yield (
+            "--torch_dtype: float16: its loss scaling needs other weights than whole ones to train; "
+            "use --torch_dtype bfloat16 or float32, or --deepspeed zero2"
         )

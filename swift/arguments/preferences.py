@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from swift.arguments.common import CommonArguments, adamw_cpu_problems, model_missing, training_data_missing
+from swift.arguments.common import CommonArguments, float16_problems, model_missing, training_data_missing
 from swift.arguments.rlhf import MethodArguments
 from swift.data.arguments import StreamArguments
 from swift.flags import flag
@@ -43,7 +43,7 @@ class PreferenceArguments(
     def problems(self) -> Iterator[str]:
         yield from model_missing(self)
         yield from training_data_missing(self)
-        yield from adamw_cpu_problems(self)
+        yield from float16_problems(self)
         yield from self.tuner_problems()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from swift.arguments.common import CommonArguments, adamw_cpu_problems, model_missing, training_data_missing
+from swift.arguments.common import CommonArguments, float16_problems, model_missing, training_data_missing
 from swift.data.arguments import StreamArguments
 from swift.flags import flag
 from swift.models.arguments import TunerArguments
@@ -59,7 +59,7 @@ class LanguageModelingArguments(
     def problems(self) -> Iterator[str]:
         yield from model_missing(self)
         yield from training_data_missing(self)
-        yield from adamw_cpu_problems(self)
+        yield from float16_problems(self)
         yield from self.tuner_problems()
         if self.torch_compile and (self.packing or self.padding_free):
             which = "packing" if self.packing else "padding_free"

@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from swift.cli import launcher
@@ -69,9 +69,6 @@ MODES = {
     ),
 }
 
-EBFT = replace(MODES["rlhf"], action="swift.trainers.ebft.structured:run")
-"""`--rlhf_type ebft`; the other methods of `swift rlhf` beside grpo start as `swift sft` does."""
-
 
 def start(name: str, words: Sequence[str]) -> int | None:
     """Runs the mode `name` with the words after it; returns the exit code, None for 0.
@@ -84,7 +81,7 @@ def start(name: str, words: Sequence[str]) -> int | None:
     resolved = resolve(name, words)
     if resolved is None:
         return 0
-    mode = EBFT if resolved.mode == "ebft" else MODES[name] if resolved.mode in MODES else MODES["sft"]
+    mode = MODES[name] if resolved.mode in ("ebft", *MODES) else MODES["sft"]  # as what TRL's trainers do starts
     dry = mode.dry_run is not None and resolved.args.dry_run
     if mode.runs and not dry:
         survive_console("stdout", "stderr")

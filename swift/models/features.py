@@ -9,8 +9,7 @@ N tokens of a stream, S spans, F = number of layers x hidden size.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -96,12 +95,6 @@ class FeatureNetwork:
             config = transformers_model(module).config.get_text_config()
             self.layers = feature_layers(fractions, config.num_hidden_layers)
 
-    @contextmanager
-    def active(self) -> Iterator[nn.Module]:
-        """The module, inside the block only."""
-        with self.model.active() as module:
-            yield module
-
     def of_tokens(self, hidden_states: Sequence[Tensor]) -> Tensor:
         """`token_features` as configured."""
         return token_features(hidden_states, self.layers, self.norm)
@@ -112,7 +105,7 @@ class FeatureNetwork:
 
         A completion without tokens has the features of the last token of its prompt. One forward pass.
         """
-        with self.active() as module:
+        with self.model.active() as module:
             of_module = self._packed if is_packed(module) else self._padded
             return of_module(module, sequences, device)
 

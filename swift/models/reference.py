@@ -145,10 +145,8 @@ class FrozenReference(ReferenceModel):
         """See `ReferenceModel.prepare`."""
         from swift.models.attention.choice import choose_attention
         from swift.models.scoring import prepare_scoring
-        from swift.models.sharded import is_sharded, shard_frozen
+        from swift.models.sharded import shard_frozen
 
-        if is_sharded(self.module):
-            return None
         choose_attention(self.module.to(accelerator.device))
         obstacle = prepare_scoring(self.module)
         if not self.moves:
@@ -206,8 +204,7 @@ class StartAdapterReference(ReferenceModel):
 
         from swift.models.sharded import exchanged
 
-        parameters = dict(self.policy.named_parameters())
-        with exchanged(parameters, self.start), torch.no_grad(), _evaluating(self.policy):
+        with exchanged(self.policy, self.start), torch.no_grad(), _evaluating(self.policy):
             yield self.policy
 
     def weights(self) -> dict[str, torch.Tensor]:

@@ -53,6 +53,7 @@ def shard_frozen(module: nn.Module, accelerator: Any) -> None:
     if accelerator.is_fsdp2:
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
+        accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = None  # the trained model's; each has its own
         fsdp2_prepare_model(accelerator, module).set_reshard_after_forward(True)  # no backward pass will do it
     elif (plugin := accelerator.state.deepspeed_plugin) is not None and plugin.zero_stage == 3:
         import deepspeed
@@ -107,13 +108,15 @@ def gathered(tensors: Iterable[Tensor]) -> Iterator[Callable[[Tensor], Tensor]]:
 
 
 @contextlib.contextmanager
-def exchanged(parameters: dict[str, nn.Parameter], values: dict[str, Tensor]) -> Iterator[None]:
-    """Put other values into parameters for the time of the block; a collective when any of them is sharded.
+def exchanged(model: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
+    """Put other values into parameters of a model for the time of the block; a collective when any of them is sharded.
 
     Args:
-        parameters: by name.
-        values: whole tensors for some of these names, equal on all ranks.
+        model: whose parameters.
+        values: whole tensors for some of their names, equal on all ranks.
     """
+    _reshard(model)
+    parameters = dict(model.named_parameters())
     chosen = [(parameters[name], value) for name, value in values.items()]
     plain = [(one, value) for one, value in chosen if not is_zero3(one) and not is_dtensor(one)]
     sharded = [(one, value) for one, value in chosen if is_zero3(one) or is_dtensor(one)]
@@ -129,6 +132,14 @@ def exchanged(parameters: dict[str, nn.Parameter], values: dict[str, Tensor]) ->
         for (one, _), data in zip(plain, former, strict=True):
             one.data = data
         _overwrite([(one, value) for (one, _), value in zip(sharded, held, strict=True)])
+        _reshard(model)
+
+
+def _reshard(model: nn.Module) -> None:
+    """FSDP2 may keep parameters whole after a forward pass: copies that an exchange of shards would miss."""
+    for module in model.modules():
+        if callable(reshard := getattr(module, "reshard", None)):
+            reshard()
 
 
 @torch.no_grad()

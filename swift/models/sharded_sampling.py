@@ -86,15 +86,11 @@ def forwards_in_step(model: nn.Module, any_rank: Callable[[bool], bool]) -> Iter
 
 @torch.no_grad()
 def _pass_over_one_token(model: nn.Module) -> None:
-    sequences, device = [TokenSequence([0], [0])], _device(model)
+    sequences, device = [TokenSequence([0], [0])], next(model.parameters()).device
     if is_packed(model):
         packed_logits(model, pack(sequences, device=device))
     else:
         padded_logits(model, sequences, device=device)
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
 
 
 @contextlib.contextmanager

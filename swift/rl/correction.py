@@ -148,8 +148,6 @@ def mismatch_statistics(
     }
 
 
-def effective_sample_size(ratio: Tensor, ratio_squared: Tensor) -> float:
-    """`(sum w)^2 / (n sum w^2)` from two (sum, count) pairs; 1 on-policy, 0 without tokens."""
-    total, count = ratio.tolist()
-    squares = float(ratio_squared[0])
+def effective_sample_size(total: float, count: float, squares: float) -> float:
+    """`(sum w)^2 / (n sum w^2)`; 1 on-policy, 0 without tokens."""
     return total**2 / (count * squares) if count and squares else 0.0

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
 from types import SimpleNamespace
@@ -57,6 +58,13 @@ class AtomicTrainer(Trainer):
         self._saved_step = -1
         self._reset_random = random_state()
         super().__init__(**trainer_arguments)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Trainer's; FSDP2 would round what models return, log-probs and losses too, to 16 bits."""
+        super().create_accelerator_and_postprocess()
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None and plugin.mixed_precision_policy is not None:
+            plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
 
     def state_beside_weights(self) -> Any:
         """What a checkpoint holds beyond Trainer's files and the settings; collective."""

@@ -197,6 +197,15 @@ def join_processes(timeout_s: float, *, always: bool = False) -> Collectives:
     return Collectives(timeout_s)
 
 
+def leave_processes(collectives: Collectives) -> None:
+    """The end of a run that went well, on all ranks: NCCL complains of a group that is there when its process ends."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        collectives.barrier()
+        dist.destroy_process_group()
+
+
 @dataclass(slots=True)
 class OpenRun:
     """The run's folder, the number of this start of it, and the log of this process.

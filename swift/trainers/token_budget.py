@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,8 +34,8 @@ SHARE_OF_FREE = 0.8
 LEAST_SHARE = 0.25
 """Of the free memory that activations get in any case, whatever gradients and optimizer are expected to take."""
 
-STATE_BYTES = 12
-"""Of a trained parameter in an optimizer that has taken no step yet: two moments and a float32 master."""
+STATE_BYTES = 8
+"""Of a trained parameter in an optimizer that has taken no step yet: two moments. Masters are there from the start."""
 
 MOST_TOKENS = 16384
 """Tokens of a micro-batch where memory allows more."""
@@ -49,7 +48,7 @@ class MicroBatchPlanner:
     """Plans the micro-batches of one trainer, whose unwrapped policy is `model`.
 
     `limits` without tokens means the budget that is found, `fitting_tokens`; it is None before memory was measured.
-    `per_device` are the completions of a device batch.
+    `per_device` are the completions of a device batch, and of a micro-batch until then.
     """
 
     def __init__(
@@ -84,14 +83,14 @@ class MicroBatchPlanner:
         tokens = self.limits.tokens
         if tokens is None:
             tokens = self.fitting_tokens
-            if tokens is not None and self.device.type != "cpu":
+            if tokens is not None and chosen and self.device.type != "cpu":
                 longest = max(samples[i].prompt_ids.size + samples[i].token_ids.size for i in chosen)
                 tokens = min(tokens, self.per_device * longest)
         plan = plan_micro_batches(
             samples,
             chosen,
             world_size=self.collectives.world_size,
-            limits=replace(self.limits, tokens=tokens),
+            limits=Limits(self.limits.samples or (self.per_device if tokens is None else None), tokens),
             useful=[samples[i].num_trained > 0 for i in chosen] if useful is None else useful,
             packed=is_packed(self.model),
             work=self._work,

@@ -248,6 +248,7 @@ MODES = [
         "--model m --dataset d --torch_dtype float16 --optim adamw_cpu",
         "--optim: adamw_cpu: cannot undo the loss",
     ),
+    ("sft", "--model m --dataset d --torch_dtype float16 --tuner_type full", "--torch_dtype: float16: its loss"),
     ("sft", "--model m --dataset d --num_generations 4", "--num_generations: 4: not a flag of swift sft"),
     ("infer", "--val_dataset d", "--model: missing"),
     ("infer", "--model m --infer_backend lmdeploy", "--infer_backend: lmdeploy: not a choice"),

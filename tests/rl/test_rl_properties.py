@@ -131,7 +131,7 @@ def test_the_effective_sample_size_is_a_share_and_whole_for_equal_weights(stream
 
     def share(values_T):
         means, _ = mismatch_statistics(values_T, torch.zeros_like(values_T), packing["mask_T"], threshold=2.0)
-        return effective_sample_size(means["mismatch/ratio_mean"], means["mismatch/ratio_squared"])
+        return effective_sample_size(*means["mismatch/ratio_mean"].tolist(), float(means["mismatch/ratio_squared"][0]))
 
     assert 1 / packing["mask_T"].sum() - 1e-12 <= share(eta_T) <= 1 + 1e-12
     assert share(torch.full_like(eta_T, 0.7)) == pytest.approx(1.0)

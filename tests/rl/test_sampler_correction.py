@@ -47,7 +47,7 @@ def test_statistics_are_those_of_the_unclamped_ratios():
     assert round(reduced["mismatch/ratio_mean"], 6) == 1.326084
     assert round(reduced["mismatch/k3"], 6) == 0.286084
     assert reduced["mismatch/clipped_frac"] == 0.2
-    ess = effective_sample_size(means["mismatch/ratio_mean"], means["mismatch/ratio_squared"])
+    ess = effective_sample_size(*means["mismatch/ratio_mean"].tolist(), float(means["mismatch/ratio_squared"][0]))
     assert round(ess, 6) == 0.718417
     assert extremes["mismatch/ratio_max"].item() == pytest.approx(math.e)
 
@@ -55,7 +55,7 @@ def test_statistics_are_those_of_the_unclamped_ratios():
 def test_statistics_of_no_token_are_empty():
     means, extremes = mismatch_statistics(ETA_T, torch.zeros(5), torch.zeros(5), threshold=2.0)
     assert extremes == {} and means["mismatch/ratio_mean"].tolist() == [0.0, 0.0]
-    assert effective_sample_size(means["mismatch/ratio_mean"], means["mismatch/ratio_squared"]) == 0.0
+    assert effective_sample_size(0.0, 0.0, 0.0) == 0.0
 
 
 def test_a_token_without_a_sampler_logprob_is_not_corrected():

@@ -23,6 +23,7 @@ from grpo_parts import colocate, local
 from preloaded import run_ranks
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from swift.models.forward import TokenSequence
 from swift.models.reference import AdapterOffReference, FrozenReference, StartAdapterReference
 from swift.models.sharded import gathered, is_zero3, whole_shape
 from swift.models.sharded_sampling import sampling_from
@@ -76,7 +77,8 @@ def load(task: dict[str, Any]) -> tuple[Any, Any]:
     kind = task.get("policy", "full")
     if kind == "full":
         model = base()
-        return model, FrozenReference(base(), moves="moves" in task)
+        other = AutoModelForCausalLM.from_pretrained(task[task["reference"]]) if "reference" in task else base()
+        return model, FrozenReference(other, moves="moves" in task)
     if kind == "adapter":
         model = PeftModel.from_pretrained(base(), task["adapter"], is_trainable=True)
         return model, StartAdapterReference(model)
@@ -208,6 +210,7 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
         "adapter": adapter,
         "reference": reference_weights(trainer),
         "share": share_of_reference(trainer),
+        "scores": str(trainer.logprobs.score([TokenSequence([1, 2], [3, 4])]).dtype),
         "controller": asdict(controller) if (controller := trainer.entropy.controller) is not None else None,
         "ranks": trainer.collectives.all_gather(turns),
         "tokens": [list(c.token_ids) for one in trainer.rounds for group in one.groups for c in group.completions],

@@ -36,6 +36,7 @@ EVERYTHING = {
 }
 KINDS = {
     "full": FULL,
+    "other": {**FULL, "reference": "llama"},
     "lora": {**FULL, "policy": "lora"},
     "adapter": {**FULL, "policy": "adapter"},
     "skipping": {
@@ -72,6 +73,8 @@ RUNS = {
     "fsdp": ("full", FSDP),
     "fsdp-on-shards": ("full", {**FSDP, "gather": False}),
     "fsdp-shard_grad_op": ("full", {"fsdp": "shard_grad_op"}),
+    "fsdp-other": ("other", FSDP),
+    "fsdp-shard_grad_op-adapter": ("adapter", {"fsdp": "shard_grad_op"}),
     "fsdp-lora": ("lora", FSDP),
     "fsdp-adapter": ("adapter", FSDP),
     "fsdp-skipping": ("skipping", FSDP),
@@ -130,7 +133,9 @@ def common(nano_folders, folder):
         if parameter.requires_grad:
             parameter.data.normal_(0, 0.1)
     policy.save_pretrained(folder / "adapter")
-    return {"model": str(nano_folders["qwen2"]), "adapter": str(folder / "adapter")}
+    return {name: str(nano_folders[one]) for name, one in (("model", "qwen2"), ("llama", "llama"))} | {
+        "adapter": str(folder / "adapter")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -236,6 +241,7 @@ def test_everything_in_the_objective_acted(alone, kind):
 
 def test_masters_are_float32_and_everyone_else_sees_bfloat16(alone, sharded, folder):
     ours, theirs = sharded["fsdp-bf16"], alone["bf16"]
+    assert ours["scores"] == theirs["scores"] == "torch.float32"
     assert {tensor.dtype for tensor in ours["synced"].values()} == {torch.bfloat16}
     assert any((value != value.bfloat16()).any() for value in ours["state"].values()), "what is trained has more digits"
     assert gap(ours["synced"], theirs["synced"]) < 2e-3

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from swift.errors import NumericError, SwiftError
 from swift.models.forward import TokenSequence
 from swift.models.quantisation import is_quantised, rounds_activations
+from swift.models.sharded import exchanged
 from swift.rollout.engines.base import Capabilities, InferenceEngine
 from swift.rollout.engines.process import same_randomness
-from swift.rollout.parity.noise import applied, make_noise
+from swift.rollout.parity.noise import make_noise
 from swift.rollout.parity.tolerance import Gaps, Limits, Sample, Verdict, contract_faults, limits_for, measure
 from swift.rollout.seeds import sample_seed
 from swift.rollout.weights.base import dtype_name
@@ -178,11 +179,11 @@ class ParityCheck:
                 return self._report(stages)
             noise = make_noise(self.model, seed=self.seed, adapter_only=self.adapter_only)
             if self.capabilities.shares_weights:  # it follows the noise without a sync
-                with applied(self.model, noise):
+                with exchanged(self.model, noise):
                     stages.append(self._compare(NOISY, self._version(), requests=self._requests[::SAMPLES]))
                 return self._report(stages)
             self.weight_sync.separate()  # the noise stands in for parameters that are put aside meanwhile
-            with applied(self.model, noise):
+            with exchanged(self.model, noise):
                 self.weight_sync.rehearse()
                 stages.append(self._compare(NOISY, REHEARSAL))
             self.weight_sync.refresh()

@@ -10,14 +10,12 @@ gathered, exchanged and put back by `swift.models.sharded`, on all ranks togethe
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
-from swift.models.sharded import exchanged, gathered, whole_shape
+from swift.models.sharded import gathered, whole_shape
 from swift.rollout.seeds import sample_seed
 
 RELATIVE = 0.5
@@ -38,17 +36,6 @@ _BLOCK = 1_000_003
 _LORA_B = re.compile(r"\blora_(embedding_)?B\b")
 _VECTORS = re.compile(r"(norm|\bln_)[^.]*\.weight$|\.bias$")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-
-
-@contextlib.contextmanager
-def applied(model: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
-    """The parameters hold these values inside the block; a collective when they are sharded."""
-    _reshard(model)
-    try:
-        with exchanged(dict(model.named_parameters()), values):
-            yield
-    finally:
-        _reshard(model)
 
 
 def make_noise(model: nn.Module, *, seed: int, adapter_only: bool) -> dict[str, Tensor]:
@@ -89,13 +76,6 @@ def _has_noise(name: str, dimensions: int) -> bool:
     """Whether a parameter is in use, and one that any value suits: a matrix, a norm or a bias."""
     unused = "lora_" in name or ".original_module." in name
     return not unused and (dimensions > 1 or bool(_VECTORS.search(name)))
-
-
-def _reshard(model: nn.Module) -> None:
-    """FSDP2 keeps the outermost parameters whole after a forward pass: copies that an exchange of shards would miss."""
-    for module in model.modules():
-        if callable(reshard := getattr(module, "reshard", None)):
-            reshard()
 
 
 def _with_noise(name: str, tensor: Tensor, seed: int) -> Tensor:

@@ -130,7 +130,7 @@ def sample_blocks(
 @torch.no_grad()
 def stream_features(network: FeatureNetwork, inputs: dict[str, Any], spans: Tensor) -> Tensor:
     """One vector [S, D] for each of the spans [S, g] of a stream, whose tokens may lie apart."""
-    with network.active() as module:
+    with network.model.active() as module:
         output = module(**inputs, logits_to_keep=1, output_hidden_states=True, use_cache=False)
     size = spans.shape[1]
     tokens = network.of_tokens([one[0, spans.flatten()] for one in output.hidden_states])

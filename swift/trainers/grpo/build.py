@@ -12,7 +12,9 @@ from transformers import set_seed
 from transformers.utils import logging
 
 from swift.devices import own_device
+from swift.errors import ConfigError
 from swift.models import load_policy, load_reference
+from swift.models.attention.interface import transformers_model
 from swift.models.policy import load_config
 from swift.models.sharded_sampling import sampling_from
 from swift.models.source import locate
@@ -55,8 +57,11 @@ if TYPE_CHECKING:
     from swift.trainers.grpo.trainer import GRPOTrainer
 
 
-def load_models(args: Any) -> tuple[Any, Any]:
-    """The policy on this process's device and, with beta > 0, its reference."""
+def load_models(args: Any, num_tokens: int) -> tuple[Any, Any]:
+    """The policy on this process's device and, with beta > 0, its reference.
+
+    Raises ConfigError: the reference does not know as many tokens as the tokenizer.
+    """
     logging.disable_progress_bar()  # ours is the only one
     device = own_device()
     set_seed(args.seed)  # fresh adapter weights depend on the seed only
@@ -64,7 +69,15 @@ def load_models(args: Any) -> tuple[Any, Any]:
     if args.beta == 0:
         return policy, None
     on_host = bool(args.sharded_by)  # it comes to the device when most of the policy has left it
-    return policy, load_reference(args, policy, moves=args.sync_ref_model, on_host=on_host)
+    reference = load_reference(args, policy, moves=args.sync_ref_model, on_host=on_host)
+    with reference.active() as module:
+        known = transformers_model(module).config.get_text_config().vocab_size
+    if known < num_tokens:
+        raise ConfigError(
+            f"--ref_model: {args.ref_model}: knows {known} tokens, and the tokenizer of --model has {num_tokens}; "
+            "give a model with the same tokenizer"
+        )
+    return policy, reference
 
 
 def build_watchdog(run: Attempt) -> Watchdog:

@@ -95,9 +95,8 @@ def summarise(
         report.merge(other)
     values = {"loss": report.pop("loss").total, **report.results()}
     if values.pop("mismatch/ratio_squared", None) is not None:
-        ratios = [report[f"mismatch/ratio_{name}"] for name in ("mean", "squared")]
-        sums = [torch.tensor([one.total, one.weight], dtype=torch.float64) for one in ratios]
-        values["mismatch/ess"] = effective_sample_size(*sums)
+        mean, squared = (report[f"mismatch/ratio_{name}"] for name in ("mean", "squared"))
+        values["mismatch/ess"] = effective_sample_size(mean.total, mean.weight, squared.total)
     if not settings.comparable_sampling:
         values["mismatch/biased"] = 1.0
     chosen = batch.global_batch(batch.global_batch_index)

@@ -28,7 +28,7 @@ def run(resolved: Resolved) -> int:
         NumericError: rollout engine and trainer disagree, or gradients stay non-finite.
         Interrupted: a signal came; the checkpoint is saved.
     """
-    from swift.trainers.session import SignalTrap, find_start, join_processes, require_packages
+    from swift.trainers.session import SignalTrap, find_start, join_processes, leave_processes, require_packages
 
     args: Any = resolved.args
     require_packages(args)
@@ -51,6 +51,7 @@ def run(resolved: Resolved) -> int:
                 _load_and_train(resolved, parts, trap)
         finally:
             parts.rewards.close()
+    leave_processes(collectives)
     return 0
 
 
@@ -74,7 +75,7 @@ def _load_and_train(resolved: Resolved, parts: Parts, trap: SignalTrap) -> None:
         from swift.trainers.engines import build_engines
         from swift.trainers.grpo.build import load_models
 
-        model, reference = load_models(parts.args)
+        model, reference = load_models(parts.args, len(parts.template.tokenizer))
         setup = build_engines(parts, model)
     with contextlib.closing(setup):
         from swift.data.loading import write_examples

@@ -214,7 +214,8 @@ class GRPOTrainer(AtomicTrainer):
         """Forward and backward of one global batch; see `GlobalBatchStep.run`."""
         report = StepMetrics()
         if not self.planner.ready:
-            state = self.optimizer is not None and bool(self.optimizer.state)
+            on_host = self.args.optim == "adamw_cpu"
+            state = on_host or (self.optimizer is not None and bool(self.optimizer.state))
             self.planner.measure(whole_logits=self._whole_logits is not None, has_state=state)
         if self.alignment is not None and inputs.position == 0 and inputs.arriving is None:
             self.alignment.look(inputs)

@@ -28,7 +28,7 @@ def reference_parts(args: Any, model: Any) -> dict[str, Any]:
     """What TRL's trainers of DPO and KTO take beside the model: the reference, if it has weights of its own."""
     if args.precompute_ref_log_probs and args.ref_model in (None, args.model):
         return {}
-    reference = load_reference(args, model)
+    reference = load_reference(args, model, on_host=bool(args.sharded_by))
     return {"ref_model": reference.module} if isinstance(reference, FrozenReference) else {}
 
 

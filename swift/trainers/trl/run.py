@@ -19,6 +19,7 @@ from swift.trainers.session import (
     SignalTrap,
     find_start,
     join_processes,
+    leave_processes,
     open_run,
     require_packages,
 )
@@ -60,6 +61,7 @@ def run(resolved: Resolved) -> int:
     lines += [*start.notes, plan_line(args, train, collectives.world_size)]
     with SignalTrap() as trap:
         _train(resolved, method, collectives, start, template, train, val, lines, trap)
+    leave_processes(collectives)
     return 0
 
 
