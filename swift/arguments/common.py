@@ -83,6 +83,6 @@ def float16_problems(args: Any) -> Iterator[str]:
     has_head = getattr(args, "rlhf_type", None) in ("rm", "prm")
     if not args.deepspeed and (args.tuner_type == "full" or args.modules_to_save or has_head):
         yield (
-            "--torch_dtype: float16: its loss scaling needs other weights than whole ones to train; "
+            "--torch_dtype: float16: its loss scaling does not work where float16 weights themselves are trained; "
             "use --torch_dtype bfloat16 or float32, or --deepspeed zero2"
         )

@@ -184,7 +184,7 @@ def test_processes_of_vllm_get_the_cores_and_devices_of_the_spec(monkeypatch):
                 "Free memory on device cuda:0 (1/80 GiB) on startup is less than desired GPU memory utilization"
             ),
             ResourceError,
-            "; lower --vllm_gpu_memory_utilization to what the trainer leaves free",
+            "; lower --vllm_gpu_memory_utilization to the share that is free",
         ),
         (AssertionError("Expandable segments are not compatible with memory pool"), ConfigError, "; unset it"),
         (RuntimeError("create shm in SHMManager failed. errno: 17"), ResourceError, "remove /dev/shm/*-cpushm_*"),

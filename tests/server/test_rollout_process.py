@@ -168,6 +168,35 @@ def test_a_hung_engine_becomes_a_new_process_at_the_same_port_until_restarts_are
     engine.close()
 
 
+KEEPS = """
+import os
+import signal
+from swift.plugin import inference_backends
+from swift.rollout.engines.transformers import build
+
+
+def keeping(spec):
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    except BaseException:
+        pass
+    return build(spec)
+
+
+inference_backends["keeping"] = keeping
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_that_a_library_keeps_ends_the_start(nano_folders, tmp_path):
+    plugin = tmp_path / "keeping_engine.py"
+    plugin.write_text(KEEPS)
+    words = ["--infer_backend", "keeping", "--external_plugins", str(plugin)]
+    server = Server(nano_folders["qwen2"], tmp_path, *words, wait=False)
+    assert server.process.wait(END_LIMIT_S) == 0
+    assert "swift: stopped before it was ready" in server.text()
+
+
 @pytest.mark.slow
 def test_a_signal_during_the_start_leaves_no_process(nano_folders, tmp_path):
     server = Server(nano_folders["qwen2"], tmp_path, "--vllm_data_parallel_size", "2", wait=False)

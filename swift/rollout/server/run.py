@@ -129,6 +129,8 @@ def serve(args: Any, plan: Plan) -> int:
         signals = stack.enter_context(Signals())
         try:
             service = _start(args, plan, stack, before_restart)
+            if signals.closing:  # one came in a callback of a library, which kept what it raised
+                raise Stopped
             dead, copy = listen(service, listener, args.host, signals) or (None, None)
             wanted = isinstance(dead, RestartWanted)
             if copy is not None and len(plan.specs) == 1 and (wanted or may_start_again(args.engine_restarts)):

@@ -138,9 +138,7 @@ def _start_error(spec: EngineSpec, error: Exception) -> SwiftError:
     if re.search("expandable.segments", str(error), re.IGNORECASE):
         return ConfigError(f"PYTORCH_CUDA_ALLOC_CONF: expandable_segments: vLLM refuses it ({line}); unset it")
     if "on startup" in line and "utilization" in line:
-        return ResourceError(
-            f"engine: vllm: {line}; lower --vllm_gpu_memory_utilization to what the trainer leaves free"
-        )
+        return ResourceError(f"engine: vllm: {line}; lower --vllm_gpu_memory_utilization to the share that is free")
     if re.search(r"\bmemory\b|kv cache", line, re.IGNORECASE) and not isinstance(error, AttributeError):
         return ResourceError(
             f"engine: vllm: {line}; lower --vllm_max_model_len, --vllm_max_num_seqs or --vllm_gpu_memory_utilization"
