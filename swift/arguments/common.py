@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from swift.data.arguments import StreamArguments
 from swift.flags import flag
+from swift.models.arguments import TunerArguments
+from swift.trainers.arguments import OptimizationArguments, RunArguments, TrainerArguments
 
 GROUPS = (
     "Model",
@@ -86,3 +89,19 @@ def float16_problems(args: Any) -> Iterator[str]:
             "--torch_dtype: float16: its loss scaling does not work where float16 weights themselves are trained; "
             "use --torch_dtype bfloat16 or float32, or --deepspeed zero2"
         )
+
+
+@dataclass(kw_only=True)
+class TrainerModeArguments(
+    CommonArguments, RunArguments, TrainerArguments, OptimizationArguments, StreamArguments, TunerArguments
+):
+    """What the modes have whose trainer is TRL's or transformers'."""
+
+    load_from_cache_file: bool = flag(True, group="Data", everyday=False)
+    """Whether tokenised rows of an earlier run with equal rows and settings are used again."""
+
+    def problems(self) -> Iterator[str]:
+        yield from model_missing(self)
+        yield from training_data_missing(self)
+        yield from float16_problems(self)
+        yield from self.tuner_problems()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from swift.arguments.common import CommonArguments, float16_problems, model_missing, training_data_missing
+from swift.arguments.common import CommonArguments, model_missing, training_data_missing
 from swift.arguments.ebft import FeatureArguments
 from swift.arguments.rlhf import MethodArguments
 from swift.data.arguments import DataArguments
@@ -43,7 +43,6 @@ class StridedArguments(
         """What is wrong with these settings, one line each."""
         yield from model_missing(self)
         yield from training_data_missing(self)
-        yield from float16_problems(self)
         shortest = self.ebft_context_length + self.ebft_generate_max_len
         if self.max_length is not None and self.max_length < shortest:
             yield (

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from swift.arguments.common import CommonArguments, float16_problems, model_missing, training_data_missing
+from swift.arguments.common import TrainerModeArguments
 from swift.arguments.rlhf import MethodArguments
-from swift.data.arguments import StreamArguments
 from swift.flags import flag
-from swift.models.arguments import TunerArguments
-from swift.trainers.arguments import OptimizationArguments, RunArguments, TrainerArguments
 from swift.trainers.preferences.arguments import (
     BetaArguments,
     CPOParameters,
@@ -23,28 +20,11 @@ from swift.trainers.preferences.arguments import (
 
 
 @dataclass(kw_only=True)
-class PreferenceArguments(
-    CommonArguments,
-    RunArguments,
-    TrainerArguments,
-    OptimizationArguments,
-    StreamArguments,
-    TunerArguments,
-    MethodArguments,
-):
+class PreferenceArguments(TrainerModeArguments, MethodArguments):
     """What all methods that learn from given preferences have."""
 
     max_length: int | None = flag(at_least=1, group="Data", unset="the model's context")
     """Maximum length of prompt and answer together, in tokens. Longer rows are left out and counted."""
-
-    load_from_cache_file: bool = flag(True, group="Data", everyday=False)
-    """Whether tokenised rows of an earlier run with equal rows and settings are used again."""
-
-    def problems(self) -> Iterator[str]:
-        yield from model_missing(self)
-        yield from training_data_missing(self)
-        yield from float16_problems(self)
-        yield from self.tuner_problems()
 
 
 @dataclass(kw_only=True)

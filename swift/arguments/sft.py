@@ -6,19 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from swift.arguments.common import CommonArguments, float16_problems, model_missing, training_data_missing
-from swift.data.arguments import StreamArguments
+from swift.arguments.common import TrainerModeArguments
 from swift.flags import flag
-from swift.models.arguments import TunerArguments
-from swift.trainers.arguments import OptimizationArguments, RunArguments, TrainerArguments
 
 LossScale = Literal["default", "last_round", "all", "ignore_empty_think", "last_round+ignore_empty_think"]
 
 
 @dataclass(kw_only=True)
-class LanguageModelingArguments(
-    CommonArguments, RunArguments, TrainerArguments, OptimizationArguments, StreamArguments, TunerArguments
-):
+class LanguageModelingArguments(TrainerModeArguments):
     """What `swift sft` and `swift pt` have in common."""
 
     max_length: int | None = flag(
@@ -53,14 +48,7 @@ class LanguageModelingArguments(
     router_aux_loss_coef: float | None = flag(at_least=0, group="Objective", everyday=False, unset="the model's own")
     """Coefficient of the load-balancing loss of mixtures of experts."""
 
-    load_from_cache_file: bool = flag(True, group="Data", everyday=False)
-    """Whether tokenised rows of an earlier run with equal rows and settings are used again."""
-
     def problems(self) -> Iterator[str]:
-        yield from model_missing(self)
-        yield from training_data_missing(self)
-        yield from float16_problems(self)
-        yield from self.tuner_problems()
         if self.torch_compile and (self.packing or self.padding_free):
             which = "packing" if self.packing else "padding_free"
             yield (

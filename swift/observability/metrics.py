@@ -94,7 +94,6 @@ class MetricStore:
         self._step, self._window = Values(), Values()
         self._phases: dict[str, float] = {}
         self._timing = False
-        self._last_step: int | None = None
         self._step_began = clock()
 
     # --- collecting -----------------------------------------------------------------------------------------------
@@ -136,10 +135,8 @@ class MetricStore:
 
     # --- steps and windows ----------------------------------------------------------------------------------------
 
-    def commit(self, step: int) -> dict[str, float]:
+    def commit(self) -> dict[str, float]:
         """End an optimizer step: its values, with `step_time` and `time/<phase>`, join the window, and are returned."""
-        if self._last_step is not None and step <= self._last_step:
-            raise ValueError(f"step {step} was committed after step {self._last_step}")
         now = self._clock()
         outside = self.seconds(*OUTSIDE_STEP)
         self.add("step_time", max(0.0, now - self._step_began - outside))
@@ -149,7 +146,7 @@ class MetricStore:
         for name, value in values.items():
             self._window.combine(name, self._step[name].kind, value)
         self._step, self._phases = Values(), {}
-        self._last_step, self._step_began = step, now
+        self._step_began = now
         return values
 
     def flush(self) -> dict[str, float]:
@@ -167,7 +164,6 @@ class MetricStore:
             "step": {name: astuple(value) for name, value in self._step.items()},
             "window": {name: astuple(value) for name, value in self._window.items()},
             "phases": dict(self._phases),
-            "last_step": self._last_step,
             "elapsed": self._clock() - self._step_began,
         }
 
@@ -177,5 +173,4 @@ class MetricStore:
             Values({name: Value(*value) for name, value in state[part].items()}) for part in ("step", "window")
         )
         self._phases = dict(state["phases"])
-        self._last_step = state["last_step"]
         self._step_began = self._clock() - state["elapsed"]

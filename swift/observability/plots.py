@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from swift.observability.files import writing
 from swift.observability.jsonl import series
-from swift.observability.summary import steps_covered
+from swift.observability.metrics import OUTSIDE_STEP
+from swift.observability.summary import PHASES, steps_covered
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
 Rows = Sequence[Mapping[str, Any]]
 Panel = tuple[str, dict[str, str], dict[str, str]]
 """Title, log key -> label, and evaluation's log key -> label."""
-
-PHASES, BETWEEN_STEPS = ("generate", "reward", "train", "sync", "memory"), ("eval", "save")
-"""The stacked phases, bottom up; they do not overlap."""
 
 _WIDTH_IN, _PANEL_HEIGHT_IN, _DPI = 8.0, 3.0, 110
 _LEFT_IN, _RIGHT_IN, _TOP_IN, _BOTTOM_IN, _BETWEEN_IN = 0.95, 0.2, 0.45, 0.55, 0.55
@@ -173,7 +171,7 @@ def _draw_time(path: Path, rows: Rows) -> None:
         below, heights = heights, [height + value for height, value in zip(heights, values, strict=True)]
         axes.stairs(heights, edges, baseline=below, fill=True, alpha=0.85, label=name)
     width = max(1.0, (edges[-1] - edges[0]) / _NARROWEST)
-    for colour, name in enumerate(BETWEEN_STEPS, start=len(layers)):
+    for colour, name in enumerate(OUTSIDE_STEP, start=len(layers)):
         after = {i: float(row[f"time/{name}"]) for i, row in enumerate(timed[1:]) if row.get(f"time/{name}")}
         if after:
             places = [steps[i] for i in after]
@@ -183,7 +181,7 @@ def _draw_time(path: Path, rows: Rows) -> None:
     _finish(axes, "seconds per step, by phase", steps)
     axes.set_ylim(0.0, max(max(heights) * 1.2, 1e-9))  # room for the legend above the bars
     axes.set_xlabel("optimizer step")
-    axes.legend(loc="upper left", fontsize="small", framealpha=0.7, ncols=len(layers) + len(BETWEEN_STEPS))
+    axes.legend(loc="upper left", fontsize="small", framealpha=0.7, ncols=len(layers) + len(OUTSIDE_STEP))
     _save(axes.figure, path)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from swift.errors import counted
 from swift.observability.jsonl import series
 
-_PHASES = ("generate", "reward", "train", "sync", "memory")
+PHASES = ("generate", "reward", "train", "sync", "memory")
 _FILES = (
     ("logging.jsonl", "all numbers"),
     ("completions.jsonl", "all completions"),
@@ -91,7 +91,7 @@ def _time_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     per_step = sum(row["step_time"] * steps for row, steps in zip(timed, covered, strict=True)) / total
     lines = ["", "time per step"]
     known = 0.0
-    for phase in _PHASES:
+    for phase in PHASES:
         key = f"time/{phase}"
         seconds = [row[key] * steps for row, steps in zip(timed, covered, strict=True) if key in row]
         if seconds:

@@ -14,4 +14,4 @@ def desk(tmp_path, tiny_model, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "RANK", "WORLD_SIZE", "SWIFT_DEBUG", "USE_HF"):
         monkeypatch.delenv(name, raising=False)
-    return Desk(tmp_path, tiny_model, monkeypatch.setenv)
+    return Desk(tmp_path, tiny_model)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +18,6 @@ class Desk:
 
     folder: Path
     model: Path
-    setenv: Callable[[str, str], None]
 
     @property
     def output(self):

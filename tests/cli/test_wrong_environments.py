@@ -32,14 +32,6 @@ ENVIRONMENTS = {
         lambda d: d.rlhf("--gym_env gane", *plugin(d, "envs['game'] = Env")),
         "--gym_env: gane: not a choice; valid: game",
     ),
-    "both": (
-        lambda d: d.rlhf("--gym_env game --multi_turn_scheduler hints"),
-        "--multi_turn_scheduler: hints: together with --gym_env: game",
-    ),
-    "an environment and a rollout function": (
-        lambda d: d.rlhf("--gym_env game --rollout_func f.py:g"),
-        "--rollout_func: f.py:g: together with --gym_env: game",
-    ),
     "an environment that is not named": (
         lambda d: d.rlhf("--use_gym_env true"),
         "--use_gym_env: true: | --gym_env NAME",
@@ -48,7 +40,6 @@ ENVIRONMENTS = {
         lambda d: d.rlhf("--use_gym_env false --gym_env game"),
         "--use_gym_env: false: contradicts --gym_env game",
     ),
-    "turns without a scheduler": (lambda d: d.rlhf("--max_turns 3"), "--max_turns: 3: no effect"),
     "no turns": (lambda d: d.rlhf("--gym_env game --max_turns 0"), "--max_turns: 0: out of range"),
     "turns in words": (lambda d: d.rlhf("--gym_env game --max_turns few"), "--max_turns: few: not a whole number"),
     "unknown scope": (
@@ -62,10 +53,6 @@ ENVIRONMENTS = {
     "environment with weights sharded over ranks": (
         lambda d: d.rlhf("--gym_env game --fsdp full_shard"),
         "--gym_env: game: each rank calls it with its own prompts | --vllm_mode dedicated",
-    ),
-    "rewards of no environment": (
-        lambda d: d.rlhf("--reward_funcs environment"),
-        "--reward_funcs: environment: nothing rewards | --gym_env",
     ),
     "rewards of a scheduler": (
         lambda d: d.rlhf("--reward_funcs accuracy environment --multi_turn_scheduler hints"),

@@ -248,17 +248,3 @@ def test_a_run_that_is_ended_leaves_nothing_behind(cli, whole, number):
     for port in ports:
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"http://127.0.0.1:{port}/", trust_env=False)
-
-
-@needs_atroposlib
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ({"atropos_env": "'"}, "--atropos_env: ': No closing quotation"),
-        ({"atropos_env": "no-such-program serve"}, "--atropos_env: no-such-program serve: no such program"),
-    ],
-)
-def test_a_command_that_cannot_be_started(cli, whole, flags, said):
-    code, _, err = cli.start("run", **{**whole, **flags}).wait()
-    assert (code, said in err) == (2, True), err

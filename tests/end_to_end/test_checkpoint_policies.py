@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from cli_runs import assert_same, attempts, completion_rows, error_lines, log_rows, state_files
+from cli_runs import assert_same, attempts, completion_rows, log_rows, state_files
 
 from swift.trainers.checkpoint import list_checkpoints
 
@@ -69,14 +69,10 @@ def test_two_processes_end_with_the_best_checkpoint_too(cli):
     assert "world_size" not in json.loads((folder / "args.json").read_text())
 
 
-def test_the_last_step_is_always_saved_and_weights_alone_cannot_be_resumed(cli):
+def test_the_last_step_is_always_saved(cli):
     folder, _, _ = cli.finish("weights", max_steps=3, save_strategy="no", save_only_model="true")
     assert names(folder) == ["checkpoint-3"]
     assert not (folder / "checkpoint-3" / "optimizer.pt").exists()
-    code, _, err = cli.start("weights", max_steps=4, resume_from_checkpoint="last").wait()
-    assert code == 2
-    (line,) = error_lines(err)
-    assert "holds the weights only" in line
 
 
 def test_a_finished_run_resumes_to_its_end_at_once_and_can_be_prolonged(cli):

@@ -59,24 +59,6 @@ def test_vllm_in_a_process_of_its_own(cli, colocated):
     assert (folder / "logs" / "attempt-1" / "engine-0.log").is_file()
 
 
-@pytest.mark.long
-def test_merged_adapters_reach_vllm(cli):
-    folder, _, _ = cli.finish("merged", **VLLM | {"tuner_type": "lora", "learning_rate": 1e-2})
-    agrees(folder)
-
-
-@pytest.mark.long
-def test_sampling_ahead_without_vllm(cli):
-    ahead = {"infer_backend": "transformers", "vllm_mode": "dedicated", "async_generate": "true"}
-    folder, out, err = cli.finish("ahead", **STEPS, **ahead)
-    rows = log_rows(folder)
-    assert [row["off_policy/max"] for row in rows] == [0, 1, 1]
-    assert rows[0]["mismatch/logp_abs_diff_max"] <= 1e-5
-    again, _, _ = cli.finish("again", **STEPS, **ahead)
-    assert sampled(again) == sampled(folder)
-    assert "1 generation batch ahead" in out + err
-
-
 TWO_RANKS = {**VLLM, "vllm_mode": "colocate", "per_device_train_batch_size": 2, "variables": {"NPROC_PER_NODE": 2}}
 
 

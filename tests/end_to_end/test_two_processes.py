@@ -116,13 +116,6 @@ def test_the_death_of_one_rank_ends_all_with_one_line(cli, rank):
     assert [row["step"] for row in log_rows(folder)] == list(range(1, step + 3))
 
 
-@LONG
-def test_the_death_of_the_launcher_ends_all(cli):
-    run = cli.start("headless", variables=TWO, max_steps=2000)
-    assert run.until(lambda: last_step(run.folder) >= 1)
-    run.kill()
-
-
 def test_failing_rewards_end_all_ranks_with_one_line(cli):
     run = cli.start("judged", variables={**TWO, "FAIL_FROM_STEP": 2}, max_steps=2000)
     assert run.until(lambda: last_step(run.folder) >= 1)

@@ -212,6 +212,7 @@ def infos(**shapes):
 def test_an_update_names_what_is_missing_unknown_or_of_another_shape(tmp_path):
     expected = checkpoint(tmp_path, {"a.weight": torch.zeros(2, 3), "b.weight": torch.zeros(4)})
     assert expected.check(infos(a__weight=(2, 3), b__weight=(4,))) == []
+    assert expected.check(infos(a__weight=(2, 3), b__weight=(4,)) * 2)[0] == "a.weight comes twice"
     assert expected.check(infos(a__weight=(3, 2), c__weight=(1,))) == [
         "a.weight has shape [3, 2], the engine's [2, 3]",
         "c.weight is not one of the model's (nearest: b.weight)",

@@ -33,15 +33,15 @@ def test_values_are_folded_by_their_type():
         store.add("b", value, kind="max")
         store.add("c", value, kind="min")
         store.add("d", value, kind="sum")
-    assert without_time(store.commit(1)) == {"a": 3.0, "b": 5.0, "c": 1.0, "d": 6.0}
+    assert without_time(store.commit()) == {"a": 3.0, "b": 5.0, "c": 1.0, "d": 6.0}
 
 
 def test_a_window_averages_means_over_the_steps_that_had_them():
     store = MetricStore()
     store.add_many({"reward": 1.0, "loss": 2.0, "health/failed": 1.0})
-    store.commit(1)
+    store.commit()
     store.add_many({"loss": 4.0, "health/failed": 2.0})
-    store.commit(2)
+    store.commit()
     assert without_time(store.flush()) == {"reward": 1.0, "loss": 3.0, "health/failed": 3.0}
     assert store.flush() == {}
 
@@ -72,14 +72,7 @@ def test_a_value_that_is_not_a_number_stays_visible():
     store = MetricStore()
     store.add("a", math.nan, kind="max")
     store.add("a", 1.0, kind="max")
-    assert math.isnan(store.commit(1)["a"])
-
-
-def test_steps_ascend():
-    store = MetricStore()
-    store.commit(3)
-    with pytest.raises(ValueError, match="step 3 was committed after step 3"):
-        store.commit(3)
+    assert math.isnan(store.commit()["a"])
 
 
 def test_phases_and_step_time_and_speed():
@@ -91,7 +84,7 @@ def test_phases_and_step_time_and_speed():
         clock.now += 1.0
     clock.now += 0.5
     store.add("tokens/trained", 700.0)
-    values = store.commit(1)
+    values = store.commit()
     assert values == {"tokens/trained": 700.0, "step_time": 3.5, "time/generate": 2.0, "time/train": 1.0}
     assert store.flush()["tokens_per_s"] == 200.0
 
@@ -102,7 +95,7 @@ def test_what_evaluation_generates_is_time_of_evaluation_and_no_part_of_a_step()
     with store.timer("eval"), store.timer("generate"):
         clock.now += 9.0
     clock.now += 1.0
-    assert store.commit(1) == {"step_time": 1.0, "time/eval": 9.0}
+    assert store.commit() == {"step_time": 1.0, "time/eval": 9.0}
 
 
 def test_training_waits_for_rollouts_as_a_share_of_all_steps():
@@ -136,7 +129,7 @@ def test_a_timer_counts_when_its_body_raises():
         raise KeyError
     with store.timer("train"):
         clock.now += 1.0
-    values = store.commit(1)
+    values = store.commit()
     assert (values["time/reward"], values["time/train"]) == (3.0, 1.0)
 
 
@@ -156,7 +149,7 @@ def test_a_resumed_store_logs_the_same_bits(steps, cut, inside):
                 store.add(name, value)
             if resume and number == cut and inside:
                 store = reload(store)
-            store.commit(number)
+            store.commit()
         return store.flush()
 
     def reload(store):
@@ -173,7 +166,7 @@ def test_the_state_keeps_values_that_are_not_finite():
     store.add("b", math.nan)
     fresh = MetricStore()
     fresh.load_state_dict(decode(encode(store.state_dict()), dict))
-    values = fresh.commit(1)
+    values = fresh.commit()
     assert values["a"] == math.inf
     assert math.isnan(values["b"])
 

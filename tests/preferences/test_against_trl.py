@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from oracle import first_step
 from small_pairs import sums
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
@@ -39,14 +40,6 @@ FLAGS = {
     "cpo": ("--label_smoothing", "0.1"),
     "rm": ("--center_rewards_coefficient", "0.01"),
 }
-
-
-def first_step(trainer):
-    """Loss and gradient of the first batch."""
-    batch = next(iter(trainer.get_train_dataloader()))
-    loss = trainer.compute_loss(trainer.model.train(), trainer._prepare_inputs(batch))
-    loss.backward()
-    return loss.item(), {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
 
 
 def bare(case, resolved, folder):

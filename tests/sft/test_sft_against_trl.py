@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from oracle import first_step
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer, pack_dataset
 
@@ -51,14 +52,6 @@ def bare(argv, folder, **options):
     )  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(args["--model"])
     return SFTTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer)
-
-
-def first_step(trainer):
-    """Loss and gradient of the first batch."""
-    batch = next(iter(trainer.get_train_dataloader()))
-    loss = trainer.compute_loss(trainer.model.train(), trainer._prepare_inputs(batch))
-    loss.backward()
-    return loss.item(), {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
 
 
 CASES = {

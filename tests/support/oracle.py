@@ -25,6 +25,14 @@ def run(engine, requests):
     return [done[request.request_id] for request in requests]
 
 
+def first_step(trainer):
+    """Loss and gradient of the first batch."""
+    batch = next(iter(trainer.get_train_dataloader()))
+    loss = trainer.compute_loss(trainer.model.train(), trainer._prepare_inputs(batch))
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
+
+
 @torch.no_grad()
 def all_logprobs(model, prompt, ids, temperature=1.0):
     """[T, V]: the distribution of each token of a completion."""

@@ -115,13 +115,6 @@ def _times_per_epoch(name: str) -> Rule:
     return rule
 
 
-def _adapter(draft: Draft, key: str, raw: Any) -> None:
-    if raw in ("lora", "qlora"):
-        draft.take(key, "tuner_type", "lora")
-    else:
-        draft.take(key, "tuner_type", raw)
-
-
 def _deepspeed(draft: Draft, key: str, raw: Any) -> None:
     """A file of Axolotl's, by its name; another file as it is."""
     stage = re.match(r"zero([123])", Path(str(raw)).name)
@@ -198,7 +191,7 @@ RULES: dict[str, Rule] = {
     "eval_sample_packing": same("as --packing"),
     "pad_to_sequence_len": same("changes speed alone"),
     "excess_length_strategy": Renamed("truncation_strategy", {"drop": "delete", "truncate": "right"}),
-    "adapter": _adapter,
+    "adapter": Renamed("tuner_type", {"qlora": "lora"}),
     "lora_r": Renamed("lora_rank"),
     "lora_target_modules": trl.take_targets,
     "lora_target_linear": where_true(target_modules="all-linear"),

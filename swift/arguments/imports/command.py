@@ -46,8 +46,8 @@ class Imported:
 
     def settings(self) -> dict[str, Any]:
         """The keys of our file."""
-        method = {} if self.command != "rlhf" else {"rlhf_type": command_of(self.draft.mode).rpartition(" ")[2]}
-        method = {"rlhf_type": "grpo"} if self.draft.mode == "rlhf" else method
+        words = ["--rlhf_type", "grpo"] if self.draft.mode == "rlhf" else command_of(self.draft.mode).split()[1:]
+        method = {flag.removeprefix("--"): value for flag, value in zip(words[::2], words[1::2], strict=True)}
         environment = {"ENV": self.draft.environment} if self.draft.environment else {}
         return {**method, **self.draft.settings, **environment}
 

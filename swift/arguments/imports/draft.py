@@ -167,7 +167,7 @@ def known_mode(name: str, subject: str) -> str:
         ConfigError: we have none of this name.
     """
     mode = "rlhf" if name == "grpo" else name
-    if mode not in ("rlhf", "sft", "pt", *METHODS) or mode not in MODES:
+    if mode not in ("rlhf", "sft", "pt", *METHODS):
         trained = ("sft", "grpo", *METHODS)
         raise ConfigError(f"{subject}: {name}: not a method of swift; valid: {', '.join(trained)}")
     return mode

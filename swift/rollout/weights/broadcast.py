@@ -203,19 +203,16 @@ class BroadcastSender:
         announce: tells the engine what comes (JSON-safe) and returns at once. Returns what waits until the engine has
         it.
         """
+        if (group := self._group) is None:
+            raise SyncFailed(f"weights: {self.backend} broadcast: its group is gone")
         flat, entries = bucket.once("broadcast", lambda: pack(bucket, self.device))
         arrived = announce({"entries": [list(entry) for entry in entries], "size": flat.numel()})
 
         def wait() -> object:
-            bucket.once("broadcast was sent", lambda: self._broadcast(flat))
+            bucket.once("broadcast was sent", lambda: group.broadcast(flat))
             return arrived()
 
         return wait
-
-    def _broadcast(self, flat: Tensor) -> None:
-        if self._group is None:
-            raise SyncFailed(f"weights: {self.backend} broadcast: its group is gone")
-        self._group.broadcast(flat)
 
     def close(self) -> None:
         """End the group: an engine that waits in it fails."""

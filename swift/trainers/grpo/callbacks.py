@@ -35,7 +35,7 @@ class PipelineCallback(TrainerCallback):
                 trainer.metrics.add_phase("wait_rollout", trainer.metrics.seconds("generate", "reward"))
         pipeline.step_done(state.global_step)
         state.epoch = self.epoch()
-        trainer.metrics.commit(state.global_step)
+        trainer.metrics.commit()
         control.should_log |= state.global_step >= state.max_steps
         if trainer.report is not None:
             trainer.report.progress.advance(state.global_step)
