@@ -64,7 +64,12 @@ def score(args: Any, source: ModelSource) -> int:
         scores = model.score(chats) if steps is None else [min(one, default=None) for one in steps]
         for index, number in enumerate(numbers):
             *prompt, answer = chats[index]
-            line = {"row": number, "messages": prompt, "response": answer["content"], "score": scores[index]}
+            line = {
+                "row": number,
+                "messages": prompt,
+                "response": answer["content"],
+                "score": scores[index] if scores[index] == scores[index] else None,
+            }
             more = {} if steps is None else {"step_scores": steps[index]}
             yield {**line, **more, "columns": rows.examples[number].columns}
 

@@ -177,7 +177,8 @@ def is_peft(model: nn.Module) -> bool:
 
 
 def _unwrapped(model: nn.Module) -> Any:
-    """Without DDP and DeepSpeed's engine, both of which call the model `module`."""
+    """Without torch.compile's module, and DDP and DeepSpeed's engine, both of which call the model `module`."""
+    model = getattr(model, "_orig_mod", model)
     return model.module if isinstance(getattr(model, "module", None), nn.Module) else model
 
 

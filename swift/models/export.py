@@ -35,6 +35,8 @@ def merge_adapter(args: CheckpointArguments, output: str | Path) -> Path:
         ConfigError: no adapter, an unfit one, or an `output` that exists and is not empty.
         ResourceError: the folder cannot be written.
     """
+    from safetensors import SafetensorError
+
     from swift.models.policy import pick_dtype
     from swift.models.shard_merge import MergedModel
     from swift.models.tokenizer import load_tokenizer
@@ -57,7 +59,7 @@ def merge_adapter(args: CheckpointArguments, output: str | Path) -> Path:
         if output.exists():
             output.rmdir()  # empty, as checked
         partial.rename(output)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ResourceError(f"--output_dir: {output}: cannot be written ({error})") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # gone already after the rename

@@ -146,16 +146,13 @@ class FeatureNetwork:
         return pool(features, starts, ends, self.method)
 
 
-def load_features(
-    args: Any, policy: nn.Module, reference: ReferenceModel | None = None, *, on_host: bool = False
-) -> FeatureNetwork:
+def load_features(args: Any, policy: nn.Module, reference: ReferenceModel | None = None) -> FeatureNetwork:
     """The feature network of a policy that was just loaded and not yet trained or resumed, by `--ebft_...` settings.
 
     Args:
         args: with those settings.
         policy: what `load_policy` returned, not wrapped.
         reference: the KL reference, which is used if it is the same model.
-        on_host: a copy waits there, see `load_reference`.
 
     Raises:
         ConfigError: the depths of `--ebft_feature_layers` are not different layers.
@@ -163,7 +160,7 @@ def load_features(
     own = copy.copy(args)
     own.ref_model = None
     same = reference is not None and args.ref_model in (None, args.model) and not args.sync_ref_model
-    model = reference if same else load_reference(own, policy, on_host=on_host)
+    model = reference if same else load_reference(own, policy)
     assert model is not None
     try:
         return FeatureNetwork(

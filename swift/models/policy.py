@@ -129,7 +129,11 @@ def load_base(
                 **placed,
             )
     except ImportError as error:
-        raise ResourceError(f"--attn_impl: {args.attn_impl}: {first_line(error)}; use --attn_impl sdpa") from error
+        blamed = args.attn_impl == "flash_attn" and "flash" in str(error).lower()
+        subject, fix = (
+            (f"--attn_impl: {args.attn_impl}", "; use --attn_impl sdpa") if blamed else (f"--model: {folder}", "")
+        )
+        raise ResourceError(f"{subject}: {first_line(error)}{fix}") from error
     settle(model, dtype)
     if reward_head:
         info["missing_keys"] = [name for name in info["missing_keys"] if name.startswith(f"{model.base_model_prefix}.")]

@@ -212,21 +212,19 @@ class StartAdapterReference(ReferenceModel):
         return self.start
 
 
-def load_reference(
-    args: ModelArguments, policy: nn.Module, *, moves: bool = False, on_host: bool = False
-) -> ReferenceModel:
+def load_reference(args: ModelArguments, policy: nn.Module, *, moves: bool = False) -> ReferenceModel:
     """The KL reference of a policy that was just loaded and not yet trained or resumed.
 
     Args:
         args: the settings the policy was loaded with.
         policy: what `load_policy` returned, not wrapped.
         moves: it will be moved towards the policy, so it needs numbers of its own.
-        on_host: a separate model waits in the host's memory for `prepare`; else it is on the policy's device.
 
     Raises:
         ConfigError, ResourceError: as `load_policy`, about `--ref_model`; it is to move and cannot.
     """
-    device = None if on_host else next(policy.parameters()).device
+    # where the policy will be sharded, it comes to the device when most of that has left
+    device = None if args.sharded_by else next(policy.parameters()).device
     reference: ReferenceModel
     if args.ref_model and args.ref_model != args.model:
         reference = FrozenReference(load_other(args.ref_model, args, device), moves=moves)

@@ -46,7 +46,7 @@ class RewardArguments:
     """Time limit of a call of a reward function, in seconds."""
 
     reward_workers: int | None = flag(at_least=1, aliases=("reward_num_workers",), everyday=False)
-    """Number of reward processes per node."""
+    """Number of reward processes, all beside rank 0."""
 
     def problems(self) -> Iterator[str]:
         if self.NEEDS_REWARD and not self.reward_funcs and not self.reward_model:

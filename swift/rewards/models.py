@@ -8,6 +8,8 @@ context lose tokens on the left, and are counted.
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,10 +20,12 @@ from swift.errors import ConfigError, join_problems, unusable
 from swift.models.source import ModelSource, head_of, read_json
 from swift.models.step_scores import DEFAULT_SEPARATOR, SEPARATOR, encode_steps, steps_of
 from swift.rewards.catalogue import model_names
-from swift.types import RolloutGroup
+from swift.types import Completion, RolloutGroup
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 MAX_BATCH_ROWS = 64
 MAX_BATCH_TOKENS = 16_384
@@ -124,6 +128,7 @@ class RewardModel:
                 f"completions cannot be rendered for it; add chat_template.jinja to the folder"
             )
         self._template = Template(tokenizer)
+        self._refused = False
         self._model = _load(source, device, dtype, trust_remote_code, quantised)
         self._device = device
         config = self._model.config.get_text_config()
@@ -136,17 +141,33 @@ class RewardModel:
     def score(
         self, chats: Sequence[Sequence[dict[str, Any]]], on_progress: Callable[[], None] = lambda: None
     ) -> list[float]:
-        """One score per chat; each chat ends with the assistant's turn. `on_progress` is called after each batch."""
-        rows = [self.encode(chat) for chat in chats]
-        scores = [0.0] * len(rows)
+        """One score per chat, which ends with the assistant's turn; NaN where the chat template refuses it.
+
+        `on_progress` is called after each batch.
+        """
+        encoded = [self._encoded(chat) for chat in chats]
+        taken = [index for index, row in enumerate(encoded) if row]
+        scores, rows, chats = [math.nan] * len(chats), [encoded[i] for i in taken], [chats[i] for i in taken]
         # Without a pad token the head reads the last position, so rows cannot share a padded batch.
         max_rows = 1 if self._padding is None else MAX_BATCH_ROWS
         for indexes in batches([len(row) for row in rows], max_rows, MAX_BATCH_TOKENS):
             values = self._values([rows[index] for index in indexes], [chats[index] for index in indexes])
             for index, value in zip(indexes, values, strict=True):
-                scores[index] = value
+                scores[taken[index]] = value
             on_progress()
         return scores
+
+    def _encoded(self, chat: Sequence[dict[str, Any]]) -> list[int]:
+        """Token ids, none of a chat that is refused; the first refusal is logged."""
+        from swift.models.template import RefusedChat
+
+        try:
+            return self.encode(chat)
+        except RefusedChat as error:
+            if not self._refused:
+                logger.warning("reward model %s: a chat has no score, its template refuses it (%s)", self.name, error)
+            self._refused = True
+            return []
 
     def encode(self, chat: Sequence[dict[str, Any]]) -> list[int]:
         """Token ids of a finished chat, at most the model's context, cut on the left and counted."""
@@ -236,6 +257,7 @@ def _load(source: RewardModelSource, device: Any, dtype: torch.dtype, trust_remo
             output_loading_info=True,
             **placed,
         )
+    model.config.get_text_config().use_cache = False  # nobody reads keys and values
     for layer in filter(is_quantised_layer, model.modules()):
         settle(layer, dtype)
     missing = sorted(info["missing_keys"])
@@ -273,6 +295,14 @@ def batches(lengths: Sequence[int], max_rows: int, max_tokens: int) -> Iterator[
         yield batch
 
 
+def _finished(group: RolloutGroup, item: Completion) -> list[dict[str, Any]]:
+    """The conversation up to the last answer: of a trajectory with all its turns."""
+    turns = list(item.episode.messages) if item.episode is not None else []
+    while turns and turns[-1]["role"] != "assistant":
+        turns.pop()
+    return turns or [*group.prompt.messages, {"role": "assistant", "content": item.text}]
+
+
 class RewardModels:
     """All reward models of a run, in the order of `reward_model`."""
 
@@ -284,11 +314,7 @@ class RewardModels:
 
     def score(self, groups: Sequence[RolloutGroup]) -> list[list[list[float]]]:
         """Scores [group][sample][model]; call it on the thread that owns the device."""
-        chats = [
-            [*group.prompt.messages, {"role": "assistant", "content": item.text}]
-            for group in groups
-            for item in group.completions
-        ]
+        chats = [_finished(group, item) for group in groups for item in group.completions]
         columns = []
         for model in self._models:
             began = time.monotonic()

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from swift.devices import allowed_cores
 from swift.errors import RewardError, join_problems
 from swift.plugin import load_external_plugins
 from swift.rewards import selfcheck
@@ -25,7 +26,7 @@ from swift.rewards.contract import Signature, group_keywords
 from swift.rewards.health import Failure, GroupRecord, RewardHealth
 from swift.rewards.payload import Job, LoadSpec, Outcome, Payload, call_seed, is_finite
 from swift.rewards.trl_convention import logged_means
-from swift.rewards.workers import WorkerPool, memory_limit, worker_share
+from swift.rewards.workers import WorkerPool, memory_limit
 from swift.types import GroupScores, Prompt, RolloutGroup, TrainerProgress
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class RewardPipeline:
             timeout_s=float(args.reward_timeout),
             memory_bytes=memory_limit(),
         )
-        self._pool = WorkerPool(spec, num_workers=worker_share(args.reward_workers))
+        self._pool = WorkerPool(spec, num_workers=args.reward_workers or min(8, len(allowed_cores())))
 
     @property
     def needs_whole_batch(self) -> bool:

@@ -33,7 +33,6 @@ from typing import Any, TypeVar
 import psutil
 from pebble import ProcessExpired, ProcessPool
 
-from swift.devices import allowed_cores
 from swift.errors import RewardError, SwiftError
 from swift.rewards import worker
 from swift.rewards.payload import Job, LoadSpec, Outcome
@@ -341,13 +340,6 @@ class WorkerPool:
             os.truncate(path, 0)
             with path.open("a", encoding="utf-8") as log:
                 log.write(f"[{size} bytes of worker output dropped]\n")
-
-
-def worker_share(per_node: int | None) -> int:
-    """This process's share of `reward_workers` (None: one per core of the node, at most 8), at least 1."""
-    if per_node is None:
-        per_node = min(8, len(allowed_cores()))
-    return max(1, per_node // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def memory_limit() -> int:

@@ -343,7 +343,10 @@ class EngineArguments:
     """Share of a device's memory for vLLM. In colocate it must be free beside the trainer's weights at the start."""
 
     vllm_max_model_len: int | None = flag(
-        at_least=1, needs="use_vllm", everyday=False, unset="max_length + max_completion_length"
+        at_least=1,
+        needs="use_vllm",
+        everyday=False,
+        unset="max_length + max_completion_length; in several turns the model's context",
     )
     """Maximum length of prompt and completion, in tokens."""
 

@@ -239,7 +239,8 @@ class Round:
             if self.group_filter is None and launch.index not in self._left:
                 continue
             group, future = self.groups.get(launch.index), self.futures.get(launch.index)
-            if group is not None and self.group_filter is None and future is not None and future.done():
+            fixed = self.group_filter is None
+            if group is not None and group.scores is None and fixed and future is not None and future.done():
                 if future.exception() is not None:
                     break
                 set_scores(group, future.result())

@@ -265,12 +265,15 @@ def _engine_spec(parts: Parts) -> EngineSpec:
     args, placement, longest = parts.args, parts.placement, max_prompt_length(parts.args)
     given = args.lmdeploy_session_len if args.use_lmdeploy else args.vllm_max_model_len
     colocated = placement.mode == "colocate"
+    turns = parts.play is not None and args.rollout_source == "engine"
+    if not given and not (turns and args.completion_length_limit_scope == "per_round"):
+        given = longest and longest + args.max_completion_length
     return spec_from(
         args,
         vllm_share=COLOCATED_SHARE if colocated else 0.9,
         model=str(locate(args).base),
         eos_token_ids=tuple(parts.template.stop_token_ids),
-        max_model_len=given or (longest and longest + args.max_completion_length),
+        max_model_len=given,
         tensor_parallel_size=placement.tensor_parallel_size,
         in_ranks=colocated and placement.tensor_parallel_size > 1,
         sleep=placement.sleep_level > 0,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
 
 from swift.errors import ConfigError
+from swift.models.template import RefusedChat
 from swift.models.tiny import build_tiny, build_tiny_reward_model
 from swift.rewards.arguments import RewardArguments
 from swift.rewards.models import RewardModels, batches, find_reward_models, load_reward_models
+from swift.types import Episode
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +51,37 @@ def test_scores_are_the_heads_output_for_the_rendered_chat(folder, group):
     with torch.no_grad():
         assert row == [pytest.approx(model(input_ids=ids).logits[0, 0].item(), abs=1e-5)]
     assert not any(parameter.requires_grad for parameter in models._models[0]._model.parameters())
+
+
+def test_a_model_sees_the_turns_of_a_trajectory_up_to_the_last_answer(folder, group):
+    models = load_reward_models(model_args(folder), device="cpu")
+    whole, seen = group(["7"]), []
+    chat = [
+        {"role": "user", "content": "guess"}, {"role": "assistant", "content": "5"},
+        {"role": "user", "content": "higher"}, {"role": "assistant", "content": "7"},
+    ]  # fmt: skip
+    whole.completions[0].episode = Episode([*chat, {"role": "user", "content": "right"}], 1, 2)
+    models._models[0].score = lambda chats, on_progress: seen.extend(chats) or [0.0]
+    models.score([whole])
+    assert seen == [chat]
+
+
+def test_a_chat_that_the_template_refuses_has_no_score(folder, group, caplog):
+    models = load_reward_models(model_args(folder), device="cpu")
+    ((wanted,),) = models.score([group(["fine"])])
+    model = models._models[0]
+    encode = model.encode
+
+    def refusing(chat):
+        if chat[-1]["content"] == "no":
+            raise RefusedChat("roles must alternate")
+        return encode(chat)
+
+    model.encode = refusing
+    (rows,) = models.score([group(["no", "fine", "no"])])
+    assert [math.isnan(row[0]) for row in rows] == [True, False, True]
+    assert rows[1] == pytest.approx(wanted, abs=1e-5)
+    assert caplog.text.count("roles must alternate") == 1
 
 
 def test_a_batch_of_different_lengths_gives_the_scores_of_its_rows_alone(folder, group):

@@ -10,7 +10,6 @@ import pytest
 from swift.arguments import parse
 from swift.errors import ConfigError, RewardError
 from swift.rewards.arguments import RewardArguments
-from swift.rewards.workers import worker_share
 from swift.types import GroupScores, Prompt
 
 
@@ -325,12 +324,6 @@ orms["strict"] = strict
     with caplog.at_level(logging.WARNING):
         pipeline(["strict"], source).self_check(rows(solution="4"))
     assert "strict failed on all 3 start-up calls: exception: IndexError" in caplog.text
-
-
-def test_workers_are_shared_by_the_processes_of_a_node(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert [worker_share(count) for count in (1, 8, 10)] == [1, 2, 2]
-    assert 1 <= worker_share(None) <= 2
 
 
 def test_plugins_read_the_resolved_arguments_by_canonical_name_and_alias(plugin, group, progress):

@@ -80,13 +80,11 @@ def test_the_model_is_uploaded_without_what_only_a_resumed_run_needs(sft_argv, m
     (made, repository), (uploaded, what) = asked
     assert (made, uploaded) == ("create_repo", "upload_folder")
     assert repository["repo_id"] == what["repo_id"] == "me/sums"
-    kept = list(
-        huggingface_hub.utils.filter_repo_objects(
-            [path.name for path in (run_dir / "checkpoint-1").iterdir()], ignore_patterns=what["ignore_patterns"]
-        )
-    )
+    sharded = ["global_step2/zero_pp_rank_0_optim_states.pt", "latest", "zero_to_fp32.py", "pytorch_model_fsdp.bin"]
+    names = [*sharded, *(path.name for path in (run_dir / "checkpoint-1").iterdir())]
+    kept = list(huggingface_hub.utils.filter_repo_objects(names, ignore_patterns=what["ignore_patterns"]))
     assert what["folder_path"] == run_dir / "checkpoint-1"
-    assert {"model.safetensors", "config.json", "tokenizer.json"} <= set(kept)
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= set(kept) and not set(kept) & set(sharded)
     assert not [
         name for name in kept if name.startswith(("optimizer", "rng", "scheduler", "trainer", "args", "manifest"))
     ]

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from swift.models.template import Message, Template
 
-_ANSWER = "\ue000"
-"""Stands for the last answer in a rendering: a private character that no template changes."""
+_ANSWER = "\ue000the answer of the policy\ue000"
+"""Stands for the last answer in a rendering: private characters that no template changes."""
 
 
 class HistoryRewritten(ValueError):

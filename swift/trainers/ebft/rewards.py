@@ -32,6 +32,7 @@ from swift.rl.energy import (
 from swift.rollout.round_result import fault
 from swift.rollout.samples import TrainSample
 from swift.trainers.ebft.references import References
+from swift.trainers.token_budget import MOST_TOKENS
 from swift.types import Completion, RolloutGroup
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def attach(run: Attempt, trainer: GRPOTrainer, model: Any) -> None:
     args, parts = run.parts.args, run.parts
     assert parts.references is not None, "prepared for another mode"
     report = parts.source.report
-    network = load_features(args, model, trainer.reference, on_host=bool(args.sharded_by))
+    network = load_features(args, model, trainer.reference)
     if network.model not in trainer.frozen:
         trainer.frozen.append(network.model)
     trainer.pipeline.features = FeatureRewards(
@@ -60,7 +61,7 @@ def attach(run: Attempt, trainer: GRPOTrainer, model: Any) -> None:
         shrinkage=args.ebft_whitening_shrinkage,
         rl_coef=args.ebft_rl_coef,
         trains_references=args.ebft_ce_coef > 0,
-        max_tokens=lambda: trainer.planner.limits.tokens or trainer.planner.fitting_tokens,
+        max_tokens=lambda: trainer.planner.limits.tokens or trainer.planner.fitting_tokens or MOST_TOKENS,
         in_step=lambda: trainer.logprobs.in_step,
         on_progress=run.watchdog.touch,
         skipped_rows=lambda: report.num_deleted,
@@ -116,7 +117,7 @@ class FeatureRewards:
         features = self._features([groups[i] for i in own])
         pooled = None
         if self.whitening == "pooled":
-            starred = [one for part in ranks.all_gather([one[0] for one in features]) for one in part]
+            starred = [one for part in ranks.all_gather([one[0].clone() for one in features]) for one in part]
             pooled = pooled_whitening(torch.stack(starred), self.shrinkage)
         mine = {i: self._energies(one, pooled) for i, one in zip(own, features, strict=True)}
         found = {i: one for part in ranks.all_gather(mine) for i, one in part.items()}

@@ -141,7 +141,13 @@ class StridedSteps(AtomicTrainer):
         pooled = None
         if samples and settings.ebft_whitening == "pooled":
             device = self.args.device
-            features = reference_features(self.features, documents, settings.ebft_generate_max_len, device)
+            size, length = self.args.per_device_train_batch_size, settings.ebft_generate_max_len
+            features = torch.cat(
+                [
+                    reference_features(self.features, documents[start : start + size], length, device)
+                    for start in range(0, len(documents), size)
+                ]
+            )
             parts = self.collectives.all_gather(features[:num_blocks].cpu())
             pooled = pooled_whitening(torch.cat(parts).to(device), settings.ebft_whitening_shrinkage)
         return GlobalBatch(num_sampled, num_targets, pooled)
@@ -157,6 +163,7 @@ class StridedSteps(AtomicTrainer):
         requests, loss = [], torch.zeros((), device=ids.device)
         if num_samples:
             tokens = self._sampled(model, documents, ids, stream, phase)
+            advantages = self._advantages(Blocks(stream, ids, tokens), counted, batch, phase)
             predictors = stream.predecessors().to(ids.device).flatten()
             logit_map = LogitMap(temperature=settings.ebft_temperature)
             requests.append(ScoreRequest(predictors, tokens.flatten(), logit_map, "none"))
@@ -169,7 +176,6 @@ class StridedSteps(AtomicTrainer):
         found = list(score_requests(model, blocks.inputs(), tuple(requests)))
         if num_samples:
             logprobs = found.pop(0)
-            advantages = self._advantages(blocks, counted, batch, phase)
             surrogate = -(advantages * logprobs.view(tokens.shape)[:, : len(advantages)]).sum()
             self._note(phase, "ebft/rl_loss", surrogate, len(advantages) * len(tokens))
             loss = loss + settings.ebft_rl_coef * surrogate / max(1, batch.num_sampled)
@@ -274,7 +280,7 @@ STRIDED = Method(
     options=lambda args: {"remove_unused_columns": False, "label_names": []},
     parts=lambda args, model: {
         "settings": args,
-        "features": load_features(args, model, on_host=bool(args.sharded_by)),
+        "features": load_features(args, model),
         "data_collator": _documents,
     },
     overrides=(StridedSteps,),

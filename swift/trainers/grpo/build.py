@@ -68,8 +68,7 @@ def load_models(args: Any, num_tokens: int) -> tuple[Any, Any]:
     policy = load_policy(args, device=device)
     if args.beta == 0:
         return policy, None
-    on_host = bool(args.sharded_by)  # it comes to the device when most of the policy has left it
-    reference = load_reference(args, policy, moves=args.sync_ref_model, on_host=on_host)
+    reference = load_reference(args, policy, moves=args.sync_ref_model)
     with reference.active() as module:
         known = transformers_model(module).config.get_text_config().vocab_size
     if known < num_tokens:

@@ -26,9 +26,10 @@ STATE = "reference.pt"
 
 def reference_parts(args: Any, model: Any) -> dict[str, Any]:
     """What TRL's trainers of DPO and KTO take beside the model: the reference, if it has weights of its own."""
-    if args.precompute_ref_log_probs and args.ref_model in (None, args.model):
+    # with FSDP, TRL would load the base of the files instead, whatever was merged into it here
+    if args.precompute_ref_log_probs and not args.fsdp and args.ref_model in (None, args.model):
         return {}
-    reference = load_reference(args, model, on_host=bool(args.sharded_by))
+    reference = load_reference(args, model)
     return {"ref_model": reference.module} if isinstance(reference, FrozenReference) else {}
 
 
@@ -36,8 +37,8 @@ class ReferenceInCheckpoint(AtomicTrainer):
     """Keeps a frozen adapter out of checkpoints, and puts a reference that has moved into them."""
 
     ref_model: Any
-    start: Mapping[str, torch.Tensor]
-    """While the trainer is made: tensors of the adapter, before TRL rounds those on quantised weights."""
+    start: Mapping[str, torch.Tensor] = {}
+    """While the trainer is made: tensors of the adapter, before TRL rounds (quantised weights) or shards them."""
     _precompute_model_hash: str | None
 
     def __init__(self, *, model: Any, **arguments: Any) -> None:
@@ -47,8 +48,7 @@ class ReferenceInCheckpoint(AtomicTrainer):
             self.start = {name: one.data for name, one in model.named_parameters() if one.requires_grad}
         super().__init__(model=model, **arguments)
         if is_peft(self.model):
-            complete_reference(self.model, self.start)
-            del self.start
+            self._complete()
             # the reference's adapter follows from --model and --adapters
             self.model.save_pretrained = functools.partial(self.model.save_pretrained, selected_adapters=["default"])
 
@@ -57,8 +57,7 @@ class ReferenceInCheckpoint(AtomicTrainer):
 
         The file's name is a digest of rows and reference; what else decides the log-probs is added here.
         """
-        if is_peft(self.model):
-            complete_reference(self.model, self.start)
+        self._complete()
         self._precompute_model_hash = f"{self._precompute_model_hash} {getattr(self, 'ld_alpha', None)}"
         if self.collectives.active:
             folder = Path(self.args.output_dir) / "reference_logps" / name
@@ -68,6 +67,12 @@ class ReferenceInCheckpoint(AtomicTrainer):
             dataset = load_from_disk(folder)
         rows: Dataset = super()._precompute_ref_logps(dataset, name, batch_size)  # type: ignore[misc]
         return rows
+
+    def _complete(self) -> None:
+        """See `complete_reference`; once, before anything shards the model."""
+        if self.start:
+            complete_reference(self.model, self.start)
+            self.start = {}
 
     def add_to_checkpoint(self, folder: Path, state: Any) -> None:
         """See `AtomicTrainer`."""

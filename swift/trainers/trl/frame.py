@@ -89,6 +89,8 @@ def build_trainer(
 def _options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, Any]:
     """The settings as keyword arguments of TrainingArguments."""
     on_gpu = torch.cuda.is_available()
+    # no trainer here takes its loss from the model, and models without a language head cannot have it replaced
+    liger = {"fused_linear_cross_entropy": False, **getattr(args, "liger_kernel_config", {})}
     precision = {"bf16": on_gpu and args.torch_dtype == "bfloat16", "fp16": on_gpu and args.torch_dtype == "float16"}
     return {
         **training_options(args, folder, evaluates=evaluates),
@@ -97,6 +99,7 @@ def _options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, Any]:
         # Rows are tokenised already: with one worker, the default, padding them here is quicker than sending them.
         "dataloader_num_workers": args.dataloader_num_workers if args.dataloader_num_workers > 1 else 0,
         **{name: getattr(args, name) for name in SAME_IN_TRAINERS if hasattr(args, name)},
+        **({"liger_kernel_config": liger} if hasattr(args, "liger_kernel_config") else {}),
         "train_sampling_strategy": _sampling(args),
         **({} if args.deepspeed or args.fsdp else precision),
     }

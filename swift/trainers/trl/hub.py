@@ -12,14 +12,9 @@ from typing import Any
 from swift.errors import ResourceError, first_line
 
 LEFT_OUT = [
-    "optimizer*",
-    "scheduler*",
-    "rng_state*",
-    "trainer_state.json",
-    "training_args.bin",
-    "args.json",
-    "manifest*",
-]
+    "optimizer*", "scheduler*", "scaler.pt", "rng_state*", "trainer_state.json", "training_args.bin", "args.json",
+    "manifest*", "reference.pt", "global_step*", "latest", "zero_to_*", "pytorch_model_fsdp*",
+]  # fmt: skip
 """Files of a checkpoint that only a resumed run needs."""
 
 
@@ -52,18 +47,11 @@ def push(args: Any, folder: Path, trainer: Any) -> list[str]:
 def _asked(args: Any, request: str, **arguments: Any) -> None:
     from httpx import HTTPError
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HFValidationError
 
     try:
         getattr(HfApi(token=args.hub_token), request)(repo_id=args.hub_model_id, **arguments)
-    except (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalTokenNotFoundError,
-        OfflineModeIsEnabled,
-        HTTPError,
-        OSError,
-    ) as error:
+    except (HTTPError, HFValidationError, OSError) as error:  # the hub's own are OSErrors
         raise ResourceError(
             f"--push_to_hub: {args.hub_model_id}: the hub refuses {request}: {first_line(error)}; check the network, "
             "--hub_model_id and --hub_token, or leave --push_to_hub out"

@@ -61,7 +61,6 @@ def run(resolved: Resolved) -> int:
     lines += [*start.notes, plan_line(args, train, collectives.world_size)]
     with SignalTrap() as trap:
         _train(resolved, method, collectives, start, template, train, val, lines, trap)
-    leave_processes(collectives)
     return 0
 
 
@@ -136,6 +135,7 @@ def _train(
             trainer.train(resume_from_checkpoint=str(start.checkpoint) if start.checkpoint else None)
             if stop.interrupted:
                 raise trap.interruption(resolved.command, folder, trainer.state.global_step)
+        leave_processes(collectives)  # nobody waits for an upload
         if collectives.is_main:
             for line in [*_summary(folder, log, trainer, time.monotonic() - started), *push(args, folder, trainer)]:
                 opened.say(line)
