@@ -54,6 +54,10 @@ class ConfigError(SwiftError):
     exit_code = 2
 
 
+class RefusedChat(ConfigError):
+    """The chat template raised an error on these messages: a fault of the row, not of the template."""
+
+
 class ResourceError(SwiftError):
     """Memory, disk, port, lock or a package is missing (exit 3)."""
 

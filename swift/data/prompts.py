@@ -39,11 +39,11 @@ class Tokenizer:
     strategy: str = "left"
 
     def ids(self, example: Example) -> list[int]:
-        """All token ids of the row's prompt, not cut; `file:line` where the chat template refuses it."""
+        """All token ids of the row's prompt, not cut. Raises RefusedChat, ConfigError: at `file:line`."""
         try:
             return self.tokenize(example.messages, *([tools] if (tools := example.columns.get("tools")) else []))
         except ConfigError as error:
-            raise ConfigError(*(f"{example.origin}: {problem}" for problem in error.problems)) from error
+            raise type(error)(*(f"{example.origin}: {problem}" for problem in error.problems)) from error
 
     @property
     def deletes(self) -> bool:

@@ -6,19 +6,24 @@ Both give prompts without end and save a position of a few numbers. `IndexedProm
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from swift.data.arguments import PromptArguments
 from swift.data.curriculum import curriculum_stages
 from swift.data.loading import Example, data_seed
 from swift.data.prompts import PromptDataset, Tokenizer, load_prompts
-from swift.data.report import DataReport
+from swift.data.records import BadRow
+from swift.data.report import SHOWN, DataReport
 from swift.data.sampler import PromptStream, check_same
 from swift.data.stream import ExampleStream
+from swift.errors import RefusedChat
 from swift.types import Prompt
 
 if TYPE_CHECKING:
     import numpy as np
+
+logger = logging.getLogger(__name__)
 
 
 class IndexedPrompts:
@@ -29,20 +34,39 @@ class IndexedPrompts:
         seed: of the epochs' permutations.
         shuffle: False keeps the order of the dataset.
         stages: of a curriculum; see `PromptStream`.
+        strict: a row that the chat template refuses is an error; else it is passed over and counted.
 
     Raises:
         ConfigError: the dataset is empty.
     """
 
-    def __init__(self, dataset: PromptDataset, seed: int, shuffle: bool, stages: np.ndarray | None = None) -> None:
-        self.dataset, self.report = dataset, dataset.report
+    def __init__(
+        self,
+        dataset: PromptDataset,
+        seed: int,
+        shuffle: bool,
+        stages: np.ndarray | None = None,
+        *,
+        strict: bool = False,
+    ) -> None:
+        self.dataset, self.report, self._strict = dataset, dataset.report, strict
         self.size: int | None = len(dataset)
         """Prompts per epoch."""
         self._stream = PromptStream(len(dataset), seed=seed, shuffle=shuffle, stages=stages)
 
     def next(self) -> Prompt:
-        """The next prompt."""
-        return self.dataset[self._stream.next()]
+        """The next prompt. Raises RefusedChat: `strict`, or there is none in as many rows as an epoch has."""
+        for left in reversed(range(len(self.dataset))):
+            index = self._stream.next()
+            try:
+                prompt: Prompt = self.dataset[index]
+            except RefusedChat as error:
+                if self._strict or not left:
+                    raise
+                _pass_over(self.report, self.dataset.examples[index], error)
+            else:
+                return prompt
+        raise AssertionError("there are rows")
 
     def skip_to_epoch_end(self) -> None:
         """Gives up the rest of an epoch that has begun."""
@@ -78,13 +102,27 @@ class StreamingPrompts(ExampleStream[Prompt]):
         self.report.num_deleted = int(state.get("deleted", 0))
 
     def _prompt(self, example: Example) -> Prompt | None:
-        ids = self._tokenizer.ids(example)
+        try:
+            ids = self._tokenizer.ids(example)
+        except RefusedChat as error:
+            if self._args.strict:
+                raise
+            _pass_over(self.report, example, error)
+            return None
         if self._tokenizer.too_long(example, ids):
             if self._tokenizer.strategy == "delete":
                 self.report.num_deleted += 1
                 return None
             self.report.num_truncated += 1
         return Prompt(example.digest, example.messages, self._tokenizer.cut(ids), example.columns, example.is_chat)
+
+
+def _pass_over(report: DataReport, example: Example, error: RefusedChat) -> None:
+    """A row that was not looked at before the run began."""
+    before = report.num_skipped
+    report.skip(BadRow(example.origin, error.problems[0].removeprefix(f"{example.origin}: ")))
+    if before < report.num_skipped <= SHOWN:
+        logger.warning("%s: passed over, as --strict is false", error.problems[0])
 
 
 class PlaceholderPrompts:
@@ -124,4 +162,5 @@ def open_prompts(args: PromptArguments, tokenizer: Tokenizer) -> PromptSource:
     if args.streaming:
         return StreamingPrompts(args, tokenizer)
     dataset = load_prompts(args, tokenizer)
-    return IndexedPrompts(dataset, data_seed(args), args.dataset_shuffle, curriculum_stages(args, dataset.examples))
+    stages = curriculum_stages(args, dataset.examples)
+    return IndexedPrompts(dataset, data_seed(args), args.dataset_shuffle, stages, strict=args.strict)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swift.errors import ConfigError, first_line, join_problems, nearest
+from swift.errors import ConfigError, RefusedChat, first_line, join_problems, nearest
 from swift.models.source import read_json
 from swift.models.templates import NAMES
 
@@ -46,10 +46,6 @@ _PROBE: list[Message] = [
     {"role": "user", "content": "a probe question"},
     {"role": "assistant", "content": _PROBE_ANSWER},
 ]
-
-
-class RefusedChat(ConfigError):
-    """The chat template raised an error on these messages: a fault of the row, not of the template."""
 
 
 class Template:

@@ -72,8 +72,8 @@ TEMPLATES: dict[str, str] = {
 """Built-in templates, under the names of ms-swift. `qwen` is ChatML with a default system prompt. `gemma` has a system
 turn, `gemma3_text` puts the system prompt before the question. `plain`, which is swift's own, has no roles at all."""
 
-OF_MODELS = ("qwen2_5", "qwen3")
-"""Names of templates that TRL ships as the models have them."""
+OF_MODELS = ("qwen2_5", "qwen3", "qwen3_training")
+"""Names of templates that TRL ships as the models have them; qwen3_training keeps the thoughts of earlier turns."""
 
 NAMES = (*TEMPLATES, *OF_MODELS)
 

@@ -159,7 +159,7 @@ class RewardModel:
 
     def _encoded(self, chat: Sequence[dict[str, Any]]) -> list[int]:
         """Token ids, none of a chat that is refused; the first refusal is logged."""
-        from swift.models.template import RefusedChat
+        from swift.errors import RefusedChat
 
         try:
             return self.encode(chat)

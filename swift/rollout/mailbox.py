@@ -34,11 +34,16 @@ BEATS = f"{PREFIX}/beats"
 
 
 class Sampled(msgspec.Struct, tag=True):
-    """Completions of a launch that one engine has finished: sample -> completion."""
+    """A completion of a launch that one engine has finished; the store takes at most 8 MiB at once.
+
+    last: the engine has no other of this launch.
+    """
 
     index: int
     engine: int
-    completions: dict[int, Completion]
+    sample: int
+    completion: Completion
+    last: bool
 
 
 class Failed(msgspec.Struct, tag=True):

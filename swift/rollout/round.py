@@ -191,7 +191,9 @@ class Round:
         if self._leads:
             self._arrived(index, self._share.index)
         elif self._mailbox is not None and self._share.reports:
-            self._mailbox.post("done", Sampled(index, self._share.index, self.parts[index]))
+            own = self.parts[index]
+            for number, (sample, one) in enumerate(own.items(), 1):
+                self._mailbox.post("done", Sampled(index, self._share.index, sample, one, number == len(own)))
 
     def rest(self) -> None:
         """Wait a moment for scores or other ranks; only with nothing in the engine."""
@@ -351,8 +353,9 @@ class Round:
             if isinstance(message, Failed):
                 raise OtherRankFailed(f"engine: rank {message.rank} cannot go on with this round")
             assert isinstance(message, Sampled)
-            self.parts.setdefault(message.index, {}).update(message.completions)
-            self._arrived(message.index, message.engine)
+            self.parts.setdefault(message.index, {})[message.sample] = message.completion
+            if message.last:
+                self._arrived(message.index, message.engine)
 
     def _looks(self) -> bool:
         now = time.monotonic()

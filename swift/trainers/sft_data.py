@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from swift.models.template import RefusedChat
+from swift.errors import RefusedChat
 from swift.trainers.rows import IGNORED, TOO_LONG, Encoder, counts
 
 if TYPE_CHECKING:

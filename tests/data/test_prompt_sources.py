@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from swift.data.arguments import PromptArguments
 from swift.data.prompts import Tokenizer, load_prompts
 from swift.data.source import IndexedPrompts, StreamingPrompts, open_prompts
-from swift.errors import ConfigError
+from swift.errors import ConfigError, RefusedChat
 
 
 def args(*datasets, **changes):
@@ -140,6 +140,39 @@ def test_an_indexed_source_refuses_a_position_in_other_rows(ten, tmp_path):
     other = jsonl(tmp_path / "o.jsonl", [{"query": str(n)} for n in range(10)])
     with pytest.raises(ConfigError, match="content of --dataset"):
         IndexedPrompts(load(other), 1, True).load_state_dict(state)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_that_the_template_refuses_are_passed_over_unless_strict(ten, streaming, caplog):
+    def refusing(messages):
+        if len(messages[-1]["content"]) in (4, 7):
+            raise RefusedChat("roles must alternate")
+        return tokenize(messages)
+
+    def source(**more):
+        return open_prompts(args(ten, streaming=streaming, shuffle_buffer_size=3, **more), Tokenizer(refusing))
+
+    lenient = source(max_skipped_fraction=0.5)
+    seen = [lenient.next().columns["solution"] for _ in range(16)]
+    assert sorted(seen) == sorted([*range(3), 4, 5, *range(7, 10)] * 2)
+    assert lenient.report.num_skipped == 2 and caplog.text.count("roles must alternate") == 2
+    again = source(max_skipped_fraction=0.5)
+    again.next()
+    state = again.state_dict()
+    rest = source(max_skipped_fraction=0.5)
+    rest.load_state_dict(state)
+    assert [rest.next().columns["solution"] for _ in range(15)] == seen[1:]
+    strict = source(strict=True)
+    with pytest.raises(RefusedChat, match=r"ten.jsonl:\d: roles must alternate"):
+        [strict.next() for _ in range(10)]
+
+
+def test_a_source_without_a_row_that_the_template_takes_ends(ten):
+    def refusing(messages):
+        raise RefusedChat("no")
+
+    with pytest.raises(RefusedChat):
+        open_prompts(args(ten), Tokenizer(refusing)).next()
 
 
 def test_a_stream_and_a_dataset_give_equal_prompts(ten):

@@ -153,7 +153,11 @@ def test_templates_named_after_models_are_those_of_the_models():
         template = template_of(read_template(name))
         assert template.render([USER]).startswith(f"<|im_start|>system\n{system}")
         assert system not in template.render([{"role": "system", "content": "S"}, USER])
+    training = template_of(read_template("qwen3_training"))
+    thought = {"role": "assistant", "content": "<think>\nhm\n</think>\n\n5"}
+    assert "hm" in training.render([USER, thought, USER])
     qwen3 = template_of(read_template("qwen3"))
+    assert "hm" not in qwen3.render([USER, thought, USER])
     assert qwen3.render([USER]) == "<|im_start|>user\n2+3?<|im_end|>\n"
     assert "<think>" in qwen3.render([USER], add_generation_prompt=True, kwargs={"enable_thinking": False})
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from swift.errors import ConfigError
-from swift.models.template import RefusedChat
+from swift.errors import ConfigError, RefusedChat
 from swift.models.tiny import build_tiny, build_tiny_reward_model
 from swift.rewards.arguments import RewardArguments
 from swift.rewards.models import RewardModels, batches, find_reward_models, load_reward_models

@@ -77,8 +77,8 @@ def test_groups_come_back_with_their_completions_and_scores():
     again = through(group, RolloutGroup)
     assert math.isnan(again.completions[1].logprobs.pop(0)) and faulty.logprobs.pop(0)
     assert again == group
-    sent = mailbox.decode(encode(mailbox.Sampled(3, 1, {0: completion})))
-    assert (sent.index, sent.engine) == (3, 1) and sent.completions[0] == completion
+    sent = mailbox.decode(encode(mailbox.Sampled(3, 1, 0, completion, True)))
+    assert (sent.index, sent.engine, sent.sample, sent.last) == (3, 1, 0, True) and sent.completion == completion
 
 
 def test_samples_come_back_to_the_last_bit():

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swift.errors import ConfigError, first_line, suggest
-from swift.models.template import Message, RefusedChat, Template
+from swift.errors import ConfigError, RefusedChat, first_line, suggest
+from swift.models.template import Message, Template
 from swift.rollout.multi_turn.chat import HistoryRewritten, continuation
 from swift.rollout.multi_turn.trajectory import Trajectory
 
@@ -208,7 +208,7 @@ def _check_turns(template: Template, schemas: Sequence[Schema]) -> None:
     except HistoryRewritten:
         raise ConfigError(
             f"{FLAG}: the chat template changes an answer once a tool's result follows it; "
-            "use --template with one that keeps answers"
+            "use --template with one that keeps answers (of Qwen3: qwen3_training)"
         ) from None
     except RefusedChat as error:
         raise ConfigError(f"{FLAG}: {error.problems[0]}") from error

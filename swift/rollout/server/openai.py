@@ -18,7 +18,7 @@ from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
-from swift.models.template import RefusedChat
+from swift.errors import RefusedChat
 from swift.rollout.engines import wire
 from swift.rollout.server.access import Refused, field_error, json_response
 from swift.rollout.server.chats import call_reader, read_chat

@@ -19,9 +19,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from swift.data.transforms import THOUGHTS
-from swift.errors import ConfigError, counted
+from swift.errors import ConfigError, RefusedChat, counted
 from swift.models.attention.strided import block_anchors
-from swift.models.template import RefusedChat
 from swift.rollout.seeds import seed_of
 from swift.trainers.ebft.blocks import IGNORED
 from swift.trainers.rows import TOO_LONG

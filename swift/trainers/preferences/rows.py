@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from swift.models.template import RefusedChat, Template
+from swift.errors import RefusedChat
+from swift.models.template import Template
 from swift.trainers.rows import IGNORED, TOO_LONG, Encoder, counts
 from swift.trainers.splits import encode_splits
 from swift.trainers.trl.method import Encoded

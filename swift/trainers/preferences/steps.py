@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from swift.devices import own_device
-from swift.errors import ConfigError
+from swift.errors import ConfigError, RefusedChat
 from swift.models.step_scores import SEPARATOR, encode_steps
-from swift.models.template import RefusedChat, Template
+from swift.models.template import Template
 from swift.trainers.atomic_trainer import AtomicTrainer
 from swift.trainers.rows import IGNORED, TOO_LONG, Encoder, counts
 from swift.trainers.splits import encode_splits
