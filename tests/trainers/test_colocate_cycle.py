@@ -391,7 +391,7 @@ def test_every_phase_has_its_lines():
     assert [one[4:6] for one in found[:3]] == [("3", "5"), ("3", "5"), ("3", "0")]
     assert found[2][6] == "100", "the engine's sleep freed it"
     assert trainer.lines.count("engine: scripted: weights stay resident (3 MiB)") == 1
-    values = trainer.metrics.commit(1)
+    values = trainer.metrics.commit()
     names = {"rss_mib_max", "free_mib_min", "trainer_freed_mib", "engine_freed_mib"}
     assert {name for name in values if name.startswith("memory/")} == {f"memory/{name}" for name in names}
     assert values["memory/engine_freed_mib"] == 100.0 and values["memory/rss_mib_max"] > 50
@@ -406,7 +406,7 @@ def test_memory_that_is_not_freed_is_counted_each_time_and_said_once(monkeypatch
     for step in (0, 1):
         with trainer.cycle(step):
             pass
-        values = trainer.metrics.commit(step + 1)
+        values = trainer.metrics.commit()
         assert values["health/memory_not_freed"] == 1.0
         assert values["memory/trainer_freed_mib"] == 10.0
     assert trainer.warnings == [

@@ -52,7 +52,7 @@ def test_truncated_sampling_is_corrected_too_and_said_to_be_biased(nano_folders,
     trainer.logprobs.settings = replace(trainer.settings, comparable_sampling=False)
     trainer.create_optimizer()
     trainer.training_step(trainer.model, next(trainer.pipeline.steps(trainer.progress)))
-    values = trainer.metrics.commit(1)
+    values = trainer.metrics.commit()
     assert values["mismatch/biased"] == 1.0
     assert values["mismatch/logp_abs_diff_max"] < 1e-4
 

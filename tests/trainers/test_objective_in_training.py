@@ -85,7 +85,7 @@ def one_step(trainer, prepare=lambda samples: None):
     prepare(batch.samples)
     trainer.training_step(trainer.model, batch)
     gradients = {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
-    return gradients, trainer.metrics.commit(1), batch.samples
+    return gradients, trainer.metrics.commit(), batch.samples
 
 
 def stale(samples):
@@ -485,7 +485,7 @@ def test_truncated_samples_of_the_policy_itself_are_on_policy(folder, tmp_path, 
     trainer.create_optimizer()
     batch = next(trainer.pipeline.steps(trainer.progress))
     trainer.training_step(trainer.model, batch)
-    values = trainer.metrics.commit(1)
+    values = trainer.metrics.commit()
     assert values["off_policy/masked_frac"] == 0.0
     assert values["ratio/mean"] == pytest.approx(1.0, abs=1e-5) and values["ratio/max"] == pytest.approx(1.0, abs=1e-4)
     assert values["mismatch/logp_abs_diff_max"] < 1e-4

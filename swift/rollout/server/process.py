@@ -206,7 +206,7 @@ def _connections() -> int:
 class Signals(contextlib.ExitStack):
     """What signals that ask to stop do: before the server is up they end the start, then they end the serving.
 
-    server: once it runs. closing: the way out is not interrupted.
+    server: once it runs. closing: one has come, or the way out has begun, which is not interrupted.
     """
 
     def __init__(self) -> None:
@@ -215,6 +215,9 @@ class Signals(contextlib.ExitStack):
         self.closing = False
 
     def __enter__(self) -> Signals:
+        self.callback(setattr, sys, "unraisablehook", sys.unraisablehook)
+        tell = sys.unraisablehook  # of what was raised in a callback, where nobody can take it
+        sys.unraisablehook = lambda event: None if event.exc_type is Stopped else tell(event)
         self.enter_context(answered(self._came))
         return super().__enter__()
 
