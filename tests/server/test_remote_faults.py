@@ -85,7 +85,7 @@ def test_a_restarted_server_gets_weights_and_adapter_again_and_each_request_once
         starting.append(threading.Thread(target=lambda: starting.append(local_server(port=port))))
         starting[0].start()
 
-    done = stream_and(engine, 3, restart)
+    done = stream_and(engine, 1, restart)
     starting[0].join()
     assert tokens(done) == expected
     assert all(one.versions == [(1, 0, len(one.token_ids))] for one in done)
