@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swift.errors import ConfigError, join_problems, unusable
+from swift.errors import ConfigError, RefusedChat, join_problems, unusable
 from swift.models.source import ModelSource, head_of, read_json
 from swift.models.step_scores import DEFAULT_SEPARATOR, SEPARATOR, encode_steps, steps_of
 from swift.rewards.catalogue import model_names
@@ -159,8 +159,6 @@ class RewardModel:
 
     def _encoded(self, chat: Sequence[dict[str, Any]]) -> list[int]:
         """Token ids, none of a chat that is refused; the first refusal is logged."""
-        from swift.errors import RefusedChat
-
         try:
             return self.encode(chat)
         except RefusedChat as error:

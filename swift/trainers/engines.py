@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from swift.devices import allowed_cores, cache_room, count_accelerators, own_device
 from swift.errors import ConfigError, SwiftError, end_process
 from swift.rollout.engines.guided import require as require_guidance
-from swift.rollout.engines.spec import EngineSpec, build_engine, factory, spec_from
+from swift.rollout.engines.spec import OWN_SHARE, EngineSpec, build_engine, factory, spec_from
 from swift.rollout.placement import (
     OWN_SERVER,
     Placement,
@@ -270,7 +270,7 @@ def _engine_spec(parts: Parts) -> EngineSpec:
         given = longest and longest + args.max_completion_length
     return spec_from(
         args,
-        vllm_share=COLOCATED_SHARE if colocated else 0.9,
+        vllm_share=COLOCATED_SHARE if colocated else OWN_SHARE,
         model=str(locate(args).base),
         eos_token_ids=tuple(parts.template.stop_token_ids),
         max_model_len=given,

@@ -115,22 +115,27 @@ inference_backends["hanging"] = hanging
 """
 
 
+HANGING_REQUEST = {"prompts": [PROMPT], "requests": [{"id": "bad", "prompt": 0, "sampling": {"max_new_tokens": 4}}]}
+
+
+def hanging_server(model, folder, *words, **options):
+    """A server whose engine `HANGING_REQUEST` hangs; it may start again once."""
+    plugin = folder / "hanging_engine.py"
+    plugin.write_text(HANGS)
+    words = ["--infer_backend", "hanging", "--external_plugins", str(plugin), *words]
+    return Server(model, folder, *words, "--stall_timeout", "2", "--engine_restarts", "1", **options)
+
+
 @pytest.mark.slow
 @pytest.mark.long
 def test_processes_of_a_hung_engine_end_before_the_server_starts_again(nano_folders, tmp_path):
-    plugin = tmp_path / "hanging_engine.py"
-    plugin.write_text(HANGS)
-    server = Server(
-        nano_folders["qwen2"], tmp_path, "--infer_backend", "hanging", "--external_plugins", str(plugin),
-        "--stall_timeout", "2", "--engine_restarts", "1", "--vllm_tensor_parallel_size", "2",
-    )  # fmt: skip
-    bad = {"prompts": [PROMPT], "requests": [{"id": "bad", "prompt": 0, "sampling": {"max_new_tokens": 4}}]}
+    server = hanging_server(nano_folders["qwen2"], tmp_path, "--vllm_tensor_parallel_size", "2")
     for last in (False, True):
         children = [one for one in psutil.Process(server.process.pid).children() if alive(one.pid)]
         titled = [one for one in children if one.cmdline()[0].startswith("title")]
         assert len(titled) == 1
         with server.client() as http:
-            http.post("/infer/", json=bad)
+            http.post("/infer/", json=HANGING_REQUEST)
         assert wait_for(lambda: not alive(titled[0].pid), END_LIMIT_S), f"{last}: its memory is needed"  # noqa: B023
         if not last:
             with server.client() as http:
@@ -140,20 +145,14 @@ def test_processes_of_a_hung_engine_end_before_the_server_starts_again(nano_fold
 
 @pytest.mark.slow
 def test_a_hung_engine_becomes_a_new_process_at_the_same_port_until_restarts_are_used_up(nano_folders, tmp_path):
-    plugin = tmp_path / "hanging_engine.py"
-    plugin.write_text(HANGS)
-    server = Server(
-        nano_folders["qwen2"], tmp_path, "--infer_backend", "hanging", "--external_plugins", str(plugin),
-        "--stall_timeout", "2", "--engine_restarts", "1", key=KEY,
-    )  # fmt: skip
+    server = hanging_server(nano_folders["qwen2"], tmp_path, key=KEY)
     assert server.family == [], "no Ray, no other process"
     engine, model = server.engine(), with_noise(load(server.model), seed=1, scale=0.05)
     engine.load_weights(PolicyWeights(model), 1)
     done = run(engine, [ask("a"), ask("b", seed=2)])
-    bad = {"prompts": [PROMPT], "requests": [{"id": "bad", "prompt": 0, "sampling": {"max_new_tokens": 4}}]}
     boot = server.client().get("/info").json()["boot_id"]
     with server.client() as other:  # somebody else's request hangs it, and the trainer's are sampled nevertheless
-        reply = other.post("/infer/", json=bad)
+        reply = other.post("/infer/", json=HANGING_REQUEST)
     assert "no progress for 2 s; its thread is in submit_or_hang" in reply.text
     assert [one.token_ids for one in run(engine, [ask("a"), ask("b", seed=2)])] == [one.token_ids for one in done]
     assert difference(model, PROMPT, done[0].token_ids, done[0].logprobs) < 1e-5
@@ -162,7 +161,7 @@ def test_a_hung_engine_becomes_a_new_process_at_the_same_port_until_restarts_are
     assert "no progress for 2 s; its thread is in submit_or_hang" in server.text()
     assert "the server starts again" in server.text()
     with server.client() as other:
-        other.post("/infer/", json=bad)
+        other.post("/infer/", json=HANGING_REQUEST)
     assert server.process.wait(END_LIMIT_S) == 4
     assert "swift: error: engine: no progress for 2 s" in server.text()
     engine.close()

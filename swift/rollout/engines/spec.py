@@ -71,7 +71,11 @@ def visible_devices(devices: Sequence[str]) -> str:
     return ",".join(ours[one] if one < len(ours) else str(one) for one in numbers)
 
 
-def spec_from(args: Any, *, vllm_share: float = 0.9, **fields: Any) -> EngineSpec:
+OWN_SHARE = 0.9
+"""Of a device's memory for vLLM that has it alone."""
+
+
+def spec_from(args: Any, *, vllm_share: float = OWN_SHARE, **fields: Any) -> EngineSpec:
     """The spec of an engine from resolved settings, as a trainer and a server read them alike.
 
     vllm_share: of a device's memory, if the settings name none.

@@ -159,11 +159,12 @@ class StridedSteps(AtomicTrainer):
         num_samples = settings.ebft_n_samples_per_prompt if settings.ebft_rl_coef or evaluates else 0
         stream = block_stream(documents, num_samples=num_samples, length=settings.ebft_generate_max_len)
         ids = joined_ids(documents, self.args.device)
-        tokens = ids.new_empty(0)
+        blocks = Blocks(stream, ids, ids.new_empty(0))
         requests, loss = [], torch.zeros((), device=ids.device)
         if num_samples:
             tokens = self._sampled(model, documents, ids, stream, phase)
-            advantages = self._advantages(Blocks(stream, ids, tokens), counted, batch, phase)
+            blocks = Blocks(stream, ids, tokens)
+            advantages = self._advantages(blocks, counted, batch, phase)  # before there is a graph
             predictors = stream.predecessors().to(ids.device).flatten()
             logit_map = LogitMap(temperature=settings.ebft_temperature)
             requests.append(ScoreRequest(predictors, tokens.flatten(), logit_map, "none"))
@@ -172,7 +173,6 @@ class StridedSteps(AtomicTrainer):
             places = [start + at for start, one in own for at in one.targets]
             index = torch.tensor(places, dtype=torch.long, device=ids.device)
             requests.append(ScoreRequest(index - 1, ids[index], LogitMap(), "none"))
-        blocks = Blocks(stream, ids, tokens)
         found = list(score_requests(model, blocks.inputs(), tuple(requests)))
         if num_samples:
             logprobs = found.pop(0)

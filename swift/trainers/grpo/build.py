@@ -16,6 +16,7 @@ from swift.errors import ConfigError
 from swift.models import load_policy, load_reference
 from swift.models.attention.interface import transformers_model
 from swift.models.policy import load_config
+from swift.models.reference import FrozenReference
 from swift.models.sharded_sampling import sampling_from
 from swift.models.source import locate
 from swift.rl.declared import parameters_of
@@ -69,8 +70,9 @@ def load_models(args: Any, num_tokens: int) -> tuple[Any, Any]:
     if args.beta == 0:
         return policy, None
     reference = load_reference(args, policy, moves=args.sync_ref_model)
-    with reference.active() as module:
-        known = transformers_model(module).config.get_text_config().vocab_size
+    known = num_tokens
+    if isinstance(reference, FrozenReference):
+        known = transformers_model(reference.module).config.get_text_config().vocab_size
     if known < num_tokens:
         raise ConfigError(
             f"--ref_model: {args.ref_model}: knows {known} tokens, and the tokenizer of --model has {num_tokens}; "
