@@ -145,11 +145,14 @@ class FrozenReference(ReferenceModel):
         """See `ReferenceModel.prepare`."""
         from swift.models.attention.choice import choose_attention
         from swift.models.scoring import prepare_scoring
-        from swift.models.sharded import shard_frozen
+        from swift.models.sharded import is_sharding, shard_frozen
 
-        choose_attention(self.module.to(accelerator.device))
+        cut = is_sharding(accelerator) and not self.moves
+        if not cut:
+            self.module.to(accelerator.device)
+        choose_attention(self.module)
         obstacle = prepare_scoring(self.module)
-        if not self.moves:
+        if cut:
             shard_frozen(self.module, accelerator)
         return obstacle
 
@@ -223,13 +226,18 @@ def load_reference(args: ModelArguments, policy: nn.Module, *, moves: bool = Fal
     Raises:
         ConfigError, ResourceError: as `load_policy`, about `--ref_model`; it is to move and cannot.
     """
+    import torch
+
     # where the policy will be sharded, it comes to the device when most of that has left
-    device = None if args.sharded_by else next(policy.parameters()).device
+    home = next(policy.parameters()).device
+    device = None if args.sharded_by else home
     reference: ReferenceModel
     if args.ref_model and args.ref_model != args.model:
         reference = FrozenReference(load_other(args.ref_model, args, device), moves=moves)
     elif args.tuner_type == "full":
-        reference = FrozenReference(_copied(policy, device or "cpu"), moves=moves)
+        # of weights on the host that shards alone will leave, one copy is enough
+        share = home.type == "cpu" and torch.accelerator.is_available()
+        reference = FrozenReference(_copied(policy, device or "cpu", share=share), moves=moves)
     elif moves or locate(args).adapters or args.changes_base or args.init_weights == "false":
         reference = StartAdapterReference(policy)
     else:
@@ -247,13 +255,16 @@ def load_other(name: str, args: TunerArguments, device: Any, flag: str = "--ref_
     return load_base(find_folder(name, flag=flag, use_hf=args.use_hf), args, device=device)
 
 
-def _copied(module: nn.Module, device: torch.device | str) -> nn.Module:
-    """A copy with its tensors there, which are never two times on the device of `module`; ties stay."""
+def _copied(module: nn.Module, device: torch.device | str, *, share: bool = False) -> nn.Module:
+    """A copy with its tensors there, which are never two times on the device of `module`; ties stay.
+
+    share: the numbers of parameters that are there already are those of `module`.
+    """
     from torch import nn
 
     tensors: dict[int, Any] = {id(one): one.detach().to(device, copy=True) for one in module.buffers()}
     for one in module.parameters():
-        tensors[id(one)] = nn.Parameter(one.detach().to(device, copy=True), requires_grad=False)
+        tensors[id(one)] = nn.Parameter(one.detach().to(device, copy=not share), requires_grad=False)
     return copy.deepcopy(module, tensors)
 
 

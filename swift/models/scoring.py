@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from swift.errors import first_line
+from swift.models.attention.choice import shallow
 from swift.models.attention.interface import is_packed, transformers_model
 from swift.models.forward import PackedTokens, TokenSequence, pack, packed_logits, padded_logits, padded_rows
 from swift.rl.linear_logprobs import Entropy, LogitMap, linear_logprobs
@@ -241,9 +242,10 @@ def _gap(model: nn.Module) -> str | None:
     was_training = model.training
     model.eval()
     try:
-        logits, targets = _logits(model, tokens, device)
-        theirs = selected_logprobs(logits, targets, temperature=0.8)
-        mine = score_tokens(model, tokens, temperature=0.8, entropy="value", device=device)
+        with shallow(model):
+            logits, targets = _logits(model, tokens, device)
+            theirs = selected_logprobs(logits, targets, temperature=0.8)
+            mine = score_tokens(model, tokens, temperature=0.8, entropy="value", device=device)
     except (AttributeError, TypeError, ValueError) as error:
         return f"its decoder cannot be called alone: {first_line(error)}"
     finally:

@@ -43,24 +43,66 @@ def is_sharded(module: nn.Module) -> bool:
     return any(is_zero3(parameter) or is_dtensor(parameter) for parameter in module.parameters())
 
 
-def shard_frozen(module: nn.Module, accelerator: Any) -> None:
-    """Cut a model that is not trained over the ranks, as the trained one is: by ZeRO-3, or FSDP2 layer by layer.
+def is_sharding(accelerator: Any) -> bool:
+    """Whether accelerate's configuration cuts the parameters of models: with FSDP2 and ZeRO-3."""
+    plugin = accelerator.state.deepspeed_plugin
+    return accelerator.is_fsdp2 or (plugin is not None and plugin.zero_stage == 3)
+
+
+def shard(module: nn.Module, accelerator: Any) -> None:
+    """Cut a model over the ranks, layer by layer: the device never holds more than its shards and one layer.
+
+    Accelerate, TRL and DeepSpeed would bring the whole model to the device first, and accelerate all of it in float32.
+    They take a model that is sharded already as it is.
 
     Args:
-        module: whole, with the same values on all ranks. Without either of them it stays so.
-        accelerator: accelerate's, which has wrapped the trained model.
+        module: whole, with the same values on all ranks, best in the memory of the host.
+        accelerator: accelerate's; without FSDP2 or ZeRO-3 nothing happens.
     """
-    if accelerator.is_fsdp2:
-        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+    if not is_sharding(accelerator):
+        return
+    if not accelerator.is_fsdp2:
+        _partition(module, accelerator)
+        return
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
-        accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = None  # the trained model's; each has its own
-        fsdp2_prepare_model(accelerator, module).set_reshard_after_forward(True)  # no backward pass will do it
-    elif (plugin := accelerator.state.deepspeed_plugin) is not None and plugin.zero_stage == 3:
+    accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = None  # each model has its own
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    module.requires_grad_(False)  # what is trained would become float32 before it is cut
+    fsdp2_prepare_model(accelerator, module)
+    if not trained:
+        module.set_reshard_after_forward(True)  # type: ignore[operator]  # no backward pass will do it
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name in trained)
+    if accelerator.mixed_precision != "no":
+        for one in module.modules():
+            if any(own.requires_grad for own in one.parameters(recurse=False)):
+                one.to(torch.float32)
+
+
+def shard_frozen(module: nn.Module, accelerator: Any) -> None:
+    """`shard` for a model that is not trained, ready for forward passes."""
+    shard(module, accelerator)
+    if not accelerator.is_fsdp2:
         import deepspeed
 
-        config = copy.deepcopy(plugin.deepspeed_config)
+        config = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
         config["zero_optimization"].pop("offload_optimizer", None)  # it would make an optimizer
         deepspeed.initialize(model=module, config=config)
+
+
+def _partition(module: nn.Module, accelerator: Any) -> None:
+    """ZeRO-3's partitions of each parameter, in the type that DeepSpeed computes in."""
+    import deepspeed
+
+    config = accelerator.state.deepspeed_plugin.deepspeed_config
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        if config.get(name, {}).get("enabled"):
+            for parameter in module.parameters():
+                parameter.data = parameter.data.to(dtype)
+    for buffer in module.buffers():
+        buffer.data = buffer.data.to(accelerator.device)
+    deepspeed.zero.Init(module=module, config_dict_or_path=config)
 
 
 def whole_shape(tensor: Tensor) -> tuple[int, ...]:

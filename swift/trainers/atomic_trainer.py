@@ -2,6 +2,7 @@
 
 What the subclass overrides, and why:
 
+    _prepare_for_training  shards the model (ZeRO-3, FSDP2) layer by layer
     _save_checkpoint       writes to a staging folder, which is sealed and renamed (`swift.trainers.checkpoint`)
     _get_output_dir        while that is being written, the staging folder
     _save                  weights that were gathered are stored as if they had never been sharded
@@ -28,6 +29,7 @@ from transformers import Trainer
 
 from swift.errors import ConfigError, NumericError, first_line
 from swift.models.checkpoint_tensors import as_saved_unsharded, computing_dtype, is_peft
+from swift.models.sharded import shard
 from swift.models.tuners import load_relative, make_relative
 from swift.observability.files import write_json, writing
 from swift.rollout.engines.process import random_state
@@ -65,6 +67,11 @@ class AtomicTrainer(Trainer):
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None and plugin.mixed_precision_policy is not None:
             plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
+
+    def _prepare_for_training(self, *arguments: Any, **named: Any) -> Any:
+        """Trainer's, for a model that is sharded already."""
+        shard(self.model, self.accelerator)
+        return super()._prepare_for_training(*arguments, **named)
 
     def state_beside_weights(self) -> Any:
         """What a checkpoint holds beyond Trainer's files and the settings; collective."""

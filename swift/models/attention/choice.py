@@ -6,7 +6,9 @@ keep their own attention and take padded rows, which is slower and equal.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -69,6 +71,36 @@ def packing_obstacle(model: nn.Module) -> str | None:
     return None
 
 
+@contextlib.contextmanager
+def shallow(model: nn.Module) -> Iterator[None]:
+    """Leave `model` as many of its first layers as hold one of each kind.
+
+    A trial of those says the same, and is over soon where the weights of a large model are still on the host.
+    """
+    base = transformers_model(model)
+    decoder, config = base.base_model, base.config.get_text_config()
+    layers, number = getattr(decoder, "layers", None), getattr(config, "num_hidden_layers", None)
+    if not isinstance(layers, nn.ModuleList) or number != len(layers):
+        yield
+        return
+    types = getattr(config, "layer_types", None) or [None] * number
+    kinds = [(kind, _traits(layer)) for kind, layer in zip(types, layers, strict=True)]
+    config.num_hidden_layers = 1 + max(map(kinds.index, kinds))
+    decoder.layers = layers[: config.num_hidden_layers]
+    try:
+        yield
+    finally:
+        decoder.layers, config.num_hidden_layers = layers, number
+
+
+def _traits(layer: nn.Module) -> list[Any]:
+    """What tells layers apart beside their weights: the classes of their modules, with their plain attributes."""
+    return [
+        (type(module), {k: v for k, v in vars(module).items() if isinstance(v, int | float | str) and k != "layer_idx"})
+        for module in layer.modules()
+    ]
+
+
 def _packing_gap(model: nn.Module, kernel: Kernel | None) -> str | None:
     """Enable packing and compare the logits of a few sequences with those of before."""
     device = next(model.parameters()).device
@@ -82,11 +114,13 @@ def _packing_gap(model: nn.Module, kernel: Kernel | None) -> str | None:
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), shallow(model):
             own_NV = torch.cat([padded_logits(model, [one], device=device) for one in sequences]).float()
             enable_packed_attention(model, kernel)
             tokens = pack(sequences, device=device)
             asked = _noted_calls(tokens.layout)
+            config = transformers_model(model).config.get_text_config()
+            num_layers, num_windows = getattr(config, "num_hidden_layers", None) or 1, _num_windows(config)
             gap_N = (packed_logits(model, tokens).float() - own_NV).abs().mean(-1)
     except NotImplementedError as error:
         return str(error)
@@ -94,10 +128,9 @@ def _packing_gap(model: nn.Module, kernel: Kernel | None) -> str | None:
         return f"packing fails ({type(error).__name__}: {first_line(error)[:120]})"
     finally:
         model.train(was_training)
-    config = transformers_model(model).config.get_text_config()
-    if len(asked) < (getattr(config, "num_hidden_layers", None) or 1):
+    if len(asked) < num_layers:
         return "not all of its layers ask transformers' attention interface"
-    if sum(variant.window is not None for variant in asked) < _num_windows(config):
+    if sum(variant.window is not None for variant in asked) < num_windows:
         return "not all of its layers hand their sliding window to attention"
     gaps = torch.stack([gap_N[tokens.sequence_index == i].mean() for i in range(len(sequences))])
     tolerance = 1e-2 if next(model.parameters()).dtype == torch.float32 else 1e-1
@@ -124,7 +157,7 @@ def _num_windows(config: Any) -> int:
     """How many layers have a sliding window, which a trial on short sequences does not show."""
     kinds = getattr(config, "layer_types", None)
     if kinds:
-        return sum(kind == "sliding_attention" for kind in kinds)
+        return sum(kind == "sliding_attention" for kind in kinds[: config.num_hidden_layers])
     windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     return config.num_hidden_layers if windowed else 0
 

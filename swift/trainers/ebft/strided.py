@@ -251,12 +251,12 @@ def load_model(args: Any) -> Any:
     Raises:
         ConfigError: the model cannot be packed.
     """
-    from swift.devices import own_device
     from swift.models import load_policy
     from swift.models.attention.choice import choose_attention
     from swift.models.scoring import prepare_scoring
+    from swift.trainers.parallel.sharding import loading_device
 
-    policy = load_policy(args, device=own_device())
+    policy = load_policy(args, device=loading_device(args))
     if (obstacle := choose_attention(policy)) is not None:
         raise ConfigError(
             f"--model: {args.model}: {obstacle}: blocks of strided EBFT need packed attention; "

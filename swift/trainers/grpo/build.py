@@ -44,6 +44,7 @@ from swift.rollout.weights.sync import WeightSync
 from swift.trainers.grpo.alignment import AlignmentCheck
 from swift.trainers.grpo.prepare import goes_on_over_epochs
 from swift.trainers.memory.colocate import ColocateCycle
+from swift.trainers.parallel.sharding import loading_device
 from swift.trainers.supervision.watchdog import REBUILD_S, REWARD_MARGIN_S, Watchdog
 
 if TYPE_CHECKING:
@@ -59,14 +60,13 @@ if TYPE_CHECKING:
 
 
 def load_models(args: Any, num_tokens: int) -> tuple[Any, Any]:
-    """The policy on this process's device and, with beta > 0, its reference.
+    """The policy, where `loading_device` says, and, with beta > 0, its reference.
 
     Raises ConfigError: the reference does not know as many tokens as the tokenizer.
     """
     logging.disable_progress_bar()  # ours is the only one
-    device = own_device()
     set_seed(args.seed)  # fresh adapter weights depend on the seed only
-    policy = load_policy(args, device=device)
+    policy = load_policy(args, device=loading_device(args))
     if args.beta == 0:
         return policy, None
     reference = load_reference(args, policy, moves=args.sync_ref_model)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from swift.devices import own_device
 from swift.errors import join_problems
 from swift.trainers.parallel.deepspeed import (
     deepspeed_config,
@@ -12,6 +13,9 @@ from swift.trainers.parallel.deepspeed import (
     require_deepspeed,
     stage_of,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 
 def require_sharding(args: Any) -> None:
@@ -37,6 +41,11 @@ def describe(args: Any) -> str:
     if args.deepspeed:
         return f", ZeRO-{stage_of(args)}"
     return ", FSDP" if args.fsdp else ""
+
+
+def loading_device(args: Any) -> torch.device | None:
+    """Where the model to train is loaded: this process's device, or the host if its shards alone go to the device."""
+    return None if args.fsdp or stage_of(args) == 3 else own_device()
 
 
 def sharding_options(args: Any) -> dict[str, Any]:

@@ -6,8 +6,8 @@ import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from swift.devices import own_device
 from swift.errors import counted
+from swift.trainers.parallel.sharding import loading_device
 from swift.trainers.preferences.reference import ReferenceInCheckpoint, reference_parts
 from swift.trainers.preferences.rows import encoding
 from swift.trainers.trl.method import Encoded, Method, model_without_dropout
@@ -23,7 +23,7 @@ def _reward_model(args: Any) -> Any:
     """The model with a new head of one score, or that of a reward model that is trained further."""
     from swift.models import load_policy
 
-    return load_policy(args, device=own_device(), reward_head="answer")
+    return load_policy(args, device=loading_device(args), reward_head="answer")
 
 
 class RowsAsTheyAre:

@@ -1,6 +1,6 @@
 """The reference model of DPO, IPO and KTO, and how one that moves goes on after a restart.
 
-A full policy gets a frozen copy, which TRL shards as it does the policy. Of an adapter TRL keeps a second one, frozen
+A full policy gets a frozen copy, sharded as the policy is. Of an adapter TRL keeps a second one, frozen
 as it starts: for a fresh adapter of LoRA that is the base model, for PiSSA and OLoRA what they took out of it, too.
 """
 
@@ -17,6 +17,7 @@ from datasets import Dataset, load_from_disk
 
 from swift.models.checkpoint_tensors import is_peft
 from swift.models.reference import FrozenReference, load_reference
+from swift.models.sharded import shard
 from swift.observability.files import writing
 from swift.trainers.atomic_trainer import AtomicTrainer
 
@@ -41,16 +42,23 @@ class ReferenceInCheckpoint(AtomicTrainer):
     """While the trainer is made: tensors of the adapter, before TRL rounds (quantised weights) or shards them."""
     _precompute_model_hash: str | None
 
-    def __init__(self, *, model: Any, **arguments: Any) -> None:
+    def __init__(self, *, model: Any, ref_model: Any = None, **arguments: Any) -> None:
+        self.ref_model = ref_model
         if hasattr(model, "adapter_start"):  # a second start would be taken out of the base weights once more
             model.peft_config["default"].init_lora_weights = True
         if is_peft(model):
             self.start = {name: one.data for name, one in model.named_parameters() if one.requires_grad}
-        super().__init__(model=model, **arguments)
+        super().__init__(model=model, ref_model=ref_model, **arguments)
         if is_peft(self.model):
             self._complete()
             # the reference's adapter follows from --model and --adapters
             self.model.save_pretrained = functools.partial(self.model.save_pretrained, selected_adapters=["default"])
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Trainer's; the reference is sharded before TRL prepares it."""
+        super().create_accelerator_and_postprocess()
+        if self.ref_model is not None and not self.args.precompute_ref_log_probs:  # of that TRL makes a digest first
+            shard(self.ref_model, self.accelerator)
 
     def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
         """TRL's: rank 0 writes a file beside those of the rows, which the other ranks read; so rows need a folder.

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from swift.devices import own_device
 from swift.errors import ConfigError, RefusedChat
 from swift.models.step_scores import SEPARATOR, encode_steps
 from swift.models.template import Template
 from swift.trainers.atomic_trainer import AtomicTrainer
+from swift.trainers.parallel.sharding import loading_device
 from swift.trainers.rows import IGNORED, TOO_LONG, Encoder, counts
 from swift.trainers.splits import encode_splits
 from swift.trainers.trl.method import Encoded, Method
@@ -107,7 +107,7 @@ class StepTrainer(AtomicTrainer):
 def _load_model(args: Any) -> Any:
     from swift.models import load_policy
 
-    model = load_policy(args, device=own_device(), reward_head="step")
+    model = load_policy(args, device=loading_device(args), reward_head="step")
     setattr(model.config, SEPARATOR, args.step_separator)
     return model
 

@@ -25,18 +25,18 @@ def _nothing(*_: Any) -> dict[str, Any]:
 
 def causal_model(args: Any) -> Any:
     """The causal language model to train, on this process's device, with the dropout of its config."""
-    from swift.devices import own_device
     from swift.models import load_policy
+    from swift.trainers.parallel.sharding import loading_device
 
-    return load_policy(args, device=own_device(), model_dropout=True)
+    return load_policy(args, device=loading_device(args), model_dropout=True)
 
 
 def model_without_dropout(args: Any) -> Any:
     """The same without it, so that the model and a frozen one differ by training only; an adapter keeps its own."""
-    from swift.devices import own_device
     from swift.models import load_policy
+    from swift.trainers.parallel.sharding import loading_device
 
-    return load_policy(args, device=own_device())
+    return load_policy(args, device=loading_device(args))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,7 +65,6 @@ class TransformersEngine(EngineLife):
 
     Attributes:
         obstacle: why the model keeps its own attention and cache, which is slower; None when it does not.
-        joins: whether requests join a batch that runs.
 
     Raises:
         ConfigError: an architecture that can neither be packed nor decoded with its own cache.
@@ -103,7 +102,6 @@ class TransformersEngine(EngineLife):
         self._look_for_room = self._spread = False
         self._take_model(model)
         self.capabilities = self._describe(max_model_len)
-        self.joins = self.device.type != "cpu"
         if self.obstacle is not None:
             self._try_own_cache()
 
@@ -138,6 +136,11 @@ class TransformersEngine(EngineLife):
     def device(self) -> torch.device:
         """The device of the model."""
         return next(self.model.parameters()).device
+
+    @property
+    def joins(self) -> bool:
+        """Whether requests join a batch that runs."""
+        return self.device.type != "cpu"
 
     # --- sampling ---------------------------------------------------------------------------------------------
 
