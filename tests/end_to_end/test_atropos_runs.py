@@ -76,7 +76,8 @@ class Served(StandIn):
 
     def sample(self):
         prompt = list(range(5, 11))
-        wanted = {"prompt": {"prompt_token_ids": prompt}, "n": G, "max_tokens": LENGTH, "logprobs": 0}
+        # one seed, so that several versions of the weights sample the same tokens
+        wanted = {"prompt": {"prompt_token_ids": prompt}, "n": G, "max_tokens": LENGTH, "logprobs": 0, "seed": 7}
         limit_s = 2 * LIFETIME_S  # an update that a killed run leaves open holds requests back that long
         said = httpx.post(f"{self.policy}/generate", json=wanted, timeout=limit_s, trust_env=False).json()
         answers = [[(int(k), v) for (one,) in row for k, v in one.items()] for row in said["logprobs"]]
@@ -136,8 +137,7 @@ def test_a_run_fed_by_processes_of_others(cli, policy, logprobs):
     assert [row["off_policy/max"] <= 4 for row in rows] == [True] * 3
     if logprobs:
         gaps = {row["step"]: row["alignment/diff_max"] for row in rows if "alignment/diff_max" in row}
-        # once, in a loaded suite, a row had more than 1e-4; why is not known, so the values are shown
-        assert 1 in gaps and min(gaps.values()) < 1e-4 and max(gaps.values()) < 0.1, gaps
+        assert 1 in gaps and max(gaps.values()) < 1e-4, gaps
     else:
         assert not any("alignment/diff_max" in row or "mismatch/logp_abs_diff_mean" in row for row in rows)
     assert rows[-1]["atropos/groups/0"] >= 6

@@ -73,7 +73,7 @@ def test_several_turns_are_masked_between_answers():
     assert [one["role"] for one in first.episode.messages] == ["prompt", "assistant", "environment", "assistant"]
     assert (first.episode.num_turns, first.text, first.versions) == (2, "10", [(4, 0, 1)])
     head = made["tokens"][0][0]
-    assert asked[:2] == [([head], [1]), ([head, 1, 2], [10])]
+    assert asked[:2] == [([head], [1], [-0.1]), ([head, 1, 2], [10], [-0.2])]
 
 
 def test_a_first_token_has_no_logprob_and_is_never_trained():

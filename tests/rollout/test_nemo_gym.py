@@ -340,7 +340,7 @@ def canned(template):
 def test_the_calls_of_an_agent_become_one_sample(policy, gym, engine_of):
     gym.canned = canned(policy[1])
     engine = engine_of(gym, "run")
-    engine.play.versions_of = lambda keys: [[(3, 0, len(ids))] if ids == [11, 12] else None for _, ids in keys]
+    engine.play.versions_of = lambda keys: [[(3, 0, len(ids))] if ids == [11, 12] else None for _, ids, _ in keys]
     row = {**ROW, "responses_create_params": {"input": "Count.", "max_output_tokens": 4}}
     [done] = run(engine, requests(policy[1], 1, row))
     assert (done.token_ids, done.mask) == ([11, 12, 5, 6, 7, 13, 14, 15], [1, 1, 0, 0, 0, 1, 1, 1])

@@ -8,6 +8,7 @@ import time
 from importlib.util import find_spec
 
 import pytest
+import torch
 from oracle import PROMPT, ask, difference, load, run
 from server_parts import Wakeful, client_of_service
 
@@ -190,7 +191,7 @@ def test_a_template_without_tools_gives_texts(server):
 
 def test_the_run_learns_which_weights_sampled_what_others_were_given(server, http, engine):
     assert engine.capabilities.lora  # connected
-    old = [ids for ids, _ in generated(http)]
+    old = generated(http)
     engine.load_weights(PolicyWeights(load(server.model)), 3)
     body = {"max_tokens": 3, "return_token_ids": True, "seed": 1}
     chat = http.post("/v1/chat/completions", json={"messages": MESSAGES, **body}).json()
@@ -199,25 +200,38 @@ def test_the_run_learns_which_weights_sampled_what_others_were_given(server, htt
     chatted = chat["choices"][0]["token_ids"]
     said = engine.versions_of(
         [
-            *((PROMPT, ids) for ids in old),
-            (chat["prompt_token_ids"], chatted),
-            ([*PROMPT, streamed[0]], streamed[1:]),  # where the prompt ends does not matter
-            (PROMPT, [*streamed, 1]),
+            *((PROMPT, *both) for both in old),
+            (chat["prompt_token_ids"], chatted, []),
+            ([*PROMPT, streamed[0]], streamed[1:], []),  # where the prompt ends does not matter
+            (PROMPT, [*streamed, 1], []),
         ]
     )
-    assert said == [*([(0, 0, len(ids))] for ids in old), [(3, 0, len(chatted))], [(3, 0, len(streamed))], None]
+    assert said == [*([(0, 0, len(ids))] for ids, _ in old), [(3, 0, len(chatted))], [(3, 0, len(streamed))], None]
     engine.close()
     another = server.engine()
-    assert another.versions_of([(PROMPT, streamed)]) == [None]
+    assert another.versions_of([(PROMPT, streamed, [])]) == [None]
     another.close()
+
+
+def test_equal_tokens_of_other_weights_are_told_apart_by_their_logprobs(server, http, engine):
+    assert engine.capabilities.lora  # connected
+    old, model = generated(http, seed=1), load(server.model)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.001)
+    engine.load_weights(PolicyWeights(model), 3)
+    new = generated(http, seed=1)
+    assert [ids for ids, _ in new] == [ids for ids, _ in old]
+    told = [(PROMPT, *both) for both in [*old, *new]]
+    assert [spans[0][0] for spans in engine.versions_of(told)] == [0, 0, 3, 3]
+    assert [spans[0][0] for spans in engine.versions_of([(*one[:2], []) for one in told])] == [3, 3, 3, 3]
 
 
 def test_the_ledger_forgets_what_was_not_used_for_longest():
     ledger = VersionLedger(limit=2)
     for token in range(2):
-        ledger.add([7], Completion("a", [token], [0.0], "stop", versions=[(token, 0, 1)]))
+        ledger.add([7], Completion("a", [token], [], "stop", versions=[(token, 0, 1)]))
     assert ledger.find(digest_of([7], [0])) == [(0, 0, 1)]
-    ledger.add((7,), Completion("a", [2], [0.0], "stop", versions=[(2, 0, 1)]))
+    ledger.add((7,), Completion("a", [2], [], "stop", versions=[(2, 0, 1)]))
     assert [ledger.find(digest_of([7], [token])) for token in range(3)] == [[(0, 0, 1)], None, [(2, 0, 1)]]
 
 

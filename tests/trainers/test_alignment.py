@@ -8,7 +8,7 @@ import torch
 
 from swift.errors import NumericError
 from swift.rollout.samples import RolloutBatch, TrainSample
-from swift.trainers.grpo.alignment import AlignmentCheck
+from swift.trainers.grpo.alignment import AlignmentCheck, sampled_all
 
 LENGTH = 40
 
@@ -35,6 +35,16 @@ def check(sampler, *, temperature=1.0, fresh=True, trained=None, times=1):
     for _ in range(times):
         one.look(RolloutBatch([sample], 1, 1))
     return seen
+
+
+@pytest.mark.parametrize(
+    ("versions", "counts"),
+    [([(2, 0, 1), (2, 3, 5)], True), ([(1, 0, 1), (2, 3, 5)], False), ([(2, 0, 1)], False), ([], False)],
+)
+def test_what_is_compared_was_sampled_by_the_present_weights_in_every_turn(versions, counts):
+    mask = np.array([True, False, False, True, True])
+    sample = TrainSample(0, np.array([1]), np.arange(5), np.zeros(5, np.float32), mask, 1.0, versions)
+    assert sampled_all(sample, lambda version: version == 2) is counts
 
 
 def test_what_is_right_passes():

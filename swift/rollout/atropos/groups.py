@@ -134,7 +134,7 @@ class GroupReader:
             logprobs=[min(value, 0.0) if one else 0.0 for value, one in zip(known, mask, strict=True)],
             finish_reason="stop" if ids[-1] in self.end_token_ids else "length",
             text=self.decode(ids[turns[-1][0] : turns[-1][1]]),
-            versions=_versions(tokens, start, turns, versions),
+            versions=_versions(tokens, start, turns, logprobs or [], versions),
             columns={"env_id": group.env_id},
             mask=mask if 0 in mask else [],
             episode=Episode(
@@ -226,10 +226,12 @@ def _turns(mask: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _versions(
-    tokens: list[int], start: int, turns: Sequence[tuple[int, int]], versions: Versions
+    tokens: list[int], start: int, turns: Sequence[tuple[int, int]], logprobs: Sequence[float], versions: Versions
 ) -> list[tuple[int, int, int]]:
     """The weight versions of the trained tokens, as far as the policy server knows them; places in the completion."""
-    asked = [(tokens[: start + first], tokens[start + first : start + last]) for first, last in turns]
+    asked = [
+        (tokens[: start + first], tokens[start + first : start + last], logprobs[first:last]) for first, last in turns
+    ]
     return [
         (version, first + begin, first + end)
         for (first, _), found in zip(turns, versions(asked), strict=True)

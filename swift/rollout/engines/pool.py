@@ -39,7 +39,7 @@ from swift.rollout.engines.base import (
 from swift.rollout.engines.client import EngineClient
 from swift.rollout.engines.dispatch import LOOK_S, Dispatch
 from swift.rollout.engines.transport import Late
-from swift.rollout.engines.wire import Spans, digest_of
+from swift.rollout.engines.wire import Said, Spans, digest_of
 from swift.rollout.weights.base import Bucket
 from swift.rollout.weights.sending import join_broadcast
 from swift.types import Completion, Request
@@ -162,15 +162,16 @@ class EnginePool(InferenceEngine):
 
     # --- what servers sample for others -------------------------------------------------------------------------
 
-    def versions_of(self, samples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Spans | None]:
+    def versions_of(self, samples: Sequence[Said]) -> list[Spans | None]:
         """Which weights sampled completions that environments got from these servers.
 
-        samples: prompt and completion, as token ids. Returns for each its spans as in `Completion.versions`; None where
-        no server remembers it as it stands.
+        Returns for each its spans as in `Completion.versions`, of the latest one with these tokens if no server
+        remembers these log-probs; None where none remembers the tokens as they stand.
         """
-        digests = [digest_of(*sample) for sample in samples]
+        digests = [digest for ids in samples for digest in (digest_of(*ids), digest_of(*ids[:2]))]
         said = self._on_all(lambda client: client.call("versions", client.timeouts.reply_s, digests=digests))
-        return [next((spans for spans in one if spans is not None), None) for one in zip(*said, strict=True)]
+        found = [next((spans for spans in one if spans is not None), None) for one in zip(*said, strict=True)]
+        return [exact or known for exact, known in zip(found[::2], found[1::2], strict=True)]
 
     def hold_back(self, held: bool) -> None:
         """Have the servers keep generation requests of others waiting, or not.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,8 +42,10 @@ encode = msgspec.json.encode
 
 Spans = list[tuple[int, int, int]]
 """Versions of the tokens of a completion, as in `Completion.versions`."""
-Versions = Callable[[Sequence[tuple[Sequence[int], Sequence[int]]]], Sequence[Spans | None]]
-"""(prompt ids, token ids) of completions -> the weight versions of each; None where nobody knows."""
+Said = tuple[Sequence[int], Sequence[int], Sequence[float]]
+"""A completion as an environment tells it: prompt ids, token ids, and the log-probs of these, if it tells them."""
+Versions = Callable[[Sequence[Said]], Sequence[Spans | None]]
+"""The weight versions of completions; None where nobody knows."""
 
 
 class Sample(Struct, forbid_unknown_fields=True):
@@ -121,9 +124,13 @@ class VersionsReply(Struct):
     versions: list[Spans | None]
 
 
-def digest_of(prompt_ids: Sequence[int], token_ids: Sequence[int]) -> str:
-    """What the version ledger knows a completion by; where the prompt ends does not matter."""
-    return hashlib.blake2b(encode([*prompt_ids, *token_ids]), digest_size=16).hexdigest()
+def digest_of(prompt_ids: Sequence[int], token_ids: Sequence[int], logprobs: Sequence[float] = ()) -> str:
+    """What the version ledger knows a completion by; where the prompt ends does not matter.
+
+    logprobs: tell it from the same tokens of other weights; as float32, which is what engines compute.
+    """
+    content = encode([*prompt_ids, *token_ids]) + array("f", logprobs).tobytes()
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def architecture(folder: str | Path) -> dict[str, Any]:

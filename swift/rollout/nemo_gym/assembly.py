@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swift.data.responses import chat_of_items
+from swift.rollout.engines.wire import Said
 from swift.rollout.multi_turn.trajectory import Excluded, Trajectory
 from swift.types import Completion
 
@@ -23,9 +24,9 @@ class Call:
     logprobs: list[float]
 
     @property
-    def key(self) -> tuple[list[int], list[int]]:
+    def key(self) -> Said:
         """By which the policy server knows it."""
-        return self.prompt_ids, self.token_ids
+        return self.prompt_ids, self.token_ids, self.logprobs
 
 
 def calls_of(output: Sequence[Item], vocab_size: int) -> list[Call]:

@@ -1,8 +1,9 @@
 """Which weights sampled what: the version ledger of a policy server.
 
 An environment that samples here hands tokens to the trainer, not their versions. So the server keeps the versions of
-what it has sampled for others, under a digest of prompt and completion (`swift.rollout.engines.wire.digest_of`), and
-the run that owns it asks for them. What was not sampled here as it stands is unknown.
+what it has sampled for others, under digests of prompt and completion with and without its log-probs
+(`swift.rollout.engines.wire.digest_of`), and the run that owns it asks for them. Short answers come again under other
+weights, and only their log-probs tell them apart. What was not sampled here as it stands is unknown.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections.abc import Sequence
 from swift.rollout.engines.wire import Spans, digest_of
 from swift.types import Completion
 
-LIMIT = 100_000
-"""Completions that are remembered, about 25 MB; the least recently used one goes first."""
+LIMIT = 200_000
+"""Digests that are remembered, two for each completion, about 50 MB; the least recently used one goes first."""
 
 
 class VersionLedger:
@@ -25,11 +26,12 @@ class VersionLedger:
         self._spans: OrderedDict[str, Spans] = OrderedDict()
 
     def add(self, prompt_ids: Sequence[int], completion: Completion) -> None:
-        """A completion that was sampled; the same tokens a second time replace the first."""
-        digest = digest_of(prompt_ids, completion.token_ids)
-        self._spans[digest] = completion.versions
-        self._spans.move_to_end(digest)
-        if len(self._spans) > self.limit:
+        """A completion that was sampled; without log-probs the same tokens a second time replace the first."""
+        for logprobs in (completion.logprobs, ()):
+            digest = digest_of(prompt_ids, completion.token_ids, logprobs)
+            self._spans[digest] = completion.versions
+            self._spans.move_to_end(digest)
+        while len(self._spans) > self.limit:
             self._spans.popitem(last=False)
 
     def find(self, digest: str) -> Spans | None:

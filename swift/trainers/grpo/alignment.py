@@ -27,6 +27,12 @@ BETTER, FLOOR = 5.0, 0.01
 """How much better another explanation has to fit, and the difference in nats from which on that is asked."""
 
 
+def sampled_all(sample: TrainSample, is_meant: Callable[[int], bool]) -> bool:
+    """Whether versions of the weights that are meant are known to have sampled all of a sample's trained tokens."""
+    known = sum(end - start for version, start, end in sample.versions if is_meant(version))
+    return sample.num_trained <= known == sum(end - start for _, start, end in sample.versions)
+
+
 @dataclass(slots=True)
 class AlignmentCheck:
     """Compares sampler and trainer on samples of the weights of now.

@@ -41,7 +41,7 @@ from swift.rollout.samples import TrainSample
 from swift.rollout.scheduler import RerollConfig, RolloutScheduler
 from swift.rollout.weights.policy import PolicyWeights, adapter_weights
 from swift.rollout.weights.sync import WeightSync
-from swift.trainers.grpo.alignment import AlignmentCheck
+from swift.trainers.grpo.alignment import AlignmentCheck, sampled_all
 from swift.trainers.grpo.prepare import goes_on_over_epochs
 from swift.trainers.memory.colocate import ColocateCycle
 from swift.trainers.parallel.sharding import loading_device
@@ -341,8 +341,8 @@ def build_alignment(run: Attempt, trainer: GRPOTrainer) -> AlignmentCheck:
     def is_fresh(sample: TrainSample) -> bool:
         """At the start all weights are the same; later the server has to know what sampled it."""
         step = trainer.state.global_step
-        ages = [step - sync.step_of(version) for version, _, _ in sample.versions]
-        return not any(ages) and bool(ages or step == run.parts.start.step == 0)
+        at_start = step == run.parts.start.step == 0
+        return at_start or sampled_all(sample, lambda version: sync.step_of(version) == step)
 
     def score(sequences: Sequence[TokenSequence], temperature: float) -> Tensor:
         """Without dropout, as samplers are."""
