@@ -6,16 +6,18 @@ does it say which node has not come.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import psutil
 
-from swift.errors import EngineError, ResourceError
+from swift.errors import EngineError, ResourceError, first_line
 
 LOOPBACK = ("127.0.0.1", "localhost")
 LOOK_S = 0.2
@@ -63,6 +65,23 @@ def process_group_place(timeout_s: float) -> dict[str, Any]:
                 "MASTER_ADDR and MASTER_PORT its own?"
             ) from error
     return {"store": store, "rank": rank, "world_size": world_size}
+
+
+def connect(limit_s: float) -> Any:
+    """Another connection to the store, which waits for at most `limit_s`."""
+    import torch.distributed as dist
+
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit_s))
+
+
+@contextlib.contextmanager
+def reachable() -> Iterator[None]:
+    """Torch's errors of a store that is gone or slow, all RuntimeErrors, as an EngineError: rank 0 is gone with it."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise EngineError(f"rank 0: its store cannot be reached ({first_line(error)}); look at its log") from error
 
 
 def keep_gloo_here() -> None:

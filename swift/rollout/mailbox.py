@@ -15,16 +15,12 @@ and messages are data of known types: decoding one runs no code.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections import Counter
-from collections.abc import Iterator
-from datetime import timedelta
-from typing import Any
 
 import msgspec
 
-from swift.errors import EngineError, first_line
+from swift.errors import EngineError
+from swift.rendezvous import connect, reachable
 from swift.rollout import saved_state
 from swift.types import Completion
 
@@ -69,16 +65,13 @@ class Mailbox:
     """The mailbox of one rank; every call raises EngineError when the store is gone, and with it rank 0."""
 
     def __init__(self) -> None:
-        import torch.distributed as dist
-
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self._store: Any = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STORE_LIMIT_S))
+        self._store = connect(STORE_LIMIT_S)
         self._read: Counter[str] = Counter()
         self._posted: list[str] = []
         self._own_beats = 0
 
     def post(self, channel: str, message: Message) -> None:
-        with _reachable():
+        with reachable():
             ticket = self._store.add(f"{PREFIX}/{channel}", 1)
             key = f"{PREFIX}/{channel}/{ticket}"
             self._store.set(key, saved_state.encode(message))
@@ -87,7 +80,7 @@ class Mailbox:
     def read(self, channel: str) -> Message | None:
         """The next message that this rank has not read, or None; never waits for one."""
         key = f"{PREFIX}/{channel}/{self._read[channel] + 1}"
-        with _reachable():
+        with reachable():
             if not self._store.check([key]):
                 return None
             content = self._store.get(key)
@@ -96,7 +89,7 @@ class Mailbox:
 
     def sweep(self) -> None:
         """Delete the messages that this rank posted; the ranks have met since, so all have been read."""
-        with _reachable():
+        with reachable():
             for key in self._posted:
                 self._store.delete_key(key)
         self._posted.clear()
@@ -104,12 +97,12 @@ class Mailbox:
     def beat(self) -> None:
         """A heartbeat: this rank gets on."""
         self._own_beats += 1
-        with _reachable():
+        with reachable():
             self._store.add(BEATS, 1)
 
     def beats(self) -> int:
         """Heartbeats of the other ranks so far."""
-        with _reachable():
+        with reachable():
             return int(self._store.add(BEATS, 0)) - self._own_beats
 
 
@@ -121,12 +114,3 @@ def decode(content: bytes) -> Message:
         raise EngineError(
             f"rendezvous store: a message that no rank of this run wrote ({error}); keep MASTER_PORT away from others"
         ) from error
-
-
-@contextlib.contextmanager
-def _reachable() -> Iterator[None]:
-    """Torch's errors of a store that is gone or slow are all RuntimeErrors."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise EngineError(f"rank 0: its store cannot be reached ({first_line(error)}); look at its log") from error

@@ -26,6 +26,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from swift.devices import own_device
 from swift.errors import ConfigError, EngineDead, EngineError, SwiftError, Unsupported, suggest
 from swift.rollout.engines.around import EngineAround
 from swift.rollout.engines.base import Capabilities, InferenceEngine, TensorInfo, WeightUpdate
@@ -317,14 +320,11 @@ class RolloutFunctionEngine(EngineAround):
                 del self._waiting[request.request_id]
             self._call = call
             self._calls += 1
-        arguments = (call, messages, _current_device())
-        threading.Thread(target=self._run, args=arguments, name=f"rollout {self.name}", daemon=True).start()
+        threading.Thread(target=self._run, args=(call, messages), name=f"rollout {self.name}", daemon=True).start()
 
-    def _run(self, call: _Call, messages: list[list[dict[str, Any]]], device: int | None) -> None:
+    def _run(self, call: _Call, messages: list[list[dict[str, Any]]]) -> None:
         try:
-            if device is not None:  # each thread has its own
-                import torch
-
+            if (device := own_device()).type == "cuda":  # each thread has its own
                 torch.cuda.set_device(device)
             call.future.set_result(self.function(messages, call.rollout))
         except BaseException as error:  # raised in the thread that streams
@@ -385,9 +385,3 @@ class RolloutFunctionEngine(EngineAround):
         where = f"{Path(file).name}:{places[-1].lineno}: " if places else ""
         said = traceback.format_exception_only(error)[-1].strip()
         return EngineError(f"{FLAG}: {self.name}: {where}raised {said}; correct the function")
-
-
-def _current_device() -> int | None:
-    import torch
-
-    return torch.cuda.current_device() if torch.cuda.is_available() else None

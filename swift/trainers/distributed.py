@@ -2,11 +2,16 @@
 
 Objects travel over a gloo group of their own, so that nothing is copied to an accelerator. All calls are made on
 the main thread, by every rank, in the same order.
+
+Rank 0 may be at work for long while the others have nothing to do: it collects what engines sample and score. So they
+begin a call when it does. Until then they look at a count of its calls in the rendezvous store, which has no time
+limit: rank 0 holds the store, and `swift.trainers.supervision.heartbeat` sees whether it lives.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -15,9 +20,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from swift.rendezvous import connect, reachable
+
+CALLS = "swift/calls"
+"""Key of the count of rank 0's calls."""
+STORE_LIMIT_S = 60.0
+LOOK_S = 0.05
+"""Longest time between two looks at it."""
+
 
 class Collectives:
-    """Gather, broadcast and reduce over the data-parallel ranks. timeout_s: bound on every collective."""
+    """Gather, broadcast and reduce over the data-parallel ranks. timeout_s: bound on a collective that has begun."""
 
     def __init__(self, timeout_s: float = 1800.0) -> None:
         self.active = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -26,6 +39,10 @@ class Collectives:
         self._group: Any = None
         self.waiting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         """Entered around every collective."""
+        self.watched = False
+        """Whether this process is ended when another one is lost; the same on every rank at every call."""
+        self._calls = 0
+        self._store: Any = None
         if self.active:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
@@ -39,7 +56,7 @@ class Collectives:
         if not self.active:
             return [value]
         values = [None] * self.world_size if self.is_main else None
-        with self.waiting():
+        with self._call():
             dist.gather_object(value, values, dst=0, group=self._group)
         return values
 
@@ -52,7 +69,7 @@ class Collectives:
         if not self.active:
             return value
         box = [value]
-        with self.waiting():
+        with self._call():
             dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
 
@@ -62,7 +79,7 @@ class Collectives:
             return values
         mine = torch.tensor(values, dtype=torch.float64)
         parts = [torch.empty_like(mine) for _ in range(self.world_size)]
-        with self.waiting():
+        with self._call():
             dist.all_gather(parts, mine, group=self._group)
         return torch.stack(parts).sum(0).tolist()
 
@@ -94,5 +111,25 @@ class Collectives:
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.active:
-            with self.waiting():
+            with self._call():
                 dist.barrier(group=self._group)
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[None]:
+        """Begins when rank 0 makes this call too. Raises EngineError: its store is gone, and rank 0 with it."""
+        with self.waiting():
+            if self.watched:
+                self._await_main()
+            yield
+
+    def _await_main(self) -> None:
+        self._calls += 1
+        with reachable():
+            if self._store is None:
+                self._store = connect(STORE_LIMIT_S)
+            if self.is_main:
+                self._store.add(CALLS, 1)
+                return
+            began = time.monotonic()
+            while self._store.add(CALLS, 0) < self._calls:
+                time.sleep(min(LOOK_S, (time.monotonic() - began) / 20))

@@ -1,11 +1,11 @@
 """Heartbeats between ranks: every rank learns within a minute that another one is gone.
 
 A rank that is stopped, swapped out or cut off leaves the others in a collective until its time-out, which is half an
-hour for good reasons (a checkpoint on a slow disk). So each rank writes a heartbeat into the rendezvous store from a
-thread, and reads those of the others. If a rank's heartbeat stands still for `SILENT_S`, or the rank has ended with an
-error, this process ends too, with one line that names it. Time is counted in looks at the heartbeats, not read from a
-clock: where all processes are suspended together (a container that is paused, a job that is preempted) nobody looks,
-and nobody is lost.
+hour for good reasons (a checkpoint on a slow disk), or without end where they wait for rank 0. So each rank writes a
+heartbeat into the rendezvous store from a thread, and reads those of the others. If a rank's heartbeat stands still for
+`SILENT_S`, or the rank has ended with an error, this process ends too, with one line that names it. Time is counted in
+looks at the heartbeats, not read from a clock: where all processes are suspended together (a container that is paused,
+a job that is preempted) nobody looks, and nobody is lost.
 
     beat   "<count>|<host>|<pid>|<state>"  every BEAT_S    "closed"  it has finished    "failed <line>"  it has failed
 
@@ -19,11 +19,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
 from swift.errors import EngineError, Interrupted, end_process, first_line
+from swift.rendezvous import connect
 from swift.trainers.distributed import Collectives
 
 BEAT_S = 5.0
@@ -46,7 +46,7 @@ class Heartbeat:
     """
 
     def __init__(self, collectives: Collectives, *, beat_s: float = BEAT_S, silent_s: float = SILENT_S) -> None:
-        self.rank, self.is_main = collectives.rank, collectives.is_main
+        self.collectives, self.rank, self.is_main = collectives, collectives.rank, collectives.is_main
         self.beat_s = beat_s
         self.silent_s = silent_s
         self.state: Callable[[], str] = str
@@ -60,12 +60,14 @@ class Heartbeat:
 
     def __enter__(self) -> Heartbeat:
         if self._seen and os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"):
+            self.collectives.watched = True
             self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
             self._thread.start()
             threading.Thread(target=self._guard, name="heartbeat-guard", daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.collectives.watched = False
         if error is None or isinstance(error, Interrupted | KeyboardInterrupt):
             self._close("closed", self.silent_s)
         else:
@@ -130,12 +132,9 @@ class Heartbeat:
 
     def _ask(self, use: Callable[[Any], Any]) -> Any:
         """What `use` returns of the store; None if it is gone or slow, which torch tells by RuntimeErrors."""
-        import torch.distributed as dist
-
         try:
             if self._store is None:
-                host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-                self._store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STORE_LIMIT_S))
+                self._store = connect(STORE_LIMIT_S)
             return use(self._store)
         except RuntimeError:
             self._store = None
