@@ -38,8 +38,7 @@ class RolloutCollector:
     decode: token ids to the text that rewards see. share: what of a round the engine samples.
     around: entered by every rank around sampling, also by one without requests (a sharded policy needs it).
     request_s: bound on each request, for an engine that has none of its own. progress: called for each completion.
-    mailbox: messages between the ranks while they sample; needed for dynamic sampling on several. activity: its value
-    changes while this rank gets on. on_heartbeat: called when another rank does, while this one waits for it.
+    mailbox: messages between the ranks while they sample; needed for dynamic sampling on several.
     max_new_tokens: length limit by prompt; None is that of `sampling`. late: requests that took longer than
     `request_s`.
     """
@@ -55,9 +54,6 @@ class RolloutCollector:
     request_s: float | None = None
     progress: Callable[[], None] = lambda: None
     mailbox: Mailbox | None = None
-    activity: Callable[[], Any] = lambda: None
-    on_heartbeat: Callable[[], None] = lambda: None
-    _latest: Round | None = None
     max_new_tokens: Callable[[Prompt], int] | None = None
     late: int = 0
     _late_told: int = 0
@@ -68,7 +64,7 @@ class RolloutCollector:
 
     def prepare(self, log: LaunchLog, **settings: Any) -> Round:
         """A round of the launches in `log`, or with a filter of those that it draws; `settings` of `Round`."""
-        current = self._latest = Round(self, log, **settings)
+        current = Round(self, log, **settings)
         if current.group_filter is None:
             current.begin()
         return current
@@ -79,9 +75,6 @@ class RolloutCollector:
         if self.max_new_tokens is not None:
             sampling = replace(sampling, max_new_tokens=self.max_new_tokens(launch.prompt))
         return Request(f"{launch.group_id}/{sample}", launch.prompt.token_ids, sampling, launch.prompt)
-
-    def awaited(self) -> str:
-        return self._latest.awaited() if self._latest is not None else ""
 
     # --- the end of a round -------------------------------------------------------------------------------------
 

@@ -7,8 +7,6 @@ by any rank and read by those that need it, each at its own pace:
     post   ticket = add(channel)      key channel/ticket = message
     read   the key after the last one that this rank has read, if it is there
 
-Beside the channels there is a count of heartbeats: each rank adds to it while it gets on.
-
 Whoever reaches the store can read and write it. On one node it therefore listens on loopback only (`swift.rendezvous`),
 and messages are data of known types: decoding one runs no code.
 """
@@ -26,7 +24,6 @@ from swift.types import Completion
 
 STORE_LIMIT_S = 60.0
 PREFIX = "swift/mailbox"
-BEATS = f"{PREFIX}/beats"
 
 
 class Sampled(msgspec.Struct, tag=True):
@@ -68,7 +65,6 @@ class Mailbox:
         self._store = connect(STORE_LIMIT_S)
         self._read: Counter[str] = Counter()
         self._posted: list[str] = []
-        self._own_beats = 0
 
     def post(self, channel: str, message: Message) -> None:
         with reachable():
@@ -93,17 +89,6 @@ class Mailbox:
             for key in self._posted:
                 self._store.delete_key(key)
         self._posted.clear()
-
-    def beat(self) -> None:
-        """A heartbeat: this rank gets on."""
-        self._own_beats += 1
-        with reachable():
-            self._store.add(BEATS, 1)
-
-    def beats(self) -> int:
-        """Heartbeats of the other ranks so far."""
-        with reachable():
-            return int(self._store.add(BEATS, 0)) - self._own_beats
 
 
 def decode(content: bytes) -> Message:

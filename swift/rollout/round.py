@@ -16,18 +16,19 @@ trainer's model. Prompts do not travel: each rank draws them from its own schedu
 of them. Ranks that hold parts of one engine must submit the same requests at the same step: such an engine gets more
 only when it has nothing left to do.
 
-A rank with nothing to do waits as long as others send heartbeats; otherwise its own watchdog ends the wait
-(`swift.trainers.supervision.watchdog`), and `awaited` names what it waited for.
+A rank that waits for others counts as waiting in a collective: one that stands still ends itself, and with it the run
+(`swift.trainers.supervision`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from swift.errors import EngineError
 from swift.rollout.dynamic_sampling import GroupFilter
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
 
 READ_S = 0.02
 """Least time between two looks at the mailbox."""
-HEARTBEAT_S = 0.2
-"""Time between two heartbeats of a rank that gets on, and between two looks at those of the others."""
 
 NO_PROGRESS = TrainerProgress(0, 0, 0.0)
 
@@ -116,10 +115,6 @@ class Round:
     _engines_of: dict[int, set[int]] = field(default_factory=dict)
     _unsent: dict[int, list[int]] = field(default_factory=dict)
     _read_at: float = 0.0
-    _beat_at: float = 0.0
-    _listened_at: float = 0.0
-    _activity: Any = None
-    _beats: int = 0
 
     def __post_init__(self) -> None:
         self._leads, self._share = self.home.collectives.rank == 0, self.home.share
@@ -170,7 +165,6 @@ class Round:
     def due(self) -> list[Request]:
         """What to submit to the engine now; also moves the round along."""
         if self.group_filter is not None:
-            self._beat()
             if self._leads:
                 self._coordinate()
             else:
@@ -197,26 +191,9 @@ class Round:
 
     def rest(self) -> None:
         """Wait a moment for scores or other ranks; only with nothing in the engine."""
-        now = time.monotonic()
-        if self._mailbox is not None and now - self._listened_at >= HEARTBEAT_S:
-            self._listened_at = now
-            beats = self._mailbox.beats()
-            if beats != self._beats:
-                self._beats = beats
-                self.home.on_heartbeat()
-        time.sleep(READ_S / 2)
-
-    def awaited(self) -> str:
-        """What this rank waits for, "" where it has work of its own or the round is over; from any thread."""
-        if self._open or self._closed or not self._began:
-            return ""
-        if not self._leads:
-            return "the round of dynamic sampling waits for rank 0"
-        waiting = Counter(engine for engines in list(self._engines_of.values()) for engine in list(engines))
-        if waiting:
-            parts = (f"{count} of engine {engine}" for engine, count in sorted(waiting.items()))
-            return f"the round of dynamic sampling waits for groups: {', '.join(parts)}"
-        return f"the round of dynamic sampling waits for the scores of {len(self.futures)} groups"
+        for_others = not self._leads or bool(self._engines_of)
+        with self.home.collectives.waiting() if for_others else contextlib.nullcontext():
+            time.sleep(READ_S / 2)
 
     def fail(self, error: Exception) -> None:
         """This rank cannot go on; the others learn of it now, and why in the collective that ends the round."""
@@ -404,17 +381,6 @@ class Round:
                 self._assign(self._share.index, index, range(self.num_generations))
             if self._share.lockstep:
                 return
-
-    def _beat(self) -> None:
-        """Let the other ranks know, from time to time, that this one gets on."""
-        now = time.monotonic()
-        if self._mailbox is None or now - self._beat_at < HEARTBEAT_S:
-            return
-        self._beat_at = now
-        activity = self.home.activity()
-        if activity != self._activity:
-            self._activity = activity
-            self._mailbox.beat()
 
 
 def _slice(total: int, part: int, parts: int) -> range:

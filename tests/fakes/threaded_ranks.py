@@ -20,14 +20,15 @@ class ThreadedRank(Collectives):
         self.active, self.rank, self.world_size, self._shared = True, rank, shared.size, shared
 
     def all_gather(self, value):
-        return self._shared.exchange(self.rank, value)
+        with self.waiting():
+            return self._shared.exchange(self.rank, value)
 
     def gather(self, value):
-        values = self._shared.exchange(self.rank, value)
+        values = self.all_gather(value)
         return values if self.rank == 0 else None
 
     def broadcast(self, value):
-        return self._shared.exchange(self.rank, value)[0]
+        return self.all_gather(value)[0]
 
     def sum(self, values):
         return [sum(column) for column in zip(*self.all_gather(values), strict=True)]
@@ -91,9 +92,3 @@ class ThreadedMailbox:
 
     def sweep(self):
         pass
-
-    def beat(self):
-        self.channels.setdefault("beats", []).append(id(self))
-
-    def beats(self):
-        return sum(one != id(self) for one in self.channels.get("beats", []))

@@ -49,17 +49,6 @@ def test_a_store_that_is_gone_is_told_in_one_line(mailboxes):
             use()
 
 
-def test_heartbeats_of_others_are_counted_and_ones_own_are_not(mailboxes):
-    one, two, three = mailboxes
-    assert [mailbox.beats() for mailbox in mailboxes] == [0, 0, 0]
-    one.beat()
-    one.beat()
-    three.beat()
-    assert [mailbox.beats() for mailbox in mailboxes] == [1, 3, 2]
-    one.sweep()
-    assert two.beats() == 3
-
-
 def test_what_a_stranger_leaves_in_the_store_is_refused_and_not_executed(mailboxes, tmp_path):
     owned = tmp_path / "owned"
     stranger = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)

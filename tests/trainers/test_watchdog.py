@@ -178,14 +178,3 @@ def test_a_process_that_stands_still_ends_with_code_4_but_not_for_having_been_st
     assert "its main thread is in stand_still (stands.py:8) < main" in said
     assert "engine 0 was decoding" in said
     assert log.read_text().count("(most recent call first)") >= 3
-
-
-def test_hearing_of_another_rank_is_patience_and_no_progress_of_ones_own(watch):
-    before = watch.activity()
-    for _ in range(4):
-        assert not watch.ticks(9)
-        watch.on_heartbeat()
-    assert watch.activity() == before
-    assert watch.ticks(11)
-    watch.touch()
-    assert watch.activity() != before

@@ -165,11 +165,8 @@ def build_pipeline(run: Attempt) -> RolloutPipeline:
         request_s=_request_limit(args, setup),
         progress=run.watchdog.touch,
         mailbox=Mailbox() if args.dynamic_sample and ranks.active else None,
-        activity=run.watchdog.activity,
-        on_heartbeat=run.watchdog.on_heartbeat,
         max_new_tokens=parts.references.max_new_tokens if parts.references is not None else None,
     )
-    run.watchdog.remarks.append(collector.awaited)
     config = PipelineConfig(
         num_generations=args.num_generations,
         num_generations_eval=args.num_generations_eval,

@@ -7,8 +7,7 @@ stops the count as well, and so does a debugger's prompt.
 
     phase("train")    what the trainer's thread does; some phases have bounds of their own, which come first
     touch()           something was completed, from any thread
-    waiting()         for other ranks, in a collective: it is not this one that stands still
-    on_heartbeat()    another rank gets on, for which this one waits outside of a collective
+    waiting()         for other ranks, in a collective or for their messages: it is not this one that stands still
 
 A wait inside of a library's own collective cannot be seen from here; the rank that ends then says that the others stood
 still as well, and each leaves its stacks in its log.
@@ -80,7 +79,6 @@ class Watchdog:
         self._ticks = 0
         self._phases: list[str] = []
         self._count = 0
-        self._heartbeats = 0
         self._waits = 0
         self._seen: Any = None
         self._stopped = threading.Event()
@@ -91,14 +89,6 @@ class Watchdog:
     def touch(self) -> None:
         """Something was completed."""
         self._count += 1
-
-    def on_heartbeat(self) -> None:
-        """Another rank completed something; no progress of this one, which others could wait for in turn."""
-        self._heartbeats += 1
-
-    def activity(self) -> Any:
-        """Changes with this rank's own progress."""
-        return self._count, [meter() for meter in self.meters]
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -158,7 +148,7 @@ class Watchdog:
     def tick(self) -> None:
         """One look."""
         phase = self._phase()
-        now = (self.activity(), self._heartbeats, _written() if phase == "save" else None)
+        now = (self._count, [meter() for meter in self.meters], _written() if phase == "save" else None)
         if self._waits or now != self._seen:
             self._seen, self._ticks = now, 0
             return
