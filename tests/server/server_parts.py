@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,6 +50,8 @@ class LocalServer(Reachable):
                 backend="transformers", model=self.model, max_model_len=max_model_len, lora=True, sleep=True,
             )
         )  # fmt: skip
+        self.holding = False
+        engine.stream = partial(self._held, engine.stream)
         self.service = Service(
             engine,
             template,
@@ -71,6 +74,15 @@ class LocalServer(Reachable):
         self.uvicorn.should_exit = True
         self.thread.join(END_LIMIT_S)
         self.service.close()
+
+    def _held(self, stream):
+        """Of completions of a stream the first one while it is `holding`; the others when the server has ended."""
+        given = False
+        for completion in stream():
+            if given:
+                self.thread.join()
+            given = self.holding
+            yield completion
 
     def kill(self):
         """Cut off all connections; nothing of it is left in memory."""

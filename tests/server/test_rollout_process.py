@@ -11,7 +11,8 @@ import psutil
 import pytest
 from oracle import PROMPT, ask, difference, load, run, with_noise
 from processes import alive, wait_for
-from server_parts import END_LIMIT_S, KEY, Server
+from rollout_process import END_LIMIT_S, START_LIMIT_S
+from server_parts import KEY, Server
 
 from swift.cli.main import main
 from swift.rollout.weights.policy import PolicyWeights
@@ -196,14 +197,36 @@ def test_a_signal_that_a_library_keeps_ends_the_start(nano_folders, tmp_path):
     assert "swift: stopped before it was ready" in server.text()
 
 
+WAITS = """
+import time
+from pathlib import Path
+
+from swift.plugin import inference_backends
+from swift.rollout.engines.transformers import build
+
+
+def waiting(spec):
+    Path({begun!r}).touch()
+    while not Path({go_on!r}).exists():
+        time.sleep(0.01)
+    return build(spec)
+
+
+inference_backends["waiting"] = waiting
+"""
+
+
 @pytest.mark.slow
 def test_a_signal_during_the_start_leaves_no_process(nano_folders, tmp_path):
-    server = Server(nano_folders["qwen2"], tmp_path, "--vllm_data_parallel_size", "2", wait=False)
-    process = psutil.Process(server.process.pid)
-    assert wait_for(lambda: process.children(recursive=True), 120.0), server.text()
-    server.family = process.children(recursive=True)
+    begun, go_on, plugin = tmp_path / "begun", tmp_path / "go-on", tmp_path / "waiting.py"
+    plugin.write_text(WAITS.format(begun=str(begun), go_on=str(go_on)))
+    words = ["--infer_backend", "waiting", "--external_plugins", str(plugin), "--vllm_data_parallel_size", "2"]
+    server = Server(nano_folders["qwen2"], tmp_path, *words, wait=False)
+    assert wait_for(lambda: begun.exists() or server.process.poll() is not None, START_LIMIT_S)
+    server.family = psutil.Process(server.process.pid).children(recursive=True)
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(2 * END_LIMIT_S) == 0, server.text()  # if a library keeps it, the start is completed
+    go_on.touch()  # if a library keeps the signal, the start is completed
+    assert server.process.wait(2 * END_LIMIT_S) == 0, server.text()
     assert server.left() == []
     assert "stopped before it was ready" in server.text()
     assert "Traceback" not in server.text()

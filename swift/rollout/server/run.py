@@ -139,8 +139,10 @@ def serve(args: Any, plan: Plan) -> int:
                 start_again(copy)
             if dead is not None:
                 raise dead
-        except Stopped:
-            print("swift: stopped before it was ready", file=sys.stderr)
+        except BaseException:
+            if not signals.closing:
+                raise
+            print("swift: stopped before it was ready", file=sys.stderr)  # a library may have made another error of it
         finally:
             signals.closing = True
     return 0
