@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 
 import pytest
 from oracle import ask
@@ -46,20 +45,19 @@ def test_a_run_that_waits_for_its_reset_keeps_the_server(made):
 
 
 def test_a_stream_is_no_sign_of_life_of_its_client(made):
-    service = made(Engine(step_s=0.1))
+    service, renewed = made(Engine()), []
 
     async def scene():
         await service.reset("a", "host 1", rebuild=False)
-        body = wire.encode(wire.InferRequest.of([ask("g/0", [1], seed=6, max_new_tokens=12)], 0))
+        body = wire.encode(wire.InferRequest.of([ask(f"g/{seed}", [1], seed=seed) for seed in range(6)], 0))
         headers = {wire.RUN_HEADER: "a", "Content-Type": "application/json"}
+        service.lease.renew = lambda run, now: renewed.append(run)
         async with client_of_service(service) as http:
-            began = time.monotonic()
             reply = await http.post("/infer/", content=body, headers=headers)
-            assert reply.status_code == 200, reply.text
-            return service.lease.holder.expires_at - service.lease.lifetime_s - began, time.monotonic() - began
+        assert reply.text.count('"completion"') > 1, reply.text
 
-    renewed_after, lasted = asyncio.run(scene())
-    assert renewed_after < lasted / 2
+    asyncio.run(scene())
+    assert renewed == ["a"]
 
 
 def test_engines_that_a_silent_run_has_paused_go_on_for_the_others(made):
@@ -93,10 +91,12 @@ def test_engines_that_nobody_owns_stay_paused(made):
 
 
 def test_a_job_that_waits_too_long_says_for_whom(made):
-    service = made(Engine(step_s=0.2), drain_s=0.3)
+    engine = Engine()
+    service = made(engine, drain_s=0.3)
+    engine.stuck = "close"
 
     async def scene():
-        wanted = [ask("g/0", [1], seed=6, max_new_tokens=12)]
+        wanted = [ask("g/0", [1])]
         with service.open(wanted, "other"), service.open(wanted):
             while service.queue.load[0] < 2:
                 await asyncio.sleep(0.01)

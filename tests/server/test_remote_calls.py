@@ -143,11 +143,13 @@ def test_a_pool_quarantines_a_server_that_cannot_be_used(server, fake, no_backof
 
 
 def test_a_call_that_waits_in_vain_says_for_whose_requests(server, fake):
-    one, url = fake(lambda handler, _: time.sleep(1.5))
+    over = threading.Event()
+    one, url = fake(lambda handler, _: over.wait(30))
     one.info = {**one.info, "running_of": {"run mine": 2, "clients without a run": 3}}
     engine = server_engine(url, spec=spec_of(server.model), run_id="mine", timeouts=Timeouts(reply_s=0.3))
     with pytest.raises(Lost) as caught:
         engine.transport._get("POST", "/infer/", 0.5, json={})
+    over.set()
     assert str(caught.value) == (
         "no answer to /infer/ within 0.5 s; it waits for requests of others: 3 of clients without a run"
     )

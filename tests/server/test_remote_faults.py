@@ -243,7 +243,7 @@ def test_a_second_trainer_is_told_who_holds_the_server(server):
         second.capabilities  # noqa: B018
     assert f"held by run {first.engines[0].transport.run_id}" in str(caught.value)
     assert f"process {os.getpid()}" in str(caught.value)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
     first.close()
     assert second.capabilities.name == "transformers"
     second.close()
@@ -272,7 +272,7 @@ def test_no_server_at_all_is_one_line_with_address_seconds_and_what_to_do():
     started = time.monotonic()
     with pytest.raises(EngineError) as caught:
         engine.capabilities  # noqa: B018
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     (line,) = caught.value.problems
     for part in ("http://127.0.0.1:9", "0.5 s", "swift rollout --model /models/mine --host 127.0.0.1 --port 9"):
         assert part in line
