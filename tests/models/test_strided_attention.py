@@ -111,18 +111,23 @@ def test_flash_attention_computes_the_same_with_gradients(stream, fake_flash):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
-def test_no_mask_over_the_whole_stream_is_made(monkeypatch):
+def test_columns_share_a_copy_of_their_document_and_no_mask_is_over_the_whole_stream(monkeypatch):
     stream = one_document(256, samples=4)
     num_tokens = stream.num_document_tokens + 8 * len(stream.columns)
-    largest = 0
+    given = [one.detach() for one in states(num_tokens)]
+    masked, copied = [], []
     attend = torch.nn.functional.scaled_dot_product_attention
 
     def noted(query, key, value, attn_mask=None, **more):
-        nonlocal largest
-        largest = max(largest, attn_mask.numel() if attn_mask is not None else 0)
+        masked.append(attn_mask.numel() if attn_mask is not None else 0)
+        copied.append(key.numel())
         return attend(query, key, value, attn_mask=attn_mask, **more)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
-    given = [one.detach() for one in states(num_tokens)]
     stream.layout(8, "cpu").attend(*given, None)
-    assert 0 < largest < num_tokens**2 / 8
+    assert 0 < max(masked) < num_tokens**2 / 8
+    assert sum(copied) < 3 * given[1].numel()
+    copied.clear()
+    query, *cached = given
+    stream.step_layout(8, "cpu").attend(query[:, :, -len(stream.columns) :], *cached, None)
+    assert sum(copied) < 3 * given[1].numel()

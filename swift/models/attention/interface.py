@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from swift.models.attention.layout import DecodeLayout, Kernel, SegmentLayout
+from swift.models.attention.rows import SegmentRows
 from swift.models.attention.spans import Variant
-from swift.models.attention.strided import StepLayout
 
 KERNEL_OF: dict[str, Kernel | None] = {"swift_segments": None, "swift_block_mask": "flex", "swift_varlen": "flash"}
 """Names of packed attention; None means the best kernel of the device."""
@@ -25,7 +25,7 @@ def _segment_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    attention_layout: SegmentLayout | DecodeLayout | StepLayout | None = None,
+    attention_layout: SegmentLayout | DecodeLayout | SegmentRows | None = None,
     **extras: Any,
 ) -> tuple[Tensor, None]:
     """The attention function registered with transformers; see `AttentionInterface` for the contract.
@@ -39,8 +39,10 @@ def _segment_attention(
         raise NotImplementedError("its attention takes position_bias")
     window = extras.get("sliding_window")
     variant = Variant(window if window and window > 0 else None, extras.get("softcap"), extras.get("s_aux"))
-    kernel = KERNEL_OF[module.config._attn_implementation]
-    return attention_layout.attend(query, key, value, scaling, variant, kernel), None
+    if isinstance(attention_layout, SegmentLayout):
+        kernel = KERNEL_OF[module.config._attn_implementation]
+        return attention_layout.attend(query, key, value, scaling, variant, kernel), None
+    return attention_layout.attend(query, key, value, scaling, variant), None
 
 
 def enable_packed_attention(model: nn.Module, kernel: Kernel | None = None) -> None:

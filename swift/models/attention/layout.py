@@ -100,13 +100,7 @@ class DecodeLayout:
         self.mask = mask
 
     def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float | None,
-        variant: Variant = PLAIN,
-        kernel: Kernel | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, variant: Variant = PLAIN
     ) -> Tensor:
         """Query heads of a key/value head become query positions, so that no head is ever repeated.
 
@@ -116,7 +110,6 @@ class DecodeLayout:
             value: [R, K, C, E].
             scale: softmax scale; None means 1 / sqrt(D).
             variant: of the layer.
-            kernel: not used; it is SDPA.
 
         Returns:
             [R, 1, H, E]

@@ -6,7 +6,8 @@ of their prompt, which is padded at its front:
     prompts        [R, P]        causal
     completions    [R, P + L]    keys of the prompt, then own keys, causal; padded prompt keys are masked
 
-A block is one SDPA call for all its rows and heads.
+A block is one SDPA call for all its rows and heads. Completions that see a part of their prompt each (the columns of
+strided EBFT) are many and short: some of them at a time, in a tile, stand behind one copy of the prompt.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from torch.utils.checkpoint import checkpoint
 
 from swift.models.attention.spans import PLAIN, GroupSpans, Span, Variant, attended, in_autocast_type
 
-# T tokens of the stream, R rows of a block, P prompt keys, L steps of the longest row, of which Q are queries,
-# C = P + L keys
+# T tokens of the stream, R rows of a block, P prompt keys, L steps of the longest row, C = P + L keys
 # H query heads, K key/value heads, D head width, E value width, X heads times width
 
 WASTE = 1.25
 """A block may compute this many times the scores of its rows; more rows in a call are worth that."""
+
+TILE = 256
+"""Tokens of the completions in a tile: few beside a prompt that is worth sharing, enough for a matrix product."""
 
 SCORES = 2**24
 """Scores that are computed at once where a layer's attention is not plain (64 MiB in fp32)."""
@@ -34,20 +37,15 @@ SCORES = 2**24
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A segment and the prompt that it sees before itself."""
+    """A segment and the prompt that it sees before itself, which is empty before a prompt."""
 
-    prompt: Span | None
+    prompt: Span
     span: Span
-
-    @property
-    def num_before(self) -> int:
-        """Tokens of the prompt."""
-        return self.prompt.length if self.prompt is not None else 0
 
     @property
     def scores(self) -> int:
         """Of a head."""
-        return self.span.length * (self.num_before + self.span.length)
+        return self.span.length * (self.prompt.length + self.span.length)
 
 
 class SegmentRows:
@@ -60,9 +58,17 @@ class SegmentRows:
     """
 
     def __init__(self, groups: Sequence[GroupSpans], device: torch.device | str, first_query: int = 0) -> None:
-        prompts = [_Row(None, group.prompt) for group in groups] if not first_query else []
-        completions = [_Row(prompt, span) for group in groups for prompt, span in group.seen() if span.length]
-        self._blocks = [_Block(rows, device, first_query) for part in (prompts, completions) for rows in _blocks(part)]
+        prompts, completions = [], []
+        tiles: list[_Block] = []
+        for group in groups:
+            if not first_query:
+                prompts.append(_Row(Span(group.prompt.start, 0), group.prompt))
+            if group.prefixes:
+                columns, size = group.seen(), max(1, TILE // group.completions[0].length)
+                tiles += [_Tile(columns[i : i + size], device, first_query) for i in range(0, len(columns), size)]
+            else:
+                completions += [_Row(group.prompt, span) for span in group.completions if span.length]
+        self._blocks = [_Block(rows, device) for part in (prompts, completions) for rows in _blocks(part)] + tiles
         places = torch.empty(sum(int(block.real.sum()) for block in self._blocks), dtype=torch.long)
         first = 0
         for block in self._blocks:  # row `places[t]` of all outputs, one block after the other, is query t
@@ -90,12 +96,12 @@ def _blocks(rows: Sequence[_Row]) -> Iterator[list[_Row]]:
     """Rows of similar size together."""
     block: list[_Row] = []
     needed = longest = before = 0
-    for row in sorted(rows, key=lambda row: (row.num_before, row.span.length)):
-        longest, before = max(longest, row.span.length), max(before, row.num_before)
+    for row in sorted(rows, key=lambda row: (row.prompt.length, row.span.length)):
+        longest, before = max(longest, row.span.length), max(before, row.prompt.length)
         needed += row.scores
         if block and (len(block) + 1) * longest * (before + longest) > WASTE * needed:
             yield block
-            block, needed, longest, before = [], row.scores, row.span.length, row.num_before
+            block, needed, longest, before = [], row.scores, row.span.length, row.prompt.length
         block.append(row)
     if block:
         yield block
@@ -104,22 +110,19 @@ def _blocks(rows: Sequence[_Row]) -> Iterator[list[_Row]]:
 class _Block:
     """Rows that are computed together; what pads a row's own tokens is its last one, behind all that it computes."""
 
-    def __init__(self, rows: Sequence[_Row], device: torch.device | str, first_query: int = 0) -> None:
+    def __init__(self, rows: Sequence[_Row], device: torch.device | str) -> None:
         self.longest = max(row.span.length for row in rows)
-        self.num_before = max(row.num_before for row in rows)
+        self.num_before = max(row.prompt.length for row in rows)
         steps = torch.arange(self.longest)
         starts = torch.tensor([row.span.start for row in rows])[:, None]
         lengths = torch.tensor([row.span.length for row in rows])[:, None]
-        gaps = torch.tensor([row.span.step for row in rows])[:, None]
-        own_index = starts + torch.minimum(steps, lengths - 1) * gaps
-        self.num_queries = self.longest if not first_query else 1  # of a row
-        self.real = (steps < lengths)[:, -self.num_queries :]  # [R, Q]
-        self.query_index = own_index[:, -self.num_queries :] - first_query
-        self._query_index, self._key_index = self.query_index.to(device), own_index.to(device)
+        self.query_index = own_index = starts + torch.minimum(steps, lengths - 1)
+        self.real = steps < lengths  # [R, L]
+        self._query_index, self._key_index = own_index.to(device), own_index.to(device)
         self._padded: Tensor | None = None  # [R, 1, 1, P]
         if self.num_before:
-            stops = torch.tensor([row.prompt.stop for row in rows if row.prompt is not None])[:, None]
-            before = torch.tensor([row.num_before for row in rows])[:, None]
+            stops = torch.tensor([row.prompt.stop for row in rows])[:, None]
+            before = torch.tensor([row.prompt.length for row in rows])[:, None]
             distance = torch.arange(self.num_before, 0, -1)
             self._key_index = torch.cat([stops - torch.minimum(distance, before), own_index], 1).to(device)
             if bool((before < self.num_before).any()):
@@ -131,8 +134,8 @@ class _Block:
         compute: Callable[..., Tensor] = partial(self._attend, heads=heads, scale=scale, variant=variant)
         if variant.is_plain:
             return compute(*tables_TX, rows=slice(None))
-        num_rows = self._query_index.shape[0]
-        step = max(1, SCORES // (heads[0] * self.num_queries * (self.num_before + self.longest)))
+        num_rows, num_queries = self._query_index.shape
+        step = max(1, SCORES // (heads[0] * num_queries * (self.num_before + self.longest)))
         if torch.is_grad_enabled():  # inner results are not kept but made again
             compute = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
         return torch.cat([compute(*tables_TX, rows=slice(i, i + step)) for i in range(0, num_rows, step)])
@@ -161,18 +164,42 @@ class _Block:
         else:
             if variant.sinks is not None:
                 variant = replace(variant, sinks=variant.sinks[:, None])
-            mask = self._mask(variant.window, query.device)
+            if variant.window not in self._masks:
+                self._masks[variant.window] = self._visible(variant.window).to(query.device)
+            mask = self._masks[variant.window]
             if self._padded is not None:
                 mask = mask & ~nn.functional.pad(self._padded[rows], (0, self.longest))
             found = attended(query, key, value, mask=mask, scale=scale, variant=variant)
         return found.transpose(1, 2).flatten(2)
 
-    def _mask(self, window: int | None, device: torch.device) -> Tensor:
+    def _visible(self, window: int | None) -> Tensor:
         """[Q, P + L]: what each query sees where no prompt is padded."""
-        if window not in self._masks:
-            visible = torch.ones(self.longest, self.num_before + self.longest, dtype=torch.bool, device=device)
-            visible = visible.tril(diagonal=self.num_before)
-            if window is not None:
-                visible = visible.triu(diagonal=self.num_before - window + 1)
-            self._masks[window] = visible[-self.num_queries :]
-        return self._masks[window]
+        visible = torch.ones(self.longest, self.num_before + self.longest, dtype=torch.bool).tril(self.num_before)
+        return visible if window is None else visible.triu(self.num_before - window + 1)
+
+
+class _Tile(_Block):
+    """Completions of equal length behind one copy of their prompt, of which each sees a part: a block of one row."""
+
+    def __init__(self, columns: Sequence[tuple[Span, Span]], device: torch.device | str, first_query: int) -> None:
+        prompt = max((seen for seen, _ in columns), key=lambda seen: seen.length)
+        own_index = torch.stack([span.index for _, span in columns])  # [columns, steps]
+        anchor = torch.tensor([seen.length for seen, _ in columns])[:, None].expand_as(own_index)
+        column = torch.arange(len(columns))[:, None].expand_as(own_index)
+        self._own = torch.stack([anchor, column, anchor + torch.arange(own_index.shape[1])])
+        queries = slice(-1 if first_query else 0, None)
+        self._queries = self._own[:, :, queries]
+        self.longest, self.num_before = own_index.numel(), prompt.length
+        self.query_index = own_index[:, queries].reshape(1, -1) - first_query
+        self.real = torch.ones_like(self.query_index, dtype=torch.bool)
+        self._query_index = self.query_index.to(device)
+        self._key_index = torch.cat([prompt.index, own_index.flatten()])[None].to(device)
+        self._padded, self._masks = None, {}
+
+    def _visible(self, window: int | None) -> Tensor:
+        """[Q, P + L]: of the prompt what is before the anchor, then the earlier tokens of the same column."""
+        anchor, column, position = self._queries.reshape(3, -1, 1)
+        _, columns, positions = self._own.flatten(1)
+        before = torch.arange(self.num_before)
+        visible = torch.cat([before < anchor, (columns == column) & (positions <= position)], 1)
+        return visible if window is None else visible & (torch.cat([before, positions]) > position - window)

@@ -95,19 +95,20 @@ def attended(
     Returns:
         [..., A, L, E]
     """
-    grouped = query.shape[-3] != key.shape[-3]
     if variant.softcap is None and variant.sinks is None:
         return nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped
+            query, key, value, attn_mask=mask, scale=scale, enable_gqa=query.shape[-3] != key.shape[-3]
         )
-    if grouped:
-        key, value = (one.repeat_interleave(query.shape[-3] // one.shape[-3], -3) for one in (key, value))
-    scores = (query @ key.mT).float() * (query.shape[-1] ** -0.5 if scale is None else scale)
+
+    def product(left: Tensor, right: Tensor) -> Tensor:  # heads of one key/value head are rows of one matrix
+        return (left.reshape(*right.shape[:-2], -1, left.shape[-1]) @ right).view(*left.shape[:-1], -1)
+
+    scores = product(query, key.mT).float() * (query.shape[-1] ** -0.5 if scale is None else scale)
     if variant.softcap is not None:
         scores = variant.softcap * torch.tanh(scores / variant.softcap)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     if variant.sinks is None:
-        return scores.softmax(-1).to(value.dtype) @ value
+        return product(scores.softmax(-1).to(value.dtype), value)
     sinks = variant.sinks.float().expand(scores.shape[:-1])[..., None]
-    return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1].to(value.dtype) @ value
+    return product(torch.cat([scores, sinks], -1).softmax(-1)[..., :-1].to(value.dtype), value)

@@ -22,9 +22,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from swift.models.attention.layout import Kernel, SegmentLayout
+from swift.models.attention.layout import SegmentLayout
 from swift.models.attention.rows import SegmentRows
-from swift.models.attention.spans import PLAIN, GroupSpans, Span, Variant
+from swift.models.attention.spans import GroupSpans, Span
 
 
 def block_anchors(num_tokens: int, *, length: int, stride: int, first: int) -> range:
@@ -102,30 +102,7 @@ class BlockStream:
         """Attention of a stream with so many steps."""
         return SegmentLayout(self.groups(num_steps), device)
 
-    def step_layout(self, num_steps: int, device: torch.device | str) -> StepLayout:
-        """Attention of the last of so many steps to all that a key/value cache holds."""
+    def step_layout(self, num_steps: int, device: torch.device | str) -> SegmentRows:
+        """Attention of the last of so many steps, [1, H, C, D], to all that a key/value cache holds."""
         first = self.num_document_tokens + (num_steps - 1) * len(self.columns)
-        return StepLayout(SegmentRows(self.groups(num_steps), device, first))
-
-
-class StepLayout:
-    """Attention of one token per column to its document and its earlier tokens, by masked SDPA over rows.
-
-    Example:
-        model(..., attention_layout=stream.step_layout(2, device), past_key_values=cache)
-    """
-
-    def __init__(self, rows: SegmentRows) -> None:
-        self.rows = rows
-
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float | None,
-        variant: Variant = PLAIN,
-        kernel: Kernel | None = None,
-    ) -> Tensor:
-        """See `SegmentLayout.attend`; query [1, H, C, D] has the last step alone, key and value [1, K, T, D] all."""
-        return self.rows.attend(query, key, value, scale, variant)
+        return SegmentRows(self.groups(num_steps), device, first)

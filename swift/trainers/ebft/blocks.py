@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from swift.models.attention.layout import SegmentLayout
-from swift.models.attention.strided import BlockStream, StepLayout
+from swift.models.attention.strided import BlockStream
 from swift.models.features import FeatureNetwork, pool
 from swift.rollout.engines.transformers.sampling import BatchSampler, Row
 from swift.rollout.seeds import sample_uniforms, seed_of
@@ -114,12 +114,11 @@ def sample_blocks(
     logits = model(**inputs, logits_to_keep=places, past_key_values=cache, use_cache=True).logits[0][column]
     tokens = [sampler.draw(logits, uniform_gC[0])[0]]
     for step in range(1, stream.length):
-        layout: StepLayout = stream.step_layout(step, ids.device)
         positions = (stream.anchors + step - 1).to(ids.device)
         logits = model(
             input_ids=tokens[-1][None],
             position_ids=positions[None],
-            attention_layout=layout,
+            attention_layout=stream.step_layout(step, ids.device),
             past_key_values=cache,
             use_cache=True,
         ).logits[0]
