@@ -312,21 +312,19 @@ def _tuned(layer: Any, prefix: str) -> Iterator[CheckpointTensor]:
     """A layer with adapters: its base, with what the active ones add."""
     active = [] if layer.disable_adapters else layer.active_adapters
     adapters = [name for name in active if name not in layer.merged_adapters and _has(layer, name)]
-    biased = any(getattr(layer, "lora_bias", {}).get(name) for name in adapters)
-    if biased and getattr(layer.get_base_layer(), "bias", None) is None:
+    lora_bias = getattr(layer, "lora_bias", None)  # by adapter; other kinds than LoRA may change a bias, too
+    changes_bias = lora_bias is None or any(lora_bias.get(name) for name in adapters)
+    if lora_bias and changes_bias and getattr(layer.get_base_layer(), "bias", None) is None:
         raise ConfigError(
             f"policy: {prefix.rstrip('.')}: lora_bias: the layer has no bias to merge it into; "
             "use --vllm_enable_lora true"
         )
-    if adapters and not _is_low_rank(layer):
-        yield from _merged_by_peft(layer, prefix)
-        return
+    sources = tuple(layer.parameters())
     for tensor in _walk(layer.base_layer, prefix):
         part = tensor.name.removeprefix(prefix)
-        if part == "weight" and adapters:
-            yield _with_change(tensor, layer, [_low_rank(layer, name) for name in adapters])
-        elif part == "bias" and any(layer.lora_bias.get(name) for name in adapters):
-            yield _with_change(tensor, layer, [_bias(layer, name) for name in adapters if layer.lora_bias.get(name)])
+        if adapters and (part != "bias" or changes_bias):
+            read = functools.partial(_read_merged, layer, adapters, part, tensor.dtype, sources)
+            yield replace(tensor, sources=sources, read=read, identity=(*tensor.identity, id(layer)))
         else:
             yield tensor
 
@@ -336,69 +334,22 @@ def _has(layer: Any, adapter: str) -> bool:
     return any(adapter in getattr(layer, name) for name in layer.adapter_layer_names)
 
 
-def _is_low_rank(layer: Any) -> bool:
-    """Whether what the active adapters add is the product of two factors, and a bias."""
-    from peft.tuners.lora.layer import Embedding, Linear, LoraLayer
-
-    plain = isinstance(layer, Linear | Embedding) or is_quantised_layer(layer.get_base_layer())
-    is_lora = plain and isinstance(layer, LoraLayer)
-    return is_lora and not any(name in layer.lora_variant for name in layer.active_adapters)
-
-
-def _merged_by_peft(layer: Any, prefix: str) -> Iterator[CheckpointTensor]:
-    """A layer with an adapter of any other kind, as PEFT merges it."""
-    sources = tuple(layer.parameters())
-    for tensor in _walk(layer.base_layer, prefix):
-        part = tensor.name.removeprefix(prefix)
-        read = functools.partial(_read_merged, layer, part, tensor.dtype, sources)
-        yield replace(tensor, sources=sources, read=read, identity=(*tensor.identity, id(layer)))
-
-
-def _read_merged(layer: Any, part: str, dtype: torch.dtype, sources: Sequence[Tensor], whole: Whole) -> Tensor:
-    """PEFT's merge on a float32 copy of the layer; on quantised weights there is one for LoRA's variants alone."""
+def _read_merged(
+    layer: Any, adapters: Sequence[str], part: str, dtype: torch.dtype, sources: Sequence[Tensor], whole: Whole
+) -> Tensor:
+    """PEFT's merge on a float32 copy of the layer; on quantised weights, which have LoRA alone, its parts."""
     base = layer.get_base_layer()
-    if is_quantised_layer(base) and part == "weight":
-        name = layer.active_adapters[0]
-        merged: Tensor = layer.lora_variant[name].merge_safe(layer, name, dequantised(base))
+    if is_quantised_layer(base):
+        merged = dequantised(base) if part == "weight" else base.bias.float()
+        for name in adapters:
+            if part == "bias":
+                merged = merged + layer.lora_B[name].bias * layer.scaling[name]
+            elif name in layer.lora_variant:
+                merged = layer.lora_variant[name].merge_safe(layer, name, merged)
+            else:
+                merged = merged + layer.get_delta_weight(name)
         return merged.to(dtype)
-    copies = {id(one): nn.Parameter(whole(one).detach().float(), requires_grad=False) for one in sources}
+    copies = {id(one): nn.Parameter(whole(one).to(torch.float32, copy=True), requires_grad=False) for one in sources}
     twin = copy.deepcopy(layer, copies).float()
-    twin.merge(safe_merge=True)
+    twin.merge()
     return twin.get_base_layer().get_parameter(part).detach().to(dtype)  # type: ignore[no-any-return]
-
-
-_Change = tuple[tuple[Tensor, ...], Callable[[Whole], Tensor]]
-"""What an adapter adds to a tensor: the parameters to gather, and the float32 sum."""
-
-
-def _with_change(tensor: CheckpointTensor, layer: Any, changes: Sequence[_Change]) -> CheckpointTensor:
-    def read(whole: Whole) -> Tensor:
-        total = tensor.read(whole).float()
-        for _, value in changes:
-            total = total + value(whole)
-        return total.to(tensor.dtype)
-
-    sources = (*tensor.sources, *(source for more, _ in changes for source in more))
-    return replace(tensor, sources=sources, read=read, identity=(*tensor.identity, id(layer)))
-
-
-def _low_rank(layer: Any, name: str) -> _Change:
-    """The change B A times the scaling, the way around in which the base stores its weight."""
-    from peft.tuners.lora.layer import Embedding
-
-    if isinstance(layer, Embedding):
-        first, second, transposed = layer.lora_embedding_A[name], layer.lora_embedding_B[name], True
-    else:
-        first, second = layer.lora_A[name].weight, layer.lora_B[name].weight
-        transposed = bool(layer.fan_in_fan_out)
-
-    def value(whole: Whole) -> Tensor:
-        product = whole(second).float() @ whole(first).float()
-        return (product.T if transposed else product) * layer.scaling[name]
-
-    return (first, second), value
-
-
-def _bias(layer: Any, name: str) -> _Change:
-    bias = layer.lora_B[name].bias
-    return (bias,), lambda whole: whole(bias).float() * layer.scaling[name]
