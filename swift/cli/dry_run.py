@@ -60,8 +60,8 @@ def rehearse_trl(resolved: Resolved) -> int:
     require_packages(args)
     placed = _place(resolved)
     where = [placement.describe(placed), *placed.notes, *find_start(args, resolved.to_json()).notes]
-    check_targets(args, {"rm": "answer", "prm": "step"}.get(resolved.mode))  # type: ignore[arg-type]
     method = method_of(resolved.mode)
+    check_targets(args, method.reward_head, fuses_head=method.fuses_head)
     train, _, lines = method.encode(args, load_chat(args, plain=method.plain))
     plan = plan_line(args, train, launcher.world_size(os.environ))
     show(resolved, [*where, plan, *lines])

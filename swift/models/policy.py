@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from swift.errors import ConfigError, ResourceError, first_line, join_problems, suggest, unusable
 from swift.models.quantisation import is_quantised, quantisation_config, settle
 from swift.models.source import locate, read_json
-from swift.models.tuners import add_adapter, freeze, merge_in
+from swift.models.tuners import add_adapter, check_head, freeze, merge_in
 from swift.startup import hush_libraries
 
 if TYPE_CHECKING:
@@ -229,12 +229,13 @@ def clear_module_dropout(model: nn.Module) -> None:
             module.p = 0.0
 
 
-def check_targets(args: TunerArguments, reward_head: Head | None = None) -> None:
+def check_targets(args: TunerArguments, reward_head: Head | None = None, *, fuses_head: bool = False) -> None:
     """Refuses names of modules and parameters that the model does not have, without loading its weights.
 
     Args:
         args: model and tuner settings.
         reward_head: see `load_policy`.
+        fuses_head: whether to refuse an adapter on the output layer; see `check_head`.
 
     Raises:
         ConfigError: no module, or no parameter, has one of the names.
@@ -255,7 +256,10 @@ def check_targets(args: TunerArguments, reward_head: Head | None = None) -> None
     if args.tuner_type == "full":
         freeze(model, args)
     else:
-        add_adapter(model, source, dataclasses.replace(args, tuner_type="lora", init_weights="true", use_dora=False))
+        plain = dataclasses.replace(args, tuner_type="lora", init_weights="true", use_dora=False)
+        policy = add_adapter(model, source, plain)
+        if fuses_head:
+            check_head(policy, args)
 
 
 def _architecture(name: str, known: Any) -> str:

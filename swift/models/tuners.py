@@ -189,6 +189,20 @@ def _refusal(model: Any, args: TunerArguments, error: ValueError) -> str:
     return f"--{name}: {value}: {first_line(error)}; valid: all-linear, {', '.join(linear_names(model))}"
 
 
+def check_head(policy: Any, args: TunerArguments) -> None:
+    """Refuses an adapter on the output layer, for a loss that multiplies by the weight of that layer itself."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    head = policy.get_output_embeddings()
+    if isinstance(head, BaseTunerLayer):
+        name = next(name for name, module in policy.named_modules() if module is head).rpartition(".")[2]
+        setting = "adapters" if args.adapters else "target_regex" if args.target_regex else "target_modules"
+        raise ConfigError(
+            f"--{setting}: {name}: the loss is computed from the weight of this layer, so an adapter on it would not "
+            f"learn; leave it out, or use --modules_to_save {name}, which trains the whole layer"
+        )
+
+
 def _continued(model: Any, folder: Path, args: TunerArguments) -> Any:
     from peft import PeftConfig, PeftModel
 

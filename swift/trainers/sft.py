@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from swift.startup import collector_resting
 from swift.trainers.sft_packing import PackedRows, Packing, require_packed
-from swift.trainers.trl.method import Encoded, Method, causal_model
+from swift.trainers.trl.method import Encoded, Method
 
 if TYPE_CHECKING:
     from swift.data.loading import Purpose
@@ -53,11 +53,10 @@ def encode(args: Any, template: Template, *, purpose: Purpose) -> Encoded:
     return encode_splits(args, encoder, purpose, packing=packing, packs_val=cut)
 
 
-def _load_model(args: Any) -> Any:
-    model = causal_model(args)
+def _parts(args: Any, model: Any) -> dict[str, Any]:
     if args.packing or args.padding_free:
         require_packed(model, args)
-    return model
+    return {}
 
 
 def _options(args: Any) -> dict[str, Any]:
@@ -78,8 +77,10 @@ SFT = Method(
     trainer="trl:SFTTrainer",
     config="trl:SFTConfig",
     encode=functools.partial(encode, purpose="chat"),
-    load_model=_load_model,
+    model_dropout=True,
+    fuses_head=True,
     options=_options,
+    parts=_parts,
     overrides=(PackedRows,),
     logged=("mean_token_accuracy",),
 )

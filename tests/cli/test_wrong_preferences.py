@@ -2,7 +2,7 @@
 
 import pytest
 from desk import contents, refused
-from small_pairs import sums, verdicts
+from trl_runs import sums, verdicts
 
 PAIRS = list(sums(6))
 LABELS = list(verdicts(6))

@@ -9,6 +9,7 @@ from preloaded import run_ranks
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy, normalize
 from transformers import AutoModelForCausalLM
+from trl_runs import newest_run, rows, trained
 
 from swift.arguments import parse
 from swift.cli.dry_run import rehearse_trl
@@ -16,23 +17,13 @@ from swift.errors import ConfigError
 from swift.rl.energy import energy_advantages, energy_rewards
 from swift.trainers.checkpoint import list_checkpoints
 from swift.trainers.ebft.strided import METRICS
-from swift.trainers.trl.run import run
 
 
 def strided(argv) -> Path:
     """Runs the mode in this process; the run's folder."""
     resolved = parse("rlhf", argv, {})
     assert resolved.mode == "ebft_strided"
-    assert run(resolved) == 0
-    return newest_run(resolved.args.output_dir)
-
-
-def newest_run(output_dir) -> Path:
-    return max(Path(output_dir).glob("v*-*"), key=lambda path: int(path.name[1:].split("-")[0]))
-
-
-def rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return trained(resolved)
 
 
 def log(run_dir: Path) -> list[dict]:

@@ -1,5 +1,5 @@
 import pytest
-from small_pairs import sums, verdicts, written
+from trl_runs import argv_of, sums, verdicts, written
 
 from swift.arguments import parse
 
@@ -10,19 +10,10 @@ def settings(nano_folders, tmp_path):
 
     def resolved(method, *flags, rows=None):
         data = written(tmp_path / "pairs.jsonl", rows or (verdicts(32) if method == "kto" else sums(32)))
-        base = {
-            "--model": str(nano_folders["qwen2"]),
-            "--dataset": str(data),
-            "--tuner_type": "full",
-            "--output_dir": str(tmp_path / "out"),
-            "--learning_rate": "3e-3",
-            "--per_device_train_batch_size": "4",
-            "--max_steps": "4",
-            "--logging_steps": "1",
-            "--gradient_checkpointing": "false",
-            "--report_to": "none",
-        }
-        words = [word for flag, value in base.items() if flag not in flags for word in (flag, value)]
-        return parse("rlhf", ["--rlhf_type", method, *words, *flags], {})
+        own = {
+            "--rlhf_type": method, "--model": nano_folders["qwen2"], "--dataset": data,
+            "--output_dir": tmp_path / "out", "--per_device_train_batch_size": 4, "--max_steps": 4,
+        }  # fmt: skip
+        return parse("rlhf", argv_of(own, flags), {})
 
     return resolved

@@ -7,18 +7,13 @@ import pytest
 import torch
 from datasets import Dataset
 from oracle import first_step
-from small_pairs import sums
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+from trl_runs import sums, trainer_of
 
-from swift.models import load_chat
-from swift.trainers.distributed import Collectives
 from swift.trainers.session import SAME_IN_TRANSFORMERS
-from swift.trainers.trl.frame import build_trainer
-from swift.trainers.trl.method import method_of
-from swift.trainers.trl.run import load_model
 
 TRL = {
     "dpo": (DPOTrainer, DPOConfig, {}),
@@ -63,22 +58,12 @@ def bare(case, resolved, folder):
     return trainer(model=model, args=config(**options), train_dataset=rows, processing_class=tokenizer)
 
 
-def ours(resolved, folder):
-    """The trainer of a run."""
-    method, args = method_of(resolved.mode), resolved.args
-    template = load_chat(args)
-    train, val, _ = method.encode(args, template)
-    model = load_model(args, method)
-    more = {"collectives": Collectives(), "settings": {}, "parts": method.parts(args, model)}
-    return build_trainer(method, args, folder, model, template, train, val, [], **more)
-
-
 def pair_of(settings, case, folder, *flags):
     """Our trainer and TRL's."""
     rows = [{**pair, "margin": n % 3} for n, pair in enumerate(sums(32))] if case == "margin" else None
     given = (*FLAGS.get(case, ()), "--dataset_shuffle", "false", *flags)
     resolved = settings(NAMES.get(case, case), *given, rows=rows)
-    return ours(resolved, folder / "swift"), bare(case, resolved, folder / "trl")
+    return trainer_of(resolved, folder / "swift"), bare(case, resolved, folder / "trl")
 
 
 @pytest.mark.parametrize("case", TRL)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_pairs import logged, trained, written
+from trl_runs import logged, trained, written
 
 from swift.models import load_chat
 from swift.models.arguments import CheckpointArguments

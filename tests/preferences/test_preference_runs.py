@@ -6,13 +6,14 @@ import pytest
 import torch
 from preloaded import run_ranks
 from safetensors.torch import load_file
-from small_pairs import logged, sums, trained, verdicts, written
-from test_against_trl import ours
+from trl_runs import logged, sums, trained, trainer_of, verdicts, written
 
 from swift.arguments import parse
 from swift.cli.dry_run import rehearse_trl
+from swift.errors import ConfigError
 from swift.trainers.grpo.run import run as run_grpo
 from swift.trainers.trl import frame
+from swift.trainers.trl.run import run
 
 OPTIONAL = Path(sys.prefix) / "optional"
 METHODS = ("dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm")
@@ -152,10 +153,32 @@ def test_on_quantised_weights_the_reference_is_the_adapter_in_full_precision(set
     assert logged(again, "rewards/margins")[1, 1] == pytest.approx(0, abs=1e-6)
 
 
+HEAD = (*LORA, "--target_modules", "q_proj", "lm_head")
+
+
+@pytest.mark.parametrize("method", ["dpo", "ipo", "kto", "gkd"])
+def test_an_adapter_on_an_output_layer_whose_weight_the_loss_reads_is_refused(settings, tmp_path, method):
+    teacher = ("--teacher_model", "x") if method == "gkd" else ()
+    for start in (rehearse_trl, run):
+        rows = [{"messages": [*pair["prompt"], *pair["chosen"]]} for pair in sums(8)] if method == "gkd" else None
+        with pytest.raises(ConfigError, match=r"--target_modules: lm_head: .*--modules_to_save lm_head"):
+            start(settings(method, *HEAD, *teacher, rows=rows))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("method", "flags"), [("orpo", HEAD), ("simpo", HEAD), ("dpo", (*LORA, "--modules_to_save", "lm_head"))]
+)
+def test_an_output_layer_learns_where_the_loss_can_see_it(settings, method, flags):
+    run_dir = trained(settings(method, *flags, "--save_steps", "1", "--max_steps", "2"))
+    before, after = (weights(run_dir / f"checkpoint-{step}") for step in (1, 2))
+    assert any(not torch.equal(before[name], after[name]) for name in after if "lm_head" in name)
+
+
 @pytest.mark.parametrize("init", ["false", "pissa"])
 def test_the_reference_of_an_adapter_is_its_start_without_dropout(settings, tmp_path, init):
     flags = (*LORA, "--init_weights", init, "--lora_dropout", "0.5", "--gradient_checkpointing", "false")
-    trainer = ours(settings("dpo", *flags), tmp_path)
+    trainer = trainer_of(settings("dpo", *flags), tmp_path)
     batch = next(iter(trainer.get_train_dataloader()))
     assert trainer.model.training
     first, again = (torch.stack(trainer.compute_ref_log_probs(trainer.model, batch)) for _ in range(2))

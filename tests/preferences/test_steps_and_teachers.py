@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from small_pairs import sums, written
-from test_against_trl import first_step, ours
-from test_preference_runs import WAYS, assert_resumes_exactly, logged, train_as_one_and_as_two, train_two, trained
+from oracle import first_step
+from test_preference_runs import WAYS, assert_resumes_exactly, train_as_one_and_as_two, train_two
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 from trl.experimental.gkd import GKDConfig, GKDTrainer
+from trl_runs import logged, sums, trained, trainer_of, written
 
 from swift.cli.main import main
 from swift.models import load_chat
@@ -82,7 +82,7 @@ def test_steps_are_counted_in_evaluation():
 
 def test_the_first_step_of_prm_is_that_of_transformers(prm, tmp_path):
     resolved = prm("--dataset_shuffle", "false")
-    found, grads = first_step(ours(resolved, tmp_path / "swift"))
+    found, grads = first_step(trainer_of(resolved, tmp_path / "swift"))
     torch.manual_seed(resolved.args.seed)
     model = AutoModelForTokenClassification.from_pretrained(resolved.args.model, num_labels=2, dtype=torch.float32)
     table, _, _ = encode(resolved.args, load_chat(resolved.args))
@@ -104,7 +104,7 @@ def test_the_first_step_of_prm_is_that_of_transformers(prm, tmp_path):
 def test_the_first_step_of_gkd_is_trls(gkd, tmp_path):
     resolved = gkd("--dataset_shuffle", "false", "--lmbda", "0", "--temperature", "0.7", "--beta", "0.3")
     teacher = perturbed(resolved.args.model)
-    trainer = ours(resolved, tmp_path / "swift")
+    trainer = trainer_of(resolved, tmp_path / "swift")
     trainer.teacher_model.load_state_dict(teacher.state_dict())
     found, grads = first_step(trainer)
     with Path(resolved.args.dataset[0]).open() as lines:
@@ -138,7 +138,7 @@ def perturbed(folder):
 
 def test_gkd_keeps_the_dropout_of_an_adapter_and_samples_with_a_cache(gkd, tmp_path):
     flags = ("--tuner_type", "lora", "--lora_dropout", "0.3", "--gradient_checkpointing", "true")
-    trainer = ours(gkd(*flags), tmp_path)
+    trainer = trainer_of(gkd(*flags), tmp_path)
     assert trainer.generation_config.use_cache and trainer.generation_kwargs["use_cache"]
     assert {one.p for name, one in trainer.model.named_modules() if name.endswith("dropout.default")} == {0.3}
 

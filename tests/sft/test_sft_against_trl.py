@@ -9,15 +9,11 @@ from datasets import Dataset
 from oracle import first_step
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer, pack_dataset
+from trl_runs import trainer_of
 
 from swift.arguments import parse
 from swift.errors import ConfigError
-from swift.models import load_chat
-from swift.trainers.distributed import Collectives
 from swift.trainers.sft_packing import Packing, require_packed
-from swift.trainers.trl.frame import build_trainer
-from swift.trainers.trl.method import method_of
-from swift.trainers.trl.run import load_model
 
 BATCH = ("--dataset_shuffle", "false", "--per_device_train_batch_size", "4")
 
@@ -29,16 +25,6 @@ def documents(tmp_path_factory):
     texts = ["abcdefgh"[: 3 + n % 5] * (1 + n % 4) for n in range(16)]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return path
-
-
-def trainer_of(mode, argv, folder):
-    """The trainer of a run, before its first step."""
-    resolved = parse(mode, argv, {})
-    method, args = method_of(mode), resolved.args
-    template = load_chat(args, plain=method.plain)
-    train, val, _ = method.encode(args, template)
-    model = load_model(args, method)
-    return build_trainer(method, args, folder, model, template, train, val, [], collectives=Collectives(), settings={})
 
 
 def bare(argv, folder, **options):
@@ -79,7 +65,7 @@ def test_loss_and_gradient_of_the_first_step_are_trls(sft_argv, documents, tmp_p
     rows = ("--dataset", str(documents)) if mode == "pt" else ()
     argv = sft_argv(*rows, *flags, *BATCH)
     expected, theirs = first_step(bare(argv, tmp_path / "trl", **{"max_length": None, **options}))
-    found, grads = first_step(trainer_of(mode, argv, tmp_path / "swift"))
+    found, grads = first_step(trainer_of(parse(mode, argv, {}), tmp_path / "swift"))
     assert found == pytest.approx(expected, abs=1e-6)
     assert grads.keys() == theirs.keys()
     assert all(torch.allclose(grads[name], theirs[name], atol=1e-6) for name in grads)
@@ -89,7 +75,7 @@ def test_loss_and_gradient_of_the_first_step_are_trls(sft_argv, documents, tmp_p
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
 def test_what_stands_in_one_document_changes_no_loss_in_another(sft_argv, documents, tmp_path, strategy):
     argv = sft_argv("--dataset", str(documents), "--max_length", "60", "--packing_strategy", strategy, *BATCH)
-    trainer = trainer_of("pt", argv, tmp_path)
+    trainer = trainer_of(parse("pt", argv, {}), tmp_path)
     batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
     ends = batch["cu_seq_lens_q"].tolist()
     assert len(ends) > 5, "several documents in a row"

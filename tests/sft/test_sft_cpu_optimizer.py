@@ -4,7 +4,8 @@ import shutil
 
 import pytest
 from safetensors.torch import load_file
-from test_sft_run import losses, sft
+from test_sft_run import sft
+from trl_runs import losses
 
 pytestmark = pytest.mark.long
 

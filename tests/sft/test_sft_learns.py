@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from preloaded import run_ranks
-from test_sft_run import losses, newest_run, rows, sft
+from test_sft_run import sft
+from trl_runs import losses, newest_run, rows
 
 pytestmark = pytest.mark.long
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from preloaded import run_ranks
 from safetensors.torch import load_file
+from trl_runs import losses, newest_run, rows, trained
 
 from swift.arguments import parse
 from swift.cli.dry_run import rehearse_trl
@@ -15,28 +16,12 @@ from swift.errors import ConfigError, Interrupted, unfinished
 from swift.models.arguments import ModelArguments
 from swift.models.policy import load_for_inference
 from swift.trainers.checkpoint import list_checkpoints, verify
-from swift.trainers.trl.run import plan_line, run
-
-ROOT = Path(__file__).parents[2]
+from swift.trainers.trl.run import plan_line
 
 
 def sft(argv, mode="sft") -> Path:
     """Runs the mode in this process; the run's folder."""
-    resolved = parse(mode, argv, {})
-    assert run(resolved) == 0
-    return newest_run(resolved.args.output_dir)
-
-
-def newest_run(output_dir) -> Path:
-    return max(Path(output_dir).glob("v*-*"), key=lambda path: int(path.name[1:].split("-")[0]))
-
-
-def rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def losses(run_dir: Path) -> list[tuple[int, float]]:
-    return [(row["step"], row["loss"]) for row in rows(run_dir / "logging.jsonl") if "loss" in row]
+    return trained(parse(mode, argv, {}))
 
 
 @pytest.mark.slow

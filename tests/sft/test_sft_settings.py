@@ -6,7 +6,8 @@ import shutil
 import huggingface_hub
 import pytest
 from safetensors.torch import load_file
-from test_sft_run import losses, rows, sft
+from test_sft_run import sft
+from trl_runs import losses, rows
 
 from swift.arguments import parse
 from swift.errors import ConfigError, ResourceError
@@ -124,6 +125,11 @@ WRONG = [
     ("sft", "--paking true", "--paking: true: unknown flag; nearest: packing"),
     ("sft", "--max_length 3", "--dataset: no usable row .*longer than max_length"),
     ("sft", "--push_to_hub true --hub_model_id a/b", "--push_to_hub: a/b: the hub refuses create_repo"),
+    (
+        "sft",
+        "--target_modules lm_head",
+        "--target_modules: lm_head: the loss is computed from the weight",
+    ),
     ("pt", "", "messages has a user turn; plain text has assistant turns only"),
     ("pt", "--system s", "--system: s: plain text has no chat template"),
     ("pt", "--template qwen3", "--template: qwen3: plain text has no chat template"),

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from swift.errors import ConfigError
+from swift.models.attention.choice import choose_attention
 from swift.models.features import FeatureNetwork, load_features
-from swift.models.scoring import ScoreRequest, score_requests
+from swift.models.scoring import ScoreRequest, prepare_scoring, score_requests
 from swift.models.sharded_sampling import gathered_for_generation
 from swift.rl.energy import PooledMap, energy_advantages, energy_metrics, energy_rewards, pooled_whitening, whiten
 from swift.rl.linear_logprobs import LogitMap
@@ -245,25 +246,19 @@ class StridedSteps(AtomicTrainer):
         return {name: total / weight for name, total, weight in pairs if weight}
 
 
-def load_model(args: Any) -> Any:
-    """The policy, packed.
+def _parts(args: Any, policy: Any) -> dict[str, Any]:
+    """Packs the policy.
 
     Raises:
-        ConfigError: the model cannot be packed.
+        ConfigError: it cannot be packed.
     """
-    from swift.models import load_policy
-    from swift.models.attention.choice import choose_attention
-    from swift.models.scoring import prepare_scoring
-    from swift.trainers.parallel.sharding import loading_device
-
-    policy = load_policy(args, device=loading_device(args))
     if (obstacle := choose_attention(policy)) is not None:
         raise ConfigError(
             f"--model: {args.model}: {obstacle}: blocks of strided EBFT need packed attention; "
             "use another model, or --ebft_mode structured"
         )
     prepare_scoring(policy)
-    return policy
+    return {"settings": args, "features": load_features(args, policy), "data_collator": _documents}
 
 
 def _documents(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -276,13 +271,8 @@ STRIDED = Method(
     config="transformers:TrainingArguments",
     encode=encode,
     plain=True,
-    load_model=load_model,
     options=lambda args: {"remove_unused_columns": False, "label_names": []},
-    parts=lambda args, model: {
-        "settings": args,
-        "features": load_features(args, model),
-        "data_collator": _documents,
-    },
+    parts=_parts,
     overrides=(StridedSteps,),
     logged=METRICS,
     shown=(("ebft/cfm_loss", "cfm"), ("ebft/ce_loss", "ce")),

@@ -9,7 +9,7 @@ from typing import Any
 
 from swift.errors import ConfigError
 from swift.trainers.preferences.rows import encoding
-from swift.trainers.trl.method import Method, model_without_dropout
+from swift.trainers.trl.method import Method
 
 
 class Distilled:
@@ -64,7 +64,7 @@ GKD = Method(
     trainer="trl.experimental.gkd:GKDTrainer",
     config="trl.experimental.gkd:GKDConfig",
     encode=encoding("turn"),
-    load_model=model_without_dropout,
+    fuses_head=True,
     options=_options,
     parts=load_teacher,
     overrides=(Distilled,),

@@ -7,23 +7,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import counted
-from swift.trainers.parallel.sharding import loading_device
 from swift.trainers.preferences.reference import ReferenceInCheckpoint, reference_parts
 from swift.trainers.preferences.rows import encoding
-from swift.trainers.trl.method import Encoded, Method, model_without_dropout
+from swift.trainers.trl.method import Encoded, Method
 
 if TYPE_CHECKING:
     from swift.models.template import Template
 
 IDEAL_RATIO = 4 / 3
 """How much more the desirable answers of KTO may weigh than the undesirable ones, equation 8 of arXiv:2402.01306."""
-
-
-def _reward_model(args: Any) -> Any:
-    """The model with a new head of one score, or that of a reward model that is trained further."""
-    from swift.models import load_policy
-
-    return load_policy(args, device=loading_device(args), reward_head="answer")
 
 
 class RowsAsTheyAre:
@@ -133,7 +125,7 @@ _pairs = functools.partial(
     trainer="trl:DPOTrainer",
     config="trl:DPOConfig",
     encode=encoding("pair"),
-    load_model=model_without_dropout,
+    fuses_head=True,
     parts=reference_parts,
     overrides=(RowsAsTheyAre, ReferenceInCheckpoint),
     logged=("entropy", "mean_token_accuracy", *MARGINS, ACCURACY[0]),
@@ -146,7 +138,7 @@ KTO = Method(
     trainer="trl:KTOTrainer",
     config="trl:KTOConfig",
     encode=_encode_verdicts,
-    load_model=model_without_dropout,
+    fuses_head=True,
     options=_options(
         *REFERENCE, "loss_type", "desirable_weight", "undesirable_weight", train_sampling_strategy="sequential"
     ),
@@ -159,7 +151,6 @@ KTO = Method(
 _without_reference = functools.partial(
     Method,
     encode=encoding("labelled pair"),
-    load_model=model_without_dropout,
     overrides=(RowsNotMapped,),
     shown=(ACCURACY, MARGIN),
 )
@@ -182,7 +173,7 @@ RM = Method(
     trainer="trl:RewardTrainer",
     config="trl:RewardConfig",
     encode=encoding("scored pair"),
-    load_model=_reward_model,
+    reward_head="answer",
     options=_options("center_rewards_coefficient"),
     overrides=(RowsAsTheyAre,),
     logged=("accuracy", "margin", "min_reward", "mean_reward", "max_reward"),

@@ -15,7 +15,6 @@ from swift.errors import ConfigError, RefusedChat
 from swift.models.step_scores import SEPARATOR, encode_steps
 from swift.models.template import Template
 from swift.trainers.atomic_trainer import AtomicTrainer
-from swift.trainers.parallel.sharding import loading_device
 from swift.trainers.rows import IGNORED, TOO_LONG, Encoder, counts
 from swift.trainers.splits import encode_splits
 from swift.trainers.trl.method import Encoded, Method
@@ -104,19 +103,17 @@ class StepTrainer(AtomicTrainer):
         )
 
 
-def _load_model(args: Any) -> Any:
-    from swift.models import load_policy
-
-    model = load_policy(args, device=loading_device(args), reward_head="step")
+def _parts(args: Any, model: Any) -> dict[str, Any]:
     setattr(model.config, SEPARATOR, args.step_separator)
-    return model
+    return {}
 
 
 PRM = Method(
     trainer="transformers:Trainer",
     config="transformers:TrainingArguments",
     encode=encode,
-    load_model=_load_model,
+    reward_head="step",
+    parts=_parts,
     overrides=(StepTrainer,),
     shown=(("accuracy", "accuracy"), ("f1", "F1 of wrong steps")),
 )

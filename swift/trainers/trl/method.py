@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
+    from swift.models.policy import Head
     from swift.models.template import Template
 
 Encoded: TypeAlias = "tuple[Dataset | IterableDataset, Dataset | dict[str, Dataset] | None, list[str]]"
@@ -23,22 +24,6 @@ def _nothing(*_: Any) -> dict[str, Any]:
     return {}
 
 
-def causal_model(args: Any) -> Any:
-    """The causal language model to train, on this process's device, with the dropout of its config."""
-    from swift.models import load_policy
-    from swift.trainers.parallel.sharding import loading_device
-
-    return load_policy(args, device=loading_device(args), model_dropout=True)
-
-
-def model_without_dropout(args: Any) -> Any:
-    """The same without it, so that the model and a frozen one differ by training only; an adapter keeps its own."""
-    from swift.models import load_policy
-    from swift.trainers.parallel.sharding import loading_device
-
-    return load_policy(args, device=loading_device(args))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
     """A method, as the frame sees it.
@@ -46,9 +31,12 @@ class Method:
     trainer, config: their classes, as `module:name`.
     encode: from settings and chat template to the rows.
     plain: whether rows are documents, so that the tokenizer needs no chat template.
-    load_model: the model to train.
+    reward_head: of the model to train; None for a language model.
+    model_dropout: whether it keeps the dropout of its config; without, it and a frozen one differ by training only.
+    fuses_head: whether the loss multiplies by the weight of the output layer, past an adapter on it.
     options: settings -> keyword arguments of `config` that this method alone has.
-    parts: settings and model -> keyword arguments of `trainer` that this method alone has, such as a reference model.
+    parts: makes the model ready; settings and model -> keyword arguments of `trainer` that this method alone has, such
+        as a reference model.
     overrides: what replaces methods of `trainer`, in front of it in the order of classes.
     logged: metrics of its training log lines beside those of every method.
     shown: metric -> how the console calls it.
@@ -58,7 +46,9 @@ class Method:
     config: str
     encode: Callable[[Any, Template], Encoded]
     plain: bool = False
-    load_model: Callable[[Any], Any] = causal_model
+    reward_head: Head | None = None
+    model_dropout: bool = False
+    fuses_head: bool = False
     options: Callable[[Any], dict[str, Any]] = _nothing
     parts: Callable[[Any, Any], dict[str, Any]] = _nothing
     overrides: tuple[type, ...] = ()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from swift.errors import counted
 from swift.startup import collector_resting
+from swift.trainers.parallel.sharding import loading_device
 from swift.trainers.session import (
     SignalTrap,
     find_start,
@@ -102,8 +103,7 @@ def _train(
         from swift.trainers.trl.callbacks import LogLines, StopOnSignal
         from swift.trainers.trl.frame import build_trainer
 
-        model = load_model(args, method)  # before the folder: a start that fails leaves nothing behind
-        parts = method.parts(args, model)
+        model, parts = load_model(args, method)  # before the folder: a start that fails leaves nothing behind
     trap.check(resolved.command, collectives, start)
     with open_run(resolved, collectives, start) as opened, contextlib.ExitStack() as stack:
         folder, curves = opened.folder, None
@@ -141,14 +141,21 @@ def _train(
                 opened.say(line)
 
 
-def load_model(args: Any, method: Method) -> Any:
-    """The model to train, on this process's device; fresh weights depend on `--seed` only."""
+def load_model(args: Any, method: Method) -> tuple[Any, dict[str, Any]]:
+    """The model to train, on this process's device, and `Method.parts`; fresh weights depend on `--seed` only."""
     from transformers import set_seed
 
+    from swift.models import load_policy
+    from swift.models.tuners import check_head
+
     set_seed(args.seed)
-    model = method.load_model(args)
+    model: Any = load_policy(
+        args, device=loading_device(args), model_dropout=method.model_dropout, reward_head=method.reward_head
+    )
+    if method.fuses_head and args.tuner_type != "full":
+        check_head(model, args)
     model.config.use_cache = False
-    return model
+    return model, method.parts(args, model)
 
 
 def _summary(folder: Path, log: LogLines, trainer: AtomicTrainer, seconds: float) -> list[str]:
