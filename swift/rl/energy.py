@@ -17,7 +17,7 @@ so r = 1.4, -.8, -.2, the rloo advantages 2.4, -1.2, -1.2, and the loss .4.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,41 +80,53 @@ def energy_advantages(
     return alignment_coef * alignment - diversity_coef * diversity
 
 
-def cfm_loss(features: Tensor, reference: Tensor) -> Tensor:
-    """Unbiased estimate [G] of CFM: `|phi*|^2 - mean a + mean d / 2`.
+def cfm_loss(features: Tensor, reference: Tensor, a: Tensor, d: Tensor) -> Tensor:
+    """Unbiased estimate [G] of CFM, from alignment and diversity: `|phi*|^2 - mean a + mean d / 2`.
 
     The plug-in `|mean phi - phi*|^2` is too large by the variance of the mean. One sample has no pair, so there the
     estimate takes `|phi|^2` of that sample and is too large as well.
     """
-    a, d = energy_rewards(features, reference)
     if features.shape[1] == 1:
         d = 2 * features.square().sum(dim=2)
     return reference.square().sum(dim=1) - a.mean(dim=1) + d.mean(dim=1) / 2
 
 
-def energy_metrics(
+class Energies(NamedTuple):
+    """rewards, advantages: [G, n]. metrics: what is logged of the groups, as means."""
+
+    rewards: Tensor
+    advantages: Tensor
+    metrics: dict[str, float]
+
+
+def energies(
     features: Tensor,
     reference: Tensor,
     *,
     alignment_coef: float,
     diversity_coef: float,
     estimator: Estimator = "rloo",
-) -> dict[str, float]:
-    """What is logged of these groups, as means: cosines `ebft/alignment` and `ebft/diversity` (without the factor 2),
-    `ebft/reward`, `ebft/effective_reward` (alpha a - beta d / 2), `ebft/cfm_loss`, `ebft/advantages_std`.
-    """  # fmt: skip
+) -> Energies:
+    """All that follows from the features of these groups.
+
+    Metrics are the cosines `ebft/alignment` and `ebft/diversity` (without the factor 2), `ebft/reward`,
+    `ebft/effective_reward` (alpha a - beta d / 2), `ebft/cfm_loss`, `ebft/advantages_std`.
+    """
     a, d = energy_rewards(features, reference)
-    coefficients = {"alignment_coef": alignment_coef, "diversity_coef": diversity_coef}
-    advantages = energy_advantages(a, d, **coefficients, estimator=estimator)
+    rewards = alignment_coef * a - diversity_coef * d
+    advantages = energy_advantages(
+        a, d, alignment_coef=alignment_coef, diversity_coef=diversity_coef, estimator=estimator
+    )
     values = {
         "alignment": a / 2,
         "diversity": d / 2,
-        "reward": alignment_coef * a - diversity_coef * d,
-        "effective_reward": alignment_coef * a - diversity_coef * d / 2,
-        "cfm_loss": cfm_loss(features, reference),
+        "reward": rewards,
+        "effective_reward": rewards + diversity_coef * d / 2,
+        "cfm_loss": cfm_loss(features, reference, a, d),
     }
     metrics = {f"ebft/{name}": float(value.mean()) for name, value in values.items()}
-    return metrics | {"ebft/advantages_std": float(advantages.std()) if advantages.numel() > 1 else 0.0}
+    metrics["ebft/advantages_std"] = float(advantages.std()) if advantages.numel() > 1 else 0.0
+    return Energies(rewards, advantages, metrics)
 
 
 def describe(*, estimator: Estimator, rl_coef: float, ce_coef: float, beta: float) -> str:

@@ -8,8 +8,8 @@ from torch import tensor
 
 from swift.rl.energy import (
     cfm_loss,
+    energies,
     energy_advantages,
-    energy_metrics,
     energy_rewards,
     group_whitening,
     pooled_whitening,
@@ -37,7 +37,7 @@ def test_three_samples_by_hand():
     close(advantages(PHI, STAR), [[2.4, -1.2, -1.2]])
     close(advantages(PHI, STAR, "reinforce"), [[1.4, -0.8, -0.2]])
     close(a - d - ((a - d).sum() - (a - d)) / 2, [[1.9, -1.4, -0.5]])  # a plain leave-one-out mean: another gradient
-    close(cfm_loss(PHI, STAR), [0.4])
+    close(cfm_loss(PHI, STAR, a, d), [0.4])
     plug_in = (PHI.mean(dim=1) - STAR).square().sum(dim=1)
     close(plug_in, [0.577778], 1e-6)
 
@@ -119,12 +119,13 @@ def test_the_loss_is_unbiased():
     for size in (2, 3):
         draws = list(itertools.product(range(4), repeat=size))
         weights = torch.stack([policy[list(draw)].prod() for draw in draws])
-        losses = cfm_loss(torch.stack([phi[list(draw)] for draw in draws]), star.expand(len(draws), -1))
+        groups = torch.stack([phi[list(draw)] for draw in draws]), star.expand(len(draws), -1)
+        losses = cfm_loss(*groups, *energy_rewards(*groups))
         torch.testing.assert_close((weights * losses).sum(), (policy @ phi - star).square().sum())
 
 
 def test_metrics_are_cosines_and_means():
-    found = energy_metrics(PHI, STAR, alignment_coef=1.0, diversity_coef=1.0)
+    found = energies(PHI, STAR, alignment_coef=1.0, diversity_coef=1.0).metrics
     wanted = {"alignment": 1.6 / 3, "diversity": 1.4 / 3, "reward": 0.4 / 3, "effective_reward": 1.8 / 3}
     wanted |= {"cfm_loss": 0.4, "advantages_std": tensor([2.4, -1.2, -1.2]).std().item()}
     assert found == pytest.approx({f"ebft/{name}": value for name, value in wanted.items()}, abs=1e-6)

@@ -82,7 +82,7 @@ def test_rewards_and_advantages_are_those_of_the_features(network, whitening):
         wanted = energy_advantages(a, d, alignment_coef=1.0, diversity_coef=0.5)
         assert [row[-1] for row in one.scores.values] == pytest.approx((a - 0.5 * d)[0].tolist(), abs=1e-4)
         assert one.scores.advantages == pytest.approx((2 * wanted)[0].tolist(), abs=1e-4)
-        losses.append(float(cfm_loss(phi, star)))
+        losses.append(float(cfm_loss(phi, star, a, d)))
     assert metrics["ebft/cfm_loss"] == pytest.approx(sum(losses) / 2, abs=1e-4)
     assert ("ebft/rank_deficient_frac" in metrics) == (whitening == "group")
 

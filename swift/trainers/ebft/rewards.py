@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,16 +19,7 @@ from torch import Tensor
 
 from swift.models.features import FeatureNetwork, load_features
 from swift.models.forward import TokenSequence
-from swift.rl.energy import (
-    Estimator,
-    PooledMap,
-    Whitening,
-    energy_advantages,
-    energy_metrics,
-    energy_rewards,
-    pooled_whitening,
-    whiten,
-)
+from swift.rl.energy import Energies, Estimator, PooledMap, Whitening, energies, pooled_whitening, whiten
 from swift.rollout.round_result import fault
 from swift.rollout.samples import TrainSample
 from swift.trainers.ebft.references import References
@@ -66,15 +57,6 @@ def attach(run: Attempt, trainer: GRPOTrainer, model: Any) -> None:
         on_progress=run.watchdog.touch,
         skipped_rows=lambda: report.num_deleted,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Energies:
-    """What the features of one group come to: rewards and advantages of the samples that have any, and metrics."""
-
-    rewards: list[float]
-    advantages: list[float]
-    metrics: dict[str, float]
 
 
 @dataclass(eq=False)
@@ -125,9 +107,9 @@ class FeatureRewards:
             _book(group, found[i], self.rl_coef)
         scored = [found[i].metrics for i in range(len(groups)) if found[i].metrics]
         metrics = {name: fmean(one[name] for one in scored) for name in (scored[0] if scored else ())}
-        advantages = torch.tensor([value for one in found.values() for value in one.advantages], dtype=torch.float64)
+        advantages = [value for one in found.values() for value in one.advantages[0].tolist()]
         if len(advantages) > 1:
-            metrics["ebft/advantages_std"] = float(advantages.std())
+            metrics["ebft/advantages_std"] = stdev(advantages)
         return metrics | {"ebft/skipped_rows": float(self.skipped_rows())}
 
     def reference_samples(self, groups: Sequence[RolloutGroup]) -> list[TrainSample]:
@@ -146,16 +128,18 @@ class FeatureRewards:
     def _energies(self, features: Tensor, pooled: PooledMap | None) -> Energies:
         """Of one group: features [1 + n, D], that of the reference first."""
         if len(features) == 1:
-            return Energies([], [], {})
+            return Energies(features.new_empty(1, 0), features.new_empty(1, 0), {})
         phi, star, deficient = whiten(features[None, 1:], features[:1], self.whitening, pooled)
-        a, d = energy_rewards(phi, star)
-        weights = {"alignment_coef": self.alignment_coef, "diversity_coef": self.diversity_coef}
-        metrics = energy_metrics(phi, star, **weights, estimator=self.estimator)
+        found = energies(
+            phi,
+            star,
+            alignment_coef=self.alignment_coef,
+            diversity_coef=self.diversity_coef,
+            estimator=self.estimator,
+        )
         if self.whitening == "group":
-            metrics["ebft/rank_deficient_frac"] = deficient
-        rewards = self.alignment_coef * a - self.diversity_coef * d
-        advantages = energy_advantages(a, d, **weights, estimator=self.estimator)
-        return Energies(rewards[0].tolist(), advantages[0].tolist(), metrics)
+            found.metrics["ebft/rank_deficient_frac"] = deficient
+        return found
 
     # --- forward passes -------------------------------------------------------------------------------------------
 
@@ -197,10 +181,10 @@ def _usable(group: RolloutGroup) -> list[Completion]:
     return [one for one in group.completions if fault(one) is None]
 
 
-def _book(group: RolloutGroup, energies: Energies, rl_coef: float) -> None:
+def _book(group: RolloutGroup, found: Energies, rl_coef: float) -> None:
     """Write rewards and advantages into the scores of a group."""
     assert group.scores is not None
-    values = iter(zip(energies.rewards, energies.advantages, strict=True))
+    values = iter(zip(found.rewards[0].tolist(), found.advantages[0].tolist(), strict=True))
     group.scores.advantages = []
     for number, completion in enumerate(group.completions):
         problem = fault(completion)

@@ -23,7 +23,7 @@ from swift.models.attention.choice import choose_attention
 from swift.models.features import FeatureNetwork, load_features
 from swift.models.scoring import ScoreRequest, prepare_scoring, score_requests
 from swift.models.sharded_sampling import gathered_for_generation
-from swift.rl.energy import PooledMap, energy_advantages, energy_metrics, energy_rewards, pooled_whitening, whiten
+from swift.rl.energy import PooledMap, energies, pooled_whitening, whiten
 from swift.rl.linear_logprobs import LogitMap
 from swift.trainers.atomic_trainer import AtomicTrainer
 from swift.trainers.ebft.blocks import (
@@ -216,19 +216,20 @@ class StridedSteps(AtomicTrainer):
         if not columns:
             return raw.new_empty(0)
         features, reference, deficient = whiten(raw, own, settings.ebft_whitening, batch.pooled)
-        weights: Any = {
-            "alignment_coef": settings.ebft_alignment_coef,
-            "diversity_coef": settings.ebft_diversity_coef,
-            "estimator": settings.ebft_advantage_estimator,
-        }
-        metrics = energy_metrics(features, reference, **weights) | {"ebft/rank_deficient_frac": deficient}
+        found = energies(
+            features,
+            reference,
+            alignment_coef=settings.ebft_alignment_coef,
+            diversity_coef=settings.ebft_diversity_coef,
+            estimator=settings.ebft_advantage_estimator,
+        )
         num_blocks = len(reference)
-        for name, value in metrics.items():
+        for name, value in {**found.metrics, "ebft/rank_deficient_frac": deficient}.items():
             self._note(phase, name, value * num_blocks, num_blocks)
         self._note(phase, "ebft/num_blocks", num_blocks, counted)
         first = dict(reversed(columns))  # the first anchor of each document
         self._note(phase, "ebft/anchor_offset", sum(first.values()), counted)
-        return energy_advantages(*energy_rewards(features, reference), **weights).flatten()
+        return found.advantages.flatten()
 
     # --- metrics ------------------------------------------------------------------------------------------------
 
