@@ -9,6 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from swift.data.loading import Example, Purpose
@@ -58,8 +59,7 @@ class RowStream:
             ConfigError: (strict) the encoder refuses one.
         """
         found = []
-        for given in self.encoder.given(example):
-            row = self.encoder(*given)
+        for row in chain.from_iterable(self.encoder.rows(*given) for given in self.encoder.given(example)):
             if problem := row["problem"]:
                 self._leave_out(problem, example.origin)
             else:

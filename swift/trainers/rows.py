@@ -30,13 +30,16 @@ if TYPE_CHECKING:
 IGNORED = -100
 """The label of a token that takes no part in the loss."""
 
-ENCODING = 2
+ENCODING = 3
 """Version of the encoders as far as the values of their columns depend on them."""
 
 TOO_LONG = "longer than max_length"
 
 COUNTS = {"num_tokens": "int64", "num_trained": "int64", "moved": "bool", "problem": "string"}
 """What an encoder gives beside its columns, and its type."""
+
+PLACE = {"place": "int64"}
+"""What a row was made from: a place in the list of all `given`."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,15 @@ class Encoder:
         """
         raise NotImplementedError
 
-    def from_json(self, row: Mapping[str, str]) -> dict[str, Any]:
-        """The same for a table row whose column `row` is JSON text (Arrow needs one type per column)."""
-        return self(*json.loads(row["row"]))
+    def rows(self, *given: Any) -> Iterator[dict[str, Any]]:
+        """All rows of what is given, for an encoder that knows their number only then; the others make one."""
+        yield self(*given)
+
+    def from_json(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+        """The same for rows of a table with JSON text in the column `given` (Arrow needs one type per column)."""
+        pairs = zip(batch["place"], batch["given"], strict=True)
+        found = [{"place": place, **row} for place, given in pairs for row in self.rows(*json.loads(given))]
+        return {name: [row[name] for row in found] for name in {**self.columns, **COUNTS, **PLACE}}
 
     def left_out(self, problem: str) -> dict[str, Any]:
         """A row that is not used."""
@@ -166,11 +175,12 @@ def encode_table(
             origins.append(example.origin)
             texts.append(json.dumps(given))
     with cache_of(texts, encoder.identity) if cached else contextlib.nullcontext() as file:
-        encoded = Dataset.from_dict({"row": texts}).map(
+        encoded = Dataset.from_dict({"given": texts, "place": range(len(texts))}).map(
             encoder.from_json,
-            remove_columns=["row"],
+            batched=True,
+            remove_columns=["given"],
             num_proc=num_proc if num_proc > 1 else None,
-            features=features_of({**encoder.columns, **COUNTS}),
+            features=features_of({**encoder.columns, **COUNTS, **PLACE}),
             **kept_in(file),
         )
         problems = list(encoded["problem"])
@@ -181,9 +191,9 @@ def encode_table(
             num_trained_tokens=sum(encoded["num_trained"]),
             num_moved=sum(encoded["moved"]),
         )
-        for origin, problem in zip(origins, problems, strict=True):
+        for place, problem in zip(encoded["place"], problems, strict=True):
             if problem:
-                report.drop(problem, origin)
+                report.drop(problem, origins[place])
         join_problems([f"{origin}: {why}" for why, origin in report.firsts.items() if strict and why != TOO_LONG])
         if not report.num_kept:
             flag = "--dataset" if split == "train" else "--val_dataset"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -35,10 +36,10 @@ def encode_splits(
 
     options = {
         "num_proc": args.dataset_num_proc,
-        "cached": args.load_from_cache_file and not args.dry_run,
+        "cached": getattr(args, "load_from_cache_file", False) and not args.dry_run,
         "strict": args.strict,
     }
-    if args.streaming:
+    if getattr(args, "streaming", False):
         train, lines = open_stream(RowStream(args, encoder, purpose), packing)
     else:
         rows = load_rows(args, "train", purpose=purpose)
@@ -51,12 +52,17 @@ def encode_splits(
         packed = packing if packs_val else None
         tables[name], report = encode_table(part, held_out or encoder, split="val", packing=packed, **options)
         lines += report.lines(name)
-    metric = args.metric_for_best_model.removeprefix("eval_")
-    watched = args.load_best_model_at_end or args.early_stopping_patience
-    if watched and len(tables) > 1 and not metric.startswith(tuple(f"{name}_" for name in tables)):
+    metric = args.metric_for_best_model
+    watched = args.load_best_model_at_end or getattr(args, "early_stopping_patience", None)
+    if watched and len(tables) > 1 and not is_of_one(metric, tables):
         names = " or ".join(f"{name}_loss" for name in tables)
         raise ConfigError(f"--metric_for_best_model: {metric}: there are several evaluation sets; use {names}")
     return train, tables if len(tables) > 1 else tables.get("val"), lines
+
+
+def is_of_one(metric: str, names: Iterable[str]) -> bool:
+    """Whether a metric is that of one of several evaluation sets."""
+    return metric.removeprefix("eval_").startswith(tuple(f"{name}_" for name in names))
 
 
 def parts_of(rows: Rows) -> dict[str, list[Example]]:

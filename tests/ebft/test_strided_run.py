@@ -9,7 +9,7 @@ from preloaded import run_ranks
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy, normalize
 from transformers import AutoModelForCausalLM
-from trl_runs import newest_run, rows, trained
+from trl_runs import newest_run, rows, trained, written
 
 from swift.arguments import parse
 from swift.cli.dry_run import rehearse_trl
@@ -163,6 +163,14 @@ def test_an_evaluation_is_that_of_its_tokens_at_any_step_and_however_it_is_cut(s
     assert first == pytest.approx(second, abs=1e-5) and first == pytest.approx(other, abs=1e-5)
 
 
+def test_several_evaluation_sets_have_metrics_of_their_own(strided_argv, texts, tmp_path):
+    other = written(tmp_path / "other.jsonl", rows(texts)[:3])
+    lines = log(strided([*strided_argv("--eval_steps", "4"), "--val_dataset", f"{texts}#4", str(other)]))
+    for name in ("texts", "other"):
+        (found,) = [line for line in lines if f"eval_{name}_loss" in line]
+        assert {f"eval_{name}_{metric}" for metric in METRICS} <= found.keys()
+
+
 @pytest.mark.long
 def test_weights_of_16_bits_and_other_pooling_and_truncated_samples(strided_argv):
     """Everything that the other runs leave at its default, at once."""
@@ -180,8 +188,8 @@ def test_a_dry_run_counts_documents_and_blocks_and_writes_nothing(strided_argv, 
     flags = ("--dataset", str(data), "--max_length", "40", "--dry_run", "true")
     assert rehearse_trl(parse("rlhf", strided_argv(*flags), {})) == 0
     printed = capsys.readouterr().out
-    assert "train: 2 documents, 70 tokens, 7 blocks" in printed
-    assert "train: left out 2 rows: 2 (no block fits behind the context)" in printed, "a short text and a rest of 5"
+    assert "train: 2 rows, 70 tokens, 70 of them trained on" in printed and "train: 7 blocks" in printed
+    assert "train: left out 2 rows: 2 (no block fits behind the context" in printed, "a short text and a rest of 5"
     assert not (tmp_path / "out").exists()
 
 
@@ -221,7 +229,7 @@ def test_layers_that_are_the_same_are_refused_without_a_folder(strided_argv, tmp
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        ([{"text": "short"}], "--dataset: no usable document: 1 .no block fits"),
+        ([{"text": "short"}], "--dataset: no usable row .*: no block fits"),
         ([{"title": "x"}], "none of input, prompt"),
     ],
 )

@@ -71,6 +71,12 @@ def test_several_evaluation_sets_have_their_own_loss_and_accuracy_and_one_can_st
         sft([*sft_argv(*flags), *argv[-3:]])
 
 
+def test_several_evaluation_sets_need_no_metric_where_nothing_is_chosen_by_it(sft_argv, sums, tmp_path):
+    other = shutil.copy(sums, tmp_path / "val.jsonl")
+    run_dir = sft([*sft_argv("--max_steps", "1", "--eval_steps", "1"), "--val_dataset", f"{sums}#4", f"{other}#6"])
+    assert [row["step"] for row in rows(run_dir / "logging.jsonl")] == [1, 1, 1]
+
+
 def test_the_model_is_uploaded_without_what_only_a_resumed_run_needs(sft_argv, monkeypatch):
     asked = []
     for request in ("create_repo", "upload_folder"):

@@ -19,12 +19,10 @@ from swift.models.attention.strided import BlockStream
 from swift.models.features import FeatureNetwork, pool
 from swift.rollout.engines.transformers.sampling import BatchSampler, Row
 from swift.rollout.seeds import sample_uniforms, seed_of
+from swift.trainers.rows import IGNORED
 from swift.types import Request, SamplingParams
 
 # L document tokens, C columns (block b, sample j at column b n + j), B blocks, n samples of each, g tokens of a block
-
-IGNORED = -100
-"""The label of a document's token that has no cross-entropy."""
 
 
 @dataclass(frozen=True, slots=True)

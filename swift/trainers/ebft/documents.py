@@ -10,36 +10,32 @@ Blocks begin every `stride` tokens from the context length on, in a document wit
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from swift.data.transforms import THOUGHTS
-from swift.errors import ConfigError, RefusedChat, counted
+from swift.errors import ConfigError, counted
 from swift.models.attention.strided import block_anchors
 from swift.rollout.seeds import seed_of
-from swift.trainers.ebft.blocks import IGNORED
-from swift.trainers.rows import TOO_LONG
+from swift.trainers.rows import IGNORED, counts
+from swift.trainers.sft_data import ChatEncoder
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-
     from swift.arguments.ebft_strided import StridedArguments
+    from swift.data.loading import Example
     from swift.models.template import Template
+    from swift.trainers.trl.method import Encoded
 
-NO_BLOCK = "no block fits behind the context"
-COLUMNS = ("input_ids", "labels", "anchors", "digest", "problem")
+NO_BLOCK = "no block fits behind the context (--ebft_context_length, --ebft_generate_max_len)"
 
 
-@dataclass(frozen=True)
-class DocumentEncoder:
-    """Turns rows into documents; picklable, so that worker processes can run it."""
+@dataclass(frozen=True, kw_only=True)
+class DocumentEncoder(ChatEncoder):
+    """Turns rows into documents; see `Encoder`."""
 
-    template: Template
     max_length: int
     context_length: int
     stride: int
@@ -47,34 +43,36 @@ class DocumentEncoder:
     min_completion_prefix: int = 0
     masks_thoughts: bool = False
 
-    def __call__(self, batch: Mapping[str, Sequence[str]]) -> dict[str, list[Any]]:
-        """Columns of the documents of rows in JSON; those that are left out have a `problem` and no tokens."""
-        found = [one for row in batch["row"] for one in self.documents(json.loads(row))]
-        return {name: [one[name] for one in found] for name in COLUMNS}
+    @property
+    def columns(self) -> Mapping[str, str]:
+        """See `Encoder`."""
+        return {"input_ids": "ids", "labels": "ids", "anchors": "ids", "digest": "string"}
 
-    def documents(self, row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The documents of a row.
+    def given(self, example: Example) -> Iterator[list[Any]]:
+        """See `Encoder`.
 
         Raises:
-            ConfigError: the template cannot tell assistant turns apart in any row; see `Template`.
+            ConfigError: a chat, and no template.
         """
+        if example.messages and not self.template.tokenizer.chat_template:
+            name = self.template.tokenizer.name_or_path
+            raise ConfigError(f"--template: missing: the tokenizer of {name} has no chat template; name one")
+        yield [example.row]
+
+    def rows(self, row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The documents of a row."""
         if "text" in row:
             ids = list(self.template.tokenizer(row["text"])["input_ids"])
             for start in range(0, len(ids), self.max_length):
                 part = ids[start : start + self.max_length]
-                yield self._document(part, part)
+                yield self._with_blocks(part, part)
         elif "prompt" in row:
             prompt = list(self.template.tokenizer(row["prompt"])["input_ids"])[: self.max_length - 1]
             completion = self.template.encode_text(row["completion"])[: self.max_length - len(prompt)]
-            yield self._document(prompt + completion, [IGNORED] * len(prompt) + completion)
+            yield self._with_blocks(prompt + completion, [IGNORED] * len(prompt) + completion)
         else:
-            try:
-                ids, mask = self.template.encode_chat(row["messages"])
-            except RefusedChat as error:
-                yield _left_out(str(error))
-                return
-            labels = [token if learnt else IGNORED for token, learnt in zip(ids, mask, strict=True)]
-            yield self._document(ids, labels) if len(ids) <= self.max_length else _left_out(TOO_LONG)
+            chat = self(row["messages"])
+            yield chat if chat["problem"] else self._with_blocks(chat["input_ids"], chat["labels"])
 
     def anchors(self, labels: Sequence[int]) -> list[int]:
         """Where blocks begin; what comes before the first label is the prompt."""
@@ -114,71 +112,35 @@ class DocumentEncoder:
                 yield max(0, before(start + 1) - 1), before(end + len(closing))
                 end = text.find(closing, end + 1)
 
-    def _document(self, ids: list[int], labels: list[int]) -> dict[str, Any]:
+    def _with_blocks(self, ids: list[int], labels: list[int]) -> dict[str, Any]:
         anchors = self.anchors(labels)
         if not anchors:
-            return _left_out(NO_BLOCK)
+            return self.left_out(NO_BLOCK)
         labels = self.without_thoughts(ids, labels) if self.masks_thoughts else labels
-        return {"input_ids": ids, "labels": labels, "anchors": anchors, "digest": str(seed_of(*ids)), "problem": ""}
+        num_trained = sum(label != IGNORED for label in labels)
+        row = {"input_ids": ids, "labels": labels, "anchors": anchors, "digest": str(seed_of(*ids))}
+        return {**row, **counts(len(ids), num_trained)}
 
 
-def encode(args: StridedArguments, template: Template) -> tuple[Dataset, Dataset | None, list[str]]:
+def encode(args: StridedArguments, template: Template) -> Encoded:
     """Training documents, evaluation documents (None without any), and lines to print about both.
 
     Raises:
         ConfigError: wrong data, or no document with a block.
     """
-    from datasets import Dataset, disable_progress_bars
-
-    from swift.data.loading import load_rows
     from swift.models.policy import context_length
     from swift.trainers.sft import training_template
+    from swift.trainers.splits import encode_splits
 
-    disable_progress_bars()
     template.training_template = training_template(template)
     encoder = DocumentEncoder(
-        template,
-        args.max_length or context_length(args) or 2**31,
-        args.ebft_context_length,
-        args.ebft_stride,
-        args.ebft_generate_max_len,
-        args.ebft_min_completion_prefix,
-        args.ebft_mask_thinking_ce,
+        template=template,
+        max_length=args.max_length or context_length(args) or 2**31,
+        context_length=args.ebft_context_length,
+        stride=args.ebft_stride,
+        length=args.ebft_generate_max_len,
+        min_completion_prefix=args.ebft_min_completion_prefix,
+        masks_thoughts=args.ebft_mask_thinking_ce,
     )
-    tables: dict[str, Dataset | None] = {"train": None, "val": None}
-    lines: list[str] = []
-    for split in ("train", "val"):
-        rows = load_rows(args, split, purpose="document")
-        lines += rows.report.lines()
-        if any(row["messages"] for row in rows) and not template.tokenizer.chat_template:
-            raise ConfigError(f"--template: missing: the tokenizer of {args.model} has no chat template; name one")
-        if len(rows):
-            given = Dataset.from_dict({"row": [json.dumps(row) for row in rows]})
-            processes = args.dataset_num_proc if args.dataset_num_proc > 1 else None
-            found = given.map(encoder, batched=True, remove_columns=["row"], num_proc=processes)
-            tables[split] = _kept(found, split, lines)
-    assert tables["train"] is not None, "load_rows returns at least one training row"
-    return tables["train"], tables["val"], lines
-
-
-def _kept(found: Dataset, split: str, lines: list[str]) -> Dataset:
-    """The documents with a block; `lines` gets what became of the rows."""
-    problems = list(found["problem"])
-    kept = found.select([index for index, problem in enumerate(problems) if not problem])
-    dropped = Counter(problem for problem in problems if problem)
-    reasons = ", ".join(f"{count} ({reason})" for reason, count in dropped.most_common())
-    if not len(kept):
-        flag = "--dataset" if split == "train" else "--val_dataset"
-        raise ConfigError(
-            f"{flag}: no usable document: {reasons or 'the data set is empty'}; give longer ones, or lower "
-            "--ebft_context_length or --ebft_generate_max_len"
-        )
-    tokens, blocks = (sum(map(len, kept[name])) for name in ("input_ids", "anchors"))
-    lines.append(f"{split}: {counted(len(kept), 'document')}, {counted(tokens, 'token')}, {counted(blocks, 'block')}")
-    if dropped:
-        lines.append(f"{split}: left out {counted(sum(dropped.values()), 'row')}: {reasons}")
-    return kept.remove_columns("problem")
-
-
-def _left_out(problem: str) -> dict[str, Any]:
-    return {"input_ids": [], "labels": [], "anchors": [], "digest": "", "problem": problem}
+    train, val, lines = encode_splits(args, encoder, "document")
+    return train, val, [*lines, f"train: {counted(sum(map(len, train['anchors'])), 'block')}"]

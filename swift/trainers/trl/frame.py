@@ -18,6 +18,7 @@ from swift.trainers.distributed import Collectives
 from swift.trainers.optimizers.choice import attach_own_optimizer, own_optimizer
 from swift.trainers.optimizers.master_weights import keep_master_weights
 from swift.trainers.session import on_one_device, tensorboard_callback, training_options
+from swift.trainers.splits import is_of_one
 from swift.trainers.trl.callbacks import EarlyStop
 from swift.trainers.trl.evaluation import EvaluationNames
 from swift.trainers.trl.method import Method, named
@@ -52,6 +53,8 @@ def build_trainer(
 ) -> AtomicTrainer:
     """The trainer, ready to run; checkpoints go to `folder`, `parts` are those of the method."""
     options = {**_options(args, folder, evaluates=val is not None), **method.options(args)}
+    if isinstance(val, dict) and not is_of_one(args.metric_for_best_model, val):
+        options["metric_for_best_model"] = None  # there is no best one without a set that it is of
     if getattr(args, "early_stopping_patience", None):
         callbacks = [*callbacks, EarlyStop(args.early_stopping_patience, args.early_stopping_threshold)]
     arguments = on_one_device(named(method.config)(**options))
