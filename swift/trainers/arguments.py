@@ -164,6 +164,11 @@ class TrainerArguments:
     """Whether the repository is private if it is made."""
 
     def problems(self) -> Iterator[str]:
+        if self.liger_kernel_config.get("fused_linear_cross_entropy"):
+            yield (
+                "--liger_kernel_config: fused_linear_cross_entropy: replaces the model's own loss, which no method "
+                "uses; leave it out"
+            )
         if self.push_to_hub and not self.hub_model_id:
             yield "--push_to_hub: true: --hub_model_id is missing; give --hub_model_id owner/name"
         if self.early_stopping_patience and getattr(self, "eval_strategy", "no") == "no":

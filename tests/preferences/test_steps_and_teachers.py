@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from datasets import Dataset
 from oracle import first_step
 from test_preference_runs import WAYS, assert_resumes_exactly, train_as_one_and_as_two, train_two
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
+from transformers.integrations import liger
 from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl_runs import logged, sums, trained, trainer_of, written
 
@@ -141,6 +143,19 @@ def test_gkd_keeps_the_dropout_of_an_adapter_and_samples_with_a_cache(gkd, tmp_p
     trainer = trainer_of(gkd(*flags), tmp_path)
     assert trainer.generation_config.use_cache and trainer.generation_kwargs["use_cache"]
     assert {one.p for name, one in trainer.model.named_modules() if name.endswith("dropout.default")} == {0.3}
+
+
+@pytest.mark.parametrize("method", ["rm", "prm"])
+def test_ligers_kernels_reach_a_model_without_a_language_head_but_not_its_loss(settings, tmp_path, monkeypatch, method):
+    given = []
+    module = SimpleNamespace(_apply_liger_kernel_to_instance=lambda model, **config: given.append((model, config)))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", module)
+    monkeypatch.setattr(liger, "is_liger_kernel_available", lambda: True)
+    flags = ("--use_liger_kernel", "true", "--liger_kernel_config", '{"rope": false}', "--max_steps", "1")
+    trainer = trainer_of(settings(method, *flags, rows=steps(8) if method == "prm" else None), tmp_path)
+    trainer.train()
+    ((model, config),) = given
+    assert model is trainer.model and config == {"rope": False, "fused_linear_cross_entropy": False}
 
 
 @pytest.mark.long

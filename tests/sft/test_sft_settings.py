@@ -5,9 +5,11 @@ import shutil
 
 import huggingface_hub
 import pytest
+import torch
+from preloaded import run_ranks
 from safetensors.torch import load_file
 from test_sft_run import sft
-from trl_runs import losses, rows
+from trl_runs import losses, newest_run, rows
 
 from swift.arguments import parse
 from swift.errors import ConfigError, ResourceError
@@ -97,6 +99,17 @@ def test_the_model_is_uploaded_without_what_only_a_resumed_run_needs(sft_argv, m
     ]
 
 
+@pytest.mark.slow
+def test_an_adapter_of_a_model_that_is_compiled_and_sharded_has_the_names_of_any_other(sft_argv, tmp_path):
+    argv = sft_argv("--max_steps", "1", tuner="lora")
+    plain = load_file(sft(argv) / "checkpoint-1" / "adapter_model.safetensors")
+    argv += ["--torch_compile", "true", "--torch_compile_backend", "eager", "--fsdp", "full_shard"]
+    run_ranks(["-m", "swift", "sft", *argv], tmp_path / "logs", count=1)
+    found = load_file(newest_run(tmp_path / "out") / "checkpoint-1" / "adapter_model.safetensors")
+    assert found.keys() == plain.keys()
+    assert all(torch.allclose(found[name], plain[name], atol=1e-4) for name in plain)
+
+
 def test_pre_training_needs_no_chat_template_and_saves_a_model(nano_folders, sft_argv, tmp_path):
     model = shutil.copytree(nano_folders["qwen2"], tmp_path / "base")
     (model / "chat_template.jinja").unlink()
@@ -128,6 +141,7 @@ WRONG = [
     ("sft", "--early_stopping_patience 2", "--early_stopping_patience: 2: nothing is evaluated"),
     ("sft", "--neftune_noise_alpha -1", "--neftune_noise_alpha: -1: out of range"),
     ("sft", "--use_liger_kernel true", "--use_liger_kernel: true: needs the package liger_kernel"),
+    ("sft", '--use_liger_kernel true --liger_kernel_config {"fused_linear_cross_entropy":true}', "replaces the model"),
     ("sft", "--paking true", "--paking: true: unknown flag; nearest: packing"),
     ("sft", "--max_length 3", "--dataset: no usable row .*longer than max_length"),
     ("sft", "--push_to_hub true --hub_model_id a/b", "--push_to_hub: a/b: the hub refuses create_repo"),

@@ -8,9 +8,12 @@ import pytest
 import torch
 from grpo_parts import LateScorer, Scorer, all_different, logs_of, make_trainer
 
+from swift.arguments import parse
+from swift.errors import ConfigError
 from swift.models.reference import FrozenReference
 from swift.rl.losses import LossConfig
 from swift.rollout.engines.spec import EngineSpec, build_engine
+from swift.trainers.grpo.build import load_models
 
 
 class Watched(FrozenReference):
@@ -91,6 +94,16 @@ def test_what_a_replay_buffer_may_stand_in_for_is_not_passed_over(nano_folders, 
     assert trainer.pipeline.batches.refers_early
     trainer.pipeline.batches.replay = ReplayBuffer(4, max_age=4, seed=0, recompute=False)
     assert not trainer.pipeline.batches.refers_early
+
+
+def test_a_reference_that_knows_fewer_tokens_than_the_tokenizer_is_refused(nano_folders):
+    words = "--rlhf_type grpo --dataset d --reward_funcs accuracy --beta 0.1 --tuner_type full"
+    words = f"{words} --model {nano_folders['qwen2']} --ref_model {nano_folders['llama']}"
+    args = parse("rlhf", words.split(), {}).args
+    policy, reference = load_models(args, 263)
+    assert type(policy) is not type(reference.module)
+    with pytest.raises(ConfigError, match=r"--ref_model: .*llama: knows \d+ tokens, .* --model has 9999; give a model"):
+        load_models(args, 9999)
 
 
 def watched(folders):

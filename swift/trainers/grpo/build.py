@@ -70,10 +70,10 @@ def load_models(args: Any, num_tokens: int) -> tuple[Any, Any]:
     if args.beta == 0:
         return policy, None
     reference = load_reference(args, policy, moves=args.sync_ref_model)
-    known = num_tokens
-    if isinstance(reference, FrozenReference):
-        known = transformers_model(reference.module).config.get_text_config().vocab_size
-    if known < num_tokens:
+    if not isinstance(reference, FrozenReference):
+        return policy, reference
+    known = transformers_model(reference.module).config.get_text_config().vocab_size
+    if args.ref_model and known < num_tokens:
         raise ConfigError(
             f"--ref_model: {args.ref_model}: knows {known} tokens, and the tokenizer of --model has {num_tokens}; "
             "give a model with the same tokenizer"

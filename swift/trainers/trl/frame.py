@@ -93,7 +93,7 @@ def _options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, Any]:
     """The settings as keyword arguments of TrainingArguments."""
     on_gpu = torch.cuda.is_available()
     # no trainer here takes its loss from the model, and models without a language head cannot have it replaced
-    liger = {"fused_linear_cross_entropy": False, **getattr(args, "liger_kernel_config", {})}
+    liger = {**getattr(args, "liger_kernel_config", {}), "fused_linear_cross_entropy": False}
     precision = {"bf16": on_gpu and args.torch_dtype == "bfloat16", "fp16": on_gpu and args.torch_dtype == "float16"}
     return {
         **training_options(args, folder, evaluates=evaluates),
