@@ -106,12 +106,15 @@ def energies(
     alignment_coef: float,
     diversity_coef: float,
     estimator: Estimator = "rloo",
+    whitening: Whitening = "none",
+    pooled: PooledMap | None = None,
 ) -> Energies:
-    """All that follows from the features of these groups.
+    """All that follows from the features [G, n, D] and [G, D] of these groups, whitened.
 
     Metrics are the cosines `ebft/alignment` and `ebft/diversity` (without the factor 2), `ebft/reward`,
-    `ebft/effective_reward` (alpha a - beta d / 2), `ebft/cfm_loss`, `ebft/advantages_std`.
+    `ebft/effective_reward` (alpha a - beta d / 2), `ebft/cfm_loss`, `ebft/advantages_std`, `ebft/rank_deficient_frac`.
     """
+    features, reference, deficient = whiten(features, reference, whitening, pooled)
     a, d = energy_rewards(features, reference)
     rewards = alignment_coef * a - diversity_coef * d
     advantages = energy_advantages(
@@ -125,6 +128,7 @@ def energies(
         "cfm_loss": cfm_loss(features, reference, a, d),
     }
     metrics = {f"ebft/{name}": float(value.mean()) for name, value in values.items()}
+    metrics["ebft/rank_deficient_frac"] = deficient
     metrics["ebft/advantages_std"] = float(advantages.std()) if advantages.numel() > 1 else 0.0
     return Energies(rewards, advantages, metrics)
 

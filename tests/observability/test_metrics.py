@@ -110,7 +110,7 @@ def test_training_waits_for_rollouts_as_a_share_of_all_steps():
         report=None,
         collectives=SimpleNamespace(is_main=True, any=lambda asked: asked),
     )
-    callback = PipelineCallback(trainer, stop_requested=lambda: False, epoch=lambda: 0.0)
+    callback = PipelineCallback(trainer, epoch=lambda: 0.0)
     for step in range(1, 5):
         with store.timer("generate" if step == 1 else "train"):
             clock.now += 3.0

@@ -23,15 +23,6 @@ def control() -> SimpleNamespace:
     return SimpleNamespace(should_save=False, should_training_stop=False)
 
 
-def test_a_signal_is_noted_and_the_former_handler_returns():
-    before = signal.getsignal(signal.SIGTERM)
-    with SignalTrap() as trap:
-        assert trap.caught is None
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert trap.caught == "SIGTERM"
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
 def test_a_second_interrupt_from_the_keyboard_is_not_held_back():
     with SignalTrap() as trap:
         os.kill(os.getpid(), signal.SIGINT)

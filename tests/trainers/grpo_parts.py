@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import small_runs
 import torch
@@ -23,6 +24,8 @@ from swift.trainers.grpo.settings import GRPOSettings
 from swift.trainers.grpo.trainer import GRPOTrainer
 from swift.trainers.memory.colocate import ColocateCycle
 from swift.trainers.memory.offload import model_tensors, optimizer_tensors
+from swift.trainers.session import SignalTrap
+from swift.trainers.trl.callbacks import StopOnSignal
 from swift.types import GroupScores, SamplingParams
 
 END = 262  # never sampled by these tests' rewards; completions end at their length
@@ -188,16 +191,28 @@ def make_trainer(
     if trainer.settings.loss.beta > 0:
         pipeline.batches.refer = trainer.logprobs.refer
     trainer.rounds = rounds
-    trainer.add_callback(PipelineCallback(trainer, stop_requested=lambda: False, epoch=lambda: 0.0))
+    trainer.add_callback(PipelineCallback(trainer, epoch=lambda: 0.0))
+    trainer.add_callback(StopOnSignal(SignalTrap(), collectives))
     return trainer
 
 
-def gradients_of_one_step(trainer):
-    """Gradients after one global batch, before clipping or an update."""
+class Step(NamedTuple):
+    """What one global batch makes, before clipping or an update."""
+
+    gradients: dict
+    values: dict
+    samples: list
+
+
+def one_step(trainer, prepare=lambda samples: None, arriving=None):
+    """A step on a global batch that `prepare` may change."""
     trainer.create_optimizer()
     batch = next(trainer.pipeline.steps(trainer.progress))
+    prepare(batch.samples)
+    batch.arriving = arriving
     trainer.training_step(trainer.model, batch)
-    return {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
+    return Step(gradients, trainer.metrics.commit(), batch.samples)
 
 
 def relative_difference(a, b):
@@ -205,19 +220,17 @@ def relative_difference(a, b):
     return total / sum(float(gradient.norm() ** 2) for gradient in b.values()) ** 0.5
 
 
-def count_forwards(trainer, calls, action):
-    """Run `action`; `calls` gets the number of sequences of each trainer forward."""
-    original = trainer.logprobs.scores
+def passes_of(trainer, *, with_tokens=False):
+    """The completions (and tokens) of each forward pass that the trainer will make."""
+    passes, original = [], trainer.logprobs.scores
 
-    def counting(model, batch, entropy="none"):
-        calls.append(len(batch.samples))
-        return original(model, batch, entropy)
+    def counting(model, batch, *more, **named):
+        size = len(batch.samples)
+        passes.append((size, batch.tokens.input_ids.numel()) if with_tokens else size)
+        return original(model, batch, *more, **named)
 
     trainer.logprobs.scores = counting
-    try:
-        return action()
-    finally:
-        trainer.logprobs.scores = original
+    return passes
 
 
 def logs_of(trainer):

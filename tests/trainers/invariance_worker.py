@@ -106,6 +106,14 @@ def settings() -> dict[str, Setting]:
     for mode in ("sequence_truncate", "sequence_mask"):
         fields = {"correction": CorrectionSettings(mode=mode, threshold=1.05, lower=0.95)}
         made[f"dapo, {mode}"] = Setting(dapo, fields, **later)
+    fields = {"correction": CorrectionSettings(mode="sequence_truncate", sequence_ratio="sum")}
+    made["dapo, product of ratios"] = Setting(dapo, fields, **later)
+    made["dapo, token_mask"] = Setting(
+        dapo, {"correction": CorrectionSettings(mode="token_mask", threshold=1.2)}, **later
+    )
+    made["dapo, biased KL"] = Setting(loss_of("dapo", beta=0.05), **later)
+    both = {"entropy": EntropySettings(quantile=0.4), "off_policy_delta": 0.02}
+    made["dapo, both masks"] = Setting(dapo, both, **later)
     for level in ("sequence", "sequence_token"):
         made[f"dapo, {level}"] = Setting(loss_of("dapo", importance_sampling_level=level), **later)
     made["dapo, two-sided"] = Setting(loss_of("dapo", delta=1.4), **later)

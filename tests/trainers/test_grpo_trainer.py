@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 from grpo_parts import (
-    count_forwards,
-    gradients_of_one_step,
     logs_of,
-    make_trainer,
+    one_step,
+    passes_of,
     policy_of,
     relative_difference,
     share_of_even_tokens,
@@ -26,41 +26,37 @@ from swift.trainers.checkpoint import verify
 from swift.types import Prompt
 
 
-def test_gradient_checkpointing_changes_no_gradient(nano_folders, tmp_path):
-    expected = gradients_of_one_step(make_trainer(nano_folders["qwen2"], tmp_path))
-    trainer = make_trainer(nano_folders["qwen2"], tmp_path)
+def test_gradient_checkpointing_changes_no_gradient(make):
+    expected = one_step(make()).gradients
+    trainer = make()
     trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
-    assert relative_difference(gradients_of_one_step(trainer), expected) < 1e-6
+    assert relative_difference(one_step(trainer).gradients, expected) < 1e-6
 
 
-def test_samples_without_advantage_are_left_out_and_still_counted(nano_folders, tmp_path):
+def test_samples_without_advantage_are_left_out_and_still_counted(make):
     def reward(completion, prompt):
         return 1.0 if prompt.prompt_id == "p0" else completion.token_ids[0] % 2
 
-    calls = []
-    trainer = make_trainer(nano_folders["qwen2"], tmp_path, reward=reward)
-    with_skip = count_forwards(trainer, calls, lambda: gradients_of_one_step(trainer))
-    sequences = calls[0]
-    assert sequences == 4, "the group of equal rewards takes no part in the forward pass"
-    settings = {"skip_zero_advantage": False}
-    everything = make_trainer(nano_folders["qwen2"], tmp_path, reward=reward, settings=settings)
-    calls.clear()
-    without = count_forwards(everything, calls, lambda: gradients_of_one_step(everything))
-    assert relative_difference(with_skip, without) < 1e-6
-    assert sum(calls) == 8
+    found = []
+    for skips, sequences in ((True, 4), (False, 8)):
+        trainer = make(reward=reward, settings={"skip_zero_advantage": skips})
+        passes = passes_of(trainer)
+        found.append(one_step(trainer).gradients)
+        assert sum(passes) == sequences, "the group of equal rewards takes part in no forward pass if it may be skipped"
+    assert relative_difference(*found) < 1e-6
 
 
-def test_one_update_per_rollout_needs_one_forward(nano_folders, tmp_path):
-    calls = []
-    trainer = make_trainer(nano_folders["qwen2"], tmp_path, max_steps=3)
-    count_forwards(trainer, calls, trainer.train)
+def test_one_update_per_rollout_needs_one_forward(make):
+    trainer = make(max_steps=3)
+    calls = passes_of(trainer)
+    trainer.train()
     assert calls == [8, 8, 8]
 
 
-def test_iterations_reuse_the_first_forward_as_old_logprobs(nano_folders, tmp_path):
-    calls = []
-    trainer = make_trainer(nano_folders["qwen2"], tmp_path, iterations=3, max_steps=3)
-    count_forwards(trainer, calls, trainer.train)
+def test_iterations_reuse_the_first_forward_as_old_logprobs(make):
+    trainer = make(iterations=3, max_steps=3)
+    calls = passes_of(trainer)
+    trainer.train()
     assert calls == [8, 8, 8]
     ratios = [row["ratio/max"] for row in logs_of(trainer)]
     assert ratios[0] == 1.0
@@ -68,19 +64,19 @@ def test_iterations_reuse_the_first_forward_as_old_logprobs(nano_folders, tmp_pa
     assert len(trainer.rounds) == 1, "one rollout feeds three updates"
 
 
-def test_later_global_batches_get_old_logprobs_before_the_first_update(nano_folders, tmp_path):
-    calls = []
-    trainer = make_trainer(nano_folders["qwen2"], tmp_path, num_global_batches=2, max_steps=2, learning_rate=1e-2)
-    count_forwards(trainer, calls, trainer.train)
+def test_later_global_batches_get_old_logprobs_before_the_first_update(make):
+    trainer = make(num_global_batches=2, max_steps=2, learning_rate=1e-2)
+    calls = passes_of(trainer)
+    trainer.train()
     assert calls == [8, 8, 8], "global batch 2 without gradient, then global batches 1 and 2"
     first, second = (row["ratio/max"] for row in logs_of(trainer))
     assert first == 1.0
     assert second > 1.0
 
 
-def test_a_later_update_without_old_logprobs_ends_the_run(nano_folders, tmp_path):
+def test_a_later_update_without_old_logprobs_ends_the_run(make):
     """As when a sample is on another rank than at its first update: its ratio would be 1 without a word."""
-    trainer = make_trainer(nano_folders["qwen2"], tmp_path, iterations=2, max_steps=2)
+    trainer = make(iterations=2, max_steps=2)
     step = trainer.training_step
 
     def forget(model, batch, *more):
@@ -93,8 +89,8 @@ def test_a_later_update_without_old_logprobs_ends_the_run(nano_folders, tmp_path
         trainer.train()
 
 
-def test_a_global_batch_without_signal_leaves_every_weight_alone(nano_folders, tmp_path):
-    trainer = make_trainer(nano_folders["qwen2"], tmp_path, reward=lambda c, p: 1.0, weight_decay=0.5)
+def test_a_global_batch_without_signal_leaves_every_weight_alone(make):
+    trainer = make(reward=lambda c, p: 1.0, weight_decay=0.5)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     trainer.train()
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
@@ -102,8 +98,8 @@ def test_a_global_batch_without_signal_leaves_every_weight_alone(nano_folders, t
     assert trainer.state.global_step == 2
 
 
-def test_a_non_finite_gradient_skips_the_update_and_ends_the_run_when_it_stays(nano_folders, tmp_path):
-    trainer = make_trainer(nano_folders["qwen2"], tmp_path, max_steps=50)
+def test_a_non_finite_gradient_skips_the_update_and_ends_the_run_when_it_stays(make):
+    trainer = make(max_steps=50)
     poison(trainer)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     with pytest.raises(NumericError, match="grad_norm"):
@@ -112,8 +108,8 @@ def test_a_non_finite_gradient_skips_the_update_and_ends_the_run_when_it_stays(n
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
 
 
-def test_a_non_finite_gradient_skips_the_update_without_clipping_too(nano_folders, tmp_path):
-    trainer = make_trainer(nano_folders["qwen2"], tmp_path, max_steps=2, max_grad_norm=0.0)
+def test_a_non_finite_gradient_skips_the_update_without_clipping_too(make):
+    trainer = make(max_steps=2, max_grad_norm=0.0)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     poison(trainer)
     trainer.train()
@@ -126,13 +122,13 @@ def poison(trainer):
 
 
 @pytest.mark.parametrize("kind", ["frozen copy", "adapters off"])
-def test_the_kl_of_the_first_step_is_zero_and_grows(nano_folders, tmp_path, kind):
+def test_the_kl_of_the_first_step_is_zero_and_grows(make, nano_folders, kind):
     folder, lora = nano_folders["qwen3"], {"lora_dropout": 0.0} if kind == "adapters off" else None
     policy = policy_of(folder, lora=lora)
     reference = AdapterOffReference(policy) if lora else FrozenReference(policy_of(folder))
     rate = 1e-1 if kind == "adapters off" else 1e-2
     loss = LossConfig(beta=0.1)
-    trainer = make_trainer(None, tmp_path, model=policy, reference=reference, loss=loss, learning_rate=rate)
+    trainer = make(model=policy, reference=reference, loss=loss, learning_rate=rate)
     frozen = {name: p.clone() for name, p in policy.named_parameters() if not p.requires_grad}
     trainer.train()
     first, second = (row["kl"] for row in logs_of(trainer))
@@ -141,8 +137,8 @@ def test_the_kl_of_the_first_step_is_zero_and_grows(nano_folders, tmp_path, kind
     assert all(torch.equal(p, frozen[name]) for name, p in policy.named_parameters() if not p.requires_grad)
 
 
-def test_completions_carry_the_version_of_the_weights_whose_log_probs_they_have(nano_folders, tmp_path):
-    trainer = make_trainer(nano_folders["llama"], tmp_path, num_global_batches=2, max_steps=5, learning_rate=1e-2)
+def test_completions_carry_the_version_of_the_weights_whose_log_probs_they_have(make):
+    trainer = make("llama", num_global_batches=2, max_steps=5, learning_rate=1e-2)
     trainer.train()
     assert [scored.version for scored in trainer.rounds] == [0, 1, 2]
     assert [trainer.pipeline.weight_sync.step_of(version) for version in (0, 1, 2)] == [0, 2, 4]
@@ -150,9 +146,9 @@ def test_completions_carry_the_version_of_the_weights_whose_log_probs_they_have(
     assert len(gaps) == 5 and max(gaps) < 1e-5
 
 
-def test_an_engine_with_weights_of_its_own_trains_like_the_model_itself(nano_folders, tmp_path):
+def test_an_engine_with_weights_of_its_own_trains_like_the_model_itself(make, nano_folders):
     def trained(**engine):
-        trainer = make_trainer(nano_folders["qwen2"], tmp_path / str(len(engine)), max_steps=5, **engine)
+        trainer = make(max_steps=5, **engine)
         trainer.train()
         assert max(row["mismatch/logp_abs_diff_max"] for row in logs_of(trainer)) < 1e-5
         return [one.token_ids for scored in trainer.rounds for group in scored.groups for one in group.completions]
@@ -161,8 +157,8 @@ def test_an_engine_with_weights_of_its_own_trains_like_the_model_itself(nano_fol
     assert trained(engine=engine) == trained()
 
 
-def test_the_overlong_filter_takes_cut_completions_out_of_the_loss_only(nano_folders, tmp_path):
-    trainer = make_trainer(nano_folders["qwen2"], tmp_path, overlong_filter=True)
+def test_the_overlong_filter_takes_cut_completions_out_of_the_loss_only(make):
+    trainer = make(overlong_filter=True)
     trainer.train()
     scored = trainer.rounds[0]
     assert set(scored.excluded) == {"overlong"}
@@ -170,23 +166,21 @@ def test_the_overlong_filter_takes_cut_completions_out_of_the_loss_only(nano_fol
     assert [row["health/steps_without_signal"] for row in logs_of(trainer)] == [1, 1]
 
 
-def test_excluded_samples_carry_no_loss(nano_folders, tmp_path):
+def test_excluded_samples_carry_no_loss(make):
     def reward(completion, prompt):
         return None if completion.request_id.endswith("/0") else float(completion.token_ids[0] % 2)
 
-    trainer = make_trainer(nano_folders["qwen2"], tmp_path, reward=reward)
+    trainer = make(reward=reward)
     trainer.train()
     scored = trainer.rounds[0]
     assert [advantage is None for advantage in scored.advantages] == [True, False, False, False] * 2
     assert logs_of(trainer)[0]["tokens/trained"] == 6 * 8
 
 
-def test_evaluation_leaves_the_training_stream_alone(nano_folders, tmp_path):
-    plain = make_trainer(nano_folders["qwen2"], tmp_path / "a", max_steps=4)
+def test_evaluation_leaves_the_training_stream_alone(make):
+    plain = make(max_steps=4)
     plain.train()
-    evaluated = make_trainer(
-        nano_folders["qwen2"],
-        tmp_path / "b",
+    evaluated = make(
         max_steps=4,
         eval_prompts=plain.pipeline.scheduler.source.prompts[:3],
         eval_strategy="steps",
@@ -197,10 +191,8 @@ def test_evaluation_leaves_the_training_stream_alone(nano_folders, tmp_path):
     assert [row["loss"] for row in logs_of(plain)] == [row["loss"] for row in logs_of(evaluated)]
 
 
-def test_training_raises_the_reward(nano_folders, tmp_path):
-    trainer = make_trainer(
-        nano_folders["qwen2"],
-        tmp_path,
+def test_training_raises_the_reward(make):
+    trainer = make(
         reward=share_of_even_tokens,
         max_steps=60,
         global_batch=32,
@@ -213,16 +205,16 @@ def test_training_raises_the_reward(nano_folders, tmp_path):
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
 
 
-def test_broken_rewards_end_the_run_with_a_checkpoint_that_draws_the_round_again(nano_folders, tmp_path):
+def test_broken_rewards_end_the_run_with_a_checkpoint_that_draws_the_round_again(make):
     def break_at_the_third_round(groups=None):
         if len(trainer.rounds) == 2:
             raise RewardError("--reward_funcs: x: failed on every sample of three batches in a row")
 
-    trainer = make_trainer(nano_folders["qwen2"], tmp_path, max_steps=9)
+    trainer = make(max_steps=9)
     trainer.pipeline.collector.scorer.end_batch = break_at_the_third_round
     with pytest.raises(RewardError):
         trainer.train()
-    content = (tmp_path / "checkpoint-2" / "pipeline_state.msgpack").read_bytes()
+    content = Path(trainer.args.output_dir, "checkpoint-2", "pipeline_state.msgpack").read_bytes()
     state = msgspec.msgpack.decode(content)[1]["pipeline"]
     assert state["scheduler"]["launched"] == state["scheduler"]["trained"] == 4
     assert state["batch"] is None
@@ -249,7 +241,7 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("where", BREAKS)
-def test_what_fails_between_two_updates_leaves_the_checkpoint_of_the_last_one(nano_folders, tmp_path, where):
+def test_what_fails_between_two_updates_leaves_the_checkpoint_of_the_last_one(make, where):
     """Bit for bit the one that a run which saves every step has there."""
 
     def like_dropout(*_):
@@ -263,14 +255,14 @@ def test_what_fails_between_two_updates_leaves_the_checkpoint_of_the_last_one(na
         settings |= {"eval_prompts": prompts, "eval_strategy": "steps", "eval_steps": 3}
     saved = []
     for name, more in {"straight": {"save_strategy": "steps", "save_steps": done}, "broken": {"max_steps": 6}}.items():
-        trainer = make_trainer(nano_folders["qwen2"], tmp_path / name, **{**settings, **more})
+        trainer = make(**{**settings, **more})
         trainer.engine, trainer.scorer = trainer.pipeline.collector.engine, trainer.pipeline.collector.scorer
         trainer.model.register_forward_pre_hook(like_dropout)
         if name == "broken":
             BREAKS[where](trainer)
         with contextlib.nullcontext() if name == "straight" else pytest.raises((RuntimeError, EngineDead)):
             trainer.train()
-        folder = tmp_path / name / f"checkpoint-{done}"
+        folder = Path(trainer.args.output_dir) / f"checkpoint-{done}"
         verify(folder)
         files = [torch.load(folder / file, weights_only=False) for file in ("optimizer.pt", "scheduler.pt")]
         random = torch.load(folder / "rng_state.pth", weights_only=False)
@@ -281,11 +273,11 @@ def test_what_fails_between_two_updates_leaves_the_checkpoint_of_the_last_one(na
     assert saved[0][4:] == saved[1][4:] and saved[0][2] == saved[1][2]
 
 
-def test_what_fails_while_the_weights_change_leaves_no_checkpoint(nano_folders, tmp_path):
-    trainer = make_trainer(nano_folders["qwen2"], tmp_path, max_steps=6)
+def test_what_fails_while_the_weights_change_leaves_no_checkpoint(make):
+    trainer = make(max_steps=6)
     trainer.create_optimizer()
     trainer.optimizer.step = failing(trainer.optimizer.step, 2, trainer)
     with pytest.raises(RuntimeError, match="broken"):
         trainer.train()
     assert trainer.state.global_step == 2
-    assert not list(tmp_path.glob("checkpoint-*"))
+    assert not list(Path(trainer.args.output_dir).glob("checkpoint-*"))

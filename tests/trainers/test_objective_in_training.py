@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from grpo_parts import count_forwards, gradients_of_one_step, logs_of, make_trainer, policy_of, relative_difference
+from grpo_parts import logs_of, one_step, passes_of, policy_of, relative_difference
 from transformers import AutoModelForCausalLM
 
 from swift.models.reference import FrozenReference, StartAdapterReference
@@ -17,18 +18,6 @@ from swift.rl.losses import LossConfig, get_loss, sequence_weights
 from swift.rl.objective import policy_loss
 from swift.trainers.grpo.entropy import EntropySettings
 from swift.trainers.grpo.settings import CorrectionSettings
-
-SETTINGS = {
-    "gspo": {"loss_type": "gspo", "epsilon": 3e-2, "epsilon_high": 4e-2},
-    "luspo": {"loss_type": "luspo"},
-    "cispo": {"loss_type": "cispo", "epsilon_high": 1.1},
-    "sapo": {"loss_type": "sapo"},
-    "vespo": {"loss_type": "vespo"},
-    "sequence_token": {"loss_type": "dapo", "importance_sampling_level": "sequence_token"},
-    "delta": {"loss_type": "dapo", "delta": 1.25},
-    "biased-kl": {"loss_type": "dapo", "beta": 0.3},
-    "unbiased-kl": {"loss_type": "gspo", "beta": 0.3, "kl_bias_correction": True},
-}
 
 
 @pytest.fixture
@@ -78,16 +67,6 @@ class ByHand:
         return {name: parameter.grad for name, parameter in self.model.named_parameters()}
 
 
-def one_step(trainer, prepare=lambda samples: None):
-    """Gradients, reported values and samples of a global batch that `prepare` may change."""
-    trainer.create_optimizer()
-    batch = next(trainer.pipeline.steps(trainer.progress))
-    prepare(batch.samples)
-    trainer.training_step(trainer.model, batch)
-    gradients = {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
-    return gradients, trainer.metrics.commit(), batch.samples
-
-
 def stale(samples):
     """Old log-probs that come with the samples, up to .3 away from what the policy says now."""
     rng = np.random.default_rng(0)
@@ -97,28 +76,10 @@ def stale(samples):
         one.trained = one.trained & (rng.random(one.token_ids.size) > 0.2)
 
 
-@pytest.mark.parametrize("max_samples", [8, 3])
-@pytest.mark.parametrize("name", SETTINGS)
-def test_the_gradient_of_a_step_is_that_of_the_global_batch_loss(folder, tmp_path, name, max_samples):
-    config = LossConfig(**SETTINGS[name])
-    frozen = AutoModelForCausalLM.from_pretrained(folder)
-    with torch.no_grad():
-        for parameter in frozen.parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-    reference = FrozenReference(frozen) if config.beta else None
-    trainer = make_trainer(folder, tmp_path, loss=config, max_samples=max_samples, reference=reference)
-    ours, _, samples = one_step(trainer, stale)
-    by_hand = ByHand(trainer, folder, samples)
-    more = {"ref_logprobs_T": by_hand.join("ref_logprobs")} if config.beta else {}
-    assert (by_hand.join("old_logprobs") - by_hand.logprobs).abs().max() > 0.1, "presets are not replaced"
-    loss = by_hand.loss(config, old_logprobs_T=by_hand.join("old_logprobs"), **more)
-    assert relative_difference(ours, by_hand.gradients(loss)) < 1e-5
-
-
-def test_reference_log_probs_are_those_of_the_reference(folder, tmp_path):
+def test_reference_log_probs_are_those_of_the_reference(make, folder):
     other = AutoModelForCausalLM.from_pretrained(folder)
     other.model.norm.weight.data.mul_(1.5)
-    trainer = make_trainer(folder, tmp_path, loss=LossConfig(beta=0.1), reference=FrozenReference(other))
+    trainer = make(loss=LossConfig(beta=0.1), reference=FrozenReference(other))
     _, values, samples = one_step(trainer)
     by_hand = ByHand(trainer, folder, samples)
     gap = by_hand.join("ref_logprobs") - by_hand.logprobs.detach()
@@ -130,9 +91,9 @@ def test_reference_log_probs_are_those_of_the_reference(folder, tmp_path):
 
 
 @pytest.mark.parametrize("max_samples", [8, 3])
-def test_the_bonus_is_the_mean_entropy_of_the_global_batch(folder, tmp_path, max_samples):
+def test_the_bonus_is_the_mean_entropy_of_the_global_batch(make, folder, max_samples):
     settings = {"entropy": EntropySettings(coefficient=0.7), "temperature": 1.3}
-    trainer = make_trainer(folder, tmp_path, max_samples=max_samples, settings=settings)
+    trainer = make(max_samples=max_samples, settings=settings)
     ours, values, samples = one_step(trainer, stale)
     by_hand = ByHand(trainer, folder, samples, temperature=1.3)
     mean = by_hand.entropy[by_hand.mask].mean()
@@ -143,11 +104,11 @@ def test_the_bonus_is_the_mean_entropy_of_the_global_batch(folder, tmp_path, max
 
 
 @pytest.mark.parametrize(("max_samples", "forwards"), [(8, [8]), (3, [3, 3, 2] * 2)])
-def test_only_the_most_uncertain_tokens_of_the_global_batch_train(folder, tmp_path, max_samples, forwards):
+def test_only_the_most_uncertain_tokens_of_the_global_batch_train(make, folder, max_samples, forwards):
     settings = {"entropy": EntropySettings(quantile=0.3, coefficient=0.5)}
-    trainer = make_trainer(folder, tmp_path, max_samples=max_samples, settings=settings)
-    calls = []
-    ours, values, samples = count_forwards(trainer, calls, lambda: one_step(trainer, stale))
+    trainer = make(max_samples=max_samples, settings=settings)
+    calls = passes_of(trainer)
+    ours, values, samples = one_step(trainer, stale)
     assert calls == forwards, "a pass of its own where no pass holds the global batch"
     by_hand = ByHand(trainer, folder, samples)
     entropies = by_hand.entropy[by_hand.mask].detach().sort().values
@@ -160,14 +121,14 @@ def test_only_the_most_uncertain_tokens_of_the_global_batch_train(folder, tmp_pa
     assert values["entropy_threshold"] == pytest.approx(float(entropies[rank]), rel=1e-5)
 
 
-def test_samples_without_advantage_have_a_say_in_the_threshold(folder, tmp_path):
+def test_samples_without_advantage_have_a_say_in_the_threshold(make, folder):
     def reward(completion, prompt):
         return 1.0 if prompt.prompt_id == "p0" else float(completion.token_ids[0] % 2)
 
     settings = {"entropy": EntropySettings(quantile=0.5)}
     thresholds, gradients = [], []
     for size in (8, 4):
-        trainer = make_trainer(folder, tmp_path, reward=reward, max_samples=size, settings=settings)
+        trainer = make(reward=reward, max_samples=size, settings=settings)
         ours, values, samples = one_step(trainer)
         assert {one.advantage == 0 for one in samples} == {True, False}
         thresholds.append(values["entropy_threshold"])
@@ -186,20 +147,20 @@ def test_samples_without_advantage_have_a_say_in_the_threshold(folder, tmp_path)
         (EntropySettings(adaptive=AdaptiveEntropy()), 8),
     ],
 )
-def test_samples_without_advantage_are_passed_over_exactly_when_they_cannot_matter(folder, tmp_path, entropy, forwards):
+def test_samples_without_advantage_are_passed_over_exactly_when_they_cannot_matter(make, entropy, forwards):
     def reward(completion, prompt):
         return 1.0 if prompt.prompt_id == "p0" else float(completion.token_ids[0] % 2)
 
-    calls = []
-    trainer = make_trainer(folder, tmp_path, reward=reward, settings={"entropy": entropy})
-    count_forwards(trainer, calls, lambda: one_step(trainer))
+    trainer = make(reward=reward, settings={"entropy": entropy})
+    calls = passes_of(trainer)
+    one_step(trainer)
     assert calls == [forwards]
 
 
-def test_the_controller_sees_each_global_batch_once(folder, tmp_path):
+def test_the_controller_sees_each_global_batch_once(make):
     start = AdaptiveEntropy(coefficient=0.1, target=100.0, step=0.02, maximum=0.15)
     settings = {"entropy": EntropySettings(coefficient=0.1, adaptive=start)}
-    trainer = make_trainer(folder, tmp_path, iterations=2, max_samples=2, max_steps=4, settings=settings)
+    trainer = make(iterations=2, max_samples=2, max_steps=4, settings=settings)
     trainer.train()
     rows = logs_of(trainer)
     assert [row["entropy_coef"] for row in rows] == pytest.approx([0.0, 0.12, 0.14, 0.15])
@@ -210,10 +171,10 @@ def test_the_controller_sees_each_global_batch_once(folder, tmp_path):
     assert trainer.entropy.controller.last_entropy == pytest.approx(controller.last_entropy, rel=1e-6)
 
 
-def test_above_the_target_the_bonus_rests(folder, tmp_path):
+def test_above_the_target_the_bonus_rests(make):
     start = AdaptiveEntropy(coefficient=0.1, target=0.01, step=0.04)
     settings = {"entropy": EntropySettings(coefficient=0.1, adaptive=start)}
-    trainer = make_trainer(folder, tmp_path, max_steps=3, settings=settings)
+    trainer = make(max_steps=3, settings=settings)
     trainer.train()
     assert [row["entropy_coef"] for row in logs_of(trainer)] == [0, 0, 0]
     assert trainer.entropy.controller.coefficient == 0.0
@@ -223,13 +184,13 @@ def test_above_the_target_the_bonus_rests(folder, tmp_path):
 
 
 @pytest.mark.parametrize("max_samples", [8, 3])
-def test_sequences_that_drifted_lose_their_policy_term_and_nothing_else(folder, tmp_path, max_samples):
+def test_sequences_that_drifted_lose_their_policy_term_and_nothing_else(make, folder, max_samples):
     def drift(samples):
         stale(samples)
         for one in samples[::2]:
             one.sampler_logprobs = one.sampler_logprobs + 0.5
 
-    trainer = make_trainer(folder, tmp_path, max_samples=max_samples, settings={"off_policy_delta": 0.2})
+    trainer = make(max_samples=max_samples, settings={"off_policy_delta": 0.2})
     ours, values, samples = one_step(trainer, drift)
     by_hand = ByHand(trainer, folder, samples)
     kept = torch.tensor([i % 2 == 1 or one.advantage >= 0 for i, one in enumerate(samples)])
@@ -240,30 +201,16 @@ def test_sequences_that_drifted_lose_their_policy_term_and_nothing_else(folder, 
     assert values["off_policy/masked_frac"] == pytest.approx(muted / int(by_hand.mask.sum()))
 
 
-def test_both_forward_masks_multiply(folder, tmp_path):
-    def drift(samples):
-        for one in samples[::2]:
-            one.sampler_logprobs = one.sampler_logprobs + 0.5
-
-    settings = {"off_policy_delta": 0.2, "entropy": EntropySettings(quantile=0.3)}
-    trainer = make_trainer(folder, tmp_path, max_samples=8, settings=settings)
-    ours, values, samples = one_step(trainer, drift)
-    by_hand = ByHand(trainer, folder, samples)
-    kept = torch.tensor([i % 2 == 1 or one.advantage >= 0 for i, one in enumerate(samples)])[by_hand.index]
-    top = by_hand.entropy.detach() >= values["entropy_threshold"] - 1e-5
-    assert relative_difference(ours, by_hand.gradients(by_hand.loss(LossConfig(), keep_T=kept & top))) < 1e-5
-
-
 @pytest.mark.parametrize(
     ("settings", "max_samples"),
     [({}, 8), ({"log_offpolicy": True}, 3), ({"correction": CorrectionSettings(mode="token_mask")}, 3)],
 )
-def test_unclamped_ratios_are_logged_with_their_effective_sample_size(folder, tmp_path, settings, max_samples):
+def test_unclamped_ratios_are_logged_with_their_effective_sample_size(make, folder, settings, max_samples):
     def shift(samples):
         for number, one in enumerate(samples):
             one.sampler_logprobs = one.sampler_logprobs - np.float32(0.25 * number)
 
-    trainer = make_trainer(folder, tmp_path, max_samples=max_samples, settings=settings)
+    trainer = make(max_samples=max_samples, settings=settings)
     _, values, samples = one_step(trainer, shift)
     by_hand = ByHand(trainer, folder, samples)
     eta = (by_hand.logprobs.detach() - by_hand.join("sampler_logprobs")).double()
@@ -290,25 +237,44 @@ def test_unclamped_ratios_are_logged_with_their_effective_sample_size(folder, tm
         assert values["logp/negative_advantage_mean"] == pytest.approx(by_hand.logprobs[~gain].mean().item(), rel=1e-4)
 
 
-def test_ratios_are_logged_wherever_they_mean_something(folder, tmp_path):
-    _, values, _ = one_step(make_trainer(folder, tmp_path))
+def test_ratios_are_logged_wherever_they_mean_something(make):
+    _, values, _ = one_step(make())
     assert not [name for name in values if name.startswith(("logp/", "entropy", "off_policy/masked"))], "unasked"
     assert values["mismatch/ess"] == pytest.approx(1.0, abs=1e-6)
     assert values["mismatch/logp_abs_diff_max"] < 1e-4 and values["mismatch/clipped_frac"] == 0.0
-    _, values, _ = one_step(make_trainer(folder, tmp_path, settings={"correctable_sampling": False}))
+    _, values, _ = one_step(make(settings={"correctable_sampling": False}))
     assert not [name for name in values if name.startswith("mismatch/")], "log-probs at another temperature"
+
+
+def test_truncated_sampling_is_corrected_too_and_said_to_be_biased(make):
+    def shift(samples):
+        for one in samples:
+            one.sampler_logprobs = one.sampler_logprobs + np.float32(0.3)
+
+    correction = {"correction": CorrectionSettings(mode="token_truncate")}
+    plain, biased = (
+        one_step(make(settings={**correction, "comparable_sampling": comparable}), shift)
+        for comparable in (True, False)
+    )
+    assert all(torch.equal(biased.gradients[name], gradient) for name, gradient in plain.gradients.items())
+    assert biased.values["mismatch/biased"] == 1.0 and "mismatch/biased" not in plain.values
+
+
+def test_log_probs_at_another_temperature_correct_nothing(make):
+    settings = {"correction": CorrectionSettings(mode="token_truncate"), "correctable_sampling": False}
+    assert make(settings=settings).step.correction(None, None) is None
 
 
 # --- what the ratio compares with ---------------------------------------------------------------------------------
 
 
-def test_the_ratio_may_be_taken_against_the_sampler(folder, tmp_path):
+def test_the_ratio_may_be_taken_against_the_sampler(make, folder):
     def shift(samples):
         rng = np.random.default_rng(0)
         for one in samples:
             one.sampler_logprobs = one.sampler_logprobs + rng.uniform(-0.4, 0.4, 8).astype(np.float32)
 
-    trainer = make_trainer(folder, tmp_path, max_samples=3, settings={"old_logprobs": "sampler", "log_offpolicy": True})
+    trainer = make(max_samples=3, settings={"old_logprobs": "sampler", "log_offpolicy": True})
     ours, values, samples = one_step(trainer, shift)
     by_hand = ByHand(trainer, folder, samples)
     loss = by_hand.loss(LossConfig(), old_logprobs_T=by_hand.join("sampler_logprobs"))
@@ -316,34 +282,32 @@ def test_the_ratio_may_be_taken_against_the_sampler(folder, tmp_path):
     assert values["ratio/max"] == pytest.approx(values["mismatch/ratio_max"], rel=1e-5)
 
 
-def test_the_samplers_log_probs_spare_later_global_batches_their_pass(folder, tmp_path):
-    calls = []
+def test_the_samplers_log_probs_spare_later_global_batches_their_pass(make):
     settings = {"old_logprobs": "sampler"}
-    trainer = make_trainer(folder, tmp_path, num_global_batches=3, iterations=2, max_steps=6, settings=settings)
-    count_forwards(trainer, calls, trainer.train)
+    trainer = make(num_global_batches=3, iterations=2, max_steps=6, settings=settings)
+    calls = passes_of(trainer)
+    trainer.train()
     assert calls == [8] * 6
 
 
-def test_parts_of_a_global_batch_are_compared_with_the_sampler_too(folder, tmp_path):
+def test_parts_of_a_global_batch_are_compared_with_the_sampler_too(make):
     from swift.rollout.samples import Arrival
 
     def gradients(parts):
-        trainer = make_trainer(folder, tmp_path, settings={"old_logprobs": "sampler"})
-        trainer.create_optimizer()
-        batch = next(trainer.pipeline.steps(trainer.progress))
-        for one in batch.samples[::2]:
+        trainer = make(settings={"old_logprobs": "sampler"})
+        return one_step(trainer, shift, parts).gradients
+
+    def shift(samples):
+        for one in samples[::2]:
             one.sampler_logprobs = one.sampler_logprobs - np.float32(0.1)
-        batch.arriving = parts
-        trainer.training_step(trainer.model, batch)
-        return {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
 
     arriving = iter([Arrival(range(3), last=False), Arrival(range(3, 8), last=True)])
     assert relative_difference(gradients(arriving), gradients(None)) < 1e-5
 
 
-def test_old_log_probs_that_come_with_samples_are_kept_and_others_filled_in(folder, tmp_path):
-    calls = []
-    trainer = make_trainer(folder, tmp_path, num_global_batches=2, iterations=2, max_samples=4, max_steps=4)
+def test_old_log_probs_that_come_with_samples_are_kept_and_others_filled_in(make):
+    trainer = make(num_global_batches=2, iterations=2, max_samples=4, max_steps=4)
+    calls = passes_of(trainer)
     batches = trainer.pipeline.steps
     preset = {}
 
@@ -358,7 +322,7 @@ def test_old_log_probs_that_come_with_samples_are_kept_and_others_filled_in(fold
             yield batch
 
     trainer.pipeline.steps = with_replayed
-    count_forwards(trainer, calls, trainer.train)
+    trainer.train()
     assert calls == [4] * 9, "one pass of global batch 2 has none yet; then two passes of each global batch, twice"
     rows = logs_of(trainer)
     assert rows[0]["ratio/max"] == pytest.approx(math.exp(0.1), rel=1e-4)
@@ -372,7 +336,7 @@ def test_old_log_probs_that_come_with_samples_are_kept_and_others_filled_in(fold
 # --- a reference that moves ---------------------------------------------------------------------------------------
 
 
-def moving_run(folder, output, kind, **arguments):
+def moving_run(make, folder, kind, **arguments):
     """A run with everything that has a state of its own; the reference moves after every third step."""
     from swift.trainers.grpo.callbacks import EveryFewSteps
 
@@ -383,9 +347,7 @@ def moving_run(folder, output, kind, **arguments):
         model = AutoModelForCausalLM.from_pretrained(folder)
         reference = FrozenReference(AutoModelForCausalLM.from_pretrained(folder))
     start = AdaptiveEntropy(coefficient=0.05, target=5.452, step=0.02)
-    trainer = make_trainer(
-        folder,
-        output,
+    trainer = make(
         model=model,
         reference=reference,
         loss=LossConfig(beta=0.1),
@@ -401,8 +363,8 @@ def moving_run(folder, output, kind, **arguments):
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_the_reference_becomes_the_mixture_and_old_answers_of_it_are_forgotten(folder, tmp_path, kind):
-    trainer = moving_run(folder, tmp_path, kind, max_steps=3)
+def test_the_reference_becomes_the_mixture_and_old_answers_of_it_are_forgotten(make, folder, kind):
+    trainer = moving_run(make, folder, kind, max_steps=3)
     start = {name: tensor.clone() for name, tensor in trainer.reference.weights().items()}
     trainer.train()
     policy = dict(trainer.model.named_parameters())
@@ -413,13 +375,11 @@ def test_the_reference_becomes_the_mixture_and_old_answers_of_it_are_forgotten(f
     assert all(one.ref_logprobs is None for one in trainer.pipeline.batch.samples)
 
 
-def test_with_alpha_1_a_lora_reference_is_the_policy_itself(folder, tmp_path):
+def test_with_alpha_1_a_lora_reference_is_the_policy_itself(make, folder):
     from swift.trainers.grpo.callbacks import EveryFewSteps
 
     model = policy_of(folder, lora={"lora_dropout": 0.0})
-    trainer = make_trainer(
-        folder,
-        tmp_path,
+    trainer = make(
         model=model,
         reference=StartAdapterReference(model),
         loss=LossConfig(beta=0.1),
@@ -439,20 +399,19 @@ SAVING = {"max_steps": 7, "save_strategy": "steps", "save_steps": 1}
 
 
 @pytest.fixture(scope="module", params=["full", "lora"])
-def straight(request, nano_folders, tmp_path_factory):
-    """A run that was not interrupted, its kind, and where its checkpoints are."""
-    folder = tmp_path_factory.mktemp("straight")
-    trainer = moving_run(nano_folders["qwen2"], folder, request.param, **SAVING)
+def straight(request, make, nano_folders):
+    """A run that was not interrupted, and its kind."""
+    trainer = moving_run(make, nano_folders["qwen2"], request.param, **SAVING)
     trainer.train()
-    return trainer, request.param, folder
+    return trainer, request.param
 
 
 @pytest.mark.parametrize("step", [2, 3, 5])
-def test_a_resumed_run_has_the_controller_and_the_reference_of_the_straight_one(folder, tmp_path, straight, step):
-    expected, kind, saved = straight
-    checkpoint = saved / f"checkpoint-{step}"
+def test_a_resumed_run_has_the_controller_and_the_reference_of_the_straight_one(make, folder, straight, step):
+    expected, kind = straight
+    checkpoint = Path(expected.args.output_dir) / f"checkpoint-{step}"
     assert (checkpoint / "reference.pt").exists() == (step >= 3)
-    resumed = moving_run(folder, tmp_path, kind, **SAVING)
+    resumed = moving_run(make, folder, kind, **SAVING)
     resumed.load_pipeline_state(checkpoint)
     resumed.train(resume_from_checkpoint=str(checkpoint))
     assert resumed.entropy.controller == expected.entropy.controller
@@ -467,10 +426,10 @@ def test_a_resumed_run_has_the_controller_and_the_reference_of_the_straight_one(
     assert len({row[names.index("entropy_coef")] for row in theirs}) > 1, "the controller does something"
 
 
-def test_gradients_do_not_depend_on_what_is_merely_logged(folder, tmp_path):
-    plain = gradients_of_one_step(make_trainer(folder, tmp_path))
+def test_gradients_do_not_depend_on_what_is_merely_logged(make):
+    plain = one_step(make()).gradients
     settings = {"entropy": EntropySettings(log=True), "log_offpolicy": True}
-    watched = gradients_of_one_step(make_trainer(folder, tmp_path, settings=settings))
+    watched = one_step(make(settings=settings)).gradients
     assert all(torch.equal(watched[name], gradient) for name, gradient in plain.items())
 
 
@@ -478,14 +437,11 @@ TRUNCATIONS = [{"top_k": 20}, {"top_p": 0.6}, {"min_p": 0.3}, {"top_k": 30, "top
 
 
 @pytest.mark.parametrize("sampling", TRUNCATIONS, ids="-".join)
-def test_truncated_samples_of_the_policy_itself_are_on_policy(folder, tmp_path, sampling):
+def test_truncated_samples_of_the_policy_itself_are_on_policy(make, sampling):
     """The sampler's log-probs are renormalised over what truncation keeps; the mass it kept makes them comparable."""
     settings = {"old_logprobs": "sampler", "off_policy_delta": 0.05}
-    trainer = make_trainer(folder, tmp_path, settings=settings, sampling=sampling, eos=[3, 4, 5])
-    trainer.create_optimizer()
-    batch = next(trainer.pipeline.steps(trainer.progress))
-    trainer.training_step(trainer.model, batch)
-    values = trainer.metrics.commit()
+    trainer = make(settings=settings, sampling=sampling, eos=[3, 4, 5])
+    values = one_step(trainer).values
     assert values["off_policy/masked_frac"] == 0.0
     assert values["ratio/mean"] == pytest.approx(1.0, abs=1e-5) and values["ratio/max"] == pytest.approx(1.0, abs=1e-4)
     assert values["mismatch/logp_abs_diff_max"] < 1e-4

@@ -145,9 +145,8 @@ def test_with_an_accelerator_the_state_stays_on_the_host():
 
 
 @pytest.mark.parametrize("optim", [name for name in get_args(Optimizer) if name not in ("adamw_8bit", "adamw_cpu")])
-def test_every_optimizer_that_is_offered_trains_a_policy(optim, nano_folders, tmp_path):
-    folder = nano_folders["qwen2"]
-    trainer = make_trainer(folder, tmp_path, optim=optim, learning_rate=0.1, model=policy_of(folder, dtype=HALF))
+def test_every_optimizer_that_is_offered_trains_a_policy(optim, make, nano_folders):
+    trainer = make(optim=optim, learning_rate=0.1, model=policy_of(nano_folders["qwen2"], dtype=HALF))
     before = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
     trainer.train()
     assert any(not torch.equal(weight, before[name]) for name, weight in trainer.model.named_parameters())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from grpo_parts import gradients_of_one_step, make_trainer, relative_difference
+from grpo_parts import one_step, passes_of, relative_difference
 from torch import nn
 
 from swift.models.activation_memory import ModelShape, activation_bytes
@@ -30,42 +31,33 @@ class Ranks:
         return [value, *self.others]
 
 
-def passes_of(trainer):
-    """(completions, tokens) of each forward pass of one global batch."""
-    made = []
-    original = trainer.logprobs.scores
-
-    def counting(model, batch, *args, **kwargs):
-        made.append((len(batch.samples), batch.tokens.input_ids.numel()))
-        return original(model, batch, *args, **kwargs)
-
-    trainer.logprobs.scores = counting
-    return gradients_of_one_step(trainer), made
+def stepped(trainer):
+    """Gradients of a global batch, and (completions, tokens) of each forward pass."""
+    passes = passes_of(trainer, with_tokens=True)
+    return one_step(trainer).gradients, passes
 
 
-def test_a_limit_of_tokens_makes_micro_batches_larger_than_the_device_batch_or_smaller(nano_folders, tmp_path):
+def test_a_limit_of_tokens_makes_micro_batches_larger_than_the_device_batch_or_smaller(make):
     """Two prompts of 3 and 4 tokens with four completions of 8: 31 and 32 tokens."""
-    folder = nano_folders["qwen2"]
-    expected, by_samples = passes_of(make_trainer(folder, tmp_path, per_device=2, max_samples=2))
+    expected, by_samples = stepped(make(per_device=2, max_samples=2))
     assert [samples for samples, _ in by_samples] == [2, 2, 2, 2]
     for tokens, found in ((63, [(8, 63)]), (40, [(4, 32), (4, 31)]), (18, [(2, 18), (2, 18), (2, 17), (2, 17)])):
-        trainer = make_trainer(folder, tmp_path, per_device=2, max_samples=None, settings={"max_tokens": tokens})
+        trainer = make(per_device=2, max_samples=None, settings={"max_tokens": tokens})
         trainer.planner.budget = lambda **_: pytest.fail("memory was measured")
-        gradients, passes = passes_of(trainer)
+        gradients, passes = stepped(trainer)
         assert passes == found and trainer.planner.fitting_tokens is None
         assert relative_difference(gradients, expected) < 1e-6
     for tokens, most in ((18, 2), (63, 3)):
-        trainer = make_trainer(folder, tmp_path, max_samples=3, settings={"max_tokens": tokens})
-        assert max(samples for samples, _ in passes_of(trainer)[1]) == most, "both limits hold"
+        trainer = make(max_samples=3, settings={"max_tokens": tokens})
+        assert max(samples for samples, _ in stepped(trainer)[1]) == most, "both limits hold"
 
 
-def test_free_memory_is_the_budget_where_none_is_given(nano_folders, tmp_path):
-    folder = nano_folders["qwen2"]
-    expected, whole = passes_of(make_trainer(folder, tmp_path, per_device=1, max_samples=None))
+def test_free_memory_is_the_budget_where_none_is_given(make):
+    expected, whole = stepped(make(per_device=1, max_samples=None))
     assert [samples for samples, _ in whole] == [8], "memory for all, whatever the device batch is"
-    trainer = make_trainer(folder, tmp_path, max_samples=None)
+    trainer = make(max_samples=None)
     trainer.planner.budget = lambda **_: 20
-    gradients, cut = passes_of(trainer)
+    gradients, cut = stepped(trainer)
     assert [samples for samples, _ in cut] == [2, 2, 2, 2]
     assert relative_difference(gradients, expected) < 1e-6
 
@@ -110,11 +102,11 @@ def test_on_a_cpu_activations_are_bounded(nano_folders, monkeypatch):
     assert made.budget(whole_logits=True, has_state=True) < 1000
 
 
-def test_completions_above_the_limit_are_said_once(nano_folders, tmp_path):
-    trainer = make_trainer(nano_folders["qwen2"], tmp_path, max_samples=None, settings={"max_tokens": 10})
+def test_completions_above_the_limit_are_said_once(make):
+    trainer = make(max_samples=None, settings={"max_tokens": 10})
     said = []
     trainer.planner._say = said.append
-    _, passes = passes_of(trainer)
+    _, passes = stepped(trainer)
     assert [samples for samples, _ in passes] == [1] * 8
     trainer.training_step(trainer.model, next(trainer.pipeline.steps(trainer.progress)))
     (line,) = said
@@ -141,19 +133,13 @@ def test_a_resumed_run_keeps_its_limit_unless_far_less_fits_on_some_rank(nano_fo
     assert made.fitting_tokens == kept
 
 
-def test_the_limit_is_in_the_state_of_the_run(nano_folders, tmp_path):
-    trainer = make_trainer(
-        nano_folders["qwen2"],
-        tmp_path,
-        save_strategy="steps",
-        save_steps=1,
-        max_steps=1,
-    )
+def test_the_limit_is_in_the_state_of_the_run(make):
+    trainer = make(save_strategy="steps", save_steps=1, max_steps=1)
     trainer.train()
     found = trainer.planner.fitting_tokens
     assert found > 10_000
-    resumed = make_trainer(nano_folders["qwen2"], tmp_path / "again")
-    resumed.load_pipeline_state(tmp_path / "checkpoint-1")
+    resumed = make()
+    resumed.load_pipeline_state(Path(trainer.args.output_dir) / "checkpoint-1")
     assert resumed.planner.fitting_tokens == found
 
 

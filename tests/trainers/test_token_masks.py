@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from grpo_parts import gradients_of_one_step, make_trainer, policy_of
+from grpo_parts import one_step, policy_of
 
 from swift.models.arguments import CheckpointArguments
 from swift.models.template import Template
@@ -157,10 +157,10 @@ def samples_of(completions):
 
 
 @pytest.mark.parametrize("door", ["gym", "tools", "atropos", "nemo_gym"])
-def test_an_assembled_sample_has_the_log_probs_of_the_trainers_forward(sampled, nano_folders, tmp_path, door):
+def test_an_assembled_sample_has_the_log_probs_of_the_trainers_forward(make, sampled, door):
     samples = samples_of(sampled[door])
     batch = collate(samples, [1.0] * SIZE, device="cpu")
-    trainer = make_trainer(nano_folders["qwen2"], tmp_path)
+    trainer = make()
     with torch.no_grad():
         logprobs_N, _ = trainer.logprobs.scores(trainer.model, batch)
     trained_N = batch.mask_N
@@ -180,11 +180,11 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_no_gradient_comes_from_tokens_that_the_policy_did_not_write(sampled, nano_folders, tmp_path, name):
+def test_no_gradient_comes_from_tokens_that_the_policy_did_not_write(make, sampled, name):
     def gradients(noise):
         """noise: what masked tokens get; their ids stay, because they are context of later ones."""
         samples = [perturbed(one, noise) for one in stale(samples_of(sampled["tools"]))]
-        trainer = make_trainer(nano_folders["qwen2"], tmp_path, **SETTINGS[name])
+        trainer = make(**SETTINGS[name])
         scores, given = trainer.logprobs.scores, []
 
         def perturbing(model, batch, entropy="none"):
@@ -197,7 +197,7 @@ def test_no_gradient_comes_from_tokens_that_the_policy_did_not_write(sampled, na
 
         trainer.logprobs.scores = perturbing
         trainer.pipeline.steps = lambda progress: iter([RolloutBatch(samples, 1, 1)])
-        found = gradients_of_one_step(trainer)
+        found = one_step(trainer).gradients
         assert given
         for gradient_N, mask_N in given:
             assert not gradient_N[~mask_N].any() and gradient_N[mask_N].any()
@@ -228,7 +228,7 @@ def perturbed(sample, noise):
     return replace(sample, token_ids=ids, **values)
 
 
-def test_advantages_of_tokens_weigh_each_token_by_its_own(sampled, nano_folders, tmp_path):
+def test_advantages_of_tokens_weigh_each_token_by_its_own(make, sampled):
     def gradients(by_token=None, scale=0.0):
         samples = samples_of(sampled["gym"])
         for one in samples:
@@ -236,9 +236,9 @@ def test_advantages_of_tokens_weigh_each_token_by_its_own(sampled, nano_folders,
             if by_token is not None:
                 values = by_token(np.arange(one.token_ids.size, dtype=np.float32))
                 one.token_advantages = np.where(one.trained, values, 0).astype(np.float32)
-        trainer = make_trainer(nano_folders["qwen2"], tmp_path)
+        trainer = make()
         trainer.pipeline.steps = lambda progress: iter([RolloutBatch(samples, 1, 1)])
-        return gradients_of_one_step(trainer)
+        return one_step(trainer).gradients
 
     equal, number = gradients(np.ones_like), gradients(scale=1.0)
     assert all(torch.equal(equal[name], number[name]) for name in equal)

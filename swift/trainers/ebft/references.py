@@ -6,10 +6,11 @@ prompt as completions do.
 
 from __future__ import annotations
 
+import functools
 import json
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from swift.data.prompts import Tokenizer
@@ -44,7 +45,9 @@ class References:
     max_tokens: int
     multiplier: float | None = None
     conversations: bool | None = None
-    _rows: dict[str, tuple[array[int], bytes]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._kept = functools.lru_cache(MOST_KEPT)(self._encoded)
 
     def of(self, row: Prompt | Example) -> list[int]:
         """The reference of a row, with its further turns.
@@ -76,16 +79,16 @@ class References:
                 f"completions with it; give each row the text, or name its column: "
                 f"""--columns '{{"answer": "{COLUMN}"}}'"""
             )
-        key = json.dumps([row.messages, text, turns]) if turns else text
-        if key not in self._rows:
-            ids, own = conversation(self.template, row.messages, text, turns)
-            ids = self.without_stop(ids)
-            if not ids:
-                raise ConfigError(f"--dataset: {COLUMN}: {text!r}: is nothing but a stop token; give a text")
-            if len(self._rows) >= MOST_KEPT:
-                del self._rows[next(iter(self._rows))]
-            self._rows[key] = array("i", ids), bytes(own[: len(ids)])
-        return self._rows[key]
+        return self._kept(text, json.dumps([row.messages, turns] if turns else [[], []]))
+
+    def _encoded(self, text: str, rest: str) -> tuple[array[int], bytes]:
+        """Token ids of an answer and the turns after it, and which of them the assistant wrote."""
+        messages, turns = json.loads(rest)
+        ids, own = conversation(self.template, messages, text, turns)
+        ids = self.without_stop(ids)
+        if not ids:
+            raise ConfigError(f"--dataset: {COLUMN}: {text!r}: is nothing but a stop token; give a text")
+        return array("i", ids), bytes(own[: len(ids)])
 
     def without_stop(self, ids: Sequence[int]) -> list[int]:
         """Token ids without a final stop token."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from swift.models.features import FeatureNetwork, load_features
 from swift.models.forward import TokenSequence
-from swift.rl.energy import Energies, Estimator, PooledMap, Whitening, energies, pooled_whitening, whiten
+from swift.rl.energy import Energies, energies, pooled_whitening
 from swift.rollout.round_result import fault
 from swift.rollout.samples import TrainSample
 from swift.trainers.ebft.references import References
@@ -34,24 +34,18 @@ if TYPE_CHECKING:
 
 def attach(run: Attempt, trainer: GRPOTrainer, model: Any) -> None:
     """Let the pipeline of `trainer` take its rewards from features of `model` as it is now, not wrapped or resumed."""
-    args, parts = run.parts.args, run.parts
+    parts = run.parts
     assert parts.references is not None, "prepared for another mode"
     report = parts.source.report
-    network = load_features(args, model, trainer.reference)
+    network = load_features(parts.args, model, trainer.reference)
     if network.model not in trainer.frozen:
         trainer.frozen.append(network.model)
     trainer.pipeline.features = FeatureRewards(
         network,
         parts.references,
         parts.collectives,
+        parts.args,
         device=trainer.args.device,
-        alignment_coef=args.ebft_alignment_coef,
-        diversity_coef=args.ebft_diversity_coef,
-        estimator=args.ebft_advantage_estimator,
-        whitening=args.ebft_whitening,
-        shrinkage=args.ebft_whitening_shrinkage,
-        rl_coef=args.ebft_rl_coef,
-        trains_references=args.ebft_ce_coef > 0,
         max_tokens=lambda: trainer.planner.limits.tokens or trainer.planner.fitting_tokens or MOST_TOKENS,
         in_step=lambda: trainer.logprobs.in_step,
         on_progress=run.watchdog.touch,
@@ -59,28 +53,31 @@ def attach(run: Attempt, trainer: GRPOTrainer, model: Any) -> None:
     )
 
 
+def energy_options(args: Any) -> dict[str, Any]:
+    """The settings of `swift.rl.energy.energies`."""
+    return {
+        "whitening": args.ebft_whitening,
+        "alignment_coef": args.ebft_alignment_coef,
+        "diversity_coef": args.ebft_diversity_coef,
+        "estimator": args.ebft_advantage_estimator,
+    }
+
+
 @dataclass(eq=False)
 class FeatureRewards:
     """Scores groups by their features.
 
-    network: gives the features. references: token ids of the references. collectives: ranks share the groups.
-    rl_coef: factor of advantages. trains_references: whether `reference_samples` has any. max_tokens: of a forward
-    pass, None before it is known. in_step: the network is sharded, so every rank makes the same number of passes.
-    skipped_rows: rows left out for their length so far. The others: see `swift.rl.energy`.
+    network: gives the features. references: token ids of the references. collectives: ranks share the groups. args: the
+    settings of EBFT. max_tokens: of a forward pass, None before it is known. in_step: the network is sharded, so every
+    rank makes the same number of passes. skipped_rows: rows left out for their length so far.
     """
 
     network: FeatureNetwork
     references: References
     collectives: Collectives
+    args: Any
     _: KW_ONLY
     device: torch.device | str = "cpu"
-    alignment_coef: float = 1.0
-    diversity_coef: float = 1.0
-    estimator: Estimator = "rloo"
-    whitening: Whitening = "none"
-    shrinkage: float = 0.1
-    rl_coef: float = 1.0
-    trains_references: bool = False
     max_tokens: Callable[[], int | None] = lambda: None
     in_step: Callable[[], bool] = lambda: False
     on_progress: Callable[[], None] = lambda: None
@@ -98,14 +95,17 @@ class FeatureRewards:
         own = range(ranks.rank, len(groups), ranks.world_size)
         features = self._features([groups[i] for i in own])
         pooled = None
-        if self.whitening == "pooled":
+        if self.args.ebft_whitening == "pooled":
             starred = [one for part in ranks.all_gather([one[0].clone() for one in features]) for one in part]
-            pooled = pooled_whitening(torch.stack(starred), self.shrinkage)
-        mine = {i: self._energies(one, pooled) for i, one in zip(own, features, strict=True)}
+            pooled = pooled_whitening(torch.stack(starred), self.args.ebft_whitening_shrinkage)
+        options = {**energy_options(self.args), "pooled": pooled}
+        mine = {
+            i: energies(one[None, 1:], one[:1], **options) for i, one in zip(own, features, strict=True) if len(one) > 1
+        }
         found = {i: one for part in ranks.all_gather(mine) for i, one in part.items()}
         for i, group in enumerate(groups):
-            _book(group, found[i], self.rl_coef)
-        scored = [found[i].metrics for i in range(len(groups)) if found[i].metrics]
+            _book(group, found.get(i), self.args.ebft_rl_coef)
+        scored = [found[i].metrics for i in sorted(found)]
         metrics = {name: fmean(one[name] for one in scored) for name in (scored[0] if scored else ())}
         advantages = [value for one in found.values() for value in one.advantages[0].tolist()]
         if len(advantages) > 1:
@@ -114,7 +114,7 @@ class FeatureRewards:
 
     def reference_samples(self, groups: Sequence[RolloutGroup]) -> list[TrainSample]:
         """The reference of each group as a completion to be learnt; none without `--ebft_ce_coef`."""
-        if not self.trains_references:
+        if not self.args.ebft_ce_coef:
             return []
         samples = []
         for number, group in enumerate(groups):
@@ -124,22 +124,6 @@ class FeatureRewards:
             prompt = np.asarray(group.prompt.token_ids, dtype=np.int32)
             samples.append(TrainSample(number, prompt, ids, unknown, learnt, 0.0))
         return samples
-
-    def _energies(self, features: Tensor, pooled: PooledMap | None) -> Energies:
-        """Of one group: features [1 + n, D], that of the reference first."""
-        if len(features) == 1:
-            return Energies(features.new_empty(1, 0), features.new_empty(1, 0), {})
-        phi, star, deficient = whiten(features[None, 1:], features[:1], self.whitening, pooled)
-        found = energies(
-            phi,
-            star,
-            alignment_coef=self.alignment_coef,
-            diversity_coef=self.diversity_coef,
-            estimator=self.estimator,
-        )
-        if self.whitening == "group":
-            found.metrics["ebft/rank_deficient_frac"] = deficient
-        return found
 
     # --- forward passes -------------------------------------------------------------------------------------------
 
@@ -181,10 +165,10 @@ def _usable(group: RolloutGroup) -> list[Completion]:
     return [one for one in group.completions if fault(one) is None]
 
 
-def _book(group: RolloutGroup, found: Energies, rl_coef: float) -> None:
-    """Write rewards and advantages into the scores of a group."""
+def _book(group: RolloutGroup, found: Energies | None, rl_coef: float) -> None:
+    """Write rewards and advantages into the scores of a group; None: no sample has any."""
     assert group.scores is not None
-    values = iter(zip(found.rewards[0].tolist(), found.advantages[0].tolist(), strict=True))
+    values = iter(zip(found.rewards[0].tolist(), found.advantages[0].tolist(), strict=True)) if found else iter(())
     group.scores.advantages = []
     for number, completion in enumerate(group.completions):
         problem = fault(completion)

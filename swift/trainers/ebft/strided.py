@@ -23,7 +23,7 @@ from swift.models.attention.choice import choose_attention
 from swift.models.features import FeatureNetwork, load_features
 from swift.models.scoring import ScoreRequest, prepare_scoring, score_requests
 from swift.models.sharded_sampling import gathered_for_generation
-from swift.rl.energy import PooledMap, energies, pooled_whitening, whiten
+from swift.rl.energy import PooledMap, energies, pooled_whitening
 from swift.rl.linear_logprobs import LogitMap
 from swift.trainers.atomic_trainer import AtomicTrainer
 from swift.trainers.ebft.blocks import (
@@ -37,6 +37,7 @@ from swift.trainers.ebft.blocks import (
     sample_blocks,
 )
 from swift.trainers.ebft.documents import encode
+from swift.trainers.ebft.rewards import energy_options
 from swift.trainers.trl.method import Method
 
 if TYPE_CHECKING:
@@ -215,16 +216,9 @@ class StridedSteps(AtomicTrainer):
         raw, own = (one[: len(columns) // num_samples] for one in block_features(self.features, blocks, num_samples))
         if not columns:
             return raw.new_empty(0)
-        features, reference, deficient = whiten(raw, own, settings.ebft_whitening, batch.pooled)
-        found = energies(
-            features,
-            reference,
-            alignment_coef=settings.ebft_alignment_coef,
-            diversity_coef=settings.ebft_diversity_coef,
-            estimator=settings.ebft_advantage_estimator,
-        )
-        num_blocks = len(reference)
-        for name, value in {**found.metrics, "ebft/rank_deficient_frac": deficient}.items():
+        found = energies(raw, own, **energy_options(settings), pooled=batch.pooled)
+        num_blocks = len(own)
+        for name, value in found.metrics.items():
             self._note(phase, name, value * num_blocks, num_blocks)
         self._note(phase, "ebft/num_blocks", num_blocks, counted)
         first = dict(reversed(columns))  # the first anchor of each document

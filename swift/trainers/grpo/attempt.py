@@ -35,6 +35,7 @@ from swift.trainers.optimizers.choice import attach_own_optimizer, own_optimizer
 from swift.trainers.reporting import ReportCallback, RunReport
 from swift.trainers.session import SignalTrap, tensorboard_callback
 from swift.trainers.supervision.watchdog import WatchdogCallback
+from swift.trainers.trl.callbacks import StopOnSignal
 
 if TYPE_CHECKING:
     from swift.arguments import Resolved
@@ -57,6 +58,7 @@ class Attempt:
         self.resolved, self.parts, self.setup, self.trap = resolved, parts, setup, trap
         self.folder, self.log = opened.folder, opened.log
         self.metrics = MetricStore()
+        self.stop = StopOnSignal(trap, parts.collectives)
         self.report = self._build_report(opened.attempt) if parts.collectives.is_main else None
         self.watchdog = build_watchdog(self)
         self.weight_sync = build_weight_sync(self, model)
@@ -124,7 +126,8 @@ class Attempt:
         args = self.parts.args
         callbacks: list[Any] = [
             WatchdogCallback(self.watchdog),
-            PipelineCallback(trainer, stop_requested=lambda: self.trap.caught is not None, epoch=self._epoch),
+            PipelineCallback(trainer, epoch=self._epoch),
+            self.stop,
         ]
         kind, _, interval = args.parity_check.partition(":")
         if kind == "every":
@@ -211,7 +214,7 @@ class Attempt:
                 f"--health_action: stop: rule {alert.rule} at step {alert.step}: {alert.sentence} "
                 f"checkpoint-{self.trainer.state.global_step} is saved; --health_action warn goes on"
             )
-        if self.trainer.interrupted:
+        if self.stop.interrupted:
             raise self.trap.interruption("rlhf", self.folder, self.trainer.state.global_step)
 
     def _check_parity(self) -> None:

@@ -13,15 +13,10 @@ if TYPE_CHECKING:
 
 
 class PipelineCallback(TrainerCallback):
-    """Books each step with the pipeline and turns a caught signal into a checkpoint and a clean end.
+    """Books each step with the pipeline. epoch: the position in the data set, in epochs."""
 
-    stop_requested: whether this process was asked to stop. epoch: the position in the data set, in epochs.
-    """
-
-    def __init__(self, trainer: GRPOTrainer, *, stop_requested: Callable[[], bool], epoch: Callable[[], float]) -> None:
-        self.trainer = trainer
-        self.stop_requested = stop_requested
-        self.epoch = epoch
+    def __init__(self, trainer: GRPOTrainer, *, epoch: Callable[[], float]) -> None:
+        self.trainer, self.epoch = trainer, epoch
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """After every optimizer step, before Trainer logs, evaluates and saves."""
@@ -39,11 +34,6 @@ class PipelineCallback(TrainerCallback):
         control.should_log |= state.global_step >= state.max_steps
         if trainer.report is not None:
             trainer.report.progress.advance(state.global_step)
-        control.should_save |= state.global_step >= state.max_steps
-        if trainer.collectives.any(self.stop_requested()) and state.global_step < state.max_steps:
-            trainer.interrupted = True
-            control.should_save = True
-            control.should_training_stop = True
         return control
 
 

@@ -113,7 +113,6 @@ class GRPOTrainer(AtomicTrainer):
         """Models beside the policy that are not trained."""
         self.eval_prompts = list(eval_prompts)
         self.report = report
-        self.interrupted = False
         self.alignment: AlignmentCheck | None = None
         self._reference_moved = False
         self._non_finite_in_a_row = 0

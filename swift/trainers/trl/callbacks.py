@@ -1,4 +1,4 @@
-"""What `swift` adds to a trainer's steps: the end at a signal, logging.jsonl and the lines of the console."""
+"""What `swift` adds to a trainer's steps: the end at a signal (of GRPO too), logging.jsonl, the console's lines."""
 
 from __future__ import annotations
 
