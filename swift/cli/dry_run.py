@@ -37,7 +37,7 @@ def rehearse_rlhf(resolved: Resolved) -> int:
     placed = _place(resolved)
     start = find_start(args, resolved.to_json())
     world_size = launcher.world_size(os.environ)
-    parts = prepare(args, Collectives(), start, placed, world_size=world_size, load_reward_models=False)
+    parts = prepare(args, Collectives(), start, placed, world_size=world_size)
     check_targets(args)
     prompts = parts.first_prompts
     with parts.rewards as rewards:

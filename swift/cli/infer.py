@@ -35,7 +35,7 @@ def score(args: Any, source: ModelSource) -> int:
     from swift.data.steps import STEPS
     from swift.devices import own_device
     from swift.models.policy import pick_dtype
-    from swift.rewards.models import ProcessRewardModel, RewardModel, find_reward_model
+    from swift.rewards.models import ProcessRewardModel, find_reward_model, open_reward_model
 
     if not args.val_dataset and not args.dataset:
         raise ConfigError(f"--model: {source.base}: a reward model does not chat; give answers with --val_dataset")
@@ -48,14 +48,14 @@ def score(args: Any, source: ModelSource) -> int:
     result_path = infer.new_file(args.result_path, args)
     found = find_reward_model(source)
     rows = load_rows(args, "val" if args.val_dataset else "train", purpose="judged")
-    kind = RewardModel if head_of(source.base, *source.adapters) == "answer" else ProcessRewardModel
     device = own_device()
-    model = kind(found, device, pick_dtype(args.torch_dtype, device), args.trust_remote_code, args)
+    model = open_reward_model(found, args.trust_remote_code)
+    model.load(device, pick_dtype(args.torch_dtype, device), args)
 
     def chat_of(example: Example) -> list[dict[str, Any]]:
         if example.messages[-1]["role"] == "assistant":
             return example.messages
-        text = getattr(model, "separator", "\n").join(example.columns[STEPS])
+        text = model.separator.join(example.columns[STEPS])
         return [*example.messages, {"role": "assistant", "content": text}]
 
     def scored(numbers: range) -> Iterator[dict[str, Any]]:

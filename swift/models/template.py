@@ -55,6 +55,7 @@ class Template:
         tokenizer: with a chat template.
         stop_token_ids: further end tokens, such as those of the model's generation_config.json.
         kwargs: variables that the template reads in every rendering, such as `enable_thinking`.
+        name: how errors call the template; None: "the chat template of <folder>".
 
     Raises:
         ConfigError: the tokenizer has no chat template, or a variable is one that swift sets itself.
@@ -65,6 +66,7 @@ class Template:
         tokenizer: PreTrainedTokenizerBase,
         stop_token_ids: Iterable[int] = (),
         kwargs: Mapping[str, Any] | None = None,
+        name: str | None = None,
     ) -> None:
         if not tokenizer.chat_template:
             raise ConfigError(
@@ -72,6 +74,7 @@ class Template:
                 f"template; valid: {', '.join(NAMES)}, or a Jinja file"
             )
         self.tokenizer = tokenizer
+        self.name = name or f"the chat template of {tokenizer.name_or_path or 'the model'}"
         self.kwargs = dict(kwargs or {})
         _check_kwargs(self.kwargs, tokenizer)
         self.training_template: str | None = None
@@ -217,7 +220,7 @@ class Template:
                 **{**self.tokenizer.special_tokens_map, **self.kwargs, **(kwargs or {})},
             )
         except Exception as error:  # a template is a program of the user's
-            raise RefusedChat(f"messages: the chat template refuses them: {first_line(error)}") from error
+            raise RefusedChat(f"messages: {self.name} refuses them: {first_line(error)}") from error
         return rendered[0], [tuple(span) for span in spans[0]] if marks else []
 
     def _span(
@@ -274,14 +277,17 @@ class PlainText(Template):
 
 
 def load_template(
-    tokenizer: PreTrainedTokenizerBase, folder: str | Path | None = None, kwargs: Mapping[str, Any] | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    folder: str | Path | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    name: str | None = None,
 ) -> Template:
-    """The template of a tokenizer; a model folder's generation_config.json adds its end tokens. kwargs: see there."""
+    """The template of a tokenizer; a model folder's generation_config.json adds its end tokens. See `Template`."""
     stops: list[int] = []
     file = Path(folder) / "generation_config.json" if folder is not None else None
     if file is not None and file.is_file():
         stops = _as_list(read_json(file).get("eos_token_id"))
-    return Template(tokenizer, stops, kwargs)
+    return Template(tokenizer, stops, kwargs, name)
 
 
 def _check_kwargs(kwargs: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:

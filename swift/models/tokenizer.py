@@ -41,7 +41,9 @@ def load_chat(args: CheckpointArguments, *, plain: bool = False) -> Template:
     """
     source = locate(args)
     tokenizer = load_tokenizer(args)
-    template = PlainText(tokenizer) if plain else load_template(tokenizer, source.base, args.chat_template_kwargs)
+    name = f"--template {args.template}" if args.template else None
+    kwargs = args.chat_template_kwargs
+    template = PlainText(tokenizer) if plain else load_template(tokenizer, source.base, kwargs, name)
     _check_ids(source.base, template, load_config(source.base, args).get_text_config())
     return template
 

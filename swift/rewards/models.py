@@ -91,52 +91,69 @@ def _check_head(model: str, folder: Path, adapter: Path | None, flag: str = "--r
 
 
 class RewardModel:
-    """One scalar head with its own tokenizer and chat template.
+    """One scalar head with its own tokenizer and chat template; scores once `load` has read its weights.
 
     Args:
         source: from `find_reward_models`.
-        device: where it computes.
-        dtype: of its weights.
         trust_remote_code: whether code from its repository may run.
-        quantised: settings of a base that is quantised while it is loaded.
 
     Raises:
-        ConfigError: weights or tokenizer that cannot be loaded, or no chat template.
+        ConfigError: a tokenizer that cannot be loaded, or no chat template.
     """
 
-    def __init__(
-        self,
-        source: RewardModelSource,
-        device: torch.device | str,
-        dtype: torch.dtype,
-        trust_remote_code: bool,
-        quantised: Any = None,
-    ) -> None:
+    def __init__(self, source: RewardModelSource, trust_remote_code: bool) -> None:
         from swift.models.source import has_tokenizer
         from swift.models.template import Template
         from swift.models.tokenizer import read_tokenizer
 
-        self.name = source.name
+        self.name, self.source = source.name, source
         self.num_truncated = 0
         """Chats cut on the left so far."""
-        own = source.adapter is not None and has_tokenizer(source.adapter)
-        folder = source.adapter if source.adapter is not None and own else source.folder
-        tokenizer = read_tokenizer(folder, trust_remote_code=trust_remote_code)
+        self.separator = str(read_json(source.folder / "config.json").get(SEPARATOR, DEFAULT_SEPARATOR))
+        """Text between two steps of an answer, for a process reward model."""
+        own = source.adapter if source.adapter is not None and has_tokenizer(source.adapter) else None
+        tokenizer = read_tokenizer(own or source.folder, trust_remote_code=trust_remote_code)
         if not tokenizer.chat_template:
             raise ConfigError(
                 f"--reward_model: {source.folder}: its tokenizer has no chat template, so prompts and "
                 f"completions cannot be rendered for it; add chat_template.jinja to the folder"
             )
         self._template = Template(tokenizer)
+        self._own_padding = tokenizer.pad_token_id if own else None
+        self._max_tokens = int(tokenizer.model_max_length)
+        self._trust_remote_code = trust_remote_code
         self._refused = False
-        self._model = _load(source, device, dtype, trust_remote_code, quantised)
+
+    def load(self, device: torch.device | str, dtype: torch.dtype, quantised: Any = None) -> None:
+        """Reads the weights; a ConfigError if they cannot be loaded.
+
+        Args:
+            device: where it computes.
+            dtype: of its weights.
+            quantised: settings of a base that is quantised while it is loaded.
+        """
+        self._model = _load(self.source, device, dtype, self._trust_remote_code, quantised)
         self._device = device
         config = self._model.config.get_text_config()
-        limits = (getattr(config, "max_position_embeddings", None), tokenizer.model_max_length)
-        self._max_tokens = min([*(int(limit) for limit in limits if limit), 10**9])
-        if own:  # which the head was trained with: it reads the last token that is no padding
-            config.pad_token_id = tokenizer.pad_token_id
+        self._max_tokens = min(self._max_tokens, getattr(config, "max_position_embeddings", None) or self._max_tokens)
+        if self._own_padding is not None:  # which the head was trained with: it reads the last token that is no padding
+            config.pad_token_id = self._own_padding
         self._padding = getattr(config, "pad_token_id", None)
+
+    def refusal(self, chats: Sequence[Sequence[dict[str, Any]]]) -> str | None:
+        """What is wrong with the chat template if it refuses all of these chats; needs no weights."""
+        refused = None
+        for chat in chats:
+            try:
+                self._token_ids(chat)
+            except RefusedChat as error:
+                refused = refused or str(error)
+            else:
+                return None
+        return refused and (
+            f"--reward_model: {self.name}: can score none of the first conversations of --dataset: {refused}; correct "
+            f"the template in {self.source.folder}, or the rows (their system turn is that of --system)"
+        )
 
     def score(
         self, chats: Sequence[Sequence[dict[str, Any]]], on_progress: Callable[[], None] = lambda: None
@@ -163,17 +180,19 @@ class RewardModel:
             return self.encode(chat)
         except RefusedChat as error:
             if not self._refused:
-                logger.warning("reward model %s: a chat has no score, its template refuses it (%s)", self.name, error)
+                shown = " ".join(str(turn.get("content")) for turn in chat)[:200]
+                logger.warning("reward model %s: a chat has no score: %s: %r", self.name, error, shown)
             self._refused = True
             return []
 
     def encode(self, chat: Sequence[dict[str, Any]]) -> list[int]:
         """Token ids of a finished chat, at most the model's context, cut on the left and counted."""
-        ids = self._template.encode_finished(chat)
-        if len(ids) > self._max_tokens:
-            self.num_truncated += 1
-            ids = ids[-self._max_tokens :]
-        return ids
+        ids = self._token_ids(chat)
+        self.num_truncated += len(ids) > self._max_tokens
+        return ids[-self._max_tokens :]
+
+    def _token_ids(self, chat: Sequence[dict[str, Any]]) -> list[int]:
+        return self._template.encode_finished(chat)
 
     def _values(self, rows: Sequence[list[int]], chats: Sequence[Sequence[dict[str, Any]]]) -> list[float]:
         """The scores of chats, of which `rows` are the token ids."""
@@ -197,15 +216,12 @@ class ProcessRewardModel(RewardModel):
     The minimum is that of Math-Shepherd (arXiv:2312.08935).
     """
 
-    def encode(self, chat: Sequence[dict[str, Any]]) -> list[int]:
-        """Token ids of prompt and steps, at most the model's context, cut on the left and counted."""
-        ids = self._steps(chat)[0]
-        self.num_truncated += len(ids) > self._max_tokens
-        return ids[-self._max_tokens :]
-
     def step_scores(self, chats: Sequence[Sequence[dict[str, Any]]]) -> list[list[float]]:
         """Probabilities that steps are right, for each chat; those that were cut off are left out."""
         return [self._by_step([self.encode(chat)], [chat])[0] for chat in chats]
+
+    def _token_ids(self, chat: Sequence[dict[str, Any]]) -> list[int]:
+        return self._steps(chat)[0]
 
     def _values(self, rows: Sequence[list[int]], chats: Sequence[Sequence[dict[str, Any]]]) -> list[float]:
         return [min(scores) for scores in self._by_step(rows, chats)]
@@ -220,13 +236,8 @@ class ProcessRewardModel(RewardModel):
         return scores
 
     def _steps(self, chat: Sequence[dict[str, Any]]) -> tuple[list[int], list[int]]:
-        separator = self.separator
-        return encode_steps(self._template, chat[:-1], steps_of(chat[-1]["content"] or "", separator), separator)
-
-    @property
-    def separator(self) -> str:
-        """The text between two steps of an answer."""
-        return str(getattr(self._model.config, SEPARATOR, DEFAULT_SEPARATOR))
+        steps = steps_of(chat[-1]["content"] or "", self.separator)
+        return encode_steps(self._template, chat[:-1], steps, self.separator)
 
 
 def judges_steps(source: RewardModelSource) -> bool:
@@ -310,6 +321,18 @@ class RewardModels:
         self.on_progress: Callable[[], None] = lambda: None
         """Called after each batch of a model."""
 
+    def refusals(self, groups: Sequence[RolloutGroup]) -> list[str]:
+        """A problem for each model that can score none of these groups; needs no weights."""
+        chats = [_finished(group, item) for group in groups for item in group.completions]
+        return [problem for model in self._models if (problem := model.refusal(chats))]
+
+    def load(self, args: Any, device: torch.device | str) -> None:
+        """Reads the weights of all models onto `device`."""
+        from swift.models.policy import pick_dtype
+
+        for model in self._models:
+            model.load(device, pick_dtype(args.torch_dtype, device))
+
     def score(self, groups: Sequence[RolloutGroup]) -> list[list[list[float]]]:
         """Scores [group][sample][model]; call it on the thread that owns the device."""
         chats = [_finished(group, item) for group in groups for item in group.completions]
@@ -331,15 +354,12 @@ class RewardModels:
         return metrics
 
 
-def load_reward_models(args: Any, *, device: torch.device | str) -> RewardModels | None:
-    """Loads the models of `reward_model` onto `device`; None when there are none."""
-    from swift.models.policy import pick_dtype
+def open_reward_models(args: Any) -> RewardModels | None:
+    """The models of `reward_model`, whose weights are not loaded yet; None when there are none."""
+    models = [open_reward_model(source, args.trust_remote_code) for source in find_reward_models(args)]
+    return RewardModels(models) if models else None
 
-    sources = find_reward_models(args)
-    if not sources:
-        return None
-    dtype = pick_dtype(args.torch_dtype, device)
-    kinds = [ProcessRewardModel if judges_steps(one) else RewardModel for one in sources]
-    return RewardModels(
-        [kind(one, device, dtype, args.trust_remote_code) for kind, one in zip(kinds, sources, strict=True)]
-    )
+
+def open_reward_model(source: RewardModelSource, trust_remote_code: bool) -> RewardModel:
+    """A model of the kind of its head, whose weights are not loaded yet."""
+    return (ProcessRewardModel if judges_steps(source) else RewardModel)(source, trust_remote_code)

@@ -49,7 +49,7 @@ class RewardPipeline:
         max_completion_length: in tokens; default of the length rewards.
         decode: token ids -> text, to see whether the prompt's template opened `<think>`; None: it did not.
         tokenizer_path: folder of the policy's tokenizer, for plugins that ask for one.
-        reward_models: scores the columns after the functions; None when `reward_model` is empty.
+        reward_models: score the columns after the functions, once `load_models`; None when `reward_model` is empty.
 
     Raises:
         ConfigError: for unknown, repeated or unusable functions and plugins.
@@ -103,6 +103,11 @@ class RewardPipeline:
         self._on_progress = on_progress
         if self._models is not None:
             self._models.on_progress = on_progress
+
+    def load_models(self, args: Any, device: Any) -> None:
+        """Reads the weights of the reward models, if there are any, onto a torch device."""
+        if self._models is not None:
+            self._models.load(args, device)
 
     def start(self) -> None:
         """Starts the workers in the background; returns at once."""
@@ -202,11 +207,14 @@ class RewardPipeline:
     def self_check(self, rows: Sequence[Prompt], *, max_steps: int = 0) -> None:
         """The start-up call: columns, ground truths and a real call of every function on the first of `rows`.
 
-        Refuses a function that breaks its contract, or fails on every ground truth. max_steps: for `trainer_state`.
+        Refuses a function that breaks its contract, or fails on every ground truth, and a reward model whose chat
+        template refuses all of them. max_steps: for `trainer_state`.
         """
         self.check_columns(rows)
+        groups = selfcheck.first_groups(rows)
+        join_problems(self._models.refusals(groups) if self._models is not None else [])
         progress = TrainerProgress(global_step=0, max_steps=max_steps, epoch=0.0)
-        first = self.probe_each(selfcheck.first_groups(rows), progress)
+        first = self.probe_each(groups, progress)
         join_problems(selfcheck.unusable(first), RewardError)
         if failing := selfcheck.always_failing(first):
             again = self.probe_each(selfcheck.truth_groups(rows), progress, only=failing)

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from swift.cli.main import main
-from swift.models.tiny import build_tiny
+from swift.models.tiny import build_tiny, build_tiny_reward_model
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +163,23 @@ def test_heads_that_a_tensor_parallel_group_cannot_share_are_code_2(model, folde
     words += ["--vllm_tensor_parallel_size", "3", "--num_infer_workers", "3"]
     assert main(rlhf(model, *words)) == 2
     assert "--vllm_tensor_parallel_size: 3: does not divide the 4 attention heads" in capsys.readouterr().err
+
+
+def test_a_reward_model_that_cannot_read_the_rows_is_refused_and_its_weights_are_not_read(
+    model, folder, capsys, tmp_path_factory
+):
+    judge = build_tiny_reward_model(tmp_path_factory.mktemp("judges") / "judge")
+    (judge / "model.safetensors").write_bytes(b"no tensors")
+    words = ["rlhf", "--rlhf_type", "grpo", "--model", str(model), "--dataset", "rows.jsonl", "--dry_run", "true"]
+    words += ["--system", "Be brief.", "--reward_model", str(judge)]
+    assert main(words) == 0
+    jinja = "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}{{ messages }}"
+    (judge / "chat_template.jinja").write_text(jinja)
+    capsys.readouterr()
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert "--reward_model: judge: can score none of the first conversations of --dataset" in error
+    assert f"{judge} refuses them: no system turn; correct the template in {judge}, or the rows" in error
 
 
 def test_sft_has_one_too(model, folder, capsys):

@@ -105,8 +105,16 @@ def test_a_tokenizer_without_chat_template_names_the_flag_and_the_choices():
 
 def test_a_template_error_names_the_messages():
     refusing = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}x"
-    with pytest.raises(ConfigError, match="the chat template refuses them: user first"):
+    with pytest.raises(ConfigError, match=r"messages: the chat template of .* refuses them: user first"):
         template_of(refusing).render([ANSWER])
+
+
+def test_an_error_of_a_file_names_the_file(qwen2, tmp_path):
+    file = tmp_path / "chat.jinja"
+    file.write_text("{% if messages[0].role != 'user' %}{{ messages[9].role }}{% endif %}x")
+    template = load_chat(ModelArguments(model=qwen2, template=str(file)))
+    with pytest.raises(ConfigError, match=f"--template {file} refuses them: .* has no element 9"):
+        template.render([ANSWER])
 
 
 def test_the_template_flag_takes_a_name_or_a_jinja_file(qwen2, tmp_path):

@@ -2,16 +2,16 @@
 
 import runpy
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from trl_runs import logged, trained, written
 
+from swift.arguments.modes import RewardTestArguments
 from swift.models import load_chat
 from swift.models.arguments import CheckpointArguments
 from swift.models.policy import load_for_inference
-from swift.rewards.models import load_reward_models
+from swift.rewards.models import find_reward_models, open_reward_model
 
 MAKER = Path(__file__).parents[2] / "examples" / "train" / "preference" / "make_pairs.py"
 
@@ -67,21 +67,13 @@ def test_a_reward_model_tells_held_out_answers_apart_where_grpo_asks_it(settings
     run_dir = trained(settings("rm", *words, rows=maker["part"](rows, False)))
     (accuracy,) = logged(run_dir, "eval_accuracy").values()
     assert accuracy > 0.9
-    judge = load_reward_models(
-        SimpleNamespace(
-            reward_model=[str(run_dir / "checkpoint-400")],
-            reward_model_revision=[],
-            reward_adapters=[],
-            torch_dtype="float32",
-            use_hf=False,
-            trust_remote_code=False,
-        ),
-        device="cpu",
-    )._models[0]
+    (source,) = find_reward_models(RewardTestArguments(reward_model=[str(run_dir / "checkpoint-400")]))
+    model = open_reward_model(source, False)
+    model.load("cpu", torch.float32)
 
     def scores(kind):
         chats = ([("user", one["prompt"]), ("assistant", one[kind])] for one in held_out)
-        return judge.score([[{"role": role, "content": text} for role, text in chat] for chat in chats])
+        return model.score([[{"role": role, "content": text} for role, text in chat] for chat in chats])
 
     right = [good > bad for good, bad in zip(scores("chosen"), scores("rejected"), strict=True)]
     assert sum(right) / len(right) == pytest.approx(accuracy), "the same tokens, the same head"

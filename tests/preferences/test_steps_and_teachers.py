@@ -20,7 +20,7 @@ from trl_runs import logged, sums, trained, trainer_of, written
 from swift.cli.main import main
 from swift.models import load_chat
 from swift.models.step_scores import steps_of
-from swift.rewards.models import ProcessRewardModel, load_reward_models
+from swift.rewards.models import ProcessRewardModel, RewardModelSource, open_reward_model
 from swift.trainers.preferences.steps import encode, step_metrics
 from swift.trainers.rows import IGNORED
 
@@ -202,11 +202,8 @@ def test_a_process_reward_model_learns_a_rule_and_scores_as_a_reward(prm, tmp_pa
         )
     )
     assert logged(run_dir, "eval_accuracy")[1, 600] > 0.9 and logged(run_dir, "eval_f1")[1, 600] > 0.9
-    args = SimpleNamespace(
-        reward_model=[str(run_dir / "checkpoint-600")], reward_model_revision=[], reward_adapters=[], use_hf=False,
-        torch_dtype=None, trust_remote_code=False,
-    )  # fmt: skip
-    (model,) = load_reward_models(args, device="cpu")._models
+    model = open_reward_model(RewardModelSource("prm", run_dir / "checkpoint-600", None), False)
+    model.load("cpu", torch.float32)
     assert isinstance(model, ProcessRewardModel)
 
     def chat(text):

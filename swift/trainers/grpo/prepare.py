@@ -77,9 +77,8 @@ def prepare(
     placement: Placement,
     *,
     world_size: int | None = None,
-    load_reward_models: bool = True,
 ) -> Parts:
-    """Everything that needs no weights but those of reward models: template, data, rewards, batch arithmetic.
+    """Everything that needs no weights: template, data, rewards, batch arithmetic.
 
     A dry run plans for `world_size` processes without starting them.
     """
@@ -95,15 +94,13 @@ def prepare(
     from swift.trainers.supervision.heartbeat import Heartbeat
 
     template = load_chat(args)
-    loads = load_reward_models and collectives.is_main
-    reward_models = models.load_reward_models(args, device=own_device()) if loads else None
     rewards = RewardPipeline(
         args,
         seed=args.seed,
         max_completion_length=args.max_completion_length,
         decode=lambda ids: template.decode(ids, skip_special_tokens=False),
         tokenizer_path=template.tokenizer.name_or_path,
-        reward_models=reward_models,
+        reward_models=models.open_reward_models(args) if collectives.is_main else None,
     )
     toolbox = None
     if args.rollout_tools:

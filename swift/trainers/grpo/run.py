@@ -11,6 +11,7 @@ import os
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from swift.devices import own_device
 from swift.startup import collector_resting
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def run(resolved: Resolved) -> int:
             if collectives.is_main:
                 parts.rewards.start()
                 parts.rewards.self_check(parts.first_prompts, max_steps=parts.plan.max_steps)
+                parts.rewards.load_models(args, own_device())
             trap.check("rlhf", collectives, start)
             bind_trainer(placement, int(os.environ.get("LOCAL_RANK", "0")))
             with parts.heartbeat, _environments(parts, trap):
