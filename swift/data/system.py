@@ -12,8 +12,7 @@ from swift.data.spec import beside
 from swift.errors import ConfigError
 
 _TEXT_SUFFIXES = (".txt", ".md")
-_PACKAGE = Path(__file__).resolve().parent
-_SHIPPED = (_PACKAGE.parent.parent / "examples", _PACKAGE / "shipped" / "examples")
+_EXAMPLES = Path(__file__).resolve().parent / "shipped" / "examples"  # in the repository a link
 
 
 def resolve_system(value: str | None) -> tuple[str | None, list[str]]:
@@ -49,13 +48,8 @@ def _is_file(path: Path) -> bool:
 def shipped_example(file: Path) -> Path | None:
     """`file` among the examples: by its path from `examples/` on, or by a bare name that occurs once."""
     parts = file.parts
-    for examples in _SHIPPED:
-        if "examples" in parts:
-            inside = examples.joinpath(*parts[len(parts) - parts[::-1].index("examples") :])
-            if inside.is_file():
-                return inside
-        elif len(parts) == 1 and examples.is_dir():
-            found = sorted(examples.rglob(file.name))
-            if len(found) == 1:
-                return found[0]
-    return None
+    if "examples" in parts:
+        inside = _EXAMPLES.joinpath(*parts[len(parts) - parts[::-1].index("examples") :])
+        return inside if inside.is_file() else None
+    found = list(_EXAMPLES.resolve().rglob(file.name)) if len(parts) == 1 else []
+    return found[0] if len(found) == 1 else None

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import swift.data
 from swift.data.arguments import DataArguments, PromptArguments
 from swift.data.loading import Example, load_rows, split_examples, write_examples
 from swift.data.system import resolve_system
@@ -320,12 +319,6 @@ def test_a_missing_system_file_is_found_among_the_shipped_examples(tmp_path, mon
     assert "<answer>" in text
     assert len(notes) == 1
     assert value in notes[0]
-
-
-def test_the_packaged_prompt_is_the_one_in_examples():
-    package = Path(swift.data.__file__).parent
-    inside = package / "shipped" / "examples" / "train" / "grpo" / "prompt.txt"
-    assert inside.read_text() == (package.parents[1] / "examples" / "train" / "grpo" / "prompt.txt").read_text()
 
 
 def test_system_files_that_cannot_be_used(tmp_path, monkeypatch):

@@ -1,1 +1,0 @@
-../../../../../../../examples/train/grpo/plugin/plugin.py
