@@ -63,7 +63,9 @@ def family(cpu: Mapping[str, str]) -> str:
 
 
 def instructions(cpu: Mapping[str, str]) -> str:
-    """The widest of the known instruction sets."""
+    """The widest of the known instruction sets; another name where the libraries are told to use less (README)."""
+    if limit := os.environ.get("ATEN_CPU_CAPABILITY"):
+        return f"limited-to-{limit}"
     flags = (cpu.get("flags") or cpu.get("Features") or "").split()
     return next((name for name in INSTRUCTIONS if name in flags), platform.machine())
 

@@ -57,12 +57,14 @@ def test_recording_replaces_the_rows_that_were_measured_and_keeps_the_others(tmp
     assert {"processor", "family", "instructions", "cores"} <= content["machine"].keys()
 
 
-def test_the_family_of_a_processor_names_its_instruction_set(tmp_path):
+def test_the_family_of_a_processor_names_its_instruction_set(tmp_path, monkeypatch):
     from harness import record
 
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("vendor_id\t: AuthenticAMD\ncpu family\t: 25\nflags\t: sse avx avx2\n\nvendor_id\t: other\n")
     assert record.family(record.cpu_fields(cpuinfo)) == "AuthenticAMD family 25 avx2"
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    assert record.family(record.cpu_fields(cpuinfo)) == "AuthenticAMD family 25 limited-to-avx2"
 
 
 def test_runs_of_unequal_lengths_are_compared_per_token():
