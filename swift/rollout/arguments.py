@@ -438,7 +438,7 @@ class EngineArguments:
     """Maximum number of engine restarts per hour."""
 
     rollout_timeout: float = flag(600.0, above=0, everyday=False)
-    """Time limit of a request to an engine, in seconds."""
+    """Time limit of a request to an engine, in seconds, without its time in the queue of the engine."""
 
     stall_timeout: float = flag(300.0, above=0, everyday=False)
     """Time without progress after which the run ends, in seconds."""

@@ -64,10 +64,8 @@ class RequestClock:
     def takes(self, completion: Completion) -> bool:
         """Whether this is how the request ends; otherwise it was submitted again."""
         with self._lock:
-            if completion.finish_reason != "abort":
-                self._table.remove(HERE, [completion.request_id])
-                return True
             self._table.arrive(HERE, completion)
+            self._table.ready.clear()
             again = self._table.held()
             self._table.send([request.request_id for request in again], HERE, self._now)
         for request in again:

@@ -101,6 +101,40 @@ def test_two_groups_of_the_same_prompt_are_not_kept_together(pool_of):
     assert (engines[0].given, engines[1].given) == (names(group("a")), names(group("b")))
 
 
+def turn(trajectory, number, new=10):
+    return Request(f"{trajectory}#{number}", [1, 2, 3] + [4] * number, SamplingParams(max_new_tokens=new, seed=number))
+
+
+def test_the_turns_of_a_trajectory_stay_with_the_engine_of_the_first_one(pool_of):
+    engines = [Member(), Member()]
+    pool = pool_of(*engines)
+    trajectories = [f"{name}/{sample}" for name in "ab" for sample in range(2)]
+    for number in range(3):  # in every order: the second group has its later turns first
+        run(pool, [turn(one, number) for one in sorted(trajectories, reverse=number > 0)])
+    homes = [{name.partition("#")[0] for name in engine.given} for engine in engines]
+    assert homes == [{"a/0", "a/1"}, {"b/0", "b/1"}]
+
+
+def test_a_turn_leaves_an_engine_that_has_far_more_to_do_and_stays_where_it_went(pool_of):
+    engines = [Member(step_s=0.02), Member()]
+    pool = pool_of(*engines)
+    run(pool, [turn("a/0", 0)])
+    submit(pool, [*group("long", new=200, start=6), turn("a/0", 1)])  # the group goes to the same, idle engine
+    collected(pool.stream())
+    run(pool, [turn("a/0", 2)])
+    assert engines[0].given == ["a/0#0", *names(group("long"))]
+    assert engines[1].given == ["a/0#1", "a/0#2"]
+
+
+def test_a_turn_whose_engine_is_dead_goes_to_another(pool_of):
+    engines = [Member(fail_after=1), Member()]
+    pool = pool_of(*engines)
+    run(pool, [turn("a/0", 0)])
+    run(pool, [turn("a/0", 1)])
+    run(pool, [turn("a/0", 2)])
+    assert engines[1].given == ["a/0#1", "a/0#2"]
+
+
 def test_completions_come_as_they_finish_and_what_is_submitted_meanwhile_joins(pool_of):
     slow, quick = Member(step_s=0.1), Member()
     pool = pool_of(slow, quick)

@@ -72,7 +72,7 @@ def test_a_late_request_is_tried_twice_and_then_is_an_error():
     table = table_with("a", limit_s=10.0, grace_s=5.0)
     for start in (0.0, 100.0):
         table.send(["a"], "engine", start)
-        assert table.overdue(start + 10.0) == ({}, {})
+        assert table.overdue(start) == table.overdue(start + 10.0) == ({}, {})
         assert table.overdue(start + 10.5) == ({"engine": ["a"]}, {})
         assert table.overdue(start + 15.0) == ({}, {})
         table.arrive("engine", done("a", "abort"))
@@ -87,6 +87,27 @@ def test_a_late_request_that_never_had_its_turn_is_not_at_fault():
         table.overdue(start + 11.0)
         table.arrive("engine", done("a", "abort", tokens=()))
     assert (table.count(), table.late) == (1, 0)
+
+
+def test_time_in_the_queue_of_a_holder_does_not_count():
+    table = table_with("a", "b", "c", limit_s=10.0)
+    table.send("abc", "engine", 0.0)
+    for name, now in (("a", 8.0), ("b", 16.0)):
+        table.arrive("engine", done(name))
+        assert table.overdue(now) == ({}, {})
+    assert table.overdue(25.0) == ({}, {})
+    assert table.overdue(26.5) == ({"engine": ["c"]}, {})
+
+
+def test_what_came_later_or_elsewhere_gives_no_more_time():
+    table = table_with("a", "b", "c", "d", limit_s=10.0)
+    table.send("ac", "engine", 0.0)
+    table.send("bd", "other", 0.0)
+    for name in "cb":
+        table.arrive({"c": "engine", "b": "other"}[name], done(name))
+    assert table.overdue(8.0) == ({}, {})
+    assert table.overdue(10.5) == ({"engine": ["a"]}, {})
+    assert table.overdue(18.5) == ({"other": ["d"]}, {})
 
 
 def test_an_abort_without_effect_is_reported():

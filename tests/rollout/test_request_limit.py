@@ -98,6 +98,16 @@ def test_a_model_in_this_process_is_bounded_as_well(nano_folders):
     assert list(engine.stream()) == []
 
 
+def test_the_limit_leaves_out_the_time_in_the_queue_of_the_engine(nano_folders):
+    model = load(nano_folders["qwen2"])
+    slow = model.register_forward_pre_hook(lambda *_: time.sleep(0.05))
+    engine = TransformersEngine(model, eos_token_ids=[], max_rows=2)
+    wanted = [Request(f"g/{i}", [5, 6], SamplingParams(max_new_tokens=12, seed=i)) for i in range(12)]
+    done, late = sampled(engine, wanted, limit_s=2.0)  # six times 0.6 s
+    slow.remove()
+    assert ({one.finish_reason for one in done.values()}, late) == ({"length"}, 0)
+
+
 def test_a_round_leaves_what_was_given_up_out_and_counts():
     moved, settings = [], {"num_generations": 4, "progress": TrainerProgress(0, 1, 0.0)}
     launches = launches_of([Prompt("p", [], [1, 2, 3])])

@@ -1,13 +1,16 @@
 """Which engine has which request: they are spread over the engines, and those of a lost one go to the others.
 
 A group (consecutive requests "<group>/<sample>" with the same prompt) goes to one engine, which prefills its prompt
-once: the one with the fewest outstanding tokens. Each request comes back exactly once: a completion counts when it
-comes from the engine, and from the life of it, that holds its request in the table. Transports deliver from any thread;
-failures are raised in the thread that reads.
+once: the one with the fewest outstanding tokens. The turns of a trajectory ("<group>/<sample>#<turn>") stay with the
+engine that has their beginning in its prefix cache, unless that one has far more to do than another.
+
+Each request comes back exactly once: a completion counts when it comes from the engine, and from the life of it, that
+holds its request in the table. Transports deliver from any thread; failures are raised in the thread that reads.
 """
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import deque
@@ -18,7 +21,7 @@ from typing import Any
 from swift.errors import EngineAsleep, EngineDead, EngineError, NumericError, RequestRefused, SyncFailed
 from swift.rollout.engines.client import EngineClient
 from swift.rollout.engines.completion_stream import Failure
-from swift.rollout.engines.requests import RequestTable
+from swift.rollout.engines.requests import RequestTable, size_of
 from swift.rollout.engines.running import impossible
 from swift.rollout.engines.transport import Event, Lost, Returned
 from swift.types import Completion, Request
@@ -27,6 +30,12 @@ LOOK_S = 1.0
 """How often time limits are checked."""
 BUSY_S = 1.0
 """Pause after an engine reported a full queue."""
+TURN = re.compile(r"(?:\d+:)?(.+)#\d+")
+"""The id of a turn: its trajectory, perhaps behind the number that the queue of a server has put there."""
+OVERLOAD = 2
+"""A trajectory leaves an engine with more than this times the outstanding tokens of another, its own turn included."""
+TRAJECTORIES = 1 << 16
+"""How many trajectories are remembered."""
 
 
 class Dispatch:
@@ -55,6 +64,7 @@ class Dispatch:
         self._touched_at: dict[EngineClient, float] = {}
         self._looked_at = 0.0
         self._last: tuple[Any, EngineClient] | None = None
+        self._homes: dict[str, EngineClient] = {}  # of trajectories, the longest silent first
         for client in clients:
             client.transport.deliver = partial(self._deliver, client)
 
@@ -96,11 +106,24 @@ class Dispatch:
         return [one for one in there if self._busy_until.get(one, 0.0) <= now]
 
     def _choose(self, request: Request, usable: list[EngineClient]) -> EngineClient:
-        """The engine of its group, or the one with the least work."""
-        group = (request.request_id.rpartition("/")[0], tuple(request.prompt_ids))
-        if self._last is None or self._last[0] != group or self._last[1] not in usable:
-            self._last = (group, min(usable, key=lambda one: self.table.load(one.transport.life)))
-        return self._last[1]
+        """The engine of its trajectory, of its group, or the one with the least work."""
+
+        def load(client: EngineClient) -> int:
+            return self.table.load(client.transport.life)
+
+        least = min(usable, key=load)
+        turn = TURN.fullmatch(request.request_id)
+        chosen = self._homes.pop(turn[1], None) if turn else None
+        if chosen not in usable or load(chosen) > OVERLOAD * (load(least) + size_of(request)):
+            group = (request.request_id.rpartition("/")[0], tuple(request.prompt_ids))
+            if self._last is None or self._last[0] != group or self._last[1] not in usable:
+                self._last = (group, least)
+            chosen = self._last[1]
+        if turn:
+            self._homes[turn[1]] = chosen
+            if len(self._homes) > TRAJECTORIES:
+                del self._homes[next(iter(self._homes))]
+        return chosen
 
     def _deliver(self, client: EngineClient, life: object, event: Event) -> None:
         with self.changed:

@@ -5,8 +5,13 @@
        +--- release -------+  +-- over its time limit --> aborted --> once more, then "error"
 
 A holder is whoever samples a request: an engine, or one life of an engine that may be replaced. What arrives from
-another holder than the present one is ignored, so a holder that is given up can deliver nothing twice. No clock, thread
-or engine lives here: callers pass `now` and hold a lock of their own. Each call costs O(requests named).
+another holder than the present one is ignored, so a holder that is given up can deliver nothing twice.
+
+A holder begins requests in the order of `send`, as many as it has room for. One that comes back makes room for a later
+one, so the time of all later ones begins anew: waiting for room counts against nobody.
+
+No clock, thread or engine lives here: callers pass `now` and hold a lock of their own. Each call costs O(requests
+named).
 """
 
 from __future__ import annotations
@@ -27,27 +32,30 @@ MAX_TRIES = 2
 class Entry:
     """A request that has not come back.
 
-    sent_at: to its holder. tries: how often it began. expired_at: when it was aborted for exceeding its time limit.
-    aborted: by the caller.
+    place: in the order of `send`. since: when its time began. tries: how often it began. expired_at: when it was
+    aborted for exceeding its time limit. aborted: by the caller.
     """
 
     request: Request
     holder: Hashable = None
-    sent_at: float = 0.0
+    place: int = 0
+    since: float = 0.0
     tries: int = 1
     expired_at: float | None = None
     aborted: bool = False
 
-    @property
-    def size(self) -> int:
-        return len(self.request.prompt_ids) + self.request.sampling.max_new_tokens
+
+def size_of(request: Request) -> int:
+    """Tokens of a request: its prompt and its longest completion."""
+    return len(request.prompt_ids) + request.sampling.max_new_tokens
 
 
 class RequestTable:
     """See the module's docstring.
 
     Args:
-        limit_s: seconds from `send` to arrival, after which a request is to be aborted and sampled once more.
+        limit_s: seconds that a request may take once its holder has room for it; then it is to be aborted and sampled
+            once more.
         grace_s: seconds that an aborted request may take to arrive.
         retries: whether a request that was aborted by nobody here, or for its time limit, is sampled again.
 
@@ -63,6 +71,8 @@ class RequestTable:
         self._entries: dict[str, Entry] = {}
         self._held: dict[Hashable, dict[str, Entry]] = {}
         self._load: dict[Hashable, int] = {}
+        self._sent = 0
+        self._made_room: dict[Hashable, int] = {}  # first place that came back since the last look, by holder
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -97,7 +107,8 @@ class RequestTable:
         for name in request_ids:
             entry = self._entries[name]
             self._move(entry, holder)
-            entry.sent_at, entry.expired_at = now, None
+            self._sent += 1
+            entry.place, entry.since, entry.expired_at = self._sent, now, None
 
     def abort(self, request_ids: Collection[str] | None = None) -> dict[Hashable, list[str]]:
         """End requests, all with None; unknown ids are ignored. Returns what is to be aborted at which holder.
@@ -131,6 +142,7 @@ class RequestTable:
         entry = self._entries.get(completion.request_id)
         if entry is None or entry.holder != holder:
             return False
+        self._made_room[holder] = min(entry.place, self._made_room.get(holder, entry.place))
         unasked = completion.finish_reason == "abort" and not entry.aborted and self.retries
         if unasked and (entry.expired_at is None or self._comes_again(entry, completion)):
             self._move(entry, None)
@@ -159,7 +171,10 @@ class RequestTable:
         return names
 
     def overdue(self, now: float) -> tuple[dict[Hashable, list[str]], dict[Hashable, list[str]]]:
-        """What exceeds its time limit, by holder: ids to abort now, and ids whose abort had no effect for `grace_s`."""
+        """What exceeds its time limit, by holder: ids to abort now, and ids whose abort had no effect for `grace_s`.
+
+        To be called every now and then: what makes room between two calls begins the time of others at the second.
+        """
         late: dict[Hashable, list[str]] = {}
         deaf: dict[Hashable, list[str]] = {}
         for name, entry in self._entries.items():
@@ -168,15 +183,18 @@ class RequestTable:
             if entry.expired_at is not None:
                 if now - entry.expired_at > self.grace_s:
                     deaf.setdefault(entry.holder, []).append(name)
-            elif now - entry.sent_at > self.limit_s:
+            elif entry.place > self._made_room.get(entry.holder, entry.place):
+                entry.since = now
+            elif now - entry.since > self.limit_s:
                 entry.expired_at = now
                 late.setdefault(entry.holder, []).append(name)
+        self._made_room.clear()
         return late, deaf
 
     def postpone(self, seconds: float) -> None:
         """Time limits do not run during a pause."""
         for entry in self._entries.values():
-            entry.sent_at += seconds
+            entry.since += seconds
 
     def _comes_again(self, entry: Entry, completion: Completion) -> bool:
         """Whether an expired request is sampled once more; otherwise it ends as "error" with the tokens it has."""
@@ -200,11 +218,11 @@ class RequestTable:
     def _hold(self, entry: Entry, holder: Hashable) -> None:
         entry.holder = holder
         self._held.setdefault(holder, {})[entry.request.request_id] = entry
-        self._load[holder] = self._load.get(holder, 0) + entry.size
+        self._load[holder] = self._load.get(holder, 0) + size_of(entry.request)
 
     def _let_go(self, entry: Entry) -> None:
         held = self._held[entry.holder]
         del held[entry.request.request_id]
-        self._load[entry.holder] -= entry.size
+        self._load[entry.holder] -= size_of(entry.request)
         if not held:
             del self._held[entry.holder], self._load[entry.holder]
